@@ -1,0 +1,287 @@
+"""The one error tree of rkserve; it knows HTTP statuses and nothing of HTTP, Ray or C.
+
+::
+
+    RkserveError                     500  server_error
+    +-- RequestError                 400  invalid_request_error
+    |   +-- UnsupportedParameter     400  unsupported_parameter
+    |   +-- ModelNotFound            404  model_not_found
+    |   +-- RouteNotFound            404
+    |   +-- MethodNotAllowed         405
+    |   +-- BodyTooLarge             413  body_too_large
+    |   +-- BodyTooSlow              408  body_too_slow
+    |   +-- ContextOverflow          400  context_length_exceeded
+    |   +-- SamplingFixed            400  sampling_fixed
+    +-- QueueFull                    429  queue_full
+    +-- QueueTimeout                 503  queue_timeout
+    +-- NoBoard                      503  no_board
+    +-- BoardFailed                  503  board_failed
+    |   +-- EngineDied               503  board_failed
+    |   +-- EngineHung               503  board_failed
+    |   +-- RunFailed                502  run_failed
+    +-- ConfigError                       (start-up only)
+    +-- NativeError                       (inside the engine process and at load)
+        +-- LibraryMissing
+        +-- ReleaseRefused
+        +-- LoadFailed
+        +-- CallFailed
+        +-- Misuse
+
+Errors cross processes by pickle, which keeps ``args`` only: every class hands all its arguments,
+positionally, to ``super().__init__``.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class RkserveError(Exception):
+    """Anything rkserve raises on purpose. ``message`` is one sentence for the person who reads it.
+
+    ``http_status``, ``kind`` and ``code`` become the status and the ``type`` and ``code`` of the
+    OpenAI error object; ``param`` names the request's key at fault, where one is.
+    """
+
+    http_status: ClassVar[int] = 500
+    kind: ClassVar[str] = "server_error"
+    code: ClassVar[str | None] = None
+
+    param: str | None = None
+    retry_after_s: int | None = None
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return str(self.args[0]) if self.args else type(self).__name__
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class RequestError(RkserveError):
+    """The request cannot be served as it was sent; sending it again changes nothing."""
+
+    http_status = 400
+    kind = "invalid_request_error"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message, param)
+        self.param = param
+
+
+class UnsupportedParameter(RequestError):
+    """A parameter that would change the answer and that rkserve cannot honour."""
+
+    code = "unsupported_parameter"
+
+
+class ModelNotFound(RequestError):
+    """No board serves, or is configured for, the model that the request names."""
+
+    http_status = 404
+    code = "model_not_found"
+
+    def __init__(self, model: str) -> None:
+        RkserveError.__init__(self, model)
+        self.model = model
+        self.param = "model"
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"The model '{self.model}' does not exist. GET /v1/models lists those that do."
+
+
+class RouteNotFound(RequestError):
+    """No such path."""
+
+    http_status = 404
+    code = "not_found"
+
+
+class MethodNotAllowed(RequestError):
+    """The path exists, with other methods."""
+
+    http_status = 405
+    code = "method_not_allowed"
+
+
+class BodyTooLarge(RequestError):
+    """The body is longer than the configured limit."""
+
+    http_status = 413
+    code = "body_too_large"
+
+
+class BodyTooSlow(RequestError):
+    """The body did not arrive within the configured time."""
+
+    http_status = 408
+    code = "body_too_slow"
+
+
+class ContextOverflow(RequestError):
+    """The prompt leaves no room for an answer in the model's context."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, prompt_tokens: int, context_len: int, param: str = "messages") -> None:
+        RkserveError.__init__(self, prompt_tokens, context_len, param)
+        self.prompt_tokens, self.context_len = prompt_tokens, context_len
+        self.param = param
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return (
+            f"This model's maximum context length is {self.context_len} tokens, of which at least "
+            f"one must be left for the answer; the prompt has {self.prompt_tokens} tokens."
+        )
+
+
+class SamplingFixed(RequestError):
+    """``strict_sampling`` was asked for, and the board's runtime fixes sampling at load."""
+
+    code = "sampling_fixed"
+
+    def __init__(self, release: str, names: tuple[str, ...]) -> None:
+        RkserveError.__init__(self, release, names)
+        self.release, self.names = release, names
+        self.param = names[0] if names else None
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return (
+            f"RKLLM {self.release} fixes sampling when the model is loaded, so "
+            f"{', '.join(self.names)} cannot differ from the model's own values. Leave them out, "
+            "send the model's values, or drop strict_sampling."
+        )
+
+
+class QueueFull(RkserveError):
+    """Every board that could take the request has a full queue."""
+
+    http_status = 429
+    kind = "rate_limit_error"
+    code = "queue_full"
+
+    def __init__(self, queued: int, retry_after_s: int) -> None:
+        super().__init__(queued, retry_after_s)
+        self.queued, self.retry_after_s = queued, retry_after_s
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return (
+            f"All boards are busy and {self.queued} requests are waiting, which is the limit. "
+            f"Try again in {self.retry_after_s} s."
+        )
+
+
+class QueueTimeout(RkserveError):
+    """The request waited for a board longer than the configured limit."""
+
+    http_status = 503
+    kind = "overloaded_error"
+    code = "queue_timeout"
+
+    def __init__(self, waited_s: float, retry_after_s: int) -> None:
+        super().__init__(waited_s, retry_after_s)
+        self.waited_s, self.retry_after_s = waited_s, retry_after_s
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"The request waited {self.waited_s:.0f} s for a board and was given up."
+
+
+class NoBoard(RkserveError):
+    """No board is ready to serve the model now."""
+
+    http_status = 503
+    kind = "overloaded_error"
+    code = "no_board"
+
+    def __init__(self, model: str, reason: str, retry_after_s: int = 5) -> None:
+        super().__init__(model, reason, retry_after_s)
+        self.model, self.reason, self.retry_after_s = model, reason, retry_after_s
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"No board can serve '{self.model}' now: {self.reason}."
+
+
+class BoardFailed(RkserveError):
+    """A board was lost while it answered."""
+
+    http_status = 503
+    kind = "server_error"
+    code = "board_failed"
+    retry_after_s: int | None = 1
+
+    def __init__(self, board_id: str, reason: str) -> None:
+        super().__init__(board_id, reason)
+        self.board_id, self.reason = board_id, reason
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"Board {self.board_id} failed while it answered: {self.reason}."
+
+
+class EngineDied(BoardFailed):
+    """The engine process ended: the library crashed, or something killed it."""
+
+
+class EngineHung(BoardFailed):
+    """The library stopped calling back, or a call into it did not return."""
+
+
+class RunFailed(BoardFailed):
+    """The runtime refused or ended this run with an error; the engine lives on."""
+
+    http_status = 502
+    code = "run_failed"
+    retry_after_s = None
+
+
+class ConfigError(RkserveError):
+    """A setting is missing or wrong. The message names the key and the fix."""
+
+    code = "config_error"
+
+
+class NativeError(RkserveError):
+    """Something about the vendor's library; the message holds what the library said."""
+
+
+class LibraryMissing(NativeError):
+    """The library, or one that it needs, cannot be opened."""
+
+
+class ReleaseRefused(NativeError):
+    """The library is not of a release that rkserve knows to drive."""
+
+
+class LoadFailed(NativeError):
+    """``rkllm_init`` failed: model, memory, driver or parameters."""
+
+
+class CallFailed(NativeError):
+    """A call into the library returned an error."""
+
+    def __init__(self, function: str, code: int) -> None:
+        super().__init__(function, code)
+        self.function, self.return_code = function, code
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"{self.function} returned {self.return_code}"
+
+
+class Misuse(NativeError):
+    """A call that the handle's state does not allow; it was not passed on to the library."""
