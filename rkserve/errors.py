@@ -20,6 +20,7 @@
     |   +-- EngineHung               503  board_failed
     |   +-- RunFailed                502  run_failed
     +-- ConfigError                       (start-up only)
+    +-- BoardStartFailed                  (start-up only; `serve status` shows it)
     +-- NativeError                       (inside the engine process and at load)
         +-- LibraryMissing
         +-- ReleaseRefused
@@ -33,6 +34,7 @@ positionally, to ``super().__init__``.
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 
@@ -126,17 +128,25 @@ class ContextOverflow(RequestError):
 
     code = "context_length_exceeded"
 
-    def __init__(self, prompt_tokens: int, context_len: int, param: str = "messages") -> None:
-        RkserveError.__init__(self, prompt_tokens, context_len, param)
+    def __init__(
+        self,
+        prompt_tokens: int,
+        context_len: int,
+        param: str = "messages",
+        at_least: bool = False,
+    ) -> None:
+        # `at_least`: the prompt was refused by its length in characters, before it was tokenized.
+        RkserveError.__init__(self, prompt_tokens, context_len, param, at_least)
         self.prompt_tokens, self.context_len = prompt_tokens, context_len
-        self.param = param
+        self.param, self.at_least = param, at_least
 
     @property
     def message(self) -> str:
         """The sentence for the user."""
+        size = f"at least {self.prompt_tokens}" if self.at_least else f"{self.prompt_tokens}"
         return (
             f"This model's maximum context length is {self.context_len} tokens, of which at least "
-            f"one must be left for the answer; the prompt has {self.prompt_tokens} tokens."
+            f"one must be left for the answer; the prompt has {size} tokens."
         )
 
 
@@ -252,6 +262,29 @@ class ConfigError(RkserveError):
     """A setting is missing or wrong. The message names the key and the fix."""
 
     code = "config_error"
+
+
+class BoardStartFailed(RkserveError):
+    """A board's replica could not start. ``parse`` finds it again in Ray's status message."""
+
+    code = "board_start_failed"
+
+    _PATTERN = re.compile(r"board '([^'\n]+)' cannot start: (.+)")
+
+    def __init__(self, board_id: str, reason: str) -> None:
+        super().__init__(board_id, reason)
+        self.board_id, self.reason = board_id, reason
+
+    @property
+    def message(self) -> str:
+        """The sentence for the operator, on one line."""
+        return f"board '{self.board_id}' cannot start: {' '.join(self.reason.split())}"
+
+    @classmethod
+    def parse(cls, text: str) -> BoardStartFailed | None:
+        """Return the last such error that ``text`` quotes, or None."""
+        found = cls._PATTERN.findall(text)
+        return cls(*found[-1]) if found else None
 
 
 class NativeError(RkserveError):

@@ -122,14 +122,16 @@ class BoardState(str, Enum):
     QUARANTINED = "quarantined"
     FAILED = "failed"
     STOPPED = "stopped"
+    LOST = "lost"  # the Router's word for a board that no longer answers
 
 
 @dataclass(frozen=True, slots=True)
 class BoardReport:
     """What a board says of itself; counters run since the replica's start.
 
-    ``kv_positions`` of ``context_len`` hold the live context. ``reason`` says why a board that is
-    not ready is not, and what it last recovered from otherwise.
+    ``replica`` addresses the replica that wrote it and changes when that is replaced; ``board_id``
+    does not. ``kv_positions`` of ``context_len`` hold the live context. ``reason`` says why a board
+    that is not ready is not, and what it last recovered from otherwise.
     """
 
     board_id: str
@@ -159,3 +161,4 @@ class BoardReport:
     decode_ms: float = 0.0
     memory_mb: float = 0.0
     library: str = ""
+    replica: str = ""

@@ -44,7 +44,8 @@ class FolderSettings(BaseModel):
     """rkserve.yaml of a model folder; every key is optional.
 
     ``context_length`` is in tokens. ``eos_token_ids`` end an answer even where the runtime reads a
-    wrong EOS from the file. ``chat_template`` names a built-in template for a folder without one.
+    wrong EOS from the file. ``chat_template`` names a built-in template, which then takes the place
+    of the folder's own.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

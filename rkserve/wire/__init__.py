@@ -1,0 +1,1 @@
+"""Between HTTP bodies and messages: pure translations that know neither boards nor Ray."""

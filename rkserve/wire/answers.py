@@ -1,0 +1,195 @@
+"""Events of boards to OpenAI's answers, streamed or whole; it knows JSON shapes, not transport.
+
+One object belongs to one call. Per choice it is fed ``Delta`` values and one ``Finished``; the
+usage of the whole call adds up in it. Prompt tokens count once per prompt, however many choices
+answer it, and so do its cached tokens: those that every choice found in the cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from rkserve.messages import Delta, Finished, Timings
+from rkserve.wire import sse
+from rkserve.wire.jsonbody import JsonObject
+from rkserve.wire.openai import ChatCall, CompletionCall
+
+
+def fingerprint(
+    model_id: str, release: str, adapter: str | None = None, weights_tag: str = ""
+) -> str:
+    """Return ``system_fingerprint``: equal for equal weights, runtime release and adapter."""
+    # The lengths keep ("ab", "c") and ("a", "bc") apart.
+    parts = (model_id, release, adapter or "", weights_tag)
+    content = "".join(f"{len(part)}:{part}" for part in parts)
+    return f"fp_{hashlib.sha256(content.encode()).hexdigest()[:10]}"
+
+
+class _Answer(ABC):
+    """What chat and completion answers share.
+
+    ``created`` is in seconds since 1970. ``unique`` makes the answer's id.
+    """
+
+    _prefix: ClassVar[str]
+    _whole_object: ClassVar[str]
+    _chunk_object: ClassVar[str]
+
+    def __init__(
+        self, call: ChatCall | CompletionCall, unique: str, created: int, system_fingerprint: str
+    ) -> None:
+        self.id = f"{self._prefix}-{unique}"
+        self._model = call.model
+        self._created = created
+        self._fingerprint = system_fingerprint
+        self._n = call.n
+        self._choices = call.choices
+        self._include_usage = call.include_usage
+        self._texts: list[list[str]] = [[] for _ in range(call.choices)]
+        self._ends: dict[int, Finished] = {}
+        self._frames: dict[int, sse.Frame] = {}
+
+    def opening(self, index: int) -> bytes:  # noqa: ARG002 - completions open with nothing
+        """Return what comes before the first delta of a choice."""
+        return b""
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """Return the chunk of a delta; nothing if it brings no text."""
+        if not delta.text:
+            return b""
+        frame = self._frames.get(index)
+        if frame is None:
+            piece = self._piece(index, sse.Frame.HOLE, None)
+            frame = self._frames[index] = sse.Frame(self._chunk([piece]))
+        return frame.fill(delta.text)
+
+    def finish(self, index: int, finished: Finished) -> bytes:
+        """Return the chunk that ends a choice."""
+        self._ends[index] = finished
+        chunk = self._chunk([self._piece(index, "", finished.reason.value)])
+        return sse.data({**chunk, "timings": _timings([finished])})
+
+    def usage_chunk(self) -> bytes:
+        """Return the last chunk, which has no choices; nothing unless the client asked for it."""
+        if not self._include_usage:
+            return b""
+        return sse.data({**self._chunk([]), "usage": self.usage()})
+
+    def add(self, index: int, delta: Delta) -> None:
+        """Take a delta of an answer that is sent whole."""
+        self._texts[index].append(delta.text)
+
+    def end(self, index: int, finished: Finished) -> None:
+        """Take the end of a choice of an answer that is sent whole."""
+        self._ends[index] = finished
+
+    def whole(self) -> JsonObject:
+        """Return the answer. Every choice must have ended."""
+        return {
+            **self._head(self._whole_object),
+            "choices": [
+                self._choice(i, "".join(self._texts[i]), self._ends[i].reason.value)
+                for i in range(self._choices)
+            ],
+            "usage": self.usage(),
+            "timings": _timings([self._ends[i] for i in range(self._choices)]),
+        }
+
+    def usage(self) -> JsonObject:
+        """Return the counts of the choices that have ended."""
+        prompts: dict[int, list[Finished]] = {}
+        for index, end in self._ends.items():
+            prompts.setdefault(index // self._n, []).append(end)
+        prompt = sum(ends[0].usage.prompt_tokens for ends in prompts.values())
+        cached = sum(min(e.usage.cached_tokens for e in ends) for ends in prompts.values())
+        completion = sum(end.usage.completion_tokens for end in self._ends.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _head(self, kind: str) -> JsonObject:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "system_fingerprint": self._fingerprint,
+        }
+
+    def _chunk(self, choices: list[JsonObject]) -> JsonObject:
+        chunk = {**self._head(self._chunk_object), "choices": choices}
+        # As OpenAI: with include_usage every chunk has the key, and only the last one a value.
+        return {**chunk, "usage": None} if self._include_usage else chunk
+
+    @abstractmethod
+    def _piece(self, index: int, text: str, reason: str | None) -> JsonObject:
+        """One choice of a chunk."""
+
+    @abstractmethod
+    def _choice(self, index: int, text: str, reason: str) -> JsonObject:
+        """One choice of a whole answer."""
+
+
+class ChatAnswer(_Answer):
+    """The answer to a call of /v1/chat/completions."""
+
+    _prefix = "chatcmpl"
+    _whole_object = "chat.completion"
+    _chunk_object = "chat.completion.chunk"
+
+    def opening(self, index: int) -> bytes:
+        """Return the chunk that names the role, once per choice."""
+        role = {"role": "assistant", "content": "", "refusal": None}
+        return sse.data(self._chunk([_chat_piece(index, role, None)]))
+
+    def _piece(self, index: int, text: str, reason: str | None) -> JsonObject:
+        return _chat_piece(index, {"content": text} if text else {}, reason)
+
+    def _choice(self, index: int, text: str, reason: str) -> JsonObject:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": None,
+            "finish_reason": reason,
+        }
+
+
+class CompletionAnswer(_Answer):
+    """The answer to a call of /v1/completions."""
+
+    _prefix = "cmpl"
+    _whole_object = _chunk_object = "text_completion"
+
+    def _piece(self, index: int, text: str, reason: str | None) -> JsonObject:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+
+    def _choice(self, index: int, text: str, reason: str) -> JsonObject:
+        return self._piece(index, text, reason)
+
+
+def _chat_piece(index: int, delta: dict[str, Any], reason: str | None) -> JsonObject:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+
+def _timings(ends: list[Finished]) -> JsonObject:
+    """Board time as measured, added up over choices."""
+    measured = [end.timings for end in ends]
+    decode_ms, decode_tokens = _total(measured, "decode_ms"), _total(measured, "decode_tokens")
+    return {
+        "queue_ms": round(_total(measured, "queue_ms"), 3),
+        "prefill_ms": round(_total(measured, "prefill_ms"), 3),
+        "prefill_tokens": _total(measured, "prefill_tokens"),
+        "decode_ms": round(decode_ms, 3),
+        "decode_tokens": decode_tokens,
+        "tokens_per_s": round(decode_tokens * 1000 / decode_ms, 2) if decode_ms > 0 else None,
+        "cached": sum(end.usage.cached_tokens for end in ends),
+    }
+
+
+def _total(measured: list[Timings], name: str) -> Any:
+    return sum(getattr(timings, name) for timings in measured)

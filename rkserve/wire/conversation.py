@@ -1,0 +1,139 @@
+"""OpenAI's ``messages`` to what a chat template reads; it knows roles and parts, not templates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pydantic_core import from_json
+
+from rkserve.errors import RequestError, UnsupportedParameter
+from rkserve.wire.fields import Fields, as_fields, missing, quoted, wrong_type
+from rkserve.wire.jsonbody import JsonObject
+
+Message = JsonObject
+
+# The text of a part is under this key. A refusal is what a model once said instead of an answer.
+_TEXT_PARTS = {"text": "text", "refusal": "refusal"}
+
+
+def read_messages(body: Fields) -> tuple[Message, ...]:
+    """Read ``messages``: at least one; each becomes a plain dict for the template.
+
+    Content parts become one string, ``developer`` becomes ``system``, and an assistant's call
+    arguments become the object that their JSON text says, since templates print them with
+    ``tojson``.
+    """
+    found = body.items("messages")
+    return tuple(
+        _message(as_fields(value, f"messages[{index}]")) for index, value in enumerate(found)
+    )
+
+
+def _message(fields: Fields) -> Message:
+    role = fields.required_text("role")
+    read = _READERS.get(role)
+    if read is None:
+        raise RequestError(
+            f"Invalid value: {quoted(role)}. Supported values are: "
+            f"{', '.join(repr(name) for name in _READERS)}.",
+            fields.path("role"),
+        )
+    message = read(fields)
+    name = fields.text("name")
+    return message if name is None else {**message, "name": name}
+
+
+def _system(fields: Fields) -> Message:
+    return {"role": "system", "content": _content(fields)}
+
+
+def _user(fields: Fields) -> Message:
+    return {"role": "user", "content": _content(fields)}
+
+
+def _tool(fields: Fields) -> Message:
+    call_id = fields.required_text("tool_call_id")
+    return {"role": "tool", "content": _content(fields), "tool_call_id": call_id}
+
+
+def _assistant(fields: Fields) -> Message:
+    content = "" if fields.get("content") is None else _content(fields)
+    message: Message = {"role": "assistant", "content": content}
+    if fields.get("function_call") is not None:
+        raise UnsupportedParameter(
+            "Unsupported parameter: 'function_call' of a message. Send 'tool_calls' instead.",
+            fields.path("function_call"),
+        )
+    if fields.get("tool_calls") is not None:
+        path = fields.path("tool_calls")
+        message["tool_calls"] = [
+            _tool_call(as_fields(call, f"{path}[{index}]"))
+            for index, call in enumerate(fields.items("tool_calls"))
+        ]
+    return message
+
+
+_READERS: dict[str, Callable[[Fields], Message]] = {
+    "system": _system,
+    "developer": _system,
+    "user": _user,
+    "assistant": _assistant,
+    "tool": _tool,
+}
+
+
+def _tool_call(call: Fields) -> Message:
+    kind = call.text("type") or "function"
+    if kind != "function":
+        raise UnsupportedParameter(
+            f"Unsupported tool call: only the type 'function' is known, not {quoted(kind)}.",
+            call.path("type"),
+        )
+    function = call.child("function")
+    if function is None:
+        raise missing(call.path("function"))
+    return {
+        "id": call.required_text("id"),
+        "type": "function",
+        "function": {"name": function.required_text("name"), "arguments": _arguments(function)},
+    }
+
+
+def _arguments(function: Fields) -> JsonObject:
+    path = function.path("arguments")
+    text = function.text("arguments")
+    if text is None:
+        raise missing(path)
+    try:
+        found = from_json(text or "{}", allow_inf_nan=False)
+    except ValueError as exc:
+        raise RequestError(f"Invalid '{path}': not valid JSON: {exc}.", path) from exc
+    if not isinstance(found, dict):
+        raise RequestError(f"Invalid '{path}': its JSON text must be an object.", path)
+    return found
+
+
+def _content(fields: Fields) -> str:
+    value, path = fields.get("content"), fields.path("content")
+    if value is None:
+        raise missing(path)
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise wrong_type(path, "a string or an array of content parts", value)
+    parts = fields.items("content")
+    return "".join(_part(as_fields(part, f"{path}[{index}]")) for index, part in enumerate(parts))
+
+
+def _part(part: Fields) -> str:
+    kind = part.required_text("type")
+    key = _TEXT_PARTS.get(kind)
+    if key is None:
+        raise UnsupportedParameter(
+            f"Unsupported content part: {quoted(kind)}. This server reads text only.",
+            part.path("type"),
+        )
+    text = part.text(key)
+    if text is None:
+        raise missing(part.path(key))
+    return text

@@ -1,0 +1,32 @@
+"""Any exception to OpenAI's error object; it knows the error tree and no route."""
+
+from __future__ import annotations
+
+from rkserve.errors import RkserveError
+from rkserve.wire import sse
+from rkserve.wire.jsonbody import JsonObject
+
+UNEXPECTED = "The server failed while it worked on the request. Its log says why."
+
+
+def error_object(exc: BaseException) -> tuple[int, dict[str, str], JsonObject]:
+    """Return status, headers and body for an exception.
+
+    An exception that rkserve did not raise on purpose becomes a 500 that says nothing of it: its
+    text may hold paths, prompts or keys. Whoever calls logs it.
+    """
+    if not isinstance(exc, RkserveError):
+        status, kind, code = RkserveError.http_status, RkserveError.kind, "internal_error"
+        return status, {}, _body(UNEXPECTED, kind, None, code)
+    seconds = exc.retry_after_s
+    headers = {} if seconds is None else {"retry-after": str(seconds)}
+    return exc.http_status, headers, _body(exc.message, exc.kind, exc.param, exc.code)
+
+
+def error_event(exc: BaseException) -> bytes:
+    """Return the event that ends a stream which has already begun with status 200."""
+    return sse.data(error_object(exc)[2])
+
+
+def _body(message: str, kind: str, param: str | None, code: str | None) -> JsonObject:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,30 @@
+"""Names and values of rkserve's own response headers; it knows what a board accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rkserve.messages import Accepted
+
+BOARD = "x-rkserve-board"
+RELEASE = "x-rkserve-release"
+SAMPLING_IGNORED = "x-rkserve-sampling-ignored"
+
+
+def answer_headers(accepted: Sequence[Accepted]) -> dict[str, str]:
+    """Return the headers of an answer whose choices were accepted like this, in their order.
+
+    Boards and releases are named once each. ``SAMPLING_IGNORED`` is only there where a parameter
+    that the client set could not be honoured for at least one choice.
+    """
+    ignored = _once(name for one in accepted for name in one.sampling_ignored)
+    headers = {
+        BOARD: _once(one.board_id for one in accepted),
+        RELEASE: _once(one.release for one in accepted),
+        SAMPLING_IGNORED: ignored,
+    }
+    return {name: value for name, value in headers.items() if value}
+
+
+def _once(values: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(values))

@@ -1,0 +1,22 @@
+"""The bounds of one request, in one place; it knows numbers and nothing of where they are checked.
+
+Body size and time are not here: they are bounded before a body reaches this room.
+"""
+
+from __future__ import annotations
+
+MAX_CHOICES = 16  # n times the number of prompts: each keeps a board busy for a while
+MAX_STOP = 4  # as OpenAI
+MAX_STOP_CHARS = 512  # every token of the answer is compared with them
+MAX_MODEL_CHARS = 256  # the name comes back in the answer and in errors
+MAX_QUOTED_CHARS = 80  # of a client's value in an error message
+MAX_REPEAT_PENALTY = 10.0  # as in rkserve.yaml
+DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy completions
+
+# No vocabulary in use has longer tokens. A text beyond this many characters per position cannot
+# fit, and is refused before minutes are spent on tokenizing it.
+CHARS_PER_TOKEN = 256
+
+# A runtime that is asked for an absurd top_k allocates for it, and dies. With a tokenizer, top_k is
+# cut to the size of the vocabulary; without one that size is unknown.
+TEXT_MODE_MAX_TOP_K = 1024

@@ -1,0 +1,254 @@
+"""Bodies of OpenAI's chat and completion calls to frozen values; it knows keys, not models.
+
+What cannot be honoured is refused in ``refusals``; what depends on the model, its tokenizer or its
+context is decided in ``plan``. Keys that are read nowhere are accepted and ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rkserve.errors import RequestError, UnsupportedParameter
+from rkserve.wire import refusals
+from rkserve.wire.conversation import Message, read_messages
+from rkserve.wire.fields import Fields, Range, missing, wrong_type
+from rkserve.wire.jsonbody import parse_object
+from rkserve.wire.limits import (
+    DEFAULT_COMPLETION_TOKENS,
+    MAX_CHOICES,
+    MAX_MODEL_CHARS,
+    MAX_REPEAT_PENALTY,
+    MAX_STOP,
+    MAX_STOP_CHARS,
+)
+
+TextOrIds = str | tuple[int, ...]
+
+_AT_LEAST_ONE = Range(1)
+_ADDITIVE = Range(-2, 2)
+_NUMBERS = {
+    "temperature": Range(0, 2),
+    "top_p": Range(0, 1, above=True),
+    "frequency_penalty": _ADDITIVE,
+    "presence_penalty": _ADDITIVE,
+}
+_REPEAT = Range(0, MAX_REPEAT_PENALTY, above=True)
+TOP_K_OFF = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """What chat and completion calls share.
+
+    ``sampling`` holds what the client set itself, under the names of ``messages.Sampling``; a
+    ``top_k`` of ``TOP_K_OFF`` means the whole vocabulary. ``max_tokens`` of None is the rest of
+    the context.
+    """
+
+    model: str
+    max_tokens: int | None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    strict_sampling: bool = False
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False
+
+
+@dataclass(frozen=True)
+class ChatCall(Call):
+    """A call of /v1/chat/completions. ``messages`` are ready for a template."""
+
+    messages: tuple[Message, ...] = ()
+
+    @property
+    def choices(self) -> int:
+        """How many answers it asks for."""
+        return self.n
+
+
+@dataclass(frozen=True)
+class CompletionCall(Call):
+    """A call of /v1/completions. Choice ``p * n + k`` is the k-th answer to prompt p."""
+
+    prompts: tuple[TextOrIds, ...] = ()
+
+    @property
+    def choices(self) -> int:
+        """How many answers it asks for."""
+        return self.n * len(self.prompts)
+
+
+def parse_chat(body: bytes) -> ChatCall:
+    """Read the body of POST /v1/chat/completions.
+
+    ``max_completion_tokens`` wins over the deprecated ``max_tokens`` where both are given.
+
+    Raises:
+        RequestError: with the ``param`` at fault.
+    """
+    fields = Fields(parse_object(body))
+    model = _model(fields)
+    messages = read_messages(fields)
+    refusals.refuse(fields, refusals.CHAT)
+    older = fields.integer("max_tokens", _AT_LEAST_ONE)
+    newer = fields.integer("max_completion_tokens", _AT_LEAST_ONE)
+    return ChatCall(
+        model=model,
+        max_tokens=older if newer is None else newer,
+        messages=messages,
+        n=_choices(fields, prompts=1),
+        **_shared(fields),
+    )
+
+
+def parse_completion(body: bytes) -> CompletionCall:
+    """Read the body of POST /v1/completions.
+
+    Raises:
+        RequestError: with the ``param`` at fault.
+    """
+    fields = Fields(parse_object(body))
+    model = _model(fields)
+    prompts = _prompts(fields)
+    refusals.refuse(fields, refusals.COMPLETION)
+    asked = fields.integer("max_tokens", _AT_LEAST_ONE)
+    return CompletionCall(
+        model=model,
+        max_tokens=DEFAULT_COMPLETION_TOKENS if asked is None else asked,
+        prompts=prompts,
+        n=_choices(fields, prompts=len(prompts)),
+        **_shared(fields),
+    )
+
+
+def _model(fields: Fields) -> str:
+    model = fields.required_text("model")
+    if len(model) > MAX_MODEL_CHARS:
+        raise RequestError(
+            f"Invalid 'model': a name has at most {MAX_MODEL_CHARS} characters.", "model"
+        )
+    return model
+
+
+def _shared(fields: Fields) -> dict[str, Any]:
+    strict = fields.flag("strict_sampling")
+    if strict and fields.get("seed") is not None:
+        raise UnsupportedParameter(
+            "Unsupported parameter: no RKLLM release takes a seed, so 'seed' cannot be honoured "
+            "with 'strict_sampling'.",
+            "seed",
+        )
+    stream = fields.flag("stream")
+    return {
+        "sampling": _sampling(fields),
+        "strict_sampling": strict,
+        "stop": _stop(fields),
+        "stream": stream,
+        "include_usage": _include_usage(fields, stream),
+    }
+
+
+def _sampling(fields: Fields) -> dict[str, Any]:
+    asked = {name: fields.number(name, within) for name, within in _NUMBERS.items()}
+    top_k = fields.integer("top_k", Range(-1))
+    asked["top_k"] = TOP_K_OFF if top_k == -1 else top_k
+    asked["repeat_penalty"] = _repeat_penalty(fields)
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def _repeat_penalty(fields: Fields) -> float | None:
+    """RKLLM's own name, and vLLM's for the same thing."""
+    own = fields.number("repeat_penalty", _REPEAT)
+    alias = fields.number("repetition_penalty", _REPEAT)
+    if own is not None and alias is not None and own != alias:
+        raise RequestError(
+            "'repeat_penalty' and 'repetition_penalty' are two names of one value, but differ.",
+            "repetition_penalty",
+        )
+    return alias if own is None else own
+
+
+def _stop(fields: Fields) -> tuple[str, ...]:
+    value = fields.get("stop")
+    if value is None:
+        return ()
+    if not isinstance(value, str | list):
+        raise wrong_type("stop", "a string or an array of strings", value)
+    one = isinstance(value, str)
+    stops = [value] if one else value
+    if len(stops) > MAX_STOP:
+        raise RequestError(
+            f"Invalid 'stop': array too long. Expected at most {MAX_STOP} strings, "
+            f"but got {len(stops)}.",
+            "stop",
+        )
+    return tuple(_stop_string(s, "stop" if one else f"stop[{i}]") for i, s in enumerate(stops))
+
+
+def _stop_string(value: object, path: str) -> str:
+    if not isinstance(value, str):
+        raise wrong_type(path, "a string", value)
+    if not 1 <= len(value) <= MAX_STOP_CHARS:
+        raise RequestError(
+            f"Invalid '{path}': a stop string has 1 to {MAX_STOP_CHARS} characters, "
+            f"but this has {len(value)}.",
+            path,
+        )
+    return value
+
+
+def _include_usage(fields: Fields, stream: bool) -> bool:
+    options = fields.child("stream_options")
+    if options is None:
+        return False
+    if not stream:
+        raise RequestError(
+            "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
+            "stream_options",
+        )
+    return options.flag("include_usage")
+
+
+def _choices(fields: Fields, prompts: int) -> int:
+    n = fields.integer("n", Range(1, MAX_CHOICES))
+    n = 1 if n is None else n
+    if n * prompts > MAX_CHOICES:
+        raise RequestError(
+            f"{prompts} prompts with n={n} make {n * prompts} answers, but one request may ask "
+            f"for {MAX_CHOICES} at most.",
+            "prompt" if n == 1 else "n",
+        )
+    return n
+
+
+def _prompts(fields: Fields) -> tuple[TextOrIds, ...]:
+    """One prompt or a list of them, each a string or a list of token ids."""
+    value = fields.get("prompt")
+    if value is None:
+        raise missing("prompt")
+    if isinstance(value, str):
+        return (_prompt(value, "prompt"),)
+    if not isinstance(value, list):
+        raise wrong_type("prompt", "a string or an array", value)
+    first = fields.items("prompt")[0]
+    if isinstance(first, str | list):
+        # Counted before they are read: a list of a million prompts is not worth a look.
+        if len(value) > MAX_CHOICES:
+            _choices(fields, prompts=len(value))
+        return tuple(_prompt(one, f"prompt[{index}]") for index, one in enumerate(value))
+    return (_prompt(value, "prompt"),)
+
+
+def _prompt(value: object, path: str) -> TextOrIds:
+    if not isinstance(value, str | list):
+        raise wrong_type(path, "a string or an array of token ids", value)
+    if not value:
+        raise RequestError(f"Invalid '{path}': it is empty, and nothing can follow nothing.", path)
+    if isinstance(value, str):
+        return value
+    for index, token_id in enumerate(value):
+        if not isinstance(token_id, int) or isinstance(token_id, bool):
+            raise wrong_type(f"{path}[{index}]", "an integer", token_id)
+    return tuple(value)

@@ -1,0 +1,89 @@
+"""A parsed call to the generations it asks for; it knows the model's limits and no board."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from rkserve.errors import ContextOverflow, UnsupportedParameter
+from rkserve.messages import GenerateRequest, Sampling
+from rkserve.wire.limits import TEXT_MODE_MAX_TOP_K
+from rkserve.wire.openai import TOP_K_OFF, ChatCall, CompletionCall
+from rkserve.wire.renderer import Prompt, Renderer
+
+
+def plan(
+    call: ChatCall | CompletionCall,
+    renderer: Renderer,
+    defaults: Sampling,
+    context_len: int,
+    new_id: Callable[[], str],
+) -> list[GenerateRequest]:
+    """Return one request per choice, in the order of the choices' indexes.
+
+    ``defaults`` are the model's own sampling values. Each prompt is rendered once, however many
+    answers it gets. Tokenizing a long prompt takes a while (about a second per megabyte), so a
+    server calls this off its event loop.
+
+    Raises:
+        RequestError: the model cannot take the prompt or a parameter.
+        ContextOverflow: a prompt leaves no room for an answer.
+    """
+    sampling = replace(defaults, **_sampling(call, renderer))
+    prompts, param = _prompts(call, renderer, context_len)
+    return [
+        GenerateRequest(
+            request_id=new_id(),
+            model=call.model,
+            prompt_ids=prompt.ids,
+            max_tokens=limit,
+            sampling=sampling,
+            sampling_asked=tuple(call.sampling),
+            strict_sampling=call.strict_sampling,
+            stop=call.stop,
+            prompt_text=prompt.text,
+        )
+        for prompt in prompts
+        for limit in [_max_tokens(call.max_tokens, prompt, context_len, param)]
+        for _ in range(call.n)
+    ]
+
+
+def _prompts(
+    call: ChatCall | CompletionCall, renderer: Renderer, context_len: int
+) -> tuple[list[Prompt], str]:
+    if isinstance(call, ChatCall):
+        return [renderer.chat(call.messages, context_len)], "messages"
+    one = len(call.prompts) == 1
+    rendered = [
+        renderer.text(prompt, "prompt" if one else f"prompt[{index}]", context_len)
+        for index, prompt in enumerate(call.prompts)
+    ]
+    return rendered, "prompt"
+
+
+def _max_tokens(asked: int | None, prompt: Prompt, context_len: int, param: str) -> int:
+    # In text mode only the runtime can count; it has one token at least.
+    used = len(prompt.ids) or 1
+    rest = context_len - used
+    if rest < 1:
+        raise ContextOverflow(used, context_len, param)
+    return rest if asked is None else min(asked, rest)
+
+
+def _sampling(call: ChatCall | CompletionCall, renderer: Renderer) -> dict[str, Any]:
+    """What the client set, with a ``top_k`` that the runtime survives."""
+    top_k = call.sampling.get("top_k")
+    if top_k is None:
+        return call.sampling
+    size = renderer.vocab_size
+    if size is None and not 1 <= top_k <= TEXT_MODE_MAX_TOP_K:
+        raise UnsupportedParameter(
+            "Unsupported parameter: this model is served without a tokenizer, so 'top_k' must be "
+            f"1 to {TEXT_MODE_MAX_TOP_K}.",
+            "top_k",
+        )
+    if size is not None and (top_k == TOP_K_OFF or top_k > size):
+        top_k = size
+    return {**call.sampling, "top_k": top_k}

@@ -1,0 +1,114 @@
+"""Parameters that would change the answer and that rkserve cannot honour, as one table.
+
+Each has a test for values that ask for nothing (OpenAI's own defaults, mostly), because clients
+send those without meaning anything by it. A parameter that is not in the table is accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rkserve.errors import UnsupportedParameter
+from rkserve.wire.fields import Fields, quoted
+
+Harmless = Callable[[Any, Fields], bool]
+
+
+def _never(_value: Any, _body: Fields) -> bool:
+    return False
+
+
+def _only(*harmless: Any) -> Harmless:
+    # `is` for booleans: 0 == False and 1 == True, and a client that sends 0 means a number.
+    return lambda value, _body: any(
+        value is h if isinstance(h, bool) else value == h and not isinstance(value, bool)
+        for h in harmless
+    )
+
+
+def _empty(value: Any, _body: Fields) -> bool:
+    return value in ([], {}, "")
+
+
+def _no_call_wanted(chooser: str) -> Harmless:
+    return lambda value, body: value == [] or body.get(chooser) == "none"
+
+
+def _plain_text(value: Any, _body: Fields) -> bool:
+    return isinstance(value, dict) and value.get("type") == "text"
+
+
+def _no_more_than_n(value: Any, body: Fields) -> bool:
+    n = body.get("n")
+    return type(value) is int and value == (1 if n is None else n)
+
+
+_BOTH: dict[str, Harmless] = {
+    "logit_bias": _empty,
+    "ignore_eos": _only(False),
+    "min_p": _only(0),
+    "typical_p": _only(1),
+    "min_tokens": _only(0),
+    "mirostat": _only(0),
+    "use_beam_search": _only(False),
+    "stop_token_ids": _empty,
+    "bad_words": _empty,
+    "allowed_token_ids": _never,
+    "logits_processors": _empty,
+    "include_stop_str_in_output": _only(False),
+    "skip_special_tokens": _only(True),
+    "prompt_logprobs": _only(False),
+    "truncate_prompt_tokens": _never,
+    "guided_json": _never,
+    "guided_regex": _never,
+    "guided_choice": _never,
+    "guided_grammar": _never,
+    "structured_outputs": _never,
+    "grammar": _empty,
+    "response_format": _plain_text,
+}
+
+CHAT: dict[str, Harmless] = {
+    **_BOTH,
+    "logprobs": _only(False),
+    "top_logprobs": _only(0),
+    "tools": _no_call_wanted("tool_choice"),
+    "tool_choice": _only("none", "auto"),
+    "functions": _no_call_wanted("function_call"),
+    "function_call": _only("none", "auto"),
+    "modalities": _only(["text"]),
+    "audio": _never,
+    "web_search_options": _never,
+    "chat_template": _never,
+    "chat_template_kwargs": _empty,
+    "documents": _empty,
+    "add_generation_prompt": _only(True),
+    "continue_final_message": _only(False),
+    "echo": _only(False),
+}
+
+COMPLETION: dict[str, Harmless] = {
+    **_BOTH,
+    "logprobs": _only(False),
+    "echo": _only(False),
+    "suffix": _empty,
+    "best_of": _no_more_than_n,
+    "prompt_embeds": _never,
+}
+
+
+def refuse(body: Fields, table: dict[str, Harmless]) -> None:
+    """Raise for the first parameter that asks for something rkserve cannot do.
+
+    Raises:
+        UnsupportedParameter: its ``param`` names the parameter.
+    """
+    for name, harmless in table.items():
+        value = body.get(name)
+        if value is not None and not harmless(value, body):
+            raise UnsupportedParameter(
+                f"Unsupported parameter: '{name}' with the value {quoted(value)} would change the "
+                "answer, and rkserve cannot honour it.",
+                body.path(name),
+            )

@@ -1,0 +1,115 @@
+"""What a client sent to what a board is given: the template, the tokenizer and the shield as one.
+
+In text mode (a folder without tokenizer.json) the prompt stays text and the runtime tokenizes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rkserve.errors import RequestError, UnsupportedParameter
+from rkserve.modelfolder import CONTEXT_MAX, ModelFolder
+from rkserve.wire.conversation import Message
+from rkserve.wire.openai import TextOrIds
+from rkserve.wire.shield import Piece, Shield, pieces
+from rkserve.wire.templates import ChatTemplate, Clock, hold_to_context, local_time
+from rkserve.wire.tokenizer import Tokenizer
+
+# Splits a marker for a tokenizer that is out of our reach, and is invisible in print.
+_ZERO_WIDTH_SPACE = "\u200b"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered prompt: ids, or in text mode no ids and the text."""
+
+    ids: tuple[int, ...]
+    text: str | None = None
+
+
+class Renderer:
+    """Renders for one model folder.
+
+    Raises:
+        ConfigError: the tokenizer or the template of the folder cannot be read.
+    """
+
+    def __init__(self, folder: ModelFolder, now: Clock = local_time) -> None:
+        file = folder.tokenizer_file
+        self.tokenizer = None if file is None else Tokenizer(file)
+        self._template = ChatTemplate(folder, now)
+        self._shield = Shield(
+            self._template.markers if self.tokenizer is None else self.tokenizer.control
+        )
+
+    @property
+    def vocab_size(self) -> int | None:
+        """None in text mode, where nobody but the runtime knows it."""
+        return None if self.tokenizer is None else self.tokenizer.vocab_size
+
+    def chat(self, messages: Sequence[Message], context_len: int = CONTEXT_MAX) -> Prompt:
+        """Render a conversation. Markers inside messages stay text.
+
+        Raises:
+            RequestError: the template refuses the messages.
+            ContextOverflow: the text is hopelessly long.
+        """
+        typed: list[str] = []
+        shielded = [self._shield.hide(message, typed) for message in messages]
+        parts = pieces(self._template.render(shielded, context_len), typed)
+        if self.tokenizer is None:
+            return _as_text("".join(_split_marker(part) for part in parts), "messages")
+        return _as_ids(
+            tuple(i for part in parts for i in self._ids(self.tokenizer, part)), "messages"
+        )
+
+    def text(
+        self, prompt: TextOrIds, path: str = "prompt", context_len: int = CONTEXT_MAX
+    ) -> Prompt:
+        """Take a raw prompt as it is: control tokens in it are the client's wish.
+
+        Raises:
+            RequestError: an id that is no token, or nothing in it; ``path`` names the prompt.
+            UnsupportedParameter: token ids in text mode.
+            ContextOverflow: the text is hopelessly long.
+        """
+        if isinstance(prompt, tuple):
+            return self._given_ids(prompt, path)
+        hold_to_context(len(prompt), context_len, "prompt")
+        if self.tokenizer is None:
+            return _as_text(prompt, path)
+        return _as_ids(self.tokenizer.encode(prompt, add_special_tokens=True), path)
+
+    def _given_ids(self, ids: tuple[int, ...], path: str) -> Prompt:
+        if self.tokenizer is None:
+            raise UnsupportedParameter(
+                "Unsupported prompt: this model is served without a tokenizer, so it takes text "
+                "and no token ids.",
+                path,
+            )
+        self.tokenizer.check(ids, path)
+        return _as_ids(ids, path)
+
+    @staticmethod
+    def _ids(tokenizer: Tokenizer, part: Piece) -> tuple[int, ...]:
+        if part.typed:
+            return tokenizer.literal(part.text)
+        return tokenizer.encode(part.text, add_special_tokens=False)
+
+
+def _split_marker(part: Piece) -> str:
+    return part.text[:1] + _ZERO_WIDTH_SPACE + part.text[1:] if part.typed else part.text
+
+
+def _as_text(text: str, path: str) -> Prompt:
+    if "\0" in text:
+        # The runtime takes a C string: what follows the NUL would be lost without a word.
+        raise RequestError(f"Invalid '{path}': this model cannot read a NUL character.", path)
+    return Prompt((), text)
+
+
+def _as_ids(ids: tuple[int, ...], path: str) -> Prompt:
+    if not ids:
+        raise RequestError(f"Invalid '{path}': it has no tokens.", path)
+    return Prompt(ids)

@@ -1,0 +1,44 @@
+"""Server-sent events as bytes; it knows the framing and nothing of what the events say."""
+
+from __future__ import annotations
+
+import json
+from json.encoder import encode_basestring
+from typing import Any
+
+PING = b": ping\n\n"  # a comment: keeps the connection alive, and every client skips it
+DONE = b"data: [DONE]\n\n"
+
+HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx would hold the tokens back
+}
+
+
+def data(value: Any) -> bytes:
+    """Frame a JSON value. JSON escapes line breaks, so one ``data:`` line holds it."""
+    return f"data: {dumps(value)}\n\n".encode()
+
+
+def dumps(value: Any) -> str:
+    """Compact JSON in UTF-8."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+class Frame:
+    """An event of which only one string changes, rendered around that string in advance.
+
+    ``value`` holds the string ``HOLE`` where the changing one goes, and no other behind it.
+    """
+
+    HOLE = "\ufdd0"
+
+    def __init__(self, value: Any) -> None:
+        # The last one: a client may have named its model like this, and names come first.
+        head, _, tail = dumps(value).rpartition(encode_basestring(self.HOLE))
+        self._head, self._tail = f"data: {head}", f"{tail}\n\n"
+
+    def fill(self, text: str) -> bytes:
+        """Return the event with ``text``."""
+        return f"{self._head}{encode_basestring(text)}{self._tail}".encode()

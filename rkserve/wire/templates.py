@@ -1,0 +1,161 @@
+"""A model's chat template in a sandbox: messages to one string; it knows no tokens.
+
+The dialect is that of Hugging Face's ``apply_chat_template``, for which the templates in model
+folders are written: its whitespace rules, its globals and its ``tojson``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from rkserve.errors import ConfigError, ContextOverflow, RequestError
+from rkserve.modelfolder import ModelFolder
+from rkserve.wire.conversation import Message
+from rkserve.wire.limits import CHARS_PER_TOKEN
+from rkserve.wire.named_templates import named_template
+
+Clock = Callable[[], datetime]
+
+_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def local_time() -> datetime:
+    """Now, in the zone of this machine: what ``strftime_now`` prints."""
+    return datetime.now().astimezone()
+
+
+class ChatTemplate:
+    """The chat template of one model folder.
+
+    A name in rkserve.yaml wins over the folder's own template: whoever sets it means it.
+    ``markers`` are those of a built-in template, for whoever has no tokenizer to ask.
+    """
+
+    def __init__(self, folder: ModelFolder, now: Clock = local_time) -> None:
+        self.markers: tuple[str, ...] = ()
+        source, name = folder.chat_template, folder.settings.chat_template
+        if name is not None:
+            source, self.markers = named_template(name)
+        self._model = folder.id
+        self._tokens = _special_tokens(folder)
+        self._template = None if source is None else _compile(source, folder, now)
+
+    def render(self, messages: Sequence[Message], context_len: int) -> str:
+        """Return the prompt of a conversation, with the header of the answer at its end.
+
+        Raises:
+            RequestError: the model has no template, or it refuses these messages.
+            ContextOverflow: the text is too long for any tokenization to fit.
+        """
+        if self._template is None:
+            raise RequestError(
+                f"The model '{self._model}' has no chat template. Use /v1/completions, or name a "
+                "built-in one as 'chat_template' in the rkserve.yaml of its folder.",
+                "messages",
+            )
+        try:
+            return self._joined(self._template, messages, context_len)
+        except RequestError:
+            raise
+        except Exception as exc:  # a template is foreign code and raises what it likes
+            raise RequestError(
+                f"The chat template of '{self._model}' refuses these messages: {exc}", "messages"
+            ) from exc
+
+    def _joined(
+        self, template: jinja2.Template, messages: Sequence[Message], context_len: int
+    ) -> str:
+        parts, size = [], 0
+        stream = template.generate(
+            messages=list(messages),
+            tools=None,
+            documents=None,
+            add_generation_prompt=True,
+            **self._tokens,
+        )
+        for part in stream:  # piece by piece, so that a template that runs away is stopped
+            parts.append(part)
+            size += len(part)
+            hold_to_context(size, context_len, "messages")
+        return "".join(parts)
+
+
+def hold_to_context(characters: int, context_len: int, param: str) -> None:
+    """Refuse a text that cannot fit before anyone spends time on it.
+
+    Raises:
+        ContextOverflow: even tokens of ``CHARS_PER_TOKEN`` characters would be too many.
+    """
+    fewest = characters // CHARS_PER_TOKEN
+    if fewest >= context_len:
+        raise ContextOverflow(fewest, context_len, param, at_least=True)
+
+
+def _compile(source: str, folder: ModelFolder, now: Clock) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
+        autoescape=False,  # the output is a prompt, not HTML
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as exc:
+        raise ConfigError(
+            f"The chat template of {folder.path} is not valid Jinja: {exc} (line {exc.lineno})"
+        ) from exc
+
+
+class _GenerationBlock(Extension):
+    """``{% generation %}`` marks the assistant's text for training; here its body is all of it."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it as an instance variable
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return the body between the tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes <, > and & for HTML, and models were not trained on that.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _special_tokens(folder: ModelFolder) -> dict[str, str]:
+    """The texts of bos_token and its like; empty where the model has none."""
+    return {name: _token_text(folder.tokenizer_config.get(name)) for name in _TOKEN_NAMES}
+
+
+def _token_text(entry: object) -> str:
+    if isinstance(entry, dict):  # the long form of older files
+        entry = entry.get("content")
+    return entry if isinstance(entry, str) else ""

@@ -1,0 +1,78 @@
+"""Text to token ids by the model folder's tokenizer.json; it knows no roles and no templates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from rkserve.errors import ConfigError, RequestError
+
+
+class Tokenizer:
+    """A read-only tokenizer; one serves any number of threads.
+
+    ``control`` are the texts of the special tokens. ``encode`` reads them as control tokens
+    wherever they stand; ``literal`` never does.
+    """
+
+    def __init__(self, file: Path) -> None:
+        try:
+            self._hf = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as exc:  # the library raises plain Exception
+            raise ConfigError(f"{file} is not a tokenizer that can be read: {exc}") from exc
+        # Both belong to training; left on they would cut or stretch prompts in silence.
+        self._hf.no_truncation()
+        self._hf.no_padding()
+        self.vocab_size: int = self._hf.get_vocab_size(with_added_tokens=True)
+        special = {i: t for i, t in self._hf.get_added_tokens_decoder().items() if t.special}
+        self.control = frozenset(token.content for token in special.values())
+        self._control_ids = frozenset(special)
+        self._spelled: dict[str, tuple[int, ...]] = {}
+        self._limit = max(self._hf.get_vocab().values(), default=-1)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Return the ids of a text.
+
+        ``add_special_tokens`` lets the tokenizer add what its own post-processor says, a BOS for
+        some models; a chat template writes its own instead.
+        """
+        return tuple(self._hf.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def literal(self, text: str) -> tuple[int, ...]:
+        """Return ids that spell the text of a control token without being one.
+
+        A marker that is cut after its first character is no marker. Where a piece is a control
+        token itself, the text is spelled one character at a time, and a character that has no
+        other spelling is left out.
+        """
+        # Kept, because a client may send a hundred thousand of them; control tokens are few.
+        if text not in self._spelled:
+            self._spelled[text] = self._spell(text)
+        return self._spelled[text]
+
+    def check(self, ids: Sequence[int], path: str) -> None:
+        """Hold a client's token ids to the vocabulary.
+
+        Raises:
+            RequestError: naming the first id that is no token.
+        """
+        for index, token_id in enumerate(ids):
+            # The bounds first: the library takes 32 bits and raises its own error beyond.
+            if not 0 <= token_id <= self._limit or self._hf.id_to_token(token_id) is None:
+                raise RequestError(
+                    f"Invalid '{path}[{index}]': {str(token_id)[:24]} is not a token id of this "
+                    f"model, whose vocabulary has {self.vocab_size} tokens.",
+                    f"{path}[{index}]",
+                )
+
+    def _spell(self, text: str) -> tuple[int, ...]:
+        ids = self._plain(text[:1]) + self._plain(text[1:])
+        if self._control_ids.isdisjoint(ids):
+            return ids
+        each = (self._plain(character) for character in text)
+        return tuple(i for ids in each for i in ids if i not in self._control_ids)
+
+    def _plain(self, text: str) -> tuple[int, ...]:
+        return self.encode(text, add_special_tokens=False)
