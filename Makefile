@@ -1,0 +1,66 @@
+# make demo: a cluster of simulated boards.  make test: all checks and tests.
+# Both set up everything they need in .venv; PYTHON=python3.12 picks another interpreter.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test unit check format bench docs lock sim clean
+
+help:
+	@echo "make demo    three simulated boards behind an OpenAI endpoint, until Ctrl-C"
+	@echo "make test    checks and all tests (what CI runs)"
+	@echo "make unit    tests that need no Ray"
+	@echo "make check   ruff, mypy and generated docs"
+	@echo "make format  reformat the code"
+	@echo "make bench   measure, and write docs/benchmarks.md"
+	@echo "make docs    write the generated pages of docs/"
+	@echo "make lock    resolve the dependencies anew"
+	@echo "make clean   remove what the above made"
+
+demo: $(READY) sim
+	@$(BIN)/python scripts/demo.py
+
+test: check
+	$(BIN)/python -m pytest
+
+unit: $(READY) sim
+	$(BIN)/python -m pytest -m "not ray"
+
+check: $(READY) sim
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python scripts/make_docs.py --check
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY) sim
+	$(BIN)/python -m rkserve.bench
+
+docs: $(READY)
+	$(BIN)/python scripts/make_docs.py
+
+sim: $(READY)
+	@$(BIN)/python -m rkserve.native.sim.build
+
+# Hashes of every file on every platform; the second file only adds tools to the first.
+LOCK := $(BIN)/uv pip compile -q pyproject.toml --universal --python-version 3.10 \
+	--generate-hashes --no-emit-index-url --no-header
+lock: $(READY)
+	$(LOCK) --upgrade -o requirements.lock
+	$(LOCK) --extra dev -c requirements.lock -o requirements-dev.lock
+
+$(READY): requirements-dev.lock pyproject.toml
+	@sh scripts/check_tools.sh "$(PYTHON)"
+	"$(PYTHON)" -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r requirements-dev.lock
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $(READY)
+
+clean:
+	rm -rf $(VENV) rkserve/native/sim/build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -1,0 +1,241 @@
+"""Make models/sim-chat: a tokenizer, a chat template and a simulated model.rkllm.
+
+It knows the file format of the simulated runtime (docs/simulator.md) and the texts beside its
+sources. It refuses to depend on anything else, so that the folder only changes when they do:
+
+    python scripts/make_sim_chat.py [--out models/sim-chat]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import struct
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXTS = ROOT / "rkserve" / "native" / "sim"
+
+MODEL_ID = "sim-chat"
+VOCABULARY = 4096
+CONTEXT = 4096
+PROFILE = "rk3588-qwen2.5-1.5b-w8a8"
+MEMORY_MB = 1690
+LOAD_MS = 1500
+TOOLKIT = "1.2.3"
+
+# Some text has to be hidden, some has to be visible: as in Qwen's vocabulary, the tags of thinking
+# and of tool calls are single tokens, and still belong to the text.
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
+VISIBLE = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+
+# Flags of a piece, as in enum piece_flag.
+PIECE_SPECIAL, PIECE_MARKER, PIECE_SILENT = 1, 2, 4
+
+CHAT_TEMPLATE = r"""
+{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {%- if messages[0]['role'] == 'system' %}
+        {{- messages[0]['content'] }}
+    {%- else %}
+        {{- 'You are a helpful assistant.' }}
+    {%- endif %}
+    {{- "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "\n</tools>\n\nFor each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call><|im_end|>\n" }}
+{%- else %}
+    {%- if messages[0]['role'] == 'system' %}
+        {{- '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}
+    {%- else %}
+        {{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}
+    {%- endif %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == "user" %}
+        {{- '<|im_start|>user\n' + message.content }}
+        {%- if enable_thinking is defined and enable_thinking and loop.last %}
+            {{- ' /think' }}
+        {%- endif %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role == "system" and not loop.first %}
+        {{- '<|im_start|>system\n' + message.content + '<|im_end|>\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>assistant' }}
+        {%- if message.content or not message.tool_calls %}
+            {{- '\n' + (message.content or '') }}
+        {%- endif %}
+        {%- for tool_call in message.tool_calls or [] %}
+            {%- if tool_call.function is defined %}
+                {%- set tool_call = tool_call.function %}
+            {%- endif %}
+            {{- '\n<tool_call>\n{"name": "' + tool_call.name + '", "arguments": ' }}
+            {{- tool_call.arguments if tool_call.arguments is string else tool_call.arguments | tojson }}
+            {{- '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if loop.first or messages[loop.index0 - 1].role != "tool" %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != "tool" %}
+            {{- '<|im_end|>\n' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}
+""".strip()  # noqa: E501 - one line of the template is one line of text
+
+SETTINGS = """\
+# What rkserve needs to know about this model beyond its files.
+family: qwen2.5
+context_length: 4096
+eos_token_ids: [{im_end}, {end_of_text}]
+sampling:
+  temperature: 0.8
+  top_p: 0.9
+  top_k: 40
+  repeat_penalty: 1.1
+  frequency_penalty: 0.0
+  presence_penalty: 0.0
+"""
+
+
+def read_lines(name: str) -> list[str]:
+    return (TEXTS / name).read_text(encoding="utf-8").splitlines()
+
+
+def train() -> Tokenizer:
+    """A byte-level BPE on the corpus and the bank, with the markers at its end."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    markers = len(SPECIAL) + len(VISIBLE)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - markers,
+        min_frequency=1,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    bank = read_lines("bank.txt")
+    text = [*read_lines("corpus.txt"), *bank, *(" " + line for line in bank)]
+    # No greetings from strings.txt: their characters shall be several tokens each.
+    text += [line.partition("=")[2] for line in read_lines("strings.txt") if line.isascii()]
+    tokenizer.train_from_iterator(text, trainer)
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    tokenizer.add_tokens([AddedToken(name, special=False) for name in VISIBLE])
+    return tokenizer
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The printable character that stands for each byte in a byte-level vocabulary."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    shifted = {chr(256 + place): byte for place, byte in enumerate(hidden)}
+    return {**{chr(byte): byte for byte in printable}, **shifted}
+
+
+def piece_bytes(tokenizer: Tokenizer) -> list[bytes]:
+    """What each id stands for, in bytes."""
+    alphabet = byte_alphabet()
+    pieces = [b""] * tokenizer.get_vocab_size()
+    for name, token_id in tokenizer.get_vocab().items():
+        marker = name in SPECIAL or name in VISIBLE
+        pieces[token_id] = name.encode() if marker else bytes(alphabet[char] for char in name)
+    return pieces
+
+
+def piece_flags(name: str) -> int:
+    flags = PIECE_MARKER if name in SPECIAL or name in VISIBLE else 0
+    flags |= PIECE_SPECIAL if name in SPECIAL else 0
+    return flags | (PIECE_SILENT if name == "<|pad|>" else 0)
+
+
+def check_first_tokens(first_tokens: list[int]) -> None:
+    """Where several sentences may follow, the first token has to tell which one it is."""
+    ahead = 4
+    for at in range(len(first_tokens)):
+        choices = {first_tokens[(at + step) % len(first_tokens)] for step in range(ahead)}
+        if len(choices) != ahead:
+            raise SystemExit(f"bank.txt: lines {at + 1} to {at + ahead} need different beginnings")
+
+
+def render_model(tokenizer: Tokenizer) -> bytes:
+    """The simulated .rkllm: header, pieces, bank, strings, then what they point at."""
+    pieces = piece_bytes(tokenizer)
+    names = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
+    bank = [
+        (tokenizer.encode(" " + line).ids, tokenizer.encode(line).ids)
+        for line in read_lines("bank.txt")
+    ]
+    for form in (0, 1):
+        check_first_tokens([sentence[form][0] for sentence in bank])
+    strings = b"".join(line.encode() + b"\0" for line in read_lines("strings.txt"))
+
+    pieces_at = struct.calcsize(HEADER)
+    bank_at = pieces_at + 8 * len(pieces)
+    ids_at = bank_at + 8 * len(bank)
+    strings_at = ids_at + 4 * sum(len(spaced) + len(bare) for spaced, bare in bank)
+    bytes_at = strings_at + len(strings)
+
+    table, blob = b"", b""
+    for name, piece in zip(names, pieces, strict=True):
+        table += struct.pack("<IHH", bytes_at + len(blob), len(piece), piece_flags(name))
+        blob += piece
+    sentences, ids = b"", b""
+    for spaced, bare in bank:
+        sentences += struct.pack("<IHH", ids_at + len(ids), len(spaced), len(bare))
+        ids += struct.pack(f"<{len(spaced) + len(bare)}i", *spaced, *bare)
+    marker = {name: tokenizer.token_to_id(name) for name in [*SPECIAL, *VISIBLE]}
+    header = struct.pack(
+        HEADER,
+        b"RKSIMLLM",
+        1,
+        bytes_at + len(blob),
+        *(text.encode() for text in (MODEL_ID, "any", PROFILE, TOOLKIT, "W8A8")),
+        *(CONTEXT, 3, MEMORY_MB, LOAD_MS),
+        *(len(pieces), pieces_at, len(bank), bank_at, strings_at, len(strings)),
+        *(marker[name] for name in ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|pad|>")),
+        marker["</think>"],
+    )
+    return header + table + sentences + ids + strings + blob
+
+
+HEADER = "<8sII64s16s64s16s16s4I6I5i"
+
+
+def write(out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer = train()
+    (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=False) + "\n", encoding="utf-8")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": CONTEXT,
+        "add_bos_token": False,
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|pad|>",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    (out / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    (out / "model.rkllm").write_bytes(render_model(tokenizer))
+    settings = SETTINGS.format(
+        im_end=tokenizer.token_to_id("<|im_end|>"),
+        end_of_text=tokenizer.token_to_id("<|endoftext|>"),
+    )
+    (out / "rkserve.yaml").write_text(settings, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "models" / MODEL_ID)
+    write(parser.parse_args().out)
