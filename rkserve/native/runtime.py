@@ -80,12 +80,16 @@ class RunParams:
 
     With ``keep_history`` the input is appended to the live context, which then also keeps what is
     generated; without it the context is dropped when the run finishes.
+
+    A paused handle takes one kind of run: ``resume``, which appends its input and goes on. It has
+    to be asked for, because the library would continue the old text under any new prompt.
     """
 
     input: RunInput
     keep_history: bool = False
     sampling: Sampling | None = None
     max_new_tokens: int | None = None
+    resume: bool = False
 
 
 @dataclass(frozen=True, slots=True)

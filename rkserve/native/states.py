@@ -72,6 +72,8 @@ TRANSITIONS: dict[tuple[HandleState, HandleEvent], HandleState] = {
     (_S.ABORTING, _E.TOKEN): _S.ABORTING,
     (_S.ABORTING, _E.ABORT): _S.ABORTING,
     (_S.ABORTING, _E.RETURNED): _S.IDLE,
+    # The callback had returned 1 before the abort came, and the library paused: so it is.
+    (_S.ABORTING, _E.PAUSE): _S.PAUSED,
     (_S.ABORTING, _E.CALL_FAILED): _S.IDLE,
     # Paused: resume, look, cut a range, or destroy. No full clear, no other conversation (M6).
     (_S.PAUSED, _E.RESUME): _S.GENERATING,

@@ -1,0 +1,205 @@
+"""What each runtime release may be trusted with: one table of named quirks, safe by default.
+
+A quirk is a behaviour that no header promises or that hardware has not proven. The table knows
+releases and evidence, no C. A probe on a real board may write other values, which come in as
+overrides; a name that the table does not hold is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+
+from rkserve.errors import ConfigError
+from rkserve.native.releases import ACCEPTED
+
+
+class Evidence(Enum):
+    """Where a default comes from, weakest last."""
+
+    DOCUMENTED = "documented by the vendor"
+    OBSERVED = "observed on hardware by several projects"
+    ONE_REPORT = "a single report from hardware"
+    INFERRED = "inferred, not observed"
+    UNKNOWN = "unknown, so the safe value"
+
+
+@dataclass(frozen=True, slots=True)
+class Quirk:
+    """One behaviour: what True means, how it is known, and the value without better knowledge."""
+
+    name: str
+    what: str
+    evidence: Evidence
+    default: bool
+    by_release: Mapping[str, bool] = field(default_factory=dict)
+
+    def value(self, release: str) -> bool:
+        """Return the built-in value for ``release``."""
+        return self.by_release.get(release, self.default)
+
+
+TABLE = (
+    Quirk(
+        "pause_with_history",
+        "A run with `keep_history` may be paused (the callback returns 1) and resumed. The "
+        "vendor documents pausing for single-turn runs only; where False the binding refuses to "
+        "pause such a run, and whoever wants a pause stops it and continues by token ids.",
+        Evidence.DOCUMENTED,
+        default=False,
+    ),
+    Quirk(
+        "resume_with_prompt",
+        "A paused run may be resumed with PROMPT input. Whether the chat template is applied "
+        "again is not known; where False only token ids resume a run.",
+        Evidence.UNKNOWN,
+        default=False,
+    ),
+    Quirk(
+        "abort_in_callback",
+        "`rkllm_abort` may be called inside the result callback. It may deadlock; where False a "
+        "helper thread makes the call.",
+        Evidence.UNKNOWN,
+        default=False,
+    ),
+    Quirk(
+        "prompt_cache_after_abort",
+        "A prompt cache may be loaded after a run of this handle was aborted. It crashed the "
+        "process in the one report there is; where False the handle has to be created anew.",
+        Evidence.ONE_REPORT,
+        default=False,
+    ),
+    Quirk(
+        "prefix_reuse_in_ram",
+        "A prompt sent again without `keep_history` is prefilled only from where it differs from "
+        "what the KV cache held before. Mentioned in change logs, not found in the field.",
+        Evidence.UNKNOWN,
+        default=False,
+    ),
+    Quirk(
+        "append_tokens_with_history",
+        "Token input of a run with `keep_history` is appended verbatim to the live context, so a "
+        "conversation may send its new ids only. The board verifies it at run time through "
+        "`prefill_tokens` and the KV cache size, and gives it up where they disagree.",
+        Evidence.INFERRED,
+        default=True,
+    ),
+    Quirk(
+        "kv_valid_after_abort",
+        "After an aborted run with `keep_history` the KV cache holds exactly the prompt and the "
+        "tokens that were delivered. Where False it has to be cleared before the next run with "
+        "`keep_history`.",
+        Evidence.INFERRED,
+        default=False,
+    ),
+    Quirk(
+        "waiting_token_id_valid",
+        "A WAITING callback carries a valid `token_id` although its text is held back. The vendor "
+        "says that each callback returns one token, and leaving an id out would surely break the "
+        "transcript; where False such tokens are not delivered.",
+        Evidence.INFERRED,
+        default=True,
+    ),
+    Quirk(
+        "finish_in_hidden_modes",
+        "FINISH arrives at the end of hidden-layer and logits runs. On 1.2.3 it was seen not to; "
+        "where False such a run is complete when the call returns.",
+        Evidence.OBSERVED,
+        default=False,
+    ),
+    Quirk(
+        "logits_with_history",
+        "A logits run may use token input with `keep_history`. On 1.2.3 it ended the process by "
+        "GGML_ASSERT.",
+        Evidence.ONE_REPORT,
+        default=False,
+    ),
+    Quirk(
+        "eos_uint32_misread",
+        "The runtime reads a wrong EOS id from models of toolkit 1.2.3 and older, and then "
+        "generates up to `max_new_tokens`. Where True EOS ids must be compared on our side; "
+        "rkserve always does.",
+        Evidence.ONE_REPORT,
+        default=False,
+        by_release=MappingProxyType({"1.3.0": True}),
+    ),
+    Quirk(
+        "thinking_ends_run",
+        "With `enable_thinking` FINISH arrives at `</think>`, which is swallowed, and the answer "
+        "needs a second run.",
+        Evidence.ONE_REPORT,
+        default=False,
+        by_release=MappingProxyType({"1.3.0": True}),
+    ),
+    Quirk(
+        "is_running_while_paused",
+        "`rkllm_is_running` says 1 for a paused handle. Where False nothing may be concluded from "
+        "a 0 while the handle is paused.",
+        Evidence.UNKNOWN,
+        default=False,
+    ),
+    Quirk(
+        "return_2_frees_buffer",
+        "The callback may return 2 to have the output buffer freed at once, as the header of "
+        "1.3.0 says. On 1.2.x only 0 and 1 are defined. The binding copies what it needs and "
+        "does not use it.",
+        Evidence.DOCUMENTED,
+        default=False,
+        by_release=MappingProxyType({"1.3.0": True}),
+    ),
+    Quirk(
+        "init_may_crash",
+        "A failing `rkllm_init` may end the process by SIGSEGV rather than return -1, so it must "
+        "only be called where the process may be lost.",
+        Evidence.ONE_REPORT,
+        default=False,
+        by_release=MappingProxyType({"1.3.0": True}),
+    ),
+)
+
+NAMES = frozenset(quirk.name for quirk in TABLE)
+
+
+def quirks_for(release: str, overrides: Mapping[str, bool] | None = None) -> Mapping[str, bool]:
+    """Return every quirk's value for ``release``, with ``overrides`` put on top; read-only.
+
+    Raises:
+        ConfigError: an override's name is unknown, or its value is not true or false.
+    """
+    overrides = overrides or {}
+    unknown = sorted(set(overrides) - NAMES)
+    if unknown:
+        raise ConfigError(
+            f"quirks: unknown name {', '.join(unknown)}; known are {', '.join(sorted(NAMES))}"
+        )
+    wrong = sorted(name for name, value in overrides.items() if not isinstance(value, bool))
+    if wrong:
+        raise ConfigError(f"quirks.{wrong[0]}: must be true or false, not {overrides[wrong[0]]!r}")
+    values = {quirk.name: quirk.value(release) for quirk in TABLE}
+    return MappingProxyType(values | dict(overrides))
+
+
+def render_markdown() -> str:
+    """Return docs/quirks.md."""
+    lines = [
+        "# Quirks of the RKLLM runtime",
+        "",
+        "Generated from the table in `rkserve/native/quirks.py` by "
+        "`python -m rkserve.native.quirks > docs/quirks.md`; a test keeps the two equal.",
+        "",
+        "Each quirk is a behaviour that no header promises or that hardware has not proven. The "
+        "binding reads the value of the detected release; an override replaces it.",
+    ]
+    for quirk in TABLE:
+        lines += ["", f"## {quirk.name}", "", quirk.what, "", f"Evidence: {quirk.evidence.value}."]
+        lines += ["", f"| {' | '.join(ACCEPTED)} |", "|" + " --- |" * len(ACCEPTED)]
+        values = (str(quirk.value(release)).lower() for release in ACCEPTED)
+        lines.append(f"| {' | '.join(values)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render_markdown())

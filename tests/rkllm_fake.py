@@ -1,0 +1,81 @@
+"""Builds tests/fake_rkllm.c in its variants, and scripts and questions it from a test."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cffi import FFI
+
+HERE = Path(__file__).parent
+DECLARATIONS = HERE.parent / "rkserve" / "native" / "decl"
+
+CALL, WAIT_ABORT, WAIT_GO = 0, 1, 2
+NORMAL, WAITING, FINISH, ERROR = 0, 1, 2, 3
+
+Step = tuple[int, int, int, bytes | None]
+
+
+def build(out: Path, *flags: str) -> Path:
+    """Compile the fake with ``flags`` to ``out``."""
+    command = ["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"]
+    source = [f"-I{DECLARATIONS}", str(HERE / "fake_rkllm.c"), "-o", str(out)]
+    subprocess.run([*command, *flags, *source], check=True)
+    return out
+
+
+def version(text: str) -> str:
+    """Return the compiler flag that puts a version string into the fake."""
+    return f'-DFAKE_VERSION="{text}"'
+
+
+def token(token_id: int, text: bytes | None = b"x") -> Step:
+    """A NORMAL callback."""
+    return (CALL, NORMAL, token_id, text)
+
+
+class Fake:
+    """The script and the record of one fake library, which its binding loads as well."""
+
+    def __init__(self, path: Path) -> None:
+        self.ffi: Any = FFI()
+        self.ffi.cdef((HERE / "fake_rkllm.h").read_text(encoding="utf-8"))
+        self.lib: Any = self.ffi.dlopen(str(path))
+        self.path = path
+        self._texts: list[Any] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget script and record."""
+        self.lib.fake_reset()
+
+    @property
+    def seen(self) -> Any:
+        """What the library was given."""
+        return self.lib.fake_record
+
+    @property
+    def script(self) -> Any:
+        """What the library shall do."""
+        return self.lib.fake_script
+
+    def steps(self, *steps: Step) -> None:
+        """Script the next runs."""
+        self.script.n_steps = len(steps)
+        for place, (op, state, token_id, text) in zip(self.script.steps, steps, strict=False):
+            place.op, place.state, place.token_id = op, state, token_id
+            place.text = self.ffi.NULL if text is None else self._text(text)
+
+    def replies(self) -> Sequence[int]:
+        """What the result callback returned, call by call."""
+        return list(self.seen.replies[0 : self.seen.n_replies])
+
+    def string(self, name: str) -> bytes:
+        """A recorded string."""
+        return bytes(self.ffi.string(getattr(self.seen, name)))
+
+    def _text(self, text: bytes) -> Any:
+        self._texts.append(self.ffi.new("char[]", text))
+        return self._texts[-1]
