@@ -1,0 +1,194 @@
+/* What a test or an operator can say to a simulated board: environment variables, read at init,
+ * and a control file, read again whenever it changes. It does not know what a run is. */
+#include "rksim.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/random.h>
+#include <unistd.h>
+
+static const struct {
+    const char *name;
+    enum fault_kind kind;
+} FAULTS[] = {
+    {"segv_at_token", FAULT_SEGV_AT_TOKEN},       {"abort_at_token", FAULT_ABORT_AT_TOKEN},
+    {"error_at_token", FAULT_ERROR_AT_TOKEN},     {"hang_at_token", FAULT_HANG_AT_TOKEN},
+    {"hang_in_prefill", FAULT_HANG_IN_PREFILL},   {"hang_after_finish", FAULT_HANG_AFTER_FINISH},
+    {"no_callback", FAULT_NO_CALLBACK},           {"init_fail", FAULT_INIT_FAIL},
+    {"init_segv", FAULT_INIT_SEGV},               {"init_null_handle", FAULT_INIT_NULL_HANDLE},
+    {"init_hang", FAULT_INIT_HANG},               {"ignore_abort_ms", FAULT_IGNORE_ABORT_MS},
+    {"destroy_hang", FAULT_DESTROY_HANG},         {"oom_segv", FAULT_OOM_SEGV},
+};
+
+/* ---- environment ---- */
+
+static bool number_from(const char *text, const char *name, double least, double *out) {
+    char *end;
+    errno = 0;
+    double value = strtod(text, &end);
+    if (end == text || *end != '\0' || errno || !(value >= least && value <= 1e18)) {
+        log_line("E rkllm-sim: %s must be a number of at least %g, but got '%s'", name, least,
+                 text);
+        return false;
+    }
+    *out = value;
+    return true;
+}
+
+static bool env_number(const char *name, double least, double *out) {
+    const char *text = getenv(name);
+    return !text || !*text || number_from(text, name, least, out);
+}
+
+static bool env_flag(const char *name, bool *out) {
+    double value = *out;
+    bool ok = env_number(name, 0, &value);
+    *out = value != 0;
+    return ok;
+}
+
+static void env_name(const char *name, char *out, size_t room) {
+    const char *text = getenv(name);
+    snprintf(out, room, "%s", text ? text : "");
+}
+
+static bool read_seed(uint64_t *out) {
+    double seed = -1;
+    if (!env_number("RKSIM_SEED", 0, &seed)) return false;
+    if (seed >= 0) *out = (uint64_t)seed;
+    else if (getrandom(out, sizeof *out, 0) != sizeof *out) *out = (uint64_t)now_ns();
+    return true;
+}
+
+bool settings_read(struct settings *s) {
+    memset(s, 0, sizeof *s);
+    s->time_scale = 1;
+    s->load_ms = s->memory_mb = -1; /* -1: as the model file says */
+    env_name("RKSIM_PROFILE", s->profile, sizeof s->profile);
+    env_name("RKSIM_PLATFORM", s->platform, sizeof s->platform);
+    env_name("RKSIM_CONTROL", s->control.path, sizeof s->control.path);
+    bool ok = env_number("RKSIM_TIME_SCALE", 0, &s->time_scale) &&
+              env_number("RKSIM_LOAD_MS", 0, &s->load_ms) &&
+              env_number("RKSIM_MEMORY_MB", 0, &s->memory_mb) &&
+              env_number("RKSIM_ASYNC_READ_MS", 0, &s->async_read_ms) &&
+              env_flag("RKSIM_STRICT", &s->strict) &&
+              env_flag("RKSIM_RESUME_TEMPLATE", &s->resume_with_template) &&
+              env_flag("RKSIM_PAUSED_IS_RUNNING", &s->paused_is_running) &&
+              env_flag("RKSIM_RANGE_CLEAR_FAILS", &s->range_clear_fails) &&
+              env_flag("RKSIM_DESTROY_FAILS", &s->destroy_fails) &&
+              env_flag("RKSIM_THINK_FINISH", &s->think_finish) && read_seed(&s->seed);
+    control_refresh(s);
+    return ok;
+}
+
+/* ---- control file ---- */
+
+static void control_fault(struct control *c, const char *value) {
+    size_t n = strcspn(value, ":");
+    for (size_t i = 0; i < sizeof FAULTS / sizeof *FAULTS; i++) {
+        if (strlen(FAULTS[i].name) != n || strncmp(FAULTS[i].name, value, n) != 0) continue;
+        double arg = 0;
+        if (value[n] == ':' && !number_from(value + n + 1, FAULTS[i].name, 0, &arg)) return;
+        c->fault = FAULTS[i].kind;
+        c->fault_arg = (unsigned long)arg;
+        return;
+    }
+    if (*value) log_line("W rkllm-sim: control file: unknown fault '%s'", value);
+}
+
+static void control_line(struct control *c, char *line) {
+    line[strcspn(line, "\r\n")] = '\0';
+    char *value = strchr(line, '=');
+    if (!*line || *line == '#') return;
+    if (!value) {
+        log_line("W rkllm-sim: control file: expected key=value, but got '%s'", line);
+        return;
+    }
+    *value++ = '\0';
+    double number = 0;
+    if (strcmp(line, "fault") == 0) {
+        control_fault(c, value);
+    } else if (strcmp(line, "time_scale") == 0) {
+        if (number_from(value, line, 0, &number)) c->time_scale = number;
+    } else if (strcmp(line, "sticky") == 0) {
+        if (number_from(value, line, 0, &number)) c->sticky = number != 0;
+    } else if (strcmp(line, "strict") == 0) {
+        if (number_from(value, line, 0, &number)) c->strict = number != 0;
+    } else {
+        log_line("W rkllm-sim: control file: unknown key '%s'", line);
+    }
+}
+
+static bool same_file(const struct stat *a, const struct stat *b) {
+    return a->st_ino == b->st_ino && a->st_size == b->st_size &&
+           a->st_mtim.tv_sec == b->st_mtim.tv_sec && a->st_mtim.tv_nsec == b->st_mtim.tv_nsec;
+}
+
+/* A crash takes the memory of "already fired" with it, and the respawned process would crash again
+ * and again. So the stamp of the file whose fault has fired is kept beside it, under a lock. */
+static bool claim_fault(const struct control *c) {
+    char path[sizeof c->path + 8], stamp[96], before[96] = "";
+    snprintf(path, sizeof path, "%s.fired", c->path);
+    int n = snprintf(stamp, sizeof stamp, "%lld.%09ld %lld %llu\n",
+                     (long long)c->seen.st_mtim.tv_sec, c->seen.st_mtim.tv_nsec,
+                     (long long)c->seen.st_size, (unsigned long long)c->seen.st_ino);
+    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    if (fd < 0 || flock(fd, LOCK_EX) != 0) {
+        log_line("W rkllm-sim: cannot note a fired fault in %s: %s", path, strerror(errno));
+        if (fd >= 0) close(fd);
+        return true;
+    }
+    ssize_t had = read(fd, before, sizeof before - 1);
+    bool fired = had == n && memcmp(before, stamp, (size_t)n) == 0;
+    if (!fired && (ftruncate(fd, 0) != 0 || pwrite(fd, stamp, (size_t)n, 0) != n))
+        log_line("W rkllm-sim: cannot note a fired fault in %s: %s", path, strerror(errno));
+    close(fd);
+    return !fired;
+}
+
+void control_refresh(struct settings *s) {
+    struct control *c = &s->control;
+    struct stat now;
+    bool present = *c->path && stat(c->path, &now) == 0;
+    if (present && c->present && same_file(&now, &c->seen)) return;
+    c->time_scale = s->time_scale;
+    c->strict = s->strict;
+    c->fault = FAULT_NONE;
+    c->sticky = false;
+    c->present = present;
+    if (!present) return;
+    c->seen = now;
+    FILE *file = fopen(c->path, "re");
+    if (!file) {
+        log_line("W rkllm-sim: cannot read %s: %s", c->path, strerror(errno));
+        return;
+    }
+    char line[256];
+    while (fgets(line, sizeof line, file)) control_line(c, line);
+    fclose(file);
+}
+
+bool fault_due(struct settings *s, enum fault_kind kind, unsigned long token) {
+    struct control *c = &s->control;
+    if (c->fault != kind || (token && c->fault_arg != token)) return false;
+    if (c->sticky) return true;
+    c->fault = FAULT_NONE;
+    return claim_fault(c);
+}
+
+/* ---- ways to go down ---- */
+
+void crash_now(void) {
+    raise(SIGSEGV); /* a handler of the host, such as Python's faulthandler, gets its say */
+    abort();
+}
+
+void ggml_assert_now(void) {
+    log_line("GGML_ASSERT(backend_res != nullptr) failed");
+    abort();
+}
