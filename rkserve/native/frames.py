@@ -44,7 +44,7 @@ class FrameCorrupt(RkserveError):
 def pack(kind: Kind, value: dict[str, Any]) -> bytes:
     """Return a JSON frame."""
     payload = json.dumps(value, separators=(",", ":")).encode()
-    return _HEAD.pack(len(payload) + 1, kind) + payload
+    return _head(len(payload) + 1, kind) + payload
 
 
 def unpack(payload: bytes) -> dict[str, Any]:
@@ -64,25 +64,39 @@ def pack_token(run_id: int, token_id: int, text: bytes) -> bytes:
 
 
 def unpack_token(payload: bytes) -> tuple[int, int, bytes]:
-    """Return run id, token id and text of a token frame."""
+    """Return run id, token id and text of a token frame. Raises ``FrameCorrupt``."""
+    if len(payload) < _TOKEN_BODY.size:
+        raise FrameCorrupt(f"a token frame holds only {len(payload)} bytes")
     run_id, token_id = _TOKEN_BODY.unpack_from(payload)
     return run_id, token_id, payload[_TOKEN_BODY.size :]
 
 
 def pack_run(run_id: int, params: dict[str, Any], ids: tuple[int, ...]) -> bytes:
-    """Return the frame that starts a run: its parameters as JSON, its token ids packed."""
+    """Return the frame that starts a run: its parameters as JSON, its token ids packed.
+
+    Raises ``FrameCorrupt`` for what cannot travel: an id beyond 32 bits, a prompt above the limit.
+    """
     head = json.dumps(params, separators=(",", ":")).encode()
-    tokens = array("i", ids).tobytes()
+    try:
+        tokens = array("i", ids).tobytes()
+    except OverflowError as exc:
+        raise FrameCorrupt("a token id does not fit in 32 bits") from exc
     size = 1 + _RUN.size + len(head) + len(tokens)
-    return b"".join((_HEAD.pack(size, Kind.RUN), _RUN.pack(run_id, len(head)), head, tokens))
+    return b"".join((_head(size, Kind.RUN), _RUN.pack(run_id, len(head)), head, tokens))
 
 
 def unpack_run(payload: bytes) -> tuple[int, dict[str, Any], tuple[int, ...]]:
-    """Return run id, parameters and token ids of a frame that starts a run."""
-    run_id, head_len = _RUN.unpack_from(payload)
-    start = _RUN.size + head_len
+    """Return run id, parameters and token ids of a frame that starts a run.
+
+    Raises ``FrameCorrupt``.
+    """
     ids = array("i")
-    ids.frombytes(payload[start:])
+    try:
+        run_id, head_len = _RUN.unpack_from(payload)
+        start = _RUN.size + head_len
+        ids.frombytes(payload[start:])
+    except (struct.error, ValueError) as exc:
+        raise FrameCorrupt(f"a frame that starts a run is cut: {exc}") from exc
     return run_id, unpack(payload[_RUN.size : start]), tuple(ids)
 
 
@@ -107,6 +121,13 @@ class FrameReader:
             start = end
             yield _kind(kind), payload
         del self._pending[:start]
+
+
+def _head(size: int, kind: Kind) -> bytes:
+    # Refused here, where one request fails; the other end could only give up the whole stream.
+    if size > MAX_FRAME:
+        raise FrameCorrupt(f"a frame of {size} bytes is above the limit of {MAX_FRAME}")
+    return _HEAD.pack(size, kind)
 
 
 def _kind(number: int) -> Kind:

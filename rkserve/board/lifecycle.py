@@ -1,0 +1,88 @@
+"""The states of one board as a table, and when crashes make it a quarantined one. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum
+
+from rkserve.errors import Misuse
+from rkserve.messages import BoardState
+
+
+class BoardEvent(Enum):
+    """What happens to a board."""
+
+    LOADED = "the model is loaded"
+    LOAD_FAILED = "the model cannot be loaded"
+    ENGINE_DIED = "the engine process ended by itself"
+    WATCHDOG = "the engine cannot be used any more"
+    ENGINE_ENDED = "that engine was ended"
+    TOO_MANY_CRASHES = "too many crashes in a short time"
+    COOLED = "the quarantine is over"
+    BROKE = "a part of the board ended by an internal error"
+    STOP = "the replica shuts down"
+
+
+_S, _E = BoardState, BoardEvent
+
+TRANSITIONS: dict[tuple[BoardState, BoardEvent], BoardState] = {
+    (_S.LOADING, _E.LOADED): _S.READY,
+    (_S.LOADING, _E.LOAD_FAILED): _S.FAILED,
+    (_S.LOADING, _E.STOP): _S.STOPPED,
+    (_S.READY, _E.ENGINE_DIED): _S.RECOVERING,
+    (_S.READY, _E.WATCHDOG): _S.HUNG,
+    (_S.READY, _E.STOP): _S.STOPPED,
+    # Health fails while hung; an engine that not even SIGKILL ends keeps the board here until
+    # the replica is replaced.
+    (_S.HUNG, _E.ENGINE_ENDED): _S.RECOVERING,
+    (_S.HUNG, _E.STOP): _S.STOPPED,
+    (_S.RECOVERING, _E.LOADED): _S.READY,
+    (_S.RECOVERING, _E.LOAD_FAILED): _S.FAILED,
+    (_S.RECOVERING, _E.TOO_MANY_CRASHES): _S.QUARANTINED,
+    (_S.RECOVERING, _E.STOP): _S.STOPPED,
+    (_S.QUARANTINED, _E.COOLED): _S.RECOVERING,
+    (_S.QUARANTINED, _E.STOP): _S.STOPPED,
+    (_S.FAILED, _E.STOP): _S.STOPPED,
+    (_S.STOPPED, _E.STOP): _S.STOPPED,
+    # A bug of ours must not leave a board that looks well and never answers: health fails, and
+    # the replica is replaced.
+    (_S.READY, _E.BROKE): _S.FAILED,
+    (_S.HUNG, _E.BROKE): _S.FAILED,
+    (_S.RECOVERING, _E.BROKE): _S.FAILED,
+    (_S.QUARANTINED, _E.BROKE): _S.FAILED,
+    (_S.FAILED, _E.BROKE): _S.FAILED,
+    (_S.STOPPED, _E.BROKE): _S.STOPPED,
+}
+
+# Health fails here: a fresh replica may help where the board cannot help itself. Not so in
+# quarantine, which ends by itself: a fresh replica would forget why the board rests.
+SICK = frozenset({BoardState.HUNG, BoardState.FAILED})
+# Requests are taken here; while it recovers they wait.
+OPEN = frozenset({BoardState.READY, BoardState.RECOVERING})
+
+
+def advance(state: BoardState, event: BoardEvent) -> BoardState:
+    """Return the state after ``event``.
+
+    Raises:
+        Misuse: the table does not list the event in this state.
+    """
+    try:
+        return TRANSITIONS[state, event]
+    except KeyError:
+        raise Misuse(f"'{event.value}' cannot happen to a board that is {state.value}") from None
+
+
+class CrashLog:
+    """Counts crashes within a sliding window."""
+
+    def __init__(self, limit: int, window_s: float) -> None:
+        self._limit, self._window_s = limit, window_s
+        self._times: deque[float] = deque()
+
+    def crashed(self, now_s: float) -> bool:
+        """Record a crash; True where the limit is reached within the window."""
+        self._times.append(now_s)
+        while self._times[0] <= now_s - self._window_s:
+            self._times.popleft()
+        return len(self._times) >= self._limit

@@ -1,0 +1,49 @@
+"""Which board of a node a replica is: the first free slot, claimed by a file lock.
+
+A lock dies with its process, so a replaced replica finds its predecessor's slot free again and
+keeps the board's name. It knows files only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from rkserve.errors import LoadFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A claimed slot; hold on to it as long as the replica lives."""
+
+    index: int
+    fd: int
+
+    def release(self) -> None:
+        """Let another replica have it."""
+        os.close(self.fd)
+
+
+def claim_slot(state_dir: Path, group: str, slots: int) -> Slot:
+    """Claim the lowest free of ``slots``.
+
+    Raises:
+        LoadFailed: all are held, or the folder cannot be written.
+    """
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        for index in range(slots):
+            fd = os.open(
+                state_dir / f"{group}-{index}.slot", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660
+            )
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                continue
+            return Slot(index, fd)
+    except OSError as exc:
+        raise LoadFailed(f"the state folder {state_dir} cannot be used: {exc}") from exc
+    raise LoadFailed(f"all {slots} slots of group {group} on this node are held ({state_dir})")
