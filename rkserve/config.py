@@ -109,6 +109,9 @@ class BoardGroupConfig(_Settings):
     load_timeout_s: float = Field(
         180.0, gt=0, description="Longest time for loading the model into the NPU."
     )
+    slot_timeout_s: float = Field(
+        20.0, ge=0, description="Longest wait for a predecessor's replica to let go of the board."
+    )
     crash_limit: int = Field(
         3, ge=1, description="Engine crashes within crash_window_s that quarantine a board."
     )
@@ -156,6 +159,9 @@ class RouterConfig(_Settings):
     report_s: float = Field(
         1.0, gt=0, description="How often the boards' reports are collected, outside of requests."
     )
+    report_timeout_s: float = Field(
+        5.0, gt=0, description="How long a board may take to report before it counts as lost."
+    )
 
 
 def default_state_dir() -> Path:
@@ -172,7 +178,8 @@ class RkserveConfig(_Settings):
     router: RouterConfig = RouterConfig()
     state_dir: Path = Field(
         default_factory=default_state_dir,
-        description="Folder for lock files on every node; it must be on a local disk.",
+        description="Folder for lock files on every node; it must be on a local disk. `~` is the "
+        "home of Ray's user on that node.",
     )
 
     @model_validator(mode="after")

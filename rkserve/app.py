@@ -1,0 +1,83 @@
+"""``build(args)``: the Ray Serve application from its configuration; it knows every part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from rkserve.config import BoardGroupConfig, RkserveConfig, parse_config, resolve_folder
+from rkserve.deployments.board import BoardReplica
+from rkserve.deployments.follow_nodes import RESOURCE
+from rkserve.deployments.router import RouterReplica
+from rkserve.modelfolder import open_model_folder
+
+# Requests beyond the board's own queue are turned away by the board, never by Serve.
+BOARD_HEADROOM = 64
+# A farewell ends the engine, for which it has 12 s at most.
+FAREWELL_S = 15.0
+# How long the boards that Ray counts may differ from those that run before one is stopped: longer
+# than Serve takes to notice a dead replica, so that a dying node never costs a healthy one.
+DOWNSCALE_DELAY_S = 15.0
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """Return the application for the ``args`` of serve_config.yaml.
+
+    Raises:
+        ConfigError: a setting is wrong, or a model folder is missing or unusable on this machine.
+    """
+    config = parse_config(args)
+    handles = {group.name: _boards(group, config) for group in config.boards}
+    router = serve.deployment(
+        RouterReplica,
+        name="Router",
+        num_replicas=config.router.replicas,
+        max_ongoing_requests=config.router.max_concurrent,
+        graceful_shutdown_wait_loop_s=0.5,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return router.bind(config, handles)
+
+
+def _boards(group: BoardGroupConfig, config: RkserveConfig) -> DeploymentHandle:
+    open_model_folder(resolve_folder(group.model))  # a wrong path fails here, in one sentence
+    deployment = serve.deployment(
+        BoardReplica,
+        name=f"Board-{group.name}",
+        max_ongoing_requests=group.queue_limit + 1 + BOARD_HEADROOM,
+        health_check_period_s=group.health_check_period_s,
+        health_check_timeout_s=group.health_check_timeout_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=FAREWELL_S,
+        # The Router asks every board for its report once a second: not a line of log each.
+        logging_config={"enable_access_log": False},
+        max_constructor_retry_count=1000,
+        request_router_config=RequestRouterConfig(
+            request_router_class="rkserve.deployments.pick_replica:PickReplica"
+        ),
+        **_placement(group),
+    )
+    return deployment.bind(group, config.state_dir)
+
+
+def _placement(group: BoardGroupConfig) -> dict[str, Any]:
+    if group.simulated is not None:
+        return {"num_replicas": group.simulated.boards, "ray_actor_options": {"num_cpus": 0}}
+    return {
+        "ray_actor_options": {"num_cpus": 0, "resources": {RESOURCE: group.rknpu}},
+        # As many as FollowNodes counts: a share leaves the rest of the NPU to other groups.
+        "max_replicas_per_node": 1,
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=0,
+            max_replicas=group.max_boards,
+            upscale_delay_s=0.0,
+            downscale_delay_s=DOWNSCALE_DELAY_S,
+            policy=AutoscalingPolicy(
+                policy_function="rkserve.deployments.follow_nodes:FollowNodes",
+                policy_kwargs={"share": group.rknpu},
+            ),
+        ),
+    }

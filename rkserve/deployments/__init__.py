@@ -1,0 +1,1 @@
+"""Ray's view of the parts: the only room, with app, that knows Ray and FastAPI."""

@@ -1,0 +1,230 @@
+"""The boards as one Router sees them: who is there, who takes a request, what they report.
+
+It knows the boards through ``BoardLink`` only, the one small interface of the token path, so that
+a faster path replaces Ray's without touching anything here; and so that tests need no Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Protocol
+
+from rkserve.errors import (
+    BoardFailed,
+    BoardStartFailed,
+    ModelNotFound,
+    NoBoard,
+    QueueFull,
+    RkserveError,
+)
+from rkserve.messages import Accepted, BoardReport, BoardState, Event, GenerateRequest
+from rkserve.routing.least_load import Candidate, choose
+
+log = logging.getLogger(__name__)
+
+# A board that recovers keeps its queue and is back within a model load.
+_USABLE = (BoardState.READY, BoardState.RECOVERING)
+FAILURES_EVERY = 5  # that question goes to Serve's controller
+FORGET_AFTER = 30  # reports that a silent board may miss before it is no longer listed
+
+
+_BoardKey = tuple[str, str]  # group and board id
+
+
+class BoardLink(Protocol):
+    """How one Router reaches the boards of one group."""
+
+    def open(self, request: GenerateRequest, replica: str) -> AsyncGenerator[Event, None]:
+        """Generate on that replica. Closing the generator aborts; raises ``RkserveError`` only."""
+
+    async def reports(self) -> list[BoardReport]:
+        """Collect one report from every board that answers."""
+
+    async def start_failure(self) -> BoardStartFailed | None:
+        """Return the latest failure of a board of this group to start, while one does."""
+
+
+class Fleet:
+    """All boards of an application. Use it from one event loop."""
+
+    def __init__(
+        self, links: Mapping[str, BoardLink], groups: Mapping[str, str], rng: random.Random
+    ) -> None:
+        """``groups`` maps a group's name to the model that it serves."""
+        self._links = links
+        self._groups = groups
+        self._rng = rng
+        self._reports: dict[_BoardKey, BoardReport] = {}
+        self._missed: dict[_BoardKey, int] = {}
+        self._candidates: dict[str, dict[str, Candidate]] = {group: {} for group in groups}
+
+    @property
+    def models(self) -> list[str]:
+        """Configured models, without repeats, in the configuration's order."""
+        return list(dict.fromkeys(self._groups.values()))
+
+    def reports(self, model: str | None = None) -> list[BoardReport]:
+        """Latest reports, sorted by board; one whose replica vanished says so."""
+        found = (r for r in self._reports.values() if model is None or r.model == model)
+        return sorted(found, key=lambda report: report.board_id)
+
+    def is_ready(self, model: str | None = None) -> bool:
+        """Whether a board could start a request now."""
+        return any(report.state is BoardState.READY for report in self.reports(model))
+
+    def why_not_ready(self, model: str, met: Iterable[RkserveError] = ()) -> str:
+        """Say what keeps the model's boards from serving; ``met`` is what one call just learned."""
+        reasons = {exc.reason for exc in met if isinstance(exc, BoardFailed)}
+        reasons |= {
+            report.reason or report.state.value
+            for report in self.reports(model)
+            if report.state is not BoardState.READY
+        }
+        return "; ".join(sorted(reasons)) or "no board has joined yet"
+
+    async def refresh(self) -> None:
+        """Collect the boards' reports; what a group's boards fail to say is logged."""
+        for group, link in self._links.items():
+            for candidate in self._candidates[group].values():
+                candidate.asked()
+            try:
+                self._update(group, await link.reports())
+            except RkserveError as exc:
+                log.warning("the boards of group %s did not report: %s", group, exc)
+
+    async def refresh_failures(self) -> None:
+        """List boards that cannot start, with the reason; they have no replica to report."""
+        for group, link in self._links.items():
+            failure = await link.start_failure()
+            if failure is not None:
+                self._note_failure(group, failure)
+
+    async def follow(self, interval_s: float) -> None:
+        """Refresh forever; asks after boards that cannot start every ``FAILURES_EVERY`` rounds.
+
+        A failure of Ray's is logged and tried again: routing goes on with what is known.
+        """
+        rounds = itertools.cycle(range(FAILURES_EVERY))
+        while True:
+            try:
+                await self.refresh()
+                if next(rounds) == 0:
+                    await self.refresh_failures()
+            except Exception:
+                log.exception("the boards could not be asked; trying again")
+            await asyncio.sleep(interval_s)
+
+    def _note_failure(self, group: str, failure: BoardStartFailed) -> None:
+        key = (group, failure.board_id)
+        known = self._reports.get(key)
+        if known is not None and known.state not in (BoardState.LOST, BoardState.FAILED):
+            return  # it has started since
+        self._missed[key] = 0
+        self._reports[key] = BoardReport(
+            board_id=failure.board_id,
+            model=self._groups[group],
+            state=BoardState.FAILED,
+            reason=failure.reason,
+        )
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
+        """Yield the events of one generation on the board with the least load.
+
+        A board that fails or is full before it accepted the request is passed over for another.
+
+        Raises:
+            ModelNotFound, NoBoard, QueueFull: nobody takes it.
+            RkserveError: what the board raised, after the events before it.
+        """
+        tried: dict[str, RkserveError] = {}
+        while True:
+            group, candidate = self._choose(request.model, tried)
+            candidate.began()
+            accepted = left = False
+            try:
+                async with aclosing(self._links[group].open(request, candidate.key)) as events:
+                    async for event in events:
+                        accepted = accepted or isinstance(event, Accepted)
+                        yield event
+            except (BoardFailed, QueueFull) as exc:
+                if isinstance(exc, BoardFailed):
+                    candidate.ready = False  # until its next report says otherwise
+                if accepted:
+                    raise
+                tried[candidate.key] = exc
+            except BaseException:
+                left = True
+                raise
+            else:
+                return
+            finally:
+                candidate.ended(left=left)
+
+    def _choose(self, model: str, tried: Mapping[str, RkserveError]) -> tuple[str, Candidate]:
+        groups = [group for group, served in self._groups.items() if served == model]
+        if not groups:
+            raise ModelNotFound(model)
+        owner = {c.key: group for group in groups for c in self._candidates[group].values()}
+        known = [c for group in groups for c in self._candidates[group].values()]
+        chosen = choose((c for c in known if c.key not in tried), self._rng)
+        if chosen is not None:
+            return owner[chosen.key], chosen
+        raise self._refusal(model, known, tried.values())
+
+    def _refusal(
+        self, model: str, known: Iterable[Candidate], met: Iterable[RkserveError]
+    ) -> RkserveError:
+        """Say why nobody took the request: full, or not there."""
+        met = list(met)
+        full = [exc for exc in met if isinstance(exc, QueueFull)]
+        if full:
+            soonest_s = min(exc.retry_after_s or 1 for exc in full)
+            return QueueFull(sum(exc.queued for exc in full), soonest_s)
+        ready = [c for c in known if c.ready]
+        if ready:
+            waiting = sum(max(0, c.load - 1) for c in ready)
+            return QueueFull(waiting, self._typical_s(model))
+        return NoBoard(model, self.why_not_ready(model, met))
+
+    def _typical_s(self, model: str) -> int:
+        """Seconds of a typical generation, from the boards' own totals."""
+        reports = self.reports(model)
+        busy_ms = sum(r.prefill_ms + r.decode_ms for r in reports)
+        return max(1, round(busy_ms / 1e3 / max(1, sum(r.requests for r in reports))))
+
+    def _update(self, group: str, reports: list[BoardReport]) -> None:
+        heard = {report.replica: report for report in reports}
+        candidates = self._candidates[group]
+        usable = {r.replica for r in reports if r.state is BoardState.READY}
+        usable = usable or {r.replica for r in reports if r.state in _USABLE}
+        for replica, report in heard.items():
+            candidate = candidates.setdefault(replica, Candidate(replica, 0))
+            candidate.capacity = report.queue_limit + 1
+            candidate.ready = replica in usable
+            candidate.heard(report.running + report.queued)
+            self._reports[group, report.board_id] = report
+            self._missed[group, report.board_id] = 0
+        for replica in candidates.keys() - heard.keys():
+            candidates[replica].ready = False
+            if candidates[replica].in_flight == 0:
+                del candidates[replica]
+        self._age(group, {report.board_id for report in reports})
+
+    def _age(self, group: str, heard: set[str]) -> None:
+        """Keep a board that fell silent listed for a while, as what it is."""
+        for key, report in list(self._reports.items()):
+            if key[0] != group or key[1] in heard:
+                continue
+            self._missed[key] += 1
+            if report.state is not BoardState.FAILED:
+                self._reports[key] = replace(
+                    report, state=BoardState.LOST, reason="the board's replica does not answer"
+                )
+            if self._missed[key] > FORGET_AFTER:
+                del self._reports[key], self._missed[key]

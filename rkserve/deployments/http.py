@@ -1,0 +1,131 @@
+"""The Router's routes: HTTP in, HTTP out, every failure as OpenAI's error object.
+
+It knows FastAPI and a ``Service``; no Ray, so that it is tested in process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rkserve import __version__
+from rkserve.deployments.bodies import read_body
+from rkserve.deployments.service import Service
+from rkserve.errors import MethodNotAllowed, NoBoard, RequestError, RkserveError, RouteNotFound
+from rkserve.wire import sse
+from rkserve.wire.failures import error_object
+from rkserve.wire.openai import ChatCall, CompletionCall, parse_chat, parse_completion
+
+log = logging.getLogger(__name__)
+
+
+def make_app(service: Service) -> FastAPI:
+    """Return the ASGI application of one Router."""
+    # Without redirects a trailing slash is a 404 in OpenAI's shape and not an empty 307.
+    app = FastAPI(title="rkserve", version=__version__, redirect_slashes=False)
+    app.add_exception_handler(RkserveError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_error)
+    _add_calls(app, service)
+    _add_lookups(app, service)
+    app.add_middleware(_Counted, service=service)
+    return app
+
+
+def _add_calls(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        """Answer a conversation."""
+        return await _respond(service, request, parse_chat)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        """Continue a prompt."""
+        return await _respond(service, request, parse_completion)
+
+
+def _add_lookups(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        """List the models and the boards behind each."""
+        return JSONResponse(service.models())
+
+    @app.get("/v1/models/{model_id:path}")
+    async def model(model_id: str) -> JSONResponse:
+        """Describe one model."""
+        return JSONResponse(service.model(model_id))
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """Say that the Router lives."""
+        return JSONResponse({"status": "ok", "version": __version__})
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """Say whether every model has a board that serves."""
+        waiting = [m for m in service.fleet.models if not service.fleet.is_ready(m)]
+        if waiting:
+            raise NoBoard(waiting[0], service.fleet.why_not_ready(waiting[0]))
+        return JSONResponse({"status": "ready"})
+
+    @app.get("/metrics")
+    async def metrics() -> PlainTextResponse:
+        """Export the metrics in Prometheus' text format."""
+        text = generate_latest(service.registry).decode()
+        return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
+
+
+async def _respond(
+    service: Service, request: Request, parse: Callable[[bytes], ChatCall | CompletionCall]
+) -> Response:
+    body = await read_body(request, service.config.max_body_bytes, service.config.body_timeout_s)
+    opened = await service.open(body, parse)
+    headers = opened.headers
+    if opened.call.stream:
+        return StreamingResponse(service.stream(opened), headers={**sse.HEADERS, **headers})
+    return JSONResponse(await service.whole(opened), headers=headers)
+
+
+class _Counted:
+    """Counts answers by route: its pattern, never what a client typed.
+
+    Plain ASGI: the framework's own middleware class would pass every token through a queue more.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = getattr(scope.get("route"), "path", "unknown")
+                self._service.metrics.requests.labels(route, str(message["status"])).inc()
+            await send(message)
+
+        await self._app(scope, receive, counted if scope["type"] == "http" else send)
+
+
+async def _on_error(request: Request, exc: Exception) -> JSONResponse:
+    if not isinstance(exc, RkserveError):
+        log.error("%s %s failed", request.method, request.url.path, exc_info=exc)
+    status, headers, body = error_object(exc)
+    return JSONResponse(body, status, headers)
+
+
+async def _on_http_error(request: Request, exc: Exception) -> JSONResponse:
+    """Translate what the framework itself refuses: unknown paths, methods and the like."""
+    assert isinstance(exc, HTTPException)
+    path = request.url.path
+    refusal: RkserveError = RequestError(str(exc.detail))
+    if exc.status_code == MethodNotAllowed.http_status:
+        refusal = MethodNotAllowed(f"{request.method} is not allowed on {path}.")
+    elif exc.status_code == RouteNotFound.http_status:
+        refusal = RouteNotFound(f"There is nothing at {path}.")
+    _, headers, body = error_object(refusal)
+    return JSONResponse(body, exc.status_code, {**(exc.headers or {}), **headers})

@@ -1,0 +1,59 @@
+"""Ray's view of a Router: a replica that answers HTTP with a ``Service``."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+from ray import serve
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rkserve.config import RkserveConfig, resolve_folder
+from rkserve.deployments.fleet import Fleet
+from rkserve.deployments.http import make_app
+from rkserve.deployments.link import RayLink
+from rkserve.deployments.service import ServedModel, Service
+from rkserve.modelfolder import open_model_folder
+
+
+class _Handover:
+    """The ASGI application that Serve is given; pickled, so it finds the real one when asked."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _acknowledge_lifespan(receive, send)
+            return
+        await serve.get_replica_context().servable_object.asgi(scope, receive, send)
+
+
+async def _acknowledge_lifespan(receive: Receive, send: Send) -> None:
+    """Serve starts the application before the replica exists; nothing here depends on that."""
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+@serve.ingress(_Handover())
+class RouterReplica:
+    """One Router replica. ``handles`` maps a group's name to its Board deployment's handle."""
+
+    def __init__(self, config: RkserveConfig, handles: dict[str, Any]) -> None:
+        folders = {g.name: open_model_folder(resolve_folder(g.model)) for g in config.boards}
+        links = {
+            name: RayLink(handle, name, config.router.report_timeout_s)
+            for name, handle in handles.items()
+        }
+        fleet = Fleet(links, {name: f.id for name, f in folders.items()}, random.Random())
+        models = {folder.id: ServedModel.open(folder) for folder in folders.values()}
+        self._service = Service(config.router, models, fleet)
+        self.asgi: ASGIApp = make_app(self._service)
+        self._follows = asyncio.get_running_loop().create_task(
+            fleet.follow(config.router.report_s), name="follow the boards"
+        )
+
+    async def __del__(self) -> None:
+        """Ray's farewell."""
+        self._follows.cancel()

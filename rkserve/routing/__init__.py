@@ -1,0 +1,1 @@
+"""Which board takes a request, decided from figures that are passed in."""

@@ -1,0 +1,70 @@
+"""The board with the least work ahead takes the request. Pure.
+
+A router knows at once what it sent itself; what other routers sent it learns from the boards'
+reports, which are up to a second old. Both together cost no call per request.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Candidate:
+    """What is known of one board.
+
+    ``key`` addresses its replica. ``in_flight`` is this router's own requests on it now,
+    ``foreign`` those of other routers when the board last reported.
+    """
+
+    key: str
+    capacity: int
+    in_flight: int = 0
+    foreign: int = 0
+    ready: bool = True
+    _most_since_asked: int = 0
+    _left_since_asked: int = 0
+
+    @property
+    def load(self) -> int:
+        """Requests on the board now, as well as this router can know."""
+        return self.foreign + self.in_flight
+
+    def began(self) -> None:
+        """This router sends the board a request."""
+        self.in_flight += 1
+        self._most_since_asked = max(self._most_since_asked, self.in_flight)
+
+    def ended(self, *, left: bool) -> None:
+        """That request is over; ``left`` says that its client went before the board was done."""
+        self.in_flight -= 1
+        self._left_since_asked += left
+
+    def asked(self) -> None:
+        """The board is asked for a report, which ``heard`` takes over."""
+        # The board may still be ending what was left; the report after this one shows if it hangs.
+        self._most_since_asked = self.in_flight + self._left_since_asked
+        self._left_since_asked = 0
+
+    def heard(self, reported: int) -> None:
+        """Take over the running and queued requests of a report.
+
+        Nobody knows how many of them were this router's in the moment that the board counted; as
+        many as there were at most since it was asked. Counting one of its own as foreign would
+        send the next request to wait behind a busy board while this one is idle.
+        """
+        self.foreign = max(0, reported - self._most_since_asked)
+
+
+def choose(candidates: Iterable[Candidate], rng: random.Random) -> Candidate | None:
+    """Return the ready board with the least load that has room; ties fall at random.
+
+    None where there is no ready board, or none with room.
+    """
+    open_boards = [c for c in candidates if c.ready and c.load < c.capacity]
+    if not open_boards:
+        return None
+    least = min(c.load for c in open_boards)
+    return rng.choice([c for c in open_boards if c.load == least])

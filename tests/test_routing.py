@@ -1,0 +1,103 @@
+"""The choice of a board from what one router knows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rkserve.routing.least_load import Candidate, choose
+
+
+def board(key: str, in_flight: int = 0, foreign: int = 0, **rest: object) -> Candidate:
+    """A ready board with room for three, unless said otherwise."""
+    known = {"capacity": 3, "ready": True, **rest}
+    return Candidate(key, in_flight=in_flight, foreign=foreign, **known)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("boards", "chosen"),
+    [
+        pytest.param([], None, id="no boards"),
+        pytest.param([board("a", 1), board("b")], "b", id="the idle one"),
+        pytest.param([board("a", 1), board("b", 0, 2)], "a", id="other routers' requests count"),
+        pytest.param([board("a", ready=False), board("b", 2)], "b", id="one that is not ready"),
+        pytest.param([board("a", 3), board("b", 2)], "b", id="one that is full"),
+        pytest.param([board("a", 1, 2), board("b", 3)], None, id="all are full"),
+        pytest.param([board("a", ready=False)], None, id="none is ready"),
+        pytest.param([board("a", capacity=0)], None, id="none has reported a capacity"),
+    ],
+)
+def test_the_least_loaded_board_with_room_takes_the_request(
+    boards: list[Candidate], chosen: str | None
+) -> None:
+    found = choose(boards, random.Random(1))
+    assert (found and found.key) == chosen
+
+
+def test_ties_fall_on_every_board() -> None:
+    rng = random.Random(7)
+    boards = [board("a"), board("b"), board("c", 1)]
+    keys = {found.key for _ in range(50) if (found := choose(boards, rng))}
+    assert keys == {"a", "b"}
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.booleans()), max_size=6))
+def test_whoever_is_chosen_is_ready_and_nobody_with_room_has_less(
+    figures: list[tuple[int, int, bool]],
+) -> None:
+    boards = [board(str(at), own, other, ready=up) for at, (own, other, up) in enumerate(figures)]
+    usable = [b for b in boards if b.ready and b.load < b.capacity]
+    found = choose(boards, random.Random(0))
+    assert (found is None) == (not usable)
+    if found is not None:
+        assert found in usable
+        assert found.load == min(b.load for b in usable)
+
+
+def test_a_report_adds_what_other_routers_sent() -> None:
+    candidate = board("a")
+    candidate.began()
+    candidate.asked()
+    candidate.heard(reported=3)
+    assert (candidate.foreign, candidate.load) == (2, 3)
+    candidate.ended(left=False)
+    assert candidate.load == 2
+
+
+@pytest.mark.parametrize("when", ["before the report", "while the report travels"])
+def test_an_own_request_that_ends_meanwhile_is_not_taken_for_a_foreign_one(when: str) -> None:
+    candidate = board("a")
+    if when == "before the report":
+        candidate.began()
+    candidate.asked()
+    if when == "while the report travels":
+        candidate.began()
+    candidate.ended(left=False)  # the board counted it, and it is over when the report arrives
+    candidate.heard(reported=1)
+    assert candidate.load == 0
+
+
+def test_the_next_report_forgets_the_last_ones_window() -> None:
+    candidate = board("a")
+    candidate.began()
+    candidate.asked()
+    candidate.ended(left=False)
+    candidate.heard(reported=1)
+    candidate.asked()
+    candidate.heard(reported=1)
+    assert candidate.foreign == 1
+
+
+def test_a_board_that_still_ends_what_a_client_left_is_not_taken_for_busy() -> None:
+    candidate = board("a")
+    candidate.began()
+    candidate.ended(left=True)
+    candidate.asked()
+    candidate.heard(reported=1)
+    assert candidate.load == 0
+    candidate.asked()
+    candidate.heard(reported=1)  # a second later: it does not come to an end, or it is another's
+    assert candidate.load == 1
