@@ -33,14 +33,14 @@ def board(key: str, in_flight: int = 0, foreign: int = 0, **rest: object) -> Can
 def test_the_least_loaded_board_with_room_takes_the_request(
     boards: list[Candidate], chosen: str | None
 ) -> None:
-    found = choose(boards, random.Random(1))
+    found = choose(boards, (), random.Random(1))
     assert (found and found.key) == chosen
 
 
 def test_ties_fall_on_every_board() -> None:
     rng = random.Random(7)
     boards = [board("a"), board("b"), board("c", 1)]
-    keys = {found.key for _ in range(50) if (found := choose(boards, rng))}
+    keys = {found.key for _ in range(50) if (found := choose(boards, (), rng))}
     assert keys == {"a", "b"}
 
 
@@ -50,7 +50,7 @@ def test_whoever_is_chosen_is_ready_and_nobody_with_room_has_less(
 ) -> None:
     boards = [board(str(at), own, other, ready=up) for at, (own, other, up) in enumerate(figures)]
     usable = [b for b in boards if b.ready and b.load < b.capacity]
-    found = choose(boards, random.Random(0))
+    found = choose(boards, (), random.Random(0))
     assert (found is None) == (not usable)
     if found is not None:
         assert found in usable
@@ -59,7 +59,7 @@ def test_whoever_is_chosen_is_ready_and_nobody_with_room_has_less(
 
 def test_a_report_adds_what_other_routers_sent() -> None:
     candidate = board("a")
-    candidate.began()
+    candidate.began(())
     candidate.asked()
     candidate.heard(reported=3)
     assert (candidate.foreign, candidate.load) == (2, 3)
@@ -71,10 +71,10 @@ def test_a_report_adds_what_other_routers_sent() -> None:
 def test_an_own_request_that_ends_meanwhile_is_not_taken_for_a_foreign_one(when: str) -> None:
     candidate = board("a")
     if when == "before the report":
-        candidate.began()
+        candidate.began(())
     candidate.asked()
     if when == "while the report travels":
-        candidate.began()
+        candidate.began(())
     candidate.ended(left=False)  # the board counted it, and it is over when the report arrives
     candidate.heard(reported=1)
     assert candidate.load == 0
@@ -82,7 +82,7 @@ def test_an_own_request_that_ends_meanwhile_is_not_taken_for_a_foreign_one(when:
 
 def test_the_next_report_forgets_the_last_ones_window() -> None:
     candidate = board("a")
-    candidate.began()
+    candidate.began(())
     candidate.asked()
     candidate.ended(left=False)
     candidate.heard(reported=1)
@@ -93,7 +93,7 @@ def test_the_next_report_forgets_the_last_ones_window() -> None:
 
 def test_a_board_that_still_ends_what_a_client_left_is_not_taken_for_busy() -> None:
     candidate = board("a")
-    candidate.began()
+    candidate.began(())
     candidate.ended(left=True)
     candidate.asked()
     candidate.heard(reported=1)
@@ -101,3 +101,33 @@ def test_a_board_that_still_ends_what_a_client_left_is_not_taken_for_busy() -> N
     candidate.asked()
     candidate.heard(reported=1)  # a second later: it does not come to an end, or it is another's
     assert candidate.load == 1
+
+
+CONVERSATIONS = [
+    pytest.param({"a": (1, 2), "b": (1,)}, (1, 2, 3), "a", id="the longest beginning"),
+    pytest.param({"a": (1, 2, 3, 4), "b": (1,)}, (1, 2, 3), "b", id="a longer prompt is no use"),
+    pytest.param({"a": (1, 2), "b": ()}, (1, 2), "ab", id="the same prompt again finds nothing"),
+    pytest.param({"a": (9, 9), "b": ()}, (1, 2), "ab", id="a strange conversation counts nothing"),
+]
+
+
+@pytest.mark.parametrize(("held", "prompt", "chosen"), CONVERSATIONS)
+def test_among_equals_a_conversation_finds_its_board_again(
+    held: dict[str, tuple[int, ...]], prompt: tuple[int, ...], chosen: str
+) -> None:
+    boards = [board(key, last_prompt=ids) for key, ids in held.items()]
+    rng = random.Random(3)
+    assert {f.key for _ in range(40) if (f := choose(boards, prompt, rng))} == set(chosen)
+
+
+def test_a_held_context_is_never_worth_a_wait() -> None:
+    found = choose([board("a", 1, last_prompt=(1,)), board("b")], (1, 2), random.Random(0))
+    assert found is not None
+    assert found.key == "b"
+
+
+def test_an_abandoned_prompt_is_not_continued() -> None:
+    candidate = board("a")
+    candidate.began((1, 2))
+    candidate.ended(left=True)
+    assert candidate.continues((1, 2, 3)) == 0

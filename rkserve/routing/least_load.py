@@ -16,7 +16,8 @@ class Candidate:
     """What is known of one board.
 
     ``key`` addresses its replica. ``in_flight`` is this router's own requests on it now,
-    ``foreign`` those of other routers when the board last reported.
+    ``foreign`` those of other routers when the board last reported. ``last_prompt`` are the ids of
+    the last prompt that this router sent it.
     """
 
     key: str
@@ -24,6 +25,7 @@ class Candidate:
     in_flight: int = 0
     foreign: int = 0
     ready: bool = True
+    last_prompt: tuple[int, ...] = ()
     _most_since_asked: int = 0
     _left_since_asked: int = 0
 
@@ -32,14 +34,22 @@ class Candidate:
         """Requests on the board now, as well as this router can know."""
         return self.foreign + self.in_flight
 
-    def began(self) -> None:
+    def continues(self, prompt: tuple[int, ...]) -> int:
+        """Tokens that the board may still hold of ``prompt``: those of its last one, or none."""
+        held = len(self.last_prompt)
+        return held if held < len(prompt) and prompt[:held] == self.last_prompt else 0
+
+    def began(self, prompt: tuple[int, ...]) -> None:
         """This router sends the board a request."""
         self.in_flight += 1
+        self.last_prompt = prompt
         self._most_since_asked = max(self._most_since_asked, self.in_flight)
 
     def ended(self, *, left: bool) -> None:
         """That request is over; ``left`` says that its client went before the board was done."""
         self.in_flight -= 1
+        if left:
+            self.last_prompt = ()  # an aborted run leaves nothing that can be continued
         self._left_since_asked += left
 
     def asked(self) -> None:
@@ -58,13 +68,19 @@ class Candidate:
         self.foreign = max(0, reported - self._most_since_asked)
 
 
-def choose(candidates: Iterable[Candidate], rng: random.Random) -> Candidate | None:
-    """Return the ready board with the least load that has room; ties fall at random.
+def choose(
+    candidates: Iterable[Candidate], prompt: tuple[int, ...], rng: random.Random
+) -> Candidate | None:
+    """Return the ready board with the least load that has room.
 
-    None where there is no ready board, or none with room.
+    Among equals the one whose last prompt this one continues: a conversation finds its KV cache
+    again, and never at the price of a longer wait. Then chance decides. None where there is no
+    ready board, or none with room.
     """
     open_boards = [c for c in candidates if c.ready and c.load < c.capacity]
     if not open_boards:
         return None
     least = min(c.load for c in open_boards)
-    return rng.choice([c for c in open_boards if c.load == least])
+    idle = [(c.continues(prompt), c) for c in open_boards if c.load == least]
+    most = max(held for held, _ in idle)
+    return rng.choice([c for held, c in idle if held == most])
