@@ -88,8 +88,10 @@ class LiveEngine:
     async def _supervise(self, job: Job, watchdog: Watchdog, command: RunCommand) -> RunEnded:
         """Wait for the run's end, within what the watchdog grants."""
 
+        now_s = asyncio.get_running_loop().time  # looked up once: this is the path of every token
+
         def on_token(token_id: int, data: bytes) -> None:
-            if watchdog.token(_now_s()):
+            if watchdog.token(now_s()):
                 job.hurry()
             job.token(token_id, data)
             if job.generation.must_stop:
@@ -98,14 +100,14 @@ class LiveEngine:
         ended = self.engine.run(command, on_token)
         try:
             while not ended.done():
-                patience_s = watchdog.deadline_s - _now_s()
+                patience_s = watchdog.deadline_s - now_s()
                 if patience_s > 0:
                     waits_for = (ended, job.nearer_deadline())
                     await asyncio.wait(waits_for, timeout=patience_s, return_when="FIRST_COMPLETED")
                     continue
                 await asyncio.wait({ended}, timeout=SECOND_LOOK_S)
-                if not ended.done() and watchdog.deadline_s <= _now_s():
-                    raise EngineHung(self._board_id, watchdog.verdict(_now_s()))
+                if not ended.done() and watchdog.deadline_s <= now_s():
+                    raise EngineHung(self._board_id, watchdog.verdict(now_s()))
             return ended.result()
         finally:
             ended.cancel()  # the engine may settle it later, when nobody asks any more
