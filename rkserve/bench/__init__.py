@@ -1,0 +1,1 @@
+"""``python -m rkserve.bench``: what rkserve costs beside the bare runtime, measured in one run."""

@@ -1,0 +1,149 @@
+"""A streamed answer as it arrives: HTTP/1.1 and server-sent events, without a socket.
+
+While bytes arrive it only cuts them into events and notes the time, because the client shares the
+machine with what it measures. What the events say is read afterwards, by ``read_exchange``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rkserve.bench.child import BenchFailed
+
+OK = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One request and its answer. Times in seconds of the monotonic clock.
+
+    ``content_s`` has one entry per event that brought text. ``end_s`` is None where the client hung
+    up first, which the end of a measurement does.
+    """
+
+    sent_s: float
+    content_s: tuple[float, ...] = ()
+    end_s: float | None = None
+    board: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    queue_ms: float = 0.0
+    error: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as what JSON can say."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Exchange:
+        """Read what ``to_json`` returned."""
+        return cls(**{**value, "content_s": tuple(value["content_s"])})
+
+
+@dataclass
+class Incoming:
+    """The bytes of one answer, cut into events. ``done`` once the answer is complete."""
+
+    sent_s: float
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    events: list[tuple[float, bytes]] = field(default_factory=list)
+    done_s: float | None = None
+    _raw: bytes = b""
+    _body: bytes = b""
+
+    @property
+    def done(self) -> bool:
+        """Whether the whole answer is there."""
+        return self.done_s is not None
+
+    def feed(self, data: bytes, now_s: float) -> None:
+        """Take what the socket brought at ``now_s``."""
+        self._raw += data
+        if not self.status and not self._take_head():
+            return
+        if self.headers.get("transfer-encoding", "").lower() == "chunked":
+            self._take_chunks(now_s)
+        elif len(self._raw) >= int(self.headers.get("content-length", "0")):
+            self._body, self.done_s = self._raw, now_s
+        *events, self._body = self._body.split(b"\n\n")
+        self.events += [(now_s, event) for event in events]
+        if self.done and self._body:
+            self.events.append((now_s, self._body))
+
+    def _take_head(self) -> bool:
+        head, end, rest = self._raw.partition(b"\r\n\r\n")
+        if not end:
+            return False
+        first, *lines = head.decode("latin-1").split("\r\n")
+        self.status = int(first.split()[1])
+        pairs = (line.partition(":") for line in lines)
+        self.headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
+        self._raw = rest
+        return True
+
+    def _take_chunks(self, now_s: float) -> None:
+        raw, at, body = self._raw, 0, [self._body]
+        while (line_end := raw.find(b"\r\n", at)) >= 0:
+            size = int(raw[at:line_end].partition(b";")[0], 16)
+            start = line_end + 2
+            if len(raw) < start + size + 2:
+                break
+            at = start + size + 2
+            if size == 0:
+                self.done_s = now_s
+                break
+            body.append(raw[start : start + size])
+        self._raw, self._body = raw[at:], b"".join(body)
+
+
+def read_exchange(incoming: Incoming) -> Exchange:
+    """Say what an answer was.
+
+    Raises:
+        BenchFailed: an event that is not OpenAI's.
+    """
+    if incoming.status and incoming.status != OK:
+        words = b"".join(event for _, event in incoming.events).decode(errors="replace")
+        return Exchange(incoming.sent_s, error=f"HTTP {incoming.status}: {words}")
+    content_s: list[float] = []
+    last: dict[str, Any] = {}
+    for at_s, event in incoming.events:
+        value = _value(event)
+        last |= {key: value[key] for key in ("usage", "timings", "error") if value.get(key)}
+        if _has_text(value):
+            content_s.append(at_s)
+    usage = last.get("usage", {})
+    error = last.get("error", {}).get("message", "")
+    if incoming.done and not error and not usage:
+        error = "the answer ended without its usage"
+    return Exchange(
+        sent_s=incoming.sent_s,
+        content_s=tuple(content_s),
+        end_s=incoming.done_s,
+        board=incoming.headers.get("x-rkserve-board", ""),
+        prompt_tokens=usage.get("prompt_tokens", 0),
+        completion_tokens=usage.get("completion_tokens", 0),
+        cached_tokens=usage.get("prompt_tokens_details", {}).get("cached_tokens", 0),
+        queue_ms=last.get("timings", {}).get("queue_ms", 0.0),
+        error=error,
+    )
+
+
+def _value(event: bytes) -> dict[str, Any]:
+    field_name, _, text = event.partition(b": ")
+    if not field_name or text == b"[DONE]":  # a comment, which keeps the connection open
+        return {}
+    if field_name != b"data":
+        raise BenchFailed(f"not an event of an OpenAI stream: {event[:200]!r}")
+    value: dict[str, Any] = json.loads(text)
+    return value
+
+
+def _has_text(value: dict[str, Any]) -> bool:
+    choices = value.get("choices") or [{}]
+    choice = choices[0]
+    return bool(choice.get("text") or choice.get("delta", {}).get("content"))

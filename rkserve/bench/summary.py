@@ -1,0 +1,174 @@
+"""From what was measured to the figures that are reported, and whether they reach the targets."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rkserve.bench.cases import Loaded, Pair
+from rkserve.bench.figures import (
+    Ratio,
+    Spread,
+    board_rates,
+    complete,
+    decode_rate,
+    gaps_ms,
+    largest,
+    never_idle_rate,
+    ratio,
+    tokens_between,
+    tokens_per_text,
+    ttft_ms,
+    whole_rate,
+)
+from rkserve.bench.stream import Exchange
+
+TTFT_AT_MOST = 1.05
+RATE_AT_LEAST = 0.99
+SUM_AT_LEAST = 0.97
+REPLICA_AT_MOST_MB = 250.0
+SEED = 0  # of the resampling: the same measurements give the same interval
+
+
+@dataclass(frozen=True, slots=True)
+class RunFigures:
+    """How one side of (a) and (b) did."""
+
+    ttft_ms: Spread
+    gap_ms: Spread
+    decode_rate: Spread
+    whole_rate: Spread
+    never_idle_rate: float
+
+    @classmethod
+    def of(cls, exchanges: Sequence[Exchange]) -> RunFigures:
+        """Sum up complete answers, at least one."""
+        return cls(
+            ttft_ms=Spread.of([ttft_ms(one) for one in exchanges]),
+            gap_ms=Spread.of([gap for one in exchanges for gap in gaps_ms(one)]),
+            decode_rate=Spread.of([decode_rate(one) for one in exchanges]),
+            whole_rate=Spread.of([whole_rate(one) for one in exchanges]),
+            never_idle_rate=never_idle_rate(exchanges),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PairFigures:
+    """(a), (b) and b / a. Without (b), the last three are None."""
+
+    alone: RunFigures
+    through: RunFigures | None
+    ttft: Ratio | None
+    decode: Ratio | None
+    whole: Ratio | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFigures:
+    """How the boards did together in a window.
+
+    ``of_sum`` is None where there is no (a) to it. ``work_ms_per_token`` is the CPU time above what
+    the same processes take while they idle, or None where that was not measured.
+    """
+
+    rate: float
+    of_sum: float | None
+    answers_per_s: float
+    tokens_per_event: float
+    ttft_ms: Spread
+    unqueued_ttft_ms: Spread
+    gap_ms: Spread
+    cpu_ms_per_token: dict[str, float]
+    work_ms_per_token: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A target and what was measured. ``detail`` is how certain that is."""
+
+    what: str
+    measured: float
+    bound: float
+    at_most: bool
+    unit: str = ""
+    detail: str = ""
+
+    @property
+    def reached(self) -> bool:
+        """Whether the target holds; the interval of the measurement is not counted in."""
+        return self.measured <= self.bound if self.at_most else self.measured >= self.bound
+
+
+def pair_figures(pair: Pair) -> PairFigures:
+    """Sum up (a), and (b) beside it."""
+    alone = RunFigures.of(pair.alone)
+    if not pair.through:
+        return PairFigures(alone, None, None, None, None)
+    rng = random.Random(SEED)
+    ttft, decode, whole = (
+        ratio([of(one) for one in pair.through], [of(one) for one in pair.alone], rng)
+        for of in (ttft_ms, decode_rate, whole_rate)
+    )
+    return PairFigures(alone, RunFigures.of(pair.through), ttft, decode, whole)
+
+
+def load_figures(loaded: Loaded, board_rate: float | None) -> LoadFigures:
+    """Sum up a window. ``board_rate`` is what (a) says of one board that is never idle."""
+    start_s, end_s = loaded.start_s, loaded.end_s
+    arrived = tokens_between(loaded.exchanges, start_s, end_s)
+    begun = [e for e in loaded.exchanges if e.content_s and start_s <= e.content_s[0] < end_s]
+    ends = [e for e in complete(loaded.exchanges) if e.end_s and start_s <= e.end_s < end_s]
+    rate = arrived / (end_s - start_s)
+    of_sum = None
+    if board_rate is not None:
+        rate = sum(board_rates(loaded.exchanges, start_s, end_s, loaded.load_end_s).values())
+        of_sum = rate / (loaded.load.boards * board_rate)
+    return LoadFigures(
+        rate=rate,
+        of_sum=of_sum,
+        answers_per_s=len(ends) / (end_s - start_s),
+        tokens_per_event=tokens_per_text(loaded.exchanges),
+        ttft_ms=Spread.of([ttft_ms(one) for one in begun]),
+        # Only answers that ended say how long they were queued.
+        unqueued_ttft_ms=Spread.of([ttft_ms(one) - one.queue_ms for one in complete(begun)]),
+        gap_ms=Spread.of([gap for one in begun for gap in gaps_ms(one)]),
+        cpu_ms_per_token={part: ms / arrived for part, ms in loaded.cpu.by_part_ms.items()},
+        work_ms_per_token=_work_ms(loaded) / arrived if loaded.idle.wall_ms else None,
+    )
+
+
+def _work_ms(loaded: Loaded) -> float:
+    idle_share = sum(loaded.idle.by_part_ms.values()) / loaded.idle.wall_ms
+    return sum(loaded.cpu.by_part_ms.values()) - idle_share * loaded.cpu.wall_ms
+
+
+def verdicts(
+    pair: PairFigures | None, loads: Iterable[tuple[Loaded, LoadFigures]]
+) -> list[Verdict]:
+    """Hold what was measured to the targets."""
+    loads = list(loads)
+    found = [] if pair is None else _verdicts_of_pair(pair)
+    for loaded, figures in loads:
+        if figures.of_sum is not None:
+            what = f"(c) tokens/s of the sum: {loaded.load.name}"
+            found.append(Verdict(what, figures.of_sum, SUM_AT_LEAST, at_most=False))
+    sizes = [largest(loaded.memories, "board replica") for loaded, _ in loads]
+    known = [size / 1e6 for size in sizes if size is not None]
+    if known:
+        what = "board replica without its engine, resident (the largest)"
+        found.append(Verdict(what, max(known), REPLICA_AT_MOST_MB, at_most=True, unit="MB"))
+    return found
+
+
+def _verdicts_of_pair(pair: PairFigures) -> list[Verdict]:
+    bounds = (
+        ("(b) / (a) TTFT, medians", pair.ttft, TTFT_AT_MOST, True),
+        ("(b) / (a) tokens/s from first to last, medians", pair.decode, RATE_AT_LEAST, False),
+        ("(b) / (a) tokens/s of the whole answer, medians", pair.whole, RATE_AT_LEAST, False),
+    )
+    return [
+        Verdict(what, of.value, bound, at_most, detail=f"{of.low:.3f} to {of.high:.3f}")
+        for what, of, bound, at_most in bounds
+        if of is not None
+    ]
