@@ -77,7 +77,7 @@ class BoardReplica:
         self, group: BoardGroupConfig, state_dir: Path
     ) -> None:
         self._replica = serve.get_replica_context().replica_id.unique_id
-        state_dir = state_dir.expanduser()  # here, where the board is: homes differ
+        state_dir = _on_this_node(state_dir)
         self._slot = await _claim(group, state_dir)
         board_id = board_name(group, self._slot.index)
         failures = Failures(state_dir / f"{group.name}-{self._slot.index}.failures")
@@ -112,6 +112,10 @@ class BoardReplica:
         """Ray's farewell: end the engine in order."""
         if hasattr(self, "_board"):
             await self._board.stop()
+
+
+def _on_this_node(path: Path) -> Path:
+    return path.expanduser()  # not earlier: the head's home may be another one
 
 
 async def _claim(group: BoardGroupConfig, state_dir: Path) -> Slot:

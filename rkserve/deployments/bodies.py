@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from rkserve.errors import BodyTooLarge, BodyTooSlow, RequestError
 
@@ -15,13 +16,15 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
     Raises:
         BodyTooLarge: as soon as it is known to be longer than ``max_bytes``.
         BodyTooSlow: it did not arrive within ``timeout_s``.
-        RequestError: the Content-Length header is not a number.
+        RequestError: the Content-Length header is not a number, or the client left.
     """
     _check_announced(request.headers.get("content-length"), max_bytes)
     try:
         return await asyncio.wait_for(_collect(request, max_bytes), timeout_s)
     except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
         raise BodyTooSlow(f"The body did not arrive within {timeout_s:.0f} s.") from None
+    except ClientDisconnect:
+        raise RequestError("The client left before its request was complete.") from None
 
 
 def _check_announced(length: str | None, max_bytes: int) -> None:

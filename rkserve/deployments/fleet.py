@@ -144,8 +144,8 @@ class Fleet:
         """
         tried: dict[str, RkserveError] = {}
         while True:
-            group, candidate = self._choose(request.model, tried)
-            candidate.began()
+            group, candidate = self._choose(request, tried)
+            candidate.began(request.prompt_ids)
             accepted = left = False
             try:
                 async with aclosing(self._links[group].open(request, candidate.key)) as events:
@@ -166,13 +166,17 @@ class Fleet:
             finally:
                 candidate.ended(left=left)
 
-    def _choose(self, model: str, tried: Mapping[str, RkserveError]) -> tuple[str, Candidate]:
+    def _choose(
+        self, request: GenerateRequest, tried: Mapping[str, RkserveError]
+    ) -> tuple[str, Candidate]:
+        model = request.model
         groups = [group for group, served in self._groups.items() if served == model]
         if not groups:
             raise ModelNotFound(model)
         owner = {c.key: group for group in groups for c in self._candidates[group].values()}
         known = [c for group in groups for c in self._candidates[group].values()]
-        chosen = choose((c for c in known if c.key not in tried), self._rng)
+        untried = (c for c in known if c.key not in tried)
+        chosen = choose(untried, request.prompt_ids, self._rng)
         if chosen is not None:
             return owner[chosen.key], chosen
         raise self._refusal(model, known, tried.values())

@@ -12,11 +12,12 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rkserve import __version__
 from rkserve.deployments.bodies import read_body
-from rkserve.deployments.service import Service
+from rkserve.deployments.service import Opened, Service
 from rkserve.errors import MethodNotAllowed, NoBoard, RequestError, RkserveError, RouteNotFound
 from rkserve.wire import sse
 from rkserve.wire.failures import error_object
@@ -86,10 +87,31 @@ async def _respond(
 ) -> Response:
     body = await read_body(request, service.config.max_body_bytes, service.config.body_timeout_s)
     opened = await service.open(body, parse)
-    headers = opened.headers
     if opened.call.stream:
-        return StreamingResponse(service.stream(opened), headers={**sse.HEADERS, **headers})
-    return JSONResponse(await service.whole(opened), headers=headers)
+        return _Stream(service, opened)
+    return JSONResponse(await service.whole(opened), headers=opened.headers)
+
+
+class _Stream(StreamingResponse):
+    """A streamed answer that ends with its exchange, also where that never came to a first byte.
+
+    The framework leaves a generator that it stopped reading to the garbage collector; the board
+    would go on until then.
+    """
+
+    def __init__(self, service: Service, opened: Opened) -> None:
+        self._service, self._opened = service, opened
+        self._events = service.stream(opened)
+        super().__init__(self._events, headers={**sse.HEADERS, **opened.headers})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except ClientDisconnect:
+            log.debug("a client left in the middle of its answer")
+        finally:
+            await self._events.aclose()
+            await self._service.close(self._opened)
 
 
 class _Counted:

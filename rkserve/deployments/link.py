@@ -7,6 +7,7 @@ Ray's exceptions into ours.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -50,23 +51,26 @@ class RayLink:
                     where = event.board_id
                 yield event
         finally:
-            # Neither dropping the response nor cancelling its consumer stops the board.
-            response.cancel()
+            # Neither dropping the response nor cancelling its consumer stops the board. For a call
+            # that never reached a replica Ray raises here once more what has been said already.
+            with contextlib.suppress(RayError, RayServeException):
+                response.cancel()
 
     async def reports(self) -> list[BoardReport]:
         """Collect one report from every board that answers in time."""
         broadcast = contextvars.Context().run(self._handle.broadcast, "report")
 
         async def collect() -> list[Any]:
-            found: list[Any] = await broadcast.results_async(
-                timeout_s=self._report_timeout_s, return_exceptions=True
-            )
+            try:
+                found: list[Any] = await broadcast.results_async(
+                    timeout_s=self._report_timeout_s, return_exceptions=True
+                )
+            except DeploymentUnavailableError:
+                return []  # no replica at all
             return found
 
         try:
             answers = await self._translated(collect, self._group)
-        except DeploymentUnavailableError:
-            return []  # no replica at all
         except TimeoutError as exc:
             raise BoardFailed(self._group, "no report within the time limit") from exc
         return [answer for answer in answers if isinstance(answer, BoardReport)]
@@ -94,7 +98,5 @@ class RayLink:
             raise BoardFailed(where, "an internal error; see the board's log") from exc
         except RayActorError as exc:
             raise BoardFailed(where, "its replica died") from exc
-        except DeploymentUnavailableError:
-            raise
         except (RayError, RayServeException) as exc:
             raise BoardFailed(where, f"Ray could not reach it ({type(exc).__name__})") from exc

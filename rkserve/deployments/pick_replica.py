@@ -7,11 +7,15 @@ rkserve at module level and shares no globals with it.
 
 from __future__ import annotations
 
+from ray.serve.exceptions import RayServeException
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 
-class ReplicaGone(Exception):
-    """The chosen replica left between the choice and the call."""
+class ReplicaGone(RayServeException):
+    """The chosen replica left between the choice and the call.
+
+    Whoever catches it knows the base class only: this one is pickled with its module.
+    """
 
 
 class PickReplica(RequestRouter):

@@ -59,6 +59,7 @@ class Opened:
     choices: Choices
     accepted: list[Accepted]
     started_s: float = field(default_factory=time.monotonic)
+    closed: bool = False
 
     @property
     def headers(self) -> dict[str, str]:
@@ -121,7 +122,10 @@ class Service:
         return Opened(call, answer, choices, accepted, started_s)
 
     async def close(self, opened: Opened) -> None:
-        """End a call, finished or not; frees its boards."""
+        """End a call, finished or not, and free its boards; once more does no harm."""
+        if opened.closed:
+            return
+        opened.closed = True
         self.metrics.in_flight.dec()
         await opened.choices.aclose()
 

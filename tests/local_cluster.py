@@ -1,0 +1,300 @@
+"""A Ray cluster of this machine for the tests that need one: started, questioned and ended here.
+
+It has ports, a temporary folder and lock files of its own, so that it disturbs no other cluster of
+the same machine, and no process of it is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from rkserve.messages import BoardReport, BoardState
+
+T = TypeVar("T")
+
+MODEL = "sim-chat"
+PROJECT = Path(__file__).resolve().parents[1]
+# Two busy cores: a cluster starts in 10 s on idle ones.
+START_S = 120.0
+_ENVIRON = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+}
+# A node that was removed is noticed after three of these.
+_SYSTEM = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}
+
+
+def wait_for(what: str, look: Callable[[], T | None], timeout_s: float = 60.0) -> T:
+    """Return what ``look`` returns once that is true; ``what`` says what was waited for."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (found := look()):
+        if time.monotonic() >= deadline_s:
+            raise AssertionError(f"within {timeout_s:.0f} s: {what}")
+        time.sleep(0.05)
+    return found
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+# What tells an old report of a board from its latest one.
+_FIGURES = {
+    "rkserve_board_requests_total": "requests",
+    "rkserve_board_aborted_total": "aborted",
+    "rkserve_board_failed_total": "failed",
+    "rkserve_board_running": "running",
+    "rkserve_engine_starts_total": "engine_starts",
+}
+
+
+@dataclass
+class LocalCluster:
+    """One Ray cluster with Serve; ``folder`` holds all its files."""
+
+    folder: Path
+    port: int
+    cluster: Any
+    homes: int = field(default=0)
+
+    @property
+    def url(self) -> str:
+        """Where the proxy listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def control_dir(self) -> Path:
+        """Where control files of simulated boards are looked for."""
+        return self.folder / "control"
+
+    def deploy(self, name: str, args: dict[str, Any]) -> str:
+        """Build an application, hand it to Serve under ``/name``, and return its URL."""
+        from ray import serve
+
+        from rkserve.app import build
+
+        config = {"state_dir": str(self.folder / "state"), **args}
+        target = serve.RunTarget(build(config), name=name, route_prefix=f"/{name}")
+        serve.run_many([target], wait_for_applications_running=False)
+        return f"{self.url}/{name}"
+
+    def delete(self, name: str) -> None:
+        """Take an application away again."""
+        from ray import serve
+
+        serve.delete(name)
+
+    def reports(self, app: str, group: str) -> list[BoardReport]:
+        """Ask every board of a group for its report, past the Router; sorted by board."""
+        from ray import serve
+        from ray.serve.exceptions import DeploymentUnavailableError
+
+        handle = serve.get_deployment_handle(f"Board-{group}", app)
+        try:
+            answers = handle.broadcast("report").results(timeout_s=20, return_exceptions=True)
+        except DeploymentUnavailableError:
+            return []  # no replica at all
+        found = [answer for answer in answers if isinstance(answer, BoardReport)]
+        return sorted(found, key=lambda report: report.board_id)
+
+    def status(self, app: str, group: str) -> str:
+        """Return what ``serve status`` says of a group's deployment."""
+        from ray import serve
+
+        deployments = serve.status().applications[app].deployments
+        deployment = deployments.get(f"Board-{group}")
+        return "" if deployment is None else str(deployment.message)
+
+    def control(self, board_id: str, *lines: str) -> None:
+        """Tell a simulated board what to do from its next token on; no line: nothing special."""
+        target = self.control_dir / f"{board_id}.control"
+        fresh = target.with_suffix(".fresh")
+        fresh.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        fresh.replace(target)  # a board never reads half a file
+
+    def add_board_node(self, **environ: str) -> Any:
+        """Join a node with an NPU, as ``ray start --resources='{"rknpu": 1}'`` on a board does.
+
+        Its home is its own, so that ``state_dir: ~/...`` differs from node to node as the disks of
+        real boards do.
+        """
+        self.homes += 1
+        home = self.folder / f"home-{self.homes}"
+        home.mkdir()
+        return self.cluster.add_node(
+            num_cpus=1,
+            resources={"rknpu": 1},
+            env_vars={"HOME": str(home), **environ},
+            include_dashboard=False,
+            temp_dir=str(self.folder / "ray"),
+        )
+
+    def remove_node(self, node: Any) -> None:
+        """Cut a node off as a power failure would."""
+        self.cluster.remove_node(node, allow_graceful=False)
+
+
+@dataclass(frozen=True)
+class App:
+    """One deployed application with one group of simulated boards."""
+
+    cluster: LocalCluster
+    name: str
+    group: str
+    boards: int
+
+    @classmethod
+    def deploy(cls, cluster: LocalCluster, group: str, boards: int, **settings: Any) -> App:
+        """Deploy simulated boards that run twenty times as fast as real ones."""
+        simulated = {
+            "boards": boards,
+            "time_scale": 0.05,
+            "load_s": 0.2,
+            "control_dir": str(cluster.control_dir),
+            **settings.pop("simulated", {}),
+        }
+        model = f"models/{MODEL}"
+        cluster.deploy(
+            group, {"boards": [{"name": group, "model": model, "simulated": simulated, **settings}]}
+        )
+        return cls(cluster, group, group, boards)
+
+    @property
+    def url(self) -> str:
+        """Where the application answers."""
+        return f"{self.cluster.url}/{self.name}"
+
+    def http(self) -> httpx.AsyncClient:
+        """A plain client for the application; paths are relative to it."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        return httpx.AsyncClient(base_url=self.url, timeout=60, limits=limits)
+
+    def http_sync(self) -> httpx.Client:
+        """The same for code that does nothing else meanwhile."""
+        return httpx.Client(base_url=self.url, timeout=60)
+
+    def reports(self) -> list[BoardReport]:
+        """Ask every board for its report."""
+        return self.cluster.reports(self.name, self.group)
+
+    def report(self, board_id: str) -> BoardReport | None:
+        """Return the report of one board, None while it has no replica that answers."""
+        found = (r for r in self.reports() if r.board_id == board_id)
+        return next(found, None)
+
+    def settled(self) -> list[BoardReport]:
+        """Wait until every board is ready and idle, and the Router has heard so."""
+
+        def settled() -> list[BoardReport] | None:
+            found = self.reports()
+            idle = [r for r in found if r.state is BoardState.READY and not r.running + r.queued]
+            if not len(idle) == len(found) == self.boards:
+                return None
+            return found if self._heard() == {r.board_id: _figures(r) for r in found} else None
+
+        return wait_for(f"the boards of {self.name} to settle", settled, START_S)
+
+    def _heard(self) -> dict[str, dict[str, float]]:
+        """Return what the Router last heard of each board."""
+        with self.http_sync() as http:
+            text = http.get("/metrics").text
+        heard: dict[str, dict[str, float]] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name in _FIGURES:
+                    heard.setdefault(sample.labels["board"], {})[sample.name] = sample.value
+        return heard
+
+
+def _figures(report: BoardReport) -> dict[str, float]:
+    return {metric: getattr(report, name) for metric, name in _FIGURES.items()}
+
+
+@contextlib.contextmanager
+def running_cluster() -> Iterator[LocalCluster]:
+    """Start a cluster with one node and Serve, and end it with every process of it."""
+    # Short: the paths of Ray's sockets have at most 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix="rk-", dir="/tmp"))
+    for name in ("ray", "control", "state"):
+        (folder / name).mkdir()
+    with _environ({**_ENVIRON, "RAY_TMPDIR": str(folder)}):
+        try:
+            yield from _started(folder)
+        finally:
+            expect_no_process_of(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _started(folder: Path) -> Iterator[LocalCluster]:
+    import ray
+    from ray import serve
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 2,
+            "include_dashboard": False,
+            "temp_dir": str(folder / "ray"),
+            "_system_config": _SYSTEM,
+        },
+    )
+    try:
+        ray.init(address=cluster.address, namespace="rkserve-tests", log_to_driver=False)
+        port = free_port()
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+        yield LocalCluster(folder, port, cluster)
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@contextlib.contextmanager
+def _environ(changes: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def expect_no_process_of(folder: Path) -> None:
+    """End what outlived Ray's own shutdown, also what lost its parent; needing to is an error."""
+    _, left = psutil.wait_procs(_processes_of(folder), timeout=20)
+    for process in left:
+        process.kill()
+    assert not left, f"processes outlived the cluster: {left}"
+
+
+def _processes_of(folder: Path) -> list[psutil.Process]:
+    """Return the processes that were started with our temporary folder in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get("RAY_TMPDIR") == str(folder):
+                found.append(process)
+    return found

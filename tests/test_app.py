@@ -1,0 +1,124 @@
+"""The application from its configuration, and what a replica remembers, without a cluster."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import serve
+
+from rkserve.app import build
+from rkserve.config import parse_config
+from rkserve.deployments.board import MAX_REST_S, Failures, board_name
+from rkserve.errors import ConfigError
+
+
+def args(**changes: Any) -> dict[str, Any]:
+    """Arguments with one group of simulated boards; changes go into the group."""
+    return {"boards": [{"name": "sim", "model": "models/sim-chat", "simulated": {}, **changes}]}
+
+
+REAL = {"simulated": None, "library": "/usr/lib/librkllmrt.so"}
+
+
+def options(built: serve.Application) -> dict[str, Any]:
+    """Return the one Board deployment of an application."""
+    handles = built._bound_deployment.init_args[1]
+    (board,) = handles.values()
+    found: dict[str, Any] = board._bound_deployment._deployment_config.model_dump()
+    return found | {"actor": board._bound_deployment.ray_actor_options}
+
+
+def test_simulated_boards_are_a_fixed_number_of_replicas() -> None:
+    found = options(build(args(simulated={"boards": 5})))
+    assert found["num_replicas"] == 5
+    assert found["autoscaling_config"] is None
+    assert found["actor"]["num_cpus"] == 0
+    assert "resources" not in found["actor"]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
+def test_a_real_group_has_one_replica_for_each_board_whatever_its_share(share: float) -> None:
+    built = build(args(**REAL, rknpu=share))
+    (board,) = built._bound_deployment.init_args[1].values()
+    found = options(built)
+    assert found["actor"]["resources"] == {"rknpu": share}
+    assert board._bound_deployment._replica_config.max_replicas_per_node == 1
+    assert found["autoscaling_config"]["min_replicas"] == 0
+
+
+def test_no_request_is_refused_by_serve_before_the_board_has_seen_it() -> None:
+    assert options(build(args(queue_limit=100)))["max_ongoing_requests"] > 101
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        pytest.param({"model": "models/nowhere"}, "models/nowhere does not exist", id="no model"),
+        pytest.param({"quue_limit": 1}, "quue_limit", id="an unknown key"),
+    ],
+)
+def test_a_wrong_configuration_fails_before_anything_starts(
+    changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build(args(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "index", "name"),
+    [
+        pytest.param({}, 0, "sim-0", id="simulated"),
+        pytest.param({}, 7, "sim-7", id="the eighth"),
+        pytest.param(REAL, 0, f"sim@{socket.gethostname()}", id="real"),
+    ],
+)
+def test_boards_have_names_that_operators_know(
+    changes: dict[str, Any], index: int, name: str
+) -> None:
+    (group,) = parse_config(args(**changes)).boards
+    assert board_name(group, index) == name
+
+
+@pytest.mark.parametrize(
+    ("failed", "since_s", "rest_s"),
+    [
+        pytest.param(0, 0, 0, id="never"),
+        pytest.param(1, 0, 1, id="once"),
+        pytest.param(3, 0, 4, id="three times"),
+        pytest.param(3, 1, 3, id="a second ago"),
+        pytest.param(3, 60, 0, id="long ago"),
+        pytest.param(40, 0, MAX_REST_S, id="over and over"),
+    ],
+)
+def test_a_board_that_fails_to_start_rests_longer_each_time(
+    tmp_path: Path, failed: int, since_s: float, rest_s: float
+) -> None:
+    failures = Failures(tmp_path / "sim-0.failures")
+    for _ in range(failed):
+        failures.add(now_s=1000.0)
+    # Another replica reads it: the one that failed is gone.
+    assert Failures(tmp_path / "sim-0.failures").rest_s(1000.0 + since_s) == rest_s
+
+
+def test_a_start_that_works_ends_the_row(tmp_path: Path) -> None:
+    failures = Failures(tmp_path / "sim-0.failures")
+    failures.clear()  # nothing to clear is no error
+    failures.add(1000.0)
+    failures.clear()
+    assert failures.rest_s(1000.0) == 0
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"count": "many", "time": 1}'])
+def test_a_damaged_note_is_ignored_and_replaced(
+    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "sim-0.failures"
+    file.write_text(content, encoding="utf-8")
+    failures = Failures(file)
+    assert failures.rest_s(1000.0) == 0
+    assert "damaged" in caplog.text
+    failures.add(1000.0)
+    assert failures.rest_s(1000.0) == 1

@@ -1,0 +1,345 @@
+"""What the others notice when a client leaves, a library crashes or hangs, or a board is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+from local_cluster import App, wait_for
+from talk import CHAT, ENDLESS, MODEL, Reply, ask, chat_body, streaming
+
+from rkserve.messages import BoardReport
+
+pytestmark = pytest.mark.ray
+
+# The token at which a scripted fault strikes: the answer is under way by then.
+FAULT_AT = 20
+LONG = "Write 120 tokens"
+FREED_WITHIN_S = 10.0
+
+
+@pytest.fixture
+def well(boards: App) -> Iterator[App]:
+    """Three boards that are well before and after the test, under the same names."""
+    for number in range(boards.boards):
+        boards.cluster.control(f"sim-{number}")
+    before = [report.board_id for report in boards.settled()]
+    yield boards
+    for number in range(boards.boards):
+        boards.cluster.control(f"sim-{number}")
+    assert [report.board_id for report in boards.settled()] == before
+
+
+@asynccontextmanager
+async def one_on_each(http: httpx.AsyncClient, text: str) -> AsyncIterator[dict[str, Reply]]:
+    """Open one stream on each of the three boards.
+
+    The least load makes sure of that, once the Router has heard of a board that has come back.
+    """
+    for _ in range(30):
+        async with AsyncExitStack() as stack:
+            streams = [await stack.enter_async_context(streaming(http, text)) for _ in range(3)]
+            replies = {stream.board: stream for stream in streams}
+            if len(replies) == 3:
+                yield replies
+                return
+        await asyncio.sleep(0.3)
+    raise AssertionError("the Router does not use all boards")
+
+
+def report_of(app: App, board_id: str) -> BoardReport:
+    """Return the report of a board that must answer."""
+    found = app.report(board_id)
+    assert found is not None, f"{board_id} does not report"
+    return found
+
+
+# -- hang-ups -------------------------------------------------------------------------------------
+
+
+async def _leave_a_stream(http: httpx.AsyncClient) -> None:
+    async with streaming(http, ENDLESS) as reply:
+        await reply.read(deltas=5)
+
+
+async def _leave_while_waiting_for_a_whole_answer(http: httpx.AsyncClient) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        await http.post(CHAT, json=chat_body(ENDLESS), timeout=1.0)
+
+
+async def _leave_several_choices(http: httpx.AsyncClient) -> None:
+    async with streaming(http, ENDLESS, n=3) as reply:
+        await reply.read(deltas=5)
+
+
+async def _leave_the_openai_client(http: httpx.AsyncClient) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{http.base_url}v1", api_key="none") as client:
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": ENDLESS}], stream=True
+        )
+        await anext(aiter(stream))
+        await stream.close()
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        pytest.param(_leave_a_stream, id="in the middle of a stream"),
+        pytest.param(_leave_while_waiting_for_a_whole_answer, id="before a whole answer"),
+        pytest.param(_leave_several_choices, id="with several choices under way"),
+        pytest.param(_leave_the_openai_client, id="by the openai client's close()"),
+    ],
+)
+def test_a_client_that_leaves_frees_its_boards(
+    well: App, leave: Callable[[httpx.AsyncClient], Awaitable[None]]
+) -> None:
+    """At a real board's speed the answer would go on for minutes."""
+    for number in range(3):
+        well.cluster.control(f"sim-{number}", "time_scale=1")
+    before = sum(report.aborted for report in well.reports())
+
+    async def come_and_go() -> None:
+        async with well.http() as http:
+            await leave(http)
+
+    asyncio.run(come_and_go())
+    left_s = time.monotonic()
+    wait_for(
+        "all boards idle after the hang-up",
+        lambda: not any(report.running for report in well.reports()),
+        FREED_WITHIN_S,
+    )
+    print(f"the boards were seen idle {time.monotonic() - left_s:.3f} s after the hang-up")  # noqa: T201
+    assert sum(report.aborted for report in well.reports()) > before
+
+
+def test_a_request_that_leaves_the_queue_never_runs(old_board: App) -> None:
+    old_board.settled()
+
+    async def crowd() -> Reply:
+        async with old_board.http() as http, streaming(http, "Write 300 tokens") as first:
+            await first.read(deltas=1)
+            async with streaming(http, ENDLESS) as waiting:
+                assert waiting.deltas == 0
+            return await first.read()
+
+    before = old_board.reports()[0]
+    first = asyncio.run(crowd())
+    after = old_board.settled()[0]
+    assert (first.finish_reason, first.done) == ("stop", True)
+    assert after.completion_tokens - before.completion_tokens == 301
+
+
+# -- isolation ------------------------------------------------------------------------------------
+
+CLIENTS, ROUNDS = 64, 17
+
+
+def test_nobody_ever_gets_the_text_of_another(well: App) -> None:
+    """64 clients on 3 boards, over 1,000 requests, a tenth of them hanging up in mid-stream."""
+    for number in range(3):
+        well.cluster.control(f"sim-{number}", "time_scale=0")
+    finished, left = asyncio.run(_crowd(well))
+    assert finished + left == CLIENTS * ROUNDS > 1000
+    assert left > CLIENTS * ROUNDS / 20
+    assert [report.failed for report in well.settled()] == [0, 0, 0]
+
+
+async def _crowd(app: App) -> tuple[int, int]:
+    async with app.http() as http:
+        counts = await asyncio.gather(*(_client(http, number) for number in range(CLIENTS)))
+    return sum(done for done, _ in counts), sum(left for _, left in counts)
+
+
+async def _client(http: httpx.AsyncClient, number: int) -> tuple[int, int]:
+    """One client's requests, one after the other; each says something that nobody else says."""
+    rng = random.Random(number)
+    done = left = 0
+    for turn in range(ROUNDS):
+        marker = f"client {number} turn {turn} says " + " ".join(
+            str(rng.randrange(10_000)) for _ in range(8)
+        )
+        asked = f"Repeat after me: {marker}"
+        if rng.random() < 0.1:
+            async with streaming(http, asked) as reply:
+                await reply.read(deltas=3)
+            assert marker.startswith(reply.text), (marker, reply.text)
+            left += 1
+        elif rng.random() < 0.5:
+            reply = await ask(http, asked)
+            assert (reply.text, reply.finish_reason, reply.error) == (marker, "stop", None)
+            done += 1
+        else:
+            response = await http.post(CHAT, json=chat_body(asked))
+            assert response.status_code == 200, response.text
+            assert response.json()["choices"][0]["message"]["content"] == marker
+            done += 1
+    return done, left
+
+
+# -- the library fails ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("board", "fault", "says"),
+    [
+        pytest.param("sim-0", "segv_at_token", "SIGSEGV", id="SIGSEGV"),
+        pytest.param("sim-1", "abort_at_token", "GGML_ASSERT", id="abort()"),
+        pytest.param("sim-2", "hang_at_token", "did not come", id="a silent hang"),
+    ],
+)
+def test_a_library_that_fails_costs_one_answer_and_no_replica(
+    well: App, board: str, fault: str, says: str
+) -> None:
+    before = report_of(well, board)
+    well.cluster.control(board, f"fault={fault}:{FAULT_AT}")
+
+    async def talk() -> dict[str, Reply]:
+        async with well.http() as http, one_on_each(http, LONG) as replies:
+            await asyncio.gather(*(reply.read() for reply in replies.values()))
+            return replies
+
+    replies = asyncio.run(talk())
+    struck = replies.pop(board)
+    _expect_a_clear_error(struck, board, says)
+    for other in replies.values():
+        assert (other.finish_reason, other.error, other.done) == ("stop", None, True)
+
+    well.settled()
+    after = report_of(well, board)
+    assert after.pid == before.pid, "the replica was replaced"
+    assert after.replica == before.replica
+    assert after.engine_pid != before.engine_pid, "the engine was not replaced"
+    assert not psutil.pid_exists(before.engine_pid)
+    assert after.engine_starts == before.engine_starts + 1
+    assert says in after.reason
+    _expect_every_board_to_serve(well)
+
+
+def _expect_a_clear_error(reply: Reply, board: str, says: str) -> None:
+    assert reply.deltas >= 1
+    assert reply.finish_reason is None
+    assert reply.done, "the stream must end with [DONE]"
+    assert reply.error is not None
+    assert reply.error["code"] == "board_failed"
+    assert board in reply.error["message"]
+    assert says in reply.error["message"]
+
+
+def _expect_every_board_to_serve(app: App) -> None:
+    async def talk() -> list[Reply]:
+        async with app.http() as http, one_on_each(http, "Write 30 tokens") as replies:
+            return await asyncio.gather(*(reply.read() for reply in replies.values()))
+
+    for reply in asyncio.run(talk()):
+        assert (reply.finish_reason, reply.error) == ("stop", None)
+
+
+def test_a_crash_before_the_headers_is_a_503_for_a_client_that_does_not_stream(well: App) -> None:
+    for number in range(3):
+        well.cluster.control(f"sim-{number}", f"fault=segv_at_token:{FAULT_AT}")
+    with well.http_sync() as http:
+        response = http.post(CHAT, json=chat_body(LONG))
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "board_failed"
+    assert int(response.headers["retry-after"]) >= 1
+
+
+def test_requests_that_wait_survive_the_crash_of_their_board(old_board: App) -> None:
+    """The queue belongs to the board and not to the engine that died."""
+    old_board.settled()
+    old_board.cluster.control("old-0", f"fault=segv_at_token:{FAULT_AT}")
+
+    async def talk() -> tuple[Reply, Reply]:
+        async with (
+            old_board.http() as http,
+            streaming(http, LONG) as first,
+            streaming(http, "Repeat after me: still here") as second,
+        ):
+            return await first.read(), await second.read()
+
+    struck, waited = asyncio.run(talk())
+    assert struck.error is not None
+    assert (waited.text, waited.finish_reason) == ("still here", "stop")
+    old_board.cluster.control("old-0")
+    old_board.settled()
+
+
+# -- the replica is killed ------------------------------------------------------------------------
+
+
+def test_a_killed_replica_costs_one_answer_and_comes_back_as_the_same_board(well: App) -> None:
+    before = report_of(well, "sim-1")
+    for number in range(3):
+        well.cluster.control(f"sim-{number}", "time_scale=0.3")  # about two seconds an answer
+
+    async def talk() -> dict[str, Reply]:
+        async with well.http() as http, one_on_each(http, LONG) as replies:
+            await asyncio.gather(*(reply.read(deltas=10) for reply in replies.values()))
+            os.kill(before.pid, signal.SIGKILL)
+            await asyncio.gather(*(reply.read() for reply in replies.values()))
+            return replies
+
+    replies = asyncio.run(talk())
+    _expect_a_clear_error(replies.pop("sim-1"), "sim-1", "its replica died")
+    for other in replies.values():
+        assert (other.finish_reason, other.error, other.done) == ("stop", None, True)
+    wait_for(
+        "the engine of the killed replica to end",
+        lambda: not psutil.pid_exists(before.engine_pid),
+    )
+    well.settled()
+    after = report_of(well, "sim-1")
+    assert after.pid != before.pid
+    assert after.replica != before.replica
+    _expect_every_board_to_serve(well)
+
+
+def test_requests_are_served_while_an_idle_board_is_killed_and_replaced(well: App) -> None:
+    """The Router hears of it late; whoever is sent to the dead board is passed on."""
+    before = report_of(well, "sim-2")
+
+    async def until_it_is_back() -> int:
+        answered = 0
+        async with well.http() as http:
+            os.kill(before.pid, signal.SIGKILL)
+            deadline_s = time.monotonic() + 60
+            back = None
+            while back is None and time.monotonic() < deadline_s:
+                texts = [f"Repeat after me: {answered + k}" for k in range(6)]
+                for text, reply in zip(
+                    texts,
+                    await asyncio.gather(*(ask(http, text) for text in texts)),
+                    strict=True,
+                ):
+                    assert (reply.error, reply.text) == (None, text.rpartition(" ")[2])
+                    answered += 1
+                back = await asyncio.to_thread(well.report, "sim-2")
+        assert back is not None
+        return answered
+
+    assert asyncio.run(until_it_is_back()) >= 6
+
+
+def test_the_openai_client_raises_for_a_stream_that_broke(well: App) -> None:
+    for number in range(3):
+        well.cluster.control(f"sim-{number}", f"fault=segv_at_token:{FAULT_AT}")
+    chunks: list[Any] = []
+    with openai.OpenAI(base_url=f"{well.url}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.APIError, match="SIGSEGV") as caught:
+            chunks.extend(
+                client.chat.completions.create(
+                    model=MODEL, messages=[{"role": "user", "content": LONG}], stream=True
+                )
+            )
+        assert caught.value.code == "board_failed"

@@ -1,0 +1,320 @@
+"""The boards as one Router sees them: choice, refusal, passing over, and what is listed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from contextlib import aclosing
+
+import pytest
+from fake_boards import FakeBoards, Step, accepted, answer, eventually, report
+from fakes import run_loop
+
+from rkserve.deployments.fleet import FAILURES_EVERY, FORGET_AFTER, Fleet
+from rkserve.errors import (
+    BoardFailed,
+    BoardStartFailed,
+    ContextOverflow,
+    ModelNotFound,
+    NoBoard,
+    QueueFull,
+    RkserveError,
+)
+from rkserve.messages import BoardState, Delta, Event, GenerateRequest
+
+MODEL = "sim-chat"
+REQUEST = GenerateRequest("r", MODEL, (1, 2, 3), 10)
+
+
+def fleet(**groups: FakeBoards) -> Fleet:
+    """A fleet of groups that all serve one model."""
+    return Fleet(groups, dict.fromkeys(groups, MODEL), random.Random(3))
+
+
+async def talk(of: Fleet, request: GenerateRequest = REQUEST) -> list[Event]:
+    """Return all events of one generation."""
+    async with aclosing(of.generate(request)) as events:
+        return [event async for event in events]
+
+
+def text_of(events: list[Event]) -> str:
+    """Return the text of an answer."""
+    return "".join(event.text for event in events if isinstance(event, Delta))
+
+
+def boards_with(*scripts: Sequence[Step]) -> FakeBoards:
+    """Boards a, b, ... that do what the scripts say, each asked once a turn of the dice."""
+    names = "abcdef"[: len(scripts)]
+    return FakeBoards(
+        [report(name) for name in names],
+        {f"replica of {n}": [script] for n, script in zip(names, scripts, strict=True)},
+    )
+
+
+def test_a_request_goes_to_an_idle_board_and_all_boards_get_their_share() -> None:
+    async def main() -> None:
+        boards = FakeBoards.answering("a", "b", "c")
+        it = fleet(only=boards)
+        await it.refresh()
+        for _ in range(30):
+            assert text_of(await talk(it)) == "hello"
+        assert len({replica for replica, _ in boards.opened}) == 3
+
+    run_loop(main())
+
+
+def test_requests_at_once_go_to_different_boards() -> None:
+    async def main() -> None:
+        gate = asyncio.Event()
+        boards = boards_with(*([accepted(b), gate, *answer(b)[1:]] for b in "abc"))
+        it = fleet(only=boards)
+        await it.refresh()
+        talks = [asyncio.create_task(talk(it)) for _ in range(3)]
+        await eventually(lambda: boards.running == 3)
+        assert len({replica for replica, _ in boards.opened}) == 3
+        gate.set()
+        await asyncio.gather(*talks)
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        pytest.param(BoardFailed("a", "its replica died"), id="a board that is gone"),
+        pytest.param(QueueFull(4, 7), id="a board that is full"),
+    ],
+)
+def test_a_board_that_refuses_is_passed_over(refusal: RkserveError) -> None:
+    async def main() -> None:
+        # b has more to do, so that a is asked first.
+        boards = boards_with([refusal], answer("b", "from b"))
+        boards.reported[1] = report("b", running=1)
+        it = fleet(only=boards)
+        await it.refresh()
+        assert text_of(await talk(it)) == "from b"
+        assert [replica for replica, _ in boards.opened] == ["replica of a", "replica of b"]
+        await talk(it)
+        gone = isinstance(refusal, BoardFailed)
+        expected = "replica of b" if gone else "replica of a"  # a dead one is not asked again
+        assert boards.opened[2][0] == expected
+
+    run_loop(main())
+
+
+def test_a_board_that_fails_after_it_accepted_is_not_hidden() -> None:
+    async def main() -> None:
+        failure = BoardFailed("a", "SIGSEGV")
+        boards = boards_with([accepted("a"), Delta("half", (1,)), failure], answer("b"))
+        boards.reported[1] = report("b", running=1)
+        it = fleet(only=boards)
+        await it.refresh()
+        events = it.generate(REQUEST)
+        assert await anext(events) == accepted("a")
+        assert await anext(events) == Delta("half", (1,))
+        with pytest.raises(BoardFailed, match="SIGSEGV"):
+            await anext(events)
+        assert len(boards.opened) == 1
+
+    run_loop(main())
+
+
+def test_a_refusal_of_the_request_itself_is_not_tried_elsewhere() -> None:
+    async def main() -> None:
+        boards = boards_with([ContextOverflow(9, 8)], [ContextOverflow(9, 8)])
+        it = fleet(only=boards)
+        await it.refresh()
+        with pytest.raises(ContextOverflow):
+            await talk(it)
+        assert len(boards.opened) == 1
+
+    run_loop(main())
+
+
+def test_leaving_closes_the_board_s_generator_and_forgets_the_load() -> None:
+    async def main() -> None:
+        boards = FakeBoards.answering("a")
+        it = fleet(only=boards)
+        await it.refresh()
+        for _ in range(5):  # more than the board's queue holds
+            async with aclosing(it.generate(REQUEST)) as events:
+                await anext(events)
+            assert boards.running == 0
+        assert boards.closed == ["replica of a"] * 5
+
+    run_loop(main())
+
+
+def test_an_unknown_model_is_not_found() -> None:
+    async def main() -> None:
+        it = fleet(only=FakeBoards.answering("a"))
+        await it.refresh()
+        with pytest.raises(ModelNotFound):
+            await talk(it, GenerateRequest("r", "another", (1,), 1))
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize(
+    ("boards", "words"),
+    [
+        pytest.param(FakeBoards([]), "no board has joined yet", id="none has joined"),
+        pytest.param(
+            FakeBoards([report("a", state=BoardState.FAILED, reason="no such library")]),
+            "no such library",
+            id="the only one has failed",
+        ),
+        pytest.param(
+            FakeBoards([report("a", state=BoardState.QUARANTINED)]), "quarantined", id="quarantine"
+        ),
+        pytest.param(
+            boards_with([BoardFailed("a", "its replica died")]),
+            "its replica died",
+            id="the last report is older than its death",
+        ),
+    ],
+)
+def test_without_a_usable_board_the_reason_is_said(boards: FakeBoards, words: str) -> None:
+    async def main() -> None:
+        it = fleet(only=boards)
+        await it.refresh()
+        with pytest.raises(NoBoard, match=words) as caught:
+            await talk(it)
+        assert caught.value.retry_after_s == 5
+
+    run_loop(main())
+
+
+def test_recovering_boards_are_used_only_where_no_board_is_ready() -> None:
+    async def main() -> None:
+        boards = FakeBoards.answering("a", "b")
+        boards.reported = [report("a", state=BoardState.RECOVERING), report("b", running=1)]
+        it = fleet(only=boards)
+        await it.refresh()
+        await talk(it)
+        assert boards.opened[-1][0] == "replica of b"
+        boards.reported = [report("a", state=BoardState.RECOVERING)]
+        await it.refresh()
+        await talk(it)
+        assert boards.opened[-1][0] == "replica of a"
+
+    run_loop(main())
+
+
+def test_full_boards_are_not_even_asked() -> None:
+    async def main() -> None:
+        boards = FakeBoards([report("a", running=1, queued=1, requests=4, decode_ms=40_000)])
+        it = fleet(only=boards)
+        await it.refresh()
+        with pytest.raises(QueueFull) as caught:
+            await talk(it)
+        assert boards.opened == []
+        assert (caught.value.queued, caught.value.retry_after_s) == (1, 10)
+
+    run_loop(main())
+
+
+def test_when_every_board_says_that_it_is_full_the_soonest_place_counts() -> None:
+    async def main() -> None:
+        it = fleet(only=boards_with([QueueFull(2, 9)], [QueueFull(3, 4)]))
+        await it.refresh()
+        with pytest.raises(QueueFull) as caught:
+            await talk(it)
+        assert (caught.value.queued, caught.value.retry_after_s) == (5, 4)
+
+    run_loop(main())
+
+
+def test_groups_of_one_model_are_one_pool_and_do_not_age_each_other() -> None:
+    async def main() -> None:
+        it = fleet(x=FakeBoards.answering("x-0"), y=FakeBoards.answering("y-0"))
+        for _ in range(3):
+            await it.refresh()
+        states = {r.board_id: r.state for r in it.reports(MODEL)}
+        assert states == {"x-0": BoardState.READY, "y-0": BoardState.READY}
+
+    run_loop(main())
+
+
+def test_a_board_that_falls_silent_is_lost_for_a_while_and_then_forgotten() -> None:
+    async def main() -> None:
+        boards = FakeBoards.answering("a", "b")
+        it = fleet(only=boards)
+        await it.refresh()
+        boards.reported = [report("b")]
+        await it.refresh()
+        lost, kept = it.reports()
+        assert (lost.state, kept.state) == (BoardState.LOST, BoardState.READY)
+        assert lost.reason
+        await talk(it)
+        assert boards.opened[-1][0] == "replica of b"
+        for _ in range(FORGET_AFTER):
+            await it.refresh()
+        assert [r.board_id for r in it.reports()] == ["b"]
+
+    run_loop(main())
+
+
+def test_a_replaced_replica_keeps_the_board_s_name() -> None:
+    async def main() -> None:
+        boards = FakeBoards.answering("a")
+        it = fleet(only=boards)
+        await it.refresh()
+        boards.reported = [report("a", replica="its successor")]
+        boards.scripts["its successor"] = [answer("a", "again")]
+        await it.refresh()
+        assert text_of(await talk(it)) == "again"
+        assert [r.board_id for r in it.reports()] == ["a"]
+
+    run_loop(main())
+
+
+def test_a_board_that_cannot_start_is_listed_until_it_starts() -> None:
+    async def main() -> None:
+        boards = FakeBoards([], failure=BoardStartFailed("a", "no such library"))
+        it = fleet(only=boards)
+        await it.refresh_failures()
+        (failed,) = it.reports()
+        assert (failed.state, failed.reason) == (BoardState.FAILED, "no such library")
+        assert not it.is_ready(MODEL)
+        boards.reported = [report("a")]
+        await it.refresh()
+        await it.refresh_failures()  # Serve's message lags behind
+        (started,) = it.reports()
+        assert started.state is BoardState.READY
+        assert it.is_ready(MODEL)
+
+    run_loop(main())
+
+
+def test_one_group_that_does_not_report_leaves_the_others_and_itself_as_they_were() -> None:
+    async def main() -> None:
+        silent, fine = FakeBoards.answering("a"), FakeBoards.answering("b")
+        it = fleet(silent=silent, fine=fine)
+        await it.refresh()
+        silent.trouble = BoardFailed("silent", "no report within the time limit")
+        await it.refresh()
+        assert [r.state for r in it.reports()] == [BoardState.READY] * 2
+
+    run_loop(main())
+
+
+def test_following_goes_on_after_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        boards = FakeBoards([], failure=BoardStartFailed("b", "no such library"))
+        boards.trouble = OSError("Ray is away")
+        it = fleet(only=boards)
+        follows = asyncio.create_task(it.follow(0.001))
+        await eventually(lambda: "Ray is away" in caplog.text)
+        boards.trouble, boards.reported = None, [report("a")]
+        # The board, and the failure of another one to start.
+        await eventually(lambda: len(it.reports()) == 2)
+        follows.cancel()
+        await asyncio.wait({follows})
+
+    run_loop(main())
+
+
+def test_failures_are_asked_for_less_often_than_reports() -> None:
+    assert FAILURES_EVERY > 1

@@ -1,0 +1,180 @@
+"""Ray's errors in our words, and a stream that is cancelled when it is closed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_boards import accepted, finished, report
+from fakes import run_loop
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError, TaskCancelledError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+
+from rkserve.deployments.link import RayLink
+from rkserve.deployments.pick_replica import ReplicaGone
+from rkserve.errors import BoardFailed, QueueFull
+from rkserve.messages import Delta, Event, GenerateRequest
+
+REQUEST = GenerateRequest("r", "m", (1,), 4)
+UNAVAILABLE = DeploymentUnavailableError(DeploymentID(name="Board-x"))
+
+
+class Response:
+    """A streaming response of Ray's: steps to yield or raise.
+
+    As in Ray, ``cancel`` raises what kept the call from reaching a replica.
+    """
+
+    def __init__(self, steps: Sequence[Event | Exception]) -> None:
+        self._steps = list(steps)
+        first = self._steps[0] if self._steps else None
+        self._unassigned = None if isinstance(first, Event) else first
+        self.cancelled = False
+
+    async def __anext__(self) -> Event:
+        if not self._steps:
+            raise StopAsyncIteration
+        step = self._steps.pop(0)
+        if isinstance(step, Exception):
+            raise step
+        return step
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        if self._unassigned is not None:
+            raise self._unassigned
+
+
+class Broadcast:
+    """Answers of all replicas."""
+
+    def __init__(self, answers: list[Any] | Exception) -> None:
+        self._answers = answers
+
+    async def results_async(self, **_: Any) -> list[Any]:
+        if isinstance(self._answers, Exception):
+            raise self._answers
+        return self._answers
+
+
+class Handle:
+    """A deployment handle that notes which replica was asked for."""
+
+    def __init__(
+        self, *steps: Event | Exception, answers: list[Any] | Exception | None = None
+    ) -> None:
+        self.response = Response(steps)
+        self.asked_for: list[str] = []
+        self.generate = SimpleNamespace(remote=lambda _: self.response)
+        self._answers = answers if answers is not None else []
+
+    def options(self, *, stream: bool = True, session_id: str | None = None) -> Handle:
+        if session_id is not None:
+            self.asked_for.append(session_id)
+        return self
+
+    def broadcast(self, method: str) -> Broadcast:
+        assert method == "report"
+        return Broadcast(self._answers)
+
+
+def task_error(cause: Exception) -> RayTaskError:
+    """An exception of a replica as Ray hands it on."""
+    return RayTaskError("generate", "a traceback", cause)
+
+
+def link(handle: Handle) -> RayLink:
+    """A link over that handle."""
+    return RayLink(handle, "sim", report_timeout_s=1.0)
+
+
+def test_events_come_through_and_the_chosen_replica_is_asked() -> None:
+    async def main() -> None:
+        events: list[Event] = [accepted("sim-0"), Delta("x", (1,)), finished(1)]
+        handle = Handle(*events)
+        assert [e async for e in link(handle).open(REQUEST, "abc")] == events
+        assert handle.asked_for == ["abc"]
+
+    run_loop(main())
+
+
+def test_closing_a_stream_cancels_it() -> None:
+    async def main() -> None:
+        handle = Handle(accepted("sim-0"), Delta("x", (1,)))
+        events = link(handle).open(REQUEST, "abc")
+        await anext(events)
+        assert not handle.response.cancelled
+        await events.aclose()
+        assert handle.response.cancelled
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected", "words"),
+    [
+        pytest.param(task_error(QueueFull(3, 2)), QueueFull, "3 requests", id="the board's own"),
+        pytest.param(
+            task_error(BoardFailed("sim-0", "SIGSEGV")), BoardFailed, "SIGSEGV", id="its failure"
+        ),
+        pytest.param(
+            task_error(ZeroDivisionError("x")), BoardFailed, "internal error", id="a bug there"
+        ),
+        pytest.param(ActorDiedError(), BoardFailed, "its replica died", id="SIGKILL"),
+        pytest.param(GetTimeoutError("x"), BoardFailed, "could not reach", id="Ray is slow"),
+        pytest.param(TaskCancelledError(), BoardFailed, "could not reach", id="cancelled by Ray"),
+        pytest.param(BackPressureError(1, 1), BoardFailed, "could not reach", id="Serve is full"),
+        pytest.param(UNAVAILABLE, BoardFailed, "could not reach", id="the deployment is gone"),
+        pytest.param(
+            ReplicaGone("abc"), BoardFailed, "ReplicaGone", id="the replica left meanwhile"
+        ),
+    ],
+)
+def test_every_error_of_ray_s_becomes_one_of_ours(
+    raised: Exception, expected: type[Exception], words: str
+) -> None:
+    async def main() -> None:
+        handle = Handle(raised)
+        with pytest.raises(expected, match=words):
+            await anext(link(handle).open(REQUEST, "abc"))
+        assert handle.response.cancelled
+
+    run_loop(main())
+
+
+def test_a_board_that_dies_in_mid_answer_is_called_by_its_name() -> None:
+    async def main() -> None:
+        events = link(Handle(accepted("sim-7"), ActorDiedError())).open(REQUEST, "abc")
+        await anext(events)
+        with pytest.raises(BoardFailed, match="Board sim-7 failed"):
+            await anext(events)
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize(
+    ("answers", "boards"),
+    [
+        pytest.param([report("a"), report("b")], ["a", "b"], id="all answer"),
+        pytest.param([report("a"), ActorDiedError()], ["a"], id="one has died"),
+        pytest.param([], [], id="no replicas"),
+        pytest.param(UNAVAILABLE, [], id="no deployment"),
+    ],
+)
+def test_reports_are_those_that_came(answers: list[Any] | Exception, boards: list[str]) -> None:
+    async def main() -> None:
+        found = await link(Handle(answers=answers)).reports()
+        assert [r.board_id for r in found] == boards
+
+    run_loop(main())
+
+
+def test_no_report_in_time_is_said_of_the_group() -> None:
+    async def main() -> None:
+        with pytest.raises(BoardFailed, match=r"Board sim failed.*time limit"):
+            await link(Handle(answers=TimeoutError())).reports()
+
+    run_loop(main())

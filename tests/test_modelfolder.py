@@ -1,0 +1,142 @@
+"""Model folders: what is found in them, and which ones are refused in which words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rkserve.errors import ConfigError
+from rkserve.messages import Sampling
+from rkserve.modelfolder import open_model_folder
+
+
+def folder(path: Path, **files: str) -> Path:
+    """Make a model folder; a file's name has ``__`` for its dot."""
+    path.mkdir()
+    for name, content in files.items():
+        (path / name.replace("__", ".")).write_text(content, encoding="utf-8")
+    return path
+
+
+def test_the_shipped_model_is_complete() -> None:
+    found = open_model_folder(Path(__file__).resolve().parents[1] / "models" / "sim-chat")
+    assert found.id == "sim-chat"
+    assert found.require_weights().name == "model.rkllm"
+    assert found.tokenizer_file is not None
+    assert found.chat_template is not None
+    assert found.settings.context_length == 4096
+    assert found.settings.eos_token_ids
+
+
+def test_a_folder_needs_nothing_but_its_name(tmp_path: Path) -> None:
+    found = open_model_folder(folder(tmp_path / "Bare-1.5B"))
+    assert (found.id, found.weights, found.tokenizer_file) == ("Bare-1.5B", None, None)
+    assert (found.tokenizer_config, found.chat_template) == ({}, None)
+    assert found.settings.context_length == 4096
+    with pytest.raises(ConfigError, match=r"no \*\.rkllm file"):
+        found.require_weights()
+
+
+@pytest.mark.parametrize(
+    ("files", "chosen"),
+    [
+        pytest.param({"only__rkllm": ""}, "only.rkllm", id="the only one"),
+        pytest.param({"a__rkllm": "", "model__rkllm": ""}, "model.rkllm", id="model.rkllm wins"),
+    ],
+)
+def test_the_weights_are_found(tmp_path: Path, files: dict[str, str], chosen: str) -> None:
+    found = open_model_folder(folder(tmp_path / "m", **files))
+    assert found.require_weights().name == chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "words"),
+    [
+        pytest.param("m", {"a__rkllm": "", "b__rkllm": ""}, "a.rkllm, b.rkllm", id="two models"),
+        pytest.param("my model", {}, "may hold only letters", id="a name with a space"),
+        pytest.param(
+            "m", {"rkserve__yaml": "context_length: 100"}, "context_length: .*32", id="no multiple"
+        ),
+        pytest.param(
+            "m", {"rkserve__yaml": "context: 1"}, "context: .*not permitted", id="an unknown key"
+        ),
+        pytest.param(
+            "m",
+            {"rkserve__yaml": "sampling: {top_k: 0}"},
+            r"sampling\.top_k",
+            id="a sampling value out of range",
+        ),
+        pytest.param("m", {"rkserve__yaml": "a: [1"}, "cannot be read", id="no YAML"),
+        pytest.param("m", {"rkserve__yaml": "- 1"}, "rkserve.yaml", id="a list"),
+    ],
+)
+def test_a_bad_folder_is_refused_with_the_file_and_the_key(
+    tmp_path: Path, name: str, files: dict[str, str], words: str
+) -> None:
+    made = folder(tmp_path / name, **files)
+    with pytest.raises(ConfigError, match=words) as caught:
+        open_model_folder(made)
+    assert name in str(caught.value)
+
+
+def test_a_missing_folder_says_which_key_to_check(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere does not exist.*`model`"):
+        open_model_folder(tmp_path / "nowhere")
+
+
+def test_settings_are_read_and_the_rest_keeps_its_default(tmp_path: Path) -> None:
+    text = "context_length: 2048\neos_token_ids: [7, 9]\nsampling: {temperature: 0.1}\n"
+    settings = open_model_folder(folder(tmp_path / "m", rkserve__yaml=text)).settings
+    assert (settings.context_length, settings.eos_token_ids) == (2048, (7, 9))
+    assert settings.sampling.values() == Sampling(temperature=0.1)
+
+
+def test_an_empty_settings_file_is_no_error(tmp_path: Path) -> None:
+    found = open_model_folder(folder(tmp_path / "m", rkserve__yaml="# nothing yet\n"))
+    assert found.settings.sampling.values() == Sampling()
+
+
+@pytest.mark.parametrize(
+    ("files", "template"),
+    [
+        pytest.param(
+            {"tokenizer_config__json": json.dumps({"chat_template": "T"})}, "T", id="in the config"
+        ),
+        pytest.param(
+            {
+                "tokenizer_config__json": json.dumps(
+                    {
+                        "chat_template": [
+                            {"name": "tool_use", "template": "U"},
+                            {"name": "default", "template": "D"},
+                        ]
+                    }
+                )
+            },
+            "D",
+            id="the default of several",
+        ),
+        pytest.param(
+            {
+                "tokenizer_config__json": json.dumps({"chat_template": "T"}),
+                "chat_template__jinja": "J",
+            },
+            "J",
+            id="a file of its own wins",
+        ),
+        pytest.param({"tokenizer_config__json": "{}"}, None, id="none"),
+    ],
+)
+def test_the_chat_template_is_found(
+    tmp_path: Path, files: dict[str, str], template: str | None
+) -> None:
+    assert open_model_folder(folder(tmp_path / "m", **files)).chat_template == template
+
+
+@pytest.mark.parametrize("content", ["{", "[]"], ids=["no JSON", "no object"])
+def test_a_bad_tokenizer_config_is_named(tmp_path: Path, content: str) -> None:
+    found = open_model_folder(folder(tmp_path / "m", tokenizer_config__json=content))
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
+        _ = found.chat_template
