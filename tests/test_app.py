@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 from ray import serve
 
 from rkserve.app import build
-from rkserve.config import parse_config
-from rkserve.deployments.board import MAX_REST_S, Failures, board_name
+from rkserve.deployments.board import MAX_REST_S, Failures
 from rkserve.errors import ConfigError
 
 
@@ -65,21 +63,6 @@ def test_a_wrong_configuration_fails_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         build(args(**changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "index", "name"),
-    [
-        pytest.param({}, 0, "sim-0", id="simulated"),
-        pytest.param({}, 7, "sim-7", id="the eighth"),
-        pytest.param(REAL, 0, f"sim@{socket.gethostname()}", id="real"),
-    ],
-)
-def test_boards_have_names_that_operators_know(
-    changes: dict[str, Any], index: int, name: str
-) -> None:
-    (group,) = parse_config(args(**changes)).boards
-    assert board_name(group, index) == name
 
 
 @pytest.mark.parametrize(

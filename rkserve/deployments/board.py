@@ -6,12 +6,12 @@ import asyncio
 import json
 import logging
 import os
-import socket
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import ray
 from ray import serve
 
 from rkserve.board.board import Board, BoardSettings
@@ -19,6 +19,7 @@ from rkserve.board.engine import EngineProcess, EngineSpec
 from rkserve.board.slots import Slot, claim_slot
 from rkserve.board.watchdog import Patience
 from rkserve.config import BoardGroupConfig, engine_environ, resolve_folder
+from rkserve.deployments.naming import Node, board_name, find_node
 from rkserve.errors import BoardStartFailed, RkserveError
 from rkserve.messages import BoardReport, Event, GenerateRequest
 from rkserve.modelfolder import ModelFolder, open_model_folder
@@ -78,12 +79,13 @@ class BoardReplica:
     ) -> None:
         self._replica = serve.get_replica_context().replica_id.unique_id
         state_dir = _on_this_node(state_dir)
-        self._slot = await _claim(group, state_dir)
-        board_id = board_name(group, self._slot.index)
+        node = find_node(ray.nodes(), ray.get_runtime_context().get_node_id())
+        self._slot = await _claim(group, state_dir, node)
+        board_id = board_name(group, self._slot.index, node)
         failures = Failures(state_dir / f"{group.name}-{self._slot.index}.failures")
         await asyncio.sleep(failures.rest_s(time.time()))
         try:
-            self._board = _build(group, board_id, state_dir)
+            self._board = _build(group, board_id, node, state_dir)
             await self._board.start()
         except RkserveError as exc:
             failures.add(time.time())
@@ -118,7 +120,7 @@ def _on_this_node(path: Path) -> Path:
     return path.expanduser()  # not earlier: the head's home may be another one
 
 
-async def _claim(group: BoardGroupConfig, state_dir: Path) -> Slot:
+async def _claim(group: BoardGroupConfig, state_dir: Path, node: Node) -> Slot:
     """Claim a board of this node; a replaced replica may take a moment to let go of it."""
     slots = group.simulated.boards if group.simulated is not None else 1
     deadline_s = time.monotonic() + group.slot_timeout_s
@@ -127,18 +129,11 @@ async def _claim(group: BoardGroupConfig, state_dir: Path) -> Slot:
             return claim_slot(state_dir, group.name, slots)
         except RkserveError as exc:
             if time.monotonic() >= deadline_s:
-                raise BoardStartFailed(f"{group.name}@{socket.gethostname()}", str(exc)) from None
+                raise BoardStartFailed(f"{group.name}@{node.name}", str(exc)) from None
         await asyncio.sleep(0.1)
 
 
-def board_name(group: BoardGroupConfig, index: int) -> str:
-    """Return the name operators see: ``sim-0`` for simulated, ``group@host`` for real boards."""
-    if group.simulated is not None:
-        return f"{group.name}-{index}"
-    return f"{group.name}@{socket.gethostname()}"
-
-
-def _build(group: BoardGroupConfig, board_id: str, state_dir: Path) -> Board:
+def _build(group: BoardGroupConfig, board_id: str, node: Node, state_dir: Path) -> Board:
     folder = open_model_folder(resolve_folder(group.model))
     spec = _spec(group, board_id, folder, state_dir)
     patience = Patience(**group.patience.model_dump())
@@ -149,7 +144,7 @@ def _build(group: BoardGroupConfig, board_id: str, state_dir: Path) -> Board:
         eos_ids=frozenset(folder.settings.eos_token_ids),
         sampling=folder.settings.sampling.values(),
         platform="simulated" if group.simulated is not None else _soc(),
-        node=socket.gethostname(),
+        node=node.name,
         library=Path(spec.library).name,
         queue_limit=group.queue_limit,
         queue_timeout_s=group.queue_timeout_s,
