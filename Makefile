@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test unit check format bench docs lock sim clean
@@ -46,7 +47,7 @@ docs: $(READY)
 	$(BIN)/python scripts/make_docs.py
 
 sim: $(READY)
-	@$(BIN)/python -m rkserve.native.sim.build
+	@$(BIN)/python -m rkserve.native.sim.build > /dev/null
 
 # Hashes of every file on every platform; the second file only adds tools to the first.
 LOCK := $(BIN)/uv pip compile -q pyproject.toml --universal --python-version 3.10 \
@@ -57,9 +58,10 @@ lock: $(READY)
 
 $(READY): requirements-dev.lock pyproject.toml
 	@sh scripts/check_tools.sh "$(PYTHON)"
-	"$(PYTHON)" -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r requirements-dev.lock
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@echo "Installing what rkserve needs into $(VENV); the first time this takes a few minutes ..."
+	@"$(PYTHON)" -m venv $(VENV)
+	@$(PIP) install --require-hashes -r requirements-dev.lock
+	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $(READY)
 
 clean:

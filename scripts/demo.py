@@ -47,6 +47,10 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
+    # A shell without job control starts its background jobs with Ctrl-C ignored, and serve would
+    # inherit that: nothing could stop it in order.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _as_interrupt)
     with LOG.open("wb") as log:
         serve = subprocess.Popen(
             [Path(sys.executable).parent / "serve", "run", str(CONFIG)],
@@ -55,7 +59,6 @@ def main() -> int:
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches it through us, once
         )
-    signal.signal(signal.SIGTERM, _as_interrupt)
     try:
         return _watch(serve, url)
     except KeyboardInterrupt:
@@ -131,12 +134,15 @@ def _as_interrupt(*_: object) -> None:
 
 def _stop(serve: subprocess.Popen[bytes]) -> None:
     """Let serve shut Ray down in order; by force if it does not."""
-    if serve.poll() is None:
-        serve.send_signal(signal.SIGINT)
-    try:
-        serve.wait(60)
-    except subprocess.TimeoutExpired:
-        serve.kill()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave half of it behind
+    for number, patience_s in ((signal.SIGINT, 60), (signal.SIGTERM, 20), (signal.SIGKILL, 5)):
+        if serve.poll() is None:
+            serve.send_signal(number)
+        try:
+            serve.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            continue
+        return
 
 
 if __name__ == "__main__":
