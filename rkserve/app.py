@@ -54,6 +54,7 @@ def _boards(group: BoardGroupConfig, config: RkserveConfig) -> DeploymentHandle:
         graceful_shutdown_timeout_s=FAREWELL_S,
         # The Router asks every board for its report once a second: not a line of log each.
         logging_config={"enable_access_log": False},
+        # Where the head's RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT allows it; Ray takes the smaller.
         max_constructor_retry_count=1000,
         request_router_config=RequestRouterConfig(
             request_router_class="rkserve.deployments.pick_replica:PickReplica"

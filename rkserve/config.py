@@ -159,8 +159,14 @@ class RouterConfig(_Settings):
     report_s: float = Field(
         1.0, gt=0, description="How often the boards' reports are collected, outside of requests."
     )
+    accept_timeout_s: float = Field(
+        10.0,
+        gt=0,
+        description="How long a board may take to accept or queue a request; then "
+        "another board is asked.",
+    )
     report_timeout_s: float = Field(
-        5.0, gt=0, description="How long a board may take to report before it counts as lost."
+        2.0, gt=0, description="How long a board may take to report before it counts as lost."
     )
 
 

@@ -21,6 +21,7 @@
     |   +-- RunFailed                502  run_failed
     +-- ConfigError                       (start-up only)
     +-- BoardStartFailed                  (start-up only; `serve status` shows it)
+    +-- FrameCorrupt                      (between a board and its engine process)
     +-- NativeError                       (inside the engine process and at load)
         +-- LibraryMissing
         +-- ReleaseRefused
@@ -285,6 +286,10 @@ class BoardStartFailed(RkserveError):
         """Return the last such error that ``text`` quotes, or None."""
         found = cls._PATTERN.findall(text)
         return cls(*found[-1]) if found else None
+
+
+class FrameCorrupt(RkserveError):
+    """The pipe between a board and its engine process does not hold frames."""
 
 
 class NativeError(RkserveError):

@@ -130,8 +130,9 @@ class BoardReport:
     """What a board says of itself; counters run since the replica's start.
 
     ``replica`` addresses the replica that wrote it and changes when that is replaced; ``board_id``
-    does not. ``kv_positions`` of ``context_len`` hold the live context. ``reason`` says why a board
-    that is not ready is not, and what it last recovered from otherwise.
+    changes only if the board's node is named anew. ``kv_positions`` of ``context_len`` hold the
+    live context. ``reason`` says why a board that is not ready is not, and what it last recovered
+    from otherwise.
     """
 
     board_id: str

@@ -59,7 +59,7 @@ class RouterMetrics:
             registry=registry,
         )
         self.in_flight = Gauge(
-            "rkserve_requests_in_flight", "Generations under way.", registry=registry
+            "rkserve_requests_in_flight", "Calls that are being answered.", registry=registry
         )
         self.ttft = Histogram(
             "rkserve_ttft_seconds",

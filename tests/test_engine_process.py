@@ -22,6 +22,7 @@ from rkserve.board.engine import EngineProcess, RunCommand, RunEnded
 from rkserve.errors import (
     BoardFailed,
     EngineDied,
+    FrameCorrupt,
     LibraryMissing,
     LoadFailed,
     NativeError,
@@ -191,7 +192,7 @@ async def test_what_the_library_refuses_is_explained_in_its_own_words(sim: Sim) 
 @in_loop
 async def test_a_request_that_cannot_travel_fails_alone(sim: Sim) -> None:
     async with sim.board() as board:
-        with pytest.raises(frames.FrameCorrupt, match="32 bits"):
+        with pytest.raises(FrameCorrupt, match="32 bits"):
             await ask(board, (2**40,))
         assert text_of(await ask(board, chat("Count to 3"))) == "1, 2, 3."
         assert board.report().engine_starts == 1

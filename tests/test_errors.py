@@ -41,6 +41,7 @@ SAMPLES: list[RkserveError] = [
     errors.ReleaseRefused("Release 1.2.1b1 is a beta."),
     errors.LoadFailed("rkllm_init returned -1."),
     errors.CallFailed("rkllm_run", -1),
+    errors.FrameCorrupt("a frame claims 0 bytes"),
     errors.Misuse("run while RUNNING."),
 ]
 

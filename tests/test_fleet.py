@@ -29,7 +29,7 @@ REQUEST = GenerateRequest("r", MODEL, (1, 2, 3), 10)
 
 def fleet(**groups: FakeBoards) -> Fleet:
     """A fleet of groups that all serve one model."""
-    return Fleet(groups, dict.fromkeys(groups, MODEL), random.Random(3))
+    return Fleet(groups, dict.fromkeys(groups, MODEL), random.Random(3), accept_timeout_s=0.2)
 
 
 async def talk(of: Fleet, request: GenerateRequest = REQUEST) -> list[Event]:
@@ -318,3 +318,20 @@ def test_following_goes_on_after_an_error(caplog: pytest.LogCaptureFixture) -> N
 
 def test_failures_are_asked_for_less_often_than_reports() -> None:
     assert FAILURES_EVERY > 1
+
+
+NEVER: Sequence[Step] = [asyncio.Event()]
+
+
+@pytest.mark.parametrize("script", [NEVER, []], ids=["frozen", "ends without a word"])
+def test_a_board_that_does_not_accept_is_passed_over(script: Sequence[Step]) -> None:
+    async def main() -> None:
+        boards = boards_with(script, answer("b", "hello"))
+        it = fleet(only=boards)
+        await it.refresh()
+        for _ in range(6):
+            assert text_of(await talk(it)) == "hello"
+        assert [replica for replica, _ in boards.opened].count("replica of a") == 1
+        assert boards.running == 0
+
+    run_loop(main())

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rkserve.errors import FrameCorrupt
 from rkserve.native import frames
-from rkserve.native.frames import FrameCorrupt, FrameReader, Kind
+from rkserve.native.frames import FrameReader, Kind
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 JSON_KINDS = st.sampled_from([Kind.LOAD, Kind.ABORT, Kind.STOP, Kind.LOADED, Kind.ENDED, Kind.BEAT])

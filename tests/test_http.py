@@ -283,6 +283,8 @@ def test_a_body_that_does_not_arrive_is_a_408() -> None:
     [
         pytest.param("GET", "/nothing", 404, id="an unknown path"),
         pytest.param("GET", f"{CHAT}/", 404, id="a trailing slash"),
+        pytest.param("GET", "/docs", 404, id="the framework's page about the API"),
+        pytest.param("GET", "/openapi.json", 404, id="the framework's document of it"),
         pytest.param("GET", CHAT, 405, id="a wrong method"),
         pytest.param("PUT", "/v1/models", 405, id="another wrong method"),
         pytest.param("GET", "/v1/models/some/one's", 404, id="a model id with a slash"),
@@ -311,6 +313,17 @@ def test_routes_are_counted_by_pattern_and_not_by_what_clients_type() -> None:
     run_loop(main())
 
 
+def test_a_bug_of_ours_is_counted_as_the_500_that_it_is() -> None:
+    async def main() -> None:
+        house = scripted(ZeroDivisionError("secret"))
+        response = await house("POST", CHAT, json=chat())
+        assert (response.status_code, "secret" in response.text) == (500, False)
+        assert house.metric("rkserve_requests_total", route=CHAT, status="500") == 1
+        house.expect_nothing_left()
+
+    run_loop(main())
+
+
 # -- lookups --------------------------------------------------------------------------------------
 
 
@@ -318,6 +331,7 @@ def test_readiness_follows_the_boards_and_health_does_not() -> None:
     async def main() -> None:
         house = House(FakeBoards([]))
         assert (await house("GET", "/health")).status_code == 200
+        assert (await house("HEAD", "/health")).status_code == 200
         waiting = await house("GET", "/ready")
         assert (waiting.status_code, waiting.headers["retry-after"]) == (503, "5")
         assert "no board has joined yet" in waiting.json()["error"]["message"]

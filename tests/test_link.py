@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import copy
+from collections.abc import Generator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -176,5 +178,59 @@ def test_no_report_in_time_is_said_of_the_group() -> None:
     async def main() -> None:
         with pytest.raises(BoardFailed, match=r"Board sim failed.*time limit"):
             await link(Handle(answers=TimeoutError())).reports()
+
+    run_loop(main())
+
+
+class Group:
+    """A handle of replicas of which some never answer; ``results_async`` gathers, as Ray's does."""
+
+    def __init__(self, *boards: str) -> None:
+        self.silent: set[str] = set()
+        self.cancelled: list[str] = []
+        self._reports = {f"replica of {board}": report(board) for board in boards}
+        self._wanted = ""
+
+    def options(self, *, session_id: str = "", **_: Any) -> Group:
+        one = copy.copy(self)
+        one._wanted = session_id
+        return one
+
+    def broadcast(self, _: str) -> Group:
+        return self
+
+    async def results_async(self, *, timeout_s: float, **_: Any) -> list[Any]:
+        return await asyncio.wait_for(self._all(), timeout_s)
+
+    @property
+    def report(self) -> Any:
+        return SimpleNamespace(remote=lambda: self)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._one(self._wanted).__await__()
+
+    def cancel(self) -> None:
+        self.cancelled.append(self._wanted)
+
+    async def _all(self) -> list[Any]:
+        return [await self._one(replica) for replica in self._reports]
+
+    async def _one(self, replica: str) -> Any:
+        if replica in self.silent:
+            await asyncio.Event().wait()
+        return self._reports[replica]
+
+
+def test_a_silent_replica_does_not_silence_the_others() -> None:
+    async def main() -> None:
+        group = Group("a", "b", "c")
+        found = RayLink(group, "sim", 0.05)
+        assert len(await found.reports()) == 3
+        group.silent.add("replica of b")
+        for _ in range(2):
+            assert [r.board_id for r in await found.reports()] == ["a", "c"]
+        assert "replica of b" in group.cancelled
+        group.silent.clear()
+        assert len(await found.reports()) == 3
 
     run_loop(main())

@@ -353,7 +353,7 @@ class Board:
         return BoardFailed(self._settings.board_id, f"{self._state.value}: {self._reason}")
 
     def _fail_all(self) -> None:
-        """Nobody who waits is served here: say so now, while another board may still do it."""
+        """Nobody who waits is served here: say so now, not after the queue's time limit."""
         for ticket, job in self._jobs.items():
             self._admission.withdraw(ticket)
             job.end(self._failed())

@@ -19,6 +19,7 @@ from rkserve.board.engine import EngineProcess, EngineSpec
 from rkserve.board.slots import Slot, claim_slot
 from rkserve.board.watchdog import Patience
 from rkserve.config import BoardGroupConfig, engine_environ, resolve_folder
+from rkserve.deployments.logs import log_with_serve
 from rkserve.deployments.naming import Node, board_name, find_node
 from rkserve.errors import BoardStartFailed, RkserveError
 from rkserve.messages import BoardReport, Event, GenerateRequest
@@ -50,11 +51,19 @@ class Failures:
     def add(self, now_s: float) -> None:
         """One more."""
         count, _ = self._read()
-        self.path.write_text(json.dumps({"count": count + 1, "time": now_s}), encoding="utf-8")
+        fresh = self.path.with_suffix(".new")
+        try:
+            fresh.write_text(json.dumps({"count": count + 1, "time": now_s}), encoding="utf-8")
+            fresh.replace(self.path)
+        except OSError as exc:  # a full disk must not hide why the board failed
+            log.warning("%s could not be written: %s", self.path, exc)
 
     def clear(self) -> None:
         """It works again."""
-        self.path.unlink(missing_ok=True)
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError as exc:
+            log.warning("%s could not be removed: %s", self.path, exc)
 
     def _read(self) -> tuple[int, float]:
         try:
@@ -62,8 +71,8 @@ class Failures:
             return int(found["count"]), float(found["time"])
         except FileNotFoundError:
             return 0, 0.0
-        except (ValueError, KeyError, TypeError):
-            log.warning("%s is damaged and was ignored", self.path)
+        except (OSError, ValueError, KeyError, TypeError) as exc:
+            log.warning("%s was ignored: %s", self.path, exc)
             return 0, 0.0
 
 
@@ -77,6 +86,7 @@ class BoardReplica:
     async def __init__(  # type: ignore[misc] # Ray awaits an async constructor
         self, group: BoardGroupConfig, state_dir: Path
     ) -> None:
+        log_with_serve()
         self._replica = serve.get_replica_context().replica_id.unique_id
         state_dir = _on_this_node(state_dir)
         node = find_node(ray.nodes(), ray.get_runtime_context().get_node_id())
@@ -87,7 +97,7 @@ class BoardReplica:
         try:
             self._board = _build(group, board_id, node, state_dir)
             await self._board.start()
-        except RkserveError as exc:
+        except (RkserveError, OSError) as exc:
             failures.add(time.time())
             self._slot.release()
             raise BoardStartFailed(board_id, str(exc)) from None

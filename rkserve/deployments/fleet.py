@@ -23,7 +23,7 @@ from rkserve.errors import (
     QueueFull,
     RkserveError,
 )
-from rkserve.messages import Accepted, BoardReport, BoardState, Event, GenerateRequest
+from rkserve.messages import BoardReport, BoardState, Event, GenerateRequest
 from rkserve.routing.least_load import Candidate, choose
 
 log = logging.getLogger(__name__)
@@ -54,12 +54,17 @@ class Fleet:
     """All boards of an application. Use it from one event loop."""
 
     def __init__(
-        self, links: Mapping[str, BoardLink], groups: Mapping[str, str], rng: random.Random
+        self,
+        links: Mapping[str, BoardLink],
+        groups: Mapping[str, str],
+        rng: random.Random,
+        accept_timeout_s: float = 10.0,
     ) -> None:
         """``groups`` maps a group's name to the model that it serves."""
         self._links = links
         self._groups = groups
         self._rng = rng
+        self._accept_timeout_s = accept_timeout_s
         self._reports: dict[_BoardKey, BoardReport] = {}
         self._missed: dict[_BoardKey, int] = {}
         self._candidates: dict[str, dict[str, Candidate]] = {group: {} for group in groups}
@@ -90,13 +95,15 @@ class Fleet:
 
     async def refresh(self) -> None:
         """Collect the boards' reports; what a group's boards fail to say is logged."""
-        for group, link in self._links.items():
-            for candidate in self._candidates[group].values():
-                candidate.asked()
-            try:
-                self._update(group, await link.reports())
-            except RkserveError as exc:
-                log.warning("the boards of group %s did not report: %s", group, exc)
+        await asyncio.gather(*(self._refresh(group) for group in self._links))
+
+    async def _refresh(self, group: str) -> None:
+        for candidate in self._candidates[group].values():
+            candidate.asked()
+        try:
+            self._update(group, await self._links[group].reports())
+        except RkserveError as exc:
+            log.warning("the boards of group %s did not report: %s", group, exc)
 
     async def refresh_failures(self) -> None:
         """List boards that cannot start, with the reason; they have no replica to report."""
@@ -149,8 +156,9 @@ class Fleet:
             accepted = left = False
             try:
                 async with aclosing(self._links[group].open(request, candidate.key)) as events:
+                    yield await self._first(events, candidate.key)
+                    accepted = True
                     async for event in events:
-                        accepted = accepted or isinstance(event, Accepted)
                         yield event
             except (BoardFailed, QueueFull) as exc:
                 if isinstance(exc, BoardFailed):
@@ -165,6 +173,20 @@ class Fleet:
                 return
             finally:
                 candidate.ended(left=left)
+
+    async def _first(self, events: AsyncGenerator[Event, None], replica: str) -> Event:
+        """Return the board's acceptance, which it owes at once, also when the request must queue.
+
+        Raises:
+            BoardFailed: it did not come; the replica is frozen or out of reach.
+        """
+        try:
+            return await asyncio.wait_for(anext(events), self._accept_timeout_s)
+        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+            reason = f"it did not accept the request within {self._accept_timeout_s:g} s"
+            raise BoardFailed(replica, reason) from None
+        except StopAsyncIteration:
+            raise BoardFailed(replica, "it ended without an answer") from None
 
     def _choose(
         self, request: GenerateRequest, tried: Mapping[str, RkserveError]

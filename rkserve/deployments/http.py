@@ -26,17 +26,24 @@ from rkserve.wire.openai import ChatCall, CompletionCall, parse_chat, parse_comp
 log = logging.getLogger(__name__)
 
 
-def make_app(service: Service) -> FastAPI:
+def make_app(service: Service) -> ASGIApp:
     """Return the ASGI application of one Router."""
     # Without redirects a trailing slash is a 404 in OpenAI's shape and not an empty 307.
-    app = FastAPI(title="rkserve", version=__version__, redirect_slashes=False)
+    # The framework's own pages about the API would load scripts from elsewhere; docs/api.md has it.
+    app = FastAPI(
+        title="rkserve",
+        version=__version__,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
     app.add_exception_handler(RkserveError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_error)
     _add_calls(app, service)
     _add_lookups(app, service)
-    app.add_middleware(_Counted, service=service)
-    return app
+    return _Counted(app, service)  # outside of everything, so that a 500 counts as well
 
 
 def _add_calls(app: FastAPI, service: Service) -> None:
@@ -62,12 +69,12 @@ def _add_lookups(app: FastAPI, service: Service) -> None:
         """Describe one model."""
         return JSONResponse(service.model(model_id))
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> JSONResponse:
         """Say that the Router lives."""
         return JSONResponse({"status": "ok", "version": __version__})
 
-    @app.get("/ready")
+    @app.api_route("/ready", methods=["GET", "HEAD"])
     async def ready() -> JSONResponse:
         """Say whether every model has a board that serves."""
         waiting = [m for m in service.fleet.models if not service.fleet.is_ready(m)]
@@ -133,9 +140,8 @@ class _Counted:
         await self._app(scope, receive, counted if scope["type"] == "http" else send)
 
 
-async def _on_error(request: Request, exc: Exception) -> JSONResponse:
-    if not isinstance(exc, RkserveError):
-        log.error("%s %s failed", request.method, request.url.path, exc_info=exc)
+async def _on_error(_: Request, exc: Exception) -> JSONResponse:
+    # What is not ours is raised once more by the framework after this answer, and logged there.
     status, headers, body = error_object(exc)
     return JSONResponse(body, status, headers)
 

@@ -33,6 +33,7 @@ class RayLink:
         self._handle = handle
         self._group = group
         self._report_timeout_s = report_timeout_s
+        self._heard: set[str] = set()  # replicas that answered the last complete broadcast
 
     async def open(self, request: GenerateRequest, replica: str) -> AsyncGenerator[Event, None]:
         """Generate on that replica; see ``BoardLink``."""
@@ -57,7 +58,11 @@ class RayLink:
                 response.cancel()
 
     async def reports(self) -> list[BoardReport]:
-        """Collect one report from every board that answers in time."""
+        """Collect one report from every board that answers in time.
+
+        One broadcast asks them all. Ray collects its answers as a whole: a single replica that
+        is silent fails it. Then every replica that was heard before is asked by itself.
+        """
         broadcast = contextvars.Context().run(self._handle.broadcast, "report")
 
         async def collect() -> list[Any]:
@@ -71,9 +76,35 @@ class RayLink:
 
         try:
             answers = await self._translated(collect, self._group)
-        except TimeoutError as exc:
-            raise BoardFailed(self._group, "no report within the time limit") from exc
+        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+            return await self._ask_each()
+        reports = [answer for answer in answers if isinstance(answer, BoardReport)]
+        self._heard = {report.replica for report in reports}
+        return reports
+
+    async def _ask_each(self) -> list[BoardReport]:
+        asked = [asyncio.create_task(self._ask(replica)) for replica in sorted(self._heard)]
+        if not asked:
+            raise BoardFailed(self._group, "no report within the time limit")
+        await asyncio.wait(asked, timeout=self._report_timeout_s)
+        for task in asked:
+            task.cancel()
+        answers = await asyncio.gather(*asked, return_exceptions=True)
         return [answer for answer in answers if isinstance(answer, BoardReport)]
+
+    async def _ask(self, replica: str) -> BoardReport:
+        method = self._handle.options(session_id=replica).report
+        response = contextvars.Context().run(method.remote)
+
+        async def answer() -> BoardReport:
+            report: BoardReport = await response
+            return report
+
+        try:
+            return await self._translated(answer, replica)
+        finally:
+            with contextlib.suppress(RayError, RayServeException):
+                response.cancel()
 
     async def start_failure(self) -> BoardStartFailed | None:
         """Return the latest failure of a board of this group to start, from Serve's own status."""

@@ -13,6 +13,7 @@ from rkserve.config import RkserveConfig, resolve_folder
 from rkserve.deployments.fleet import Fleet
 from rkserve.deployments.http import make_app
 from rkserve.deployments.link import RayLink
+from rkserve.deployments.logs import log_with_serve
 from rkserve.deployments.service import ServedModel, Service
 from rkserve.modelfolder import open_model_folder
 
@@ -41,12 +42,18 @@ class RouterReplica:
     """One Router replica. ``handles`` maps a group's name to its Board deployment's handle."""
 
     def __init__(self, config: RkserveConfig, handles: dict[str, Any]) -> None:
+        log_with_serve()
         folders = {g.name: open_model_folder(resolve_folder(g.model)) for g in config.boards}
         links = {
             name: RayLink(handle, name, config.router.report_timeout_s)
             for name, handle in handles.items()
         }
-        fleet = Fleet(links, {name: f.id for name, f in folders.items()}, random.Random())
+        fleet = Fleet(
+            links,
+            {name: f.id for name, f in folders.items()},
+            random.Random(),
+            config.router.accept_timeout_s,
+        )
         models = {folder.id: ServedModel.open(folder) for folder in folders.values()}
         self._service = Service(config.router, models, fleet)
         self.asgi: ASGIApp = make_app(self._service)

@@ -39,6 +39,7 @@ from rkserve.native.runtime import (
 
 READ_SIZE = 1 << 16
 FENCE_POLL_S = 0.05
+STDERR = 2
 
 
 class Outbox:
@@ -114,6 +115,7 @@ class Engine:
         self._outbox = outbox
         self._work: SimpleQueue[tuple[Kind, bytes]] = SimpleQueue()
         self._runtime: Runtime | None = None
+        self._fence: Fence | None = None  # held until the process ends
         # Guards the pair below: an abort that overtakes its run must keep it from starting, and
         # one that comes late must not hit the next run. The library's callback never takes it.
         self._lock = threading.Lock()
@@ -133,11 +135,9 @@ class Engine:
                     self._work.put((kind, payload))
 
     def beat(self, interval_s: float) -> None:
-        """Tell every ``interval_s`` that this process is alive and how far it is; never returns."""
+        """Tell every ``interval_s`` that this process is alive; never returns."""
         while True:
-            self._outbox.put(
-                frames.pack(Kind.BEAT, {"run_id": self._current, "tokens": self._tokens})
-            )
+            self._outbox.put(frames.pack(Kind.BEAT, {}))
             time.sleep(interval_s)
 
     def _abort(self, run_id: int) -> None:
@@ -283,12 +283,19 @@ def _crash(exc: BaseException) -> NoReturn:
     os._exit(os.EX_SOFTWARE)
 
 
+def _close_inherited() -> None:
+    """Ray's event loop hands log files and sockets of the replica down to its children."""
+    for fd in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
+        if fd > STDERR:
+            with contextlib.suppress(OSError):  # the one that listed the folder is gone by now
+                os.close(fd)
+
+
 def main() -> None:
     """Serve the board at the other end of stdin and stdout."""
     import faulthandler
 
-    # Ray's event loop hands log files and sockets of the replica down to its children.
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    _close_inherited()
     faulthandler.enable()  # a crash in the library leaves a stack in the board's log
     with contextlib.suppress(PermissionError):
         # Ray runs its workers at nice 15: no way to feed an NPU. Only root may undo it here.

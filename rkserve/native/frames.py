@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any
 
-from rkserve.errors import RkserveError
+from rkserve.errors import FrameCorrupt
 
 MAX_FRAME = 16 * 1024 * 1024  # far above the largest prompt; a larger one is a corrupt stream
 
@@ -35,10 +35,6 @@ class Kind(IntEnum):
     TOKEN = 18
     ENDED = 19
     BEAT = 20
-
-
-class FrameCorrupt(RkserveError):
-    """The byte stream does not hold frames."""
 
 
 def pack(kind: Kind, value: dict[str, Any]) -> bytes:

@@ -17,12 +17,10 @@ from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.openai import ChatCall, CompletionCall
 
 
-def fingerprint(
-    model_id: str, release: str, adapter: str | None = None, weights_tag: str = ""
-) -> str:
-    """Return ``system_fingerprint``: equal for equal weights, runtime release and adapter."""
+def fingerprint(model_id: str, release: str, adapter: str | None = None) -> str:
+    """Return ``system_fingerprint``: equal for the same model, runtime release and adapter."""
     # The lengths keep ("ab", "c") and ("a", "bc") apart.
-    parts = (model_id, release, adapter or "", weights_tag)
+    parts = (model_id, release, adapter or "")
     content = "".join(f"{len(part)}:{part}" for part in parts)
     return f"fp_{hashlib.sha256(content.encode()).hexdigest()[:10]}"
 

@@ -42,4 +42,6 @@ def _board(board: BoardReport) -> JsonObject:
         "reason": board.reason,
         "release": board.release,
         "platform": board.platform,
+        "library": board.library,
+        "node": board.node,
     }
