@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 from ray import serve
@@ -12,7 +13,9 @@ from rkserve.config import BoardGroupConfig, RkserveConfig, parse_config, resolv
 from rkserve.deployments.board import BoardReplica
 from rkserve.deployments.follow_nodes import RESOURCE
 from rkserve.deployments.router import RouterReplica
+from rkserve.errors import ConfigError
 from rkserve.modelfolder import open_model_folder
+from rkserve.native.sim import profiles
 
 # Requests beyond the board's own queue are turned away by the board, never by Serve.
 BOARD_HEADROOM = 64
@@ -30,6 +33,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         ConfigError: a setting is wrong, or a model folder is missing or unusable on this machine.
     """
     config = parse_config(args)
+    _check_profiles(config)
     handles = {group.name: _boards(group, config) for group in config.boards}
     router = serve.deployment(
         RouterReplica,
@@ -40,6 +44,21 @@ def build(args: dict[str, Any]) -> serve.Application:
         ray_actor_options={"num_cpus": 0},
     )
     return router.bind(config, handles)
+
+
+def _check_profiles(config: RkserveConfig) -> None:
+    """Refuse a profile that the simulator does not have, before its engines fail one by one."""
+    known = [profile.name for profile in profiles.load()]
+    for number, group in enumerate(config.boards):
+        if group.simulated is None or group.simulated.profile in known:
+            continue
+        name = group.simulated.profile
+        near = difflib.get_close_matches(name.lower(), known)
+        meant = f"; did you mean {' or '.join(repr(one) for one in near)}?" if near else "."
+        raise ConfigError(
+            f"serve_config.yaml, args: boards[{number}].simulated.profile: unknown profile "
+            f"'{name}'{meant} docs/simulator.md lists all profiles."
+        )
 
 
 def _boards(group: BoardGroupConfig, config: RkserveConfig) -> DeploymentHandle:

@@ -1,6 +1,8 @@
 """Everything that ``serve_config.yaml`` may say under ``args``, as frozen pydantic models.
 
-It is the only reader of the environment, and knows no other room. Units are in the names.
+It knows no other room. Units are in the names. It is the only reader of settings from the
+environment; besides it, the simulator's build reads CC and XDG_CACHE_HOME, and an engine process
+inherits its replica's environment.
 """
 
 from __future__ import annotations
@@ -10,30 +12,35 @@ import os
 import re
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from rkserve.errors import ConfigError
 from rkserve.modelfolder import explain
 
 GROUP_NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,31}")
 PROJECT = Path(__file__).resolve().parents[1]
+ROUNDING = 1e-9  # three shares of a third, say
 
 
 class _Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class SimulatedConfig(_Settings):
     """Simulated boards instead of real ones: the embedded default, for a laptop and for tests."""
 
     boards: int = Field(3, ge=1, le=256, description="How many boards to simulate.")
-    release: str = Field(
-        "1.3.0",
-        pattern=r"^(1\.2\.3|1\.3\.0)$",
-        description="RKLLM release to imitate: 1.2.3 or 1.3.0.",
-    )
+    release: Literal["1.2.3", "1.3.0"] = Field("1.3.0", description="RKLLM release to imitate.")
     profile: str = Field(
         "rk3588-qwen2.5-1.5b-w8a8",
         description="Whose published speed to imitate; docs/simulator.md lists the profiles.",
@@ -49,7 +56,9 @@ class SimulatedConfig(_Settings):
     )
     control_dir: Path | None = Field(
         None,
-        description="Folder of control files, one per board (sim-0.control), to inject faults.",
+        description="Folder of control files, one per board (sim-0.control), to inject faults. `~` "
+        "is the home of Ray's user; a relative path starts in the working directory of Ray's "
+        "processes, which is seldom the shell's.",
     )
 
 
@@ -75,7 +84,8 @@ class BoardGroupConfig(_Settings):
     model: Path = Field(
         ...,
         description="Model folder, the same path on head and boards; its name is the model id. "
-        "Relative paths are looked up in the working directory, then in the project's folder.",
+        "A relative path is looked up in the working directory and then, in a checkout, in the "
+        "project's folder.",
     )
     library: Path | None = Field(
         None, description="Path of librkllmrt.so on the boards. Leave out for simulated boards."
@@ -87,16 +97,20 @@ class BoardGroupConfig(_Settings):
         1.0,
         gt=0,
         le=1,
-        description="Share of a board's NPU (custom resource `rknpu`) that one replica takes.",
+        description="Share of a board's NPU (custom resource `rknpu`) that one replica takes. "
+        "Every group with a library gets a replica on every board: their sum is 1 at most.",
     )
     max_boards: int = Field(64, ge=1, le=1024, description="Upper limit on boards of this group.")
     base_domain_id: int = Field(
-        0, ge=0, le=15, description="IOMMU domain to start in; another one per model on a board."
+        0,
+        ge=0,
+        le=15,
+        description="IOMMU domain to start in; each group with a library has its own.",
     )
-    library_cpus: tuple[int, ...] = Field(
+    library_cpus: tuple[NonNegativeInt, ...] = Field(
         (), description="Cores that the library may use; empty leaves its own choice (4 to 7)."
     )
-    pin_cpus: tuple[int, ...] = Field(
+    pin_cpus: tuple[NonNegativeInt, ...] = Field(
         (), description="Cores that the engine process is pinned to; empty leaves all."
     )
     queue_limit: int = Field(
@@ -130,13 +144,13 @@ class BoardGroupConfig(_Settings):
     @classmethod
     def _name_is_plain(cls, name: str) -> str:
         if not GROUP_NAME.fullmatch(name):
-            raise ValueError("use letters, digits and '-', beginning with a letter")
+            raise ValueError("use up to 32 letters, digits and '-', beginning with a letter")
         return name
 
     @model_validator(mode="after")
     def _one_kind_of_board(self) -> BoardGroupConfig:
         if (self.library is None) == (self.simulated is None):
-            raise ValueError("set exactly one of library (real boards) and simulated")
+            raise ValueError("set exactly one of 'library' (real boards) and 'simulated'")
         return self
 
 
@@ -196,6 +210,27 @@ class RkserveConfig(_Settings):
             raise ValueError(f"group names must differ; used twice: {', '.join(twice)}")
         return self
 
+    @model_validator(mode="after")
+    def _groups_fit_on_one_board(self) -> RkserveConfig:
+        real = [group for group in self.boards if group.library is not None]
+        total = sum(group.rknpu for group in real)
+        if total > 1 + ROUNDING:
+            shares = ", ".join(f"{group.name}: {group.rknpu:g}" for group in real)
+            raise ValueError(
+                f"the shares 'rknpu' of the groups with a library add up to {total:g} ({shares}), "
+                "but every one of these groups gets a replica on every board; give them 1 at most "
+                f"together, {100 // len(real) / 100:g} each for example"
+            )
+        for number in sorted({group.base_domain_id for group in real}):
+            names = [group.name for group in real if group.base_domain_id == number]
+            if len(names) > 1:
+                raise ValueError(
+                    f"the groups {' and '.join(names)} have the same base_domain_id {number}, but "
+                    "they meet on every board, and each model needs a domain of its own; give each "
+                    "group another number from 0 to 15"
+                )
+        return self
+
 
 def parse_config(args: Any) -> RkserveConfig:
     """Return the settings. Raises ``ConfigError`` that names every wrong key and what it may be."""
@@ -205,17 +240,34 @@ def parse_config(args: Any) -> RkserveConfig:
         return RkserveConfig.model_validate(args)
     except ValidationError as exc:
         raise ConfigError(
-            f"serve_config.yaml, args: {explain(exc)}. docs/configuration.md lists all keys."
+            f"serve_config.yaml, args: {explain(exc, RkserveConfig)} docs/configuration.md lists "
+            "all keys."
         ) from exc
 
 
-def resolve_folder(path: Path) -> Path:
-    """Return where a configured folder is on this machine, without checking that it exists."""
+def resolve_folder(path: Path, project: Path = PROJECT) -> Path:
+    """Return where a configured folder is on this machine.
+
+    A checkout brings its own models, so that it runs from any working directory; an installed
+    package has nothing beside it.
+
+    Raises:
+        ConfigError: a relative path leads to nothing; the message says where it was looked up.
+    """
     path = path.expanduser()
     if path.is_absolute():
         return path
-    here = Path.cwd() / path
-    return here if here.exists() else PROJECT / path
+    places = [Path.cwd()]
+    if (project / "pyproject.toml").is_file():
+        places.append(project)
+    for place in places:
+        if (place / path).exists():
+            return place / path
+    looked = " and in ".join(str(place) for place in dict.fromkeys(places))
+    raise ConfigError(
+        f"The model folder {path} does not exist; it was looked up in {looked}. Check `model` in "
+        "the config, and best give the whole path."
+    )
 
 
 def engine_environ(group: BoardGroupConfig, board_id: str) -> dict[str, str]:
@@ -233,5 +285,5 @@ def engine_environ(group: BoardGroupConfig, board_id: str) -> dict[str, str]:
     if simulated.load_s is not None:
         environ["RKSIM_LOAD_MS"] = repr(simulated.load_s * 1e3)
     if simulated.control_dir is not None:
-        environ["RKSIM_CONTROL"] = str(simulated.control_dir / f"{board_id}.control")
+        environ["RKSIM_CONTROL"] = str(simulated.control_dir.expanduser() / f"{board_id}.control")
     return environ

@@ -95,7 +95,6 @@ CHAT_TEMPLATE = r"""
 
 SETTINGS = """\
 # What rkserve needs to know about this model beyond its files.
-family: qwen2.5
 context_length: 4096
 eos_token_ids: [{im_end}, {end_of_text}]
 sampling:

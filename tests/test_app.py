@@ -11,6 +11,7 @@ from ray import serve
 from rkserve.app import build
 from rkserve.deployments.board import MAX_REST_S, Failures
 from rkserve.errors import ConfigError
+from rkserve.native.sim import profiles
 
 
 def args(**changes: Any) -> dict[str, Any]:
@@ -55,7 +56,18 @@ def test_no_request_is_refused_by_serve_before_the_board_has_seen_it() -> None:
     ("changes", "words"),
     [
         pytest.param({"model": "models/nowhere"}, "models/nowhere does not exist", id="no model"),
-        pytest.param({"quue_limit": 1}, "quue_limit", id="an unknown key"),
+        pytest.param({"quue_limit": 1}, "did you mean 'queue_limit'", id="an unknown key"),
+        pytest.param(
+            {"simulated": {"profile": "RK3588-Qwen2.5-1.5B"}},
+            r"args: boards\[0\]\.simulated\.profile: unknown profile 'RK3588-Qwen2.5-1.5B'; did "
+            r"you mean 'rk3588-qwen2\.5-1\.5b-w8a8' or .*\? docs/simulator\.md lists all",
+            id="a profile that is almost right",
+        ),
+        pytest.param(
+            {"simulated": {"profile": "?"}},
+            r"unknown profile '\?'\. docs/simulator\.md lists all profiles\.$",
+            id="a profile like none",
+        ),
     ],
 )
 def test_a_wrong_configuration_fails_before_anything_starts(
@@ -63,6 +75,11 @@ def test_a_wrong_configuration_fails_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         build(args(**changes))
+
+
+def test_every_profile_of_the_simulator_may_be_configured() -> None:
+    for profile in profiles.load():
+        build(args(simulated={"profile": profile.name}))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rkserve.config import (
     resolve_folder,
 )
 from rkserve.errors import ConfigError
+from rkserve.modelfolder import FolderSettings, SamplingDefaults, explain
 
 SETTINGS: tuple[type[BaseModel], ...] = (
     RkserveConfig,
@@ -28,6 +30,8 @@ SETTINGS: tuple[type[BaseModel], ...] = (
     BoardGroupConfig,
     PatienceConfig,
     SimulatedConfig,
+    FolderSettings,
+    SamplingDefaults,
 )
 
 
@@ -59,48 +63,236 @@ def test_the_configuration_for_real_boards_takes_a_whole_npu_each() -> None:
     assert group.rknpu == 1
 
 
+REAL = {"model": "m", "library": "/usr/lib/librkllmrt.so"}
+
+
+def wrong(given: Any) -> str:
+    """Return what is said about wrong settings, without what is said about all of them."""
+    with pytest.raises(ConfigError) as caught:
+        parse_config(given)
+    said = str(caught.value)
+    begin, end = "serve_config.yaml, args: ", " docs/configuration.md lists all keys."
+    assert said.startswith(begin)
+    assert said.endswith(end)
+    return said.removeprefix(begin).removesuffix(end)
+
+
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "said"),
     [
-        pytest.param({}, ["boards", "required"], id="nothing"),
-        pytest.param({"boards": []}, ["boards", "at least 1"], id="no boards"),
-        pytest.param([], ["value", "dictionary"], id="a list"),
-        pytest.param(None, ["value", "dictionary"], id="null"),
-        pytest.param({**args(), "bords": 1}, ["bords", "not permitted"], id="a typing error"),
-        pytest.param(args(modle="x"), ["boards.0.modle", "not permitted"], id="one in a group"),
-        pytest.param(args(name="my boards"), ["boards.0.name", "letters"], id="a bad name"),
-        pytest.param(args(name=None), ["boards.0.name"], id="no name"),
-        pytest.param(args(queue_limit=-1), ["boards.0.queue_limit", "0"], id="a negative queue"),
-        pytest.param(args(rknpu=2), ["boards.0.rknpu", "less than or equal to 1"], id="two NPUs"),
         pytest.param(
-            args(library="/usr/lib/librkllmrt.so"),
-            ["boards.0", "exactly one of library"],
-            id="both kinds of board",
+            {},
+            "boards: this key is missing; it must be a list with at least one entry, each entry a "
+            "block of keys.",
+            id="nothing",
         ),
-        pytest.param(args(simulated=None), ["boards.0", "exactly one of library"], id="neither"),
+        pytest.param(
+            {"boards": []},
+            "boards: must be a list with at least one entry, each entry a block of keys, not an "
+            "empty list.",
+            id="no boards",
+        ),
+        pytest.param([1], "must be a block of keys, not a list.", id="a list"),
+        pytest.param(None, "must be a block of keys, not null.", id="null"),
+        pytest.param(
+            {**args(), "router": None},
+            "router: must be a block of keys, not null.",
+            id="a block that was left empty",
+        ),
+        pytest.param(
+            {"boards": ["sim"]},
+            "boards[0]: must be a block of keys, not 'sim'.",
+            id="text as group",
+        ),
+        pytest.param(
+            {**args(), "bords": 1},
+            "bords: unknown key 'bords'; did you mean 'boards'?",
+            id="a typo",
+        ),
+        pytest.param(
+            args(simulated={"relase": "1.3.0"}),
+            "boards[0].simulated.relase: unknown key 'relase'; did you mean 'release'?",
+            id="a typo further down",
+        ),
+        pytest.param(
+            {**args(), "router": {"port": 8000}},
+            "router.port: unknown key 'port'; did you mean 'report_s'?",
+            id="an unknown key that is a bit like one",
+        ),
+        pytest.param(
+            {**args(), "x": 1},
+            "x: unknown key 'x'; the keys here are boards, router, state_dir.",
+            id="an unknown key like none",
+        ),
+        pytest.param(
+            dict([*args().items(), (7, 1)]),
+            "7: unknown key '7'; the keys here are boards, router, state_dir.",
+            id="a number as key",
+        ),
+        pytest.param(
+            args(name="my boards"),
+            "boards[0].name: use up to 32 letters, digits and '-', beginning with a letter; not "
+            "'my boards'.",
+            id="a bad name",
+        ),
+        pytest.param(args(name=None), "boards[0].name: must be text, not null.", id="no name"),
+        pytest.param(args(model=3), "boards[0].model: must be a path, not 3.", id="no path"),
+        pytest.param(
+            args(queue_limit=-1),
+            "boards[0].queue_limit: must be a whole number from 0 to 10000, not -1.",
+            id="a negative queue",
+        ),
+        pytest.param(
+            args(queue_limit=1.5),
+            "boards[0].queue_limit: must be a whole number from 0 to 10000, not 1.5.",
+            id="half a request",
+        ),
+        pytest.param(
+            args(crash_limit=0),
+            "boards[0].crash_limit: must be a whole number of at least 1, not 0.",
+            id="no crash",
+        ),
+        pytest.param(
+            args(rknpu=2),
+            "boards[0].rknpu: must be a number above 0, up to 1, not 2.",
+            id="two NPUs",
+        ),
+        pytest.param(
+            {**args(), "router": {"ping_s": 0}},
+            "router.ping_s: must be a number above 0, not 0.",
+            id="no pause",
+        ),
+        pytest.param(
+            args(queue_timeout_s=float("inf")),
+            "boards[0].queue_timeout_s: must be a number above 0, not inf.",
+            id="for ever",
+        ),
+        pytest.param(
+            args(load_timeout_s="x" * 100),
+            f"boards[0].load_timeout_s: must be a number above 0, not '{'x' * 40}...'.",
+            id="long nonsense",
+        ),
+        pytest.param(
+            args(simulated={"load_s": [1]}),
+            "boards[0].simulated.load_s: must be a number from 0 to 600, not a list.",
+            id="a list for an optional number",
+        ),
+        pytest.param(
+            args(simulated={"strict": "maybe"}),
+            "boards[0].simulated.strict: must be true or false, not 'maybe'.",
+            id="neither true nor false",
+        ),
         pytest.param(
             args(simulated={"release": "1.2.4"}),
-            ["boards.0.simulated.release"],
+            "boards[0].simulated.release: must be 1.2.3 or 1.3.0, not '1.2.4'.",
             id="a release that is not simulated",
         ),
         pytest.param(
-            {"boards": args()["boards"] * 2}, ["names must differ", "sim"], id="a name twice"
+            args(simulated={"release": 1.3}),
+            "boards[0].simulated.release: must be 1.2.3 or 1.3.0, not 1.3.",
+            id="a release that YAML reads as a number",
         ),
         pytest.param(
-            {**args(), "router": {"ping_s": 0}}, ["router.ping_s", "greater than 0"], id="router"
+            args(pin_cpus=[0, -4]),
+            "boards[0].pin_cpus[1]: must be a whole number of at least 0, not -4.",
+            id="a negative core to pin to",
+        ),
+        pytest.param(
+            args(library_cpus=[-1]),
+            "boards[0].library_cpus[0]: must be a whole number of at least 0, not -1.",
+            id="a negative core for the library",
+        ),
+        pytest.param(
+            args(library_cpus="4-7"),
+            "boards[0].library_cpus: must be a list, each entry a whole number of at least 0, not "
+            "'4-7'.",
+            id="a range of cores",
+        ),
+        pytest.param(
+            args(**REAL),
+            "boards[0]: set exactly one of 'library' (real boards) and 'simulated'.",
+            id="both kinds of board",
+        ),
+        pytest.param(
+            args(simulated=None),
+            "boards[0]: set exactly one of 'library' (real boards) and 'simulated'.",
+            id="neither kind of board",
+        ),
+        pytest.param(
+            {"boards": args()["boards"] * 2},
+            "group names must differ; used twice: sim.",
+            id="a name twice",
+        ),
+        pytest.param(
+            {"boards": [{**REAL, "name": "a"}, {**REAL, "name": "b", "rknpu": 0.5}]},
+            "the shares 'rknpu' of the groups with a library add up to 1.5 (a: 1, b: 0.5), but "
+            "every one of these groups gets a replica on every board; give them 1 at most "
+            "together, 0.5 each for example.",
+            id="more shares than an NPU has",
+        ),
+        pytest.param(
+            {
+                "boards": [
+                    {**REAL, "name": name, "rknpu": 0.3, "base_domain_id": number}
+                    for name, number in (("a", 1), ("b", 0), ("c", 1))
+                ]
+            },
+            "the groups a and c have the same base_domain_id 1, but they meet on every board, and "
+            "each model needs a domain of its own; give each group another number from 0 to 15.",
+            id="two models in a domain",
         ),
     ],
 )
-def test_an_error_names_the_key_and_what_it_may_be(given: Any, words: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_config(given)
-    for word in [*words, "serve_config.yaml", "docs/configuration.md"]:
-        assert word in str(caught.value)
+def test_an_error_says_what_is_wrong_and_what_would_be_right(given: Any, said: str) -> None:
+    assert wrong(given) == said
 
 
-def test_every_wrong_key_is_named_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"queue_limit.*; .*crash_limit"):
-        parse_config(args(queue_limit="many", crash_limit=0))
+def test_every_wrong_key_is_named_at_once_and_once() -> None:
+    group = {"name": "sim", "modle": "m", "simulated": {}, "queue_limit": "many"}
+    assert wrong({"boards": [args()["boards"][0], group], "router": {"ping_s": -1}}) == (
+        "boards[1].model: this key is missing; it must be a path. "
+        "boards[1].queue_limit: must be a whole number from 0 to 10000, not 'many'. "
+        "boards[1].modle: unknown key 'modle'; did you mean 'model'? "
+        "router.ping_s: must be a number above 0, not -1."
+    )
+
+
+# What pydantic says to programmers.
+JARGON = re.compile(r"Input|instance|dictionary|tuple|Value error|validation|pydantic|<class", re.I)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda model: model.__name__)
+@pytest.mark.parametrize("given", [None, [], [[]], {}, {"x": 1}, object(), "x", -1e9, b""])
+def test_no_wrong_value_of_any_key_is_answered_in_jargon(
+    settings: type[BaseModel], given: Any
+) -> None:
+    said = ""
+    for name in settings.model_fields:
+        try:
+            settings.model_validate({name: given})
+        except ValidationError as exc:
+            said += explain(exc, settings)
+    assert not JARGON.search(said), said
+    assert said
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        pytest.param([{"rknpu": 1 / 3}] * 3, id="three thirds"),
+        pytest.param([{"rknpu": 0.1}] * 10, id="ten tenths"),
+        pytest.param([{}, {"library": None, "simulated": {}}], id="simulated boards need no NPU"),
+        pytest.param(
+            [{}, {"library": None, "simulated": {}, "base_domain_id": 0}], id="nor a domain"
+        ),
+    ],
+)
+def test_groups_that_fit_on_one_board_may_share_it(groups: list[dict[str, Any]]) -> None:
+    boards = [
+        {**REAL, "name": f"g{number}", "base_domain_id": number, **group}
+        for number, group in enumerate(groups)
+    ]
+    assert len(parse_config({"boards": boards}).boards) == len(groups)
 
 
 def test_parsed_settings_pass_through() -> None:
@@ -123,7 +315,7 @@ def test_settings_cannot_be_changed_after_reading() -> None:
         config.router.ping_s = 1  # type: ignore[misc] # that is the point
 
 
-def test_folders_are_looked_up_here_and_then_in_the_project(
+def test_folders_are_looked_up_here_and_then_in_the_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -133,6 +325,25 @@ def test_folders_are_looked_up_here_and_then_in_the_project(
     assert resolve_folder(Path("/opt/x")) == Path("/opt/x")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve_folder(Path("~/x")) == tmp_path / "x"
+
+
+def test_an_installed_package_has_no_models_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages, here = tmp_path / "site-packages", tmp_path / "here"
+    (packages / "models" / "m").mkdir(parents=True)  # of some other package
+    here.mkdir()
+    monkeypatch.chdir(here)
+    with pytest.raises(ConfigError) as caught:
+        resolve_folder(Path("models/m"), packages)
+    assert str(caught.value) == (
+        f"The model folder models/m does not exist; it was looked up in {here}. Check `model` in "
+        "the config, and best give the whole path."
+    )
+    (packages / "pyproject.toml").write_text("", encoding="utf-8")  # a checkout after all
+    assert resolve_folder(Path("models/m"), packages) == packages / "models" / "m"
+    with pytest.raises(ConfigError, match=f"looked up in {here} and in {packages}. Check"):
+        resolve_folder(Path("models/n"), packages)
 
 
 def test_a_real_board_s_engine_gets_no_simulator_settings() -> None:
@@ -152,6 +363,11 @@ def test_a_real_board_s_engine_gets_no_simulator_settings() -> None:
         pytest.param({"strict": True}, {"RKSIM_STRICT": "1"}, id="strict"),
         pytest.param(
             {"control_dir": "/c"}, {"RKSIM_CONTROL": "/c/sim-1.control"}, id="a control folder"
+        ),
+        pytest.param(
+            {"control_dir": "~/c"},
+            {"RKSIM_CONTROL": f"{Path.home()}/c/sim-1.control"},
+            id="a control folder at home",
         ),
         pytest.param({"profile": "other"}, {"RKSIM_PROFILE": "other"}, id="a profile"),
     ],

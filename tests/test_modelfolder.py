@@ -57,19 +57,31 @@ def test_the_weights_are_found(tmp_path: Path, files: dict[str, str], chosen: st
         pytest.param("m", {"a__rkllm": "", "b__rkllm": ""}, "a.rkllm, b.rkllm", id="two models"),
         pytest.param("my model", {}, "may hold only letters", id="a name with a space"),
         pytest.param(
-            "m", {"rkserve__yaml": "context_length: 100"}, "context_length: .*32", id="no multiple"
+            "m",
+            {"rkserve__yaml": "context_length: 100"},
+            r"rkserve\.yaml: context_length: must be a multiple of 32 from 32 to 16384, not 100\.$",
+            id="no multiple",
         ),
         pytest.param(
-            "m", {"rkserve__yaml": "context: 1"}, "context: .*not permitted", id="an unknown key"
+            "m",
+            {"rkserve__yaml": "context_lenght: 64"},
+            r"context_lenght: unknown key 'context_lenght'; did you mean 'context_length'\?$",
+            id="an unknown key",
         ),
         pytest.param(
             "m",
             {"rkserve__yaml": "sampling: {top_k: 0}"},
-            r"sampling\.top_k",
+            r"sampling\.top_k: must be a whole number of at least 1, not 0\.$",
             id="a sampling value out of range",
         ),
+        pytest.param(
+            "m",
+            {"rkserve__yaml": "eos_token_ids: [1, -1]"},
+            r"eos_token_ids\[1\]: must be a whole number of at least 0, not -1\.$",
+            id="an id that no token has",
+        ),
         pytest.param("m", {"rkserve__yaml": "a: [1"}, "cannot be read", id="no YAML"),
-        pytest.param("m", {"rkserve__yaml": "- 1"}, "rkserve.yaml", id="a list"),
+        pytest.param("m", {"rkserve__yaml": "- 1"}, "block of keys, not a list", id="a list"),
     ],
 )
 def test_a_bad_folder_is_refused_with_the_file_and_the_key(

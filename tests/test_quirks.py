@@ -1,20 +1,12 @@
-"""The quirk table: safe by default, overridden by name only, documented."""
+"""The quirk table: safe by default, overridden by name only."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
 from rkserve.errors import ConfigError
-from rkserve.native.quirks import NAMES, TABLE, quirks_for, render_markdown
+from rkserve.native.quirks import NAMES, TABLE, quirks_for
 from rkserve.native.releases import ACCEPTED
-
-DOCS = Path(__file__).parent.parent / "docs" / "quirks.md"
-
-
-def test_the_documentation_is_the_table() -> None:
-    assert DOCS.read_text(encoding="utf-8") == render_markdown()
 
 
 def test_names_are_unique_and_every_quirk_says_what_it_is() -> None:

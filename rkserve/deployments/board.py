@@ -195,7 +195,7 @@ def _spec(
 def _library(group: BoardGroupConfig) -> Path:
     if group.simulated is None:
         assert group.library is not None  # the configuration demands one of the two
-        return group.library
+        return group.library.expanduser()
     from rkserve.native.sim.build import ensure_built
 
     return ensure_built(group.simulated.release)

@@ -7,14 +7,12 @@ overrides; a name that the table does not hold is refused.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
 from rkserve.errors import ConfigError
-from rkserve.native.releases import ACCEPTED
 
 
 class Evidence(Enum):
@@ -82,8 +80,9 @@ TABLE = (
     Quirk(
         "append_tokens_with_history",
         "Token input of a run with `keep_history` is appended verbatim to the live context, so a "
-        "conversation may send its new ids only. The board verifies it at run time through "
-        "`prefill_tokens` and the KV cache size, and gives it up where they disagree.",
+        "conversation may send its new ids only. The board checks it after each such run by the "
+        "size of the KV cache alone, and gives it up until its engine restarts where that is not "
+        "the length of the transcript.",
         Evidence.INFERRED,
         default=True,
     ),
@@ -180,26 +179,3 @@ def quirks_for(release: str, overrides: Mapping[str, bool] | None = None) -> Map
         raise ConfigError(f"quirks.{wrong[0]}: must be true or false, not {overrides[wrong[0]]!r}")
     values = {quirk.name: quirk.value(release) for quirk in TABLE}
     return MappingProxyType(values | dict(overrides))
-
-
-def render_markdown() -> str:
-    """Return docs/quirks.md."""
-    lines = [
-        "# Quirks of the RKLLM runtime",
-        "",
-        "Generated from the table in `rkserve/native/quirks.py` by "
-        "`python -m rkserve.native.quirks > docs/quirks.md`; a test keeps the two equal.",
-        "",
-        "Each quirk is a behaviour that no header promises or that hardware has not proven. The "
-        "binding reads the value of the detected release; an override replaces it.",
-    ]
-    for quirk in TABLE:
-        lines += ["", f"## {quirk.name}", "", quirk.what, "", f"Evidence: {quirk.evidence.value}."]
-        lines += ["", f"| {' | '.join(ACCEPTED)} |", "|" + " --- |" * len(ACCEPTED)]
-        values = (str(quirk.value(release)).lower() for release in ACCEPTED)
-        lines.append(f"| {' | '.join(values)} |")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(render_markdown())

@@ -2,7 +2,7 @@
 
 It knows the compiler, the sources and where the result goes. It refuses to know what the library
 does, and never loads it. `python -m rkserve.native.sim.build` builds every release and prints
-where.
+where. It reads CC and XDG_CACHE_HOME from the environment.
 
 A library carries the hash of what it was made from, so "is it stale" is a look into the file, and
 replacing it is one rename: builders that run at the same time cannot harm each other, and neither
@@ -11,6 +11,7 @@ can they harm a process that has the old file mapped.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import re
@@ -19,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from rkserve.errors import LibraryMissing
@@ -27,6 +29,7 @@ from rkserve.native.sim import profiles
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "src"
 DECLARATIONS = HERE.parent / "decl"
+BESIDE = HERE / "build"
 RELEASES = {"1.2.3": 10203, "1.3.0": 10300}
 
 FLAGS = (
@@ -34,21 +37,33 @@ FLAGS = (
     *("-Wall", "-Wextra"),
 )
 LINK_FLAGS = ("-shared", "-lm")
+COMPILERS = ("gcc", "cc", "clang")
 SANITIZE_FLAGS = ("-fno-omit-frame-pointer", "-O1", "-fno-sanitize-recover=all")
 
 
 def compiler() -> list[str]:
-    """$CC, or the first of gcc, cc and clang that is installed."""
-    if chosen := shlex.split(os.environ.get("CC", "")):
+    """$CC with its options, or the first of gcc, cc and clang that is installed.
+
+    Raises:
+        LibraryMissing: there is none, or the one in CC is not there.
+    """
+    setting = os.environ.get("CC", "")
+    try:
+        chosen = shlex.split(setting)
+    except ValueError as exc:
+        raise LibraryMissing(f"CC is no command line: {setting} ({exc}). Unset it.") from exc
+    if chosen:
         if shutil.which(chosen[0]):
             return chosen
-        raise LibraryMissing(f"The compiler in CC, {chosen[0]!r}, is not installed.")
-    for name in ("gcc", "cc", "clang"):
+        raise LibraryMissing(
+            f"the compiler in CC, {chosen[0]!r}, is not installed; install it, or unset CC."
+        )
+    for name in COMPILERS:
         if found := shutil.which(name):
             return [found]
     raise LibraryMissing(
-        "The simulated runtime has to be compiled, and there is no C compiler: install gcc, "
-        "or set CC."
+        f"the simulated board has to be compiled, and none of {', '.join(COMPILERS)} was found: "
+        "install gcc (on Debian and Ubuntu: apt install gcc libc6-dev), or set CC."
     )
 
 
@@ -75,18 +90,35 @@ def library_name(release: str, sanitize: str | None) -> str:
     return f"librkllmrt-sim-{release}{suffix}.so"
 
 
-def output_dir() -> Path:
-    """Beside the sources in a checkout; in the user's cache when that cannot be written."""
-    beside = HERE / "build"
+def output_dir(beside: Path = BESIDE) -> Path:
+    """Beside the sources in a checkout; in the user's cache when that cannot be written.
+
+    Raises:
+        LibraryMissing: neither can be written.
+    """
+    if _is_writable(beside):
+        return beside
     try:
-        beside.mkdir(exist_ok=True)
-        if os.access(beside, os.W_OK):
-            return beside
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as exc:  # no HOME, and a user id without an account
+        raise LibraryMissing(f"{beside} cannot be written, and {exc} Set XDG_CACHE_HOME.") from exc
+    cache = cache / "rkserve" / "sim"
+    if _is_writable(cache):
+        return cache
+    raise LibraryMissing(
+        f"neither {beside} nor {cache} can be written, so there is no place for the simulated "
+        "board's library; set XDG_CACHE_HOME to a folder that can."
+    )
+
+
+def _is_writable(folder: Path) -> bool:
+    """Try it: permission bits say nothing to root, nor about a file system mounted read-only."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-"):
+            return True
     except OSError:
-        pass  # a read-only installation is a normal case, and the cache is the answer to it
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rkserve" / "sim"
-    cache.mkdir(parents=True, exist_ok=True)
-    return cache
+        return False  # a read-only installation is a normal case, and the cache is the answer to it
 
 
 def is_current(library: Path, stamp: str) -> bool:
@@ -127,11 +159,16 @@ def ensure_built(release: str, *, sanitize: str | None = None, into: Path | None
     """
     if release not in RELEASES:
         known = ", ".join(RELEASES)
-        raise LibraryMissing(f"There is no simulated runtime {release!r}; there are {known}.")
+        raise LibraryMissing(f"there is no simulated runtime {release!r}; there are {known}.")
     stamp = source_hash()
-    library = (into or output_dir()) / library_name(release, sanitize)
+    name = library_name(release, sanitize)
+    library = (into or BESIDE) / name
+    if is_current(library, stamp):  # also where only somebody else may write
+        return library
+    library = (into or output_dir()) / name
     if is_current(library, stamp):
         return library
+    library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".building-", dir=library.parent) as scratch:
         work = Path(scratch)
         (work / "profiles_generated.h").write_text(profiles_header())
@@ -152,6 +189,24 @@ def ensure_built(release: str, *, sanitize: str | None = None, into: Path | None
     return library
 
 
+def main(argv: Sequence[str] | None = None) -> None:
+    """Build what is stale, or name the compiler; a problem is one sentence and exit code 1."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rkserve.native.sim.build",
+        description="Compile the simulated runtime where it is stale, and print where it is.",
+    )
+    parser.add_argument("--into", type=Path, help="a folder other than the usual one")
+    parser.add_argument("--compiler", action="store_true", help="only say which compiler it takes")
+    given = parser.parse_args(argv)
+    try:
+        if given.compiler:
+            sys.stdout.write(f"{shlex.join(compiler())}\n")
+            return
+        for release in RELEASES:
+            sys.stdout.write(f"{ensure_built(release, into=given.into)}\n")
+    except (LibraryMissing, OSError) as exc:
+        sys.exit(f"rkserve: {exc}")
+
+
 if __name__ == "__main__":
-    for name in RELEASES:
-        sys.stdout.write(f"{ensure_built(name)}\n")
+    main()

@@ -1,0 +1,295 @@
+"""Fake /sys and /proc of a board, for what reads a board's NPU load, clocks, heat and memory.
+
+It knows the paths of each SoC and the formats that the rknpu driver and the kernel print. It
+refuses to know who reads them, and to touch a folder that it did not make: the tree stands under a
+root that is passed in. `python -m rkserve.native.sim.telemetry ROOT --platform RK3588` writes one.
+
+Writing again with other figures replaces file by file, so a reader that runs at the same time sees
+old or new content, never half of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from rkserve.errors import ConfigError
+
+# Lists the files of the tree: what is not in it was not written here, and is not removed.
+MANIFEST = ".rkserve-telemetry"
+MHZ = 1_000_000
+GOVERNORS = ("rknpu_ondemand", "userspace")
+
+
+@dataclass(frozen=True)
+class Soc:
+    """Where one SoC keeps its figures, and between which clocks it may choose."""
+
+    compatible: tuple[str, ...]
+    cores: int
+    npu: str
+    npu_mhz: tuple[int, ...]
+    ddr_mhz: tuple[int, ...]
+    zones: tuple[str, ...]
+    memory_mb: int
+
+
+# The node, the number of cores and the highest clocks are the vendor's; docs/simulator.md says
+# which of the rest is assumed.
+SOCS: Mapping[str, Soc] = MappingProxyType(
+    {
+        "RK3588": Soc(
+            compatible=("radxa,rock-5b", "rockchip,rk3588"),
+            cores=3,
+            npu="fdab0000.npu",
+            npu_mhz=(300, 400, 500, 600, 700, 800, 900, 1000),
+            ddr_mhz=(528, 1068, 1560, 2112),
+            zones=("soc-thermal", "gpu-thermal", "npu-thermal"),
+            memory_mb=16384,
+        ),
+        "RK3576": Soc(
+            compatible=("radxa,rock-4d", "rockchip,rk3576"),
+            cores=2,
+            npu="27700000.npu",
+            npu_mhz=(300, 400, 500, 600, 700, 800, 900, 1000),
+            ddr_mhz=(528, 1068, 1560, 2112),
+            zones=("soc-thermal", "gpu-thermal", "npu-thermal"),
+            memory_mb=8192,
+        ),
+        "RK3562": Soc(
+            compatible=("rockchip,rk3562-evb1-lp4x-v10", "rockchip,rk3562"),
+            cores=1,
+            npu="ff300000.npu",
+            npu_mhz=(300, 400, 500, 600, 700, 800, 900, 1000),
+            ddr_mhz=(324, 528, 1056, 2112),
+            zones=("soc-thermal",),
+            memory_mb=4096,
+        ),
+        "RV1126B": Soc(
+            compatible=("rockchip,rv1126b-evb1-v10", "rockchip,rv1126b"),
+            cores=1,
+            npu="22000000.npu",
+            npu_mhz=(396, 510, 600, 700, 800, 950),
+            ddr_mhz=(324, 528, 924, 1332),
+            zones=("soc-thermal",),
+            memory_mb=2048,
+        ),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the board shows now. None is the SoC's highest clock, or its usual memory."""
+
+    load_percent: tuple[int, ...] = ()  # one per NPU core; none at all is an idle NPU
+    npu_mhz: int | None = None
+    npu_governor: str = GOVERNORS[0]
+    npu_uv: int = 850_000
+    powered: bool = True
+    ddr_mhz: int | None = None
+    ddr_load_percent: int = 7
+    dmc: bool = True  # False: a loader without the DMC handler, which has no DDR node at all
+    npu_celsius: float = 45.0
+    soc_celsius: float = 43.0
+    memory_mb: int | None = None
+    available_mb: int | None = None
+    driver: str = "0.9.8"
+    proc_rknpu: bool = False  # the driver was built to show its files under /proc/rknpu too
+
+
+def tree(platform: str, figures: Figures) -> dict[str, str]:
+    """Return every file of the board by its path without the leading slash.
+
+    Raises:
+        ConfigError: no such platform, or figures that it cannot show; the message says which.
+    """
+    soc = SOCS.get(platform.upper())
+    if soc is None:
+        raise ConfigError(f"platform {platform!r} is unknown; there are {', '.join(SOCS)}")
+    _check(soc, figures)
+    driver = _driver(soc, figures)
+    files = {f"sys/kernel/debug/rknpu/{name}": text for name, text in driver.items()}
+    if figures.proc_rknpu:
+        files |= {f"proc/rknpu/{name}": text for name, text in driver.items()}
+    files["sys/module/rknpu/version"] = f"{figures.driver}\n"
+    files |= _devfreq(soc, figures)
+    for number, zone in enumerate(soc.zones):
+        celsius = figures.npu_celsius if zone == "npu-thermal" else figures.soc_celsius
+        folder = f"sys/class/thermal/thermal_zone{number}"
+        files |= {f"{folder}/type": f"{zone}\n", f"{folder}/temp": f"{round(celsius * 1000)}\n"}
+    compatible = "".join(f"{name}\0" for name in soc.compatible)
+    # The kernel makes the first one a link to the second.
+    files["proc/device-tree/compatible"] = compatible
+    files["sys/firmware/devicetree/base/compatible"] = compatible
+    files["proc/meminfo"] = _meminfo(soc, figures)
+    return files
+
+
+def _check(soc: Soc, figures: Figures) -> None:
+    loads = figures.load_percent
+    percents = (*loads, figures.ddr_load_percent)
+    wrong = [percent for percent in percents if percent not in range(101)]
+    if wrong:
+        raise ConfigError(f"a load is 0 to 100 percent, not {wrong[0]}")
+    if loads and len(loads) != soc.cores:
+        raise ConfigError(f"this NPU has {soc.cores} cores, and {len(loads)} loads were given")
+    for name, given, known in (
+        ("NPU", figures.npu_mhz, soc.npu_mhz),
+        ("DDR", figures.ddr_mhz, soc.ddr_mhz),
+    ):
+        if given is not None and given not in known:
+            choices = ", ".join(map(str, known))
+            raise ConfigError(f"the {name} has no clock of {given} MHz; there are {choices}")
+    if figures.npu_governor not in GOVERNORS:
+        raise ConfigError(f"the NPU's governor is {' or '.join(GOVERNORS)}")
+    total = figures.memory_mb or soc.memory_mb
+    if not 0 <= (figures.available_mb or 0) <= total:
+        raise ConfigError(f"of {total} MB, {figures.available_mb} MB cannot be available")
+
+
+def _driver(soc: Soc, figures: Figures) -> dict[str, str]:
+    """What the rknpu driver shows, in its own formats."""
+    loads = figures.load_percent or (0,) * soc.cores
+    if soc.cores == 1:
+        load = f" {loads[0]:2d}%"
+    else:
+        load = "".join(f" Core{core}: {percent:2d}%," for core, percent in enumerate(loads))
+    return {
+        "version": f"RKNPU driver: v{figures.driver}\n",
+        "load": f"NPU load: {load}\n",
+        "freq": f"{_hertz(figures.npu_mhz, soc.npu_mhz)}\n",
+        "volt": f"{figures.npu_uv}\n",
+        "power": "on\n" if figures.powered else "off\n",
+        "delayms": "3000\n",
+        "reset": "on\n",
+    }
+
+
+def _devfreq(soc: Soc, figures: Figures) -> dict[str, str]:
+    npu_hz = _hertz(figures.npu_mhz, soc.npu_mhz)
+    files = _clock(soc.npu, npu_hz, soc.npu_mhz, figures.npu_governor)
+    if figures.dmc:
+        ddr_hz = _hertz(figures.ddr_mhz, soc.ddr_mhz)
+        files |= _clock("dmc", ddr_hz, soc.ddr_mhz, "dmc_ondemand")
+        files["sys/class/devfreq/dmc/load"] = f"{figures.ddr_load_percent}@{ddr_hz}Hz\n"
+    return files
+
+
+def _clock(node: str, hertz: int, choices_mhz: Sequence[int], governor: str) -> dict[str, str]:
+    shown = {
+        "cur_freq": f"{hertz}",
+        "available_frequencies": " ".join(str(mhz * MHZ) for mhz in choices_mhz),
+        "governor": governor,
+        "min_freq": f"{min(choices_mhz) * MHZ}",
+        "max_freq": f"{max(choices_mhz) * MHZ}",
+    }
+    if governor == "userspace":  # the kernel has this one with that governor only
+        shown["userspace/set_freq"] = f"{hertz}"
+    return {f"sys/class/devfreq/{node}/{name}": f"{text}\n" for name, text in shown.items()}
+
+
+def _hertz(chosen_mhz: int | None, choices_mhz: Sequence[int]) -> int:
+    return (max(choices_mhz) if chosen_mhz is None else chosen_mhz) * MHZ
+
+
+def _meminfo(soc: Soc, figures: Figures) -> str:
+    total = figures.memory_mb or soc.memory_mb
+    available = total * 3 // 4 if figures.available_mb is None else figures.available_mb
+    rows = {"MemTotal:": total, "MemFree:": available, "MemAvailable:": available}
+    return "".join(f"{name:<16}{mb * 1024:>8} kB\n" for name, mb in rows.items())
+
+
+def write(root: Path, platform: str, figures: Figures) -> None:
+    """Write the tree under ``root``, which is new, empty, or was written here before.
+
+    Raises:
+        ConfigError: the figures are wrong, or ``root`` holds something else.
+    """
+    files = tree(platform, figures)
+    manifest = root / MANIFEST
+    if manifest.is_file():
+        before = manifest.read_text(encoding="utf-8").splitlines()
+    elif root.exists() and (not root.is_dir() or any(root.iterdir())):
+        raise ConfigError(f"{root} holds something else; name an empty folder, or a new one")
+    else:
+        before = []
+    # All names stand in the manifest before the first file does: an interrupted write can be
+    # written over.
+    _put(manifest, "".join(f"{name}\n" for name in sorted({*before, *files})))
+    for name, text in files.items():
+        _put(root / name, text)
+    for name in set(before) - set(files):
+        _remove(root, name)
+    _put(manifest, "".join(f"{name}\n" for name in sorted(files)))
+
+
+def _put(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)
+
+
+def _remove(root: Path, name: str) -> None:
+    path = root / name
+    path.unlink(missing_ok=True)
+    for folder in path.parents:
+        if folder == root or not folder.is_dir() or any(folder.iterdir()):
+            return
+        folder.rmdir()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the tree that the command line describes."""
+    usual = Figures()
+    parser = argparse.ArgumentParser(
+        prog="python -m rkserve.native.sim.telemetry",
+        description="Write a fake /sys and /proc of a board under a folder.",
+    )
+    parser.add_argument("root", type=Path, help="an empty folder, a new one, or one written before")
+    parser.add_argument("--platform", required=True, help=", ".join(SOCS))
+    parser.add_argument("--load", type=int, nargs="+", default=[], help="percent, one per NPU core")
+    parser.add_argument("--npu-mhz", type=int)
+    parser.add_argument("--npu-governor", default=usual.npu_governor, help=" or ".join(GOVERNORS))
+    parser.add_argument("--npu-uv", type=int, default=usual.npu_uv, help="microvolts")
+    parser.add_argument("--off", action="store_true", help="the NPU is powered off")
+    parser.add_argument("--ddr-mhz", type=int)
+    parser.add_argument("--ddr-load", type=int, default=usual.ddr_load_percent, help="percent")
+    parser.add_argument("--no-dmc", action="store_true", help="a board without the DDR node")
+    parser.add_argument("--npu-celsius", type=float, default=usual.npu_celsius)
+    parser.add_argument("--soc-celsius", type=float, default=usual.soc_celsius)
+    parser.add_argument("--memory-mb", type=int)
+    parser.add_argument("--available-mb", type=int)
+    parser.add_argument("--driver", default=usual.driver, help="version of the rknpu driver")
+    parser.add_argument("--proc-rknpu", action="store_true", help="the driver's files in /proc too")
+    given = parser.parse_args(argv)
+    figures = Figures(
+        load_percent=tuple(given.load),
+        npu_mhz=given.npu_mhz,
+        npu_governor=given.npu_governor,
+        npu_uv=given.npu_uv,
+        powered=not given.off,
+        ddr_mhz=given.ddr_mhz,
+        ddr_load_percent=given.ddr_load,
+        dmc=not given.no_dmc,
+        npu_celsius=given.npu_celsius,
+        soc_celsius=given.soc_celsius,
+        memory_mb=given.memory_mb,
+        available_mb=given.available_mb,
+        driver=given.driver,
+        proc_rknpu=given.proc_rknpu,
+    )
+    try:
+        write(given.root, given.platform, figures)
+    except (ConfigError, OSError) as exc:
+        sys.exit(f"rkserve: {exc}")
+
+
+if __name__ == "__main__":
+    main()

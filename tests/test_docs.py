@@ -1,0 +1,163 @@
+"""The documentation says what the code says: generated pages, error codes, metrics, keys, paths."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+from pydantic import BaseModel
+
+from rkserve.config import RkserveConfig
+from rkserve.errors import RkserveError
+from rkserve.messages import BoardReport, BoardState
+from rkserve.metrics import BoardCollector, RouterMetrics
+from rkserve.modelfolder import FolderSettings, inner_model
+from rkserve.native.quirks import NAMES as QUIRKS
+from rkserve.native.sim import profiles
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")])
+# Made by building, not part of the project.
+MADE = ("rkserve/native/sim/build/",)
+
+
+def page(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def make_docs(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "make_docs.py"), *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def test_generated_pages_are_what_the_code_says() -> None:
+    done = make_docs("--check")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_generated_page_that_is_behind_is_named_and_written_anew(tmp_path: Path) -> None:
+    generated = ("configuration.md", "metrics.md", "states.md", "quirks.md")
+    for name in generated:
+        shutil.copy(DOCS / name, tmp_path)
+    (tmp_path / "quirks.md").write_text("old", encoding="utf-8")
+    (tmp_path / "states.md").unlink()
+    done = make_docs("--check", "--docs", str(tmp_path))
+    assert done.returncode == 1
+    assert "states.md, quirks.md" in done.stderr
+    assert (tmp_path / "quirks.md").read_text(encoding="utf-8") == "old"
+    assert make_docs("--docs", str(tmp_path)).returncode == 0
+    assert make_docs("--check", "--docs", str(tmp_path)).returncode == 0
+
+
+def subclasses(parent: type[RkserveError]) -> Iterator[type[RkserveError]]:
+    yield parent
+    for child in parent.__subclasses__():
+        yield from subclasses(child)
+
+
+CODES = sorted({error.code for error in subclasses(RkserveError) if error.code is not None})
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_every_error_code_is_explained(code: str) -> None:
+    assert f"`{code}`" in page("api.md")
+
+
+def metric_names() -> set[str]:
+    registry = CollectorRegistry()
+    RouterMetrics(registry)
+    example = BoardReport(board_id="sim-0", model="sim-chat", state=BoardState.READY)
+    registry.register(BoardCollector(lambda: [example]))
+    return {family.name for family in registry.collect()}
+
+
+@pytest.mark.parametrize("name", sorted(metric_names()))
+def test_every_metric_is_explained(name: str) -> None:
+    (row,) = (line for line in page("metrics.md").splitlines() if line.startswith(f"| `{name}` |"))
+    assert len(row.rstrip(" |").split("|")[-1].strip()) > len("meaning")
+
+
+def keys(model: type[BaseModel], title: str) -> Iterator[tuple[str, str]]:
+    for name, field in model.model_fields.items():
+        yield title, name
+        inner = inner_model(field.annotation)
+        if inner is not None:
+            yield from keys(inner, f"{title}.{name}")
+
+
+KEYS = [*keys(RkserveConfig, "args"), *keys(FolderSettings, "rkserve.yaml")]
+
+
+@pytest.mark.parametrize(("title", "key"), KEYS, ids=str)
+def test_every_key_of_the_configuration_is_explained(title: str, key: str) -> None:
+    _, _, section = page("configuration.md").partition(f"### `{title}`\n")
+    section, _, _ = section.partition("\n### ")
+    (row,) = (line for line in section.splitlines() if line.startswith(f"| `{key}` |"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert all(cells), f"{title}.{key} has an empty cell: {row}"
+
+
+@pytest.mark.parametrize("name", sorted(QUIRKS))
+def test_every_quirk_is_explained(name: str) -> None:
+    assert f"\n## {name}\n" in page("quirks.md")
+
+
+@pytest.mark.parametrize("profile", profiles.load(), ids=lambda profile: profile.name)
+def test_every_profile_is_listed(profile: profiles.Profile) -> None:
+    first_ms, rate = profile.prefill_ms(128), profile.tokens_per_s(128, 64)
+    assert (
+        f"| `{profile.name}` | {first_ms:.0f} ms | {rate:.2f} | {profile.memory_mb:.0f} MB |"
+    ) in page("simulator.md")
+
+
+MENTIONED = sorted(
+    {
+        (str(file.relative_to(ROOT)), path)
+        for file in PAGES
+        for path in re.findall(
+            r"`((?:rkserve|scripts|tests|models|cluster)/[^\s`:]*)",
+            file.read_text(encoding="utf-8"),
+        )
+    }
+)
+
+
+@pytest.mark.parametrize(("file", "path"), MENTIONED)
+def test_every_path_of_the_project_that_a_page_names_exists(file: str, path: str) -> None:
+    assert path in MADE or any(ROOT.glob(path.rstrip("/"))), f"{file} names {path}"
+
+
+LINKS = sorted(
+    {
+        (str(file.relative_to(ROOT)), link)
+        for file in PAGES
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", file.read_text(encoding="utf-8"))
+    }
+)
+
+
+@pytest.mark.parametrize(("file", "link"), LINKS)
+def test_every_link_between_pages_leads_somewhere(file: str, link: str) -> None:
+    assert (ROOT / file).parent.joinpath(link).exists(), f"{file} links to {link}"
+
+
+def test_there_are_paths_and_links_to_check() -> None:
+    assert len(MENTIONED) > len(PAGES) / 2
+    assert len(LINKS) > len(PAGES) / 2
+
+
+@pytest.mark.parametrize("header", ["rkllm_1_2.h", "rkllm_1_3.h"])
+def test_the_vendor_s_declarations_name_their_origin_and_licence(header: str) -> None:
+    declared = (ROOT / "rkserve" / "native" / "decl" / header).read_text(encoding="utf-8")
+    assert "https://github.com/airockchip/rknn-llm" in declared
+    assert "Copyright (c) Rockchip Electronics Co." in declared
+    notice = (ROOT / "NOTICE").read_text(encoding="utf-8")
+    assert f"rkserve/native/decl/{header}" in notice
+    assert 'IS PROVIDED BY THE COPYRIGHT HOLDERS AND CONTRIBUTORS "AS IS"' in notice
