@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,17 +12,49 @@ from rkserve.errors import RkserveError
 from rkserve.native.detect import detect
 from rkserve.native.sim.build import RELEASES, ensure_built
 
+# Each option with the environment variable that stands in for it.
+BOARD_OPTIONS = {
+    "--board-library": "RKSERVE_BOARD_LIBRARY",
+    "--board-model": "RKSERVE_BOARD_MODEL",
+}
+NO_BOARD = f"needs a real board; run with --board and {' and '.join(BOARD_OPTIONS)}"
+NOTES: pytest.StashKey[list[str]] = pytest.StashKey()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--board", action="store_true", help="also run what needs a real board")
+    group = parser.getgroup("real boards")
+    group.addoption("--board", action="store_true", help="also run what needs a real board")
+    what = {"--board-library": "librkllmrt.so", "--board-model": "the model folder"}
+    for option, variable in BOARD_OPTIONS.items():
+        text = f"path of {what[option]} for --board (or ${variable})"
+        group.addoption(option, metavar="PATH", default=os.environ.get(variable), help=text)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    on_boards = [item for item in items if item.get_closest_marker("board")]
     if config.getoption("--board"):
+        missing = [f"{o} (or ${v})" for o, v in BOARD_OPTIONS.items() if not config.getoption(o)]
+        if on_boards and missing:
+            raise pytest.UsageError(f"--board needs {' and '.join(missing)}")
         return
-    for item in items:
-        if item.get_closest_marker("board"):
-            item.add_marker(pytest.mark.skip(reason="needs a real board; run with --board"))
+    for item in on_boards:
+        item.add_marker(pytest.mark.skip(reason=NO_BOARD))
+
+
+@pytest.fixture(scope="session")
+def board_notes(pytestconfig: pytest.Config) -> list[str]:
+    """What tests saw on a real board; printed at the end, whatever became of the tests."""
+    return pytestconfig.stash.setdefault(NOTES, [])
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    notes = config.stash.get(NOTES, [])
+    if notes:
+        terminalreporter.section("what the board showed")
+    for line in notes:
+        terminalreporter.write_line(line)
 
 
 def pytest_report_header() -> list[str]:

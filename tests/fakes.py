@@ -72,6 +72,7 @@ class FakeEngine:
         self.aborts: list[int] = []
         self.kv: list[int] = []
         self.silence_s = 0.0
+        self.silences: list[float] = []  # what the next looks find, before ``silence_s`` again
         self.immortal = self.stopped = False
         self._scripts = scripts
         self._busy = False
@@ -132,7 +133,7 @@ class FakeEngine:
         self.aborts.append(run_id)
 
     def silent_s(self) -> float:
-        return self.silence_s
+        return self.silences.pop(0) if self.silences else self.silence_s
 
     async def stop(self) -> None:
         self.stopped = True

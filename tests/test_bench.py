@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import signal
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rkserve.bench.__main__ import REPORT, SECONDS, options
 from rkserve.bench.cases import Load, Loaded, Pair
 from rkserve.bench.child import BenchFailed, Child
+from rkserve.bench.client import hang_up
 from rkserve.bench.figures import (
     CpuUse,
     Spread,
     board_rates,
     decode_rate,
     flaws,
+    flaws_of_hang_ups,
+    freed_ms,
     gaps_ms,
     never_idle_rate,
     percentile,
@@ -46,8 +52,14 @@ from rkserve.bench.procfs import (
 )
 from rkserve.bench.prompts import messages_of_length
 from rkserve.bench.report import Machine, Results, render
-from rkserve.bench.stream import Exchange, Incoming, read_exchange
-from rkserve.bench.summary import Verdict, load_figures, pair_figures, verdicts
+from rkserve.bench.stream import Exchange, HangUp, Incoming, read_exchange
+from rkserve.bench.summary import (
+    Verdict,
+    hang_up_figures,
+    load_figures,
+    pair_figures,
+    verdicts,
+)
 from rkserve.bench.tables import figure, table
 from rkserve.config import resolve_folder
 from rkserve.modelfolder import open_model_folder
@@ -196,7 +208,7 @@ EVENTS = (
     sse.PING,
     chunk("Hello"),
     chunk(" wörld"),
-    sse.data({"choices": [{"delta": {}}], "timings": {"queue_ms": 12.5}}),
+    sse.data({"choices": [{"delta": {}}], "timings": {"queue_ms": 12.5, "prefill_ms": 7.0}}),
     chunk(None, usage=USAGE) + sse.DONE,
 )
 HEAD = b"HTTP/1.1 200 OK\r\nX-Rkserve-Board: sim-1\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -221,6 +233,7 @@ def test_a_streamed_answer_is_timed_by_the_events_that_bring_text() -> None:
         completion_tokens=2,
         cached_tokens=3,
         queue_ms=12.5,
+        prefill_ms=7.0,
     )
 
 
@@ -359,6 +372,133 @@ def test_answers_unfit_for_measuring_are_named_and_counted() -> None:
     ]
 
 
+# -- hang-ups -------------------------------------------------------------------------------------
+
+
+def left_at(closed_s: float, free_after_s: float = 0.05, **of_next: Any) -> HangUp:
+    """A client that left, and an answer that was prefilled for 380 ms once the board was free."""
+    first_s = closed_s + free_after_s + 0.38
+    behind = replace(answer(closed_s - 0.1, first_s, first_s + 1), prefill_ms=380.0)
+    left = Exchange(closed_s - 1, (closed_s - 0.2, closed_s - 0.1), board="sim-0")
+    return HangUp(left, closed_s, replace(behind, **of_next))
+
+
+def test_a_board_is_free_when_the_next_answer_comes_less_its_prefill() -> None:
+    hang_ups = [left_at(10.0 * n, free_after_s=0.03 + 0.001 * n) for n in range(21)]
+
+    figures = hang_up_figures(hang_ups)
+
+    assert freed_ms(hang_ups[0]) == pytest.approx(30)
+    assert figures.freed_ms.p50 == pytest.approx(40)
+    assert figures.largest_ms == pytest.approx(50)
+    assert figures.step_ms == pytest.approx(1000 / 16.69, rel=0.02)  # the profile's own rate
+    assert flaws_of_hang_ups(hang_ups, 128, 5) == []
+
+
+@pytest.mark.parametrize(
+    ("hang_up", "flaw"),
+    [
+        pytest.param(
+            replace(left_at(5.0), left=answer(1, 2, 3)),
+            "an answer was not left in mid-stream",
+            id="the client stayed to the end",
+        ),
+        pytest.param(
+            replace(left_at(5.0), left=Exchange(4.0, board="sim-0")),
+            "an answer was not left in mid-stream",
+            id="it left before the first text",
+        ),
+        pytest.param(
+            left_at(5.0, content_s=(), end_s=None),
+            "nothing was answered after a hang-up",
+            id="the board was never free",
+        ),
+        pytest.param(
+            left_at(5.0, board="sim-1"),
+            "the next answer came from another board",
+            id="another board was free",
+        ),
+        pytest.param(
+            left_at(5.0, content_s=(4.9, 6.0)),
+            "the next answer did not wait for the hang-up",
+            id="the board was free before",
+        ),
+        pytest.param(left_at(5.0, cached_tokens=9), "9 cached tokens, not 0", id="a reused prefix"),
+    ],
+)
+def test_a_hang_up_that_says_nothing_of_the_board_is_named(hang_up: HangUp, flaw: str) -> None:
+    assert flaws_of_hang_ups([left_at(1.0), hang_up], 128, 5) == [f"1 x {flaw}"]
+
+
+class OneBoard:
+    """A server that streams to one client until that leaves, and only then to the next."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.left_s = 0.0
+        self._free = asyncio.Event()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        body = json.loads(await reader.readexactly(int(head.split(b"content-length: ")[1])))
+        writer.write(HEAD)
+        try:
+            if body["endless"]:
+                await self._stream_until_it_leaves(reader, writer)
+            else:
+                await self._free.wait()
+                writer.write(b"".join(chunked(EVENTS)))
+                await reader.read()
+        finally:
+            writer.close()
+
+    async def _stream_until_it_leaves(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        gone = asyncio.ensure_future(reader.read())
+        while not gone.done():
+            writer.write(b"".join(chunked((chunk("word"),))[:1]))
+            self.sent += 1
+            await asyncio.wait({gone}, timeout=0.02)
+        assert gone.exception() is not None or gone.result() == b""
+        self.left_s = time.monotonic()
+        self._free.set()
+
+
+async def hang_up_on(board: OneBoard, events: int, limit_s: float) -> HangUp:
+    async with await asyncio.start_server(board.serve, "127.0.0.1", 0) as server:
+        return await hang_up(
+            {
+                "host": "127.0.0.1",
+                "port": server.sockets[0].getsockname()[1],
+                "leaving": {"endless": True},
+                "waiting": {"endless": False},
+                "events": events,
+                "pause_s": 0.05,
+                "until_s": time.monotonic() + limit_s,
+            }
+        )
+
+
+def test_the_client_leaves_in_mid_stream_and_waits_for_the_next_answer() -> None:
+    async def main() -> None:
+        board = OneBoard()
+        found = await hang_up_on(board, events=3, limit_s=30)
+        assert found.left.end_s is None
+        assert 3 <= len(found.left.content_s) <= board.sent
+        assert found.closed_s >= found.left.content_s[2] + 0.05
+        assert found.closed_s <= board.left_s < found.next.content_s[0]
+        assert (found.next.completion_tokens, found.next.prefill_ms) == (2, 7.0)
+        assert HangUp.from_json(json.loads(json.dumps(asdict(found)))) == found
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_does_not_get_far_enough_to_be_left_is_a_failure() -> None:
+    with pytest.raises(BenchFailed, match="did not get as far as it should"):
+        asyncio.run(hang_up_on(OneBoard(), events=1_000_000, limit_s=0.5))
+
+
 # -- targets and the report -----------------------------------------------------------------------
 
 
@@ -396,10 +536,23 @@ def test_targets_are_judged_from_what_was_measured() -> None:
     pair = pair_figures(Pair(alone=alone, through=slow))
     paced = loaded(1, replica_mb=251)
 
-    found = verdicts(pair, [(paced, load_figures(paced, board_rate=2.5))])
+    left = hang_up_figures([left_at(1.0, free_after_s=0.27)])
 
-    assert [v.measured for v in found] == pytest.approx([1.04, 2.0 / 2.16, 3.0 / 3.2, 1.0, 251])
-    assert [v.reached for v in found] == [True, False, False, True, False]
+    found = verdicts(pair, left, [(paced, load_figures(paced, board_rate=2.5))])
+
+    measured = [1.04, 2.0 / 2.16, 3.0 / 3.2, 270, 1.0, 251]
+    assert [v.measured for v in found] == pytest.approx(measured)
+    assert [v.reached for v in found] == [True, False, False, False, True, False]
+    assert found[3].bound == pytest.approx(left.step_ms + 200)
+
+
+@pytest.mark.parametrize(("free_after_s", "reached"), [(0.25, True), (0.27, False)])
+def test_a_hang_up_may_take_a_decode_step_and_200_ms(free_after_s: float, reached: bool) -> None:
+    left = [left_at(10.0 * n, free_after_s) for n in range(20)]
+
+    (verdict,) = verdicts(None, hang_up_figures(left), [])
+
+    assert verdict.reached is reached
 
 
 @pytest.mark.parametrize(
@@ -422,10 +575,12 @@ def results() -> Results:
     figures = pair_figures(pair)
     paced = [(one, load_figures(one, 2.5)) for one in (loaded(1), loaded(3))]
     ceiling = [(one, load_figures(one, None)) for one in [loaded(1, time_scale=0)]]
+    left = [left_at(10.0 * n) for n in range(20)]
     return Results(
         machine=Machine(2, "Some CPU", 24.0, {"Ray": "2.60.0"}),
-        verdicts=verdicts(figures, [*paced, *ceiling]),
+        verdicts=verdicts(figures, hang_up_figures(left), [*paced, *ceiling]),
         pair=(pair, figures),
+        hang_ups=(left, hang_up_figures(left)),
         paced=paced,
         ceiling=ceiling,
     )
@@ -444,6 +599,7 @@ def test_the_report_holds_every_part_and_well_formed_tables() -> None:
     assert [title.partition(" ")[2][:8] for title in titles] == [
         "What it ",
         "(a) The ",
+        "A client",
         "(c) Boar",
         "(d) The ",
         "CPU per ",
@@ -453,12 +609,13 @@ def test_the_report_holds_every_part_and_well_formed_tables() -> None:
         "How",
     ]
     found = tables_of(text)
-    assert len(found) == 8
+    assert len(found) == 9
     for lines in found:
         assert len({line.count("|") for line in lines}) == 1
         assert len({len(line) for line in lines}) == 1
     assert "| (b) / (a) TTFT, medians " in text
     assert "reached" in text
+    assert "| (b) hang-up to free board, p99: decode step + 200 ms " in text
     assert "2 x 166 (90)" in text
     assert "Measured windows: 20 s in (c), 20 s in (d)." in text
 
@@ -467,9 +624,8 @@ def test_a_report_of_some_cases_leaves_the_others_out() -> None:
     everything = results()
     assert everything.pair is not None
     alone_only = Pair(alone=everything.pair[0].alone)
-    some = Results(
-        everything.machine, [], (alone_only, pair_figures(alone_only)), paced=[], ceiling=[]
-    )
+    pair = (alone_only, pair_figures(alone_only))
+    some = Results(everything.machine, [], pair, hang_ups=None, paced=[], ceiling=[])
 
     text = render(some)
 

@@ -147,14 +147,25 @@ def test_an_engine_without_a_sign_of_life_is_ended(scripts: list[Script]) -> Non
     run_loop(main())
 
 
-@board_test(lambda: Bench(settings=replace(SETTINGS, silence_timeout_s=0.2)))
-async def test_an_engine_heard_of_at_the_second_look_is_left_alone(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    ("looks", "engines"),
+    [
+        pytest.param([1.0, 0.0, 1.0, 0.0], 1, id="heard of at the second look, twice"),
+        pytest.param([1.0, 1.0], 2, id="silent at both looks"),
+    ],
+)
+def test_only_a_silence_at_both_looks_ends_an_engine(looks: list[float], engines: int) -> None:
     """The event loop was what slept: the beats were there, only not read yet."""
-    bench.engine.silence_s = 1.0
-    await asyncio.sleep(0.1)  # the first look is at 0.05 s, the second 0.1 s later
-    bench.engine.silence_s = 0.0
-    await asyncio.sleep(0.3)
-    assert (len(bench.engines), bench.state) == (1, BoardState.READY)
+
+    async def main() -> None:
+        async with Bench(settings=replace(SETTINGS, silence_timeout_s=0.2)).running() as bench:
+            bench.engine.silences = scripted = [*looks, 0.0]
+            # The look after the last of them finds the board past whatever they led to.
+            await until(lambda: not scripted or len(bench.engines) > 1)
+            await until(lambda: bench.state is BoardState.READY)
+            assert len(bench.engines) == engines
+
+    run_loop(main())
 
 
 def test_a_token_that_is_only_not_read_yet_is_no_hang() -> None:

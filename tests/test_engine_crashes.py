@@ -1,4 +1,4 @@
-"""Crashes, hangs and kills of a real engine process: the board lives on and says what it was."""
+"""Crashes, hangs and kills of a real engine process, and clients that leave: the board lives on."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import asyncio
 import os
 import signal
 import time
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
 from board_bench import text_of, until
 from fakes import run_loop
-from sim_board import Sim, ask, both_releases, chat, in_loop
+from sim_board import FOLDER, Sim, ask, both_releases, chat, in_loop
 
+from rkserve.board.board import Board
+from rkserve.board.watchdog import Patience
 from rkserve.errors import (
     EngineDied,
     EngineHung,
     RunFailed,
 )
-from rkserve.messages import BoardState
+from rkserve.messages import BoardState, Delta, Finished, GenerateRequest
+
+# Longer than a busy machine keeps the engine's heartbeat from being sent.
+SILENCE_S = 3.0
+FREED_WITHIN_S = 5.0
 
 
 @pytest.fixture
@@ -137,16 +144,59 @@ async def test_an_engine_killed_in_a_run_fails_that_run_only(sim: Sim) -> None:
 
 @in_loop
 async def test_a_frozen_engine_is_noticed_without_a_run(sim: Sim) -> None:
-    async with sim.board(silence_timeout_s=0.5) as board:
+    async with sim.board(silence_timeout_s=SILENCE_S) as board:
         os.kill(board.report().engine_pid, signal.SIGSTOP)
-        await until(lambda: board.report().engine_starts == 2)
+        await until(lambda: board.report().engine_starts >= 2)
         assert "no sign of life" in board.report().reason
         assert text_of(await ask(board, chat("Count to 3"))) == "1, 2, 3."
 
 
 @in_loop
 async def test_a_loop_that_slept_does_not_blame_its_engine(sim: Sim) -> None:
-    async with sim.board(silence_timeout_s=0.5) as board:
-        time.sleep(1.0)  # noqa: ASYNC251 - blocking the loop is the point
-        await asyncio.sleep(0.5)
+    async with sim.board(silence_timeout_s=SILENCE_S) as board:
+        time.sleep(1.3 * SILENCE_S)  # noqa: ASYNC251 - blocking the loop is the point
+        await asyncio.sleep(0.5)  # both looks, of which the first finds nothing read yet
         assert board.report().engine_starts == 1
+
+
+# -- hang-ups ---------------------------------------------------------------------------------
+
+
+async def _leave(board: Board, after_deltas: int) -> float:
+    """Ask for a long answer, close it in mid-stream, and return when that was."""
+    request = GenerateRequest("leaves", FOLDER.id, chat("Write 2000 tokens"), 2000)
+    async with aclosing(board.generate(request)) as events:
+        async for event in events:
+            after_deltas -= isinstance(event, Delta)
+            if after_deltas == 0:
+                break
+    return time.monotonic()
+
+
+@both_releases
+def test_a_client_that_leaves_in_mid_stream_makes_room_for_the_next_run(
+    sim: Sim, release: str
+) -> None:
+    """At a real board's speed; what is left of the answer would take two minutes."""
+
+    async def main() -> None:
+        patience = Patience(first_token_s=20, token_s=20, abort_s=20)
+        async with sim.board(patience=patience) as board:
+            leaving = asyncio.create_task(_leave(board, after_deltas=4))
+            await until(lambda: board.report().running == 1)
+            waiting = asyncio.create_task(ask(board, chat("Count to 2")))
+            await until(lambda: board.report().queued == 1)
+            left_s = await leaving
+            await until(lambda: board.report().queued == 0)
+            freed_s = time.monotonic() - left_s
+            events = await waiting
+            finished, report = events[-1], board.report()
+            assert isinstance(finished, Finished)
+            assert text_of(events) == "1, 2."
+            assert finished.timings.prefill_tokens == len(chat("Count to 2"))
+            assert (report.aborted, report.failed, report.engine_starts) == (1, 0, 1)
+            print(f"{release}: the next run began {freed_s * 1e3:.0f} ms after the hang-up")  # noqa: T201
+            assert freed_s < FREED_WITHIN_S
+
+    sim.release, sim.environ = release, {"RKSIM_TIME_SCALE": "1"}
+    run_loop(main(), limit_s=60)

@@ -25,7 +25,16 @@ from rkserve.bench.cases import (
     cycle_s,
 )
 from rkserve.bench.report import Machine, Results, render
-from rkserve.bench.summary import LoadFigures, PairFigures, load_figures, pair_figures, verdicts
+from rkserve.bench.stream import HangUp
+from rkserve.bench.summary import (
+    HangUpFigures,
+    LoadFigures,
+    PairFigures,
+    hang_up_figures,
+    load_figures,
+    pair_figures,
+    verdicts,
+)
 from rkserve.config import PROJECT
 from rkserve.errors import RkserveError
 
@@ -33,6 +42,7 @@ CASES = "abcd"
 REPORT = PROJECT / "docs" / "benchmarks.md"
 SECONDS, QUICK_SECONDS = 50.0, 8.0
 FEWEST_ROUNDS = 3
+HANG_UPS, QUICK_HANG_UPS = 40, 20
 PACED_BOARDS, QUICK_PACED_BOARDS = (1, 3, 8), (1, 3)
 CEILING = (
     Load(boards=1, clients=1, time_scale=0),
@@ -120,6 +130,7 @@ def measure(bench: Bench, asked: Options, progress: Progress) -> Results:
     """Run the cases that were asked for."""
     pair = _measure_pair(bench, asked, progress) if asked.cases != "d" else None
     board_rate = None if pair is None else pair[1].alone.never_idle_rate
+    hang_ups = _measure_hang_ups(bench, asked, progress) if "b" in asked.cases else None
     paced = [
         _measure_load(bench, progress, load, seconds=asked.seconds, board_rate=board_rate)
         for load in (_paced_loads(asked.quick) if "c" in asked.cases else ())
@@ -130,8 +141,9 @@ def measure(bench: Bench, asked: Options, progress: Progress) -> Results:
     ]
     return Results(
         machine=_machine(),
-        verdicts=verdicts(pair and pair[1], [*paced, *ceiling]),
+        verdicts=verdicts(pair and pair[1], hang_ups and hang_ups[1], [*paced, *ceiling]),
         pair=pair,
+        hang_ups=hang_ups,
         paced=paced,
         ceiling=ceiling,
     )
@@ -155,6 +167,17 @@ def _measure_pair(bench: Bench, asked: Options, progress: Progress) -> tuple[Pai
         text += f"; b / a: TTFT {figures.ttft.value:.3f}, tokens/s {figures.decode.value:.3f}"
     progress.end(text)
     return pair, figures
+
+
+def _measure_hang_ups(
+    bench: Bench, asked: Options, progress: Progress
+) -> tuple[list[HangUp], HangUpFigures]:
+    progress.begin("(b) clients that leave")
+    hang_ups = bench.hang_ups(QUICK_HANG_UPS if asked.quick else HANG_UPS)
+    figures = hang_up_figures(hang_ups)
+    freed = figures.freed_ms
+    progress.end(f"board free after {freed.p50:.0f} ms (p50), {freed.p99:.0f} ms (p99)")
+    return hang_ups, figures
 
 
 def _measure_load(

@@ -7,6 +7,7 @@ It knows when to load, when to read the processes and for how long. It computes 
 from __future__ import annotations
 
 import os
+import random
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -15,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rkserve.bench.child import BenchFailed, Child, Json
-from rkserve.bench.figures import CpuUse, flaws
+from rkserve.bench.figures import CpuUse, flaws, flaws_of_hang_ups
 from rkserve.bench.procfs import PROC, Memory, memory, read
 from rkserve.bench.prompts import messages_of_length
-from rkserve.bench.stream import Exchange
+from rkserve.bench.stream import Exchange, HangUp
 from rkserve.config import BoardGroupConfig, SimulatedConfig, engine_environ, resolve_folder
 from rkserve.modelfolder import open_model_folder
 from rkserve.native.sim.build import ensure_built
@@ -35,6 +36,9 @@ NEW_TOKENS = 64
 PROMPTS = 16
 WARM_UPS = 2
 CLIENTS_PER_BOARD = 4
+LEFT_TOKENS = 2000  # of an answer that its client leaves: two minutes of a board
+LEFT_AFTER = (2, 8)  # events, of which the first brings no text
+NEXT_TOKENS = 2  # of the answer that waits behind it
 SETTLE_S = 2.0  # after a deployment: Ray's start-up work is not the work of idling
 ANSWER_S = 60.0  # more than one paced answer takes, with a queue in front of it
 Say = Callable[[str], None]
@@ -109,6 +113,11 @@ def cycle_s() -> float:
     return (board.prefill_ms(PROMPT_TOKENS) + decode_ms) / 1e3
 
 
+def step_ms() -> float:
+    """Milliseconds of one decode step, at the length of the prompt."""
+    return profile().decode_ms(PROMPT_TOKENS)
+
+
 def free_port() -> int:
     """Return a port that nobody listens on."""
     with socket.socket() as probe:
@@ -159,6 +168,19 @@ class Bench:
                     found.through.append(self._metered_answer(number, found.cpu))
         return found
 
+    def hang_ups(self, rounds: int) -> list[HangUp]:
+        """Leave ``rounds`` answers of a single board, each at another moment of a decode step."""
+        self._deploy(boards=1, time_scale=1.0)
+        rng = random.Random(0)
+        found = []
+        for number in range(rounds):
+            self._say(f"hang-up {number + 1} of {rounds}")
+            found.append(self._one_hang_up(number, rng))
+        faults = flaws_of_hang_ups(found, PROMPT_TOKENS, NEXT_TOKENS)
+        if faults:
+            raise BenchFailed(f"not fit for measuring: {'; '.join(faults)}")
+        return found
+
     def loaded(self, load: Load, seconds: float, idle_s: float) -> Loaded:
         """Keep boards saturated and measure a window of ``seconds``."""
         self._deploy(load.boards, load.time_scale)
@@ -204,6 +226,20 @@ class Bench:
         _hold_to(exchanges, NEW_TOKENS)
         return exchanges[0]
 
+    def _one_hang_up(self, number: int, rng: random.Random) -> HangUp:
+        leaving, waiting = (self._messages[(number + k) % PROMPTS] for k in range(2))
+        command = {
+            "do": "hang up",
+            "host": HOST,
+            "port": self._port,
+            "leaving": _body(leaving, self._model.id, LEFT_TOKENS),
+            "waiting": _body(waiting, self._model.id, NEXT_TOKENS),
+            "events": rng.randrange(*LEFT_AFTER),
+            "pause_s": rng.uniform(0, step_ms() / 1e3),
+            "until_s": time.monotonic() + ANSWER_S,
+        }
+        return HangUp.from_json(self._client_child().ask(command, ANSWER_S + 5))
+
     def _metered_answer(self, number: int, cpu: CpuUse) -> Exchange:
         before = read(PROC, self._pids())
         answer = self._one_answer(number)
@@ -223,7 +259,7 @@ class Bench:
     def _send(self, *, new_tokens: int, first: int = 0, **command: float) -> None:
         order = [(first + index) % PROMPTS for index in range(PROMPTS)]
         bodies = [_body(self._messages[index], self._model.id, new_tokens) for index in order]
-        to = {"host": HOST, "port": self._port, "bodies": bodies}
+        to = {"do": "load", "host": HOST, "port": self._port, "bodies": bodies}
         self._client_child().send({**to, **command})
 
     def _exchanges(self, timeout_s: float) -> list[Exchange]:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from rkserve.bench.procfs import Memory, Reading
-from rkserve.bench.stream import Exchange
+from rkserve.bench.stream import Exchange, HangUp
 
 RESAMPLES = 4000
 CONFIDENCE = 0.95
@@ -165,6 +165,39 @@ def _flaws_of(one: Exchange, prompt_tokens: int, completion_tokens: int) -> list
 def _end_s(exchange: Exchange) -> float:
     assert exchange.end_s is not None  # callers pass answers that were complete
     return exchange.end_s
+
+
+# -- hang-ups -------------------------------------------------------------------------------------
+
+
+def freed_ms(hang_up: HangUp) -> float:
+    """From a hang-up to the board being free for the next run, and a little more.
+
+    The next answer's first text is preceded by its prefill, whose time the runtime itself reports.
+    What remains is the end of the run that nobody wanted, and also the start of the next one and
+    the way of its first text to the client, so that it is never less than what is asked for.
+    """
+    return (hang_up.next.content_s[0] - hang_up.closed_s) * 1e3 - hang_up.next.prefill_ms
+
+
+def flaws_of_hang_ups(
+    hang_ups: Sequence[HangUp], prompt_tokens: int, completion_tokens: int
+) -> list[str]:
+    """Say what makes hang-ups unfit for measuring; the counts are of the answers behind them."""
+    found = flaws([one.next for one in hang_ups], prompt_tokens, completion_tokens)
+    not_left = sum(one.left.end_s is not None or not one.left.content_s for one in hang_ups)
+    unanswered = sum(one.next.end_s is None or not one.next.content_s for one in hang_ups)
+    apart = sum(one.left.board != one.next.board for one in hang_ups)
+    early = sum(
+        bool(one.next.content_s) and one.next.content_s[0] <= one.closed_s for one in hang_ups
+    )
+    counts = {
+        "an answer was not left in mid-stream": not_left,
+        "nothing was answered after a hang-up": unanswered,
+        "the next answer came from another board": apart,
+        "the next answer did not wait for the hang-up": early,
+    }
+    return [*found, *(f"{count} x {flaw}" for flaw, count in counts.items() if count)]
 
 
 # -- processes ------------------------------------------------------------------------------------

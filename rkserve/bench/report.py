@@ -18,7 +18,8 @@ from rkserve.bench.cases import (
 )
 from rkserve.bench.figures import CpuUse, Ratio
 from rkserve.bench.procfs import PARTS, Memory
-from rkserve.bench.summary import LoadFigures, PairFigures, RunFigures, Verdict
+from rkserve.bench.stream import HangUp
+from rkserve.bench.summary import HangUpFigures, LoadFigures, PairFigures, RunFigures, Verdict
 from rkserve.bench.tables import MISSING, figure, megabytes, percent, table
 
 
@@ -39,6 +40,7 @@ class Results:
     machine: Machine
     verdicts: Sequence[Verdict]
     pair: tuple[Pair, PairFigures] | None
+    hang_ups: tuple[Sequence[HangUp], HangUpFigures] | None
     paced: Sequence[tuple[Loaded, LoadFigures]]
     ceiling: Sequence[tuple[Loaded, LoadFigures]]
 
@@ -49,6 +51,7 @@ def render(results: Results) -> str:
         _opening,
         _targets,
         _pair,
+        _hang_ups,
         _paced,
         _ceiling,
         _cpu,
@@ -132,6 +135,30 @@ def _pair_row(
     if of is not None:
         quotient = f"{of.value:.3f} ({of.low:.3f} to {of.high:.3f})"
     return [name, figure(alone, digits), figure(through, digits), quotient]
+
+
+def _hang_ups(results: Results) -> str:
+    if results.hang_ups is None:
+        return ""
+    _, figures = results.hang_ups
+    freed = figures.freed_ms
+    values = (freed.p50, freed.p99, figures.largest_ms, figures.step_ms)
+    row = [
+        "hang-up to free board, ms",
+        *(figure(value) for value in values),
+        figure(freed.count, 0),
+    ]
+    head = ["", "p50", "p99", "largest", "one decode step", "hang-ups"]
+    return (
+        "## A client that leaves in mid-stream\n\n"
+        f"{table(head, [row])}\n"
+        "One client leaves an answer at a random moment of a decode step, while the request of "
+        "another waits for the same board. The time is from closing the connection to the first "
+        "text of that other answer, less the prefill that the runtime reports for it. So it holds, "
+        "beyond the end of the run, the clearing of the context, the start of the next run and the "
+        "way of its first text to the client: too much by a few milliseconds, never too little. "
+        "The run itself can end at a token only, which takes half a decode step on average.\n"
+    )
 
 
 def _paced(results: Results) -> str:

@@ -31,6 +31,7 @@ class Exchange:
     completion_tokens: int = 0
     cached_tokens: int = 0
     queue_ms: float = 0.0
+    prefill_ms: float = 0.0
     error: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -41,6 +42,21 @@ class Exchange:
     def from_json(cls, value: dict[str, Any]) -> Exchange:
         """Read what ``to_json`` returned."""
         return cls(**{**value, "content_s": tuple(value["content_s"])})
+
+
+@dataclass(frozen=True, slots=True)
+class HangUp:
+    """An answer that its client left at ``closed_s``, and the one that waited behind it."""
+
+    left: Exchange
+    closed_s: float
+    next: Exchange
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> HangUp:
+        """Read what ``asdict`` made of one."""
+        left, behind = (Exchange.from_json(value[name]) for name in ("left", "next"))
+        return cls(left, value["closed_s"], behind)
 
 
 @dataclass
@@ -116,7 +132,7 @@ def read_exchange(incoming: Incoming) -> Exchange:
         last |= {key: value[key] for key in ("usage", "timings", "error") if value.get(key)}
         if _has_text(value):
             content_s.append(at_s)
-    usage = last.get("usage", {})
+    usage, timings = last.get("usage", {}), last.get("timings", {})
     error = last.get("error", {}).get("message", "")
     if incoming.done and not error and not usage:
         error = "the answer ended without its usage"
@@ -128,7 +144,8 @@ def read_exchange(incoming: Incoming) -> Exchange:
         prompt_tokens=usage.get("prompt_tokens", 0),
         completion_tokens=usage.get("completion_tokens", 0),
         cached_tokens=usage.get("prompt_tokens_details", {}).get("cached_tokens", 0),
-        queue_ms=last.get("timings", {}).get("queue_ms", 0.0),
+        queue_ms=timings.get("queue_ms", 0.0),
+        prefill_ms=timings.get("prefill_ms", 0.0),
         error=error,
     )
 

@@ -6,13 +6,14 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rkserve.bench.cases import Loaded, Pair
+from rkserve.bench.cases import Loaded, Pair, step_ms
 from rkserve.bench.figures import (
     Ratio,
     Spread,
     board_rates,
     complete,
     decode_rate,
+    freed_ms,
     gaps_ms,
     largest,
     never_idle_rate,
@@ -22,12 +23,13 @@ from rkserve.bench.figures import (
     ttft_ms,
     whole_rate,
 )
-from rkserve.bench.stream import Exchange
+from rkserve.bench.stream import Exchange, HangUp
 
 TTFT_AT_MOST = 1.05
 RATE_AT_LEAST = 0.99
 SUM_AT_LEAST = 0.97
 REPLICA_AT_MOST_MB = 250.0
+FREED_AFTER_STEP_MS = 200.0
 SEED = 0  # of the resampling: the same measurements give the same interval
 
 
@@ -62,6 +64,18 @@ class PairFigures:
     ttft: Ratio | None
     decode: Ratio | None
     whole: Ratio | None
+
+
+@dataclass(frozen=True, slots=True)
+class HangUpFigures:
+    """How long a board is busy for a client that has left, in milliseconds.
+
+    A run can end at a token only, so that it may take ``step_ms`` in any case.
+    """
+
+    freed_ms: Spread
+    largest_ms: float
+    step_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +127,12 @@ def pair_figures(pair: Pair) -> PairFigures:
     return PairFigures(alone, RunFigures.of(pair.through), ttft, decode, whole)
 
 
+def hang_up_figures(hang_ups: Sequence[HangUp]) -> HangUpFigures:
+    """Sum up hang-ups, at least one."""
+    took_ms = [freed_ms(one) for one in hang_ups]
+    return HangUpFigures(Spread.of(took_ms), max(took_ms), step_ms())
+
+
 def load_figures(loaded: Loaded, board_rate: float | None) -> LoadFigures:
     """Sum up a window. ``board_rate`` is what (a) says of one board that is never idle."""
     start_s, end_s = loaded.start_s, loaded.end_s
@@ -144,11 +164,17 @@ def _work_ms(loaded: Loaded) -> float:
 
 
 def verdicts(
-    pair: PairFigures | None, loads: Iterable[tuple[Loaded, LoadFigures]]
+    pair: PairFigures | None,
+    hang_ups: HangUpFigures | None,
+    loads: Iterable[tuple[Loaded, LoadFigures]],
 ) -> list[Verdict]:
     """Hold what was measured to the targets."""
     loads = list(loads)
     found = [] if pair is None else _verdicts_of_pair(pair)
+    if hang_ups is not None:
+        what = f"(b) hang-up to free board, p99: decode step + {FREED_AFTER_STEP_MS:.0f} ms"
+        bound = hang_ups.step_ms + FREED_AFTER_STEP_MS
+        found.append(Verdict(what, hang_ups.freed_ms.p99, bound, at_most=True, unit="ms"))
     for loaded, figures in loads:
         if figures.of_sum is not None:
             what = f"(c) tokens/s of the sum: {loaded.load.name}"
