@@ -11,7 +11,7 @@ import pytest
 from fake_boards import FakeBoards, Step, accepted, answer, eventually, report
 from fakes import run_loop
 
-from rkserve.deployments.fleet import FAILURES_EVERY, FORGET_AFTER, Fleet
+from rkserve.deployments.fleet import FAILURES_EVERY, FORGET_AFTER, LOOK_AGAIN_S, Fleet
 from rkserve.errors import (
     BoardFailed,
     BoardStartFailed,
@@ -333,5 +333,36 @@ def test_a_board_that_does_not_accept_is_passed_over(script: Sequence[Step]) -> 
             assert text_of(await talk(it)) == "hello"
         assert [replica for replica, _ in boards.opened].count("replica of a") == 1
         assert boards.running == 0
+
+    run_loop(main())
+
+
+def test_a_board_that_came_since_the_last_reports_is_found_by_the_first_request() -> None:
+    async def main() -> None:
+        boards = FakeBoards([])
+        it = fleet(only=boards)
+        await it.refresh()
+        with pytest.raises(NoBoard):
+            await talk(it)
+        late = FakeBoards.answering("a")
+        boards.reported, boards.scripts = late.reported, late.scripts
+        await asyncio.sleep(LOOK_AGAIN_S)
+        answers = await asyncio.gather(talk(it), talk(it))
+        assert [text_of(events) for events in answers] == ["hello", "hello"]
+
+    run_loop(main())
+
+
+def test_boards_are_looked_for_before_the_first_request_but_not_for_long() -> None:
+    async def main() -> None:
+        boards = FakeBoards([])
+        it = fleet(only=boards)
+        await it.find_boards(0.0)
+        assert it.reports() == []
+        looking = asyncio.create_task(it.find_boards(60.0))
+        await asyncio.sleep(0.01)
+        boards.reported = [report("a")]
+        await asyncio.wait_for(looking, 10)
+        assert it.is_ready()
 
     run_loop(main())

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 # A board that recovers keeps its queue and is back within a model load.
 _USABLE = (BoardState.READY, BoardState.RECOVERING)
 FAILURES_EVERY = 5  # that question goes to Serve's controller
+LOOK_AGAIN_S = 0.25  # so that requests without a board do not ask for reports all the time
 FORGET_AFTER = 30  # reports that a silent board may miss before it is no longer listed
 
 
@@ -65,6 +66,8 @@ class Fleet:
         self._groups = groups
         self._rng = rng
         self._accept_timeout_s = accept_timeout_s
+        self._refreshed_s = float("-inf")
+        self._looking = asyncio.Lock()
         self._reports: dict[_BoardKey, BoardReport] = {}
         self._missed: dict[_BoardKey, int] = {}
         self._candidates: dict[str, dict[str, Candidate]] = {group: {} for group in groups}
@@ -96,6 +99,7 @@ class Fleet:
     async def refresh(self) -> None:
         """Collect the boards' reports; what a group's boards fail to say is logged."""
         await asyncio.gather(*(self._refresh(group) for group in self._links))
+        self._refreshed_s = asyncio.get_running_loop().time()
 
     async def _refresh(self, group: str) -> None:
         for candidate in self._candidates[group].values():
@@ -104,6 +108,15 @@ class Fleet:
             self._update(group, await self._links[group].reports())
         except RkserveError as exc:
             log.warning("the boards of group %s did not report: %s", group, exc)
+
+    async def find_boards(self, timeout_s: float) -> None:
+        """Refresh until every group has a board, or for ``timeout_s``: before the first request."""
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            await self.refresh()
+            if all(self._candidates.values()) or asyncio.get_running_loop().time() >= deadline_s:
+                return
+            await asyncio.sleep(LOOK_AGAIN_S)
 
     async def refresh_failures(self) -> None:
         """List boards that cannot start, with the reason; they have no replica to report."""
@@ -151,7 +164,7 @@ class Fleet:
         """
         tried: dict[str, RkserveError] = {}
         while True:
-            group, candidate = self._choose(request, tried)
+            group, candidate = await self._find(request, tried)
             candidate.began(request.prompt_ids)
             accepted = left = False
             try:
@@ -173,6 +186,33 @@ class Fleet:
                 return
             finally:
                 candidate.ended(left=left)
+
+    async def _find(
+        self, request: GenerateRequest, tried: Mapping[str, RkserveError]
+    ) -> tuple[str, Candidate]:
+        """Choose; where there is no board, look whether one came since the last round of reports.
+
+        After a redeploy all replicas are new, and a request should not fail for the second that
+        a router takes to hear of them.
+        """
+        try:
+            return self._choose(request, tried)
+        except NoBoard:
+            if not await self._look_again():
+                raise
+        return self._choose(request, tried)
+
+    async def _look_again(self) -> bool:
+        """Refresh, unless that has just been done; requests that wait share one round."""
+        seen_s = self._refreshed_s
+        async with self._looking:
+            now_s = asyncio.get_running_loop().time()
+            if self._refreshed_s != seen_s:
+                return True
+            if now_s - self._refreshed_s < LOOK_AGAIN_S:
+                return False
+            await self.refresh()
+        return True
 
     async def _first(self, events: AsyncGenerator[Event, None], replica: str) -> Event:
         """Return the board's acceptance, which it owes at once, also when the request must queue.

@@ -17,6 +17,8 @@ from rkserve.deployments.logs import log_with_serve
 from rkserve.deployments.service import ServedModel, Service
 from rkserve.modelfolder import open_model_folder
 
+FIND_BOARDS_S = 3.0  # boards that are there answer at once; new ones may load for minutes
+
 
 class _Handover:
     """The ASGI application that Serve is given; pickled, so it finds the real one when asked."""
@@ -41,7 +43,9 @@ async def _acknowledge_lifespan(receive: Receive, send: Send) -> None:
 class RouterReplica:
     """One Router replica. ``handles`` maps a group's name to its Board deployment's handle."""
 
-    def __init__(self, config: RkserveConfig, handles: dict[str, Any]) -> None:
+    async def __init__(  # type: ignore[misc] # Ray awaits an async constructor
+        self, config: RkserveConfig, handles: dict[str, Any]
+    ) -> None:
         log_with_serve()
         folders = {g.name: open_model_folder(resolve_folder(g.model)) for g in config.boards}
         links = {
@@ -57,6 +61,8 @@ class RouterReplica:
         models = {folder.id: ServedModel.open(folder) for folder in folders.values()}
         self._service = Service(config.router, models, fleet)
         self.asgi: ASGIApp = make_app(self._service)
+        # A Router that takes over from another one should know the boards before its first request.
+        await fleet.find_boards(FIND_BOARDS_S)
         self._follows = asyncio.get_running_loop().create_task(
             fleet.follow(config.router.report_s), name="follow the boards"
         )
