@@ -21,6 +21,9 @@ from rkserve.native.sim import profiles
 BOARD_HEADROOM = 64
 # A farewell ends the engine, for which it has 12 s at most.
 FAREWELL_S = 15.0
+# A Router that is replaced only ends its answers, and those end with their boards at the latest.
+# Cut off earlier it could tell no client why, and the boards would work on for nobody.
+ROUTER_DRAIN_S = 3600.0
 # How long the boards that Ray counts may differ from those that run before one is stopped: longer
 # than Serve takes to notice a dead replica, so that a dying node never costs a healthy one.
 DOWNSCALE_DELAY_S = 15.0
@@ -41,6 +44,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         num_replicas=config.router.replicas,
         max_ongoing_requests=config.router.max_concurrent,
         graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=ROUTER_DRAIN_S,
         ray_actor_options={"num_cpus": 0},
     )
     return router.bind(config, handles)
@@ -70,7 +74,7 @@ def _boards(group: BoardGroupConfig, config: RkserveConfig) -> DeploymentHandle:
         health_check_period_s=group.health_check_period_s,
         health_check_timeout_s=group.health_check_timeout_s,
         graceful_shutdown_wait_loop_s=0.5,
-        graceful_shutdown_timeout_s=FAREWELL_S,
+        graceful_shutdown_timeout_s=group.drain_timeout_s + FAREWELL_S,
         # The Router asks every board for its report once a second: not a line of log each.
         logging_config={"enable_access_log": False},
         # Where the head's RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT allows it; Ray takes the smaller.

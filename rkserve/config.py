@@ -126,6 +126,12 @@ class BoardGroupConfig(_Settings):
     slot_timeout_s: float = Field(
         20.0, ge=0, description="Longest wait for a predecessor's replica to let go of the board."
     )
+    drain_timeout_s: float = Field(
+        30.0,
+        ge=0,
+        description="How long a board that is redeployed or removed may go on with the answers "
+        "that it has begun; those that take longer end with an error.",
+    )
     crash_limit: int = Field(
         3, ge=1, description="Engine crashes within crash_window_s that quarantine a board."
     )

@@ -16,6 +16,7 @@
     +-- QueueTimeout                 503  queue_timeout
     +-- NoBoard                      503  no_board
     +-- BoardFailed                  503  board_failed
+    |   +-- BoardOutOfOrder          503  board_failed
     |   +-- EngineDied               503  board_failed
     |   +-- EngineHung               503  board_failed
     |   +-- RunFailed                502  run_failed
@@ -241,6 +242,15 @@ class BoardFailed(RkserveError):
     def message(self) -> str:
         """The sentence for the user."""
         return f"Board {self.board_id} failed while it answered: {self.reason}."
+
+
+class BoardOutOfOrder(BoardFailed):
+    """The board takes no requests, and has given up those that waited; another one may."""
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"Board {self.board_id} is out of order: {self.reason}."
 
 
 class EngineDied(BoardFailed):

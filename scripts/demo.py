@@ -15,6 +15,9 @@ from pathlib import Path
 
 import yaml
 
+from rkserve.config import parse_config
+from rkserve.errors import ConfigError
+
 PROJECT = Path(__file__).resolve().parents[1]
 CONFIG = PROJECT / "serve_config.yaml"
 START_TIMEOUT_S = 180
@@ -38,6 +41,11 @@ Without make: {bin}/serve run serve_config.yaml. Ctrl-C stops the cluster.
 def main() -> int:
     """Run until Ctrl-C. Returns the exit code."""
     config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    try:
+        parse_config(config["applications"][0]["args"])
+    except ConfigError as exc:
+        print(f"rkserve: {exc}", file=sys.stderr)
+        return 1
     port = config["http_options"]["port"]
     url = f"http://127.0.0.1:{port}"
     if _is_taken(port):

@@ -119,6 +119,6 @@ def test_a_damaged_note_is_ignored_and_replaced(
     file.write_text(content, encoding="utf-8")
     failures = Failures(file)
     assert failures.rest_s(1000.0) == 0
-    assert "damaged" in caplog.text
+    assert "is damaged" in caplog.text
     failures.add(1000.0)
     assert failures.rest_s(1000.0) == 1

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkserve.board.engine import RunCommand
-from rkserve.errors import BoardFailed, RkserveError
+from rkserve.errors import BoardFailed, BoardOutOfOrder, RkserveError
 from rkserve.messages import BoardState, Delta, Finished, FinishReason
 from rkserve.native.runtime import RunEnd
 
@@ -79,7 +79,7 @@ async def consume(bench: EchoBench, marker: int, client: Client) -> None:
                 break
     except RkserveError as exc:
         # A board that is hung takes no request; whoever waits for it already is not concerned.
-        refused = type(exc) is BoardFailed and exc.reason.startswith("hung: ") and seen == 0
+        refused = type(exc) is BoardOutOfOrder and exc.reason.startswith("hung: ") and seen == 0
         assert refused or client.trouble is not None
         return
     finally:

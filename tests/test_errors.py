@@ -31,6 +31,7 @@ SAMPLES: list[RkserveError] = [
     errors.QueueTimeout(30.5, 5),
     errors.NoBoard("sim-chat", "every board is loading", 9),
     errors.BoardFailed("board-1", "its node left"),
+    errors.BoardOutOfOrder("sim-0", "quarantined"),
     errors.EngineDied("board-1", "signal 11"),
     errors.EngineHung("board-1", "no callback for 30 s"),
     errors.RunFailed("board-1", "rkllm_run returned -1"),

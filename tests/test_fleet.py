@@ -14,14 +14,16 @@ from fakes import run_loop
 from rkserve.deployments.fleet import FAILURES_EVERY, FORGET_AFTER, LOOK_AGAIN_S, Fleet
 from rkserve.errors import (
     BoardFailed,
+    BoardOutOfOrder,
     BoardStartFailed,
     ContextOverflow,
+    EngineDied,
     ModelNotFound,
     NoBoard,
     QueueFull,
     RkserveError,
 )
-from rkserve.messages import BoardState, Delta, Event, GenerateRequest
+from rkserve.messages import Accepted, BoardState, Delta, Event, GenerateRequest
 
 MODEL = "sim-chat"
 REQUEST = GenerateRequest("r", MODEL, (1, 2, 3), 10)
@@ -364,5 +366,36 @@ def test_boards_are_looked_for_before_the_first_request_but_not_for_long() -> No
         boards.reported = [report("a")]
         await asyncio.wait_for(looking, 10)
         assert it.is_ready()
+
+    run_loop(main())
+
+
+GIVES_UP: Sequence[Step] = [accepted("a"), BoardOutOfOrder("a", "failed: out of memory")]
+DIES: Sequence[Step] = [accepted("a"), EngineDied("a", "SIGSEGV")]
+
+
+def test_a_request_that_waited_at_a_board_which_gave_up_goes_to_another() -> None:
+    async def main() -> None:
+        boards = boards_with(GIVES_UP, answer("b", "hello"))
+        it = fleet(only=boards)
+        await it.refresh()
+        answers = [await talk(it) for _ in range(4)]
+        assert [text_of(events) for events in answers] == ["hello"] * 4
+        assert all(sum(isinstance(e, Accepted) for e in events) == 1 for events in answers)
+        assert [replica for replica, _ in boards.opened].count("replica of a") == 1
+
+    run_loop(main())
+
+
+def test_a_request_that_a_board_died_of_is_not_sent_to_the_next() -> None:
+    async def main() -> None:
+        boards = FakeBoards([report("a")], {"replica of a": [DIES]})
+        it = fleet(only=boards)
+        await it.refresh()
+        boards.reported.append(report("b"))
+        boards.scripts["replica of b"] = [answer("b", "hello")]
+        with pytest.raises(EngineDied):
+            await talk(it)
+        assert [replica for replica, _ in boards.opened] == ["replica of a"]
 
     run_loop(main())

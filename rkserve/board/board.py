@@ -23,6 +23,7 @@ from rkserve.board.live import SECOND_LOOK_S, LiveEngine
 from rkserve.board.watchdog import Patience
 from rkserve.errors import (
     BoardFailed,
+    BoardOutOfOrder,
     ContextOverflow,
     EngineHung,
     QueueTimeout,
@@ -349,11 +350,11 @@ class Board:
             return False
         return live.engine.silent_s() >= self._settings.silence_timeout_s
 
-    def _failed(self) -> BoardFailed:
-        return BoardFailed(self._settings.board_id, f"{self._state.value}: {self._reason}")
+    def _failed(self) -> BoardOutOfOrder:
+        return BoardOutOfOrder(self._settings.board_id, f"{self._state.value}: {self._reason}")
 
     def _fail_all(self) -> None:
-        """Nobody who waits is served here: say so now, not after the queue's time limit."""
+        """Nobody who waits is served here: say so now, while another board may still do it."""
         for ticket, job in self._jobs.items():
             self._admission.withdraw(ticket)
             job.end(self._failed())

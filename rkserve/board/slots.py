@@ -6,6 +6,7 @@ keeps the board's name. It knows files only.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ def claim_slot(state_dir: Path, group: str, slots: int) -> Slot:
     Raises:
         LoadFailed: all are held, or the folder cannot be written.
     """
+    holders: list[str] = []
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
         for index in range(slots):
@@ -41,9 +43,24 @@ def claim_slot(state_dir: Path, group: str, slots: int) -> Slot:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                holders.append(_holder(fd))
                 os.close(fd)
                 continue
+            _sign(fd)
             return Slot(index, fd)
     except OSError as exc:
         raise LoadFailed(f"the state folder {state_dir} cannot be used: {exc}") from exc
-    raise LoadFailed(f"all {slots} slots of group {group} on this node are held ({state_dir})")
+    raise LoadFailed(
+        f"all {slots} slots of group {group} on this node are held, by the processes "
+        f"{', '.join(holders)} ({state_dir})"
+    )
+
+
+def _sign(fd: int) -> None:
+    with contextlib.suppress(OSError):  # a full disk: the lock holds without the name
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
+
+
+def _holder(fd: int) -> str:
+    return os.pread(fd, 32, 0).decode(errors="replace").strip() or "?"

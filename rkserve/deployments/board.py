@@ -29,6 +29,7 @@ from rkserve.native.runtime import LoadParams
 log = logging.getLogger(__name__)
 
 MAX_REST_S = 30.0
+UNREADABLE_COUNT = 3  # where the count cannot be read: rest 4 s rather than not at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +72,12 @@ class Failures:
             return int(found["count"]), float(found["time"])
         except FileNotFoundError:
             return 0, 0.0
-        except (OSError, ValueError, KeyError, TypeError) as exc:
-            log.warning("%s was ignored: %s", self.path, exc)
+        except (ValueError, KeyError, TypeError) as exc:
+            log.warning("the count in %s is damaged and was ignored: %s", self.path, exc)
             return 0, 0.0
+        except OSError as exc:
+            log.warning("%s cannot be read: %s", self.path, exc)
+            return UNREADABLE_COUNT, time.time()
 
 
 class BoardReplica:
@@ -133,7 +137,8 @@ def _on_this_node(path: Path) -> Path:
 async def _claim(group: BoardGroupConfig, state_dir: Path, node: Node) -> Slot:
     """Claim a board of this node; a replaced replica may take a moment to let go of it."""
     slots = group.simulated.boards if group.simulated is not None else 1
-    deadline_s = time.monotonic() + group.slot_timeout_s
+    # A predecessor that is being redeployed may still be ending its answers.
+    deadline_s = time.monotonic() + group.slot_timeout_s + group.drain_timeout_s
     while True:
         try:
             return claim_slot(state_dir, group.name, slots)

@@ -17,13 +17,14 @@ from typing import Protocol
 
 from rkserve.errors import (
     BoardFailed,
+    BoardOutOfOrder,
     BoardStartFailed,
     ModelNotFound,
     NoBoard,
     QueueFull,
     RkserveError,
 )
-from rkserve.messages import BoardReport, BoardState, Event, GenerateRequest
+from rkserve.messages import BoardReport, BoardState, Event, Finished, GenerateRequest
 from rkserve.routing.least_load import Candidate, choose
 
 log = logging.getLogger(__name__)
@@ -156,31 +157,40 @@ class Fleet:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Yield the events of one generation on the board with the least load.
 
-        A board that fails or is full before it accepted the request is passed over for another.
+        A board that fails or is full before it accepted the request is passed over for another, and
+        so is one that gives its queue up before the first token. A board that is lost while it
+        works on the request is not: the request may be what it died of.
 
         Raises:
             ModelNotFound, NoBoard, QueueFull: nobody takes it.
             RkserveError: what the board raised, after the events before it.
         """
         tried: dict[str, RkserveError] = {}
+        said = answering = False
         while True:
             group, candidate = await self._find(request, tried)
             candidate.began(request.prompt_ids)
-            accepted = left = False
+            accepted = finished = left = False
             try:
                 async with aclosing(self._links[group].open(request, candidate.key)) as events:
-                    yield await self._first(events, candidate.key)
+                    first = await self._first(events, candidate.key)
                     accepted = True
+                    if not said:
+                        said = True
+                        yield first
                     async for event in events:
+                        answering = True
+                        finished = isinstance(event, Finished)
                         yield event
             except (BoardFailed, QueueFull) as exc:
                 if isinstance(exc, BoardFailed):
                     candidate.ready = False  # until its next report says otherwise
-                if accepted:
+                if answering or (accepted and not isinstance(exc, BoardOutOfOrder)):
                     raise
                 tried[candidate.key] = exc
             except BaseException:
-                left = True
+                # Who has the last event need not wait for the end of the stream behind it.
+                left = not finished
                 raise
             else:
                 return

@@ -7,7 +7,8 @@ import random
 from typing import Any
 
 from ray import serve
-from starlette.types import ASGIApp, Receive, Scope, Send
+from ray.exceptions import RayError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rkserve.config import RkserveConfig, resolve_folder
 from rkserve.deployments.fleet import Fleet
@@ -27,7 +28,30 @@ class _Handover:
         if scope["type"] == "lifespan":
             await _acknowledge_lifespan(receive, send)
             return
-        await serve.get_replica_context().servable_object.asgi(scope, receive, send)
+        app = serve.get_replica_context().servable_object.asgi
+        await app(scope, _until_gone(receive), send)
+
+
+def _until_gone(receive: Receive) -> Receive:
+    """Return a ``receive`` that says a hang-up as ASGI does.
+
+    At a hang-up Serve cancels the call that waits for the client's messages. It raises that error
+    once; whoever asks again would wait forever.
+    """
+    gone: Message = {"type": "http.disconnect"}
+    left = False
+
+    async def guarded() -> Message:
+        nonlocal left
+        if left:
+            return gone
+        try:
+            return await receive()
+        except RayError:
+            left = True
+            return gone
+
+    return guarded
 
 
 async def _acknowledge_lifespan(receive: Receive, send: Send) -> None:
