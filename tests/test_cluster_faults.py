@@ -123,6 +123,8 @@ def test_a_client_that_leaves_frees_its_boards(
     )
     print(f"the boards were seen idle {time.monotonic() - left_s:.3f} s after the hang-up")  # noqa: T201
     assert sum(report.aborted for report in well.reports()) > before
+    with well.http_sync() as http:  # a client that leaves is no failure of ours
+        assert 'status="500"' not in http.get("/metrics").text
 
 
 def test_a_request_that_leaves_the_queue_never_runs(old_board: App) -> None:

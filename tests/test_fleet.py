@@ -23,7 +23,7 @@ from rkserve.errors import (
     QueueFull,
     RkserveError,
 )
-from rkserve.messages import Accepted, BoardState, Delta, Event, GenerateRequest
+from rkserve.messages import Accepted, BoardState, Delta, Event, Finished, GenerateRequest
 
 MODEL = "sim-chat"
 REQUEST = GenerateRequest("r", MODEL, (1, 2, 3), 10)
@@ -397,5 +397,25 @@ def test_a_request_that_a_board_died_of_is_not_sent_to_the_next() -> None:
         with pytest.raises(EngineDied):
             await talk(it)
         assert [replica for replica, _ in boards.opened] == ["replica of a"]
+
+    run_loop(main())
+
+
+def test_a_conversation_keeps_its_board_although_its_calls_end_before_their_streams() -> None:
+    def endless(board: str) -> Sequence[Step]:
+        return [*answer(board, "hello"), asyncio.Event()]
+
+    async def main() -> None:
+        boards = boards_with(endless("a"), endless("b"), endless("c"))
+        it = fleet(only=boards)
+        await it.refresh()
+        for length in range(2, 10):
+            turn = GenerateRequest("r", MODEL, tuple(range(length)), 10)
+            async with aclosing(it.generate(turn)) as events:
+                async for event in events:
+                    if isinstance(event, Finished):
+                        break
+        assert len({replica for replica, _ in boards.opened}) == 1
+        assert boards.running == 0
 
     run_loop(main())
