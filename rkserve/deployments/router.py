@@ -92,5 +92,6 @@ class RouterReplica:
         )
 
     async def __del__(self) -> None:
-        """Ray's farewell."""
-        self._follows.cancel()
+        """Ray's farewell, also after a constructor that failed."""
+        if hasattr(self, "_follows"):
+            self._follows.cancel()

@@ -7,6 +7,7 @@ keep them alive (the list that is passed in); it makes no call that needs a hand
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from functools import cache
 from importlib import resources
 from typing import Any, ClassVar
@@ -21,7 +22,7 @@ from rkserve.native.runtime import LoadParams, PromptInput, RunInput, RunParams
 _IMAGE_TAGS = ("img_start", "img_end", "img_content")
 
 
-class Dialect:
+class Dialect(ABC):
     """What is the same in all accepted releases."""
 
     declarations: ClassVar[str]
@@ -54,9 +55,9 @@ class Dialect:
             param.extend_param.enabled_cpus_mask = sum(1 << cpu for cpu in load.cpus)
         return param
 
+    @abstractmethod
     def init(self, library: Any, handle: Any, param: Any, on_result: Any, keep: list[Any]) -> int:
         """Call ``rkllm_init`` the way this interface wants it."""
-        raise NotImplementedError
 
     def inputs(self, library: Any, given: RunInput, keep: list[Any]) -> Any:
         """Return the input array of one run: exactly ``n_batch`` entries, which is one."""
@@ -89,8 +90,9 @@ class Dialect:
         self._limit_run(library, infer, run, keep)
         return infer
 
+    @abstractmethod
     def _limit_run(self, library: Any, infer: Any, run: RunParams, keep: list[Any]) -> None:
-        raise NotImplementedError
+        """Say the run's own sampling and token limit, where the interface has them."""
 
 
 class _Dialect12(Dialect):
