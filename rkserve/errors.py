@@ -12,7 +12,16 @@
     |   +-- BodyTooSlow              408  body_too_slow
     |   +-- ContextOverflow          400  context_length_exceeded
     |   +-- SamplingFixed            400  sampling_fixed
+    |   +-- AdapterBroken            400  adapter_broken
+    |   +-- CacheNotFound            404  cache_not_found
+    |   +-- CacheUnsupported         400  cache_unsupported
+    |   +-- GenerationNotFound       404  generation_not_found
+    |   +-- BoardNotFound            404  board_not_found
+    |   +-- StateConflict            409  state_conflict
+    |   +-- Forbidden                403  forbidden
+    +-- HookFailed                   500  hook_failed
     +-- QueueFull                    429  queue_full
+    +-- PauseExpired                 504  pause_expired
     +-- QueueTimeout                 503  queue_timeout
     +-- NoBoard                      503  no_board
     +-- BoardFailed                  503  board_failed
@@ -28,6 +37,7 @@
         +-- ReleaseRefused
         +-- LoadFailed
         +-- CallFailed
+        +-- NothingComputed
         +-- Misuse
 
 Errors cross processes by pickle, which keeps ``args`` only: every class hands all its arguments,
@@ -170,6 +180,134 @@ class SamplingFixed(RequestError):
             f"{', '.join(self.names)} cannot differ from the model's own values. Leave them out, "
             "send the model's values, or drop strict_sampling."
         )
+
+
+class AdapterBroken(RequestError):
+    """The adapter's file is missing, changed or refused by the runtime; the board goes on."""
+
+    code = "adapter_broken"
+
+    def __init__(self, adapter: str, reason: str) -> None:
+        RkserveError.__init__(self, adapter, reason)
+        self.adapter, self.reason = adapter, reason
+        self.param = "model"
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"Adapter '{self.adapter}' cannot be used: {self.reason}."
+
+
+class CacheNotFound(RequestError):
+    """No board has a prompt cache of that name."""
+
+    http_status = 404
+    code = "cache_not_found"
+
+    def __init__(self, name: str, param: str = "use_cache") -> None:
+        RkserveError.__init__(self, name, param)
+        self.name, self.param = name, param
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"There is no prompt cache '{self.name}'. GET /v1/cache/{{model}} lists those."
+
+
+class CacheUnsupported(RequestError):
+    """The model, the runtime or the board's settings allow no prompt cache."""
+
+    code = "cache_unsupported"
+
+
+class GenerationNotFound(RequestError):
+    """No board holds a generation of that id: it never was, or it has ended."""
+
+    http_status = 404
+    code = "generation_not_found"
+
+    def __init__(self, generation: str) -> None:
+        RkserveError.__init__(self, generation)
+        self.generation = generation
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return (
+            f"There is no generation '{self.generation}': it does not exist, or it has ended. "
+            "GET /v1/generations lists those that run."
+        )
+
+
+class BoardNotFound(RequestError):
+    """No board has that name."""
+
+    http_status = 404
+    code = "board_not_found"
+
+    def __init__(self, board: str, param: str = "board") -> None:
+        RkserveError.__init__(self, board, param)
+        self.board, self.param = board, param
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"There is no board '{self.board}'. GET /v1/boards lists those that there are."
+
+
+class StateConflict(RequestError):
+    """The generation's state does not allow what was asked; nothing was changed."""
+
+    http_status = 409
+    code = "state_conflict"
+
+    def __init__(self, asked: str, state: str, hint: str = "") -> None:
+        RkserveError.__init__(self, asked, state, hint)
+        self.asked, self.state, self.hint = asked, state, hint
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        said = f"Cannot {self.asked} a generation that is {self.state}."
+        return f"{said} {self.hint}" if self.hint else said
+
+
+class Forbidden(RequestError):
+    """The call needs the admin key, or has to come from this machine."""
+
+    http_status = 403
+    code = "forbidden"
+
+
+class HookFailed(RkserveError):
+    """An intervention hook raised; it ended its own generation and nothing else."""
+
+    code = "hook_failed"
+
+    def __init__(self, hook: str, reason: str) -> None:
+        super().__init__(hook, reason)
+        self.hook, self.reason = hook, reason
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"The intervention hook {self.hook} failed: {self.reason}."
+
+
+class PauseExpired(RkserveError):
+    """A paused generation was not resumed in time and was given up."""
+
+    http_status = 504
+    code = "pause_expired"
+
+    def __init__(self, paused_s: float) -> None:
+        super().__init__(paused_s)
+        self.paused_s = paused_s
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"The generation was paused for {self.paused_s:.0f} s and nobody resumed it."
 
 
 class QueueFull(RkserveError):
@@ -319,16 +457,30 @@ class LoadFailed(NativeError):
 
 
 class CallFailed(NativeError):
-    """A call into the library returned an error."""
+    """A call into the library returned an error; ``said`` are the lines that it logged."""
 
-    def __init__(self, function: str, code: int) -> None:
-        super().__init__(function, code)
-        self.function, self.return_code = function, code
+    def __init__(self, function: str, code: int, said: str = "") -> None:
+        super().__init__(function, code, said)
+        self.function, self.return_code, self.said = function, code, said
 
     @property
     def message(self) -> str:
         """The sentence for the user."""
-        return f"{self.function} returned {self.return_code}"
+        returned = f"{self.function} returned {self.return_code}"
+        return f"{returned} (the library said: {self.said})" if self.said else returned
+
+
+class NothingComputed(NativeError):
+    """The library said that it had computed hidden states or logits, and delivered none."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(what, why)
+        self.what, self.why = what, why
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"the library delivered nothing of {self.what}: {self.why}"
 
 
 class Misuse(NativeError):

@@ -31,6 +31,28 @@ class Sampling:
     repeat_penalty: float = 1.1
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """One version of a LoRA adapter of the model folder, by its content.
+
+    ``digest`` is the sha256 of ``adapters/<name>/<version>/adapter.rkllm``, in hexadecimal: a board
+    whose file differs refuses it. ``scale`` is what the adapter is loaded with.
+    """
+
+    name: str
+    version: str
+    digest: str
+    scale: float = 1.0
+
+    @property
+    def key(self) -> str:
+        """The name under which the runtime holds it: two contents or scales never share one."""
+        return f"{self.name}@{self.version}-{self.digest[:12]}-{self.scale:g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +64,11 @@ class GenerateRequest:
     rendered prompt, tokenized by the runtime. ``sampling`` is complete;
     ``sampling_asked`` names the fields that the client set itself, so that a runtime which cannot
     change them says so. ``max_tokens`` counts generated tokens. ``stop`` holds non-empty strings.
+
+    ``adapter`` of None is the base model. ``native_pause`` starts the run so that the runtime
+    itself can pause it with its KV cache kept, at the price of no reuse of the live context. It
+    pauses by itself after text that completes one of ``pause_on_text``, or after one of
+    ``pause_on_ids``. ``use_cache`` names a prompt cache to begin from.
     """
 
     request_id: str
@@ -53,6 +80,11 @@ class GenerateRequest:
     strict_sampling: bool = False
     stop: tuple[str, ...] = ()
     prompt_text: str | None = None
+    adapter: AdapterRef | None = None
+    native_pause: bool = False
+    pause_on_text: tuple[str, ...] = ()
+    pause_on_ids: tuple[int, ...] = ()
+    use_cache: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +100,11 @@ class Usage:
 class Timings:
     """What the board measured, in milliseconds; prefill and decode are the runtime's own figures.
 
-    ``queue_ms`` is the wait for the board. ``prefill_tokens`` were really prefilled.
+    ``queue_ms`` is the wait for the board, ``paused_ms`` the time between pauses and resumptions.
+    ``prefill_tokens`` were really prefilled. A generation that was interrupted adds up its runs;
+    the runtime says nothing of a run that it paused, so that one is measured by the board's clock.
+    ``batch`` is how many generations shared the run at most (all times are the board's then), and
+    ``batch_wait_ms`` what this one waited for the batch to fill.
     """
 
     queue_ms: float
@@ -77,6 +113,9 @@ class Timings:
     decode_ms: float
     decode_tokens: int
     memory_mb: float
+    paused_ms: float = 0.0
+    batch: int = 1
+    batch_wait_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +133,28 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Text that is certain, with the ids generated since the last delta (text may be empty)."""
+    """Text that is certain, with the ids generated since the last delta (text may be empty).
+
+    An edit may take back what was given out: ``retract`` characters at the end of the answer so
+    far are void, before ``text`` is added.
+    """
 
     text: str
     token_ids: tuple[int, ...]
+    retract: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """The generation has paused; nothing follows until it is resumed or ends.
+
+    ``by`` is the reason of the hook or the entry of ``pause_on`` that paused it, and None for a
+    call. ``tokens`` are those of the answer so far.
+    """
+
+    by: str | None
+    tokens: int
+    kv: Kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +166,110 @@ class Finished:
     timings: Timings
 
 
-Event = Accepted | Delta | Finished
+Event = Accepted | Delta | Paused | Finished
+
+
+class GenerationState(str, Enum):
+    """Where a generation on a board is, as whoever controls it sees it."""
+
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    GENERATING = "generating"
+    PAUSING = "pausing"
+    PAUSED = "paused"
+    RESUMING = "resuming"
+    ABORTING = "aborting"
+    ENDED = "ended"
+
+
+class Kv(str, Enum):
+    """What became, or will become, of the KV cache of an interrupted generation."""
+
+    KEPT = "kept"
+    RECOMPUTED = "recomputed"
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationInfo:
+    """One generation that a board holds, now.
+
+    ``tokens`` are those of the answer so far, ``context_tokens`` those of the whole context: the
+    prompt, the answer and what edits injected. ``kv_positions`` are the leading
+    ones that a range may be cleared in: those in the KV cache, or all where it will be recomputed.
+    ``partial_output`` is the answer's text so far. ``kv`` is known while it is paused.
+    """
+
+    request_id: str
+    board_id: str
+    model: str
+    state: GenerationState
+    prompt_tokens: int
+    tokens: int
+    context_tokens: int
+    kv_positions: int = 0
+    partial_output: str = ""
+    kv: Kv | None = None
+    adapter: str | None = None
+    native_pause: bool = False
+    paused_by: str | None = None
+    age_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """A change to a paused generation, applied in this order.
+
+    ``clear`` removes the half-open ranges of context positions ``[start, end)`` from the KV cache;
+    the answer's text stays. ``replace_last`` takes back so many tokens of the answer. ``ids`` are
+    then appended: as the answer's own words, given out as ``text``; or with ``injected`` as context
+    that is not part of the answer, such as the result of a tool.
+    """
+
+    replace_last: int = 0
+    ids: tuple[int, ...] = ()
+    text: str = ""
+    injected: bool = False
+    clear: tuple[tuple[int, int], ...] = ()
+
+
+class ControlAction(str, Enum):
+    """What can be asked of a generation."""
+
+    PAUSE = "pause"
+    EDIT = "edit"
+    RESUME = "resume"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """One prompt cache file of a board. ``name`` is None for a parked conversation."""
+
+    board_id: str
+    model: str
+    name: str | None
+    tokens: int
+    file_bytes: int
+    adapter: str | None = None
+    age_s: float = 0.0
+    idle_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class KvReport:
+    """What the KV cache of a board holds, in positions over all entries of a batch.
+
+    ``entries`` are the positions of each entry. ``position_bytes`` is None where the model folder
+    does not say what a position takes. ``status`` is ``ok``, or after a clear ``cleared`` or
+    ``pending`` (it is done when the run that is going on has ended).
+    """
+
+    board_id: str
+    model: str
+    entries: tuple[int, ...]
+    capacity: int
+    position_bytes: int | None = None
+    status: str = "ok"
 
 
 class BoardState(str, Enum):
@@ -126,13 +286,39 @@ class BoardState(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Hardware:
+    """What a board's kernel says of its hardware now; None or empty is unknown, ``notes`` say why.
+
+    ``npu_load`` has one percentage per core, and ``ddr_load`` is one too. ``npu_max_hz`` is the
+    highest clock that the NPU can be set to. ``temperature_c`` is the NPU's, or the SoC's where
+    the NPU has no sensor of its own.
+    """
+
+    soc: str = ""
+    npu_load: tuple[float, ...] = ()
+    npu_hz: int | None = None
+    npu_max_hz: int | None = None
+    ddr_hz: int | None = None
+    ddr_governor: str = ""
+    ddr_load: float | None = None
+    temperature_c: float | None = None
+    driver_version: str = ""
+    memory_total_bytes: int | None = None
+    memory_available_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class BoardReport:
     """What a board says of itself; counters run since the replica's start.
 
     ``replica`` addresses the replica that wrote it and changes when that is replaced; ``board_id``
     changes only if the board's node is named anew. ``kv_positions`` of ``context_len`` hold the
-    live context. ``reason`` says why a board that is not ready is not, and what it last recovered
-    from otherwise.
+    live context. ``paused`` generations are paused now, ``pauses`` there were; conversations were
+    ``parked`` in and ``restored`` from prompt cache files; ``adapters`` are the keys of those that
+    are loaded. A run of a batch holds ``batch_entries`` / ``batch_runs`` generations on average;
+    ``batch_tail_ms`` is how long finished ones kept their places while a run went on. ``reason``
+    says why a board that is not ready is not, and what it last recovered from otherwise.
     """
 
     board_id: str
@@ -163,3 +349,13 @@ class BoardReport:
     memory_mb: float = 0.0
     library: str = ""
     replica: str = ""
+    hardware: Hardware | None = None
+    paused: int = 0
+    n_batch: int = 1
+    adapters: tuple[str, ...] = ()
+    pauses: int = 0
+    parked: int = 0
+    restored: int = 0
+    batch_runs: int = 0
+    batch_entries: int = 0
+    batch_tail_ms: float = 0.0

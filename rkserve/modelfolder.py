@@ -1,32 +1,30 @@
 """A model folder as a frozen value: weights, tokenizer files, and the folder's own settings.
 
 It reads files and judges them; it neither tokenizes nor loads weights, and knows no other room.
-Whatever is wrong in settings, here or in serve_config.yaml, is put into words by ``explain``.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
+from rkserve.digests import content_digest
 from rkserve.errors import ConfigError
 from rkserve.messages import Sampling
+from rkserve.settingwords import explain
 
 SETTINGS_FILE = "rkserve.yaml"
 CONTEXT_STEP = 32  # the vendor's converter demands a multiple of 32
 CONTEXT_MAX = 16384
 MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+# Families whose runtime says that it "does not support saving prompt cache", by their names.
+WITHOUT_PROMPT_CACHE = re.compile(r"qwen[-_ ]?3[._]?5(?!\d)", re.IGNORECASE)
 
 
 class SamplingDefaults(BaseModel):
@@ -82,6 +80,30 @@ class FolderSettings(BaseModel):
         description="A built-in chat template in the place of the folder's own; docs/api.md lists "
         "their names.",
     )
+    max_adapters: int = Field(
+        4,
+        ge=1,
+        description="LoRA adapters that a board holds at once. The runtime cannot unload one: a "
+        "request for one more than that makes the board load its model anew.",
+    )
+    kv_bytes_per_token: int | None = Field(
+        None,
+        ge=1,
+        description="What one position of the KV cache takes in memory, for the reports; usually "
+        "2 x layers x KV heads x head size x 2 bytes.",
+    )
+    prompt_cache: bool | None = Field(
+        None,
+        description="Whether prompt caches may be kept on disk. Empty: not for Qwen3.5, known by "
+        "the names of the folder and of the model's file, whose runtime cannot save them; for all "
+        "others.",
+    )
+    n_keep: int = Field(
+        -1,
+        ge=-1,
+        description="Positions at the beginning that the runtime keeps when a context that is full "
+        "is shifted; -1 leaves it to the runtime.",
+    )
     sampling: SamplingDefaults = SamplingDefaults()
 
 
@@ -103,6 +125,26 @@ class ModelFolder(BaseModel):
         if self.weights is None:
             raise ConfigError(f"{self.path} holds no *.rkllm file. Copy the converted model there.")
         return self.weights
+
+    def content_digest(self) -> str:
+        """Return what tells this model's file from others, for whatever is only valid with it.
+
+        Raises:
+            ConfigError: this machine does not have the file, or it cannot be read.
+        """
+        weights = self.require_weights()
+        try:
+            return content_digest(weights)
+        except OSError as exc:
+            raise ConfigError(f"{weights} cannot be read: {exc}") from exc
+
+    @property
+    def prompt_cache(self) -> bool:
+        """Whether prompt caches may be kept: what the folder says, or else the family's name."""
+        if self.settings.prompt_cache is not None:
+            return self.settings.prompt_cache
+        names = (self.id, self.weights.name if self.weights is not None else "")
+        return not any(WITHOUT_PROMPT_CACHE.search(name) for name in names)
 
     @property
     def tokenizer_file(self) -> Path | None:
@@ -180,155 +222,3 @@ def _settings(file: Path) -> FolderSettings:
         return FolderSettings.model_validate(loaded or {})
     except ValidationError as exc:
         raise ConfigError(f"{file}: {explain(exc, FolderSettings)}") from exc
-
-
-# -- settings in words ----------------------------------------------------------------------------
-
-SCALARS = {bool: "true or false", int: "a whole number", float: "a number", Path: "a path"}
-LONGEST_QUOTE = 40
-
-
-def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """Say what is wrong and what would be right: one sentence for each wrong key of ``model``."""
-    problems = error.errors(include_url=False)
-    places = [problem["loc"] for problem in problems]
-    return " ".join(
-        _sentence(problem, model)
-        for problem in problems
-        # Pydantic leaves wrong entries out of a list, and then finds the list too short as well.
-        if not (problem["type"] == "too_short" and _is_around(problem["loc"], places))
-    )
-
-
-def allowed(field: FieldInfo) -> str:
-    """Return in words what a setting may be: ``a whole number from 1 to 256``."""
-    return _allowed(field.annotation, field.metadata)
-
-
-def inner_model(annotation: Any) -> type[BaseModel] | None:
-    """Return the settings inside a setting: those of a block, or of each entry of a list."""
-    bare = _without_none(annotation)
-    if get_origin(bare) is tuple:
-        bare = get_args(bare)[0]
-    return bare if isinstance(bare, type) and issubclass(bare, BaseModel) else None
-
-
-def _is_around(outer: Sequence[Any], places: Iterable[Sequence[Any]]) -> bool:
-    return any(len(inner) > len(outer) and inner[: len(outer)] == outer for inner in places)
-
-
-def _sentence(problem: ErrorDetails, model: type[BaseModel]) -> str:
-    place = problem["loc"]
-    if problem["type"] in ("extra_forbidden", "invalid_key"):
-        place = (*place[:-1], str(place[-1]))  # a key that YAML read as a number is no index
-        said = _unknown_key(place, model)
-    elif problem["type"] == "value_error":
-        said = _own_words(problem)
-    else:
-        said = _expectation(problem, model)
-    return f"{key}: {said}" if (key := _key(place)) else said
-
-
-def _key(place: Sequence[Any]) -> str:
-    """Write a place as ``boards[0].simulated.release``."""
-    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place).removeprefix(".")
-
-
-def _unknown_key(place: Sequence[Any], model: type[BaseModel]) -> str:
-    *above, key = place
-    annotation, _ = _look_up(above, model)
-    inside = inner_model(annotation)
-    known = list(inside.model_fields) if inside is not None else []
-    near = difflib.get_close_matches(key, known, n=1)
-    if near:
-        return f"unknown key '{key}'; did you mean '{near[0]}'?"
-    return f"unknown key '{key}'; the keys here are {', '.join(known)}."
-
-
-def _own_words(problem: ErrorDetails) -> str:
-    """The words of a validator of ours; where it looked at a single value, that is quoted."""
-    said = str(problem["ctx"]["error"])
-    if isinstance(problem["input"], Mapping):
-        return f"{said}."
-    return f"{said}; not {_quote(problem['input'])}."
-
-
-def _expectation(problem: ErrorDetails, model: type[BaseModel]) -> str:
-    words = _allowed(*_look_up(problem["loc"], model))
-    if problem["type"] == "missing":
-        return f"this key is missing; it must be {words}."
-    return f"must be {words}, not {_quote(problem['input'])}."
-
-
-def _look_up(place: Sequence[Any], model: type[BaseModel]) -> tuple[Any, Sequence[Any]]:
-    """Return the type of a setting, and its limits."""
-    annotation: Any = model
-    limits: Sequence[Any] = ()
-    for part in place:
-        if isinstance(part, int):
-            annotation, limits = get_args(_without_none(annotation))[0], ()
-            continue
-        inside = inner_model(annotation)
-        assert inside is not None, f"{part} of {place} is below no block of settings"
-        field = inside.model_fields[part]
-        annotation, limits = field.annotation, field.metadata
-    return annotation, limits
-
-
-def _without_none(annotation: Any) -> Any:
-    if get_origin(annotation) in (Union, UnionType):
-        (annotation,) = (kind for kind in get_args(annotation) if kind is not type(None))
-    return annotation
-
-
-def _allowed(annotation: Any, limits: Sequence[Any]) -> str:
-    bare = _without_none(annotation)
-    if get_origin(bare) is Annotated:
-        return _allowed(get_args(bare)[0], bare.__metadata__)
-    if get_origin(bare) is Literal:
-        return " or ".join(str(choice) for choice in get_args(bare))
-    if get_origin(bare) is tuple:
-        return f"a list{_length(limits)}, each entry {_allowed(get_args(bare)[0], ())}"
-    if inner_model(bare) is not None:
-        return "a block of keys"
-    bounds = dict(_bounds(limits))
-    step = bounds.get("multiple_of")
-    kind = f"a multiple of {step}" if step else SCALARS.get(bare, "text")
-    return f"{kind}{_range(bounds)}"
-
-
-def _bounds(limits: Sequence[Any]) -> Iterator[tuple[str, float]]:
-    for limit in limits:
-        for name in ("ge", "gt", "le", "multiple_of"):
-            if hasattr(limit, name):
-                yield name, getattr(limit, name)
-
-
-def _range(bounds: Mapping[str, float]) -> str:
-    match bounds:
-        case {"ge": lowest, "le": highest}:
-            return f" from {lowest} to {highest}"
-        case {"gt": below, "le": highest}:
-            return f" above {below}, up to {highest}"
-        case {"ge": lowest}:
-            return f" of at least {lowest}"
-        case {"gt": below}:
-            return f" above {below}"
-    return ""
-
-
-def _length(limits: Sequence[Any]) -> str:
-    return " with at least one entry" if any(hasattr(x, "min_length") for x in limits) else ""
-
-
-def _quote(value: Any) -> str:
-    """Show a value as the file has it, as far as that is short."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    if isinstance(value, Mapping):
-        return "a block of keys"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return "a list" if value else "an empty list"
-    if not isinstance(value, str):
-        return str(value)
-    return repr(value if len(value) <= LONGEST_QUOTE else f"{value[:LONGEST_QUOTE]}...")

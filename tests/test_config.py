@@ -12,23 +12,28 @@ from pydantic import BaseModel, ValidationError
 
 from rkserve.config import (
     PROJECT,
-    BoardGroupConfig,
-    PatienceConfig,
     RkserveConfig,
     RouterConfig,
-    SimulatedConfig,
     engine_environ,
     parse_config,
     resolve_folder,
 )
 from rkserve.errors import ConfigError
-from rkserve.modelfolder import FolderSettings, SamplingDefaults, explain
+from rkserve.groupconfig import (
+    BoardGroupConfig,
+    PatienceConfig,
+    PromptCacheConfig,
+    SimulatedConfig,
+)
+from rkserve.modelfolder import FolderSettings, SamplingDefaults
+from rkserve.settingwords import explain
 
 SETTINGS: tuple[type[BaseModel], ...] = (
     RkserveConfig,
     RouterConfig,
     BoardGroupConfig,
     PatienceConfig,
+    PromptCacheConfig,
     SimulatedConfig,
     FolderSettings,
     SamplingDefaults,
@@ -258,7 +263,9 @@ def test_every_wrong_key_is_named_at_once_and_once() -> None:
 
 
 # What pydantic says to programmers.
-JARGON = re.compile(r"Input|instance|dictionary|tuple|Value error|validation|pydantic|<class", re.I)
+JARGON = re.compile(
+    r"Input|instance of|dictionary|tuple|Value error|validation|pydantic|<class", re.I
+)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda model: model.__name__)
@@ -390,3 +397,67 @@ def test_operators_may_raise_the_library_s_log_level(monkeypatch: pytest.MonkeyP
     assert engine_environ(group, "sim-0")["RKLLM_LOG_LEVEL"] == "0"
     monkeypatch.setenv("RKLLM_LOG_LEVEL", "2")
     assert engine_environ(group, "sim-0")["RKLLM_LOG_LEVEL"] == "2"
+
+
+def real(**changes: Any) -> dict[str, Any]:
+    """One group of real boards."""
+    return {"name": "npu", "model": "m", "library": "/usr/lib/librkllmrt.so", **changes}
+
+
+def test_instances_become_groups_with_their_own_domain_cores_and_share() -> None:
+    group = real(instances=2, base_domain_id=1, instance_cpus=[[4, 5], [6, 7]])
+    deployed = parse_config({"boards": [group]}).deployed
+    assert [one.name for one in deployed] == ["npu-i0", "npu-i1"]
+    assert [one.base_domain_id for one in deployed] == [1, 2]
+    assert [one.library_cpus for one in deployed] == [(4, 5), (6, 7)]
+    assert [one.rknpu for one in deployed] == [0.5, 0.5]
+    assert all(one.instances == 1 for one in deployed)
+
+
+def test_a_group_of_one_instance_is_deployed_as_it_stands() -> None:
+    (group,) = parse_config({"boards": [real()]}).deployed
+    assert group.name == "npu"
+    assert group.rknpu == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        pytest.param(
+            {"instances": 2, "instance_cpus": [[4]]}, "1 lists for 2 instances", id="lists missing"
+        ),
+        pytest.param(
+            {"instances": 3, "base_domain_id": 14}, "more than the 16 domains", id="no domain left"
+        ),
+        pytest.param({"hooks": ["os.system"]}, "package.module:factory", id="a hook without colon"),
+        pytest.param({"quirks": {"x": "maybe"}}, "quirks.x: must be true or false", id="quirk"),
+        pytest.param({"quirks": []}, "a block of names, each with true or false", id="quirk list"),
+        pytest.param({"n_batch": 0}, "n_batch: must be a whole number from 1 to 100", id="batch 0"),
+    ],
+)
+def test_a_group_that_cannot_work_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        parse_config({"boards": [real(**changes)]})
+
+
+def test_two_groups_whose_instances_meet_in_a_domain_are_refused() -> None:
+    groups = [real(instances=2, rknpu=0.5), real(name="b", rknpu=0.5, base_domain_id=1)]
+    with pytest.raises(ConfigError, match="npu-i1 and b have the same base_domain_id 1"):
+        parse_config({"boards": groups})
+
+
+def test_the_admin_key_comes_from_the_environment_and_is_never_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RKSERVE_ADMIN_KEY", "s3cret")
+    config = parse_config(args())
+    assert config.router.admin_key is not None
+    assert config.router.admin_key.get_secret_value() == "s3cret"
+    assert "s3cret" not in repr(config)
+
+
+def test_the_file_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RKSERVE_ADMIN_KEY", "from the environment")
+    config = parse_config({**args(), "router": {"admin_key": "from the file"}})
+    assert config.router.admin_key is not None
+    assert config.router.admin_key.get_secret_value() == "from the file"

@@ -11,7 +11,19 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "rkserve").rglob("*.py"))
 
-GROUND = frozenset({"errors", "messages", "modelfolder", "config", "metrics"})
+GROUND = frozenset(
+    {
+        "errors",
+        "messages",
+        "modelfolder",
+        "adapterfolder",
+        "config",
+        "groupconfig",
+        "settingwords",
+        "digests",
+        "metrics",
+    }
+)
 MAY_IMPORT: dict[str, frozenset[str]] = {
     **dict.fromkeys(GROUND, GROUND),
     "native": GROUND,
@@ -19,7 +31,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "routing": GROUND,
     "control": GROUND,
     "board": GROUND | {"native.runtime", "native.states", "native.frames"},
-    "deployments": GROUND | {"native.runtime", "native.sim.build", "board", "wire", "routing"},
+    "deployments": GROUND
+    | {"native.runtime", "native.sim.build", "native.sim.telemetry", "board", "wire", "routing"},
     # The one place that knows every part, and the two programs beside it.
     "app": GROUND | {"native", "board", "wire", "routing", "control", "deployments"},
     "cli": GROUND | {"native", "board", "wire", "routing", "control", "deployments", "app"},
@@ -36,7 +49,17 @@ OWNERS = {
     "uvicorn": {"deployments"},
     "jinja2": {"wire"},
     "tokenizers": {"wire"},
-    "pydantic": {"config", "modelfolder", "wire", "deployments", "app", "bench"},
+    "pydantic": {
+        "config",
+        "groupconfig",
+        "settingwords",
+        "modelfolder",
+        "adapterfolder",
+        "wire",
+        "deployments",
+        "app",
+        "bench",
+    },
     "prometheus_client": {"metrics", "deployments"},
     "yaml": {"modelfolder", "config", "app", "cli", "bench"},
 }

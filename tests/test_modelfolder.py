@@ -152,3 +152,65 @@ def test_a_bad_tokenizer_config_is_named(tmp_path: Path, content: str) -> None:
     found = open_model_folder(folder(tmp_path / "m", tokenizer_config__json=content))
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
         _ = found.chat_template
+
+
+# -- caches, adapters, the window -----------------------------------------------------------------
+
+
+def test_settings_of_the_board_s_memory_have_their_defaults(tmp_path: Path) -> None:
+    settings = open_model_folder(folder(tmp_path / "m")).settings
+    assert (settings.max_adapters, settings.n_keep) == (4, -1)
+    assert (settings.kv_bytes_per_token, settings.prompt_cache) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        pytest.param("max_adapters: 0", "a whole number of at least 1, not 0", id="no adapters"),
+        pytest.param("kv_bytes_per_token: 0", "a whole number of at least 1", id="no bytes"),
+        pytest.param("n_keep: -2", "a whole number of at least -1, not -2", id="a negative window"),
+        pytest.param("prompt_cache: maybe", "true or false, not 'maybe'", id="neither yes nor no"),
+    ],
+)
+def test_a_bad_setting_of_the_board_s_memory_is_named(
+    tmp_path: Path, line: str, words: str
+) -> None:
+    key = line.partition(":")[0]
+    with pytest.raises(ConfigError, match=f"{key}: must be {words}"):
+        open_model_folder(folder(tmp_path / "m", rkserve__yaml=line))
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "said", "allowed"),
+    [
+        pytest.param("Qwen3-0.6B", "model", None, True, id="a family that can"),
+        pytest.param("Qwen3-5B", "model", None, True, id="five billion parameters"),
+        pytest.param("Qwen2.5-1.5B", "model", None, True, id="2.5"),
+        pytest.param("Qwen3-chat", "qwen3_500m", None, True, id="500 million parameters"),
+        pytest.param("qwen3.5-4b", "model", None, False, id="known by the folder"),
+        pytest.param("Qwen3_5-4B", "model", None, False, id="spelt otherwise"),
+        pytest.param("chat", "qwen35-4b-w8a8", None, False, id="known by the model's file"),
+        pytest.param("qwen3.5-4b", "model", True, True, id="the folder knows better"),
+        pytest.param("Qwen3-0.6B", "model", False, False, id="switched off"),
+    ],
+)
+def test_prompt_caches_are_off_where_the_family_cannot_save_them(
+    tmp_path: Path, name: str, weights: str, said: bool | None, allowed: bool
+) -> None:
+    files = {f"{weights}__rkllm": ""}
+    if said is not None:
+        files["rkserve__yaml"] = f"prompt_cache: {str(said).lower()}"
+    assert open_model_folder(folder(tmp_path / name, **files)).prompt_cache is allowed
+
+
+def test_models_are_told_apart_by_their_files(tmp_path: Path) -> None:
+    digests = {
+        open_model_folder(folder(tmp_path / name, model__rkllm=content)).content_digest()
+        for name, content in (("a", "one"), ("b", "one"), ("c", "two"))
+    }
+    assert len(digests) == 2
+
+
+def test_a_model_without_its_file_has_no_digest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no \*\.rkllm file"):
+        open_model_folder(folder(tmp_path / "m")).content_digest()

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rkserve.config import BoardGroupConfig
 from rkserve.deployments.naming import HEAD, Node, board_name, find_node
+from rkserve.groupconfig import BoardGroupConfig
 
 REAL = BoardGroupConfig.model_validate({"name": "g", "model": "m", "library": "/usr/lib/x.so"})
 SIMULATED = BoardGroupConfig.model_validate({"name": "g", "model": "m", "simulated": {}})

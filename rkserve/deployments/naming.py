@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rkserve.config import BoardGroupConfig
+from rkserve.groupconfig import BoardGroupConfig
 
 HEAD = "node:__internal_head__"  # the resource that Ray gives its head node
 
