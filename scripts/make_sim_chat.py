@@ -4,6 +4,10 @@ It knows the file format of the simulated runtime (docs/simulator.md) and the te
 sources. It refuses to depend on anything else, so that the folder only changes when they do:
 
     python scripts/make_sim_chat.py [--out models/sim-chat]
+
+With --adapter it writes a simulated LoRA adapter for that model instead:
+
+    python scripts/make_sim_chat.py --adapter Pirate --out pirate_lora.rkllm [--seed 7] [--mib 32]
 """
 
 from __future__ import annotations
@@ -11,9 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from rkserve.native.sim import adapters
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = ROOT / "rkserve" / "native" / "sim"
@@ -234,7 +241,24 @@ def write(out: Path) -> None:
     (out / "rkserve.yaml").write_text(settings, encoding="utf-8")
 
 
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="the model's folder, or the adapter's file")
+    parser.add_argument("--adapter", metavar="TITLE", help="write an adapter that is called so")
+    parser.add_argument("--seed", type=int, default=1, help="of the adapter: another one, others")
+    parser.add_argument("--base", default=MODEL_ID, help="id of the adapter's model, or any")
+    parser.add_argument("--mib", type=int, default=1, help="size of the adapter")
+    given = parser.parse_args(argv)
+    if given.adapter is None:
+        write(given.out or ROOT / "models" / MODEL_ID)
+        return
+    if given.out is None:
+        parser.error("--adapter needs --out")
+    size = max(given.mib << 20, adapters.HEADER_BYTES)
+    adapters.write(given.out, given.adapter, seed=given.seed, base=given.base, size=size)
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "models" / MODEL_ID)
-    write(parser.parse_args().out)
+    main()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+import ctypes
+import gc
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,17 +17,25 @@ from board_bench import collect
 from fakes import run_loop
 from tokenizers import Tokenizer
 
+from rkserve.adapterfolder import adapters
 from rkserve.board.board import Board, BoardSettings
-from rkserve.board.engine import EngineProcess, EngineSpec, RunCommand
+from rkserve.board.engine import EngineFacts, EngineSpec, OnToken, RunCommand, RunEnded
+from rkserve.board.process import EngineProcess
 from rkserve.board.watchdog import Patience
-from rkserve.messages import GenerateRequest
+from rkserve.messages import AdapterRef, GenerateRequest, Sampling
 from rkserve.modelfolder import open_model_folder
 from rkserve.native.runtime import LoadParams
+from rkserve.native.sim import adapters as sim_adapters
 from rkserve.native.sim.build import ensure_built
 
 FOLDER = open_model_folder(Path(__file__).parents[1] / "models" / "sim-chat")
 TOKENIZER = Tokenizer.from_file(str(FOLDER.path / "tokenizer.json"))
 CONTEXT_LEN = FOLDER.settings.context_length
+EOS_IDS = frozenset(FOLDER.settings.eos_token_ids)
+# Penalties would make the choice depend on more than the context.
+GREEDY = Sampling(temperature=0.0, top_k=1, repeat_penalty=1.0)
+# A machine that is busy with other things is not a library that hangs.
+CALM = Patience(first_token_s=30.0, token_s=30.0, abort_s=30.0)
 
 both_releases = pytest.mark.parametrize("release", ["1.2.3", "1.3.0"])
 
@@ -37,6 +48,113 @@ def chat(*turns: str) -> tuple[int, ...]:
     return tuple(TOKENIZER.encode(f"{text}<|im_start|>assistant\n").ids)
 
 
+def words(text: str) -> tuple[int, ...]:
+    """Return the ids of a text as it stands."""
+    return tuple(TOKENIZER.encode(text).ids)
+
+
+class Tap:
+    """An engine that notes what is asked of it, and can hold back what it says.
+
+    ``hold(count)``: of the next run, the board hears ``count`` tokens of entry 0 and then, until
+    it has asked for a pause or an abort, nothing more. So a test decides exactly which token the
+    board's word comes after, however fast the library is and however busy the machine.
+    """
+
+    def __init__(self, engine: EngineProcess) -> None:
+        self.engine = engine
+        self.facts: EngineFacts = engine.facts
+        self.pid, self.died = engine.pid, engine.died
+        self.commands: list[RunCommand] = []
+        self.ends: list[RunEnded] = []
+        self.called: list[str] = []
+        self.tokens = 0  # of all runs
+        # Told of every token when the board has taken it, and whether its text is still to come.
+        self.heard: Callable[[bool], None] = lambda _: None
+        self._hold: int | None = None
+        self._held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._buffer: list[tuple[int, int, bytes, bool]] | None = None
+        self._flush: Callable[[], None] = lambda: None
+
+    def hold(self, count: int) -> asyncio.Future[None]:
+        """Hold the next run's words back after ``count`` tokens; the future says that it does."""
+        self._hold, self._held = count, asyncio.get_running_loop().create_future()
+        return self._held
+
+    def run(self, command: RunCommand, on_token: OnToken) -> asyncio.Future[RunEnded]:
+        """See ``Engine``."""
+        self.commands.append(command)
+        heard, hold, held = 0, self._hold, self._held
+        self._hold = None
+        outer: asyncio.Future[RunEnded] = asyncio.get_running_loop().create_future()
+
+        def tell(entry: int, token_id: int, data: bytes, waiting: bool) -> None:
+            nonlocal heard
+            if self._buffer is not None:
+                self._buffer.append((entry, token_id, data, waiting))
+                return
+            heard += entry == 0
+            if entry == 0 and heard == hold:
+                self._buffer = []  # before the board hears it: what it asks for then lets go
+                held.set_result(None)
+            on_token(entry, token_id, data, waiting)
+            self.heard(waiting)
+
+        def count(entry: int, token_id: int, data: bytes, waiting: bool) -> None:
+            self.tokens += 1
+            tell(entry, token_id, data, waiting)
+
+        def end() -> None:
+            if self._buffer is None and inner.done() and not outer.done():
+                if inner.exception() is None:
+                    self.ends.append(inner.result())
+                    outer.set_result(inner.result())
+                else:
+                    outer.set_exception(inner.exception() or AssertionError)
+
+        def flush() -> None:
+            buffer, self._buffer = self._buffer, None
+            for said in buffer or ():
+                tell(*said)
+            end()
+
+        self._flush = flush
+        inner = self.engine.run(command, count)
+        inner.add_done_callback(lambda _: end())
+        return outer
+
+    def pause(self, run_id: int) -> None:
+        """See ``Engine``."""
+        self.engine.pause(run_id)
+        self._let_go()
+
+    def abort(self, run_id: int) -> None:
+        """See ``Engine``."""
+        self.engine.abort(run_id)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._buffer is not None:
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def call(self, method: str, **args: Any) -> asyncio.Future[Any]:
+        """See ``Engine``."""
+        self.called.append(method)
+        return self.engine.call(method, **args)
+
+    def silent_s(self) -> float:
+        """See ``Engine``."""
+        return self.engine.silent_s()
+
+    async def stop(self) -> None:
+        """See ``Engine``."""
+        await self.engine.stop()
+
+    async def kill(self) -> bool:
+        """See ``Engine``."""
+        return await self.engine.kill()
+
+
 @dataclass
 class Sim:
     """One simulated board's place on disk, and how its engine is started."""
@@ -44,20 +162,53 @@ class Sim:
     place: Path
     release: str = "1.3.0"
     environ: dict[str, str] = field(default_factory=dict)
+    quirks: Mapping[str, bool] = field(default_factory=dict)
+    sampling: Sampling = field(default_factory=Sampling)
+    taps: list[Tap] = field(default_factory=list)  # one for each engine of ``board``
 
     @property
     def control(self) -> Path:
         return self.place / "control"
 
+    @property
+    def tap(self) -> Tap:
+        """The tap of the newest engine."""
+        return self.taps[-1]
+
     def fault(self, line: str) -> None:
         """Let the library misbehave; it looks at the file's time and size."""
         self.control.write_text(f"fault={line}\ntime_scale=0\n")
 
-    def spec(self) -> EngineSpec:
+    def pace(self, time_scale: float) -> None:
+        """Let the library be that fast from its next token on."""
+        fresh = self.place / "control.new"
+        fresh.write_text(f"time_scale={time_scale:g}\n")
+        fresh.replace(self.control)
+
+    def adapter(self, title: str, seed: int = 1) -> AdapterRef:
+        """Put a LoRA adapter into the model folder of this board's own, ``models``."""
+        place = self.models / "adapters" / title / "1"
+        place.mkdir(parents=True)
+        sim_adapters.write(place / "adapter.rkllm", title, seed=seed)
+        found = {adapter.name: adapter for adapter in adapters(self.models)}
+        return found[title].ref()
+
+    @property
+    def models(self) -> Path:
+        return self.place / FOLDER.id
+
+    def spec(self, n_batch: int = 1) -> EngineSpec:
         return EngineSpec(
             library=str(ensure_built(self.release)),
-            params=LoadParams(str(FOLDER.require_weights()), CONTEXT_LEN, CONTEXT_LEN),
+            params=LoadParams(
+                str(FOLDER.require_weights()),
+                CONTEXT_LEN,
+                CONTEXT_LEN,
+                sampling=self.sampling,
+                n_batch=n_batch,
+            ),
             fence=str(self.place / "npu.fence"),
+            quirks=self.quirks,
             environ={
                 "RKSIM_TIME_SCALE": "0",
                 "RKSIM_LOAD_MS": "0",
@@ -82,10 +233,22 @@ class Sim:
     async def board(self, **changes: Any) -> AsyncIterator[Board]:
         patience = Patience(first_token_s=1.0, token_s=1.0, abort_s=0.3)
         settings = BoardSettings(
-            "b", FOLDER.id, CONTEXT_LEN, frozenset(FOLDER.settings.eos_token_ids), patience=patience
+            "b",
+            FOLDER.id,
+            CONTEXT_LEN,
+            EOS_IDS,
+            patience=patience,
+            sampling=self.sampling,
+            model_dir=self.models,
         )
-        spec = self.spec()
-        board = Board(replace(settings, **changes), lambda: EngineProcess.start("b", spec))
+        settings = replace(settings, **changes)
+        spec = self.spec(settings.n_batch)
+
+        async def start() -> Tap:
+            self.taps.append(Tap(await EngineProcess.start("b", spec)))
+            return self.tap
+
+        board = Board(settings, start)
         await board.start()
         try:
             yield board
@@ -93,22 +256,32 @@ class Sim:
             await board.stop()
 
 
-class Recorder:
-    """Collects the tokens of one run."""
+@dataclass(frozen=True)
+class Belongings:
+    """What a process has: threads, open files, resident memory."""
 
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.data = b""
-        self.first = asyncio.Event()
+    threads: int
+    files: int
+    resident_kb: int
 
-    def __call__(self, token_id: int, data: bytes) -> None:
-        self.ids.append(token_id)
-        self.data += data
-        self.first.set()
+    @classmethod
+    def of(cls, pid: int | None = None) -> Belongings:
+        place = Path(f"/proc/{pid or os.getpid()}")
+        status = dict(
+            line.split(":", 1) for line in (place / "status").read_text().splitlines() if ":" in line
+        )
+        return cls(
+            threads=int(status["Threads"]),
+            files=sum(1 for _ in (place / "fd").iterdir()),
+            resident_kb=int(status["VmRSS"].split()[0]),
+        )
 
 
-def command(ids: tuple[int, ...], run_id: int = 1, **extra: Any) -> RunCommand:
-    return RunCommand(run_id, ids, clear=False, keep_history=True, **extra)
+def released() -> Belongings:
+    """What this process has when it has given back what it does not use."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return Belongings.of()
 
 
 def in_loop(body: Callable[[Sim], Coroutine[Any, Any, None]]) -> Callable[[Sim], None]:

@@ -10,8 +10,10 @@ import functools
 import os
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,14 +35,28 @@ FAST = {"RKSIM_TIME_SCALE": "0", "RKSIM_LOAD_MS": "0", "RKSIM_MEMORY_MB": "1"}
 
 
 @dataclass(frozen=True)
+class Said:
+    """What one callback says of one entry of a batch."""
+
+    token_id: int
+    text: bytes | None
+
+
+@dataclass(frozen=True)
 class Event:
-    """One callback: what the result held, and the size of the KV cache at that moment."""
+    """One callback: what the result held, and the size of the KV cache at that moment.
+
+    Of a batch it speaks of the first entry; ``said`` and ``kvs`` hold all of them. The final states
+    have one result, whatever the batch.
+    """
 
     state: int
     token_id: int
     text: bytes | None
     perf: tuple[float, int, float, int, float]
     kv: int
+    said: tuple[Said, ...] = ()
+    kvs: tuple[int, ...] = ()
 
 
 @dataclass
@@ -61,6 +77,14 @@ class Run:
     @property
     def reply(self) -> str:
         return b"".join(event.text or b"" for event in self.tokens).decode()
+
+    def ids_of(self, entry: int) -> list[int]:
+        """The tokens of one entry of a batch, up to its end."""
+        ids = [event.said[entry].token_id for event in self.tokens]
+        return [token for token in ids if token >= 0]
+
+    def reply_of(self, entry: int) -> str:
+        return b"".join(event.said[entry].text or b"" for event in self.tokens).decode()
 
     @property
     def finish(self) -> Event:
@@ -102,6 +126,7 @@ class Sim:
     def __init__(self, release: str, **param: Any) -> None:
         self.release = release
         self.ffi, self.lib = opened(release)
+        self.n_batch = max(1, param.get("extend_n_batch", 1))
         self.now = Run()
         self.answer: Answer | None = None
         self.last: Any = None
@@ -121,17 +146,26 @@ class Sim:
                 setattr(self.param, name, ffi.NULL if value is None else value)
         handle = ffi.new("LLMHandle *")
         if self.release == "1.3.0":
-            callbacks = ffi.new("RKLLMCallback *", {"result_callback": self._callback})
+            callbacks = ffi.new("RKLLMCallback *", self.callbacks())
             return self.lib.rkllm_init(handle, self.param, callbacks), handle[0]
         return self.lib.rkllm_init(handle, self.param, self._callback), handle[0]
+
+    def callbacks(self) -> dict[str, Any]:
+        """The fields of RKLLMCallback, on 1.3.0."""
+        return {"result_callback": self._callback}
 
     def _on_result(self, result: Any, _userdata: Any, state: int) -> int:
         perf = result.perf
         self.last = result
+        said = tuple(
+            Said(each.token_id, bytes(self.ffi.string(each.text)) if each.text else None)
+            for each in result[0 : self.n_batch if state == NORMAL else 1]
+        )
+        kvs = self.kvs
         event = Event(
             state,
-            result.token_id,
-            bytes(self.ffi.string(result.text)) if result.text else None,
+            said[0].token_id,
+            said[0].text,
             (
                 perf.prefill_time_ms,
                 perf.prefill_tokens,
@@ -139,53 +173,82 @@ class Sim:
                 perf.generate_tokens,
                 perf.memory_usage_mb,
             ),
-            self.kv,
+            kvs[0],
+            said,
+            kvs,
         )
         self.now.events.append(event)
         return self.answer(event, result) if self.answer else 0
 
     @property
+    def kvs(self) -> tuple[int, ...]:
+        sizes = self.ffi.new("int[]", [-1] * self.n_batch)
+        assert self.lib.rkllm_get_kv_cache_size(self.handle, sizes) == 0
+        return tuple(int(size) for size in sizes)
+
+    @property
     def kv(self) -> int:
-        size = self.ffi.new("int[1]", [-1])
-        assert self.lib.rkllm_get_kv_cache_size(self.handle, size) == 0
-        return int(size[0])
+        return self.kvs[0]
 
-    def prepare(
-        self, given: str | list[int], *, role: bytes = b"user", thinking: bool = False, **infer: Any
-    ) -> tuple[Any, Any]:
-        """RKLLMInput and RKLLMInferParam, with everything they point to kept alive on self."""
-        ffi = self.ffi
-        self._role = ffi.new("char[]", role)
-        run_input = ffi.new("RKLLMInput *", {"role": self._role, "enable_thinking": thinking})
+    def fill(self, run_input: Any, given: str | list[int]) -> None:
+        """Put text or token ids into an RKLLMInput, and keep them alive on self."""
         if isinstance(given, str):
-            self._given = ffi.new("char[]", given.encode())
-            run_input.input_type, run_input.prompt_input = PROMPT, self._given
+            kept = self.ffi.new("char[]", given.encode())
+            run_input.input_type, run_input.prompt_input = PROMPT, kept
         else:
-            self._given = ffi.new("int32_t[]", given)
+            kept = self.ffi.new("int32_t[]", given)
             run_input.input_type = TOKEN
-            run_input.token_input.input_ids = self._given
+            run_input.token_input.input_ids = kept
             run_input.token_input.n_tokens = len(given)
-        if "sampling_params" in infer:
-            self._sampling = ffi.new("RKLLMSamplingParam *", infer["sampling_params"])
-            infer["sampling_params"] = self._sampling
-        return run_input, ffi.new("RKLLMInferParam *", infer)
+        self._given.append(kept)
 
-    def run(
+    def prepare_batch(
         self,
-        given: str | list[int],
-        answer: Answer | None = None,
+        given: Sequence[str | list[int]],
         *,
         role: bytes = b"user",
         thinking: bool = False,
         **infer: Any,
+    ) -> tuple[Any, Any]:
+        """RKLLMInputs and RKLLMInferParam, with everything they point to kept alive on self."""
+        ffi = self.ffi
+        self._role = ffi.new("char[]", role)
+        self._given: list[Any] = []
+        inputs = ffi.new("RKLLMInput[]", len(given))
+        for at, each in enumerate(given):
+            inputs[at].role, inputs[at].enable_thinking = self._role, thinking
+            self.fill(inputs[at], each)
+        if "sampling_params" in infer:
+            self._sampling = ffi.new("RKLLMSamplingParam *", infer["sampling_params"])
+            infer["sampling_params"] = self._sampling
+        return inputs, ffi.new("RKLLMInferParam *", infer)
+
+    def prepare(self, given: str | list[int], **how: Any) -> tuple[Any, Any]:
+        """The same for one input."""
+        self._inputs, params = self.prepare_batch([given], **how)
+        return self._inputs + 0, params
+
+    def run_batch(
+        self, given: Sequence[str | list[int]], answer: Answer | None = None, **how: Any
     ) -> Run:
-        run_input, params = self.prepare(given, role=role, thinking=thinking, **infer)
+        """One rkllm_run of exactly these inputs; ``how``: role, thinking, RKLLMInferParam."""
+        inputs, params = self.prepare_batch(given, **how)
         self.now, self.answer = Run(), answer
-        self.now.code = self.lib.rkllm_run(self.handle, run_input, params, self.ffi.NULL)
+        self.now.code = self.lib.rkllm_run(self.handle, inputs, params, self.ffi.NULL)
         return self.now
 
+    def run(self, given: str | list[int], answer: Answer | None = None, **how: Any) -> Run:
+        return self.run_batch([given], answer, **how)
+
     def clear(self, *, keep_system: bool = False, span: tuple[int, int] | None = None) -> int:
-        start, end = (self.ffi.new("int[1]", [at]) for at in span) if span else (self.ffi.NULL,) * 2
+        return self.clear_batch([span] if span else None, keep_system=keep_system)
+
+    def clear_batch(
+        self, spans: Sequence[tuple[int, int]] | None, *, keep_system: bool = False
+    ) -> int:
+        start = end = self.ffi.NULL
+        if spans:
+            start, end = (self.ffi.new("int[]", list(at)) for at in zip(*spans, strict=True))
         return int(self.lib.rkllm_clear_kv_cache(self.handle, int(keep_system), start, end))
 
     def destroy(self) -> int:
@@ -213,6 +276,48 @@ def child(body: str, env: dict[str, str] | None = None) -> tuple[int, str]:
     finally:
         running.kill()
     return running.returncode, printed
+
+
+@functools.cache
+def probe(source: str, release: str, sanitize: str | None = None) -> Path:
+    """A C program of this folder, linked to the simulated runtime and instrumented as it is."""
+    library = build.ensure_built(release, sanitize=sanitize)
+    program = library.with_name(f"{source}-{library.stem}")
+    command = [
+        *build.compiler(),
+        *("-std=gnu11", "-D_GNU_SOURCE", "-g", "-Wall", "-Wextra", "-Werror", "-pthread"),
+        *([f"-fsanitize={sanitize}"] if sanitize else []),
+        f"-DRKSIM_RELEASE={build.RELEASES[release]}",
+        f"-I{build.DECLARATIONS}",
+        *(str(ROOT / "tests" / f"{source}.c"), str(library), f"-Wl,-rpath,{library.parent}"),
+    ]
+    # A rename, as the library's: two test runs at once must not write into each other's program.
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=library.parent) as scratch:
+        fresh = Path(scratch) / program.name
+        subprocess.run([*command, "-o", str(fresh)], check=True)
+        fresh.replace(program)
+    return program
+
+
+def run_probe(program: Path, *arguments: str, time_scale: str = "0") -> tuple[int, str, str]:
+    """Its return code, and what it printed on stdout and on stderr."""
+    done = subprocess.run(
+        [program, MODEL / "model.rkllm", *arguments],
+        env={**os.environ, **FAST, "RKSIM_TIME_SCALE": time_scale},
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def wait_idle(sim: Sim, timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while sim.lib.rkllm_is_running(sim.handle):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 class Aborted:

@@ -137,11 +137,27 @@ def patched(at: int, new: bytes) -> bytes:
             id="n_batch 101",
         ),
         pytest.param(
-            {"extend_n_batch": 2},
+            {"extend_base_domain_id": 16},
             {},
-            "E rkllm: n_batch 2 is not supported by this simulator yet",
-            id="n_batch 2",
+            "E rkllm: The base_domain_id must be between 0 and 15, but got 16",
+            id="domain 16",
         ),
+        pytest.param(
+            {"extend_base_domain_id": -1}, {}, "between 0 and 15, but got -1", id="domain -1"
+        ),
+        pytest.param(
+            {"extend_enabled_cpus_num": 3},
+            {},
+            "E rkllm: enabled_cpus_num[3] does not match enabled_cpus_mask[0xf0]",
+            id="three of four cores",
+        ),
+        pytest.param(
+            {"extend_enabled_cpus_num": 0, "extend_enabled_cpus_mask": 0},
+            {},
+            "enabled_cpus_num[0] does not match enabled_cpus_mask[0x0]",
+            id="no cores",
+        ),
+        pytest.param({}, {"RKSIM_BATCH_GAIN": "huge"}, "but got 'huge'", id="batch gain"),
         pytest.param(
             {"max_context_len": 4097},
             {},
@@ -373,7 +389,7 @@ def test_a_prompt_beyond_the_context_fails_and_costs_nothing(release: str, histo
     held = sim.kv
     run = sim.run([ids_of("word")[0]] * 65, keep_history=history)
     assert (run.code, run.events) == (-1, [])
-    assert sim.kv == (held if history else 0)
+    assert sim.kv == held
     assert sim.run([ids_of("word")[0]] * 64).code == 0
     assert sim.destroy() == 0
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import os
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sim_driver import FAST, MODEL, ROOT, Event, Sim, chat
+from sim_driver import ROOT, Event, Sim, chat, probe, run_probe
 
-from rkserve.native.sim import build, profiles
+from rkserve.native.sim import profiles
 
 pytest_plugins = ["sim_fixtures"]
 pytestmark = pytest.mark.usefixtures("fast_env")
@@ -113,36 +110,6 @@ def test_a_hundred_idle_boards_cost_nothing(release: str) -> None:
         assert board.destroy() == 0
 
 
-@functools.cache
-def probe(release: str, sanitize: str | None) -> Path:
-    library = build.ensure_built(release, sanitize=sanitize)
-    program = library.with_name(f"sim_probe-{library.stem}")
-    command = [
-        *build.compiler(),
-        *("-std=gnu11", "-D_GNU_SOURCE", "-g", "-Wall", "-Wextra", "-Werror", "-pthread"),
-        *([f"-fsanitize={sanitize}"] if sanitize else []),
-        f"-DRKSIM_RELEASE={build.RELEASES[release]}",
-        f"-I{build.DECLARATIONS}",
-        *(str(ROOT / "tests" / "sim_probe.c"), str(library), f"-Wl,-rpath,{library.parent}"),
-        *("-o", str(program)),
-    ]
-    subprocess.run(command, check=True)
-    return program
-
-
-def run_probe(program: Path, *arguments: str, time_scale: str = "0") -> tuple[int, str, str]:
-    done = subprocess.run(
-        [program, MODEL / "model.rkllm", *arguments],
-        env={**os.environ, **FAST, "RKSIM_TIME_SCALE": time_scale},
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=120,
-        check=False,
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
 @pytest.mark.parametrize(
     ("sanitize", "scenario"),
     [
@@ -160,7 +127,9 @@ def test_sanitizers_find_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, _, printed = run_probe(probe(release, sanitize), *scenario, time_scale="0.002")
+    code, _, printed = run_probe(
+        probe("sim_probe", release, sanitize), *scenario, time_scale="0.002"
+    )
     assert code == 0, printed[-4000:]
     assert "Sanitizer" not in printed
 
@@ -168,7 +137,7 @@ def test_sanitizers_find_nothing(
 def test_a_token_costs_less_than_20_us_of_cpu(
     release: str, record_property: Callable[[str, object], None]
 ) -> None:
-    code, printed, _ = run_probe(probe(release, None), "bench", "3500")
+    code, printed, _ = run_probe(probe("sim_probe", release), "bench", "3500")
     assert code == 0
     record_property("cpu_us_per_token", printed.strip())
     assert float(printed) < 20

@@ -21,6 +21,7 @@ from sim_driver import (
     child,
     ids_of,
     start_child,
+    wait_idle,
 )
 
 from rkserve.native.sim import profiles
@@ -255,13 +256,6 @@ def test_abort_and_questions_are_allowed_inside_the_callback(sim: Sim) -> None:
 # --- asynchronous runs
 
 
-def wait_idle(sim: Sim, timeout_s: float = 20) -> None:
-    deadline = time.monotonic() + timeout_s
-    while sim.lib.rkllm_is_running(sim.handle):
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 def test_an_asynchronous_run_calls_back_from_its_own_thread(sim: Sim) -> None:
     threads = set()
 
@@ -304,23 +298,6 @@ def test_bad_multimodal_input_is_silent_when_asynchronous(
     line = "E rkllm: The n_image/n_image_token of multimodal_input is not set"
     assert line in capfd.readouterr().err
     assert sim.lib.rkllm_run(sim.handle, run_input, params, sim.ffi.NULL) == -1
-
-
-@pytest.mark.parametrize(
-    ("field", "what"),
-    [
-        pytest.param({"mode": 1}, "GET_LAST_HIDDEN_LAYER", id="hidden states"),
-        pytest.param({"mode": 2}, "GET_LOGITS", id="logits"),
-    ],
-)
-def test_what_is_not_simulated_yet_says_so(
-    sim: Sim, field: dict[str, Any], what: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run = sim.run(chat("Hi"), **field)
-    assert (run.code, run.events) == (-1, [])
-    printed = capfd.readouterr().err
-    assert what in printed
-    assert "not supported by this simulator yet" in printed
 
 
 # --- destroy and faults

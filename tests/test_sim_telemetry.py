@@ -5,13 +5,24 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rkserve.errors import ConfigError
-from rkserve.native.sim.telemetry import MANIFEST, SOCS, Figures, main, tree, write
+from rkserve.native.sim.telemetry import (
+    MANIFEST,
+    SOCS,
+    Figures,
+    ensure_tree,
+    main,
+    show_load,
+    tree,
+    write,
+)
 
 LOADS = {"RK3588": (48, 50, 9), "RK3576": (0, 100), "RK3562": (37,), "RV1126B": (5,)}
 
@@ -225,3 +236,78 @@ def test_the_module_runs_and_says_what_is_wrong_in_one_line(tmp_path: Path) -> N
     done = run(tmp_path / "root", "RK3562")
     assert (done.returncode, done.stderr) == (0, "")
     assert on_disk(tmp_path / "root") == tree("RK3562", Figures())
+
+
+def test_a_simulated_board_gets_its_tree_whole_and_keeps_it(tmp_path: Path) -> None:
+    root, figures = tmp_path / "state" / "board", Figures(memory_mb=4096)
+    ensure_tree(root, "RK3588", figures)
+    assert on_disk(root) == tree("RK3588", figures)
+    show_load(root, "RK3588", 50)
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
+    ensure_tree(root, "RK3588", figures)
+    assert before == {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
+    assert [path.name for path in root.parent.iterdir()] == ["board"]
+
+
+@pytest.mark.parametrize(
+    ("platform", "figures"),
+    [
+        pytest.param("RK3576", Figures(), id="another SoC"),
+        pytest.param("RK3588", Figures(memory_mb=8192), id="other memory"),
+        pytest.param("RK3588", Figures(dmc=False), id="a folder less"),
+    ],
+)
+def test_a_tree_of_another_board_is_written_over(
+    tmp_path: Path, platform: str, figures: Figures
+) -> None:
+    ensure_tree(tmp_path, "RK3588", Figures())
+    ensure_tree(tmp_path, platform, figures)
+    shown = {name: text for name, text in on_disk(tmp_path).items() if "/dmc/" in name}
+    expected = tree(platform, figures)
+    assert expected.items() <= on_disk(tmp_path).items()
+    assert shown.keys() == {name for name in expected if "/dmc/" in name}
+
+
+def test_a_tree_that_lost_a_file_is_mended(tmp_path: Path) -> None:
+    ensure_tree(tmp_path, "RK3588", Figures())
+    (tmp_path / "proc" / "meminfo").unlink()
+    ensure_tree(tmp_path, "RK3588", Figures())
+    assert on_disk(tmp_path) == tree("RK3588", Figures())
+
+
+def test_a_stranger_s_folder_gets_no_tree(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("x", encoding="utf-8")
+    with pytest.raises(ConfigError, match="something else"):
+        ensure_tree(tmp_path, "RK3588", Figures())
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_boards_that_start_at_once_agree_on_one_tree(tmp_path: Path) -> None:
+    root = tmp_path / "board"
+    with ThreadPoolExecutor(8) as pool:
+        started = [pool.submit(ensure_tree, root, "RK3562", Figures()) for _ in range(8)]
+    assert [one.result() for one in started] == [None] * 8
+    assert on_disk(root) == tree("RK3562", Figures())
+    assert [path.name for path in tmp_path.iterdir()] == ["board"]
+
+
+@pytest.mark.parametrize("platform", SOCS)
+def test_a_load_shows_on_every_core_and_nowhere_else(tmp_path: Path, platform: str) -> None:
+    ensure_tree(tmp_path, platform, Figures(proc_rknpu=True, npu_celsius=61.5))
+    show_load(tmp_path, platform, 50)
+    loads = (50,) * SOCS[platform].cores
+    busy = Figures(load_percent=loads, proc_rknpu=True, npu_celsius=61.5)
+    assert on_disk(tmp_path) == tree(platform, busy)
+
+
+@pytest.mark.parametrize(
+    ("show", "words"),
+    [
+        pytest.param(partial(show_load, percent=101), "not 101", id="too much"),
+        pytest.param(partial(show_load, percent=5), "no tree of a board", id="no tree"),
+    ],
+)
+def test_a_load_that_cannot_be_shown_is_refused(tmp_path: Path, show: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        show(tmp_path, "RK3588")
+    assert not list(tmp_path.iterdir())

@@ -5,17 +5,20 @@ refuses to know who reads them, and to touch a folder that it did not make: the 
 root that is passed in. `python -m rkserve.native.sim.telemetry ROOT --platform RK3588` writes one.
 
 Writing again with other figures replaces file by file, so a reader that runs at the same time sees
-old or new content, never half of it.
+old or new content, never half of it. A simulated board keeps a tree of its own: ``ensure_tree``
+makes it, ``show_load`` lets it follow what the board does.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
 from rkserve.errors import ConfigError
@@ -23,6 +26,7 @@ from rkserve.errors import ConfigError
 # Lists the files of the tree: what is not in it was not written here, and is not removed.
 MANIFEST = ".rkserve-telemetry"
 MHZ = 1_000_000
+LOAD_FILES = ("sys/kernel/debug/rknpu/load", "proc/rknpu/load")
 GOVERNORS = ("rknpu_ondemand", "userspace")
 
 
@@ -109,9 +113,7 @@ def tree(platform: str, figures: Figures) -> dict[str, str]:
     Raises:
         ConfigError: no such platform, or figures that it cannot show; the message says which.
     """
-    soc = SOCS.get(platform.upper())
-    if soc is None:
-        raise ConfigError(f"platform {platform!r} is unknown; there are {', '.join(SOCS)}")
+    soc = _soc(platform)
     _check(soc, figures)
     driver = _driver(soc, figures)
     files = {f"sys/kernel/debug/rknpu/{name}": text for name, text in driver.items()}
@@ -129,6 +131,13 @@ def tree(platform: str, figures: Figures) -> dict[str, str]:
     files["sys/firmware/devicetree/base/compatible"] = compatible
     files["proc/meminfo"] = _meminfo(soc, figures)
     return files
+
+
+def _soc(platform: str) -> Soc:
+    soc = SOCS.get(platform.upper())
+    if soc is None:
+        raise ConfigError(f"platform {platform!r} is unknown; there are {', '.join(SOCS)}")
+    return soc
 
 
 def _check(soc: Soc, figures: Figures) -> None:
@@ -221,12 +230,74 @@ def write(root: Path, platform: str, figures: Figures) -> None:
         before = []
     # All names stand in the manifest before the first file does: an interrupted write can be
     # written over.
-    _put(manifest, "".join(f"{name}\n" for name in sorted({*before, *files})))
+    _put(manifest, _listed({*before, *files}))
     for name, text in files.items():
         _put(root / name, text)
     for name in set(before) - set(files):
         _remove(root, name)
-    _put(manifest, "".join(f"{name}\n" for name in sorted(files)))
+    _put(manifest, _listed(files))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return "".join(f"{name}\n" for name in sorted(names))
+
+
+def ensure_tree(root: Path, platform: str, figures: Figures) -> None:
+    """Give a simulated board its tree: one that shows the same board already is left as it is.
+
+    A new tree appears whole, also when several boards ask for the same one at once. Its load may
+    have moved since; everything else that differs from ``figures`` is written over.
+
+    Raises:
+        ConfigError: the figures are wrong, or ``root`` holds something else.
+    """
+    if (root / MANIFEST).is_file():
+        if not _shows(root, tree(platform, figures)):
+            write(root, platform, figures)
+        return
+    if root.exists():  # an empty folder, or a stranger's, which is refused
+        write(root, platform, figures)
+        return
+    root.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{root.name}.", dir=root.parent) as folder:
+        fresh = Path(folder, "tree")
+        write(fresh, platform, figures)
+        try:
+            fresh.rename(root)
+        except OSError as exc:
+            if exc.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
+                raise
+        else:
+            return
+    ensure_tree(root, platform, figures)  # somebody else was faster; is it the same tree?
+
+
+def _shows(root: Path, files: Mapping[str, str]) -> bool:
+    for name, text in {MANIFEST: _listed(files), **files}.items():
+        if name in LOAD_FILES:
+            continue
+        try:
+            if (root / name).read_text(encoding="utf-8") != text:
+                return False
+        except OSError:
+            return False
+    return True
+
+
+def show_load(root: Path, platform: str, percent: int) -> None:
+    """Let every core of the tree's NPU show this load, and nothing else change.
+
+    Raises:
+        ConfigError: no such platform, no such load, or ``root`` has no NPU to show it.
+    """
+    soc = _soc(platform)
+    figures = Figures(load_percent=(percent,) * soc.cores)
+    _check(soc, figures)
+    shown = [root / name for name in LOAD_FILES if (root / name).is_file()]
+    if not shown:
+        raise ConfigError(f"{root} holds no tree of a board")
+    for path in shown:
+        _put(path, _driver(soc, figures)["load"])
 
 
 def _put(path: Path, text: str) -> None:

@@ -55,6 +55,10 @@ int rkllm_init(LLMHandle *handle, RKLLMParam *param, LLMResultCallback callback)
     struct handle *h = handle_new(param);
     h->on_result = on_result;
     h->on_result_userdata = userdata;
+#if IS_1_3
+    h->hooks = (struct hooks){callback->tokenizer_callback, callback->embed_callback,
+                              callback->tokenizer_userdata, callback->embed_userdata};
+#endif
     bool loaded = handle_load(h, param);
     bool lost = loaded && fault_due(&h->settings, FAULT_INIT_NULL_HANDLE, 0);
     if (!loaded || lost) {
@@ -156,14 +160,19 @@ static bool must_idle(struct handle *h, const char *running, const char *paused)
 /* ---- KV cache ---- */
 
 static int clear_range(struct handle *h, const int *start, const int *end) {
-    if (state_of(h) != STATE_PAUSED) return h->settings.range_clear_fails ? -1 : 0;
-    if (*start < 0 || *end < *start) {
-        log_line("E rkllm: invalid range [%d, %d) of the kv cache", *start, *end);
+    pthread_mutex_lock(&h->lock);
+    bool open_to_it = h->state == STATE_PAUSED && !h->paused_history;
+    pthread_mutex_unlock(&h->lock);
+    if (!open_to_it) return h->settings.range_clear_fails ? -1 : 0;
+    for (int at = 0; at < h->n_slots; at++) {
+        if (start[at] >= 0 && end[at] >= start[at]) continue;
+        log_line("E rkllm: invalid range [%d, %d) of the kv cache", start[at], end[at]);
         return -1;
     }
-    kv_remove(&h->kv, (uint32_t)*start, (uint32_t)*end);
-    responder_forget(&h->responder);
-    atomic_store(&h->kv_size, h->kv.n);
+    for (int at = 0; at < h->n_slots; at++) {
+        kv_remove(&h->slots[at].kv, (uint32_t)start[at], (uint32_t)end[at]);
+        context_changed(&h->slots[at]);
+    }
     return 0;
 }
 
@@ -185,17 +194,20 @@ int rkllm_clear_kv_cache(LLMHandle handle, int keep_system_prompt, int *start_po
     }
     if (start_pos && end_pos) return clear_range(h, start_pos, end_pos);
     if (state_of(h) == STATE_PAUSED) clear_while_paused(h);
-    uint32_t keep = keep_system_prompt ? system_part(&h->model, &h->kv) : 0;
-    kv_remove(&h->kv, keep, h->kv.n);
-    responder_forget(&h->responder);
-    atomic_store(&h->kv_size, h->kv.n);
+    for (int at = 0; at < h->n_slots; at++) {
+        struct slot *slot = &h->slots[at];
+        uint32_t keep = keep_system_prompt ? system_part(&h->model, &slot->kv) : 0;
+        kv_remove(&slot->kv, keep, slot->kv.n);
+        context_changed(slot);
+    }
     return 0;
 }
 
 int rkllm_get_kv_cache_size(LLMHandle handle, int *cache_sizes) {
     struct handle *h = handle_living(handle, "rkllm_get_kv_cache_size");
     if (!h || !cache_sizes) return -1;
-    cache_sizes[0] = (int)atomic_load(&h->kv_size);
+    for (int at = 0; at < h->n_slots; at++)
+        cache_sizes[at] = (int)atomic_load(&h->slots[at].kv_size);
     return 0;
 }
 
@@ -230,31 +242,68 @@ int rkllm_set_function_tools(LLMHandle handle, const char *system_prompt, const 
     return 0;
 }
 
-/* ---- not yet ---- */
+/* ---- adapters, prompt caches, cross attention ---- */
 
-static int not_yet(LLMHandle handle, const char *caller, const char *what) {
-    if (handle_living(handle, caller))
-        log_line("E rkllm: %s not supported by this simulator yet", what);
-    return -1;
+/* Take an idle handle for a call that is no run, but takes as long. */
+static bool take_idle(struct handle *h, const char *running, const char *paused) {
+    pthread_mutex_lock(&h->lock);
+    enum state state = h->state;
+    if (state == STATE_IDLE) h->state = STATE_RUNNING;
+    h->abort_ns = state == STATE_RUNNING ? h->abort_ns : 0;
+    pthread_mutex_unlock(&h->lock);
+    if (state != STATE_IDLE)
+        violation(is_strict(&h->settings), state == STATE_RUNNING ? running : paused);
+    else
+        control_refresh(&h->settings);
+    return state == STATE_IDLE;
+}
+
+static int give_back(struct handle *h, bool ok) {
+    pthread_mutex_lock(&h->lock);
+    h->state = STATE_IDLE;
+    pthread_cond_broadcast(&h->stopped);
+    pthread_mutex_unlock(&h->lock);
+    return ok ? 0 : -1;
 }
 
 int rkllm_load_lora(LLMHandle handle, RKLLMLoraAdapter *lora_adapter) {
-    (void)lora_adapter;
-    return not_yet(handle, "rkllm_load_lora", "lora adapters are");
+    struct handle *h = handle_living(handle, "rkllm_load_lora");
+    if (!h || !take_idle(h, "lora_while_running", "lora_while_paused")) return -1;
+    return give_back(h, lora_load(h, lora_adapter));
+}
+
+/* A report says that this brought the process down; until a new init nothing else is known. */
+static void after_abort(struct handle *h) {
+    if (!h->was_aborted || h->settings.features.cache_after_abort_ok) return;
+    bool crash = h->settings.features.cache_after_abort_crash;
+    violation(is_strict(&h->settings) && !crash, "prompt_cache_after_abort");
+    if (crash) crash_now();
 }
 
 int rkllm_load_prompt_cache(LLMHandle handle, const char *prompt_cache_path) {
-    (void)prompt_cache_path;
-    return not_yet(handle, "rkllm_load_prompt_cache", "prompt caches are");
+    struct handle *h = handle_living(handle, "rkllm_load_prompt_cache");
+    if (!h || !take_idle(h, "cache_while_running", "cache_while_paused")) return -1;
+    after_abort(h);
+    return give_back(h, prompt_cache_load(h, prompt_cache_path));
 }
 
 int rkllm_release_prompt_cache(LLMHandle handle) {
-    return not_yet(handle, "rkllm_release_prompt_cache", "prompt caches are");
+    struct handle *h = handle_living(handle, "rkllm_release_prompt_cache");
+    if (!h || !take_idle(h, "cache_while_running", "cache_while_paused")) return -1;
+    prompt_cache_release(&h->cache);
+    return give_back(h, true);
 }
 
 int rkllm_set_cross_attn_params(LLMHandle handle, RKLLMCrossAttnParam *cross_attn_params) {
-    (void)cross_attn_params;
-    return not_yet(handle, "rkllm_set_cross_attn_params", "cross attention is");
+    struct handle *h = handle_living(handle, "rkllm_set_cross_attn_params");
+    uint64_t digest;
+    if (!h || !take_idle(h, "cross_attn_while_running", "cross_attn_while_paused")) return -1;
+    if (!h->use_cross_attn) log_line("E rkllm: use_cross_attn was not set at init");
+    if (!h->use_cross_attn || !cross_attn_digest(cross_attn_params, &digest))
+        return give_back(h, false);
+    for (int at = 0; at < h->n_slots; at++) kv_reseed(&h->slots[at].kv, digest);
+    for (int at = 0; at < h->n_slots; at++) responder_forget(&h->slots[at].responder);
+    return give_back(h, true);
 }
 
 /* ---- destroy ---- */

@@ -3,6 +3,7 @@
 #include "rksim.h"
 
 #include <errno.h>
+#include <math.h>
 #include <string.h>
 #include <strings.h>
 #include <sys/prctl.h>
@@ -24,6 +25,11 @@ double prefill_ms(const struct profile *p, uint32_t fresh, uint32_t past) {
 double decode_ms(const struct profile *p, uint32_t context) {
     if (p->window && context > p->window) context = p->window;
     return p->d0 + p->k * context;
+}
+
+/* A power of n, so that every doubling of the batch gains the same factor. */
+double batch_gain(double at_four, int n) {
+    return at_four <= 1 || n < 2 ? 1 : pow(n, log(at_four) / log(4));
 }
 
 int64_t now_ns(void) {

@@ -40,12 +40,12 @@ static bool number_from(const char *text, const char *name, double least, double
     return true;
 }
 
-static bool env_number(const char *name, double least, double *out) {
+bool env_number(const char *name, double least, double *out) {
     const char *text = getenv(name);
     return !text || !*text || number_from(text, name, least, out);
 }
 
-static bool env_flag(const char *name, bool *out) {
+bool env_flag(const char *name, bool *out) {
     double value = *out;
     bool ok = env_number(name, 0, &value);
     *out = value != 0;
@@ -55,6 +55,22 @@ static bool env_flag(const char *name, bool *out) {
 static void env_name(const char *name, char *out, size_t room) {
     const char *text = getenv(name);
     snprintf(out, room, "%s", text ? text : "");
+}
+
+/* What a batch gains, by name. Nobody has published a gain, so the default is none. */
+static bool read_batch_gain(double *out) {
+    static const struct {
+        const char *name;
+        double at_four;
+    } GAINS[] = {{"none", 1}, {"modest", 1.6}, {"bound", 3}};
+    const char *text = getenv("RKSIM_BATCH_GAIN");
+    if (!text || !*text) text = GAINS[0].name;
+    for (size_t i = 0; i < sizeof GAINS / sizeof *GAINS; i++) {
+        *out = GAINS[i].at_four;
+        if (strcmp(GAINS[i].name, text) == 0) return true;
+    }
+    log_line("E rkllm-sim: RKSIM_BATCH_GAIN must be none, modest or bound, but got '%s'", text);
+    return false;
 }
 
 static bool read_seed(uint64_t *out) {
@@ -81,7 +97,13 @@ bool settings_read(struct settings *s) {
               env_flag("RKSIM_PAUSED_IS_RUNNING", &s->paused_is_running) &&
               env_flag("RKSIM_RANGE_CLEAR_FAILS", &s->range_clear_fails) &&
               env_flag("RKSIM_DESTROY_FAILS", &s->destroy_fails) &&
-              env_flag("RKSIM_THINK_FINISH", &s->think_finish) && read_seed(&s->seed);
+              env_flag("RKSIM_THINK_FINISH", &s->think_finish) &&
+              env_flag("RKSIM_PAUSE_WITH_HISTORY", &s->pause_with_history) &&
+              env_flag("RKSIM_PAUSE_WITH_BATCH", &s->pause_with_batch) &&
+              env_flag("RKSIM_ASYNC_PAUSE", &s->async_pause) &&
+              env_flag("RKSIM_HIDDEN_EMPTY_FIRST", &s->hidden_empty_first) &&
+              env_flag("RKSIM_HIDDEN_FINISH", &s->hidden_finish) &&
+              read_batch_gain(&s->batch_gain) && read_seed(&s->seed) && features_read(&s->features);
     control_refresh(s);
     return ok;
 }
@@ -188,7 +210,7 @@ void crash_now(void) {
     abort();
 }
 
-void ggml_assert_now(void) {
-    log_line("GGML_ASSERT(backend_res != nullptr) failed");
+void ggml_assert_now(const char *what) {
+    log_line("GGML_ASSERT(%s) failed", what);
     abort();
 }

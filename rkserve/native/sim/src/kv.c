@@ -1,5 +1,5 @@
-/* The KV cache: token ids and, for every length, a hash of all ids up to there. Since hash[k] sums
- * up the whole context, everything the language model decides can hang on it at no cost. */
+/* The KV cache: token ids and, for every length, a hash of all positions up to there. Since hash[k]
+ * sums up the whole context, everything the language model decides can hang on it at no cost. */
 #include "rksim.h"
 
 #include <stdlib.h>
@@ -12,26 +12,34 @@ static uint64_t mix(uint64_t hash, int32_t id) { /* splitmix64 over a running su
     return z ^ (z >> 31);
 }
 
-/* The seed is the place for what changes the model itself, such as an adapter and its scale. */
-void kv_open(struct kv *kv, uint32_t limit, uint64_t seed) {
+void kv_open(struct kv *kv, uint32_t limit) {
+    memset(kv, 0, sizeof *kv);
     kv->ids = must_alloc(limit * sizeof *kv->ids);
+    kv->rows = must_alloc(limit * sizeof *kv->rows);
+    kv->adapters = must_alloc(limit * sizeof *kv->adapters);
     kv->hash = must_alloc((limit + 1) * sizeof *kv->hash);
-    kv->hash[0] = seed;
+    kv->hash[0] = 0;
     kv->limit = limit;
-    kv->n = 0;
 }
 
 void kv_close(struct kv *kv) {
     free(kv->ids);
+    free(kv->rows);
+    free(kv->adapters);
     free(kv->hash);
 }
 
+static void sum_up(struct kv *kv, uint32_t at) {
+    uint64_t beside = kv->rows[at] ^ kv->adapters[at] * 0x9E3779B97F4A7C15u;
+    kv->hash[at + 1] = mix(kv->hash[at] ^ beside, kv->ids[at]);
+}
+
 /* The caller has checked that there is room. */
-void kv_append(struct kv *kv, const int32_t *ids, uint32_t n) {
-    for (uint32_t i = 0; i < n; i++, kv->n++) {
-        kv->ids[kv->n] = ids[i];
-        kv->hash[kv->n + 1] = mix(kv->hash[kv->n], ids[i]);
-    }
+void kv_append(struct kv *kv, int32_t id, uint64_t row) {
+    kv->ids[kv->n] = id;
+    kv->rows[kv->n] = row;
+    kv->adapters[kv->n] = kv->adapter;
+    sum_up(kv, kv->n++);
 }
 
 void kv_remove(struct kv *kv, uint32_t start, uint32_t end) {
@@ -39,6 +47,19 @@ void kv_remove(struct kv *kv, uint32_t start, uint32_t end) {
     if (start >= end) return;
     uint32_t rest = kv->n - end;
     memmove(kv->ids + start, kv->ids + end, rest * sizeof *kv->ids);
-    kv->n = start;
-    kv_append(kv, kv->ids + start, rest); /* in place: only the hashes are new */
+    memmove(kv->rows + start, kv->rows + end, rest * sizeof *kv->rows);
+    memmove(kv->adapters + start, kv->adapters + end, rest * sizeof *kv->adapters);
+    kv->n = start + rest;
+    for (uint32_t at = start; at < kv->n; at++) sum_up(kv, at);
+}
+
+void kv_reseed(struct kv *kv, uint64_t seed) {
+    kv->hash[0] = seed;
+    for (uint32_t at = 0; at < kv->n; at++) sum_up(kv, at);
+}
+
+bool kv_is_mixed(const struct kv *kv, uint32_t n) {
+    for (uint32_t at = 0; at < n; at++)
+        if (kv->adapters[at] != kv->adapter) return true;
+    return false;
 }

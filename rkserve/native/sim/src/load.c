@@ -6,7 +6,10 @@
 #include <string.h>
 #include <strings.h>
 
-enum { DOMAIN_MB = 4096 }; /* NPU address space of one IOMMU domain */
+enum {
+    DOMAIN_MB = 4096, /* NPU address space of one IOMMU domain */
+    DOMAINS = 16      /* RKNPU_MAX_IOMMU_DOMAIN_NUM of the driver */
+};
 
 static pthread_mutex_t handles_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct handle *handles;
@@ -23,16 +26,25 @@ struct handle *handle_living(LLMHandle handle, const char *caller) {
     return found;
 }
 
-static void read_image_tags(const RKLLMParam *param, bool strict) {
 #if !IS_1_3
-    if (strict) { /* NULL crashes here, as it did in two projects on the real thing */
+static char *copied(const char *text) {
+    return text ? strcpy(must_alloc(strlen(text) + 1), text) : NULL;
+}
+#endif
+
+static void read_image_tags(struct handle *h, const RKLLMParam *param) {
+#if !IS_1_3
+    if (is_strict(&h->settings)) { /* NULL crashes here, as it did in two projects on the real thing */
         volatile char first = *param->img_start;
         first = *param->img_end;
         first = *param->img_content;
         (void)first;
     }
+    h->image_start = copied(param->img_start);
+    h->image_end = copied(param->img_end);
+    h->image_content = copied(param->img_content);
 #else
-    (void)param, (void)strict;
+    (void)h, (void)param;
 #endif
 }
 
@@ -42,8 +54,17 @@ static bool param_fits(const RKLLMParam *param) {
         log_line("E rkllm: The n_batch must be between 1 and 100, but got %d", n_batch);
         return false;
     }
-    if (n_batch > 1) {
-        log_line("E rkllm: n_batch %d is not supported by this simulator yet", n_batch);
+    int domain = param->extend_param.base_domain_id;
+    if (domain < 0 || domain >= DOMAINS) {
+        log_line("E rkllm: The base_domain_id must be between 0 and %d, but got %d", DOMAINS - 1,
+                 domain);
+        return false;
+    }
+    int cpus = param->extend_param.enabled_cpus_num;
+    uint32_t mask = param->extend_param.enabled_cpus_mask;
+    if (cpus < 1 || cpus != __builtin_popcount(mask)) {
+        log_line("E rkllm: enabled_cpus_num[%d] does not match enabled_cpus_mask[0x%x]", cpus,
+                 (unsigned)mask);
         return false;
     }
     if (param->max_context_len < 1) {
@@ -102,7 +123,7 @@ static bool join_domain(struct handle *h) {
     double used = model_mb(h);
     pthread_mutex_lock(&handles_lock);
     for (struct handle *other = handles; other; other = other->next)
-        if (other->domain == h->domain) used += model_mb(other);
+        if (other->domain == h->domain) used += model_mb(other) + other->adapters_mb;
     bool fits = used <= DOMAIN_MB;
     if (fits) {
         h->next = handles;
@@ -115,6 +136,19 @@ static bool join_domain(struct handle *h) {
     return false;
 }
 
+bool domain_grow(struct handle *h, double mb) {
+    double used = mb;
+    pthread_mutex_lock(&handles_lock);
+    for (struct handle *other = handles; other; other = other->next)
+        if (other->domain == h->domain) used += model_mb(other) + other->adapters_mb;
+    bool fits = used <= DOMAIN_MB;
+    if (fits) h->adapters_mb += mb;
+    pthread_mutex_unlock(&handles_lock);
+    if (!fits)
+        log_line("E RKNN: failed to malloc npu memory, size: %.0f, flags: 0x2", mb * 1048576);
+    return fits;
+}
+
 static void leave_domain(struct handle *h) {
     pthread_mutex_lock(&handles_lock);
     struct handle **at = &handles;
@@ -123,33 +157,65 @@ static void leave_domain(struct handle *h) {
     pthread_mutex_unlock(&handles_lock);
 }
 
+static void slots_open(struct handle *h, uint32_t context) {
+    for (int at = 0; at < h->n_slots; at++) {
+        struct slot *slot = &h->slots[at];
+        kv_open(&slot->kv, context);
+        responder_forget(&slot->responder);
+        /* Entries draw apart; xorshift must not start at 0. */
+        slot->rng = (h->settings.seed + (uint64_t)at * 0x9E3779B97F4A7C15u) * 2 + 1;
+    }
+}
+
+static void slots_close(struct handle *h) {
+    for (int at = 0; at < h->n_slots; at++) {
+        responder_close(&h->slots[at].responder);
+        kv_close(&h->slots[at].kv);
+        text_free(&h->slots[at].pending);
+        free(h->slots[at].text_buffer);
+    }
+    free(h->slots);
+    free(h->results);
+    free(h->inside);
+    held_drop(h);
+}
+
+void context_changed(struct slot *slot) {
+    responder_forget(&slot->responder);
+    atomic_store(&slot->kv_size, slot->kv.n);
+}
+
 void handle_drop(struct handle *h) {
     leave_domain(h);
-    responder_close(&h->responder);
-    kv_close(&h->kv);
+    slots_close(h);
     model_close(&h->model);
+    prompt_cache_release(&h->cache);
     pthread_cond_destroy(&h->stopped);
     pthread_mutex_destroy(&h->lock);
-    free(h->text_buffer);
     free(h->system_prompt);
     free(h->prompt_prefix);
     free(h->prompt_postfix);
     free(h->tools_system);
     free(h->tools);
     free(h->tools_tag);
+    free(h->image_start);
+    free(h->image_end);
+    free(h->image_content);
     free(h);
 }
 
 struct handle *handle_new(const RKLLMParam *param) {
-    struct handle *h = must_alloc(sizeof *h);
-    memset(h, 0, sizeof *h);
+    struct handle *h = must_zero(sizeof *h);
     pthread_mutex_init(&h->lock, NULL);
     pthread_cond_init(&h->stopped, NULL);
-    responder_forget(&h->responder);
-    h->sampling = (struct sampling){param->top_k, param->top_p, param->temperature};
+    h->n_slots = param->extend_param.n_batch;
+    h->slots = must_zero((size_t)h->n_slots * sizeof *h->slots);
+    h->results = must_zero((size_t)h->n_slots * sizeof *h->results);
+    h->sampling = sampling_of(*param);
     h->max_new_tokens = param->max_new_tokens;
     h->n_keep = param->n_keep;
     h->domain = param->extend_param.base_domain_id;
+    h->use_cross_attn = param->extend_param.use_cross_attn != 0;
     h->skip_special_token = param->skip_special_token;
 #if IS_1_3
     h->ignore_eos_token = param->ignore_eos_token;
@@ -173,7 +239,14 @@ static void log_param(const struct handle *h, const RKLLMParam *param) {
     log_line("I rkllm: Top-P: %.6f", (double)param->top_p);
     log_line("I rkllm: Temperature: %.6f", (double)param->temperature);
     log_line("I rkllm: N Keep: %d", (int)param->n_keep);
+    log_line("I rkllm: Repeat Penalty: %.6f", (double)param->repeat_penalty);
+    log_line("I rkllm: Frequency Penalty: %.6f", (double)param->frequency_penalty);
+    log_line("I rkllm: Presence Penalty: %.6f", (double)param->presence_penalty);
+    log_line("I rkllm: Mirostat: %d, Tau: %.6f, Eta: %.6f", (int)param->mirostat,
+             (double)param->mirostat_tau, (double)param->mirostat_eta);
     log_line("I rkllm: N Batch: %d", param->extend_param.n_batch);
+    log_line("I rkllm: Base Domain ID: %d", (int)param->extend_param.base_domain_id);
+    log_line("I rkllm: Embed Flash: %d", param->extend_param.embed_flash);
     log_line("I rkllm: vocab_size: %u", h->model.header->n_pieces);
     log_line("I rkllm: EOS token%s: %d '<|im_end|>'", IS_1_3 ? "[0]" : "",
              (int)h->model.header->im_end);
@@ -181,16 +254,17 @@ static void log_param(const struct handle *h, const RKLLMParam *param) {
 
 bool handle_load(struct handle *h, const RKLLMParam *param) {
     if (!settings_read(&h->settings)) return false;
-    read_image_tags(param, is_strict(&h->settings));
+    read_image_tags(h, param);
     if (fault_due(&h->settings, FAULT_INIT_SEGV, 0)) crash_now();
     if (fault_due(&h->settings, FAULT_INIT_HANG, 0)) sleep_forever();
     if (fault_due(&h->settings, FAULT_INIT_FAIL, 0) || !param_fits(param)) return false;
-    if (!open_model(h, param->model_path) || !model_fits(h, param) || !join_domain(h)) return false;
+    if (!open_model(h, param->model_path) || !model_fits(h, param) || !hooks_suffice(h) ||
+        !join_domain(h))
+        return false;
     double ms = h->settings.load_ms >= 0 ? h->settings.load_ms : h->model.header->load_ms;
     ms *= time_scale(&h->settings);
     if (ms > 0) sleep_until_ns(now_ns() + (int64_t)(ms * 1e6));
-    kv_open(&h->kv, (uint32_t)param->max_context_len, 0);
-    h->rng = h->settings.seed * 2 + 1; /* xorshift must not start at 0 */
+    slots_open(h, (uint32_t)param->max_context_len);
     log_param(h, param);
     return true;
 }

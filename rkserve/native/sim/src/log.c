@@ -5,6 +5,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 static atomic_uint violations;
@@ -46,3 +47,5 @@ void *must_grow(void *old, size_t bytes) {
 }
 
 void *must_alloc(size_t bytes) { return must_grow(NULL, bytes); }
+
+void *must_zero(size_t bytes) { return memset(must_alloc(bytes), 0, bytes); }

@@ -123,6 +123,7 @@ const char *model_open(struct model *model, const char *path) {
 }
 
 void model_close(struct model *model) {
+    lora_free(model->loras);
     free(model->lookup);
     if (model->map) munmap((void *)(uintptr_t)model->map, model->map_bytes);
     memset(model, 0, sizeof *model);

@@ -22,13 +22,14 @@ static void render_system(const struct handle *h, struct text *out) {
     text_say(out, "<|im_end|>\n");
 }
 
-static void render_default(const struct handle *h, const RKLLMInput *input, struct text *out) {
+static void render_default(const struct handle *h, const struct kv *past, const RKLLMInput *input,
+                           struct text *out) {
     const char *prompt = input->prompt_input;
-    if (h->kv.n == 0) {
+    if (past->n == 0) {
         render_system(h, out);
-    } else if (h->kv.ids[h->kv.n - 1] != h->model.newline) {
+    } else if (past->ids[past->n - 1] != h->model.newline) {
         /* The last reply is in the context without its EOS: close that turn first. */
-        text_say(out, is_eos(&h->model, h->kv.ids[h->kv.n - 1]) ? "\n" : "<|im_end|>\n");
+        text_say(out, is_eos(&h->model, past->ids[past->n - 1]) ? "\n" : "<|im_end|>\n");
     }
     if (input->role && strcmp(input->role, "tool") == 0) {
         const char *tag = h->tools_tag && *h->tools_tag ? h->tools_tag : "tool_response";
@@ -40,15 +41,15 @@ static void render_default(const struct handle *h, const RKLLMInput *input, stru
     text_say(out, "<|im_start|>assistant\n");
 }
 
-void prompt_render(const struct handle *h, const RKLLMInput *input, bool resumed,
-                   struct text *out) {
+void prompt_render(const struct handle *h, const struct kv *past, const RKLLMInput *input,
+                   bool resumed, struct text *out) {
     if (resumed && !h->settings.resume_with_template) {
         text_say(out, "%s", input->prompt_input);
     } else if (h->prompt_prefix) {
-        text_say(out, "%s%s%s%s", h->kv.n == 0 ? h->system_prompt : "", h->prompt_prefix,
+        text_say(out, "%s%s%s%s", past->n == 0 ? h->system_prompt : "", h->prompt_prefix,
                  input->prompt_input, h->prompt_postfix);
     } else {
-        render_default(h, input, out);
+        render_default(h, past, input, out);
     }
 }
 

@@ -139,7 +139,7 @@ static void read_id(struct responder *r, const struct model *model, const struct
 static uint32_t start_raw(struct responder *r, const struct model *model, const struct kv *kv) {
     struct text text = {0};
     detokenize(model, kv->ids, kv->n, &text);
-    size_t end = raw_request_end(text.at ? text.at : "", text.n);
+    size_t end = kv_is_mixed(kv, kv->n) ? 0 : raw_request_end(text.at ? text.at : "", text.n);
     uint32_t at = 0;
     lose_thread(r, kv, 0);
     if (end > 0 && text.at[end - 1] != '\n') {

@@ -1,8 +1,9 @@
 /* The simulated RKLLM runtime: what its files share.
  *
- * Read in this order: api.c (the 15 symbols), load.c (init), engine.c (one run), responder.c and
- * rules.c (the language model); then model.c, tokens.c, kv.c, clock.c, control.c, prompt.c, tools.c
- * and log.c as needed.
+ * Read in this order: api.c (the 15 symbols), load.c (init), engine.c (one run) with input.c,
+ * sampling.c, callback.c, inside.c and held.c, responder.c and rules.c (the language model); then
+ * model.c, tokens.c, kv.c, clock.c, control.c, prompt.c, tools.c and log.c as needed. What a run
+ * can be given besides text and ids is in addons.h.
  * The vendor's declarations come from the same files that the binding gives to cffi, so the two
  * cannot drift apart. RKSIM_RELEASE (10203 or 10300) chooses the release at compile time.
  */
@@ -39,6 +40,7 @@ void log_line(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void violation(bool strict, const char *name);
 unsigned violation_count(void);
 void *must_alloc(size_t bytes);
+void *must_zero(size_t bytes); /* all of it 0 */
 void *must_grow(void *old, size_t bytes);
 
 /* ---- tokens.c: growable texts and token lists, and text -> token ids ---- */
@@ -58,6 +60,7 @@ void ids_add(struct ids *ids, const int32_t *more, uint32_t n);
 void ids_free(struct ids *ids);
 
 struct model;
+struct lora;
 /* with_markers: "<|im_start|>" and its kin in the text become their own ids. */
 void tokenize(const struct model *model, const char *bytes, size_t n, bool with_markers,
               struct ids *out);
@@ -99,6 +102,7 @@ struct model {
     uint32_t lookup_mask;
     int32_t byte_id[256];
     int32_t newline;
+    struct lora *loras; /* adapters, latest first; none of them is active by itself */
 };
 /* NULL, or why the file is refused. */
 const char *model_open(struct model *model, const char *path);
@@ -116,13 +120,20 @@ static inline bool is_eos(const struct model *model, int32_t id) {
 
 struct kv {
     int32_t *ids;
-    uint64_t *hash; /* hash[k]: of the first k ids, so it is the context's identity at k */
+    uint64_t *rows;     /* what an id does not say: see enum row; mostly 0 */
+    uint64_t *adapters; /* with which adapter the position was computed; 0: the base model */
+    uint64_t *hash;     /* hash[k]: of the first k positions, so it is the context's identity */
     uint32_t n, limit;
+    uint64_t adapter; /* with which one the next position is computed */
 };
-void kv_open(struct kv *kv, uint32_t limit, uint64_t seed);
+void kv_open(struct kv *kv, uint32_t limit);
 void kv_close(struct kv *kv);
-void kv_append(struct kv *kv, const int32_t *ids, uint32_t n);
+void kv_append(struct kv *kv, int32_t id, uint64_t row);
 void kv_remove(struct kv *kv, uint32_t start, uint32_t end); /* half-open */
+/* What changes the model itself, and with it all that follows from any context. */
+void kv_reseed(struct kv *kv, uint64_t seed);
+/* Whether some of the first n positions were computed with another adapter than the next is. */
+bool kv_is_mixed(const struct kv *kv, uint32_t n);
 static inline uint64_t kv_hash(const struct kv *kv, uint32_t at) { return kv->hash[at]; }
 
 /* ---- responder.c and rules.c: the language model ---- */
@@ -181,11 +192,15 @@ struct profile {
 const struct profile *profile_find(const char *name);
 double prefill_ms(const struct profile *profile, uint32_t fresh, uint32_t past);
 double decode_ms(const struct profile *profile, uint32_t context);
+/* How many times as much a step of n entries does as one of a single entry in the same time. */
+double batch_gain(double at_four, int n);
 int64_t now_ns(void);
 void sleep_until_ns(int64_t deadline);
 void sleep_forever(void) __attribute__((noreturn));
 long timer_slack_tighten(void);
 void timer_slack_restore(long before);
+
+#include "addons.h"
 
 /* ---- control.c: environment, control file, faults ---- */
 
@@ -210,25 +225,61 @@ struct settings { /* read once, at init */
     double time_scale, load_ms, memory_mb, async_read_ms;
     bool strict, resume_with_template, paused_is_running, range_clear_fails, destroy_fails;
     bool think_finish;
+    bool pause_with_history, pause_with_batch, async_pause, hidden_empty_first, hidden_finish;
+    double batch_gain; /* of four entries */
     uint64_t seed;
+    struct features features;
     struct control control;
 };
 bool settings_read(struct settings *settings);
+/* One variable of the environment; false, and a log line, if it is no such thing. */
+bool env_number(const char *name, double least, double *out);
+bool env_flag(const char *name, bool *out);
 void control_refresh(struct settings *settings);
 /* True if this fault is due now; it is then used up, in every process, unless sticky. */
 bool fault_due(struct settings *settings, enum fault_kind kind, unsigned long token);
 void crash_now(void);
-void ggml_assert_now(void);
+void ggml_assert_now(const char *what);
 static inline double time_scale(const struct settings *s) { return s->control.time_scale; }
 static inline bool is_strict(const struct settings *s) { return s->control.strict; }
 
 /* ---- the handle ---- */
 
-struct sampling {
+struct sampling { /* as RKLLMSamplingParam of 1.3.0 */
     int32_t top_k;
-    float top_p, temperature;
+    float top_p, temperature, repeat_penalty, frequency_penalty, presence_penalty;
+    int32_t mirostat;
+    float mirostat_tau, mirostat_eta;
 };
+/* RKLLMParam has the same fields, and so has RKLLMSamplingParam. */
+#define sampling_of(from)                                                                        \
+    ((struct sampling){(from).top_k, (from).top_p, (from).temperature, (from).repeat_penalty,    \
+                       (from).frequency_penalty, (from).presence_penalty, (from).mirostat,       \
+                       (from).mirostat_tau, (from).mirostat_eta})
+#define SIM_EMBED_DIM 64 /* floats of a hidden state, and of a token's embedding */
 enum state { STATE_IDLE, STATE_RUNNING, STATE_PAUSED };
+struct slot { /* one entry of a batch: its context, and who speaks in it */
+    struct kv kv;
+    atomic_uint kv_size; /* kv.n, for other threads */
+    struct responder responder;
+    uint64_t rng;
+    char *text_buffer;
+    size_t text_room;
+
+    bool live, thinking; /* from here on: of this run */
+    double surprise_limit; /* mirostat's mu, in bits */
+    uint32_t fresh, generated;
+    int32_t id; /* the token that is being delivered */
+    bool eos;
+    struct text pending; /* bytes of a character that is not complete yet */
+};
+struct held { /* what a suspended asynchronous run refers to: the caller's, and as it was */
+    const RKLLMInput *inputs;
+    const RKLLMInferParam *infer;
+    RKLLMInput *inputs_then;
+    RKLLMInferParam infer_then;
+    uint64_t sum; /* of all that the inputs pointed to */
+};
 struct handle {
     struct handle *next; /* list of the living, so that a stale pointer is refused */
     struct settings settings;
@@ -242,22 +293,29 @@ struct handle {
     bool skip_special_token, ignore_eos_token;
     char *system_prompt, *prompt_prefix, *prompt_postfix; /* set_chat_template, else NULL */
     char *tools_system, *tools, *tools_tag;               /* set_function_tools, else NULL */
+    char *image_start, *image_end, *image_content;        /* 1.2.x has them from init */
+    bool use_cross_attn;
+    double adapters_mb; /* guarded like the list of the living */
+    struct hooks hooks;
 
-    pthread_mutex_t lock; /* guards state, corrupt, abort_ns, runner */
+    pthread_mutex_t lock; /* guards state, corrupt, paused_history, abort_ns, runner */
     pthread_cond_t stopped;
     enum state state;
     bool corrupt; /* cleared while paused: the next run falls over, as the real one is thought to */
+    bool paused_history; /* paused in a run with keep_history */
     bool has_runner;
     pthread_t runner;
     int64_t abort_ns; /* when abort was asked for; 0: not */
-    atomic_uint kv_size;
 
-    struct kv kv; /* from here on: the running thread's own */
-    struct responder responder;
-    uint64_t rng;
-    char *text_buffer;
-    size_t text_room;
-    RKLLMResult result;
+    /* From here on: the running thread's own, but for kv_size of a slot. */
+    struct prompt_cache cache;
+    bool was_aborted; /* some run, ever */
+    int n_slots; /* n_batch: every run takes so many inputs and delivers so many results */
+    struct slot *slots;
+    RKLLMResult *results; /* one for each slot */
+    struct held held;
+    float *inside;        /* hidden states or logits */
+    size_t inside_room;   /* floats */
 };
 /* ---- load.c: from rkllm_init to rkllm_destroy ---- */
 
@@ -267,18 +325,77 @@ void handle_drop(struct handle *handle);
 /* The handle, if it is alive; else NULL, and a log line that names the caller. */
 struct handle *handle_living(LLMHandle handle, const char *caller);
 
+/* So much more memory of the handle's domain; false if it is full. */
+bool domain_grow(struct handle *handle, double mb);
+
+/* A slot's context is no longer what it was a moment ago. */
+void context_changed(struct slot *slot);
+
 /* ---- engine.c: running it ---- */
 
+struct job { /* one run */
+    struct handle *h;
+    const RKLLMInput *inputs; /* as many as the handle has slots */
+    const RKLLMInferParam *infer;
+    void *userdata;
+    RKLLMInferMode mode;
+    bool async, history, resumed, aborted;
+    uint64_t adapter;
+    char *save_path; /* where the KV cache goes when the run ends; NULL: nowhere */
+    int n_live;
+    uint32_t steps; /* tokens delivered to the slot that has most */
+    int64_t budget; /* tokens of a slot; 0: until the context is full */
+    struct sampling sampling;
+    int64_t started, first_token, last_return; /* ns */
+    int64_t abort_ignored_until;
+};
 /* Take the handle for a run; false if it already has one. */
 bool engine_begin(struct handle *handle, bool *resumed);
 /* The run itself, on the calling thread. Returns what rkllm_run returns. */
-int engine_run(struct handle *handle, const RKLLMInput *input, const RKLLMInferParam *infer,
+int engine_run(struct handle *handle, const RKLLMInput *inputs, const RKLLMInferParam *infer,
                void *userdata, bool async, bool resumed);
+
+/* ---- input.c: what a run is given, checked and as token ids ---- */
+
+bool input_accepts(const struct handle *handle, const RKLLMInput *inputs,
+                   const RKLLMInferParam *infer);
+/* The ids that join the context `past`; false, and a log line, if there are none. */
+bool input_take(const struct handle *handle, const RKLLMInput *input, const struct kv *past,
+                bool resumed, struct fresh *out);
+
+/* ---- held.c: what a suspended asynchronous run still refers to ---- */
+
+void held_take(struct handle *handle, const RKLLMInput *inputs, const RKLLMInferParam *infer);
+/* At a resume with these: is what was taken still there? */
+void held_check(struct handle *handle, const RKLLMInput *inputs, const RKLLMInferParam *infer);
+void held_drop(struct handle *handle);
+
+/* ---- sampling.c: which of the candidates ---- */
+
+/* Draws from the slot's generator; penalties look at its context. */
+int32_t sample(const struct sampling *how, struct slot *slot, const struct candidates *candidates);
+
+/* ---- inside.c: hidden states and logits ---- */
+
+/* Whether this runtime looks inside for this run; also true if it is not asked to. */
+bool inside_accepts(const struct handle *handle, const RKLLMInput *inputs,
+                    const RKLLMInferParam *infer, bool resumed);
+/* Fill in the rows of what this run added to the context; they lie in handle->inside. */
+void inside_show(struct handle *handle, RKLLMInferMode mode, RKLLMResult *result);
+
+/* ---- callback.c: what the caller hears ---- */
+
+/* Deliver one token of each live slot. True: the caller wants a pause, and gets it. */
+bool report_tokens(struct job *job);
+/* Deliver hidden states or logits. */
+void report_inside(struct job *job);
+void report_finish(struct job *job);
+void report_error(struct job *job);
 
 /* ---- prompt.c: PROMPT input -> text with the chat template ---- */
 
 uint32_t system_part(const struct model *model, const struct kv *kv);
-void prompt_render(const struct handle *handle, const RKLLMInput *input, bool resumed,
-                   struct text *out);
+void prompt_render(const struct handle *handle, const struct kv *past, const RKLLMInput *input,
+                   bool resumed, struct text *out);
 
 #endif

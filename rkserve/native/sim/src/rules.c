@@ -15,6 +15,9 @@ struct question { /* what a rule may look at */
     const char *user, *first_user, *system; /* NUL-terminated; "" if there is none */
     uint64_t hash;
     bool line; /* raw text, not a chat */
+    const char *adapter; /* who speaks through the model; "": nobody */
+    const struct kv *kv; /* a chat's context, up to `end` */
+    uint32_t end;
 };
 
 void reply_clear(struct reply *reply) {
@@ -69,6 +72,15 @@ static void quote(const char *user, struct text *out) {
     }
     while (out->n && strchr(" .,;:!?", out->at[out->n - 1])) out->n--;
     out->at[out->n] = '\0';
+}
+
+/* ---- a context that is no good ---- */
+
+/* Keys and values of another adapter: the numbers are wrong, so the answer is beside the point. */
+static bool ramble(const struct question *q, struct reply *reply) {
+    if (!kv_is_mixed(q->kv, q->end)) return false;
+    reply->sentences = 2 + (uint32_t)(q->hash >> 16) % 4;
+    return true;
 }
 
 /* ---- exact answers ---- */
@@ -162,8 +174,10 @@ static bool who_are_you(const struct question *q, struct reply *reply) {
         trim(&name, &n);
     }
     struct text text = {0};
-    if (n) text_say(&text, "I am %.*s.", (int)n, name);
-    else text_say(&text, "I am %s.", q->model->header->model_id);
+    if (n) text_say(&text, "I am %.*s", (int)n, name);
+    else text_say(&text, "I am %s", q->model->header->model_id);
+    if (*q->adapter) text_say(&text, ", speaking through %s", q->adapter);
+    text_say(&text, ".");
     say(reply, q->model, text.at, text.n);
     text_free(&text);
     return true;
@@ -200,6 +214,19 @@ static bool report_tool(const struct question *q, struct reply *reply) {
     return true;
 }
 
+/* ---- pictures ---- */
+
+static bool say_what_is_seen(const struct question *q, struct reply *reply) {
+    bool mentioned = find(q->user, "picture") || find(q->user, "image") || find(q->user, "video");
+    struct text text = {0};
+    describe_media(q->model, q->kv, q->end, mentioned, &text);
+    bool seen = text.n > 0;
+    if (seen) say(reply, q->model, text.at, text.n);
+    text_free(&text);
+    if (seen) reply->sentences = 1 + (uint32_t)(q->hash >> 16) % 3;
+    return seen;
+}
+
 /* ---- everything else ---- */
 
 static void open_with(const struct question *q, struct reply *reply, const char *kind) {
@@ -214,6 +241,7 @@ static void open_with(const struct question *q, struct reply *reply, const char 
         size_t before = gap ? (size_t)(gap - opener) : strlen(opener);
         text_add(&text, opener, before);
         if (gap) text_say(&text, "%s%s", words.n ? words.at : "nothing", gap + 2);
+        if (*q->adapter) text_say(&text, " This is %s speaking.", q->adapter);
         tokenize(q->model, text.at, text.n, false, &reply->openers[i]);
         text_free(&text);
         if (reply->openers[i].n == 0) break;
@@ -239,8 +267,9 @@ static bool talk(const struct question *q, struct reply *reply) {
 }
 
 static bool (*const CHAT_RULES[])(const struct question *, struct reply *) = {
-    report_tool,     repeat_after_me, count_to,       write_tokens, greet_the_world, call_tool,
-    answer_in_json, what_did_i_say,  who_are_you,  talk};
+    ramble,          report_tool,   repeat_after_me,  count_to,       write_tokens,
+    greet_the_world, call_tool,     answer_in_json,   what_did_i_say, who_are_you,
+    say_what_is_seen, talk};
 static bool (*const LINE_RULES[])(const struct question *, struct reply *) = {
     repeat_after_me, count_to, write_tokens};
 
@@ -314,6 +343,9 @@ void reply_to_chat(struct reply *reply, const struct model *model, const struct 
         .first_user = turns.first_user.at ? turns.first_user.at : "",
         .system = turns.system.at ? turns.system.at : "",
         .hash = kv_hash(kv, header_end),
+        .adapter = lora_title(model, kv->adapter),
+        .kv = kv,
+        .end = header_end,
     };
     reply_clear(reply);
     if (think) think_first(&q, reply);
@@ -344,7 +376,7 @@ void reply_to_line(struct reply *reply, const struct model *model, const char *l
                    uint64_t hash) {
     const char *last = strrchr(line, '\n');
     struct question q = {.model = model, .user = last ? last + 1 : line, .first_user = "",
-                         .system = "", .hash = hash, .line = true};
+                         .system = "", .hash = hash, .line = true, .adapter = ""};
     reply_clear(reply);
     for (size_t i = 0; i < sizeof LINE_RULES / sizeof *LINE_RULES; i++)
         if (LINE_RULES[i](&q, reply)) break;
