@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit check format bench docs lock sim clean
+.PHONY: help demo test unit check format bench docs lock sim sanitize clean
 
 help:
 	@echo "make demo    three simulated boards behind an OpenAI endpoint, until Ctrl-C"
@@ -16,6 +16,7 @@ help:
 	@echo "make unit    tests that need no Ray"
 	@echo "make check   ruff, mypy and generated docs"
 	@echo "make format  reformat the code"
+	@echo "make sanitize  the binding's and the simulator's tests under ASan and UBSan"
 	@echo "make bench   measure, and write docs/benchmarks.md"
 	@echo "make docs    write the generated pages of docs/"
 	@echo "make lock    resolve the dependencies anew"
@@ -42,6 +43,9 @@ format: $(READY)
 
 bench: $(READY) sim
 	$(BIN)/python -m rkserve.bench
+
+sanitize: $(READY)
+	$(BIN)/python scripts/sanitize.py
 
 docs: $(READY)
 	$(BIN)/python scripts/make_docs.py

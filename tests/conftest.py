@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 
 import pytest
 from local_cluster import App, LocalCluster, running_cluster
@@ -19,6 +20,7 @@ BOARD_OPTIONS = {
 }
 NO_BOARD = f"needs a real board; run with --board and {' and '.join(BOARD_OPTIONS)}"
 NOTES: pytest.StashKey[list[str]] = pytest.StashKey()
+FIGURES: pytest.StashKey[list[str]] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,6 +30,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for option, variable in BOARD_OPTIONS.items():
         text = f"path of {what[option]} for --board (or ${variable})"
         group.addoption(option, metavar="PATH", default=os.environ.get(variable), help=text)
+    group = parser.getgroup("interruptions")
+    for option, default, text in (
+        ("--cycles", 40, "random pauses for each n_batch"),
+        ("--machine-seed", random.SystemRandom().randrange(2**32), "what the random ones begin at"),
+        ("--soak-seconds", 8, "how long 16 clients disturb one board"),
+        ("--latency-pauses", 4, "pauses of each kind whose latency is measured"),
+    ):
+        group.addoption(option, type=int, default=default, help=f"{text} (%(default)s)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -47,19 +57,26 @@ def board_notes(pytestconfig: pytest.Config) -> list[str]:
     return pytestconfig.stash.setdefault(NOTES, [])
 
 
+@pytest.fixture(scope="session")
+def figures(pytestconfig: pytest.Config) -> Callable[[str], None]:
+    """Keep a sentence about what was measured; printed at the end."""
+    return pytestconfig.stash.setdefault(FIGURES, []).append
+
+
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    notes = config.stash.get(NOTES, [])
-    if notes:
-        terminalreporter.section("what the board showed")
-    for line in notes:
-        terminalreporter.write_line(line)
+    for key, title in ((NOTES, "what the board showed"), (FIGURES, "what was measured")):
+        lines = config.stash.get(key, [])
+        if lines:
+            terminalreporter.section(title)
+        for line in lines:
+            terminalreporter.write_line(line)
 
 
-def pytest_report_header() -> list[str]:
-    """Name the libraries under test, as detected and not as configured."""
-    lines = []
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Name the libraries under test, as detected and not as configured, and the random seed."""
+    lines = [f"interruptions: --machine-seed={config.getoption('--machine-seed')}"]
     for release in RELEASES:
         try:
             path = ensure_built(release)

@@ -9,19 +9,18 @@ from __future__ import annotations
 import gc
 import resource
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import rkllm_fake
-from rkllm_fake import CALL, ERROR, NORMAL, WAIT_ABORT, WAIT_GO, WAITING, Fake, Step, token
+from binding_driver import IDS, UNTIL_ABORT, UNTIL_GO, WAIT_S, Catch, running, until
+from rkllm_fake import CALL, ERROR, NORMAL, WAITING, Fake, Step, token
 
 from rkserve.errors import CallFailed, LoadFailed, Misuse, NativeError
 from rkserve.messages import Sampling
-from rkserve.native.binding import Binding, file_limit, open_runtime
+from rkserve.native.binding import Binding, open_runtime
+from rkserve.native.handle import file_limit
 from rkserve.native.quirks import quirks_for
 from rkserve.native.runtime import (
     LoadParams,
@@ -31,104 +30,21 @@ from rkserve.native.runtime import (
     RunEnd,
     RunOutcome,
     RunParams,
-    Sink,
     TokenInput,
     Verdict,
 )
+from rkserve.native.runtime import Step as RunStep
 from rkserve.native.states import HandleState
 
-WAIT_S = 10.0
-RELEASES = ("1.2.3", "1.3.0")
-IDS = RunParams(TokenInput((11, 12, 13)))
-UNTIL_ABORT: Step = (WAIT_ABORT, 0, 0, None)
-UNTIL_GO: Step = (WAIT_GO, 0, 0, None)
+pytest_plugins = ["binding_fixtures"]
 
 
 class Sunk(Exception):
     """What a broken sink raises."""
 
 
-@pytest.fixture(scope="session")
-def fakes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("fakes")
-    flags = {"1.2.3": [], "1.3.0": ["-DFAKE_ABI_13"]}
-    return {
-        release: rkllm_fake.build(
-            folder / f"fake-{release}.so", rkllm_fake.version(release), *flags[release]
-        )
-        for release in RELEASES
-    }
-
-
-@pytest.fixture(params=RELEASES)
-def release(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def fake(fakes: dict[str, Path], release: str) -> Iterator[Fake]:
-    fake = Fake(fakes[release])
-    yield fake
-    seen = fake.seen
-    assert seen.timeouts == 0, "the library waited for something that never came"
-    assert seen.overlaps == 0, "two calls were inside the library at once"
-    assert seen.idle_aborts == 0, "an abort hit an idle handle"
-    assert seen.destroyed_running == 0, "the handle was destroyed under a run"
-    assert set(fake.replies()) <= {0, 1}, "the callback may only say 0 or 1"
-
-
-@pytest.fixture
-def load(tmp_path: Path) -> LoadParams:
-    model = tmp_path / "model.rkllm"
-    model.write_bytes(b"weights")
-    return LoadParams(str(model), max_context_len=2048, max_new_tokens=256)
-
-
-@pytest.fixture
-def handle(fake: Fake, load: LoadParams) -> Iterator[Binding]:
-    binding = open_runtime(fake.path)
-    binding.load(load)
-    yield binding
-    if binding.state in (HandleState.IDLE, HandleState.PAUSED):
-        fake.script.other_return = 0
-        binding.destroy()
-
-
-class Catch:
-    """A sink that keeps the pieces and says PAUSE on the tokens that it is told."""
-
-    def __init__(self, *pause_on: int) -> None:
-        self.pieces: list[Piece] = []
-        self.pause_on = pause_on
-        self.first = threading.Event()
-
-    def __call__(self, piece: Piece) -> Verdict:
-        self.pieces.append(piece)
-        self.first.set()
-        return Verdict.PAUSE if piece.token_id in self.pause_on else Verdict.CONTINUE
-
-    @property
-    def ids(self) -> list[int]:
-        return [piece.token_id for piece in self.pieces]
-
-
-@contextmanager
-def running(handle: Binding, sink: Sink, params: RunParams = IDS) -> Iterator[Future[RunOutcome]]:
-    """A run on a thread of its own; it must have ended when the block is left."""
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(handle.run, params, sink)
-        yield future
-        future.exception(timeout=WAIT_S)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Give other threads time until ``condition`` holds."""
-    pause = threading.Event()
-    for _ in range(int(WAIT_S / 0.001)):
-        if condition():
-            return
-        pause.wait(0.001)
-    pytest.fail("it never came to that")
+def ids_of(step: RunStep) -> list[int]:
+    return [piece.token_id for piece in step if piece is not None]
 
 
 # -- tokens ---------------------------------------------------------------------------------------
@@ -148,7 +64,7 @@ def test_a_run_delivers_every_token_and_the_figures(
     assert catch.pieces == [
         Piece(1, b"He"),
         Piece(2, b"\xe4\xbd"),
-        Piece(3, b""),
+        Piece(3, b"", waiting=True),
         Piece(4, b""),
         Piece(5, b""),
         Piece(6, "你".encode()),
@@ -171,9 +87,9 @@ def test_m3_a_sink_that_raises_ends_the_run_and_is_heard_after_it(
     fake.steps(token(1), token(2), UNTIL_ABORT, token(3))
     seen: list[int] = []
 
-    def sink(piece: Piece) -> Verdict:
-        seen.append(piece.token_id)
-        if piece.token_id == 2:
+    def sink(step: RunStep) -> Verdict:
+        seen.append(ids_of(step)[0])
+        if ids_of(step) == [2]:
             raise Sunk
         return Verdict.CONTINUE
 
@@ -189,7 +105,7 @@ def test_m3_a_sink_that_raises_ends_the_run_and_is_heard_after_it(
 def test_m3_not_even_an_interrupt_unwinds_through_c(
     fake: Fake, handle: Binding, escape: type[BaseException]
 ) -> None:
-    def sink(_: Piece) -> Verdict:
+    def sink(_: RunStep) -> Verdict:
         raise escape
 
     fake.steps(token(1), UNTIL_ABORT)
@@ -237,7 +153,7 @@ def test_a_waiting_token_is_delivered_where_its_id_is_trusted(
 
 
 def test_m2_init_starts_from_the_librarys_defaults(
-    fake: Fake, load: LoadParams, release: str
+    fake: Fake, load: LoadParams, fake_release: str
 ) -> None:
     binding = open_runtime(fake.path)
     binding.load(replace(load, cpus=(4, 6), base_domain_id=3, n_keep=5, skip_special_token=False))
@@ -247,9 +163,9 @@ def test_m2_init_starts_from_the_librarys_defaults(
     assert (seen.cpus_num, seen.cpus_mask) == (2, 0b0101_0000)
     assert (seen.base_domain_id, seen.n_keep, seen.skip_special_token) == (3, 5, 0)
     assert seen.mirostat_tau == pytest.approx(5.0)
-    assert binding.release == release
-    assert binding.per_run_sampling is (release == "1.3.0")
-    assert binding.quirks == quirks_for(release)
+    assert binding.release == fake_release
+    assert binding.per_run_sampling is (fake_release == "1.3.0")
+    assert binding.quirks == quirks_for(fake_release)
 
 
 def test_m2_without_cpus_the_librarys_own_choice_stands(fake: Fake, handle: Binding) -> None:
@@ -267,7 +183,7 @@ def test_temperature_0_is_top_k_1_at_load(
 
 
 def test_token_input_is_sent_verbatim(fake: Fake, handle: Binding) -> None:
-    handle.run(RunParams(TokenInput((7, 8, 2**31 - 1)), keep_history=True), Catch())
+    handle.run(RunParams((TokenInput((7, 8, 2**31 - 1)),), keep_history=True), Catch())
     seen = fake.seen
     assert (seen.input_type, seen.n_tokens, seen.first_id, seen.last_id) == (1, 3, 7, 2**31 - 1)
     assert seen.keep_history == 1
@@ -275,7 +191,7 @@ def test_token_input_is_sent_verbatim(fake: Fake, handle: Binding) -> None:
 
 
 def test_prompt_input_is_sent_with_its_role(fake: Fake, handle: Binding) -> None:
-    handle.run(RunParams(PromptInput("grüß dich", role="tool", enable_thinking=True)), Catch())
+    handle.run(RunParams((PromptInput("grüß dich", role="tool", enable_thinking=True),)), Catch())
     assert (fake.seen.input_type, fake.seen.keep_history) == (0, 0)
     assert (fake.string("role"), fake.string("prompt")) == (b"tool", "grüß dich".encode())
 
@@ -294,13 +210,13 @@ def test_input_that_c_would_see_otherwise_is_misuse(
     fake: Fake, handle: Binding, given: TokenInput | PromptInput
 ) -> None:
     with pytest.raises(Misuse):
-        handle.run(RunParams(given), Catch())
+        handle.run(RunParams((given,)), Catch())
     assert fake.seen.runs == 0
     assert handle.state is HandleState.IDLE
     handle.run(IDS, Catch())
 
 
-@pytest.mark.parametrize("release", ["1.2.3"], indirect=True)
+@pytest.mark.parametrize("fake_release", ["1.2.3"], indirect=True)
 @pytest.mark.parametrize(
     "params",
     [replace(IDS, sampling=Sampling()), replace(IDS, max_new_tokens=5)],
@@ -314,7 +230,7 @@ def test_m7_limits_per_run_are_misuse_where_the_release_has_none(
     assert fake.seen.runs == 0
 
 
-@pytest.mark.parametrize("release", ["1.3.0"], indirect=True)
+@pytest.mark.parametrize("fake_release", ["1.3.0"], indirect=True)
 def test_m7_limits_per_run_reach_a_release_that_has_them(fake: Fake, handle: Binding) -> None:
     handle.run(replace(IDS, sampling=Sampling(temperature=0.0), max_new_tokens=5), Catch())
     seen = fake.seen
@@ -324,7 +240,7 @@ def test_m7_limits_per_run_reach_a_release_that_has_them(fake: Fake, handle: Bin
     assert (seen.run_max_new_tokens, seen.run_top_k) == (0, -1)  # nothing is left of it
 
 
-@pytest.mark.parametrize("release", ["1.3.0"], indirect=True)
+@pytest.mark.parametrize("fake_release", ["1.3.0"], indirect=True)
 @pytest.mark.parametrize("limit", [0, -1, 2**31])
 def test_a_limit_that_is_none_is_misuse(fake: Fake, handle: Binding, limit: int) -> None:
     with pytest.raises(Misuse):
@@ -336,10 +252,10 @@ def test_m8_one_batch_one_input_one_result(fake: Fake, handle: Binding) -> None:
     # The fake's FINISH carries a text that crashes whoever reads it.
     assert handle.run(IDS, Catch()).end is RunEnd.FINISHED
     assert fake.seen.n_batch == 1
-    assert handle.kv_cache_size() == 42
+    assert handle.kv_cache_sizes() == (42,)
 
 
-def test_m9_only_generation_is_asked_for(fake: Fake, handle: Binding) -> None:
+def test_m9_a_run_asks_for_generation_and_saves_nothing(fake: Fake, handle: Binding) -> None:
     handle.run(replace(IDS, keep_history=True), Catch())
     assert (fake.seen.mode, fake.seen.cache_null) == (0, 1)
 
@@ -357,7 +273,7 @@ def test_m9_a_run_is_over_when_it_returns_and_does_not_wait_for_finish(
 def test_m13_rendered_text_is_misuse_while_a_template_is_in_force(
     fake: Fake, handle: Binding
 ) -> None:
-    rendered = RunParams(PromptInput("<|im_start|>user\nhi<|im_end|>"))
+    rendered = RunParams((PromptInput("<|im_start|>user\nhi<|im_end|>"),))
     with pytest.raises(Misuse, match=r"<\|im_start\|>.*empty template"):
         handle.run(rendered, Catch())
     handle.set_chat_template("", "", "")
@@ -366,7 +282,7 @@ def test_m13_rendered_text_is_misuse_while_a_template_is_in_force(
     assert fake.string("template_prefix") == b"<|user|>"
     with pytest.raises(Misuse):
         handle.run(rendered, Catch())
-    handle.run(RunParams(PromptInput("is a <| b or a |> c?")), Catch())
+    handle.run(RunParams((PromptInput("is a <| b or a |> c?"),)), Catch())
     assert (fake.seen.runs, fake.seen.templates) == (2, 2)
 
 
@@ -383,7 +299,7 @@ def test_m4_what_a_paused_run_was_given_stays_alive_until_it_ends(
     fake: Fake, handle: Binding
 ) -> None:
     fake.steps(token(1))
-    outcome = handle.run(RunParams(TokenInput(tuple(range(1000)))), Catch(1))
+    outcome = handle.run(RunParams((TokenInput(tuple(range(1000))),)), Catch(1))
     assert outcome.end is RunEnd.PAUSED
     del outcome
     gc.collect()
@@ -429,7 +345,7 @@ BLOCKED_WHILE_RUNNING: dict[str, Call] = {
     "run": lambda handle: handle.run(IDS, Catch()),
     "resume": lambda handle: handle.run(replace(IDS, resume=True), Catch()),
     "clear": lambda handle: handle.clear_kv_cache(),
-    "size": lambda handle: handle.kv_cache_size(),
+    "size": lambda handle: handle.kv_cache_sizes(),
     "template": lambda handle: handle.set_chat_template("", "", ""),
     "destroy": lambda handle: handle.destroy(),
 }
@@ -470,7 +386,7 @@ def test_nothing_else_enters_the_library_during_a_run(
 def test_nothing_enters_the_library_from_within_a_sink(
     fake: Fake, handle: Binding, call: Call
 ) -> None:
-    def sink(_: Piece) -> Verdict:
+    def sink(_: RunStep) -> Verdict:
         call(handle)
         return Verdict.CONTINUE
 
@@ -485,7 +401,7 @@ def test_m5_abort_and_is_running_get_through_while_a_sink_is_busy(
 ) -> None:
     busy, release_sink = threading.Event(), threading.Event()
 
-    def sink(_: Piece) -> Verdict:
+    def sink(_: RunStep) -> Verdict:
         busy.set()
         assert release_sink.wait(WAIT_S)
         return Verdict.CONTINUE
@@ -509,8 +425,8 @@ def test_an_abort_from_the_sink_is_made_where_the_release_allows_it(
     binding = open_runtime(fake.path, {"abort_in_callback": trusted})
     binding.load(load)
 
-    def sink(piece: Piece) -> Verdict:
-        if piece.token_id == 2:
+    def sink(step: RunStep) -> Verdict:
+        if ids_of(step) == [2]:
             binding.abort()
         return Verdict.CONTINUE
 
@@ -600,7 +516,7 @@ def test_a_paused_run_is_resumed_with_the_same_userdata(fake: Fake, handle: Bind
     userdata = fake.seen.userdata
     fake.steps(token(3))
     rest = Catch()
-    resume = RunParams(TokenInput((2,)), resume=True)
+    resume = RunParams((TokenInput((2,)),), resume=True)
     assert handle.run(resume, rest).end is RunEnd.FINISHED
     assert (rest.ids, fake.seen.userdata, fake.seen.last_id) == ([3], userdata, 2)
     assert handle.state is HandleState.IDLE
@@ -616,7 +532,7 @@ def test_a_paused_run_is_resumed_with_the_same_userdata(fake: Fake, handle: Bind
         pytest.param(lambda handle: handle.set_chat_template("", "", ""), id="m6-a template"),
         pytest.param(lambda handle: handle.abort(), id="m6-an abort"),
         pytest.param(
-            lambda handle: handle.run(RunParams(PromptInput("on"), resume=True), Catch()),
+            lambda handle: handle.run(RunParams((PromptInput("on"),), resume=True), Catch()),
             id="m6-resuming with text",
         ),
         pytest.param(
@@ -632,9 +548,21 @@ def test_a_paused_handle_refuses(fake: Fake, handle: Binding, call: Call) -> Non
         call(handle)
     assert (counts(fake), fake.seen.aborts) == (before, 0)
     assert handle.state is HandleState.PAUSED
-    assert handle.kv_cache_size() == 42
+    assert handle.kv_cache_sizes() == (42,)
     handle.destroy()
     assert fake.seen.destroys == 1
+
+
+def test_m6_an_abort_of_a_resumption_waits_for_its_first_token(fake: Fake, handle: Binding) -> None:
+    paused(fake, handle)
+    fake.steps(UNTIL_GO, token(3), UNTIL_ABORT)  # until it has begun, the library is paused
+    with running(handle, Catch(), RunParams((TokenInput((2,)),), resume=True)) as run:
+        until(lambda: bool(fake.lib.fake_in_run))
+        handle.abort()
+        assert (handle.state, fake.seen.aborts) == (HandleState.ABORTING, 0)
+        fake.lib.fake_go = 1
+        assert run.result(WAIT_S).end is RunEnd.FINISHED
+    assert (fake.seen.aborts, fake.seen.abort_in_callback) == (1, 0)
 
 
 def test_resuming_what_is_not_paused_is_misuse(fake: Fake, handle: Binding) -> None:
@@ -661,7 +589,7 @@ def test_a_pause_with_history_is_made_where_a_quirk_allows_it(fake: Fake, load: 
 
 
 def test_an_abort_beats_a_pause_of_the_same_token(fake: Fake, handle: Binding) -> None:
-    def sink(_: Piece) -> Verdict:
+    def sink(_: RunStep) -> Verdict:
         handle.abort()
         return Verdict.PAUSE
 
@@ -821,6 +749,10 @@ def test_a_failed_init_breaks_the_handle_for_good(
         pytest.param({"max_context_len": 2**31}, "does not fit", id="beyond int32"),
         pytest.param({"cpus": (4, 4)}, "distinct", id="a core twice"),
         pytest.param({"cpus": (32,)}, "0 to 31", id="core 32"),
+        pytest.param({"n_batch": 0}, "n_batch must be from 1 to 100", id="m8-no batch"),
+        pytest.param({"n_batch": 101}, "n_batch must be from 1 to 100", id="m8-batches of 101"),
+        pytest.param({"base_domain_id": 16}, "0 to 15", id="m10-domain 16"),
+        pytest.param({"image_tags": ("a\0", "", "")}, "NUL|at load", id="a NUL in a tag"),
     ],
 )
 def test_a_load_that_must_fail_never_reaches_the_library(
@@ -870,7 +802,7 @@ def test_m10_load_raises_the_limit_of_open_files(fake: Fake, load: LoadParams) -
     ("call", "function"),
     [
         pytest.param(lambda handle: handle.clear_kv_cache(), "rkllm_clear_kv_cache", id="clear"),
-        pytest.param(lambda handle: handle.kv_cache_size(), "rkllm_get_kv_cache_size", id="size"),
+        pytest.param(lambda handle: handle.kv_cache_sizes(), "rkllm_get_kv_cache_size", id="size"),
         pytest.param(
             lambda handle: handle.set_chat_template("", "", ""),
             "rkllm_set_chat_template",
@@ -894,7 +826,7 @@ def test_a_template_that_was_not_taken_does_not_count_as_emptied(
     with pytest.raises(CallFailed):
         handle.set_chat_template("", "", "")
     with pytest.raises(Misuse):
-        handle.run(RunParams(PromptInput("<|im_start|>")), Catch())
+        handle.run(RunParams((PromptInput("<|im_start|>"),)), Catch())
 
 
 def test_m11_a_destroyed_handle_is_never_used_again(fake: Fake, handle: Binding) -> None:

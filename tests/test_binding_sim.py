@@ -6,94 +6,11 @@ none.
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-from rkserve.native.sim.build import ensure_built
-
-ROOT = Path(__file__).parent.parent
-MODEL = ROOT / "models" / "sim-chat"
-RELEASES = ("1.2.3", "1.3.0")
-
-PRELUDE = """
-import json, sys, threading
-from pathlib import Path
-from tokenizers import Tokenizer
-from rkserve.errors import *
-from rkserve.messages import Sampling
-from rkserve.native.binding import open_runtime
-from rkserve.native.runtime import *
-
-library, model = Path(sys.argv[1]), Path(sys.argv[2])
-tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-runtime = open_runtime(library)
-
-def load(**changes):
-    values = {"max_context_len": 512, "max_new_tokens": 200, "sampling": Sampling(temperature=0)}
-    runtime.load(LoadParams(str(model / "model.rkllm"), **{**values, **changes}))
-
-def ids(text):
-    return TokenInput(tuple(tokenizer.encode(text, add_special_tokens=False).ids))
-
-def chat(text):
-    return ids(f"<|im_start|>user\\n{text}<|im_end|>\\n<|im_start|>assistant\\n")
-
-pieces = []
-def keep(piece):
-    pieces.append(piece)
-    return Verdict.CONTINUE
-
-def text():
-    return b"".join(piece.text for piece in pieces).decode()
-
-def misuse(call):
-    try:
-        call()
-    except Misuse:
-        return
-    raise AssertionError("that was let through")
-
-def tell(**facts):
-    print(json.dumps(facts))
-"""
-
-
-def child(
-    release: str, script: str, *, tmp_path: Path, fault: str = "", strict: bool = True
-) -> subprocess.CompletedProcess[str]:
-    """Run ``script`` after the prelude in a process of its own."""
-    control = tmp_path / "control"
-    control.write_text(f"time_scale=0\n{fault}\n")
-    environ = {
-        **os.environ,
-        "RKSIM_TIME_SCALE": "0",
-        "RKSIM_LOAD_MS": "0",
-        "RKSIM_STRICT": str(int(strict)),
-        "RKSIM_CONTROL": str(control),
-    }
-    return subprocess.run(
-        [sys.executable, "-c", PRELUDE + script, str(ensure_built(release)), str(MODEL)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environ,
-        timeout=60,
-        check=False,
-    )
-
-
-def told(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    assert done.returncode == 0, done.stderr
-    assert "violation:" not in done.stderr
-    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return facts
+from binding_child import RELEASES, child, told
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -101,17 +18,17 @@ def test_a_conversation_is_appended_to_and_counted_exactly(release: str, tmp_pat
     script = """
 load()
 first = chat("Repeat after me: the sky is blue")
-one = runtime.run(RunParams(first, keep_history=True), keep)
-answer, size = text(), runtime.kv_cache_size()
+one = runtime.run(run_of(first, keep_history=True), keep)
+answer, size = text(), runtime.kv_cache_sizes()[0]
 generated = len(pieces) - 1  # the last one is EOS, which the KV does not hold
 pieces.clear()
 second = chat("Repeat after me: 你好 é")
-two = runtime.run(RunParams(second, keep_history=True), keep)
+two = runtime.run(run_of(second, keep_history=True), keep)
 tell(answer=answer, fits=size == len(first.ids) + generated, again=text(),
      prefill=two.perf.prefill_tokens, sent=len(second.ids), end=two.end.value,
-     grown=runtime.kv_cache_size() > size)
+     grown=runtime.kv_cache_sizes()[0] > size)
 runtime.clear_kv_cache()
-assert runtime.kv_cache_size() == 0
+assert runtime.kv_cache_sizes()[0] == 0
 runtime.destroy()
 """
     facts = told(child(release, script, tmp_path=tmp_path))
@@ -128,19 +45,19 @@ def test_a_paused_run_goes_on_where_it_was_and_says_the_same(release: str, tmp_p
     script = """
 load()
 prompt = chat("Count to 20")
-runtime.run(RunParams(prompt), keep)
+runtime.run(run_of(prompt), keep)
 whole = text()
 pieces.clear()
-def pause_at_9(piece):
-    pieces.append(piece)
+def pause_at_9(step):
+    pieces.extend(step)
     return Verdict.PAUSE if len(pieces) == 9 else Verdict.CONTINUE
-paused = runtime.run(RunParams(prompt), pause_at_9)
+paused = runtime.run(run_of(prompt), pause_at_9)
 misuse(lambda: runtime.clear_kv_cache())
 misuse(lambda: runtime.set_chat_template("", "", ""))
-misuse(lambda: runtime.run(RunParams(prompt), keep))
+misuse(lambda: runtime.run(run_of(prompt), keep))
 misuse(lambda: runtime.abort())
-held = runtime.kv_cache_size() - len(prompt.ids)
-resumed = runtime.run(RunParams(TokenInput((pieces[-1].token_id,)), resume=True), keep)
+held = runtime.kv_cache_sizes()[0] - len(prompt.ids)
+resumed = runtime.run(run_of(TokenInput((pieces[-1].token_id,)), resume=True), keep)
 tell(whole=whole, pieced=text(), held=held, ends=[paused.end.value, resumed.end.value])
 runtime.destroy()
 """
@@ -154,19 +71,19 @@ runtime.destroy()
 def test_an_aborted_conversation_is_cleared_and_served_again(release: str, tmp_path: Path) -> None:
     script = """
 load()
-def abort_at_5(piece):
-    pieces.append(piece)
+def abort_at_5(step):
+    pieces.extend(step)
     if len(pieces) == 5:
         runtime.abort()
     elif len(pieces) > 5:
         threading.Event().wait(0.02)  # the abort is asynchronous and this board infinitely fast
     return Verdict.CONTINUE
-aborted = runtime.run(RunParams(chat("Write 150 tokens"), keep_history=True), abort_at_5)
+aborted = runtime.run(run_of(chat("Write 150 tokens"), keep_history=True), abort_at_5)
 short = len(pieces)
-misuse(lambda: runtime.run(RunParams(chat("Count to 3"), keep_history=True), keep))
+misuse(lambda: runtime.run(run_of(chat("Count to 3"), keep_history=True), keep))
 runtime.clear_kv_cache()
 pieces.clear()
-runtime.run(RunParams(chat("Count to 3"), keep_history=True), keep)
+runtime.run(run_of(chat("Count to 3"), keep_history=True), keep)
 tell(end=aborted.end.value, short=short, answer=text(), late=runtime.late_callbacks,
      running=runtime.is_running())
 runtime.destroy()
@@ -183,9 +100,9 @@ def test_rendered_text_goes_through_an_emptied_template(release: str, tmp_path: 
     script = """
 load()
 rendered = PromptInput("<|im_start|>user\\nCount to 4<|im_end|>\\n<|im_start|>assistant\\n")
-misuse(lambda: runtime.run(RunParams(rendered), keep))
+misuse(lambda: runtime.run(run_of(rendered), keep))
 runtime.set_chat_template("", "", "")
-runtime.run(RunParams(rendered), keep)
+runtime.run(run_of(rendered), keep)
 tell(answer=text())
 runtime.destroy()
 """
@@ -195,7 +112,7 @@ runtime.destroy()
 def test_a_token_limit_per_run_is_the_librarys_on_1_3_0(tmp_path: Path) -> None:
     script = """
 load()
-runtime.run(RunParams(chat("Write 150 tokens"), max_new_tokens=7,
+runtime.run(run_of(chat("Write 150 tokens"), max_new_tokens=7,
                       sampling=Sampling(temperature=0)), keep)
 tell(tokens=len(pieces))
 runtime.destroy()
@@ -236,10 +153,10 @@ def test_a_failing_run_is_told_and_the_handle_lives_on(
 ) -> None:
     script = f"""
 load()
-failed = runtime.run(RunParams(chat({text!r})), keep)
+failed = runtime.run(run_of(chat({text!r})), keep)
 seen = len(pieces)
 pieces.clear()
-runtime.run(RunParams(chat("Count to 2")), keep)
+runtime.run(run_of(chat("Count to 2")), keep)
 tell(end=failed.end.value, seen=seen, answer=text())
 runtime.destroy()
 """
@@ -264,7 +181,7 @@ def test_a_crash_of_the_library_takes_the_process_that_holds_it(
 ) -> None:
     script = """
 load()
-runtime.run(RunParams(chat("Count to 9")), keep)
+runtime.run(run_of(chat("Count to 9")), keep)
 """
     done = child(release, script, tmp_path=tmp_path, fault=fault)
     assert done.returncode == -number
@@ -274,11 +191,12 @@ def test_strict_mode_would_have_noticed_a_misuse(tmp_path: Path) -> None:
     """The other tests prove nothing if this one passes a misuse."""
     script = """
 load()
-runtime.run(RunParams(chat("Count to 9")), lambda piece: Verdict.PAUSE)
-binding_only = runtime._lib  # past the binding, as others do it
-binding_only.rkllm_clear_kv_cache(runtime._handle, 0, runtime._ffi.NULL, runtime._ffi.NULL)
-binding_only.rkllm_run(runtime._handle, runtime._dialect.inputs(runtime._lib, chat("x"), []),
-    runtime._dialect.infer_params(runtime._lib, RunParams(chat("x")), []), runtime._ffi.NULL)
+runtime.run(run_of(chat("Count to 9")), lambda step: Verdict.PAUSE)
+handle = runtime._handle  # past the binding, as others do it
+null, lib, dialect = handle.ffi.NULL, handle.lib, handle.dialect
+lib.rkllm_clear_kv_cache(handle.pointer, 0, null, null)
+lib.rkllm_run(handle.pointer, dialect.inputs(lib, [chat("x")], []),
+    dialect.infer_params(lib, run_of(chat("x")), None, []), null)
 """
     done = child("1.2.3", script, tmp_path=tmp_path)
     assert done.returncode == -signal.SIGABRT

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 from board_bench import answer, text_of, until
+from engine_bench import Recorder, command
 from fakes import run_loop
-from sim_board import TOKENIZER, Recorder, Sim, ask, both_releases, chat, command, in_loop
+from sim_board import TOKENIZER, Sim, ask, both_releases, chat, in_loop
 
-from rkserve.board.engine import EngineProcess, RunCommand, RunEnded
+from rkserve.board.engine import EntryCommand, RunCommand, RunEnded
+from rkserve.board.process import EngineProcess
 from rkserve.errors import (
     BoardFailed,
     EngineDied,
@@ -53,11 +55,11 @@ def test_an_engine_loads_runs_and_stops_in_order(sim: Sim, release: str) -> None
             assert engine.facts.per_run_sampling is (release == "1.3.0")
             got = Recorder()
             prompt = chat("Repeat after me: Grüße, 你好 🍵!")
-            ended = await engine.run(command(prompt), got)
+            ended = await engine.run(command(prompt, keep_history=True), got)
             assert got.data.decode() == "Grüße, 你好 🍵!"
             assert ended.end is RunEnd.FINISHED
             assert ended.perf.prefill_tokens == len(prompt)
-            assert ended.kv_positions == len(prompt) + len(got.ids) - 1  # without the EOS
+            assert ended.kv_positions == (len(prompt) + len(got.ids) - 1,)  # without the EOS
             await engine.stop()
             assert engine.died.result() == "the engine process ended (exit code 0)"
 
@@ -288,7 +290,7 @@ async def test_text_mode_sends_the_prompt_as_it_is(sim: Sim) -> None:
     rendered = "<|im_start|>user\nRepeat after me: once<|im_end|>\n<|im_start|>assistant\n"
     async with sim.engine(text_mode=True) as engine:
         got = Recorder()
-        asked = RunCommand(1, (), clear=True, keep_history=False, prompt_text=rendered)
+        asked = RunCommand(1, (EntryCommand(prompt_text=rendered),), clear=True)
         ended = await engine.run(asked, got)
         assert got.data == b"once"
         assert ended.perf.prefill_tokens == len(TOKENIZER.encode(rendered).ids)

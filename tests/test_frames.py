@@ -14,8 +14,12 @@ from rkserve.native import frames
 from rkserve.native.frames import FrameReader, Kind
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
-JSON_KINDS = st.sampled_from([Kind.LOAD, Kind.ABORT, Kind.STOP, Kind.LOADED, Kind.ENDED, Kind.BEAT])
+RUN_ID = st.integers(0, 2**32 - 1)
+ENTRY = st.integers(0, frames.MAX_ENTRIES - 1)
+PACKED_KINDS = {Kind.RUN, Kind.TOKEN}
+JSON_KINDS = st.sampled_from(sorted(set(Kind) - PACKED_KINDS))
 JSON = st.dictionaries(st.text(max_size=5), st.one_of(st.text(max_size=20), INT32, st.none()))
+Token = tuple[int, int, int, bytes, bool]
 
 
 def read(data: bytes) -> list[tuple[Kind, bytes]]:
@@ -28,26 +32,32 @@ def test_a_json_frame_comes_back(kind: Kind, value: dict[str, object]) -> None:
     assert (found, frames.unpack(payload)) == (kind, value)
 
 
-@given(run_id=st.integers(0, 2**32 - 1), token_id=INT32, text=st.binary(max_size=50))
-def test_a_token_comes_back(run_id: int, token_id: int, text: bytes) -> None:
-    [(kind, payload)] = read(frames.pack_token(run_id, token_id, text))
-    assert (kind, frames.unpack_token(payload)) == (Kind.TOKEN, (run_id, token_id, text))
+TOKEN = st.tuples(RUN_ID, ENTRY, INT32, st.binary(max_size=50), st.booleans())
 
 
-@given(run_id=st.integers(0, 2**32 - 1), params=JSON, ids=st.lists(INT32).map(tuple))
-def test_a_run_comes_back(run_id: int, params: dict[str, object], ids: tuple[int, ...]) -> None:
-    [(kind, payload)] = read(frames.pack_run(run_id, params, ids))
-    assert (kind, frames.unpack_run(payload)) == (Kind.RUN, (run_id, params, ids))
+@given(token=TOKEN)
+def test_a_token_comes_back(token: Token) -> None:
+    [(kind, payload)] = read(frames.pack_token(*token))
+    assert (kind, frames.unpack_token(payload)) == (Kind.TOKEN, token)
+
+
+ENTRIES = st.lists(st.lists(INT32, max_size=20).map(tuple), max_size=9).map(tuple)
+
+
+@given(run_id=RUN_ID, params=JSON, entries=ENTRIES)
+def test_a_run_comes_back(
+    run_id: int, params: dict[str, object], entries: tuple[tuple[int, ...], ...]
+) -> None:
+    [(kind, payload)] = read(frames.pack_run(run_id, params, entries))
+    assert (kind, frames.unpack_run(payload)) == (Kind.RUN, (run_id, params, entries))
 
 
 @given(
-    tokens=st.lists(st.tuples(INT32, st.binary(max_size=30)), max_size=8),
+    tokens=st.lists(TOKEN, max_size=8),
     borders=st.lists(st.integers(0, 400), max_size=12),
 )
-def test_any_chunking_gives_the_same_frames(
-    tokens: list[tuple[int, bytes]], borders: list[int]
-) -> None:
-    data = b"".join(frames.pack_token(1, token_id, text) for token_id, text in tokens)
+def test_any_chunking_gives_the_same_frames(tokens: list[Token], borders: list[int]) -> None:
+    data = b"".join(frames.pack_token(*token) for token in tokens)
     edges = [0, *sorted(min(border, len(data)) for border in borders), len(data)]
     reader = FrameReader()
     found = [
@@ -55,7 +65,7 @@ def test_any_chunking_gives_the_same_frames(
         for a, b in itertools.pairwise(edges)
         for _, payload in reader.feed(data[a:b])
     ]
-    assert found == [(1, token_id, text) for token_id, text in tokens]
+    assert found == tokens
 
 
 def head(size: int, kind: int) -> bytes:
@@ -76,16 +86,32 @@ def test_what_is_no_frame_is_refused(data: bytes, words: str) -> None:
         read(data)
 
 
+def run_payload(n_entries: int, *counts: int, rest: bytes = b"{}") -> bytes:
+    return struct.pack(f"<III{len(counts)}I", 1, 2, n_entries, *counts) + rest
+
+
 @pytest.mark.parametrize(
     ("unpack", "payload", "words"),
     [
         pytest.param(frames.unpack, b"{", "not JSON", id="cut JSON"),
         pytest.param(frames.unpack, b"\xff", "not JSON", id="no UTF-8"),
         pytest.param(frames.unpack, b"[]", "not a JSON object", id="JSON, but a list"),
-        pytest.param(frames.unpack_token, b"\0" * 7, "only 7 bytes", id="a cut token"),
-        pytest.param(frames.unpack_run, b"\0" * 7, "is cut", id="a cut run"),
+        pytest.param(frames.unpack_token, b"\0" * 9, "only 9 bytes", id="a cut token"),
+        pytest.param(frames.unpack_run, b"\0" * 11, "is cut", id="a cut run"),
+        pytest.param(frames.unpack_run, run_payload(2, 0, rest=b""), "is cut", id="cut lengths"),
+        pytest.param(frames.unpack_run, run_payload(1, 0, rest=b"{}\0"), "is cut", id="a cut id"),
+        pytest.param(frames.unpack_run, run_payload(2**32 - 1), "claims 4294967295", id="a crowd"),
         pytest.param(
-            frames.unpack_run, struct.pack("<II", 1, 2) + b"{}\0", "is cut", id="a cut token id"
+            frames.unpack_run,
+            run_payload(2, 1, 2, rest=b"{}" + b"\0" * 8),
+            "claim 3 token ids, and 2 came",
+            id="too few ids",
+        ),
+        pytest.param(
+            frames.unpack_run,
+            run_payload(1, 0, rest=b"{}" + b"\0" * 4),
+            "claim 0 token ids, and 1 came",
+            id="an id of nobody's",
         ),
     ],
 )
@@ -98,19 +124,26 @@ def test_a_payload_that_is_not_what_it_says_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("params", "ids", "words"),
+    ("params", "entries", "words"),
     [
-        pytest.param({}, (1, 2**31), "32 bits", id="an id beyond 32 bits"),
-        pytest.param({"prompt_text": "x" * frames.MAX_FRAME}, (), "above the limit", id="a book"),
+        pytest.param({}, ((1,), (1, 2**31)), "32 bits", id="an id beyond 32 bits"),
+        pytest.param({"texts": "x" * frames.MAX_FRAME}, ((),), "above the limit", id="a book"),
+        pytest.param({}, ((),) * 257, "257 entries is above the limit", id="a crowd"),
     ],
 )
 def test_what_the_other_end_would_choke_on_is_refused_before_it_is_sent(
-    params: dict[str, str], ids: tuple[int, ...], words: str
+    params: dict[str, str], entries: tuple[tuple[int, ...], ...], words: str
 ) -> None:
     with pytest.raises(FrameCorrupt, match=words):
-        frames.pack_run(1, params, ids)
+        frames.pack_run(1, params, entries)
 
 
 def test_the_byte_layout_is_what_the_module_says() -> None:
-    assert frames.pack_token(7, -2, b"hi") == b"\x0b\0\0\0\x12\x07\0\0\0\xfe\xff\xff\xffhi"
+    token = frames.pack_token(7, 3, -2, b"hi", True)
+    assert token == b"\x0d\0\0\0\x12\x07\0\0\0\x03\x01\xfe\xff\xff\xffhi"
+    run = frames.pack_run(7, {}, ((5,), (), (6,)))
+    counts = b"\x01\0\0\0\0\0\0\0\x01\0\0\0"
+    assert run == (
+        b"\x23\0\0\0\x02\x07\0\0\0\x02\0\0\0\x03\0\0\0" + counts + b"{}\x05\0\0\0\x06\0\0\0"
+    )
     assert frames.pack(Kind.STOP, {}) == b"\x03\0\0\0\x04{}"

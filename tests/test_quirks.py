@@ -17,13 +17,20 @@ def test_names_are_unique_and_every_quirk_says_what_it_is() -> None:
 
 @pytest.mark.parametrize("release", ACCEPTED)
 def test_trust_is_given_only_where_a_reason_is_known(release: str) -> None:
-    trusted = {"append_tokens_with_history", "waiting_token_id_valid"}
+    trusted = {
+        "append_tokens_with_history",
+        "waiting_token_id_valid",
+        "prompt_cache_save_with_history",
+    }
+    if release != "1.2.1":
+        trusted |= {"run_async"}
     if release == "1.3.0":
         trusted |= {
             "eos_uint32_misread",
             "thinking_ends_run",
             "return_2_frees_buffer",
             "init_may_crash",
+            "drain_by_limit",
         }
     values = quirks_for(release)
     assert {name for name, value in values.items() if value} == trusted

@@ -31,11 +31,11 @@ from rkserve.native.detect import detect
 from rkserve.native.releases import ACCEPTED
 from rkserve.native.runtime import (
     LoadParams,
-    Piece,
     RunEnd,
     RunOutcome,
     RunParams,
     Sink,
+    Step,
     TokenInput,
     Verdict,
 )
@@ -128,24 +128,26 @@ class RealBoard:
         """Make a run with history, after clearing what was there or upon it."""
         per_run = self.runtime.per_run_sampling
         params = RunParams(
-            TokenInput(ids),
+            (TokenInput(ids),),
             keep_history=True,
             sampling=GREEDY if per_run else None,
             max_new_tokens=NEW_TOKENS if per_run else None,
         )
         answer = Answer()
 
-        def take(piece: Piece) -> Verdict:
+        def take(step: Step) -> Verdict:
+            (piece,) = step
+            assert piece is not None  # of a batch of one
             answer.came_s.append(time.monotonic())
             answer.ids.append(piece.token_id)
             answer.text += piece.text
-            return sink(piece) if sink is not None else Verdict.CONTINUE
+            return sink(step) if sink is not None else Verdict.CONTINUE
 
         def work() -> Answer:
             if clear:
                 self.runtime.clear_kv_cache()
             answer.outcome = self.runtime.run(params, take)
-            answer.kv_positions = self.runtime.kv_cache_size()
+            (answer.kv_positions,) = self.runtime.kv_cache_sizes()
             return answer
 
         return self.owner.start(work)
@@ -236,10 +238,10 @@ def test_the_string_and_the_layout_agree_on_an_accepted_release(library: Path, n
 
 
 def test_the_model_loads_and_holds_nothing(board: RealBoard, note: Note) -> None:
-    size = board.owner.call(board.runtime.kv_cache_size, "rkllm_get_kv_cache_size")
+    sizes = board.owner.call(board.runtime.kv_cache_sizes, "rkllm_get_kv_cache_size")
 
     note(f"{board.folder.id} was loaded in {board.load_s:.1f} s")
-    assert size == 0
+    assert sizes == (0,)
     assert not board.runtime.is_running()
 
 
@@ -283,7 +285,7 @@ def test_an_abort_from_another_thread_ends_the_run_with_finish(
     assert len(whole.ids) > 2 * ABORT_AFTER, "the answer is too short to be aborted"
     enough, tokens = threading.Event(), 0
 
-    def count(_: Piece) -> Verdict:
+    def count(_: Step) -> Verdict:
         nonlocal tokens
         tokens += 1
         if tokens == ABORT_AFTER:
@@ -382,7 +384,8 @@ def test_clearing_empties_the_cache(board: RealBoard, prompts: Callable[[str], I
     assert board.ask(prompts(QUESTION)).kv_positions > 0
     board.owner.call(board.runtime.clear_kv_cache, "rkllm_clear_kv_cache")
 
-    assert board.owner.call(board.runtime.kv_cache_size, "rkllm_get_kv_cache_size") == 0
+    sizes = board.owner.call(board.runtime.kv_cache_sizes, "rkllm_get_kv_cache_size")
+    assert sizes == (0,)
 
 
 def test_the_handle_is_destroyed(board: RealBoard, note: Note) -> None:

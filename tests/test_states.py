@@ -24,8 +24,10 @@ EVENTS = [
     HandleEvent.CLEAR_KV_RANGE,
     HandleEvent.KV_SIZE,
     HandleEvent.CONFIGURE,
-    HandleEvent.LOAD_PROMPT_CACHE,
+    HandleEvent.PROMPT_CACHE,
     HandleEvent.DESTROY,
+    HandleEvent.DRAIN,
+    HandleEvent.EVALUATE,
 ]
 LETTERS = {
     "u": HandleState.UNLOADED,
@@ -38,14 +40,14 @@ LETTERS = {
     "d": HandleState.DESTROYED,
 }
 GRID = {
-    HandleState.UNLOADED: "ib.............",
-    HandleState.IDLE: "..p...i..i.iiid",
-    HandleState.PREFILL: "...g..aii......",
-    HandleState.GENERATING: "...gz.aii......",
-    HandleState.PAUSED: ".....g....zz..d",
-    HandleState.ABORTING: "...az.aii......",
-    HandleState.BROKEN: "...............",
-    HandleState.DESTROYED: "...............",
+    HandleState.UNLOADED: "ib...............",
+    HandleState.IDLE: "..p...i..i.iiid.p",
+    HandleState.PREFILL: "...g..aii........",
+    HandleState.GENERATING: "...gz.aii........",
+    HandleState.PAUSED: ".....g....zz..dg.",
+    HandleState.ABORTING: "...az.aii........",
+    HandleState.BROKEN: ".................",
+    HandleState.DESTROYED: ".................",
 }
 
 

@@ -1,39 +1,20 @@
-"""The engine process seen from the board: spawned, spoken to in frames, ended without fail.
+"""What the board asks of an engine, and what it hears: the ``Engine`` protocol and its values.
 
-It knows pipes, signals and frames; what a run means is the board's business.
+It knows no processes, pipes or frames: ``process`` does the talking, and tests have a fake.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-import os
-import signal
-import sys
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rkserve.errors import EngineDied, LibraryMissing, LoadFailed, NativeError, ReleaseRefused
-from rkserve.native import frames
-from rkserve.native.frames import Kind
 from rkserve.native.runtime import LoadParams, Perf, RunEnd
 
-log = logging.getLogger(__name__)
-
-READ_SIZE = 1 << 16
-STDERR_LINES = 40
-ERROR_LINES = 3
-MAX_LINE = 1 << 16
-# The library speaks on one pipe and the engine on another: how long its words may lag behind.
-WORDS_LAG_S = 0.05
-REFUSALS: Mapping[str, type[NativeError]] = {
-    refusal.__name__: refusal for refusal in (LibraryMissing, ReleaseRefused, LoadFailed)
-}
-
-OnToken = Callable[[int, bytes], None]
+# What a run gives for every token: entry of the batch, token id, text, and whether the library
+# still holds text back (``waiting``). See ``Piece``.
+OnToken = Callable[[int, int, bytes, bool], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +22,8 @@ class EngineSpec:
     """What an engine process is started with.
 
     ``fence`` is the lock file that keeps two engines off one NPU. ``environ`` is added to the
-    process's environment. ``pin_cpus`` are the cores it may run on; empty leaves all.
+    process's environment. ``pin_cpus`` are the cores it may run on; empty leaves all. The callables
+    of ``params`` (``tokenize``, ``embed``) do not cross the pipe and must be None.
     """
 
     library: str
@@ -58,39 +40,65 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What a loaded engine says of its runtime."""
+    """What a loaded engine says of its runtime. Every run takes exactly ``n_batch`` entries."""
 
     release: str
     per_run_sampling: bool
     quirks: Mapping[str, bool]
     load_s: float
+    n_batch: int = 1
 
 
 @dataclass(frozen=True, slots=True)
-class RunCommand:
-    """One run as the engine is asked for it; see ``RunParams`` for the meanings."""
+class EntryCommand:
+    """One entry of a batch: token ids, or in text mode the rendered prompt and no ids."""
 
-    run_id: int
-    ids: tuple[int, ...]
-    clear: bool
-    keep_history: bool
-    sampling: Mapping[str, float] | None = None
-    max_new_tokens: int | None = None
+    ids: tuple[int, ...] = ()
     prompt_text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class RunEnded:
-    """How a run ended. ``kv_positions`` is what the runtime says its KV cache holds now.
+class RunCommand:
+    """One run as the engine is asked for it; see ``RunParams`` for the common meanings.
 
-    ``end`` is None for a run that was aborted before it began.
+    Before the run, in this order: ``clear`` empties the whole KV cache of an idle handle; ``cut``
+    clears half-open ranges of the paused entry 0, one call each, with positions as they are at that
+    moment; ``release_cache`` forgets the prompt cache, and ``load_cache`` loads another, which
+    stays for later runs. If one of the first two fails, there is no run. A cache is a convenience:
+    one that cannot be loaded or released leaves its reason in ``RunEnded.cache_refused``.
+
+    ``resume`` goes on with the paused run, under a new ``run_id``.
+    """
+
+    run_id: int
+    entries: tuple[EntryCommand, ...]
+    keep_history: bool = False
+    clear: bool = False
+    resume: bool = False
+    cut: tuple[tuple[int, int], ...] = ()
+    sampling: Mapping[str, float] | None = None
+    max_new_tokens: int | None = None
+    adapter: str | None = None
+    load_cache: str | None = None
+    release_cache: bool = False
+    save_cache: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """How a run ended.
+
+    ``end`` is None for a run that was aborted before it began. ``kv_positions`` is what the runtime
+    says each entry's KV cache holds now, and empty where it would not say. ``perf`` is zeros for a
+    run that was paused.
     """
 
     end: RunEnd | None
     perf: Perf
     return_code: int
-    kv_positions: int
+    kv_positions: tuple[int, ...]
     error: str | None
+    cache_refused: str | None = None
 
     @property
     def in_order(self) -> bool:
@@ -106,260 +114,44 @@ class Engine(Protocol):
     died: asyncio.Future[str]
 
     def run(self, command: RunCommand, on_token: OnToken) -> asyncio.Future[RunEnded]:
-        """Start a run. The future fails with ``EngineDied`` if the process ends first."""
+        """Start a run. The future fails with ``EngineDied`` if the process ends first.
+
+        Raises:
+            FrameCorrupt: the command cannot travel; nothing was sent.
+        """
+
+    def pause(self, run_id: int) -> None:
+        """Ask the run to pause at its next token that may; returns at once.
+
+        Whether the runtime may pause such a run is the caller's to know. A run that has not begun
+        or has ended is not concerned, and an abort outweighs this.
+        """
 
     def abort(self, run_id: int) -> None:
         """Ask for the run's end; returns at once."""
+
+    def call(self, method: str, **args: Any) -> asyncio.Future[Any]:
+        """Make one call of the runtime between runs; it waits in the engine for those before it.
+
+        ``drain()``, ``clear_kv(keep_system_prompt)``, ``kv_sizes()`` (a tuple),
+        ``load_adapter(path, name, scale)``, ``release_cache()``. The future fails with
+        ``EngineDied``, or with the ``NativeError`` that the runtime raised.
+        """
 
     def silent_s(self) -> float:
         """Seconds since the last sign of life."""
 
     async def stop(self) -> None:
-        """End an idle engine in order, by force if it does not."""
+        """End an idle or paused engine in order, by force if it does not."""
 
     async def kill(self) -> bool:
         """End it by SIGTERM, then SIGKILL. False if it is still there after that."""
 
 
-class EngineProcess:
-    """The real ``Engine``: a child process. Build it with ``start``."""
+def __getattr__(name: str) -> Any:
+    # For the hour in which importers move to `board.process`; goes with the last of them.
+    if name == "EngineProcess":
+        from rkserve.board.process import EngineProcess
 
-    def __init__(self, board_id: str, process: asyncio.subprocess.Process) -> None:
-        loop = asyncio.get_running_loop()
-        self._board_id = board_id
-        self._process = process
-        self._reader = frames.FrameReader()
-        self._runs: dict[int, tuple[OnToken, asyncio.Future[RunEnded]]] = {}
-        self._loaded: asyncio.Future[EngineFacts] = loop.create_future()
-        self._last_sign_s = loop.time()
-        self._stderr: deque[str] = deque(maxlen=STDERR_LINES)  # since the last run began
-        self.died: asyncio.Future[str] = loop.create_future()
-        self.pid = process.pid
-        self.facts = EngineFacts("", per_run_sampling=False, quirks={}, load_s=0.0)
-        self._tasks = (
-            asyncio.create_task(self._read_frames(), name="engine frames"),
-            asyncio.create_task(self._read_log(), name="engine log"),
-        )
-
-    @classmethod
-    async def start(cls, board_id: str, spec: EngineSpec) -> EngineProcess:
-        """Spawn an engine and load the model.
-
-        Raises:
-            NativeError: ``LibraryMissing``, ``ReleaseRefused`` or ``LoadFailed``, with the words
-                of the library where it said any.
-        """
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "rkserve.native.engine",
-            str(spec.beat_s),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=_environ(spec),
-            # Ctrl-C in the terminal of `serve run` must reach the engine through its board only.
-            start_new_session=True,
-        )
-        engine = cls(board_id, process)
-        try:
-            await engine._load(spec)
-        except BaseException:
-            await engine.kill()
-            raise
-        return engine
-
-    async def _load(self, spec: EngineSpec) -> None:
-        command = {
-            "library": spec.library,
-            "params": asdict(spec.params),
-            "fence": spec.fence,
-            "fence_timeout_s": spec.fence_timeout_s,
-            "text_mode": spec.text_mode,
-            "quirks": dict(spec.quirks),
-            "pin_cpus": list(spec.pin_cpus),
-        }
-        self._send(frames.pack(Kind.LOAD, command))
-        timeout_s = spec.load_timeout_s + spec.fence_timeout_s
-        await asyncio.wait(
-            (self._loaded, self.died),
-            timeout=timeout_s,
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        if self._loaded.done():
-            self.facts = self._loaded.result()
-        elif self.died.done():
-            raise LoadFailed(f"the library crashed while it loaded the model: {self.died.result()}")
-        else:
-            self._loaded.cancel()
-            raise LoadFailed(f"the model was not loaded within {timeout_s:.0f} s")
-
-    def run(self, command: RunCommand, on_token: OnToken) -> asyncio.Future[RunEnded]:
-        """Start a run; see ``Engine``."""
-        future: asyncio.Future[RunEnded] = asyncio.get_running_loop().create_future()
-        if self.died.done():
-            future.set_exception(EngineDied(self._board_id, self.died.result()))
-            return future
-        params = {
-            "clear": command.clear,
-            "keep_history": command.keep_history,
-            "sampling": dict(command.sampling) if command.sampling else None,
-            "max_new_tokens": command.max_new_tokens,
-            "prompt_text": command.prompt_text,
-        }
-        frame = frames.pack_run(command.run_id, params, command.ids)
-        self._runs[command.run_id] = (on_token, future)
-        self._stderr.clear()  # an error line of an earlier run must not explain this one
-        self._send(frame)
-        return future
-
-    def abort(self, run_id: int) -> None:
-        """Ask for the run's end; returns at once."""
-        self._send(frames.pack(Kind.ABORT, {"run_id": run_id}))
-
-    def silent_s(self) -> float:
-        """Seconds since the last frame."""
-        return asyncio.get_running_loop().time() - self._last_sign_s
-
-    async def stop(self) -> None:
-        """End an idle engine in order: destroy the handle, then exit; by force after 5 s."""
-        self._send(frames.pack(Kind.STOP, {}))
-        if not await self._gone(5.0):
-            await self.kill()
-
-    async def kill(self) -> bool:
-        """SIGTERM, 2 s, SIGKILL, 5 s. False if even that did not end it (a stuck driver call)."""
-        for number, patience_s in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 5.0)):
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
-            if await self._gone(patience_s):
-                return True
-        log.error("engine %d of board %s survives SIGKILL", self.pid, self._board_id)
-        return False
-
-    async def _gone(self, timeout_s: float) -> bool:
-        done, _ = await asyncio.wait({self.died}, timeout=timeout_s)
-        return bool(done)
-
-    def _send(self, frame: bytes) -> None:
-        stdin = self._process.stdin
-        # A write to an engine that just died is lost with it; its EOF tells the board.
-        if stdin is not None and not stdin.is_closing():
-            stdin.write(frame)
-
-    async def _read_frames(self) -> None:
-        stdout = self._process.stdout
-        assert stdout is not None
-        try:
-            while chunk := await stdout.read(READ_SIZE):
-                self._last_sign_s = asyncio.get_running_loop().time()
-                for kind, payload in self._reader.feed(chunk):
-                    self._dispatch(kind, payload)
-        except Exception:
-            # A corrupt stream, or a bug in a token's receiver. Without this task nobody would
-            # ever learn of the engine's end, so it is ended here.
-            log.exception("board %s: the engine's frames cannot be read", self._board_id)
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-        self._bury(await self._epitaph())
-
-    def _dispatch(self, kind: Kind, payload: bytes) -> None:
-        if kind is Kind.TOKEN:
-            run_id, token_id, text = frames.unpack_token(payload)
-            if run_id in self._runs:
-                self._runs[run_id][0](token_id, text)
-        elif kind is Kind.ENDED:
-            self._end(frames.unpack(payload))
-        elif kind is Kind.LOADED and not self._loaded.done():
-            self._loaded.set_result(EngineFacts(**frames.unpack(payload)))
-        elif kind is Kind.LOAD_FAILED:
-            loop = asyncio.get_running_loop()
-            loop.call_later(WORDS_LAG_S, self._refuse, frames.unpack(payload))
-
-    def _end(self, facts: dict[str, Any]) -> None:
-        end = None if facts["end"] == "unstarted" else RunEnd(facts["end"])
-        ended = RunEnded(
-            end=end,
-            perf=Perf(**facts.get("perf", {})),
-            return_code=facts.get("return_code", 0),
-            kv_positions=facts.get("kv_positions", -1),
-            error=facts.get("error"),
-        )
-        if end is RunEnd.FAILED:
-            loop = asyncio.get_running_loop()
-            loop.call_later(WORDS_LAG_S, self._settle, facts["run_id"], ended)
-        else:
-            self._settle(facts["run_id"], ended)
-
-    def _settle(self, run_id: int, ended: RunEnded) -> None:
-        _, future = self._runs.pop(run_id, (None, None))
-        if future is None or future.done():
-            return
-        if ended.end is RunEnd.FAILED:
-            ended = replace(ended, error=self._explained(ended.error))
-            self._stderr.clear()  # said now: it must not explain what happens later
-        future.set_result(ended)
-
-    def _refuse(self, facts: dict[str, Any]) -> None:
-        if not self._loaded.done():
-            refusal = REFUSALS.get(facts["kind"], LoadFailed)
-            self._loaded.set_exception(refusal(self._explained(facts["message"])))
-
-    def _explained(self, message: str | None) -> str | None:
-        """``message`` with the library's error lines: the reason that its codes never give.
-
-        Several, because the last one is often only "rkllm_init failed".
-        """
-        said = [line for line in self._stderr if line.startswith("E ")][-ERROR_LINES:]
-        fresh = "; ".join(line for line in said if line not in (message or ""))
-        if not fresh:
-            return message
-        return f"{message} (the library said: {fresh})" if message else fresh
-
-    async def _read_log(self) -> None:
-        stderr = self._process.stderr
-        assert stderr is not None
-        while True:
-            try:
-                line = await stderr.readline()
-            except ValueError:  # longer than the stream's limit; the rest follows
-                continue
-            if not line:
-                return
-            text = line.decode(errors="replace").rstrip()[:MAX_LINE]
-            self._stderr.append(text)
-            log.info("board %s engine %d: %s", self._board_id, self.pid, text)
-
-    async def _epitaph(self) -> str:
-        """Say how the process ended: the signal or code, and the last words of the library."""
-        code = await self._process.wait()
-        await asyncio.wait({self._tasks[1]}, timeout=1.0)  # its last words may still be in the pipe
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        words = max(reversed(self._stderr), key=_weight, default="")
-        words = words if _weight(words) else ""
-        return f"the engine process ended ({how}{': ' + words if words else ''})"
-
-    def _bury(self, epitaph: str) -> None:
-        self.died.set_result(epitaph)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        runs, self._runs = self._runs, {}
-        for _, future in runs.values():
-            if not future.done():
-                future.set_exception(EngineDied(self._board_id, epitaph))
-
-
-def _environ(spec: EngineSpec) -> dict[str, str]:
-    # Ray sets OMP_NUM_THREADS=1 for its workers, which would hold the library's own threads down.
-    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    return {**inherited, **spec.environ}
-
-
-def _weight(line: str) -> int:
-    """How much a line of its log says about an engine's end; the last of the weightiest is it.
-
-    ``faulthandler`` speaks after the library, and only says which signal it was.
-    """
-    if "GGML_ASSERT" in line or line.startswith("E "):
-        return 2
-    return 1 if line.startswith("Fatal Python error") else 0
+        return EngineProcess
+    raise AttributeError(name)

@@ -91,7 +91,8 @@ def examine(path: Path) -> Findings:
     missing = tuple(symbol for symbol in SYMBOLS if not hasattr(known, symbol))
     abi = None
     if SYMBOLS[0] not in missing:
-        abi = layout_of(bytes(ffi.buffer(library.rkllm_createDefaultParam().bytes)))
+        defaults = library.rkllm_createDefaultParam()  # named: its bytes live as long as it does
+        abi = layout_of(bytes(ffi.buffer(defaults.bytes)))
     return Findings(versions_in(path), abi, missing)
 
 

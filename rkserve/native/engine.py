@@ -12,117 +12,58 @@ one that writes frames, so that the library's callback never waits for a pipe.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from rkserve.errors import LoadFailed, NativeError, RkserveError
-from rkserve.messages import Sampling
-from rkserve.native import frames
+from rkserve.native import commands, frames
+from rkserve.native.fence import Fence
 from rkserve.native.frames import Kind
-from rkserve.native.runtime import (
-    LoadParams,
-    Piece,
-    PromptInput,
-    RunParams,
-    Runtime,
-    TokenInput,
-    Verdict,
-)
+from rkserve.native.outbox import Outbox
+from rkserve.native.runtime import Runtime, Sink, Step, Verdict
 
 READ_SIZE = 1 << 16
-FENCE_POLL_S = 0.05
 STDERR = 2
 
+OpenRuntime = Callable[[Path, Mapping[str, bool]], Runtime]
 
-class Outbox:
-    """Frames on their way out. ``put`` never blocks; a thread of its own writes."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._queue: SimpleQueue[bytes | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._write, name="writer", daemon=True)
-        self._thread.start()
+class Sender(Protocol):
+    """Where frames go: an ``Outbox``."""
 
     def put(self, frame: bytes) -> None:
-        """Queue a frame."""
-        self._queue.put(frame)
+        """Queue a frame, or several in one piece."""
 
     def close(self) -> None:
         """Write what is queued, then end."""
-        self._queue.put(None)
-        self._thread.join()
-
-    def _write(self) -> None:
-        while (first := self._queue.get()) is not None:
-            batch = [first]
-            while not self._queue.empty():
-                frame = self._queue.get()
-                if frame is None:
-                    self._queue.put(None)
-                    break
-                batch.append(frame)
-            try:
-                self._write_all(b"".join(batch))
-            except (BrokenPipeError, ConnectionResetError):
-                os._exit(0)  # the board is gone; the main thread sees EOF at the same moment
-
-    def _write_all(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._fd, view) :]
-
-
-@dataclass
-class Fence:
-    """An exclusive file lock: two processes never hold the same NPU's handle at once."""
-
-    path: Path
-    fd: int = -1
-
-    def take(self, timeout_s: float) -> None:
-        """Wait for the lock. Raises ``LoadFailed`` naming the holder after ``timeout_s``."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    holder = os.pread(self.fd, 32, 0).decode(errors="replace").strip() or "unknown"
-                    raise LoadFailed(
-                        f"the NPU is held by another engine (pid {holder}, lock {self.path}); it "
-                        f"did not let go within {timeout_s:.0f} s"
-                    ) from None
-                time.sleep(FENCE_POLL_S)
-        with contextlib.suppress(OSError):  # a full disk: the lock holds without the name
-            os.ftruncate(self.fd, 0)
-            os.pwrite(self.fd, str(os.getpid()).encode(), 0)
 
 
 class Engine:
-    """The commands of a board, carried out on one runtime."""
+    """The commands of a board, carried out on one runtime.
 
-    def __init__(self, outbox: Outbox) -> None:
+    ``command`` is for the thread that reads them, ``carry_out`` for the runner.
+    """
+
+    def __init__(self, outbox: Sender, open_runtime: OpenRuntime) -> None:
         self._outbox = outbox
+        self._open_runtime = open_runtime
         self._work: SimpleQueue[tuple[Kind, bytes]] = SimpleQueue()
         self._runtime: Runtime | None = None
         self._fence: Fence | None = None  # held until the process ends
-        # Guards the pair below: an abort that overtakes its run must keep it from starting, and
+        # Guards the three below: an abort that overtakes its run must keep it from starting, and
         # one that comes late must not hit the next run. The library's callback never takes it.
         self._lock = threading.Lock()
-        self._current: int | None = None
+        self._current: int | None = None  # what the runtime was handed, until it is back
         self._aborted: frozenset[int] = frozenset()
-        self._tokens = 0
+        self._pause_wanted: int | None = None  # the current run or none; the sink reads it
 
     def serve(self, command_fd: int) -> None:
         """Carry out commands until the board closes the pipe."""
@@ -130,10 +71,7 @@ class Engine:
         reader = frames.FrameReader()
         while chunk := os.read(command_fd, READ_SIZE):
             for kind, payload in reader.feed(chunk):
-                if kind is Kind.ABORT:
-                    self._abort(frames.unpack(payload)["run_id"])
-                else:
-                    self._work.put((kind, payload))
+                self.command(kind, payload)
 
     def beat(self, interval_s: float) -> None:
         """Tell every ``interval_s`` that this process is alive; never returns."""
@@ -141,30 +79,48 @@ class Engine:
             self._outbox.put(frames.pack(Kind.BEAT, {}))
             time.sleep(interval_s)
 
+    def command(self, kind: Kind, payload: bytes) -> None:
+        """Take a command: what interrupts a run is done at once, the rest waits for the runner."""
+        if kind is Kind.ABORT:
+            self._abort(frames.unpack(payload)["run_id"])
+        elif kind is Kind.PAUSE:
+            self._pause(frames.unpack(payload)["run_id"])
+        else:
+            self._work.put((kind, payload))
+
+    def carry_out(self, kind: Kind, payload: bytes) -> None:
+        """Do what had to wait for its turn."""
+        if kind is Kind.LOAD:
+            self._load(frames.unpack(payload))
+        elif kind is Kind.RUN:
+            self._run(*frames.unpack_run(payload))
+        elif kind is Kind.CALL:
+            self._call(frames.unpack(payload))
+        elif kind is Kind.STOP:
+            self._stop()
+
     def _abort(self, run_id: int) -> None:
         with self._lock:  # held over the call: run_id stays the current run until it is made
             self._aborted |= {run_id}
             if self._current != run_id or self._runtime is None:
                 return
+            self._pause_wanted = None
             try:
                 self._runtime.abort()
-            except NativeError as exc:  # the board's watchdog ends a run that goes on after this
-                sys.stderr.write(f"E rkserve: the abort was refused: {exc}\n")
+            except NativeError as exc:  # it is over, or the board's watchdog will end it
+                sys.stderr.write(f"W rkserve: the abort was refused: {exc}\n")
+
+    def _pause(self, run_id: int) -> None:
+        with self._lock:
+            if self._current == run_id and run_id not in self._aborted:
+                self._pause_wanted = run_id
 
     def _runner(self) -> None:
         try:
             while True:
-                self._carry_out(*self._work.get())
+                self.carry_out(*self._work.get())
         except BaseException as exc:  # noqa: BLE001 - without this thread the engine is deaf
             _crash(exc)
-
-    def _carry_out(self, kind: Kind, payload: bytes) -> None:
-        if kind is Kind.LOAD:
-            self._load(frames.unpack(payload))
-        elif kind is Kind.RUN:
-            self._run(*frames.unpack_run(payload))
-        elif kind is Kind.STOP:
-            self._stop()
 
     def _load(self, command: dict[str, Any]) -> None:
         try:
@@ -183,79 +139,101 @@ class Engine:
             "per_run_sampling": self._runtime.per_run_sampling,
             "quirks": dict(self._runtime.quirks),
             "load_s": time.monotonic() - started,
+            "n_batch": command["params"]["n_batch"],
         }
         self._outbox.put(frames.pack(Kind.LOADED, facts))
 
     def _open(self, command: dict[str, Any]) -> Runtime:
-        from rkserve.native.binding import open_runtime  # late: dlopen only after the fence
-
-        runtime = open_runtime(Path(command["library"]), command["quirks"])
-        load = dict(command["params"])
-        load["sampling"] = Sampling(**load["sampling"])
-        load["cpus"] = tuple(load["cpus"])
-        runtime.load(LoadParams(**load))
+        runtime = self._open_runtime(Path(command["library"]), command["quirks"])
+        runtime.load(commands.load_params(command["params"]))
         if command["text_mode"]:
             # The prompt arrives rendered: the model's own template must not wrap it once more.
             runtime.set_chat_template("", "", "")
         return runtime
 
-    def _run(self, run_id: int, params: dict[str, Any], ids: tuple[int, ...]) -> None:
-        with self._lock:
-            if run_id in self._aborted:
-                self._ended(run_id, {"end": "unstarted"})
-                return
-            self._current, self._tokens = run_id, 0
+    def _loaded(self) -> Runtime:
+        if self._runtime is None:
+            raise LoadFailed("something was asked for before a model was loaded")
+        return self._runtime
+
+    def _run(
+        self, run_id: int, params: dict[str, Any], entries: tuple[tuple[int, ...], ...]
+    ) -> None:
         try:
-            self._ended(run_id, self._generate(run_id, params, ids))
+            ended = self._generate(run_id, params, entries)
         except NativeError as exc:
-            self._ended(run_id, {"end": "failed", "error": str(exc)})
-        finally:
-            with self._lock:
-                self._current = None
-                # Run ids only grow: what is not above this one can never be asked for again.
-                self._aborted = frozenset(late for late in self._aborted if late > run_id)
+            ended = {"end": "failed", "error": str(exc)}
+        self._outbox.put(frames.pack(Kind.ENDED, {"run_id": run_id, **ended}))
 
     def _generate(
-        self, run_id: int, params: dict[str, Any], ids: tuple[int, ...]
+        self, run_id: int, params: dict[str, Any], entries: tuple[tuple[int, ...], ...]
     ) -> dict[str, Any]:
-        runtime = self._runtime
-        if runtime is None:
-            raise LoadFailed("a run was asked for before a model was loaded")
-        if params["clear"]:
-            runtime.clear_kv_cache()
-        if run_id in self._aborted:  # it came while the KV was being cleared
-            return {"end": "unstarted"}
-        put = self._outbox.put
-
-        def sink(piece: Piece) -> Verdict:
-            if self._tokens == 0 and run_id in self._aborted:
-                # That abort may have come before the library had a run to end. Not from here: an
-                # abort inside the callback is unproven on hardware.
-                threading.Thread(target=self._abort, args=(run_id,), daemon=True).start()
-            self._tokens += 1
-            put(frames.pack_token(run_id, piece.token_id, piece.text))
-            return Verdict.CONTINUE
-
-        text = params.get("prompt_text")
-        sampling = params.get("sampling")
-        outcome = runtime.run(
-            RunParams(
-                input=TokenInput(ids) if text is None else PromptInput(text),
-                keep_history=params["keep_history"],
-                sampling=Sampling(**sampling) if sampling else None,
-                max_new_tokens=params.get("max_new_tokens"),
-            ),
-            sink,
-        )
+        runtime = self._loaded()
+        try:
+            if run_id in self._aborted:
+                return {"end": "unstarted"}
+            cache_refused = commands.prepare(runtime, params)
+            run = commands.run_params(params, entries)
+            if not self._begins(run_id):  # an abort came while the handle was being prepared
+                return {"end": "unstarted", "cache_refused": cache_refused}
+            outcome = runtime.run(run, self._sink(run_id))
+        finally:
+            self._is_over(run_id)
         return {
             "end": outcome.end.value,
             "return_code": outcome.return_code,
             "perf": asdict(outcome.perf),
-            "kv_positions": _positions(runtime),
+            "kv_positions": commands.positions(runtime),
+            "cache_refused": cache_refused,
         }
 
-    def _ended(self, run_id: int, facts: dict[str, Any]) -> None:
-        self._outbox.put(frames.pack(Kind.ENDED, {"run_id": run_id, **facts}))
+    def _begins(self, run_id: int) -> bool:
+        with self._lock:
+            if run_id in self._aborted:
+                return False
+            self._current = run_id
+            return True
+
+    def _is_over(self, run_id: int) -> None:
+        with self._lock:
+            self._current = self._pause_wanted = None
+            # Run ids only grow: what is not above this one can never be asked for again.
+            self._aborted = frozenset(late for late in self._aborted if late > run_id)
+
+    def _sink(self, run_id: int) -> Sink:
+        """Return what hands every token on: the path of each of them, so it is kept short."""
+        put, pack_token = self._outbox.put, frames.pack_token
+        go_on, pause = Verdict.CONTINUE, Verdict.PAUSE
+        first = True
+
+        def sink(step: Step) -> Verdict:
+            nonlocal first
+            if first:
+                first = False
+                self._abort_again(run_id)
+            if len(step) == 1:
+                (piece,) = step
+                if piece is not None:
+                    put(pack_token(run_id, 0, piece.token_id, piece.text, piece.waiting))
+            else:
+                put(_pack_step(run_id, step))
+            return pause if self._pause_wanted == run_id else go_on
+
+        return sink
+
+    def _abort_again(self, run_id: int) -> None:
+        """Repeat an abort that may have come before the library had a run to end."""
+        if run_id in self._aborted:
+            # Not from here: an abort inside the callback is unproven on hardware.
+            threading.Thread(target=self._abort, args=(run_id,), daemon=True).start()
+
+    def _call(self, command: dict[str, Any]) -> None:
+        result: dict[str, Any] = {"call_id": command["call_id"]}
+        try:
+            result["value"] = commands.call(self._loaded(), command["method"], command["args"])
+        except NativeError as exc:
+            result["error"] = {"kind": type(exc).__name__, "args": exc.args}
+        self._outbox.put(frames.pack(Kind.RESULT, result))
 
     def _stop(self) -> None:
         if self._runtime is not None:
@@ -267,13 +245,18 @@ class Engine:
         os._exit(0)  # the main thread sits in read(); there is nothing left to do
 
 
-def _positions(runtime: Runtime) -> int:
-    """What the KV cache holds, or -1: the answer is complete and must not fail for a figure."""
-    try:
-        return runtime.kv_cache_size()
-    except NativeError as exc:
-        sys.stderr.write(f"rkserve: the KV cache's size is unknown: {exc}\n")
-        return -1
+def _pack_step(run_id: int, step: Step) -> bytes:
+    return b"".join(
+        frames.pack_token(run_id, entry, piece.token_id, piece.text, piece.waiting)
+        for entry, piece in enumerate(step)
+        if piece is not None
+    )
+
+
+def _open_library(path: Path, quirks: Mapping[str, bool]) -> Runtime:
+    from rkserve.native.binding import open_runtime  # late: dlopen only after the fence
+
+    return open_runtime(path, quirks)
 
 
 def _crash(exc: BaseException) -> NoReturn:
@@ -305,7 +288,7 @@ def main() -> None:
     frames_fd = os.dup(1)
     os.dup2(2, 1)
     outbox = Outbox(frames_fd)
-    engine = Engine(outbox)
+    engine = Engine(outbox, _open_library)
     interval_s = float(sys.argv[1])
     threading.Thread(target=engine.beat, args=(interval_s,), name="beat", daemon=True).start()
     try:

@@ -6,10 +6,11 @@ Tokens, the only frequent frame, are packed; everything else is JSON.
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -18,9 +19,12 @@ from rkserve.errors import FrameCorrupt
 MAX_FRAME = 16 * 1024 * 1024  # far above the largest prompt; a larger one is a corrupt stream
 
 _HEAD = struct.Struct("<IB")
-_TOKEN = struct.Struct("<IBIi")  # the head of a token frame, then run id and token id
-_TOKEN_BODY = struct.Struct("<Ii")
-_RUN = struct.Struct("<II")
+_TOKEN = struct.Struct("<IBIBBi")  # the head of a token frame, then what its body holds
+_TOKEN_BODY = struct.Struct("<IBBi")  # run id, entry of the batch, whether text waits, token id
+_TOKEN_SIZE = 1 + _TOKEN_BODY.size
+_RUN = struct.Struct("<III")  # run id, bytes of JSON, entries; then the entries' lengths, u32 each
+
+MAX_ENTRIES = 256  # an entry is one byte of a token frame
 
 
 class Kind(IntEnum):
@@ -30,11 +34,14 @@ class Kind(IntEnum):
     RUN = 2
     ABORT = 3
     STOP = 4
+    PAUSE = 5
+    CALL = 6
     LOADED = 16
     LOAD_FAILED = 17
     TOKEN = 18
     ENDED = 19
     BEAT = 20
+    RESULT = 21
 
 
 def pack(kind: Kind, value: dict[str, Any]) -> bytes:
@@ -54,46 +61,60 @@ def unpack(payload: bytes) -> dict[str, Any]:
     return value
 
 
-def pack_token(run_id: int, token_id: int, text: bytes) -> bytes:
+def pack_token(run_id: int, entry: int, token_id: int, text: bytes, waiting: bool) -> bytes:
     """Return the frame of one generated token."""
-    return _TOKEN.pack(len(text) + 9, Kind.TOKEN, run_id, token_id) + text
+    size = len(text) + _TOKEN_SIZE
+    return _TOKEN.pack(size, Kind.TOKEN, run_id, entry, waiting, token_id) + text
 
 
-def unpack_token(payload: bytes) -> tuple[int, int, bytes]:
-    """Return run id, token id and text of a token frame. Raises ``FrameCorrupt``."""
+def unpack_token(payload: bytes) -> tuple[int, int, int, bytes, bool]:
+    """Return run id, entry, token id, text, and whether more text waits.
+
+    Raises ``FrameCorrupt``.
+    """
     if len(payload) < _TOKEN_BODY.size:
         raise FrameCorrupt(f"a token frame holds only {len(payload)} bytes")
-    run_id, token_id = _TOKEN_BODY.unpack_from(payload)
-    return run_id, token_id, payload[_TOKEN_BODY.size :]
+    run_id, entry, waiting, token_id = _TOKEN_BODY.unpack_from(payload)
+    return run_id, entry, token_id, payload[_TOKEN_BODY.size :], waiting != 0
 
 
-def pack_run(run_id: int, params: dict[str, Any], ids: tuple[int, ...]) -> bytes:
-    """Return the frame that starts a run: its parameters as JSON, its token ids packed.
+def pack_run(run_id: int, params: dict[str, Any], entries: Sequence[tuple[int, ...]]) -> bytes:
+    """Return the frame that starts a run: parameters as JSON, the entries' token ids packed.
 
     Raises ``FrameCorrupt`` for what cannot travel: an id beyond 32 bits, a prompt above the limit.
     """
+    if len(entries) > MAX_ENTRIES:
+        raise FrameCorrupt(f"a run of {len(entries)} entries is above the limit of {MAX_ENTRIES}")
     head = json.dumps(params, separators=(",", ":")).encode()
+    counts = struct.pack(f"<{len(entries)}I", *map(len, entries))
     try:
-        tokens = array("i", ids).tobytes()
+        tokens = [array("i", ids).tobytes() for ids in entries]
     except OverflowError as exc:
         raise FrameCorrupt("a token id does not fit in 32 bits") from exc
-    size = 1 + _RUN.size + len(head) + len(tokens)
-    return b"".join((_head(size, Kind.RUN), _RUN.pack(run_id, len(head)), head, tokens))
+    body = b"".join((_RUN.pack(run_id, len(head), len(entries)), counts, head, *tokens))
+    return _head(1 + len(body), Kind.RUN) + body
 
 
-def unpack_run(payload: bytes) -> tuple[int, dict[str, Any], tuple[int, ...]]:
-    """Return run id, parameters and token ids of a frame that starts a run.
+def unpack_run(payload: bytes) -> tuple[int, dict[str, Any], tuple[tuple[int, ...], ...]]:
+    """Return run id, parameters, and token ids of each entry, of a frame that starts a run.
 
     Raises ``FrameCorrupt``.
     """
     ids = array("i")
     try:
-        run_id, head_len = _RUN.unpack_from(payload)
-        start = _RUN.size + head_len
-        ids.frombytes(payload[start:])
+        run_id, head_len, n_entries = _RUN.unpack_from(payload)
+        if n_entries > MAX_ENTRIES:
+            raise FrameCorrupt(f"a run claims {n_entries} entries")
+        counts = struct.unpack_from(f"<{n_entries}I", payload, _RUN.size)
+        start = _RUN.size + 4 * n_entries
+        ids.frombytes(payload[start + head_len :])
     except (struct.error, ValueError) as exc:
         raise FrameCorrupt(f"a frame that starts a run is cut: {exc}") from exc
-    return run_id, unpack(payload[_RUN.size : start]), tuple(ids)
+    if sum(counts) != len(ids):
+        raise FrameCorrupt(f"a run's entries claim {sum(counts)} token ids, and {len(ids)} came")
+    edges = itertools.accumulate(counts, initial=0)
+    entries = tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(edges))
+    return run_id, unpack(payload[start : start + head_len]), entries
 
 
 class FrameReader:

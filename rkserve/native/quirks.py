@@ -50,6 +50,38 @@ TABLE = (
         default=False,
     ),
     Quirk(
+        "pause_with_batch",
+        "A run of several inputs (`n_batch` above 1) may be paused and resumed. One answer of the "
+        "callback governs all of them, and nobody has reported a try; where False the binding "
+        "refuses it.",
+        Evidence.UNKNOWN,
+        default=False,
+    ),
+    Quirk(
+        "clear_range_with_history",
+        "Ranges of the KV cache may be cleared while a run with `keep_history` is paused. The "
+        "header and the manual allow it without `keep_history` only; where False the binding "
+        "refuses it.",
+        Evidence.DOCUMENTED,
+        default=False,
+    ),
+    Quirk(
+        "drain_by_limit",
+        "A paused run that nobody resumes is ended by resuming it with `max_new_tokens` of 1. "
+        "Where False it is resumed without a limit and aborted at its first token, which works on "
+        "every release but counts as an aborted run.",
+        Evidence.INFERRED,
+        default=False,
+        by_release=MappingProxyType({"1.3.0": True}),
+    ),
+    Quirk(
+        "stop_by_pause",
+        "A stop string ends the run by a pause that is drained, rather than by an abort. It spares "
+        "the tokens that arrive after an abort; whether it is any faster is not known.",
+        Evidence.UNKNOWN,
+        default=False,
+    ),
+    Quirk(
         "resume_with_prompt",
         "A paused run may be resumed with PROMPT input. Whether the chat template is applied "
         "again is not known; where False only token ids resume a run.",
@@ -69,6 +101,30 @@ TABLE = (
         "process in the one report there is; where False the handle has to be created anew.",
         Evidence.ONE_REPORT,
         default=False,
+    ),
+    Quirk(
+        "prompt_cache_load_with_history",
+        "A prompt cache that was loaded shortens the prefill of runs with `keep_history` too. The "
+        "one report there is (#399) saw no gain; where False it is offered to single turns only.",
+        Evidence.ONE_REPORT,
+        default=False,
+    ),
+    Quirk(
+        "prompt_cache_save_with_history",
+        "A run with `keep_history` that saves a prompt cache writes its whole context, not only "
+        "its own turn. The runtime compares token ids when it uses a file, so a file that holds "
+        "less is used less, and cannot be wrong. Where False the binding refuses to save such a "
+        "run.",
+        Evidence.INFERRED,
+        default=True,
+    ),
+    Quirk(
+        "run_async",
+        "`rkllm_run_async` works. It was broken in 1.2.1, and the vendor's change log has it "
+        "repaired in 1.2.2; where False the binding refuses it.",
+        Evidence.DOCUMENTED,
+        default=False,
+        by_release=MappingProxyType({"1.2.2": True, "1.2.3": True, "1.3.0": True}),
     ),
     Quirk(
         "prefix_reuse_in_ram",
@@ -112,7 +168,7 @@ TABLE = (
     Quirk(
         "logits_with_history",
         "A logits run may use token input with `keep_history`. On 1.2.3 it ended the process by "
-        "GGML_ASSERT.",
+        "GGML_ASSERT; where False the binding refuses it.",
         Evidence.ONE_REPORT,
         default=False,
     ),
@@ -143,8 +199,8 @@ TABLE = (
     Quirk(
         "return_2_frees_buffer",
         "The callback may return 2 to have the output buffer freed at once, as the header of "
-        "1.3.0 says. On 1.2.x only 0 and 1 are defined. The binding copies what it needs and "
-        "does not use it.",
+        "1.3.0 says. On 1.2.x only 0 and 1 are defined. The binding copies what it needs, and "
+        "says 2 to hidden states and logits, which were seen to pile up in memory.",
         Evidence.DOCUMENTED,
         default=False,
         by_release=MappingProxyType({"1.3.0": True}),

@@ -34,14 +34,16 @@ class HandleEvent(Enum):
     TOKEN = "token"
     PAUSE = "pause"
     RESUME = "resume"
+    DRAIN = "drain"
+    EVALUATE = "compute hidden states or logits"
     ABORT = "abort"
     RETURNED = "run returned"
     CALL_FAILED = "call failed"
     CLEAR_KV = "clear the whole KV cache"
     CLEAR_KV_RANGE = "clear a KV range"
     KV_SIZE = "get the KV cache size"
-    CONFIGURE = "set template, tools or adapter"
-    LOAD_PROMPT_CACHE = "load a prompt cache"
+    CONFIGURE = "set template, tools, adapter or cross attention"
+    PROMPT_CACHE = "load or release a prompt cache"
     DESTROY = "destroy"
 
 
@@ -52,10 +54,11 @@ TRANSITIONS: dict[tuple[HandleState, HandleEvent], HandleState] = {
     # A failed init may have left anything behind (1.3.0 can even crash later): never reuse it.
     (_S.UNLOADED, _E.INIT_FAILED): _S.BROKEN,
     (_S.IDLE, _E.RUN): _S.PREFILL,
+    (_S.IDLE, _E.EVALUATE): _S.PREFILL,
     (_S.IDLE, _E.CLEAR_KV): _S.IDLE,
     (_S.IDLE, _E.KV_SIZE): _S.IDLE,
     (_S.IDLE, _E.CONFIGURE): _S.IDLE,
-    (_S.IDLE, _E.LOAD_PROMPT_CACHE): _S.IDLE,
+    (_S.IDLE, _E.PROMPT_CACHE): _S.IDLE,
     (_S.IDLE, _E.DESTROY): _S.DESTROYED,
     # Harmless in the field on an idle handle, but unproven: the binding does not pass it on.
     (_S.IDLE, _E.ABORT): _S.IDLE,
@@ -75,8 +78,10 @@ TRANSITIONS: dict[tuple[HandleState, HandleEvent], HandleState] = {
     # The callback had returned 1 before the abort came, and the library paused: so it is.
     (_S.ABORTING, _E.PAUSE): _S.PAUSED,
     (_S.ABORTING, _E.CALL_FAILED): _S.IDLE,
-    # Paused: resume, look, cut a range, or destroy. No full clear, no other conversation (M6).
+    # Paused: resume, drain, look, cut a range, or destroy. No full clear, no other conversation,
+    # nothing computed (M6). A resumption that is refused leaves the library paused, as a PAUSE.
     (_S.PAUSED, _E.RESUME): _S.GENERATING,
+    (_S.PAUSED, _E.DRAIN): _S.GENERATING,
     (_S.PAUSED, _E.CLEAR_KV_RANGE): _S.PAUSED,
     (_S.PAUSED, _E.KV_SIZE): _S.PAUSED,
     (_S.PAUSED, _E.DESTROY): _S.DESTROYED,

@@ -1,0 +1,115 @@
+"""What a board's commands mean on a ``Runtime``: JSON values in, calls out.
+
+It knows no frames, threads or processes. The keys are those of ``board.engine``; one that is
+missing is a mistake of ours and raises ``KeyError``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import Any
+
+from rkserve.errors import Misuse, NativeError
+from rkserve.messages import Sampling
+from rkserve.native.runtime import LoadParams, PromptInput, RunParams, Runtime, TokenInput
+
+
+def load_params(given: Mapping[str, Any]) -> LoadParams:
+    """Return what to load with; JSON has made lists of tuples."""
+    load = dict(given)
+    load["sampling"] = Sampling(**load["sampling"])
+    for name in ("cpus", "image_tags"):
+        load[name] = tuple(load[name])
+    return LoadParams(**load)
+
+
+def prepare(runtime: Runtime, params: Mapping[str, Any]) -> str | None:
+    """Do what comes before a run, in the order that ``RunCommand`` promises.
+
+    Returns why a prompt cache was refused: that costs time, and not the answer. Raises
+    ``NativeError`` where the run must not begin.
+    """
+    if params["clear"]:
+        runtime.clear_kv_cache()
+    for start, end in params["cut"]:
+        others = [(0, 0)] * (len(params["texts"]) - 1)
+        runtime.clear_kv_range([(start, end), *others])
+    try:
+        if params["release_cache"]:
+            runtime.release_prompt_cache()
+        if params["load_cache"] is not None:
+            runtime.load_prompt_cache(params["load_cache"])
+    except NativeError as exc:
+        return str(exc)
+    return None
+
+
+def run_params(params: Mapping[str, Any], entries: tuple[tuple[int, ...], ...]) -> RunParams:
+    """Return the run that is asked for."""
+    sampling = params["sampling"]
+    return RunParams(
+        inputs=tuple(
+            TokenInput(ids) if text is None else PromptInput(text)
+            for ids, text in zip(entries, params["texts"], strict=True)
+        ),
+        keep_history=params["keep_history"],
+        sampling=Sampling(**sampling) if sampling else None,
+        max_new_tokens=params["max_new_tokens"],
+        resume=params["resume"],
+        adapter=params["adapter"],
+        save_cache=params["save_cache"],
+    )
+
+
+def positions(runtime: Runtime) -> tuple[int, ...]:
+    """What the KV cache holds, or (): the answer is complete and must not fail for a figure."""
+    try:
+        return runtime.kv_cache_sizes()
+    except NativeError as exc:
+        sys.stderr.write(f"rkserve: the KV cache's size is unknown: {exc}\n")
+        return ()
+
+
+def call(runtime: Runtime, method: str, args: Mapping[str, Any]) -> Any:
+    """Make one of the calls that a board may ask for between runs; see ``CALLS``.
+
+    Raises ``NativeError``: ``Misuse`` for any other name, and for arguments that do not fit.
+    """
+    if method not in CALLS:
+        raise Misuse(f"'{method}' is not a call; there are {', '.join(CALLS)}")
+    try:
+        signature(CALLS[method]).bind(runtime, **args)
+    except TypeError as exc:
+        raise Misuse(f"the call {method}: {exc}") from None
+    return CALLS[method](runtime, **args)
+
+
+def _drain(runtime: Runtime) -> None:
+    runtime.drain()
+
+
+def _clear_kv(runtime: Runtime, keep_system_prompt: bool = False) -> None:
+    runtime.clear_kv_cache(keep_system_prompt=keep_system_prompt)
+
+
+def _kv_sizes(runtime: Runtime) -> tuple[int, ...]:
+    return runtime.kv_cache_sizes()
+
+
+def _load_adapter(runtime: Runtime, path: str, name: str, scale: float = 1.0) -> None:
+    runtime.load_adapter(path, name, scale)
+
+
+def _release_cache(runtime: Runtime) -> None:
+    runtime.release_prompt_cache()
+
+
+CALLS: Mapping[str, Callable[..., Any]] = {
+    "drain": _drain,
+    "clear_kv": _clear_kv,
+    "kv_sizes": _kv_sizes,
+    "load_adapter": _load_adapter,
+    "release_cache": _release_cache,
+}
