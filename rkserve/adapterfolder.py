@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from rkserve.digests import file_digest
 from rkserve.errors import AdapterBroken, ConfigError, ModelNotFound, RequestError
 from rkserve.messages import AdapterRef
+from rkserve.names import NAME
 from rkserve.settingwords import explain
 
 log = logging.getLogger(__name__)
@@ -27,8 +28,6 @@ FOLDER = "adapters"
 ADAPTER_FILE = "adapter.rkllm"
 MANIFEST_FILE = "manifest.json"
 MANIFEST_MAX_BYTES = 64 * 1024
-# No ':', '@' or '/': the first two have a meaning in a request's model, and none leads elsewhere.
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Manifest(BaseModel):

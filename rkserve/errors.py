@@ -22,10 +22,12 @@
     +-- HookFailed                   500  hook_failed
     +-- QueueFull                    429  queue_full
     +-- PauseExpired                 504  pause_expired
+    +-- TooManyPaused                429  too_many_paused
     +-- QueueTimeout                 503  queue_timeout
     +-- NoBoard                      503  no_board
     +-- BoardFailed                  503  board_failed
     |   +-- BoardOutOfOrder          503  board_failed
+    |   +-- BoardSilent              503  board_failed
     |   +-- EngineDied               503  board_failed
     |   +-- EngineHung               503  board_failed
     |   +-- RunFailed                502  run_failed
@@ -48,6 +50,8 @@ from __future__ import annotations
 
 import re
 from typing import ClassVar
+
+from rkserve.discretion import without_folders
 
 
 class RkserveError(Exception):
@@ -195,7 +199,7 @@ class AdapterBroken(RequestError):
     @property
     def message(self) -> str:
         """The sentence for the user."""
-        return f"Adapter '{self.adapter}' cannot be used: {self.reason}."
+        return f"Adapter '{self.adapter}' cannot be used: {without_folders(self.reason)}."
 
 
 class CacheNotFound(RequestError):
@@ -280,13 +284,16 @@ class Forbidden(RequestError):
 
 
 class HookFailed(RkserveError):
-    """An intervention hook raised; it ended its own generation and nothing else."""
+    """An intervention hook raised; it ended its own generation and nothing else.
+
+    ``reason`` is for the client; ``detail`` is the operator's own code speaking, for the log.
+    """
 
     code = "hook_failed"
 
-    def __init__(self, hook: str, reason: str) -> None:
-        super().__init__(hook, reason)
-        self.hook, self.reason = hook, reason
+    def __init__(self, hook: str, reason: str, detail: str = "") -> None:
+        super().__init__(hook, reason, detail)
+        self.hook, self.reason, self.detail = hook, reason, detail
 
     @property
     def message(self) -> str:
@@ -308,6 +315,26 @@ class PauseExpired(RkserveError):
     def message(self) -> str:
         """The sentence for the user."""
         return f"The generation was paused for {self.paused_s:.0f} s and nobody resumed it."
+
+
+class TooManyPaused(RkserveError):
+    """The board keeps as many paused generations as it may: resume or abort one of them."""
+
+    http_status = 429
+    kind = "rate_limit_error"
+    code = "too_many_paused"
+
+    def __init__(self, board_id: str, limit: int) -> None:
+        super().__init__(board_id, limit)
+        self.board_id, self.limit = board_id, limit
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return (
+            f"Board {self.board_id} keeps at most {self.limit} paused generations, and has so many "
+            "now. Resume or abort one of them first."
+        )
 
 
 class QueueFull(RkserveError):
@@ -361,11 +388,14 @@ class NoBoard(RkserveError):
     @property
     def message(self) -> str:
         """The sentence for the user."""
-        return f"No board can serve '{self.model}' now: {self.reason}."
+        return f"No board can serve '{self.model}' now: {without_folders(self.reason)}."
 
 
 class BoardFailed(RkserveError):
-    """A board was lost while it answered."""
+    """A board was lost while it answered.
+
+    ``reason`` may hold what the library said, word for word; ``message`` leaves the folders out.
+    """
 
     http_status = 503
     kind = "server_error"
@@ -379,7 +409,8 @@ class BoardFailed(RkserveError):
     @property
     def message(self) -> str:
         """The sentence for the user."""
-        return f"Board {self.board_id} failed while it answered: {self.reason}."
+        reason = without_folders(self.reason)
+        return f"Board {self.board_id} failed while it answered: {reason}."
 
 
 class BoardOutOfOrder(BoardFailed):
@@ -388,7 +419,16 @@ class BoardOutOfOrder(BoardFailed):
     @property
     def message(self) -> str:
         """The sentence for the user."""
-        return f"Board {self.board_id} is out of order: {self.reason}."
+        return f"Board {self.board_id} is out of order: {without_folders(self.reason)}."
+
+
+class BoardSilent(BoardFailed):
+    """The board did not answer in time; what became of the call is ``reason``, or not known."""
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"Board {self.board_id} did not answer: {without_folders(self.reason)}."
 
 
 class EngineDied(BoardFailed):

@@ -81,7 +81,8 @@ class PromptCacheConfig(Settings):
     park: bool = Field(
         True,
         description="Park a conversation's KV cache on disk when another one takes the board, and "
-        "restore it when it comes back. Off anyway for models known not to support it.",
+        "restore it when it comes back. It needs limits per run (RKLLM 1.3.0); off anyway on 1.2.x "
+        "and for models known not to support it.",
     )
     park_min_tokens: int = Field(
         256, ge=1, description="Shorter contexts are not parked: to prefill them is cheap."
@@ -157,12 +158,18 @@ class BoardGroupConfig(Settings):
         30.0,
         ge=0,
         description="How long a generation that is paused with its KV cache kept may hold the "
-        "board while others wait; then its KV cache is given up.",
+        "board while others wait, over all of its pauses; then its KV cache is given up.",
     )
     pause_timeout_s: float = Field(
         600.0,
         gt=0,
         description="How long a generation may stay paused; then it ends with an error.",
+    )
+    max_paused: int = Field(
+        32,
+        ge=0,
+        description="Paused generations that one board keeps. Beyond it a pause that is asked for "
+        "is refused, and a generation that would pause by itself ends with an error.",
     )
     prompt_cache: PromptCacheConfig = PromptCacheConfig()
     hooks: tuple[str, ...] = Field(

@@ -316,9 +316,11 @@ class BoardReport:
     changes only if the board's node is named anew. ``kv_positions`` of ``context_len`` hold the
     live context. ``paused`` generations are paused now, ``pauses`` there were; conversations were
     ``parked`` in and ``restored`` from prompt cache files; ``adapters`` are the keys of those that
-    are loaded. A run of a batch holds ``batch_entries`` / ``batch_runs`` generations on average;
-    ``batch_tail_ms`` is how long finished ones kept their places while a run went on. ``reason``
-    says why a board that is not ready is not, and what it last recovered from otherwise.
+    are loaded, whose files have ``adapter_bytes``. Of the ``engine_starts``, ``engine_renewals``
+    replaced an engine that was well. A run of a batch holds ``batch_entries`` / ``batch_runs``
+    generations on average; ``batch_tail_ms`` is how long finished ones kept their places while a
+    run went on. ``reason`` says why a board that is not ready is not, and what it last recovered
+    from otherwise.
     """
 
     board_id: str
@@ -342,6 +344,7 @@ class BoardReport:
     aborted: int = 0
     failed: int = 0
     engine_starts: int = 0
+    engine_renewals: int = 0
     prefill_tokens: int = 0
     prefill_ms: float = 0.0
     decode_tokens: int = 0
@@ -353,6 +356,7 @@ class BoardReport:
     paused: int = 0
     n_batch: int = 1
     adapters: tuple[str, ...] = ()
+    adapter_bytes: int = 0
     pauses: int = 0
     parked: int = 0
     restored: int = 0

@@ -86,6 +86,12 @@ class FolderSettings(BaseModel):
         description="LoRA adapters that a board holds at once. The runtime cannot unload one: a "
         "request for one more than that makes the board load its model anew.",
     )
+    max_adapter_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="What these adapters may take together, by the sizes of their files, as "
+        "`max_adapters` limits their number. Empty: no limit.",
+    )
     kv_bytes_per_token: int | None = Field(
         None,
         ge=1,

@@ -21,7 +21,9 @@ GROUND = frozenset(
         "groupconfig",
         "settingwords",
         "digests",
+        "discretion",
         "metrics",
+        "names",
     }
 )
 MAY_IMPORT: dict[str, frozenset[str]] = {
