@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,6 +49,11 @@ class Scripted:
             return self.values.get(name)
 
         return call
+
+    def clear_kv_range(self, ranges: Sequence[tuple[int, int]]) -> None:
+        self.__getattr__("clear_kv_range")(ranges)
+        sizes = zip(self.values["kv_cache_sizes"], ranges, strict=False)
+        self.values["kv_cache_sizes"] = tuple(size - (end - start) for size, (start, end) in sizes)
 
     def abort(self) -> None:
         self.calls.append(("abort", ()))

@@ -141,8 +141,7 @@ def test_a_handle_is_prepared_in_the_promised_order(desk: Desk) -> None:
     names = [name for name, _ in desk.runtime.calls]
     assert names[1:] == [
         "clear_kv_cache",
-        "clear_kv_range",
-        "clear_kv_range",
+        *["kv_cache_sizes", "clear_kv_range", "kv_cache_sizes"] * 2,
         "release_prompt_cache",
         "load_prompt_cache",
         "run",
@@ -171,6 +170,19 @@ def test_a_run_whose_context_is_not_as_asked_does_not_begin(
     assert len(desk.runtime.made(failing)) == 1
     assert desk.runtime.made("run") == []
     assert desk.run(2)["end"] == "finished"
+
+
+def test_a_cut_that_the_library_only_says_it_has_made_is_not_believed(desk: Desk) -> None:
+    def pretend() -> None:
+        desk.runtime.values["kv_cache_sizes"] = (9,)
+
+    desk.runtime.during["clear_kv_range"] = pretend
+    ended = desk.run(1, cut=CUT, resume=True)
+    assert (ended["end"], ended["error"]) == (
+        "failed",
+        "after the range 2 to 4 was cleared of 7 positions the KV cache holds 7",
+    )
+    assert desk.runtime.made("run") == []
 
 
 @pytest.mark.parametrize("failing", ["load_prompt_cache", "release_prompt_cache"])

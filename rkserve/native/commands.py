@@ -34,8 +34,7 @@ def prepare(runtime: Runtime, params: Mapping[str, Any]) -> str | None:
     if params["clear"]:
         runtime.clear_kv_cache()
     for start, end in params["cut"]:
-        others = [(0, 0)] * (len(params["texts"]) - 1)
-        runtime.clear_kv_range([(start, end), *others])
+        _cut(runtime, start, end, entries=len(params["texts"]))
     try:
         if params["release_cache"]:
             runtime.release_prompt_cache()
@@ -44,6 +43,18 @@ def prepare(runtime: Runtime, params: Mapping[str, Any]) -> str | None:
     except NativeError as exc:
         return str(exc)
     return None
+
+
+def _cut(runtime: Runtime, start: int, end: int, *, entries: int) -> None:
+    """Clear a range of the paused entry 0, and look whether it is gone."""
+    before = runtime.kv_cache_sizes()[0]
+    runtime.clear_kv_range([(start, end), *[(0, 0)] * (entries - 1)])
+    after = runtime.kv_cache_sizes()[0]
+    if after != before - (end - start):
+        raise NativeError(
+            f"after the range {start} to {end} was cleared of {before} positions the KV cache "
+            f"holds {after}"
+        )
 
 
 def run_params(params: Mapping[str, Any], entries: tuple[tuple[int, ...], ...]) -> RunParams:
