@@ -111,9 +111,12 @@ class FakeEngine:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.call_errors: dict[str, NativeError] = {}  # by method: what its next call fails with
         self.call_gate: asyncio.Event | None = None  # what calls wait for, as if the library hung
+        self.begin_gate: asyncio.Event | None = None  # what runs wait for before they begin
         self.kvs: list[list[int]] = [[] for _ in range(n_batch)]
         self.adapters: dict[str, tuple[str, float]] = {}
         self.cache: list[int] | None = None  # the ids of the prompt cache that is loaded
+        self.no_release = False  # the library cannot forget a prompt cache
+        self.system_prompt = 0  # positions that a clear can spare
         self.blind_to_caches = False  # a cache that is loaded saves nothing
         self.silence_s = 0.0
         self.silences: list[float] = []  # what the next looks find, before ``silence_s`` again
@@ -144,7 +147,14 @@ class FakeEngine:
             raise play.script.raises
         assert len(command.entries) == self.facts.n_batch, "not one entry for each place"
         assert self._running is None or self._running.done(), "two runs at once"
-        return self._start(lambda: self._run(command, play, on_token), run=True)
+        return self._start(lambda: self._begin(command, play, on_token), run=True)
+
+    async def _begin(self, command: RunCommand, play: Play, on_token: OnToken) -> RunEnded:
+        if self.begin_gate is not None:
+            await self.begin_gate.wait()
+            if command.run_id in self.aborts:
+                return RunEnded(None, Perf(), 0, (), None)
+        return await self._run(command, play, on_token)
 
     async def _run(self, command: RunCommand, play: Play, on_token: OnToken) -> RunEnded:
         refused, cache_refused = self._refusal(command, play), None
@@ -190,6 +200,8 @@ class FakeEngine:
 
     def _use_caches(self, command: RunCommand) -> str | None:
         if command.release_cache:
+            if self.no_release:
+                return "rkllm_release_prompt_cache returned -1"
             self.cache = None
         if command.load_cache is not None:
             try:
@@ -278,7 +290,8 @@ class FakeEngine:
         self._paused = None
 
     def _call_clear_kv(self, keep_system_prompt: bool = False) -> None:
-        self.kvs = [[] for _ in self.kvs]
+        kept = self.system_prompt if keep_system_prompt else 0
+        self.kvs = [kv[:kept] for kv in self.kvs]
 
     def _call_kv_sizes(self) -> tuple[int, ...]:
         return tuple(len(kv) for kv in self.kvs)

@@ -11,12 +11,14 @@ import pytest
 from board_bench import PLAIN, SETTINGS, Bench, answer, board_test, collect, request, text_of, until
 from fakes import EOS, Script, run_loop, tokens_of
 
+from rkserve.board.engine import EntryCommand
 from rkserve.board.generation import Generation
 from rkserve.board.job import Job
 from rkserve.errors import (
     ContextOverflow,
     EngineDied,
     EngineHung,
+    HookFailed,
     QueueFull,
     QueueTimeout,
     SamplingFixed,
@@ -54,7 +56,7 @@ def test_of_two_ends_of_a_request_the_first_counts() -> None:
         job = Job(1, generation, arrived_s=0.0)
         job.end(EngineHung("b", "silent"))
         job.end(EngineDied("b", "killed for it"))
-        job.token(100, b"late, but before the end was read")
+        job.token(100, b"late, but before the end was read", waiting=False)
         assert await job.next_event() == Delta("late, but before the end was read", (100,))
         with pytest.raises(EngineHung):
             await job.next_event()
@@ -97,7 +99,7 @@ def test_text_mode_sends_the_text_and_says_when_the_context_was_full() -> None:
             assert events[-1].reason is FinishReason.LENGTH
             assert events[-1].usage == Usage(prompt_tokens=7, completion_tokens=8)
             command = bench.engine.commands[0]
-            assert (command.prompt_text, command.ids) == ("Say it.", ())
+            assert command.entries == (EntryCommand(prompt_text="Say it."),)
             assert (command.clear, command.keep_history) == (True, False)
 
     run_loop(main())
@@ -114,8 +116,8 @@ async def test_the_next_turn_of_a_conversation_sends_only_what_is_new(bench: Ben
     assert bench.board.report().kv_positions == 5
     events = await collect(bench.board.generate(request(*TURN_2)))
     first, second = bench.engine.commands
-    assert (first.clear, first.ids, first.keep_history) == (False, (1, 2, 3), True)
-    assert (second.clear, second.ids) == (False, (EOS, 9))
+    assert (first.clear, first.entries[0].ids, first.keep_history) == (False, (1, 2, 3), True)
+    assert (second.clear, second.entries[0].ids) == (False, (EOS, 9))
     assert isinstance(events[-1], Finished)
     assert events[-1].usage.cached_tokens == 5
     assert bench.board.report().cached_tokens == 5
@@ -136,7 +138,7 @@ def test_the_context_is_cleared_after_a_run_that_did_not_end_by_itself(
             await asyncio.gather(answer(bench.board, **extra), return_exceptions=True)
             await answer(bench.board, *TURN_2)
             assert bench.engine.commands[1].clear
-            assert bench.engine.commands[1].ids == TURN_2
+            assert bench.engine.commands[1].entries[0].ids == TURN_2
 
     run_loop(main())
 
@@ -170,7 +172,7 @@ def test_kv_reuse_ends_where_the_runtime_counts_otherwise(kv_off: int) -> None:
             SamplingFixed,
             id="strict sampling on 1.2.3",
         ),
-        pytest.param(request(stop=("",)), ValueError, id="a bug of the caller"),
+        pytest.param(request(stop=("",)), HookFailed, id="a bug of the caller"),
     ],
 )
 def test_a_request_that_cannot_be_served_leaves_no_trace(

@@ -41,7 +41,8 @@ class EchoBench(Bench):
         self._troubles = dict(troubles)
 
     def _next(self, command: RunCommand) -> Script:
-        marker = command.ids[-1]  # the end of a prompt is sent also where the rest is in the KV
+        # The end of a prompt is sent also where the rest is in the KV cache.
+        marker = command.entries[0].ids[-1]
         tokens = [(1000 * marker + at, piece(marker, at)) for at in range(LENGTH)]
         script = self._troubles.pop(marker, None) or Script([])
         return replace(script, tokens=[*tokens, (EOS, b"")])

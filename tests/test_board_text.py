@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rkserve.board.text import TextStream
+from rkserve.board.text import Characters, Finder, StopSearch
 
 
 def feed_all(stops: tuple[str, ...], chunks: list[bytes]) -> tuple[list[str], str]:
-    stream = TextStream(stops)
-    given_out = [stream.feed(chunk) for chunk in chunks]
-    return given_out, "".join(given_out) + stream.flush()
+    characters, search = Characters(), StopSearch(stops)
+    given_out = [search.feed(characters.feed(chunk)) for chunk in chunks]
+    return given_out, "".join(given_out) + search.flush()
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_text_is_given_out_when_it_is_certain(
 
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="must not be empty"):
-        TextStream(("x", ""))
+        StopSearch(("x", ""))
 
 
 def cut(data: bytes, borders: list[int]) -> list[bytes]:
@@ -82,3 +82,49 @@ def test_the_answer_is_the_text_before_the_stop_that_is_complete_first(
     pieces, answer = feed_all(stops, cut(text.encode(), borders))
     assert answer == expected
     assert all(stop not in "".join(pieces) for stop in stops)
+
+
+def test_a_character_that_was_cut_in_two_does_not_spoil_what_follows() -> None:
+    characters = Characters()
+    assert characters.feed("é".encode()[:1]) == ""
+    characters.drop()
+    assert characters.feed(b"ab") == "ab"
+
+
+@pytest.mark.parametrize(
+    ("texts", "pieces", "found"),
+    [
+        pytest.param(("END",), ["E", "N", "D", "x"], [None, None, "END", None], id="in pieces"),
+        pytest.param(("a",), ["bab", "b", "a"], ["a", None, "a"], id="each time"),
+        pytest.param(("aa",), ["a", "a", "a", "b"], [None, "aa", "aa", None], id="overlapping"),
+        pytest.param(("abc", "b"), ["ab", "c"], ["b", "abc"], id="the first to be complete"),
+        pytest.param(("b", "ab"), ["ab"], ["ab"], id="of two at once the longer"),
+        pytest.param((), ["a"], [None], id="nothing to look for"),
+    ],
+)
+def test_a_finder_says_when_a_text_is_complete(
+    texts: tuple[str, ...], pieces: list[str], found: list[str | None]
+) -> None:
+    finder = Finder(texts)
+    assert [finder.feed(piece) for piece in pieces] == found
+
+
+@given(
+    text=st.text("abc", max_size=30),
+    texts=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3).map(tuple),
+    borders=st.lists(st.integers(0, 30), max_size=8),
+)
+def test_a_finder_misses_nothing_wherever_the_pieces_are_cut(
+    text: str, texts: tuple[str, ...], borders: list[int]
+) -> None:
+    finder, seen = Finder(texts), ""
+    for piece in cut(text.encode(), borders):
+        before, seen = seen, seen + piece.decode()
+        ends = range(len(before) + 1, len(seen) + 1)
+        complete = any(seen[:end].endswith(t) for end in ends for t in texts)
+        assert (finder.feed(piece.decode()) is not None) is complete
+
+
+def test_an_empty_text_to_look_for_is_refused() -> None:
+    with pytest.raises(ValueError, match="must not be empty"):
+        Finder(("x", ""))

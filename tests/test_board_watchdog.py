@@ -29,6 +29,10 @@ def test_prefill_may_take_longer_the_more_there_is(tokens: int, deadline_s: floa
         pytest.param(["t101", "a102"], Phase.RETURN, 104, True, id="an abort brings it nearer"),
         pytest.param(["t101", "a102", "t103"], Phase.RETURN, 104, False, id="a straggler"),
         pytest.param(["t101", "a102", "a103"], Phase.RETURN, 104, False, id="two aborts"),
+        pytest.param(["t101", "p105"], Phase.PAUSE, 115, False, id="a pause has a token's time"),
+        pytest.param(["t101", "p105", "t109"], Phase.PAUSE, 115, False, id="text is held back"),
+        pytest.param(["p101", "t105"], Phase.PAUSE, 115, True, id="a pause asked for early"),
+        pytest.param(["t101", "p102", "a103"], Phase.RETURN, 105, True, id="abort over pause"),
     ],
 )
 def test_the_deadline_follows_the_run(
@@ -36,8 +40,8 @@ def test_the_deadline_follows_the_run(
 ) -> None:
     dog = watchdog()
     for step in steps:
-        event, now_s = dog.token if step[0] == "t" else dog.aborted, float(step[1:])
-        last = event(now_s)
+        event = {"t": dog.token, "a": dog.aborted, "p": dog.paused}[step[0]]
+        last = event(float(step[1:]))
     assert (dog.phase, dog.deadline_s, last) == (phase, deadline_s, nearer)
 
 

@@ -146,12 +146,3 @@ class Engine(Protocol):
 
     async def kill(self) -> bool:
         """End it by SIGTERM, then SIGKILL. False if it is still there after that."""
-
-
-def __getattr__(name: str) -> Any:
-    # For the hour in which importers move to `board.process`; goes with the last of them.
-    if name == "EngineProcess":
-        from rkserve.board.process import EngineProcess
-
-        return EngineProcess
-    raise AttributeError(name)

@@ -1,12 +1,11 @@
-"""What a board has done, in numbers: of one run, and since the replica's start. Pure."""
+"""What a board has done, in numbers: for one generation, and since the replica's start. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rkserve.board.engine import RunEnded
-from rkserve.board.job import Job
 from rkserve.messages import Timings, Usage
+from rkserve.native.runtime import Perf
 
 
 @dataclass(slots=True)
@@ -19,15 +18,20 @@ class Figures:
     completion_tokens: int = 0
     aborted: int = 0
     failed: int = 0
-    engine_starts: int = 0
     prefill_tokens: int = 0
     prefill_ms: float = 0.0
     decode_tokens: int = 0
     decode_ms: float = 0.0
     memory_mb: float = 0.0
+    pauses: int = 0
+    parked: int = 0
+    restored: int = 0
+    batch_runs: int = 0
+    batch_entries: int = 0
+    batch_tail_ms: float = 0.0
 
     def count(self, usage: Usage, timings: Timings) -> None:
-        """Add a run that ended in order."""
+        """Add a generation that ended in order."""
         self.prompt_tokens += usage.prompt_tokens
         self.cached_tokens += usage.cached_tokens
         self.completion_tokens += usage.completion_tokens
@@ -35,27 +39,56 @@ class Figures:
         self.prefill_ms += timings.prefill_ms
         self.decode_tokens += timings.decode_tokens
         self.decode_ms += timings.decode_ms
-        self.memory_mb = timings.memory_mb
+        self.memory_mb = timings.memory_mb or self.memory_mb
 
 
-def measure(job: Job, ended: RunEnded) -> tuple[Usage, Timings]:
-    """Return what a run used and how long it took."""
-    perf, generation = ended.perf, job.generation
-    # In text mode only the runtime knows how many tokens the prompt became.
-    prompt_tokens = len(generation.request.prompt_ids) or perf.prefill_tokens
-    usage = Usage(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=len(generation.token_ids),
-        # The runtime's own count where it is less than planned: what it prefilled again was not
-        # reused. A run without figures (no FINISH) is left with the plan.
-        cached_tokens=max(0, min(job.reused, prompt_tokens - perf.prefill_tokens)),
-    )
-    timings = Timings(
-        queue_ms=(job.started_s - job.arrived_s) * 1e3,
-        prefill_ms=perf.prefill_ms,
-        prefill_tokens=perf.prefill_tokens,
-        decode_ms=perf.decode_ms,
-        decode_tokens=perf.decode_tokens,
-        memory_mb=perf.memory_mb,
-    )
-    return usage, timings
+@dataclass(slots=True)
+class Tally:
+    """What one generation has cost so far, over all of its runs and pauses."""
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+    queue_s: float = 0.0
+    paused_s: float = 0.0
+    prefill_ms: float = 0.0
+    prefill_tokens: int = 0
+    decode_ms: float = 0.0
+    decode_tokens: int = 0
+    memory_mb: float = 0.0
+    batch: int = 1
+    batch_wait_s: float = 0.0
+    runs: int = 0
+
+    def add(self, perf: Perf, reused: int) -> None:
+        """Add a run. ``reused`` ids of its context were planned to be in the KV cache already."""
+        if self.runs == 0:
+            # In text mode only the runtime knows how many tokens the prompt became.
+            self.prompt_tokens = self.prompt_tokens or perf.prefill_tokens
+            # The runtime's own count where it is less than planned: what it prefilled again was
+            # not reused. A run without figures (no FINISH) is left with the plan.
+            unread = self.prompt_tokens - perf.prefill_tokens
+            self.cached_tokens = max(0, min(reused, unread))
+        self.runs += 1
+        self.prefill_ms += perf.prefill_ms
+        self.prefill_tokens += perf.prefill_tokens
+        self.decode_ms += perf.decode_ms
+        self.decode_tokens += perf.decode_tokens
+        self.memory_mb = perf.memory_mb or self.memory_mb
+
+    def usage(self, completion_tokens: int) -> Usage:
+        """Return the token counts of the whole generation."""
+        return Usage(self.prompt_tokens, completion_tokens, self.cached_tokens)
+
+    def timings(self) -> Timings:
+        """Return the times of the whole generation."""
+        return Timings(
+            queue_ms=self.queue_s * 1e3,
+            prefill_ms=self.prefill_ms,
+            prefill_tokens=self.prefill_tokens,
+            decode_ms=self.decode_ms,
+            decode_tokens=self.decode_tokens,
+            memory_mb=self.memory_mb,
+            paused_ms=self.paused_s * 1e3,
+            batch=self.batch,
+            batch_wait_ms=self.batch_wait_s * 1e3,
+        )

@@ -1,82 +1,372 @@
-"""One generation as pure bookkeeping: tokens in, certain text and a true finish reason out.
+"""One generation as pure bookkeeping: tokens and edits in, certain text and a true reason out.
 
-It decides *that* the run must be stopped; stopping it is the caller's job.
+It decides *that* its run must be ended or interrupted; doing so is the caller's job. It knows no
+engine, and of the KV cache only how many positions the caller says it holds.
 """
 
 from __future__ import annotations
 
-from rkserve.board.text import TextStream
-from rkserve.messages import Delta, FinishReason, GenerateRequest
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+
+from rkserve.board.chain import Chain, Outcome, Piece
+from rkserve.board.hooks import HookFactory, Replace, pause_on, stop_strings
+from rkserve.board.kv import Ids, Range, common_prefix
+from rkserve.board.text import Characters
+from rkserve.board.transcript import Kind, Slot, Transcript, ordered
+from rkserve.errors import ContextOverflow, HookFailed, RequestError, StateConflict
+from rkserve.messages import Delta, Edit, FinishReason, GenerateRequest
+
+# A hook that takes back its way out of an answer gets so many tries before it has to get further.
+REWINDS_WITHOUT_PROGRESS = 64
+# The runtime's are of 32 bits, where the size of the vocabulary is not known.
+TOKEN_IDS = 2**31
+
+log = logging.getLogger(__name__)
+
+
+class Want(Enum):
+    """What has to be done with a generation's run now."""
+
+    STOP = "end it"
+    PAUSE = "interrupt it and wait"
+    REWIND = "interrupt it and go on from the changed context"
 
 
 class Generation:
-    """The transcript of one request while it grows.
+    """The transcript of one request while it grows, is interrupted, edited and goes on.
 
-    ``runtime_counts`` says that the runtime itself was given the token limit (1.3.0) and ends the
-    run there; otherwise it has to be aborted at the limit.
+    ``runtime_counts`` says that the runtime itself was given ``budget`` as its limit (1.3.0) and
+    ends the run there; otherwise it has to be aborted at the limit. Set it before each run.
+
+    The life of one: ``accept`` for each token of a run, and do what it ``want``s. Once the run has
+    been left, in whichever way it returned, ``interrupted``, then perhaps ``apply``, and unless it
+    is ``complete`` another run over ``context``; or ``ended``.
     """
 
     def __init__(
-        self, request: GenerateRequest, eos_ids: frozenset[int], *, runtime_counts: bool
+        self,
+        request: GenerateRequest,
+        eos_ids: frozenset[int],
+        *,
+        runtime_counts: bool,
+        hooks: Sequence[HookFactory] = (),
+        vocab_size: int | None = None,
+        context_len: int | None = None,
     ) -> None:
+        """Raises ``HookFailed`` where a hook cannot be made."""
         self.request = request
+        self.runtime_counts = runtime_counts
         self._eos_ids = eos_ids
-        self._runtime_counts = runtime_counts
-        self._text = TextStream(request.stop)
-        self.token_ids: list[int] = []
-        self._beyond: list[int] = []
-        self._pending_text = ""
+        self._vocab_size = vocab_size
+        self._context_len = context_len
+        self._unseen = 0  # tokens of a prompt in text mode, which only the runtime has counted
+        # A pause is asked for by what the model says. Stop strings are about what is shown, and
+        # they hold text back, which other hooks must not be made to wait for.
+        self._factories = (pause_on, *hooks, stop_strings)
+        self._chain = Chain(self._factories, request)
+        self._characters = Characters()
+        self._transcript = Transcript(request.prompt_ids)
+        self._open: list[Slot] = []  # tokens that wait for their text
+        self.token_ids: list[int] = []  # of the answer
+        self._certain = 0  # tokens of the answer that have their text
         self._taken = 0
-        self._runtime_ends = False
+        self._given: list[str] = []
+        self._pending, self._retract = "", 0
+        self._rewinding = False
+        self._pause: str | None = None
+        self._rewinds, self._furthest = 0, 0
+        self._runtime_ends, self._beyond = False, False
+        # Ranges that edits cleared since the last interruption, in an order to clear them in.
+        self.cuts: tuple[Range, ...] = ()
+        self.paused_by: str | None = None  # the hook's word, if one led to the last interruption
+        self.failure: HookFailed | None = None
         self.reason: FinishReason | None = None
+        self._left = self.budget  # tokens that the run may still give
+
+    # -- what it is ---------------------------------------------------------------------------
 
     @property
-    def must_stop(self) -> bool:
-        """The answer is complete and the runtime has to be told.
+    def want(self) -> Want | None:
+        """What the run must do now, until it has been left.
 
-        After an EOS, or at a limit that it was given, the runtime ends by itself; it is aborted
+        After an EOS, or at a limit that it was given, the runtime ends by itself; it is ended
         only if it goes on, as 1.3.0 does with models whose EOS it misreads.
         """
-        return self.reason is not None and (not self._runtime_ends or bool(self._beyond))
+        if self.complete:
+            return None if self._runtime_ends and not self._beyond else Want.STOP
+        if self._rewinding:
+            return Want.REWIND
+        return Want.PAUSE if self._pause is not None else None
 
     @property
-    def transcript(self) -> tuple[int, ...]:
-        """Every id of the context: the prompt and all tokens, also those after the answer's end."""
-        return (*self.request.prompt_ids, *self.token_ids, *self._beyond)
+    def complete(self) -> bool:
+        """No run may follow: the answer is whole, or a hook failed; ``ended`` says how."""
+        return self.reason is not None or self.failure is not None
 
-    def accept(self, token_id: int, data: bytes) -> bool:
-        """Take one token; True where there is something new to give out."""
-        if self.reason is not None:
-            self._beyond.append(token_id)
+    @property
+    def context(self) -> Ids:
+        """The ids that a run has to hold to go on: all that there are, less what was cleared."""
+        return self._transcript.context
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.token_ids)
+
+    @property
+    def budget(self) -> int:
+        """Tokens that may still be generated: what was asked for, as far as the context goes."""
+        asked = self.request.max_tokens - self.tokens
+        if self._context_len is not None:
+            asked = min(asked, self._context_len - self._unseen - len(self.context))
+        return max(0, asked)
+
+    @property
+    def partial_output(self) -> str:
+        """The answer's text as far as it is certain."""
+        return "".join(self._chain.shown)
+
+    @property
+    def spoken(self) -> str:
+        """What was said so far, before hooks changed what is shown of it: text mode goes on so."""
+        data = b"".join(slot.data for slot in self._transcript.slots)
+        return data.decode(errors="replace")
+
+    # -- a run --------------------------------------------------------------------------------
+
+    def accept(self, token_id: int, data: bytes, waiting: bool = False) -> bool:
+        """Take one token of the run; True where there may be something new to give out.
+
+        ``waiting``: the runtime holds its text back until a character is whole. It becomes part of
+        the answer with the tokens that complete it.
+        """
+        if self.complete or self._rewinding or self._pause is not None:
+            self._beyond = True
             return False
+        slot = Slot(token_id, data, waiting=waiting)
+        self._transcript.slots.append(slot)
         self.token_ids.append(token_id)
+        self._left -= 1
         if token_id in self._eos_ids:
-            # Its text, if any, is markup and not the answer.
-            self.reason, self._runtime_ends = FinishReason.STOP, True
+            self._end_of_sequence()
             return True
-        self._pending_text += self._text.feed(data)
-        if self._text.stopped:
-            self.reason = FinishReason.STOP
-        elif len(self.token_ids) >= self.request.max_tokens:
-            self.reason, self._runtime_ends = FinishReason.LENGTH, self._runtime_counts
-        return True
+        self._open.append(slot)
+        if not waiting:
+            with self._hooked():
+                self._follow(self._chain.feed(self._close(self.tokens)))
+        if not self.complete and not self._rewinding and self._left <= 0:
+            self.reason, self._runtime_ends = FinishReason.LENGTH, self.runtime_counts
+        return not waiting or self.complete
+
+    def aborted(self) -> None:
+        """The answer ends here because somebody said so; what still arrives is not part of it."""
+        if not self.complete:
+            self.reason, self._runtime_ends = FinishReason.ABORT, False
+
+    def interrupted(self, prompt_tokens: int = 0) -> None:
+        """The run was left before the answer's end, whichever way it returned.
+
+        What came after the decision is no part of the answer, and neither is the beginning of a
+        character: whoever continues makes these tokens again. ``prompt_tokens`` is what the
+        runtime has counted, for a prompt that was text. Where the context has no room for another
+        token, the answer is complete.
+        """
+        if self.request.prompt_text is not None:
+            self._unseen = prompt_tokens
+        self.paused_by, self._pause, self._rewinding = self._pause, None, False
+        if not self.complete and self._transcript.drop_unfinished():
+            self._open.clear()
+            self.token_ids = self._transcript.answer
+        self.cuts = ()
+        self._beyond = False
+        self._make_room()
 
     def ended(self, *, context_full: bool) -> FinishReason:
-        """The run is over: settle the reason, release what was held back.
+        """The generation is over: settle the reason, release what was held back.
 
         A run that ended by itself before the limit and without a known EOS met an EOS that only
         the runtime knows, unless the context is full: in text mode nobody could leave room there.
+
+        Raises:
+            HookFailed: a hook did, now or before; the text before that can still be taken.
         """
+        if self.failure is not None:
+            raise self.failure
         if self.reason is None:
             self.reason = FinishReason.LENGTH if context_full else FinishReason.STOP
-        self._pending_text += self._text.flush()
+        self._certain = self.tokens
+        with self._hooked():
+            if self._chain.end().stop:
+                self.reason = FinishReason.STOP
+        self._show()
+        if self.failure is not None:
+            raise self.failure
         return self.reason
 
     def take(self) -> Delta | None:
-        """Return what came since the last call, or None."""
-        fresh = tuple(self.token_ids[self._taken :])
-        if not fresh and not self._pending_text:
+        """Return what came since the last call, or None.
+
+        Ids are given out with their text. Those that an edit took back are not taken back here:
+        ``tokens`` says how many count.
+        """
+        fresh = tuple(self.token_ids[self._taken : self._certain])
+        if not fresh and not self._pending and not self._retract:
             return None
-        delta = Delta(self._pending_text, fresh)
-        self._taken, self._pending_text = len(self.token_ids), ""
+        delta = Delta(self._pending, fresh, self._retract)
+        if self._retract:
+            self._given = ["".join(self._given)[: -self._retract]]
+        self._given.append(self._pending)
+        self._taken, self._pending, self._retract = self._certain, "", 0
         return delta
+
+    # -- an edit ------------------------------------------------------------------------------
+
+    def apply(self, edit: Edit, *, kv_positions: int, context_len: int) -> None:
+        """Change an interrupted generation, or raise and change nothing.
+
+        ``kv_positions`` is how many leading positions of ``context`` the KV cache holds. What is
+        put in as the answer's own goes through the hooks as a replay does. An edit may complete
+        the answer (a stop string, the limit) and may reopen one that an edit completed.
+
+        Raises:
+            StateConflict: a hook of it has failed.
+            RequestError: the edit asks for something that is not there.
+            ContextOverflow: the context would leave no room for a token.
+        """
+        if self.failure is not None:
+            raise StateConflict("edit", "ended", self.failure.message)
+        if self.request.prompt_text is not None:
+            raise RequestError(
+                "A generation of a model without a tokenizer cannot be edited: its prompt's token "
+                "ids are not known."
+            )
+        self._check_ids(edit.ids)
+        kind = Kind.INJECTED if edit.injected else Kind.APPENDED
+        held = min(kv_positions, len(self.context))
+        cuts = ordered(edit.clear, held)
+        changed = self._transcript.cleared(edit.clear, held)
+        changed = changed.spliced(edit.replace_last, edit.ids, edit.text, kind)
+        size = len(changed.context)
+        if size < 1:
+            raise RequestError("the edit would leave nothing of the context", "clear")
+        if size >= context_len:
+            raise ContextOverflow(size, context_len, "ids")
+        self._transcript, self.cuts = changed, (*self.cuts, *cuts)
+        with self._hooked():
+            self._replay()
+        self._beyond = False
+        self._make_room()
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        """Say how many tokens the next run may give; without room for one there is no such run."""
+        self._left = self.budget
+        if not self.complete and self._left == 0:
+            self.reason = FinishReason.LENGTH
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        """Do what involves hooks: whatever comes of it ends this generation and nothing else.
+
+        Tokens are taken in the loop that reads from the engine, which must not end for a hook.
+        """
+        try:
+            yield
+        except HookFailed as exc:
+            self.failure = exc
+        except Exception as exc:
+            log.exception("the hooks of %s made an internal error", self.request.request_id)
+            self.failure = HookFailed("chain", "what it returned made an error", repr(exc))
+
+    def _check_ids(self, ids: Ids) -> None:
+        for token_id in ids:
+            if not 0 <= token_id < (self._vocab_size or TOKEN_IDS):
+                size = "" if self._vocab_size is None else f" of {self._vocab_size} tokens"
+                raise RequestError(f"the id {token_id} is not in the vocabulary{size}", "ids")
+
+    def _end_of_sequence(self) -> None:
+        # Its text, if any, is markup and not the answer.
+        self.reason, self._runtime_ends = FinishReason.STOP, True
+        self._certain = self.tokens
+
+    def _close(self, tokens: int) -> Piece:
+        """Make one piece of the tokens that had to wait for each other."""
+        text = self._characters.feed(b"".join(slot.data for slot in self._open))
+        piece = Piece(tokens - 1, tuple(slot.token_id for slot in self._open), text)
+        self._open.clear()
+        self._certain = tokens
+        return piece
+
+    def _follow(self, outcome: Outcome) -> None:
+        """Do what the hooks say of the newest piece."""
+        if outcome.rewind is not None:
+            self._rewind(*outcome.rewind)
+            return
+        if outcome.rewritten:
+            self._show()
+        else:
+            self._pending += self._chain.shown[-1]
+        self._pause = outcome.pause
+        if outcome.stop:
+            self.reason = FinishReason.STOP
+
+    def _rewind(self, name: str, action: Replace) -> None:
+        """Change the context now, so that the text goes out; the run is left as soon as it can."""
+        self._rewinds = 1 if self.tokens > self._furthest else self._rewinds + 1
+        self._furthest = max(self._furthest, self.tokens)
+        if self._rewinds > REWINDS_WITHOUT_PROGRESS:
+            reason = f"it replaced {self._rewinds} times and the answer got no further"
+            raise HookFailed(name, reason)
+        try:
+            self._transcript = self._replaced(action)
+        except RequestError as exc:
+            raise HookFailed(name, exc.message) from exc
+        self._rewinding = True
+        self._replay()
+
+    def _replaced(self, action: Replace) -> Transcript:
+        if self.request.prompt_text is not None:
+            raise RequestError("without a tokenizer there is no context to replace in")
+        if action.last < 1:
+            raise RequestError(f"it replaces the last {action.last} tokens")
+        self._check_ids(action.ids)
+        return self._transcript.spliced(action.last, action.ids, action.text, Kind.APPENDED)
+
+    def _replay(self) -> None:
+        """Lead the whole answer through fresh hooks, after what it consists of has changed."""
+        before, self.token_ids = self.token_ids, self._transcript.answer
+        self._taken = min(self._taken, common_prefix(before, self.token_ids))
+        self.reason, self._runtime_ends = None, False
+        self._chain, self._characters = Chain(self._factories, self.request), Characters()
+        self._open.clear()
+        tokens = self._certain = 0
+        try:
+            for slot in self._transcript.slots:
+                tokens += slot.kind is not Kind.INJECTED
+                self._replay_slot(slot, tokens)
+        finally:
+            self._show()
+        if self.reason is None and self.tokens >= self.request.max_tokens:
+            self.reason = FinishReason.LENGTH
+
+    def _replay_slot(self, slot: Slot, tokens: int) -> None:
+        if slot.kind is not Kind.GENERATED and not self._open:
+            self._characters.drop()  # nothing completes a character across this border
+        if slot.kind is Kind.INJECTED:
+            return
+        if slot.kind is Kind.GENERATED and slot.token_id in self._eos_ids:
+            self.reason, self._certain = FinishReason.STOP, tokens
+            return
+        self._open.append(slot)
+        if not slot.waiting and self._chain.feed(self._close(tokens), replayed=True).stop:
+            self.reason = FinishReason.STOP
+
+    def _show(self) -> None:
+        """Compare what is shown with what was given out."""
+        shown, given = self.partial_output, "".join(self._given)
+        same = common_prefix(given, shown)
+        self._retract, self._pending = len(given) - same, shown[same:]

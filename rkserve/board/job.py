@@ -1,4 +1,4 @@
-"""One request on one board: its generation, and the channel to the consumer that streams it.
+"""One request on one board: its generation, its state, and the channel to whoever streams it.
 
 It knows asyncio and nothing of engines or queues.
 """
@@ -6,46 +6,125 @@ It knows asyncio and nothing of engines or queues.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable
+from typing import Any
 
+from rkserve.board.figures import Tally
 from rkserve.board.generation import Generation
-from rkserve.board.watchdog import Watchdog
+from rkserve.board.interrupt import GenerationEvent, advance
 from rkserve.errors import RkserveError
-from rkserve.messages import Delta, Finished
+from rkserve.messages import Delta, Finished, GenerateRequest, GenerationState, Paused
+
+_S, _E = GenerationState, GenerationEvent
 
 
 class Job:
-    """A request between admission and its last event.
+    """A request between admission and its last event, over all of its runs and pauses.
 
-    ``ticket`` is the board's number for it, which is also the run's: unlike a request id it never
-    comes twice.
+    ``ticket`` is the board's number for it: unlike a request id it never comes twice. ``key`` says
+    with whom it may share a run.
     """
 
-    def __init__(self, ticket: int, generation: Generation, arrived_s: float) -> None:
+    def __init__(
+        self, ticket: int, generation: Generation, arrived_s: float, key: Hashable = None
+    ) -> None:
         self.ticket = ticket
         self.generation = generation
+        self.key = key
         self.arrived_s = arrived_s
-        self.started_s = arrived_s
-        self.reused = 0
-        self.watchdog: Watchdog | None = None  # from the moment that a run is asked for
-        self.stopping = False  # an abort was asked for
+        self.queued_s: float | None = (
+            arrived_s  # since when it waits for the board; None: it has it
+        )
+        self.paused_s: float | None = None  # since when it is paused
+        self.paused_by: str | None = None
+        self.expiry: asyncio.TimerHandle | None = None  # of the pause
+        self.held_s = 0.0  # how long others have waited while it held the board, paused
+        self.released = False  # it was to let go of the board for them
+        self.tally = Tally(len(self.request.prompt_ids))
+        self.state = _S.QUEUED
+        self.seated = False  # the board is its own: from admission's word until it lets go
+        self.retried = False  # the engine failed before its run began, and it was queued again
         self.abandoned = False  # the consumer is gone
         self.outcome: Finished | RkserveError | None = None
+        self._pauses: deque[Paused] = deque()  # that the consumer has not heard of
         self._news = asyncio.Event()
-        self._nearer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def token(self, token_id: int, data: bytes) -> None:
+    @property
+    def request(self) -> GenerateRequest:
+        """What was asked for."""
+        return self.generation.request
+
+    @property
+    def adapter(self) -> str | None:
+        """The key of its adapter; None is the base model."""
+        return self.request.adapter.key if self.request.adapter is not None else None
+
+    @property
+    def over(self) -> bool:
+        """Nobody wants another token of it."""
+        return self.abandoned or self.outcome is not None or self.state is _S.ABORTING
+
+    def token(self, token_id: int, data: bytes, waiting: bool) -> None:
         """Take one token of the runtime."""
-        if self.generation.accept(token_id, data):
+        if self.state is _S.PREFILLING:
+            self.advance(_E.TOKEN)
+        if self.generation.accept(token_id, data, waiting):
             self._news.set()
+
+    def advance(self, event: GenerationEvent) -> None:
+        """Go to the next state; see ``interrupt``."""
+        before, self.state = self.state, advance(self.state, event)
+        if self.state is not before:
+            self.wake()
+
+    def waited(self, now_s: float) -> None:
+        """Its wait for the board is over."""
+        if self.queued_s is not None:
+            self.tally.queue_s += now_s - self.queued_s
+        self.queued_s, self.released = None, False
+
+    def start(self) -> None:
+        """A run of it is started; again, if the one before never was."""
+        if self.state is not _S.PREFILLING:
+            self.advance(_E.STARTED)
+
+    def interrupted(self) -> None:
+        """Its run was left before the answer's end."""
+        self.generation.interrupted(self.tally.prompt_tokens)
+        self.tell()
+
+    def announce(self, paused: Paused) -> None:
+        """Let the consumer know of a pause, after the text before it."""
+        self._pauses.append(paused)
+        self._news.set()
+
+    def unpause(self, now_s: float) -> None:
+        """The pause is over, by a resumption or by the end."""
+        if self.paused_s is not None:
+            self.tally.paused_s += now_s - self.paused_s
+        if self.expiry is not None:
+            self.expiry.cancel()
+        self.paused_s = self.expiry = self.paused_by = None
 
     def end(self, outcome: Finished | RkserveError) -> None:
         """Settle how the request ended; the first word counts."""
-        if self.outcome is None:
-            self.outcome = outcome
-            self._news.set()
+        if self.outcome is not None:
+            return
+        self.outcome = outcome
+        if self.expiry is not None:
+            self.expiry.cancel()
+        self.advance(_E.ENDED)
+        self._news.set()
 
-    async def next_event(self) -> Delta | Finished:
-        """Return what came since the last call as one delta, or ``Finished`` after all of it.
+    def abandon(self) -> None:
+        """The consumer is gone: nobody reads what still comes."""
+        self.abandoned = True
+        self.wake()
+
+    async def next_event(self) -> Delta | Paused | Finished:
+        """Return what came since the last call as one delta, then pauses, last ``Finished``.
 
         Raises the ``RkserveError`` that ended the request, after the text before it.
         """
@@ -54,19 +133,49 @@ class Job:
             delta = self.generation.take()
             if delta is not None:
                 return delta
+            if self._pauses:
+                return self._pauses.popleft()
             if isinstance(self.outcome, RkserveError):
                 raise self.outcome
             if self.outcome is not None:
                 return self.outcome
             await self._news.wait()
 
-    def nearer_deadline(self) -> asyncio.Future[None]:
-        """Return a future that completes when the watchdog's deadline comes nearer."""
-        if self._nearer.done():
-            self._nearer = asyncio.get_running_loop().create_future()
-        return self._nearer
+    def tell(self) -> None:
+        """There may be something new to give out: an edit, or what a rewind put in."""
+        self._news.set()
 
-    def hurry(self) -> None:
-        """Wake whoever supervises the run: the deadline has come nearer."""
-        if not self._nearer.done():
-            self._nearer.set_result(None)
+    def changed(self) -> asyncio.Future[None]:
+        """Return a future that completes when the state changes or the consumer leaves."""
+        if self._changed.done():
+            self._changed = asyncio.get_running_loop().create_future()
+        return self._changed
+
+    def wake(self) -> None:
+        """Let those who wait for a change look again."""
+        if not self._changed.done():
+            self._changed.set_result(None)
+
+
+class Errand:
+    """Work for the engine between runs that is no generation; it waits its turn as one."""
+
+    def __init__(self, ticket: int, work: Callable[[], Awaitable[Any]]) -> None:
+        self.ticket = ticket
+        self._work = work
+        self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        # Whoever sent it may have left: an error that nobody hears of is no event of the loop's.
+        self.done.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def perform(self) -> None:
+        """Do the work, unless it was withdrawn. Raises what it raises."""
+        if self.done.cancelled():
+            return
+        result = await self._work()
+        if not self.done.done():
+            self.done.set_result(result)
+
+    def end(self, error: RkserveError) -> None:
+        """It was not done, and why."""
+        if not self.done.done():
+            self.done.set_exception(error)

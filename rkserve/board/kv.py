@@ -1,14 +1,19 @@
-"""What the live context of a board holds, and what a new request can reuse of it. Pure.
+"""What the KV cache of one handle holds, and what a run or a resumption can reuse of it. Pure.
 
-The KV cache of RKLLM can be appended to or cleared, not cut back (outside a pause). So a request
-reuses all of the live context or nothing: its ids must extend it.
+Between runs the KV cache of RKLLM can be appended to or cleared, not cut back: a request reuses all
+of the live context or nothing. Of a paused run ranges can be cut out. Positions are worth something
+only under the adapter that computed them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 Ids = tuple[int, ...]
+Range = tuple[int, int]  # half-open
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +25,17 @@ class Plan:
     reused: int
 
 
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """How to go on with a paused run: what to cut out of the KV cache, then which ids to send.
+
+    ``cut`` is applied range by range, each at the positions of that moment.
+    """
+
+    cut: tuple[Range, ...]
+    send: Ids
+
+
 class LiveContext:
     """The token ids that the runtime's KV cache holds, as far as they are known for certain."""
 
@@ -27,41 +43,121 @@ class LiveContext:
         """``append`` says whether the release may be sent only the new ids of a conversation."""
         self.append = append
         self._ids: Ids | None = ()
+        self._adapter: str | None = None  # the key of the one that computed them
+
+    @property
+    def ids(self) -> Ids | None:
+        """The ids that are held; None where that is not known."""
+        return self._ids
+
+    @property
+    def adapter(self) -> str | None:
+        """The key of the adapter under which ``ids`` were computed; None is the base model."""
+        return self._adapter
 
     @property
     def positions(self) -> int:
         """Positions known to be held."""
         return len(self._ids or ())
 
-    def plan(self, prompt: Ids) -> Plan:
+    def plan(self, prompt: Ids, adapter: str | None = None) -> Plan:
         """Return how a run over ``prompt`` begins.
 
         At least one id is always sent: the runtime computes the first new token from it.
         """
         held = self._ids
-        if self.append and held and len(held) < len(prompt) and prompt[: len(held)] == held:
+        if self.append and held and self._adapter == adapter and _is_begun_by(prompt, held):
             return Plan(clear=False, send=prompt[len(held) :], reused=len(held))
         return Plan(clear=held != (), send=prompt, reused=0)
 
-    def settle(self, transcript: Ids, positions: int) -> bool:
+    def settle(self, transcript: Ids, positions: int, adapter: str | None = None) -> bool:
         """Record what a run that ended in order left: ``transcript``, perhaps without its end.
 
-        ``transcript`` is the whole prompt with all generated ids. How many of them the KV holds is
-        the runtime's word (``positions``): a token enters it only when the next one is computed,
-        so whether the last one is in differs with the way the run ended. Any other number means
-        that the runtime did not append what it was sent, or moved its window: it returns False
-        then and forgets the context.
+        False where ``positions``, the runtime's word, cannot be true (see ``held``): it did not
+        append what it was sent, or moved its window. The context is forgotten then.
         """
-        if len(transcript) - 1 <= positions <= len(transcript):
-            self._ids = transcript[:positions]
-            return True
-        self.forget()
-        return False
+        self._ids = held(transcript, positions)
+        self._adapter = adapter if self._ids else None
+        return self._ids is not None
+
+    def cleared(self, kept: int) -> None:
+        """Record that it was cleared between runs, but for ``kept`` positions.
+
+        They are the first ones: all that a clear can spare is a system prompt. Where these are not
+        known, or cannot be that many, everything is forgotten.
+        """
+        if kept == 0:
+            self.reset()
+        elif self._ids is not None and 0 < kept <= len(self._ids):
+            self._ids = self._ids[:kept]
+        else:
+            self.forget()
 
     def forget(self) -> None:
         """The content is unknown (abort, failure): the next run clears first."""
         self._ids = None
+        self._adapter = None
 
     def reset(self) -> None:
         """A new handle: nothing is held."""
         self._ids = ()
+        self._adapter = None
+
+
+def held(transcript: Ids, positions: int) -> Ids | None:
+    """Return what the KV cache holds of ``transcript``, or None where that is not known.
+
+    ``transcript`` is everything that was sent and delivered. How much of it the KV cache holds is
+    the runtime's word: a token enters it only when the next one is computed, so whether the last
+    one is in differs with the way the run ended or was paused. No other number can be true.
+    """
+    if max(0, len(transcript) - 1) <= positions <= len(transcript):
+        return transcript[:positions]
+    return None
+
+
+def plan_resume(kept: Ids | None, wanted: Ids, cuts: Iterable[Range] = ()) -> Resume | None:
+    """Return how a paused run goes on with ``wanted`` as its context; None: recompute instead.
+
+    ``kept`` is what its KV cache holds (see ``held``) and ``cuts`` what edits asked to cut out,
+    one after the other, each at the positions of that moment. What is left is cut back to where
+    it and ``wanted`` part, and the rest is sent: at least one id, from which the next token is
+    computed.
+
+    It has to be recomputed where the content is not known or does not hold a cut, and where no
+    position would be left: cutting everything is as suspect as the full clear of a paused handle.
+    """
+    if kept is None:
+        return None
+    asked: list[Range] = []
+    for start, end in cuts:
+        if not 0 <= start <= end <= len(kept):
+            return None
+        if start < end:
+            kept = kept[:start] + kept[end:]
+            asked.append((start, end))
+    common = min(common_prefix(kept, wanted), len(wanted) - 1)
+    if common < 1:
+        return None
+    if common < len(kept):
+        asked.append((common, len(kept)))
+    return Resume(cut=tuple(asked), send=wanted[common:])
+
+
+def common_prefix(one: Sequence[T], other: Sequence[T]) -> int:
+    """Return how many ids, or characters, both begin with. They are of one type."""
+    # Slices are compared in C: a loop over 16,384 positions would be felt, once per cache entry.
+    same, differs = 0, min(len(one), len(other))
+    if one[:differs] == other[:differs]:
+        return differs
+    while differs - same > 1:
+        middle = (same + differs) // 2
+        if one[same:middle] == other[same:middle]:
+            same = middle
+        else:
+            differs = middle
+    return same
+
+
+def _is_begun_by(prompt: Ids, begun: Ids) -> bool:
+    return len(begun) < len(prompt) and prompt[: len(begun)] == begun

@@ -17,6 +17,7 @@ class BoardEvent(Enum):
     ENGINE_DIED = "the engine process ended by itself"
     WATCHDOG = "the engine cannot be used any more"
     ENGINE_ENDED = "that engine was ended"
+    RENEW = "the engine is replaced in order"
     TOO_MANY_CRASHES = "too many crashes in a short time"
     COOLED = "the quarantine is over"
     BROKE = "a part of the board ended by an internal error"
@@ -31,6 +32,8 @@ TRANSITIONS: dict[tuple[BoardState, BoardEvent], BoardState] = {
     (_S.LOADING, _E.STOP): _S.STOPPED,
     (_S.READY, _E.ENGINE_DIED): _S.RECOVERING,
     (_S.READY, _E.WATCHDOG): _S.HUNG,
+    # Only a new handle forgets adapters: planned, between two runs, and no crash.
+    (_S.READY, _E.RENEW): _S.RECOVERING,
     (_S.READY, _E.STOP): _S.STOPPED,
     # Health fails while hung; an engine that not even SIGKILL ends keeps the board here until
     # the replica is replaced.

@@ -1,55 +1,82 @@
-"""Bytes to text for one generation: UTF-8 across token borders, stop strings held back.
-
-Pure: it is fed bytes and returns text that can no longer change.
-"""
+"""Bytes to text for one generation, and stop strings held back until certain. Pure."""
 
 from __future__ import annotations
 
 import codecs
 
 
-class TextStream:
-    """Turns the bytes of tokens into text that is certain.
+class Characters:
+    """Turns the bytes of tokens into whole characters.
 
-    A character is held back until its last byte is there, and text that may be the beginning of a
-    stop string until it is clear that it is not. The stop string itself is never given out.
+    A character is held back until its last byte is there. What is never completed is no text.
     """
 
-    def __init__(self, stops: tuple[str, ...] = ()) -> None:
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, data: bytes) -> str:
+        """Return the characters that ``data`` completes."""
+        return self._decoder.decode(data)
+
+    def drop(self) -> None:
+        """Forget the bytes of a character that was cut in two."""
+        self._decoder.reset()
+
+
+class StopSearch:
+    """Passes on text that is certain not to belong to a stop string.
+
+    Text that may be the beginning of a stop string is held back until it is clear that it is not.
+    The stop string itself is never given out, nor is anything after it.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
         if any(not stop for stop in stops):
             raise ValueError("a stop string must not be empty")
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = stops
         self._held = ""
         self.stopped = False
 
-    def feed(self, data: bytes) -> str:
-        """Return the text that became certain with ``data``; nothing after a stop string."""
+    def feed(self, text: str) -> str:
+        """Return the text that became certain with ``text``."""
         if self.stopped:
             return ""
-        self._held += self._decoder.decode(data)
-        if not self._stops:
-            certain, self._held = self._held, ""
-            return certain
-        found = [(i + len(s), i) for s in self._stops if (i := self._held.find(s)) >= 0]
+        held = self._held + text
+        found = [(i + len(s), i) for s in self._stops if (i := held.find(s)) >= 0]
         if found:
             # The one that is complete first, so that it does not matter how tokens cut the text.
             _, at = min(found)
-            certain, self._held = self._held[:at], ""
-            self.stopped = True
-            return certain
-        keep = max(_overlap(self._held, stop) for stop in self._stops)
-        cut = len(self._held) - keep
-        certain, self._held = self._held[:cut], self._held[cut:]
-        return certain
+            self._held, self.stopped = "", True
+            return held[:at]
+        keep = max((_overlap(held, stop) for stop in self._stops), default=0)
+        cut = len(held) - keep
+        self._held = held[cut:]
+        return held[:cut]
 
     def flush(self) -> str:
-        """Return what was held back for a stop string that did not come.
-
-        The bytes of a character that the answer's end cut in two are dropped: they are not text.
-        """
+        """Return what was held back for a stop string that did not come."""
         certain, self._held = self._held, ""
         return certain
+
+
+class Finder:
+    """Says when a text is complete that may come in pieces. It holds nothing back."""
+
+    def __init__(self, texts: tuple[str, ...]) -> None:
+        if any(not text for text in texts):
+            raise ValueError("a text to look for must not be empty")
+        self._texts = texts
+        self._reach = max((len(text) for text in texts), default=1) - 1
+        self._tail = ""
+
+    def feed(self, text: str) -> str | None:
+        """Return the text that is complete first within what ``text`` adds, or None."""
+        seen, before = self._tail + text, len(self._tail)
+        self._tail = seen[-self._reach :] if self._reach else ""
+        # What was complete before this piece is not found again.
+        starts = ((seen.find(t, max(0, before - len(t) + 1)), t) for t in self._texts)
+        found = [(at + len(t), -len(t), t) for at, t in starts if at >= 0]
+        return min(found)[2] if found else None
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -21,16 +21,17 @@ class Phase(Enum):
 
     PREFILL = "the first token"
     DECODE = "the next token"
+    PAUSE = "the pause"
     RETURN = "the end of the run after the abort"
 
 
 class Watchdog:
-    """The deadline of one run: moves with every token, tightens with an abort."""
+    """The deadline of one run: moves with every token, tightens with a pause wish or an abort."""
 
     def __init__(self, patience: Patience, prefill_tokens: int, now_s: float) -> None:
         self._patience = patience
         self.phase = Phase.PREFILL
-        self._aborting = False
+        self._aborting = self._pausing = False
         self._since_s = now_s
         self._limit_s = patience.first_token_s + patience.prefill_per_token_s * prefill_tokens
 
@@ -40,7 +41,7 @@ class Watchdog:
         return self._since_s + self._limit_s
 
     def token(self, now_s: float) -> bool:
-        """A token came. After an abort, stragglers do not move the deadline.
+        """A token came. After a pause wish or an abort, stragglers do not move the deadline.
 
         Like ``aborted``, it returns True where the deadline is nearer than before, so that whoever
         sleeps until then must look again.
@@ -48,23 +49,33 @@ class Watchdog:
         before_s = self.deadline_s
         if self._aborting:
             if self.phase is not Phase.RETURN:
-                self._expect_return(now_s)
+                self._expect(Phase.RETURN, self._patience.abort_s, now_s)
+        elif self._pausing:
+            if self.phase is not Phase.PAUSE:
+                self._expect(Phase.PAUSE, self._patience.token_s, now_s)
         else:
-            self.phase, self._since_s = Phase.DECODE, now_s
-            self._limit_s = self._patience.token_s
+            self._expect(Phase.DECODE, self._patience.token_s, now_s)
+        return self.deadline_s < before_s
+
+    def paused(self, now_s: float) -> bool:
+        """A pause was asked for; it is granted at the next token that carries text."""
+        before_s = self.deadline_s
+        self._pausing = True
+        if self.phase is Phase.DECODE:
+            self._expect(Phase.PAUSE, self._patience.token_s, now_s)
         return self.deadline_s < before_s
 
     def aborted(self, now_s: float) -> bool:
         """An abort was asked for. It does not cut prefill, so that keeps its own limit."""
         before_s = self.deadline_s
         self._aborting = True
-        if self.phase is Phase.DECODE:
-            self._expect_return(now_s)
+        if self.phase in (Phase.DECODE, Phase.PAUSE):
+            self._expect(Phase.RETURN, self._patience.abort_s, now_s)
         return self.deadline_s < before_s
 
     def verdict(self, now_s: float) -> str:
         """Say what did not happen, for the log and the health check."""
         return f"{self.phase.value} did not come within {now_s - self._since_s:.1f} s"
 
-    def _expect_return(self, now_s: float) -> None:
-        self.phase, self._since_s, self._limit_s = Phase.RETURN, now_s, self._patience.abort_s
+    def _expect(self, phase: Phase, limit_s: float, now_s: float) -> None:
+        self.phase, self._since_s, self._limit_s = phase, now_s, limit_s

@@ -1,0 +1,68 @@
+"""Gets a LoRA adapter into the engine before a run that needs it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Protocol
+
+from rkserve.adapterfolder import open_adapter
+from rkserve.board.adapters import Ready, Reinit
+from rkserve.board.live import LiveEngine
+from rkserve.errors import AdapterBroken, NativeError
+from rkserve.messages import AdapterRef
+
+log = logging.getLogger(__name__)
+
+# An adapter is read from flash storage, perhaps a slow card, while the call blocks.
+LOAD_S = 60.0
+
+
+class Room(Protocol):
+    """Where adapters are loaded."""
+
+    @property
+    def live(self) -> LiveEngine:
+        """The engine that is loaded now."""
+
+    async def renew(self, reason: str) -> None:
+        """Replace the engine by a fresh one: nothing else takes an adapter away."""
+
+
+class Adapting:
+    """The adapters of one model folder, as one board loads them."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """``folder`` is the model folder; None serves the base model alone."""
+        self._folder = folder
+
+    async def ready(self, room: Room, ref: AdapterRef) -> LiveEngine:
+        """Return the engine of ``room`` once that holds ``ref`` under its key.
+
+        Raises:
+            AdapterBroken: the file is missing, changed, or refused by the runtime.
+            EngineHung, EngineDied: as any call.
+        """
+        if self._folder is None:
+            raise AdapterBroken(f"{ref.name}@{ref.version}", "this board serves no adapters")
+        found = await asyncio.to_thread(open_adapter, self._folder, ref)
+        engine = room.live
+        need = engine.adapters.need(ref, found.size_bytes)
+        if isinstance(need, Ready):
+            return engine
+        if isinstance(need, Reinit):
+            await room.renew("the memory of adapters is reclaimed")
+            engine = room.live
+        assert found.path is not None  # on a board an adapter without a file is broken
+        try:
+            await engine.call(
+                "load_adapter", extra_s=LOAD_S, path=str(found.path), name=ref.key, scale=ref.scale
+            )
+        except NativeError as exc:
+            log.warning("adapter %s was refused (%s): %s", found.label, found.path, exc)
+            engine.adapters.refused(ref, str(exc))
+            raise AdapterBroken(found.label, f"the runtime refused it: {exc}") from None
+        engine.adapters.loaded(ref, found.size_bytes)
+        log.info("adapter %s is loaded (%d bytes)", found.label, found.size_bytes)
+        return engine

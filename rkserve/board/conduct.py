@@ -1,0 +1,361 @@
+"""From the moment that a request gets the board until it lets go: its runs, pauses and its end.
+
+The conductor decides what a token or a run's end leads to. The engine's failures pass through it:
+what follows from them is the board's business, as is who gets the board next.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from rkserve.board import clock
+from rkserve.board.engine import RunEnded
+from rkserve.board.generation import Want
+from rkserve.board.interrupt import GenerationEvent
+from rkserve.board.job import Job
+from rkserve.board.kv import held
+from rkserve.board.live import LiveEngine
+from rkserve.board.opening import Opening
+from rkserve.board.pauses import Pauses
+from rkserve.board.run import Beginning, Run
+from rkserve.board.stage import Stage
+from rkserve.errors import (
+    EngineDied,
+    HookFailed,
+    RkserveError,
+    RunFailed,
+)
+from rkserve.messages import Finished, GenerationState
+from rkserve.native.runtime import Perf, RunEnd
+
+log = logging.getLogger(__name__)
+
+_S, _E = GenerationState, GenerationEvent
+
+
+class Conductor:
+    """Makes the runs of those who have the board, and pauses, resumes and ends them."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._opening = Opening(stage)
+        self.pauses = Pauses(stage, self.fail)
+
+    async def perform(self, jobs: Sequence[Job]) -> None:
+        """Do what the jobs that admission has started need, until the board is free again.
+
+        Raises ``RkserveError`` for those that are still seated.
+        """
+        stage, now_s = self._stage, clock.now_s()
+        for job in jobs:
+            if stage.n_batch > 1 and job.queued_s is not None:
+                wait_s = now_s - max(stage.free_since_s, job.queued_s)
+                job.tally.batch_wait_s += min(wait_s, stage.batch_window_s)
+            job.waited(now_s)
+            job.seated = True
+        if stage.n_batch == 1:
+            await self._solo(jobs[0])
+        else:
+            await self._batch(list(jobs))
+
+    # -- what is asked of a job ---------------------------------------------------------------
+
+    def pause(self, job: Job) -> None:
+        """Pause a job that generates; its state says when it is done."""
+        job.advance(_E.PAUSE_ASKED)
+        run = self._stage.live.running
+        if run is not None and job in run.seats:
+            self._interrupt(run, job)
+
+    def resume(self, job: Job) -> None:
+        """Let a paused job go on: at once where it holds the board, else when it has it again."""
+        job.unpause(clock.now_s())
+        job.advance(_E.RESUME_ASKED)
+        if not self.pauses.holds(job) and not self._closed(job):
+            self._stage.requeue(job)
+
+    def abort(self, job: Job) -> None:
+        """End a job in whatever state it is; its answer so far stands."""
+        job.advance(_E.ABORT_ASKED)
+        job.generation.aborted()
+        self.leave(job)
+
+    def leave(self, job: Job) -> None:
+        """The job is over, aborted or without a consumer: see that nothing goes on for it."""
+        run = self._stage.live.running
+        if run is not None and job in run.seats:
+            if self._stage.n_batch == 1:
+                self._stage.live.abort(run)
+            else:
+                self._depart(run, job)
+        elif not job.seated and not self.pauses.holds(job):
+            self._stage.admission.withdraw(job.ticket)
+            self._closed(job)
+        # Else the conductor is between two steps of it, and looks again before the next.
+
+    def fail(self, job: Job, error: RkserveError) -> None:
+        """End a job by an error."""
+        if job.outcome is None:
+            self._stage.figures.failed += 1
+        job.end(error)
+
+    # -- one after the other ------------------------------------------------------------------
+
+    async def _solo(self, job: Job) -> None:
+        going = not self._closed(job)
+        while going:
+            live, begin = await self._opening.of_one(job)
+            if self._closed(job):  # the client left, or aborted it, while that was prepared
+                await self._abandon(begin)
+                break
+            going = await self._once(job, live, begin)
+        job.seated = False
+
+    async def _once(self, job: Job, live: LiveEngine, begin: Beginning) -> bool:
+        """Make one run of the job; return whether it needs another one at once."""
+        job.generation.runtime_counts = live.facts.per_run_sampling
+        try:
+            live.require()
+            job.start()
+            run, ended = await live.run([job], begin, self._receive, job.request.sampling)
+        except BaseException:
+            await self._abandon(begin)
+            raise
+        if ended.end is RunEnd.FAILED:
+            return await self._failed(job, begin, run, ended)
+        if ended.end is not None:
+            job.tally.add(_perf(begin, run, ended), begin.reused)
+        # First: whoever waits for the pause is told of it when the board is held.
+        await self._keep(begin, run, ended)
+        paused = ended.end is RunEnd.PAUSED
+        going = self._concluded(job, run, paused=paused)
+        if job.state is _S.PAUSED and paused:
+            return await self._hold(job)
+        if not going:
+            await self._opening.drain()
+        return going
+
+    def _concluded(self, job: Job, run: Run, *, paused: bool) -> bool:
+        """The job's part in a run is over: end it, pause it, or return that it goes on."""
+        if not self._is_interrupted(job, run, paused=paused):
+            self._finish(job)
+            return False
+        rewinds = job.generation.want is Want.REWIND and job.state is _S.GENERATING
+        job.interrupted()
+        if not rewinds:
+            self.pauses.rest(job)
+            return False
+        job.advance(_E.REWOUND)
+        return not self._closed(job)
+
+    def _is_interrupted(self, job: Job, run: Run, *, paused: bool) -> bool:
+        """Whether the answer is to go on after this run, now or later."""
+        generation = job.generation
+        if job.over or generation.complete:
+            return False
+        if generation.want in (Want.PAUSE, Want.REWIND):
+            return True
+        return job.state is _S.PAUSING and (paused or run.stopping)
+
+    async def _failed(self, job: Job, begin: Beginning, run: Run, ended: RunEnded) -> bool:
+        """The runtime refused a run, or gave it up. Raises ``RunFailed``.
+
+        A paused run that was not even resumed is ended, and the job goes on from its transcript.
+        """
+        await self._abandon(begin)
+        if not begin.resume:
+            raise RunFailed(self._stage.board_id, _reason(ended))
+        if run.given[0]:
+            await self._opening.drain()
+            raise RunFailed(self._stage.board_id, _reason(ended))
+        log.warning(
+            "board %s: a paused run cannot be resumed and is recomputed: %s",
+            self._stage.board_id,
+            _reason(ended),
+        )
+        await self._opening.drain()
+        return not self._closed(job)
+
+    # -- many at once -------------------------------------------------------------------------
+
+    async def _batch(self, jobs: list[Job]) -> None:
+        """Make one run of up to ``n_batch`` jobs; each leaves it when its own part is over."""
+        planned: tuple[LiveEngine, Beginning] | None = None
+        while (here := self._still_here(jobs)) != jobs or planned is None:
+            if not here:
+                return
+            jobs = here  # some may leave while the others' run is prepared
+            planned = await self._opening.of_many(jobs)
+        stage, (live, begin) = self._stage, planned
+        live.require()
+        for job in jobs:
+            job.generation.runtime_counts = False  # the limit of a batch is its longest one's
+            job.tally.batch = max(job.tally.batch, len(jobs))
+            job.start()
+        seats = [*jobs, *[None] * (stage.n_batch - len(jobs))]
+        run, ended = await live.run(seats, begin, self._receive, jobs[0].request.sampling)
+        stage.figures.batch_runs += 1
+        stage.figures.batch_entries += len(jobs)
+        stage.figures.batch_tail_ms += run.tail_s(clock.now_s()) * 1e3
+        if ended.end is RunEnd.FAILED:
+            raise RunFailed(stage.board_id, _reason(ended))
+        for job in run.jobs:
+            self._depart(run, job)
+
+    def _still_here(self, jobs: Sequence[Job]) -> list[Job]:
+        """Return those who need a run; the others are settled."""
+        for job in jobs:
+            job.seated = not self._closed(job)
+        return [job for job in jobs if job.seated]
+
+    def _depart(self, run: Run, job: Job) -> None:
+        """The job's part in a batch is over, while the run may go on for others."""
+        now_s, live = clock.now_s(), self._stage.live
+        entry = run.seats.index(job)
+        run.leave(entry, now_s)
+        job.seated = False
+        job.tally.add(run.clocked(entry, now_s), reused=0)
+        if self._concluded(job, run, paused=True):
+            self._stage.requeue(job)
+        if not run.jobs and live.running is run:
+            live.abort(run)
+
+    # -- tokens -------------------------------------------------------------------------------
+
+    def _receive(self, run: Run, entry: int, token_id: int, data: bytes, waiting: bool) -> None:
+        """Take one token. What comes after our decision to stop is nobody's."""
+        job = run.seats[entry]
+        if job is None or (run.stopping and job.state is not _S.GENERATING):
+            return
+        batched = self._stage.n_batch > 1
+        # The one state of a batch's callback cannot say whose text is held back: no text may mean
+        # that, and must not be taken for a whole character.
+        job.token(token_id, data, waiting or (batched and not data))
+        generation = job.generation
+        if batched:
+            if generation.complete or generation.want is not None:
+                self._depart(run, job)
+            return
+        want = generation.want
+        if want is None:
+            return
+        if want is Want.STOP:
+            self._stop(run)
+            return
+        if want is Want.PAUSE and job.state is _S.GENERATING:
+            job.advance(_E.PAUSE_ASKED)
+        self._interrupt(run, job)
+
+    def _stop(self, run: Run) -> None:
+        """The answer is complete: free the NPU."""
+        live = self._stage.live
+        if run.pausable and live.quirk("stop_by_pause"):
+            live.pause(run)
+        else:
+            live.abort(run)
+
+    def _interrupt(self, run: Run, job: Job) -> None:
+        """Let the run end so that it can go on, with its KV cache kept where that was asked for."""
+        live = self._stage.live
+        if self._stage.n_batch > 1:
+            self._depart(run, job)
+        elif (
+            run.pausable
+            and job.request.native_pause
+            and (job.generation.want is Want.REWIND or self.pauses.holdable(job))
+        ):
+            live.pause(run)
+        else:
+            live.abort(run)
+
+    # -- paused -------------------------------------------------------------------------------
+
+    async def _hold(self, job: Job) -> bool:
+        """Keep the board for a run that the runtime has paused; return whether it goes on.
+
+        Otherwise the run is drained; the job may stay paused and is recomputed later.
+        """
+        live = self._stage.live
+        await self.pauses.hold(job)
+        if job.state is _S.RESUMING and live.alive and not job.released:
+            job.seated = True
+            return not self._closed(job) or await self._drained()
+        if job.state is _S.RESUMING and not self._closed(job):
+            self._stage.requeue(job)
+        elif job.over:
+            self._closed(job)
+        await self._drained()
+        return False
+
+    async def _drained(self) -> bool:
+        """Drain; an engine that died has nothing to drain. Return False, for short."""
+        try:
+            await self._opening.drain()
+        except EngineDied:
+            log.info("board %s: the engine died with its paused run", self._stage.board_id)
+        return False
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def _closed(self, job: Job) -> bool:
+        """Settle a job that needs no run any more; return whether it was one."""
+        if not job.over and not job.generation.complete:
+            return False
+        self._finish(job)
+        return True
+
+    def _finish(self, job: Job) -> None:
+        """Settle the outcome and the figures of a job."""
+        if job.outcome is not None:
+            return
+        generation, stage = job.generation, self._stage
+        job.unpause(clock.now_s())
+        job.waited(clock.now_s())
+        used = len(generation.context)
+        if job.request.prompt_text is not None:
+            used += job.tally.prompt_tokens
+        full = used >= stage.context_len
+        try:
+            reason = generation.ended(context_full=full)
+        except HookFailed as exc:
+            self.fail(job, exc)
+            return
+        usage, timings = job.tally.usage(generation.tokens), job.tally.timings()
+        if job.tally.runs > 0:
+            stage.figures.count(usage, timings)
+        job.end(Finished(reason, usage, timings))
+
+    async def _keep(self, begin: Beginning, run: Run, ended: RunEnded) -> None:
+        """Do what is due to the prompt caches after a run that has one."""
+        caching = self._stage.caching
+        if begin.hit is not None:
+            prefilled = ended.perf.prefill_tokens if ended.in_order else None
+            caching.used(begin.hit, prefilled, len(begin.base), ended.cache_refused)
+        if begin.save is None:
+            return
+        trusted = not run.stopping or self._stage.live.quirk("kv_valid_after_abort")
+        # The last token never was computed, so that it is not in the file. Mostly the KV cache is
+        # empty when its size is asked for: a run without history is forgotten with its end.
+        left = ended.kv_positions[0] if ended.kv_positions else 0
+        ids = run.transcript[:-1] if left == 0 else held(run.transcript, left)
+        if ended.in_order and trusted and ids:
+            caching.keep(begin.save, ids, begin.adapter)
+        else:
+            await caching.abandon(begin.save)
+
+    async def _abandon(self, begin: Beginning) -> None:
+        if begin.save is not None:
+            await self._stage.caching.abandon(begin.save)
+
+
+def _perf(begin: Beginning, run: Run, ended: RunEnded) -> Perf:
+    """What a run took: by the runtime's word, and by the clock where it says nothing."""
+    if ended.in_order:
+        return ended.perf
+    restored = begin.reused if begin.hit is not None and ended.cache_refused is None else 0
+    return run.clocked(0, clock.now_s(), restored)
+
+
+def _reason(ended: RunEnded) -> str:
+    return ended.error or f"the runtime returned {ended.return_code}"

@@ -1,0 +1,164 @@
+"""What others ask of generations while they run: who is there, pause, edit, resume, abort.
+
+It judges by the table of ``interrupt`` and lets the conductor do it. It knows nothing of engines
+beyond what a paused one holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from rkserve.board.conduct import Conductor
+from rkserve.board.interrupt import GenerationEvent, judge
+from rkserve.board.job import Job
+from rkserve.board.kv import common_prefix
+from rkserve.board.opening import kept_ids, outlook
+from rkserve.board.stage import Stage
+from rkserve.errors import GenerationNotFound, RequestError, StateConflict
+from rkserve.messages import ControlAction, Edit, GenerationInfo, GenerationState, Kv
+
+ENDED_REMEMBERED = 256
+
+_S = GenerationState
+
+
+class Control:
+    """The generations of one board, by the ids that their clients know."""
+
+    def __init__(self, stage: Stage, conductor: Conductor) -> None:
+        self._stage = stage
+        self._conductor = conductor
+        self._ended: dict[str, None] = {}  # request ids, the oldest first
+
+    def remember(self, job: Job) -> None:
+        """The job has left the board: who asks for it later is told that it has ended."""
+        self._ended[job.request.request_id] = None
+        while len(self._ended) > ENDED_REMEMBERED:
+            del self._ended[next(iter(self._ended))]
+
+    def generations(self) -> list[GenerationInfo]:
+        """Return those that have not ended."""
+        jobs = self._stage.jobs.values()
+        return [self._info(job) for job in jobs if job.state is not _S.ENDED]
+
+    async def control(
+        self, generation: str, action: ControlAction, edit: Edit | None, choice: int | None
+    ) -> list[GenerationInfo]:
+        """Do ``action`` to the choices of a generation that it can be done to.
+
+        Raises:
+            GenerationNotFound: no choice of it is, or lately was, on this board.
+            StateConflict: the action fits none of them as they are; nothing was changed.
+            TooManyPaused: the board keeps no more paused ones; nothing was changed.
+            RequestError: the edit asks for something that is not there, or names no choice.
+        """
+        jobs = self._fitting(self._find(generation, action, choice), action)
+        if action is ControlAction.EDIT:
+            if len(jobs) > 1:
+                raise RequestError("Several choices are paused; say which one to edit.", "choice")
+            self._edit(jobs[0], edit or Edit())
+        elif action is ControlAction.RESUME:
+            for job in jobs:
+                self._conductor.resume(job)
+        elif action is ControlAction.ABORT:
+            for job in jobs:
+                self._conductor.abort(job)
+        else:
+            jobs = await self._pause(jobs)
+        return [self._info(job) for job in jobs]
+
+    def _find(self, generation: str, action: ControlAction, choice: int | None) -> list[Job]:
+        """Return the choices that have not ended."""
+        held = [job for job in self._stage.jobs.values() if _is_of(job, generation, choice)]
+        alive = [job for job in held if job.state is not _S.ENDED]
+        if alive:
+            return alive
+        ended = (_parts(request_id) for request_id in self._ended)
+        if held or any(_fits(parts, generation, choice) for parts in ended):
+            raise StateConflict(action.value, _S.ENDED.value)
+        raise GenerationNotFound(generation if choice is None else f"{generation}/{choice}")
+
+    def _fitting(self, jobs: Sequence[Job], action: ControlAction) -> list[Job]:
+        fitting: list[Job] = []
+        refused: StateConflict | None = None
+        for job in jobs:
+            try:
+                judge(job.state, action)
+            except StateConflict as exc:
+                refused = refused or exc
+            else:
+                fitting.append(job)
+        if refused is not None and not fitting:
+            raise refused
+        return fitting
+
+    async def _pause(self, jobs: Sequence[Job]) -> list[Job]:
+        """Ask for the pause, and wait until nothing more is emitted."""
+        self._conductor.pauses.check(len(jobs))
+        for job in jobs:
+            self._conductor.pause(job)
+        for job in jobs:
+            while job.state is _S.PAUSING and not job.abandoned:
+                await asyncio.wait({job.changed()})
+        paused = [job for job in jobs if not job.over]
+        if not paused:
+            raise StateConflict(ControlAction.PAUSE.value, _S.ENDED.value, "It ended first.")
+        return paused
+
+    def _edit(self, job: Job, edit: Edit) -> None:
+        context = job.generation.context
+        held = kept_ids(self._stage.live, job, holds=self._conductor.pauses.holds(job))
+        # What will be recomputed can leave out whatever is asked for.
+        positions = common_prefix(held, context) if held is not None else len(context)
+        job.generation.apply(edit, kv_positions=positions, context_len=self._stage.context_len)
+        job.advance(GenerationEvent.EDITED)
+        job.tell()
+
+    # -- what is told -------------------------------------------------------------------------
+
+    def _info(self, job: Job) -> GenerationInfo:
+        generation, request = job.generation, job.request
+        kv, positions = self._kv(job)
+        return GenerationInfo(
+            request_id=request.request_id,
+            board_id=self._stage.board_id,
+            model=request.model,
+            state=job.state,
+            prompt_tokens=job.tally.prompt_tokens,
+            tokens=generation.tokens,
+            context_tokens=len(generation.context),
+            kv_positions=positions,
+            partial_output=generation.partial_output,
+            kv=kv,
+            adapter=job.adapter,
+            native_pause=request.native_pause,
+            paused_by=job.paused_by,
+            age_s=asyncio.get_running_loop().time() - job.arrived_s,
+        )
+
+    def _kv(self, job: Job) -> tuple[Kv | None, int]:
+        """Say what becomes of the job's KV cache, and how much of its context is in there."""
+        live = self._stage.live
+        run = live.running
+        if run is not None and job in run.seats:
+            return None, live.entries[run.seats.index(job)]
+        if job.state not in (_S.PAUSED, _S.RESUMING):
+            return None, 0
+        return outlook(live, job, holds=self._conductor.pauses.holds(job))
+
+
+def _parts(request_id: str) -> tuple[str, int | None]:
+    """Return the completion's id and the choice of a request id; the latter may be missing."""
+    completion, slash, choice = request_id.rpartition("/")
+    if slash and choice.isascii() and choice.isdigit():
+        return completion, int(choice)
+    return request_id, None
+
+
+def _fits(parts: tuple[str, int | None], generation: str, choice: int | None) -> bool:
+    return parts[0] == generation and choice in (None, parts[1])
+
+
+def _is_of(job: Job, generation: str, choice: int | None) -> bool:
+    return _fits(_parts(job.request.request_id), generation, choice)

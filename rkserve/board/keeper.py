@@ -1,0 +1,228 @@
+"""Keeps an engine behind a board: loads it, watches over it, ends it and starts the next one.
+
+It owns the state of the board. Whose requests suffer from what happens is for the board to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol
+
+from rkserve.board import clock
+from rkserve.board.adapters import AdapterTable
+from rkserve.board.engine import Engine
+from rkserve.board.lifecycle import OPEN, SICK, BoardEvent, CrashLog, advance
+from rkserve.board.live import SECOND_LOOK_S, LiveEngine
+from rkserve.board.settings import BoardSettings
+from rkserve.errors import BoardOutOfOrder, EngineDied, EngineHung, LoadFailed, RkserveError
+from rkserve.messages import BoardState
+
+log = logging.getLogger(__name__)
+
+
+class Tenants(Protocol):
+    """Those who depend on the engine: the board with its requests."""
+
+    def lose(self, error: RkserveError) -> None:
+        """Whoever has the board cannot go on."""
+
+    def fail_all(self, *, spare_paused: bool = False) -> None:
+        """Nobody who waits is served here; a pause may outlive that."""
+
+    def pump(self) -> None:
+        """The engine is ready again."""
+
+
+class Keeper:
+    """One board's engine, from the first to the last of its processes."""
+
+    def __init__(
+        self,
+        settings: BoardSettings,
+        start_engine: Callable[[], Awaitable[Engine]],
+        tenants: Tenants,
+    ) -> None:
+        self._settings = settings
+        self._board_id = settings.board_id
+        self._start_engine = start_engine
+        self._tenants = tenants
+        self.state = BoardState.LOADING
+        self.reason = ""
+        self.starts = 0
+        self.renewals = 0  # of these, those that replaced an engine which was well
+        self.live: LiveEngine | None = None  # the last one that was loaded, also when it ended
+        self._crashes = CrashLog(settings.crash_limit, settings.crash_window_s)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- what there is ------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Whether a run may start. The news of an engine's end takes a turn of the loop."""
+        return self.state is BoardState.READY and self.live is not None and self.live.alive
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the replica shuts down."""
+        return self.state is BoardState.STOPPED
+
+    def open(self) -> LiveEngine:
+        """Return the engine of a board that takes requests. Raises ``BoardOutOfOrder``."""
+        if self.state not in OPEN or self.live is None:
+            raise self.failed()
+        return self.live
+
+    def failed(self) -> BoardOutOfOrder:
+        """Return the error of those who cannot be served."""
+        return BoardOutOfOrder(self._board_id, f"{self.state.value}: {self.reason}")
+
+    # -- from start to stop -------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the model. Raises ``RkserveError`` or ``OSError``; the board is then ``failed``."""
+        try:
+            await self._load()
+        except Exception as exc:
+            if self.state is BoardState.LOADING:
+                self._advance(BoardEvent.LOAD_FAILED, str(exc))
+            raise
+        self.spawn(self._watch_silence())
+
+    async def stop(self) -> None:
+        """End the engine, in order where it can."""
+        hung, live = self.state is BoardState.HUNG, self.live
+        self._advance(BoardEvent.STOP, "the replica shuts down")
+        self._tenants.fail_all()
+        if live is not None and live.running is not None:
+            live.abort(live.running)  # in a run it could not end in order
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if live is not None and live.alive:
+            await (live.engine.kill() if hung else live.engine.stop())
+
+    def check(self) -> None:
+        """Raise ``BoardFailed`` with the reason while the board cannot help itself."""
+        if self.state in SICK:
+            raise self.failed()
+
+    async def renew(self, reason: str) -> None:
+        """Replace the engine by a fresh one, in order. Raises what a failing load raises."""
+        engine = self.open().engine
+        if engine.died.done():
+            raise EngineDied(self._board_id, engine.died.result())
+        if self.state is not BoardState.READY:
+            raise self.failed()
+        self._advance(BoardEvent.RENEW, reason)
+        await engine.stop()
+        try:
+            await self._load()
+        except (RkserveError, OSError) as exc:
+            if not self.stopped:
+                self._advance(BoardEvent.LOAD_FAILED, str(exc))
+                self._tenants.fail_all()
+            raise self.failed() from exc
+        self.renewals += 1
+
+    async def _load(self) -> None:
+        engine = await self._start_engine()
+        if self.stopped:  # stop() came while the model was being loaded
+            await engine.stop()
+            raise self.failed()
+        settings = self._settings
+        if engine.facts.n_batch != settings.n_batch:
+            await engine.stop()
+            raise LoadFailed(
+                f"the engine takes {engine.facts.n_batch} inputs at once, not {settings.n_batch}"
+            )
+        self.starts += 1
+        adapters = AdapterTable(settings.max_adapters, settings.max_adapter_bytes)
+        self.live = LiveEngine(self._board_id, engine, settings.patience, adapters)
+        engine.died.add_done_callback(self._died)
+        self._advance(BoardEvent.LOADED, self.reason)
+        log.info(
+            "board %s serves %s on RKLLM %s, loaded in %.1f s",
+            self._board_id,
+            self._settings.model,
+            engine.facts.release,
+            engine.facts.load_s,
+        )
+
+    # -- when it fails ------------------------------------------------------------------------
+
+    def _died(self, died: asyncio.Future[str]) -> None:
+        # One that was renewed is not missed: by now another one may be ready in its place.
+        current = self.live is not None and self.live.engine.died is died
+        if self.state is BoardState.READY and current:
+            self._advance(BoardEvent.ENGINE_DIED, died.result())
+            self.spawn(self._recover())
+
+    async def give_up(self, reason: str) -> None:
+        """The engine cannot be used any more: tell the clients, try an abort, then end it."""
+        self._tenants.lose(EngineHung(self._board_id, reason))
+        if self.state is not BoardState.READY or self.live is None:
+            return  # it is being ended already, or has ended by itself
+        self._advance(BoardEvent.WATCHDOG, reason)
+        engine = self.live.engine
+        if self.live.plead():
+            await asyncio.wait({engine.died}, timeout=self._settings.patience.abort_s)
+        if await engine.kill():
+            self._advance(BoardEvent.ENGINE_ENDED, reason)
+            self.spawn(self._recover())
+        else:
+            self._tenants.fail_all()
+
+    async def _recover(self) -> None:
+        """Start a fresh engine, after a quarantine where the last ones died too quickly."""
+        if self._crashes.crashed(clock.now_s()):
+            self._advance(BoardEvent.TOO_MANY_CRASHES, self.reason)
+            self._tenants.fail_all(spare_paused=True)
+            await asyncio.sleep(self._settings.quarantine_s)
+            self._advance(BoardEvent.COOLED, self.reason)
+        try:
+            await self._load()
+        except (RkserveError, OSError) as exc:
+            self._advance(BoardEvent.LOAD_FAILED, str(exc))
+            self._tenants.fail_all()
+        else:
+            self._tenants.pump()
+
+    async def _watch_silence(self) -> None:
+        """An engine that sends no sign of life is hung, also without a run."""
+        limit_s = self._settings.silence_timeout_s
+        while True:
+            await asyncio.sleep(limit_s / 4)
+            suspect = self.live
+            if not self._silent(suspect):
+                continue
+            await asyncio.sleep(SECOND_LOOK_S)
+            if self.live is suspect and self._silent(suspect):
+                await self.give_up(f"the engine gave no sign of life for {limit_s:g} s")
+
+    def _silent(self, live: LiveEngine | None) -> bool:
+        if self.state is not BoardState.READY or live is None:
+            return False
+        return live.engine.silent_s() >= self._settings.silence_timeout_s
+
+    def _advance(self, event: BoardEvent, reason: str) -> None:
+        before, self.state = self.state, advance(self.state, event)
+        self.reason = reason
+        if self.state in SICK or event in (BoardEvent.ENGINE_DIED, BoardEvent.TOO_MANY_CRASHES):
+            log.error("board %s: %s (%s)", self._board_id, event.value, reason)
+        elif before is not self.state:
+            log.info("board %s is %s", self._board_id, self.state.value)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (exc := task.exception()) is None:
+            return
+        log.critical("board %s: an internal error", self._board_id, exc_info=exc)
+        self._advance(BoardEvent.BROKE, f"internal error: {exc!r}")
+        self._tenants.fail_all()

@@ -1,0 +1,153 @@
+"""How the next run of a job begins: resumed, extended, from a prompt cache, or from nothing.
+
+It readies the engine for that (drains a paused run, loads an adapter, parks a conversation) and
+makes no run of a job itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rkserve.board.engine import EntryCommand
+from rkserve.board.job import Job
+from rkserve.board.kv import Ids, common_prefix
+from rkserve.board.live import LiveEngine
+from rkserve.board.run import Beginning
+from rkserve.board.stage import Stage
+from rkserve.errors import EngineHung, Misuse, NativeError
+from rkserve.messages import Kv
+
+
+class Opening:
+    """Plans runs. Use it while the board is one's own.
+
+    What it plans holds for one engine, which it names: while it waits for a disk, that one may die
+    and another one be loaded.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+
+    async def of_one(self, job: Job) -> tuple[LiveEngine, Beginning]:
+        """Return how the job's next run begins; an adapter is loaded for it if need be.
+
+        Raises ``RkserveError``: the adapter's or the named cache's fault, or the engine's.
+        """
+        live = self._stage.live
+        if live.paused is not None:
+            wanted = job.generation.context
+            resume = live.resumption(wanted, job.generation.cuts)
+            if resume is not None:
+                return live, Beginning(
+                    entries=(EntryCommand(resume.send),),
+                    base=wanted,
+                    reused=len(wanted) - len(resume.send),
+                    history=live.paused.history,
+                    resume=True,
+                    cut=resume.cut,
+                    adapter=job.adapter,
+                    limit=job.generation.budget,
+                )
+            await self.drain()
+        live = await self._engine(job)
+        text = job.request.prompt_text
+        if text is None:
+            return await self._afresh(live, job)
+        entry, limit = EntryCommand(prompt_text=text + job.generation.spoken), job.generation.budget
+        return live, Beginning((entry,), clear=True, adapter=job.adapter, limit=limit)
+
+    async def of_many(self, jobs: Sequence[Job]) -> tuple[LiveEngine, Beginning]:
+        """Return how a batch begins, whose jobs have one key. Raises as ``of_one``."""
+        live = await self._engine(jobs[0])
+        entries = [EntryCommand(job.generation.context) for job in jobs]
+        padding = EntryCommand(entries[0].ids[:1])
+        return live, Beginning(
+            entries=(*entries, *[padding] * (self._stage.n_batch - len(jobs))),
+            clear=live.context.ids != (),
+            adapter=jobs[0].adapter,
+            limit=max(job.generation.budget for job in jobs),
+        )
+
+    async def drain(self) -> None:
+        """End a run that is paused inside the runtime. Raises ``EngineHung``, ``EngineDied``."""
+        live = self._stage.live
+        if live.paused is None:
+            return
+        try:
+            await live.drain()
+        except Misuse:  # it is not paused, whatever was thought
+            live.paused = None
+        except NativeError as exc:
+            reason = f"a paused run cannot be ended: {exc}"
+            raise EngineHung(self._stage.board_id, reason) from None
+
+    async def _afresh(self, live: LiveEngine, job: Job) -> tuple[LiveEngine, Beginning]:
+        """Extend the live context, or begin from a prompt cache, or from nothing."""
+        caching = self._stage.caching
+        wanted, limit = job.generation.context, job.generation.budget
+        history = _keeps_history(live, job)
+        plan = live.context.plan(wanted, job.adapter)
+        reused = plan.reused if history else 0
+        hit = await caching.choose(live, wanted, job.adapter, job.request.use_cache, reused)
+        if hit is None and reused:
+            return live, Beginning(
+                entries=(EntryCommand(plan.send),),
+                base=wanted,
+                reused=reused,
+                history=True,
+                adapter=job.adapter,
+                limit=limit,
+            )
+        if hit is not None and not caching.usable(live):
+            await self._stage.renew("a prompt cache needs a handle without an aborted run")
+            live = await self._engine(job)
+        else:
+            await caching.park(live)
+        if hit is not None:
+            history = history and live.quirk("prompt_cache_load_with_history")
+        return live, Beginning(
+            entries=(EntryCommand(wanted),),
+            base=wanted,
+            reused=hit.tokens if hit is not None else 0,
+            clear=live.context.ids != (),
+            history=history,
+            adapter=job.adapter,
+            limit=limit,
+            hit=hit,
+            save=await caching.reserve_again(hit, history=history),
+        )
+
+    async def _engine(self, job: Job) -> LiveEngine:
+        """Return an engine that has the job's adapter."""
+        stage, ref = self._stage, job.request.adapter
+        return stage.live if ref is None else await stage.adapting.ready(stage, ref)
+
+
+def outlook(live: LiveEngine, job: Job, *, holds: bool) -> tuple[Kv, int]:
+    """Say what becomes of an interrupted job's KV cache, and how much of its context counts.
+
+    ``holds``: the job keeps the board with its run paused inside the runtime.
+    """
+    context = job.generation.context
+    kept = kept_ids(live, job, holds=holds)
+    if kept is not None:
+        if live.resumption(context, job.generation.cuts) is not None:
+            return Kv.KEPT, common_prefix(kept, context)
+    elif _keeps_history(live, job) and live.context.plan(context, job.adapter).reused:
+        return Kv.KEPT, len(context)
+    return Kv.RECOMPUTED, len(context)
+
+
+def kept_ids(live: LiveEngine, job: Job, *, holds: bool) -> Ids | None:
+    """Return what the paused handle will hold once the ranges asked for are cleared."""
+    if not holds or live.paused is None or live.paused.ids is None:
+        return None
+    ids = live.paused.ids
+    for start, end in job.generation.cuts:
+        ids = ids[:start] + ids[end:]
+    return ids
+
+
+def _keeps_history(live: LiveEngine, job: Job) -> bool:
+    """Whether the context outlives the run; the runtime may not pause every such run."""
+    return live.context.append and (not job.request.native_pause or live.may_pause(history=True))

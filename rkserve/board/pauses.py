@@ -1,0 +1,98 @@
+"""The paused generations of one board: how many it keeps, for how long, and who holds the board.
+
+It makes no runs: what a generation goes on with, or is drained by, is the conductor's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from rkserve.board.interrupt import GenerationEvent
+from rkserve.board.job import Job
+from rkserve.board.opening import outlook
+from rkserve.board.stage import Stage
+from rkserve.errors import PauseExpired, RkserveError, TooManyPaused
+from rkserve.messages import GenerationState, Paused
+
+_S, _E = GenerationState, GenerationEvent
+BY_REQUEST = "request"
+
+
+class Pauses:
+    """Who is paused. ``fail`` ends a job by an error."""
+
+    def __init__(self, stage: Stage, fail: Callable[[Job, RkserveError], None]) -> None:
+        self._stage = stage
+        self._fail = fail
+        self._holding: Job | None = None  # paused inside the runtime: it keeps the board
+        self._let_go: asyncio.Future[None] | None = None
+
+    def holds(self, job: Job) -> bool:
+        """Whether the job is paused inside the runtime and keeps the board."""
+        return job is self._holding
+
+    def holdable(self, job: Job) -> bool:
+        """Whether the job may hold the board: not while others wait that have waited enough."""
+        return self._stage.admission.holdable(job.held_s)
+
+    def check(self, asked: int) -> None:
+        """Raise ``TooManyPaused`` where so many more generations cannot be paused here."""
+        if self._full(asked, beside=None):
+            raise self._too_many()
+
+    def _full(self, asked: int, *, beside: Job | None) -> bool:
+        jobs = self._stage.jobs.values()
+        kept = sum(job.state in (_S.PAUSING, _S.PAUSED) and job is not beside for job in jobs)
+        return kept + asked > self._stage.max_paused
+
+    def _too_many(self) -> TooManyPaused:
+        return TooManyPaused(self._stage.board_id, self._stage.max_paused)
+
+    def rest(self, job: Job) -> None:
+        """Nothing more of the job is emitted until it is resumed.
+
+        One that would pause by itself ends with ``TooManyPaused`` where there are enough.
+        """
+        if job.generation.paused_by is not None and self._full(1, beside=job):
+            self._fail(job, self._too_many())
+            return
+        if job.state is _S.GENERATING:
+            job.advance(_E.PAUSE_ASKED)
+        job.advance(_E.PAUSED)
+        job.paused_by = job.generation.paused_by or BY_REQUEST
+        loop, live = asyncio.get_running_loop(), self._stage.live
+        job.paused_s = loop.time()
+        kv, _ = outlook(live, job, holds=live.paused is not None and self.holdable(job))
+        job.announce(Paused(job.generation.paused_by, job.generation.tokens, kv))
+        job.seated = False
+        self._stage.figures.pauses += 1
+        job.expiry = loop.call_later(self._stage.pause_timeout_s, self._expire, job)
+
+    def _expire(self, job: Job) -> None:
+        before_s = job.tally.paused_s
+        job.unpause(asyncio.get_running_loop().time())
+        self._fail(job, PauseExpired(job.tally.paused_s - before_s))
+
+    async def hold(self, job: Job) -> None:
+        """Keep the board for a run that the runtime has paused.
+
+        It ends with the pause, with the engine, or when others have waited long enough: the job is
+        ``released`` then, and may stay paused.
+        """
+        stage, live, loop = self._stage, self._stage.live, asyncio.get_running_loop()
+        self._holding = job
+        let_go = self._let_go = loop.create_future()
+        stage.admission.hold(loop.time(), job.held_s)
+        stage.pump()
+        while job.state is _S.PAUSED and not job.over and live.alive and not let_go.done():
+            waits_for = (job.changed(), live.engine.died, let_go)
+            await asyncio.wait(waits_for, return_when="FIRST_COMPLETED")
+        job.held_s += stage.admission.unhold(loop.time())
+        job.released = let_go.done()
+        self._holding = self._let_go = None
+
+    def let_go(self) -> None:
+        """Others have waited long enough for the board that a paused job holds."""
+        if self._let_go is not None and not self._let_go.done():
+            self._let_go.set_result(None)

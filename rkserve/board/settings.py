@@ -1,0 +1,72 @@
+"""What one board is told about itself before it starts. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rkserve.board.caching import CacheRules
+from rkserve.board.hooks import HookFactory
+from rkserve.board.promptcache import CacheStore
+from rkserve.board.watchdog import Patience
+from rkserve.messages import GenerateRequest, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class BoardSettings:
+    """What one board is. Times in seconds, lengths in tokens.
+
+    ``sampling`` is what the model is loaded with: on 1.2.x every request gets it. ``model_dir`` is
+    the model folder whose adapters are served; None serves none. ``hooks`` are put around every
+    generation, before those of its own.
+    """
+
+    board_id: str
+    model: str
+    context_len: int
+    eos_ids: frozenset[int]
+    sampling: Sampling = field(default_factory=Sampling)
+    platform: str = ""
+    node: str = ""
+    library: str = ""
+    queue_limit: int = 16
+    queue_timeout_s: float = 300.0
+    patience: Patience = field(default_factory=Patience)
+    crash_limit: int = 3
+    crash_window_s: float = 60.0
+    quarantine_s: float = 60.0
+    silence_timeout_s: float = 10.0
+    n_batch: int = 1
+    batch_window_s: float = 0.02
+    pause_hold_s: float = 30.0
+    pause_timeout_s: float = 600.0
+    max_paused: int = 32
+    model_dir: Path | None = None
+    max_adapters: int = 4
+    max_adapter_bytes: int | None = None
+    kv_position_bytes: int | None = None
+    caches: CacheStore | None = None
+    park: bool = True
+    park_min_tokens: int = 256
+    vocab_size: int | None = None
+    hooks: tuple[HookFactory, ...] = ()
+
+    def ignored(self, request: GenerateRequest) -> tuple[str, ...]:
+        """Return the sampling values asked for that a runtime cannot honour that fixes them."""
+        return tuple(
+            name
+            for name in request.sampling_asked
+            if getattr(request.sampling, name) != getattr(self.sampling, name)
+        )
+
+    @property
+    def cache_rules(self) -> CacheRules:
+        """What of it concerns the prompt caches."""
+        return CacheRules(
+            board_id=self.board_id,
+            model=self.model,
+            context_len=self.context_len,
+            park=self.park and self.n_batch == 1,
+            park_min_tokens=self.park_min_tokens,
+            position_bytes=self.kv_position_bytes,
+        )

@@ -1,0 +1,58 @@
+"""What a board lends to those who work on it: its engine, its figures, its queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
+
+from rkserve.board.adapting import Adapting
+from rkserve.board.admission import Admission
+from rkserve.board.caching import Caching
+from rkserve.board.figures import Figures
+from rkserve.board.job import Job
+from rkserve.board.live import LiveEngine
+
+T = TypeVar("T")
+
+
+class Stage(Protocol):
+    """The board, as its conductor and its control see it."""
+
+    board_id: str
+    model: str
+    context_len: int
+    n_batch: int
+    batch_window_s: float
+    free_since_s: float  # when the last run let go of it
+    pause_timeout_s: float
+    max_paused: int
+    figures: Figures
+    admission: Admission
+    caching: Caching
+    adapting: Adapting
+    jobs: dict[int, Job]
+    position_bytes: int | None
+
+    def require_open(self) -> None:
+        """Raise ``BoardFailed`` where the board is out of order."""
+
+    @property
+    def free(self) -> bool:
+        """Whether it could start something now. Raises ``BoardFailed`` where it is out of order."""
+
+    @property
+    def live(self) -> LiveEngine:
+        """The engine that is loaded now, or the last one."""
+
+    async def renew(self, reason: str) -> None:
+        """Replace the engine by a fresh one, after its conversation was parked."""
+
+    def requeue(self, job: Job) -> None:
+        """Let the job wait for the board again, in front of those that never had it."""
+
+    def errand(self, work: Callable[[], Awaitable[T]], *, first: bool) -> asyncio.Future[T]:
+        """Do ``work`` when the board is free: ``first`` before others, or in turn (QueueFull)."""
+
+    def pump(self) -> None:
+        """Look again at who may start or has waited too long."""
