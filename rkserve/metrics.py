@@ -11,21 +11,30 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from rkserve.messages import BoardReport, BoardState
+from rkserve.messages import BoardReport, BoardState, Hardware, Timings
 
 # From a cached prefix on a fast board (50 ms) to a long prompt on a slow one (minutes).
 TTFT_BUCKETS_S = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.2, 2, 4, 8, 15, 30, 60, 120, 300)
 # One generation at 3 to 45 tokens/s.
 DURATION_BUCKETS_S = (0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
+# Published rows decode 2.5 to 45 tokens/s and prefill 28 to 946.
+DECODE_RATE_BUCKETS = (0.5, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 75, 100)
+PREFILL_RATE_BUCKETS = (5, 10, 20, 40, 60, 80, 100, 150, 200, 300, 400, 600, 800, 1000, 1500, 2500)
 
 _BOARD_LABELS = ("board", "model")
 
 _GAUGES: tuple[tuple[str, str, Callable[[BoardReport], float]], ...] = (
     ("rkserve_board_running", "Generations that run on the board.", lambda r: r.running),
     ("rkserve_board_queued", "Requests that wait for the board.", lambda r: r.queued),
+    ("rkserve_board_paused", "Generations that are paused on the board.", lambda r: r.paused),
     ("rkserve_board_queue_limit", "Requests that may wait.", lambda r: r.queue_limit),
     ("rkserve_kv_positions", "Positions the live KV cache holds.", lambda r: r.kv_positions),
     ("rkserve_kv_capacity", "Positions the KV cache can hold.", lambda r: r.context_len),
+    (
+        "rkserve_adapter_bytes",
+        "LoRA adapters that are loaded, by the sizes of their files.",
+        lambda r: r.adapter_bytes,
+    ),
     (
         "rkserve_engine_memory_bytes",
         "Peak memory of the engine, as the runtime reports it.",
@@ -45,6 +54,48 @@ _COUNTERS: tuple[tuple[str, str, Callable[[BoardReport], float]], ...] = (
     ("rkserve_board_aborted", "Requests whose client left.", lambda r: r.aborted),
     ("rkserve_board_failed", "Requests that the board failed.", lambda r: r.failed),
     ("rkserve_engine_starts", "Engine processes that loaded.", lambda r: r.engine_starts),
+    (
+        "rkserve_engine_renewals",
+        "Engines replaced in order: for the memory of adapters, or to load a prompt cache.",
+        lambda r: r.engine_renewals,
+    ),
+    ("rkserve_pauses", "Times that a generation was paused.", lambda r: r.pauses),
+    ("rkserve_parked", "Conversations whose KV cache was put on disk.", lambda r: r.parked),
+    ("rkserve_restored", "Runs that began from a prompt cache file.", lambda r: r.restored),
+    ("rkserve_batch_runs", "Runs of a batch.", lambda r: r.batch_runs),
+    ("rkserve_batch_entries", "Generations in runs of a batch.", lambda r: r.batch_entries),
+    (
+        "rkserve_batch_tail_seconds",
+        "Time that generations of a batch had ended while its run went on for others.",
+        lambda r: r.batch_tail_ms / 1e3,
+    ),
+)
+
+# What a board's kernel tells; a figure that it does not tell has no sample.
+_HARDWARE: tuple[tuple[str, str, Callable[[Hardware], float | None]], ...] = (
+    ("rkserve_npu_frequency_hertz", "Clock of the NPU now.", lambda h: h.npu_hz),
+    (
+        "rkserve_npu_max_frequency_hertz",
+        "Highest clock that the NPU can be set to.",
+        lambda h: h.npu_max_hz,
+    ),
+    ("rkserve_ddr_frequency_hertz", "Clock of the board's memory now.", lambda h: h.ddr_hz),
+    (
+        "rkserve_ddr_load_ratio",
+        "Share of the memory's bandwidth in use, as its clock driver counts.",
+        lambda h: None if h.ddr_load is None else h.ddr_load / 100,
+    ),
+    (
+        "rkserve_temperature_celsius",
+        "Temperature of the NPU, or of the SoC where the NPU has no sensor.",
+        lambda h: h.temperature_c,
+    ),
+    ("rkserve_memory_total_bytes", "Memory of the board.", lambda h: h.memory_total_bytes),
+    (
+        "rkserve_memory_available_bytes",
+        "Memory that new work on the board could have.",
+        lambda h: h.memory_available_bytes,
+    ),
 )
 
 
@@ -84,6 +135,40 @@ class RouterMetrics:
             ("code",),
             registry=registry,
         )
+        self._prefill = Histogram(
+            "rkserve_request_prefill_seconds",
+            "Time that a request's prefill took on its board, as the runtime counts it.",
+            ("model",),
+            buckets=TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self._prefill_rate = Histogram(
+            "rkserve_request_prefill_tokens_per_second",
+            "Tokens that a request prefilled each second; those from the KV cache do not count.",
+            ("model",),
+            buckets=PREFILL_RATE_BUCKETS,
+            registry=registry,
+        )
+        self._decode_rate = Histogram(
+            "rkserve_request_decode_tokens_per_second",
+            "Tokens that a request decoded each second.",
+            ("model",),
+            buckets=DECODE_RATE_BUCKETS,
+            registry=registry,
+        )
+
+    def observe(self, model: str, timings: Timings) -> None:
+        """Count what the board measured of one finished generation.
+
+        A phase that did not happen, or that the runtime did not time, is no sample: a rate of 0
+        would say that the board is slow.
+        """
+        prefill_s, decode_s = timings.prefill_ms / 1e3, timings.decode_ms / 1e3
+        if timings.prefill_tokens > 0 and prefill_s > 0:
+            self._prefill.labels(model).observe(prefill_s)
+            self._prefill_rate.labels(model).observe(timings.prefill_tokens / prefill_s)
+        if timings.decode_tokens > 0 and decode_s > 0:
+            self._decode_rate.labels(model).observe(timings.decode_tokens / decode_s)
 
 
 class BoardCollector(Collector):
@@ -113,3 +198,33 @@ class BoardCollector(Collector):
             for report in reports:
                 counter.add_metric((report.board_id, report.model), figure(report))
             yield counter
+        yield from _hardware(reports)
+
+
+def _hardware(reports: Iterable[BoardReport]) -> Iterator[GaugeMetricFamily]:
+    known = [(report, report.hardware) for report in reports if report.hardware is not None]
+    load = GaugeMetricFamily(
+        "rkserve_npu_load_ratio",
+        "Share of the last second in which the NPU's core worked.",
+        labels=(*_BOARD_LABELS, "core"),
+    )
+    info = GaugeMetricFamily(
+        "rkserve_board_info",
+        "Always 1; the labels say what the board is.",
+        labels=(*_BOARD_LABELS, "soc", "driver", "ddr_governor", "release"),
+    )
+    for report, hardware in known:
+        board = (report.board_id, report.model)
+        for core, percent in enumerate(hardware.npu_load):
+            load.add_metric((*board, str(core)), percent / 100)
+        names = (hardware.soc, hardware.driver_version, hardware.ddr_governor, report.release)
+        info.add_metric((*board, *names), 1.0)
+    yield load
+    yield info
+    for name, text, figure in _HARDWARE:
+        gauge = GaugeMetricFamily(name, text, labels=_BOARD_LABELS)
+        for report, hardware in known:
+            value = figure(hardware)
+            if value is not None:
+                gauge.add_metric((report.board_id, report.model), value)
+        yield gauge

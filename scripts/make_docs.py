@@ -15,14 +15,16 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 
+from rkserve.board.interrupt import TRANSITIONS as GENERATION_TRANSITIONS
 from rkserve.board.lifecycle import TRANSITIONS as BOARD_TRANSITIONS
 from rkserve.config import RkserveConfig
-from rkserve.messages import BoardReport, BoardState
+from rkserve.messages import BoardReport, BoardState, Hardware
 from rkserve.metrics import BoardCollector, RouterMetrics
-from rkserve.modelfolder import FolderSettings, allowed, inner_model
+from rkserve.modelfolder import FolderSettings
 from rkserve.native.quirks import TABLE as QUIRKS
 from rkserve.native.releases import ACCEPTED
 from rkserve.native.states import TRANSITIONS as HANDLE_TRANSITIONS
+from rkserve.settingwords import allowed, inner_model
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -91,7 +93,22 @@ def metrics() -> str:
     """The list of metrics."""
     registry = CollectorRegistry()
     RouterMetrics(registry)
-    example = BoardReport(board_id="sim-0", model="sim-chat", state=BoardState.READY)
+    example = BoardReport(
+        board_id="sim-0",
+        model="sim-chat",
+        state=BoardState.READY,
+        # An unknown figure has no sample, and without one its labels cannot be seen.
+        hardware=Hardware(
+            npu_load=(0.0,),
+            npu_hz=1,
+            npu_max_hz=1,
+            ddr_hz=1,
+            ddr_load=0.0,
+            temperature_c=0.0,
+            memory_total_bytes=1,
+            memory_available_bytes=1,
+        ),
+    )
     registry.register(BoardCollector(lambda: [example]))
     lines = [
         "# Metrics",
@@ -111,6 +128,9 @@ def metrics() -> str:
         "rkserve_ttft_seconds": "model",
         "rkserve_generation_seconds": "model",
         "rkserve_generation_errors": "code",
+        "rkserve_request_prefill_seconds": "model",
+        "rkserve_request_prefill_tokens_per_second": "model",
+        "rkserve_request_decode_tokens_per_second": "model",
         "rkserve_board_state": "board, model, state",
     }
     for family in registry.collect():
@@ -121,7 +141,7 @@ def metrics() -> str:
 
 
 def states() -> str:
-    """The two state machines as diagrams, from their tables."""
+    """The state machines as diagrams, from their tables."""
     return "\n".join(
         [
             "# States",
@@ -136,6 +156,12 @@ def states() -> str:
             "## One board (`rkserve/board/lifecycle.py`)",
             "",
             *_diagram(BOARD_TRANSITIONS),
+            "## One generation on a board (`rkserve/board/interrupt.py`)",
+            "",
+            "Edit, resume, pause and abort are refused with `409 state_conflict` in every state "
+            "that has no arrow for them.",
+            "",
+            *_diagram(GENERATION_TRANSITIONS),
         ]
     )
 
