@@ -9,12 +9,14 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from rkserve.config import BoardGroupConfig, RkserveConfig, parse_config, resolve_folder
+from rkserve.config import RkserveConfig, parse_config, resolve_folder
 from rkserve.deployments.board import BoardReplica
 from rkserve.deployments.follow_nodes import RESOURCE
 from rkserve.deployments.router import RouterReplica
 from rkserve.errors import ConfigError
+from rkserve.groupconfig import BoardGroupConfig
 from rkserve.modelfolder import open_model_folder
+from rkserve.native import quirks
 from rkserve.native.sim import profiles
 
 # Requests beyond the board's own queue are turned away by the board, never by Serve.
@@ -37,7 +39,8 @@ def build(args: dict[str, Any]) -> serve.Application:
     """
     config = parse_config(args)
     _check_profiles(config)
-    handles = {group.name: _boards(group, config) for group in config.boards}
+    _check_quirks(config)
+    handles = {group.name: _boards(group, config) for group in config.deployed}
     router = serve.deployment(
         RouterReplica,
         name="Router",
@@ -63,6 +66,18 @@ def _check_profiles(config: RkserveConfig) -> None:
             f"serve_config.yaml, args: boards[{number}].simulated.profile: unknown profile "
             f"'{name}'{meant} docs/simulator.md lists all profiles."
         )
+
+
+def _check_quirks(config: RkserveConfig) -> None:
+    """Refuse a quirk that the binding does not know, before its engines fail one by one."""
+    for number, group in enumerate(config.boards):
+        for name in sorted(set(group.quirks) - quirks.NAMES):
+            near = difflib.get_close_matches(name, quirks.NAMES, n=1)
+            meant = f"; did you mean '{near[0]}'?" if near else "."
+            raise ConfigError(
+                f"serve_config.yaml, args: boards[{number}].quirks: unknown quirk '{name}'{meant} "
+                "docs/quirks.md lists all quirks."
+            )
 
 
 def _boards(group: BoardGroupConfig, config: RkserveConfig) -> DeploymentHandle:

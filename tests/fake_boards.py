@@ -58,6 +58,10 @@ class FakeBoards:
     scripts: dict[str, list[Sequence[Step]]] = field(default_factory=dict)
     failure: BoardStartFailed | None = None
     trouble: Exception | None = None
+    # What a replica says when a method of its board is called: an answer, an error, or how to
+    # make one from the arguments. "" stands for every replica that is not named.
+    says: dict[tuple[str, str], Any] = field(default_factory=dict)
+    asked: list[tuple[str, str, tuple[Any, ...]]] = field(default_factory=list)
     opened: list[tuple[str, GenerateRequest]] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
     running: int = 0
@@ -85,6 +89,15 @@ class FakeBoards:
         finally:
             self.running -= 1
             self.closed.append(replica)
+
+    async def ask(self, replica: str, method: str, *args: Any, timeout_s: float) -> Any:
+        self.asked.append((replica, method, args))
+        said = self.says.get((replica, method), self.says.get(("", method)))
+        assert said is not None, f"nobody told {replica} what to say to {method}"
+        assert timeout_s > 0
+        if isinstance(said, Exception):
+            raise said
+        return said(*args) if callable(said) else said
 
     async def reports(self) -> list[BoardReport]:
         if self.trouble is not None:

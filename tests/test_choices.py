@@ -11,7 +11,7 @@ from fakes import run_loop
 
 from rkserve.deployments.choices import Choices, Generate
 from rkserve.errors import BoardFailed, QueueFull
-from rkserve.messages import Accepted, Delta, Event, Finished, GenerateRequest
+from rkserve.messages import Accepted, Delta, Event, Finished, GenerateRequest, Paused
 
 REQUESTS = [GenerateRequest(str(number), "sim-chat", (1,), 4) for number in range(3)]
 
@@ -29,7 +29,7 @@ def scripted(*scripts: Sequence[Step]) -> tuple[FakeBoards, Generate]:
     return boards, generate
 
 
-async def drain(choices: Choices) -> list[tuple[int, Delta | Finished]]:
+async def drain(choices: Choices) -> list[tuple[int, Delta | Paused | Finished]]:
     """Return everything that comes after the acceptance."""
     found = []
     while (item := await choices.next()) is not None:

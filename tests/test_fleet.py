@@ -13,9 +13,11 @@ from fakes import run_loop
 
 from rkserve.deployments.fleet import FAILURES_EVERY, FORGET_AFTER, LOOK_AGAIN_S, Fleet
 from rkserve.errors import (
+    AdapterBroken,
     BoardFailed,
     BoardOutOfOrder,
     BoardStartFailed,
+    CacheNotFound,
     ContextOverflow,
     EngineDied,
     ModelNotFound,
@@ -23,7 +25,17 @@ from rkserve.errors import (
     QueueFull,
     RkserveError,
 )
-from rkserve.messages import Accepted, BoardState, Delta, Event, Finished, GenerateRequest
+from rkserve.messages import (
+    Accepted,
+    AdapterRef,
+    BoardState,
+    Delta,
+    Event,
+    Finished,
+    GenerateRequest,
+    Kv,
+    Paused,
+)
 
 MODEL = "sim-chat"
 REQUEST = GenerateRequest("r", MODEL, (1, 2, 3), 10)
@@ -417,5 +429,212 @@ def test_a_conversation_keeps_its_board_although_its_calls_end_before_their_stre
                         break
         assert len({replica for replica, _ in boards.opened}) == 1
         assert boards.running == 0
+
+    run_loop(main())
+
+
+# -- what a board may lack ------------------------------------------------------------------------
+
+LACKS_CACHE: Sequence[Step] = [CacheNotFound("doc")]
+LACKS_ADAPTER: Sequence[Step] = [accepted("a"), AdapterBroken("kind@v1", "another file")]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(LACKS_CACHE, id="the prompt cache"),
+        pytest.param(LACKS_ADAPTER, id="the adapter's file, noticed after it accepted"),
+    ],
+)
+def test_a_board_that_lacks_something_is_passed_over_and_used_again(script: Sequence[Step]) -> None:
+    async def main() -> None:
+        boards = boards_with(script, answer("b", "hello"))
+        it = fleet(only=boards)
+        await it.refresh()
+        answers = [await talk(it) for _ in range(8)]
+        assert {text_of(events) for events in answers} == {"hello"}
+        assert all(sum(isinstance(e, Accepted) for e in events) == 1 for events in answers)
+        # It is as good as before for whoever does not need that.
+        assert [replica for replica, _ in boards.opened].count("replica of a") > 1
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize(
+    ("script", "raised"),
+    [(LACKS_CACHE, CacheNotFound), (LACKS_ADAPTER, AdapterBroken)],
+    ids=["the prompt cache", "the adapter's file"],
+)
+def test_what_every_board_lacks_is_said(script: Sequence[Step], raised: type[Exception]) -> None:
+    async def main() -> None:
+        boards = boards_with(script, script)
+        it = fleet(only=boards)
+        await it.refresh()
+        with pytest.raises(raised):
+            await talk(it)
+        assert len(boards.opened) == 2
+
+    run_loop(main())
+
+
+def test_what_a_busy_board_may_have_is_not_said_to_be_missing() -> None:
+    async def main() -> None:
+        boards = boards_with(LACKS_CACHE, answer("b"))
+        boards.reported[1] = report("b", running=1, queued=1)
+        it = fleet(only=boards)
+        await it.refresh()
+        with pytest.raises(QueueFull):
+            await talk(it)
+
+    run_loop(main())
+
+
+def test_an_adapter_goes_where_its_conversation_is() -> None:
+    async def main() -> None:
+        boards = FakeBoards.answering("a", "b", "c")
+        it = fleet(only=boards)
+        await it.refresh()
+        refs = [AdapterRef("kind", version, version * 64) for version in ("1", "2")]
+        for length in range(2, 8):
+            for ref in refs:
+                turn = GenerateRequest("r", MODEL, tuple(range(length)), 10, adapter=ref)
+                await talk(it, turn)
+        for ref in refs:
+            where = {replica for replica, request in boards.opened if request.adapter == ref}
+            assert len(where) == 1, "the first one decides"
+
+    run_loop(main())
+
+
+# -- paused ---------------------------------------------------------------------------------------
+
+
+def test_generations_that_are_paused_leave_the_board_to_others() -> None:
+    async def main() -> None:
+        gate = asyncio.Event()
+        pause = Paused(None, 1, Kv.RECOMPUTED)
+        paused: list[Step] = [accepted("a"), Delta("x", (1,)), pause, pause, gate]
+        paused += answer("a", "y")[1:]
+        boards = FakeBoards(
+            [report("a")], {"replica of a": [paused, paused, paused, answer("a", "hello")]}
+        )
+        it = fleet(only=boards)
+        await it.refresh()
+        talks = []
+        for _ in range(3):  # more than may run and wait there
+            talks.append(asyncio.create_task(talk(it)))
+            await asyncio.sleep(0.01)
+        assert boards.running == 3
+        await it.refresh()
+        assert text_of(await talk(it)) == "hello"
+        talks.pop().cancel()  # one is left where it is, the others go on
+        gate.set()
+        assert [text_of(events) for events in await asyncio.gather(*talks)] == ["xy", "xy"]
+        await eventually(lambda: boards.running == 0)
+        await it.refresh()
+        boards.scripts["replica of a"] = [answer("a", "again")]
+        assert text_of(await talk(it)) == "again"
+
+    run_loop(main())
+
+
+def test_a_board_of_batches_has_room_for_a_batch_and_its_queue() -> None:
+    async def main() -> None:
+        gate = asyncio.Event()
+        boards = FakeBoards(
+            [report("a", n_batch=4, queue_limit=2)],
+            {"replica of a": [[accepted("a"), gate, *answer("a", "x")[1:]]]},
+        )
+        it = fleet(only=boards)
+        await it.refresh()
+        talks = [asyncio.create_task(talk(it)) for _ in range(6)]
+        await eventually(lambda: boards.running == 6)
+        with pytest.raises(QueueFull):
+            await talk(it)
+        gate.set()
+        await asyncio.gather(*talks)
+
+    run_loop(main())
+
+
+# -- who holds what -------------------------------------------------------------------------------
+
+
+def test_a_fleet_knows_which_board_holds_its_generations_until_they_end() -> None:
+    async def main() -> None:
+        gate = asyncio.Event()
+        boards = boards_with(*([accepted(b), gate, *answer(b)[1:]] for b in "ab"))
+        it = fleet(only=boards)
+        await it.refresh()
+        requests = [GenerateRequest(f"chatcmpl-1/{k}", MODEL, (1,), 10) for k in range(2)]
+        talks = [asyncio.create_task(talk(it, request)) for request in requests]
+        await eventually(lambda: boards.running == 2)
+        assert {seat.board_id for seat in it.holders("chatcmpl-1")} == {"a", "b"}
+        (first,) = it.holders("chatcmpl-1", 0)
+        assert (boards.opened[0][0], first.model) == (first.replica, MODEL)
+        assert it.holders("chatcmpl-1", 2) == []
+        assert it.holders("chatcmpl-2") == []
+        gate.set()
+        await asyncio.gather(*talks)
+        assert it.holders("chatcmpl-1") == []
+
+    run_loop(main())
+
+
+def test_a_generation_that_was_passed_on_is_held_where_it_is() -> None:
+    async def main() -> None:
+        gate = asyncio.Event()
+        boards = boards_with([QueueFull(1, 1)], [accepted("b"), gate, *answer("b")[1:]])
+        boards.reported[1] = report("b", running=1)  # so that a is asked first
+        it = fleet(only=boards)
+        await it.refresh()
+        request = GenerateRequest("chatcmpl-1/0", MODEL, (1,), 10)
+        talking = asyncio.create_task(talk(it, request))
+        await eventually(lambda: len(boards.opened) == 2)
+        assert [seat.board_id for seat in it.holders("chatcmpl-1")] == ["b"]
+        gate.set()
+        await talking
+
+    run_loop(main())
+
+
+# -- asking boards --------------------------------------------------------------------------------
+
+
+def test_a_board_that_fails_or_is_silent_hides_nobody_s_answer() -> None:
+    async def main() -> None:
+        boards = FakeBoards([report(b) for b in "abcd"])
+        boards.says = {
+            ("", "kv"): 7,
+            ("replica of b", "kv"): BoardFailed("replica of b", "its replica died"),
+            ("replica of d", "kv"): BoardOutOfOrder("d", "quarantined"),
+        }
+        it = fleet(only=boards)
+        await it.refresh()
+        boards.reported = [report(b) for b in "abd"]  # c falls silent
+        await it.refresh()
+        answers = await it.ask(it.seats(), "kv", timeout_s=1)
+        assert answers.said == {"a": 7}
+        assert {b: str(exc) for b, exc in answers.failed.items()} == {
+            "b": "Board b failed while it answered: its replica died.",
+            "c": "Board c failed while it answered: the board's replica does not answer.",
+            "d": "Board d is out of order: quarantined.",
+        }
+        assert answers.partial
+        assert answers.took_ms["a"] >= 0
+        assert "replica of c" not in {replica for replica, _, _ in boards.asked}
+
+    run_loop(main())
+
+
+def test_only_boards_with_a_replica_have_a_seat() -> None:
+    async def main() -> None:
+        boards = FakeBoards([report("a")], failure=BoardStartFailed("b", "no such library"))
+        it = fleet(only=boards)
+        await it.refresh()
+        await it.refresh_failures()
+        assert [r.board_id for r in it.reports()] == ["a", "b"]
+        assert [seat.board_id for seat in it.seats()] == ["a"]
+        assert it.seats("another") == []
 
     run_loop(main())

@@ -4,85 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from fake_boards import FakeBoards, Step, accepted, answer, eventually, finished, report
 from fakes import run_loop
-from starlette.types import ASGIApp, Message, Scope
+from router_house import CHAT, House, chat, events, scripted
+from starlette.types import Message, Scope
 
 from rkserve.config import RouterConfig
-from rkserve.deployments.fleet import Fleet
-from rkserve.deployments.http import make_app
-from rkserve.deployments.service import INLINE_BODY_BYTES, ServedModel, Service
+from rkserve.deployments.service import INLINE_BODY_BYTES
 from rkserve.errors import BoardFailed, EngineDied, QueueFull, SamplingFixed
 from rkserve.messages import BoardState, Delta
-from rkserve.modelfolder import open_model_folder
-
-CHAT = "/v1/chat/completions"
-FOLDER = Path(__file__).resolve().parents[1] / "models" / "sim-chat"
-
-
-@cache
-def model() -> ServedModel:
-    """The model of the simulated boards; its tokenizer is read once."""
-    return ServedModel.open(open_model_folder(FOLDER))
-
-
-@dataclass
-class House:
-    """A Router on scripted boards."""
-
-    boards: FakeBoards
-    config: RouterConfig = field(default_factory=RouterConfig)
-
-    def __post_init__(self) -> None:
-        fleet = Fleet({"only": self.boards}, {"only": "sim-chat"}, random.Random(5))
-        self.service = Service(self.config, {"sim-chat": model()}, fleet)
-        self.app: ASGIApp = make_app(self.service)
-
-    async def __call__(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
-        """Make one whole request, after the boards have reported."""
-        await self.service.fleet.refresh()
-        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
-            return await client.request(method, path, **kwargs)
-
-    def metric(self, name: str, **labels: str) -> float | None:
-        """Return one figure of the Router's."""
-        return self.service.registry.get_sample_value(name, labels)
-
-    def expect_nothing_left(self) -> None:
-        """Every board is free, and the Router knows it."""
-        assert self.boards.running == 0
-        assert self.metric("rkserve_requests_in_flight") == 0
-
-
-def chat(text: str = "Hello", **extra: Any) -> dict[str, Any]:
-    """A chat's body."""
-    return {"model": "sim-chat", "messages": [{"role": "user", "content": text}], **extra}
-
-
-def scripted(*steps: Step, **config: Any) -> House:
-    """One board that does what the steps say."""
-    boards = FakeBoards([report("a")], {"replica of a": [steps]})
-    return House(boards, RouterConfig(**config))
-
-
-def events(text: str) -> list[Any]:
-    """Return the events of a stream; ``[DONE]`` and comments as they are."""
-    lines = [line for line in text.split("\n\n") if line]
-    return [
-        json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else line
-        for line in lines
-    ]
-
 
 # -- answers --------------------------------------------------------------------------------------
 
@@ -97,6 +32,8 @@ def test_a_whole_answer_carries_text_usage_and_who_gave_it() -> None:
         assert response.headers["x-rkserve-board"] == "a"
         house.expect_nothing_left()
         assert house.metric("rkserve_ttft_seconds_count", model="sim-chat") == 1
+        name = "rkserve_request_decode_tokens_per_second_count"
+        assert house.metric(name, model="sim-chat") == 1
         assert house.metric("rkserve_requests_total", route=CHAT, status="200") == 1
 
     run_loop(main())
@@ -114,6 +51,8 @@ def test_a_stream_is_the_same_answer_in_pieces() -> None:
         assert usage["usage"]["completion_tokens"] == 2
         assert done == "data: [DONE]"
         house.expect_nothing_left()
+        name = "rkserve_request_decode_tokens_per_second_count"
+        assert house.metric(name, model="sim-chat") == 1
 
     run_loop(main())
 
@@ -151,7 +90,8 @@ def test_every_choice_has_a_request_of_its_own() -> None:
         house = House(FakeBoards.answering("a", "b", text="x"))
         response = await house("POST", CHAT, json=chat(n=3))
         assert [c["index"] for c in response.json()["choices"]] == [0, 1, 2]
-        assert len({request.request_id for _, request in house.boards.opened}) == 3
+        ids = sorted(request.request_id for _, request in house.boards.opened)
+        assert ids == [f"{response.json()['id']}/{k}" for k in range(3)]
 
     run_loop(main())
 

@@ -17,7 +17,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from rkserve.deployments.link import RayLink
 from rkserve.deployments.pick_replica import ReplicaGone
-from rkserve.errors import BoardFailed, QueueFull
+from rkserve.errors import BoardFailed, QueueFull, StateConflict
 from rkserve.messages import Delta, Event, GenerateRequest
 
 REQUEST = GenerateRequest("r", "m", (1,), 4)
@@ -188,7 +188,8 @@ class Group:
     def __init__(self, *boards: str) -> None:
         self.silent: set[str] = set()
         self.cancelled: list[str] = []
-        self._reports = {f"replica of {board}": report(board) for board in boards}
+        self.errors: dict[str, Exception] = {}
+        self._reports: dict[str, Any] = {f"replica of {board}": report(board) for board in boards}
         self._wanted = ""
 
     def options(self, *, session_id: str = "", **_: Any) -> Group:
@@ -206,6 +207,15 @@ class Group:
     def report(self) -> Any:
         return SimpleNamespace(remote=lambda: self)
 
+    @property
+    def delete_cache(self) -> Any:
+        return SimpleNamespace(remote=self._deleting)
+
+    def _deleting(self, name: str) -> Group:
+        one = copy.copy(self)
+        one._reports = {key: (key, name) for key in self._reports}
+        return one
+
     def __await__(self) -> Generator[Any, None, Any]:
         return self._one(self._wanted).__await__()
 
@@ -218,6 +228,8 @@ class Group:
     async def _one(self, replica: str) -> Any:
         if replica in self.silent:
             await asyncio.Event().wait()
+        if replica in self.errors:
+            raise self.errors[replica]
         return self._reports[replica]
 
 
@@ -232,5 +244,47 @@ def test_a_silent_replica_does_not_silence_the_others() -> None:
         assert "replica of b" in group.cancelled
         group.silent.clear()
         assert len(await found.reports()) == 3
+
+    run_loop(main())
+
+
+def test_a_question_goes_to_its_replica_with_its_arguments() -> None:
+    async def main() -> None:
+        found = RayLink(Group("a", "b"), "sim", 1.0)
+        answered = await found.ask("replica of b", "delete_cache", "doc", timeout_s=1.0)
+        assert answered == ("replica of b", "doc")
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected", "words"),
+    [
+        pytest.param(
+            task_error(StateConflict("resume", "ended")), StateConflict, "ended", id="the board's"
+        ),
+        pytest.param(task_error(ZeroDivisionError("x")), BoardFailed, "internal", id="a bug there"),
+        pytest.param(ActorDiedError(), BoardFailed, "its replica died", id="SIGKILL"),
+    ],
+)
+def test_a_question_that_fails_fails_in_our_words(
+    raised: Exception, expected: type[Exception], words: str
+) -> None:
+    async def main() -> None:
+        group = Group("a")
+        group.errors["replica of a"] = raised
+        with pytest.raises(expected, match=words):
+            await RayLink(group, "sim", 1.0).ask("replica of a", "report", timeout_s=1.0)
+
+    run_loop(main())
+
+
+def test_a_question_has_a_time_limit_and_is_taken_back_then() -> None:
+    async def main() -> None:
+        group = Group("a")
+        group.silent.add("replica of a")
+        with pytest.raises(BoardFailed, match=r"did not answer: nothing came within 0\.02 s"):
+            await RayLink(group, "sim", 1.0).ask("replica of a", "report", timeout_s=0.02)
+        assert group.cancelled == ["replica of a"]
 
     run_loop(main())

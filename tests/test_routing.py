@@ -126,8 +126,59 @@ def test_a_held_context_is_never_worth_a_wait() -> None:
     assert found.key == "b"
 
 
+def test_one_that_rests_takes_no_room_and_counts_again_when_it_goes_on() -> None:
+    one = board("a", capacity=2)
+    one.began((1,))
+    one.began((2,))
+    assert choose([one], (3,), random.Random(1)) is None
+    one.rested(held=False)
+    assert (one.load, one.unused) == (1, False)
+    assert choose([one], (3,), random.Random(1)) is one
+    one.asked()
+    one.heard(1)
+    assert one.load == 1, "the board does not count it either"
+    one.went_on()
+    one.heard(2)
+    assert (one.load, one.foreign) == (2, 0)
+    one.ended(left=False)
+    one.ended(left=False)
+    assert (one.load, one.unused) == (0, True)
+
+
+def test_one_that_keeps_its_board_counts_until_the_board_says_otherwise() -> None:
+    one = board("a")
+    one.began((1,))
+    one.asked()
+    one.rested(held=True)
+    assert one.load == 1, "who comes now would wait for it"
+    one.asked()
+    one.heard(1)
+    assert one.load == 1
+    one.asked()
+    one.heard(0)
+    assert one.load == 0, "it was drained for others"
+
+
 def test_an_abandoned_prompt_is_not_continued() -> None:
     candidate = board("a")
     candidate.began((1, 2))
     candidate.ended(left=True)
     assert candidate.continues((1, 2, 3)) == 0
+
+
+def test_what_one_adapter_computed_is_of_no_use_to_another() -> None:
+    candidate = board("a")
+    candidate.began((1, 2), "kind@v1")
+    assert candidate.continues((1, 2, 3), "kind@v1") == 2
+    assert candidate.continues((1, 2, 3), "kind@v2") == 0
+    assert candidate.continues((1, 2, 3)) == 0
+
+
+def test_a_conversation_with_an_adapter_finds_the_board_that_talked_with_it() -> None:
+    boards = [
+        board("a", last_prompt=(1, 2)),
+        board("b", last_prompt=(1,), last_adapter="kind@v1"),
+    ]
+    rng = random.Random(3)
+    found = {f.key for _ in range(40) if (f := choose(boards, (1, 2, 3), rng, "kind@v1"))}
+    assert found == {"b"}

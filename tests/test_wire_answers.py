@@ -20,11 +20,13 @@ from rkserve.messages import (
     Delta,
     Finished,
     FinishReason,
+    Kv,
+    Paused,
     Timings,
     Usage,
 )
 from rkserve.wire import sse
-from rkserve.wire.answers import ChatAnswer, CompletionAnswer, fingerprint
+from rkserve.wire.answers import ChatAnswer, CompletionAnswer, completion_id, fingerprint
 from rkserve.wire.failures import error_event, error_object
 from rkserve.wire.headers import answer_headers
 from rkserve.wire.models import model_entry, models_list
@@ -41,12 +43,14 @@ def finished(
 
 
 def chat_answer(**keys: Any) -> ChatAnswer:
-    return ChatAnswer(ChatCall("tiny", None, messages=MESSAGES, **keys), "abc", 1700000000, "fp_1")
+    return ChatAnswer(
+        ChatCall("tiny", None, messages=MESSAGES, **keys), "chatcmpl-abc", 1700000000, "fp_1"
+    )
 
 
 def completion_answer(prompts: int = 1, **keys: Any) -> CompletionAnswer:
     call = CompletionCall("tiny", 16, prompts=("Hi",) * prompts, **keys)
-    return CompletionAnswer(call, "abc", 1700000000, "fp_1")
+    return CompletionAnswer(call, "cmpl-abc", 1700000000, "fp_1")
 
 
 def stream(answer: ChatAnswer | CompletionAnswer, choices: int = 1) -> bytes:
@@ -318,6 +322,102 @@ def test_the_finish_reason_is_told_as_it_is(reason: FinishReason) -> None:
     (event,) = chunks(answer.finish(0, finished(reason=reason)) + sse.DONE)
     assert event["choices"][0]["finish_reason"] == reason.value
     assert answer.whole()["choices"][0]["finish_reason"] == reason.value
+
+
+# --- pauses and edits ---
+
+
+PAUSED = Paused("</tool_call>", 17, Kv.KEPT)
+
+
+def test_a_pause_is_a_comment_and_for_those_who_asked_for_it_a_chunk() -> None:
+    assert chat_answer(stream=True).paused(0, PAUSED) == sse.PAUSED
+    asked = chat_answer(stream=True, pause_on=("</tool_call>",), n=2)
+    comment, event, rest = asked.paused(1, PAUSED).decode().split("\n\n")
+    assert (comment, rest) == (": paused", "")
+    chunk = json.loads(event.removeprefix("data: "))
+    assert chunk["choices"] == []
+    assert chunk["rkserve"] == {
+        "status": "paused",
+        "choice": 1,
+        "by": "</tool_call>",
+        "tokens": 17,
+        "kv": "kept",
+    }
+
+
+def test_the_client_reads_over_a_pause_and_a_retraction(strict: bool) -> None:
+    answer = chat_answer(stream=True, pause_on=("l",))
+    raw = b"".join(
+        [
+            answer.opening(0),
+            answer.delta(0, Delta("Helm", (1,))),
+            answer.paused(0, PAUSED),
+            answer.delta(0, Delta("lo", (2,), retract=1)),
+            answer.finish(0, finished()),
+            sse.DONE,
+        ]
+    )
+    text = ""
+    with client_of(streaming(raw), strict) as client:
+        for chunk in client.chat.completions.create(model="tiny", messages=[], stream=True):
+            told = (chunk.model_extra or {}).get("rkserve") or {}
+            text = text[: len(text) - told.get("retract", 0)]
+            text += "".join(choice.delta.content or "" for choice in chunk.choices)
+    assert text == "Hello"
+
+
+@pytest.mark.parametrize("text", ["", "new"])
+@pytest.mark.parametrize("answer", [chat_answer(), completion_answer()], ids=["chat", "completion"])
+def test_a_retraction_is_told_even_if_nothing_takes_its_place(
+    answer: ChatAnswer | CompletionAnswer, text: str
+) -> None:
+    (chunk,) = chunks(answer.delta(0, Delta(text, (), retract=3)) + sse.DONE)
+    assert chunk["rkserve"] == {"retract": 3}
+    (choice,) = chunk["choices"]
+    assert choice.get("text", choice.get("delta", {}).get("content", "")) == text
+
+
+def test_a_whole_answer_is_what_it_became() -> None:
+    answer = chat_answer()
+    for delta in (
+        Delta("one ", (1,)),
+        Delta("two ", (2,)),
+        Delta("three", (3,)),
+        Delta("2 ", (), retract=len("two three")),
+        Delta("3", (4,)),
+    ):
+        answer.add(0, delta)
+    answer.end(0, finished())
+    assert answer.whole()["choices"][0]["message"]["content"] == "one 2 3"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param({}, id="nothing of it happened"),
+        pytest.param({"paused_ms": 1500.0}, id="paused"),
+        pytest.param({"batch": 4, "batch_wait_ms": 8.0}, id="a batch"),
+        pytest.param({"batch_wait_ms": 20.0}, id="nobody else came"),
+    ],
+)
+def test_timings_tell_of_pauses_and_batches_where_there_were_any(extra: dict[str, Any]) -> None:
+    answer = chat_answer()
+    timings = Timings(1.0, 20.0, 4, 100.0, 2, 812.0, **extra)
+    answer.end(0, Finished(FinishReason.STOP, Usage(6, 2), timings))
+    told = answer.whole()["timings"].items()
+    assert {k: v for k, v in told if k in {"paused_ms", "batch", "batch_wait_ms"}} == extra
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        pytest.param(ChatCall("m", None), "chatcmpl-7", id="chat"),
+        pytest.param(CompletionCall("m", None), "cmpl-7", id="completion"),
+    ],
+)
+def test_an_id_tells_what_it_is_the_id_of(call: ChatCall | CompletionCall, expected: str) -> None:
+    assert completion_id(call, "7") == expected
 
 
 # --- counting ---

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from wire_folders import make_folder
 from wire_json import MESSAGE
 
+from rkserve.adapterfolder import Chosen
 from rkserve.errors import RequestError, RkserveError, UnsupportedParameter
 from rkserve.messages import Sampling
 from rkserve.wire.openai import parse_chat
@@ -221,7 +222,14 @@ def test_no_messages_raise_anything_but_a_request_error_up_to_the_plan(
     body = json.dumps({"model": "m", "messages": given}).encode()
     caught: list[RkserveError] = []
     try:
-        (request,) = plan(parse_chat(body), renderer, Sampling(), 4096, lambda: "id")
+        (request,) = plan(
+            parse_chat(body),
+            Chosen("m", None),
+            renderer,
+            defaults=Sampling(),
+            context_len=4096,
+            completion="chatcmpl-1",
+        )
         assert request.prompt_ids[0] == 1
     except RkserveError as exc:
         caught.append(exc)

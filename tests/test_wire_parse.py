@@ -14,7 +14,7 @@ from wire_json import JSON, MESSAGE
 
 from rkserve.errors import RequestError, RkserveError, UnsupportedParameter
 from rkserve.wire.jsonbody import parse_object
-from rkserve.wire.limits import MAX_CHOICES, MAX_STOP_CHARS
+from rkserve.wire.limits import MAX_CHOICES, MAX_PAUSE_ON, MAX_STOP_CHARS
 from rkserve.wire.openai import (
     TOP_K_OFF,
     ChatCall,
@@ -115,6 +115,19 @@ def test_a_minimal_completion_has_openais_defaults() -> None:
             False,
             id="other stream options",
         ),
+        pytest.param({"pause_on": ["</a>", 7]}, "pause_on", ("</a>", 7), id="pause_on"),
+        pytest.param({"pause_on": ["a"]}, "native_pause", True, id="pause_on pauses natively"),
+        pytest.param(
+            {"pause_on": ["a"], "native_pause": False}, "native_pause", False, id="unless asked not"
+        ),
+        pytest.param({"native_pause": True}, "native_pause", True, id="native_pause"),
+        pytest.param({"use_cache": "doc-1.v2_x"}, "use_cache", "doc-1.v2_x", id="use_cache"),
+        pytest.param(
+            {"mirostat": 2, "mirostat_tau": 5, "mirostat_eta": 0.1},
+            "sampling",
+            {"mirostat": 2, "mirostat_tau": 5.0, "mirostat_eta": 0.1},
+            id="mirostat",
+        ),
         pytest.param({"strict_sampling": True}, "strict_sampling", True, id="strict_sampling"),
         pytest.param({"temperature": 0}, "sampling", {"temperature": 0.0}, id="greedy"),
         pytest.param({"top_p": 1}, "sampling", {"top_p": 1.0}, id="top_p"),
@@ -195,6 +208,7 @@ def test_a_completion_accepts_what_asks_for_nothing(keys: dict[str, Any]) -> Non
 def test_null_counts_as_absent(read: Any) -> None:
     names = {*CHAT, *COMPLETION, "max_tokens", "max_completion_tokens", "stop", "n", "stream"}
     names |= {"stream_options", "temperature", "top_p", "top_k", "seed", "strict_sampling"}
+    names |= {"pause_on", "native_pause", "use_cache", "mirostat", "mirostat_tau", "mirostat_eta"}
     names |= {"frequency_penalty", "presence_penalty", "repeat_penalty", "repetition_penalty"}
     assert read(**dict.fromkeys(names)) == read()
 
@@ -259,6 +273,24 @@ WRONG = [
     ({"repetition_penalty": 11}, "repetition_penalty"),
     ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repetition_penalty"),
     ({"strict_sampling": "yes"}, "strict_sampling"),
+    ({"mirostat": 3}, "mirostat"),
+    ({"mirostat": True}, "mirostat"),
+    ({"mirostat_tau": 0}, "mirostat_tau"),
+    ({"mirostat_eta": 1.1}, "mirostat_eta"),
+    ({"native_pause": 1}, "native_pause"),
+    ({"pause_on": "x"}, "pause_on"),
+    ({"pause_on": []}, "pause_on"),
+    ({"pause_on": ["x"] * (MAX_PAUSE_ON + 1)}, "pause_on"),
+    ({"pause_on": ["x", ""]}, "pause_on[1]"),
+    ({"pause_on": ["x" * (MAX_STOP_CHARS + 1)]}, "pause_on[0]"),
+    ({"pause_on": [1, True]}, "pause_on[1]"),
+    ({"pause_on": [1.0]}, "pause_on[0]"),
+    ({"use_cache": 5}, "use_cache"),
+    ({"use_cache": ""}, "use_cache"),
+    ({"use_cache": "../x"}, "use_cache"),
+    ({"use_cache": ".x"}, "use_cache"),
+    ({"use_cache": "x" * 65}, "use_cache"),
+    ({"use_cache": "x\n"}, "use_cache"),
 ]
 
 
@@ -371,6 +403,7 @@ def test_a_seed_cannot_be_strict() -> None:
 VALUES: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(
     [*CHAT, *COMPLETION, "stop", "n", "stream", "stream_options", "max_tokens", "temperature"], JSON
 ) | dict.fromkeys(["top_p", "top_k", "seed", "repeat_penalty", "repetition_penalty"], JSON)
+VALUES |= dict.fromkeys(["pause_on", "native_pause", "use_cache", "mirostat", "mirostat_tau"], JSON)
 BODY = st.fixed_dictionaries(
     {
         "model": st.just("m") | JSON,

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 from wire_folders import VOCABULARY, make_folder
 
-from rkserve.errors import ContextOverflow, UnsupportedParameter
-from rkserve.messages import GenerateRequest, Sampling
+from rkserve.adapterfolder import Chosen
+from rkserve.errors import ContextOverflow, RequestError, UnsupportedParameter
+from rkserve.messages import AdapterRef, GenerateRequest, Sampling
 from rkserve.wire.openai import parse_chat, parse_completion
 from rkserve.wire.plan import plan
 from rkserve.wire.renderer import Renderer
 
 DEFAULTS = Sampling(temperature=0.6, top_p=0.95, top_k=20, repeat_penalty=1.05)
 CONTEXT = 64
+ADAPTER = AdapterRef("kind", "v2", "0" * 64)
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +34,14 @@ def text_renderer(tmp_path: Path) -> Renderer:
 def planned(renderer: Renderer, context_len: int = CONTEXT, **keys: Any) -> list[GenerateRequest]:
     body = json.dumps({"model": "m", **keys}).encode()
     call = parse_chat(body) if "messages" in keys else parse_completion(body)
-    ids = count()
-    return plan(call, renderer, DEFAULTS, context_len, lambda: f"r{next(ids)}")
+    return plan(
+        call,
+        Chosen("m", ADAPTER),
+        renderer,
+        defaults=DEFAULTS,
+        context_len=context_len,
+        completion="cmpl-1",
+    )
 
 
 def test_a_chat_becomes_one_request_with_the_rest_of_the_context(renderer: Renderer) -> None:
@@ -42,23 +49,24 @@ def test_a_chat_becomes_one_request_with_the_rest_of_the_context(renderer: Rende
     (request,) = planned(renderer, messages=messages, stop="END", strict_sampling=True)
     prompt = renderer.chat(messages).ids
     assert request == GenerateRequest(
-        request_id="r0",
+        request_id="cmpl-1/0",
         model="m",
         prompt_ids=prompt,
         max_tokens=CONTEXT - len(prompt),
         sampling=DEFAULTS,
         strict_sampling=True,
         stop=("END",),
+        adapter=ADAPTER,
     )
 
 
 def test_every_choice_of_every_prompt_is_a_request_of_its_own(renderer: Renderer) -> None:
     requests = planned(renderer, prompt=[[7], [8, 9]], n=2)
     assert [(r.request_id, r.prompt_ids) for r in requests] == [
-        ("r0", (7,)),
-        ("r1", (7,)),
-        ("r2", (8, 9)),
-        ("r3", (8, 9)),
+        ("cmpl-1/0", (7,)),
+        ("cmpl-1/1", (7,)),
+        ("cmpl-1/2", (8, 9)),
+        ("cmpl-1/3", (8, 9)),
     ]
 
 
@@ -145,3 +153,39 @@ def test_text_mode_refuses_a_top_k_that_it_cannot_bound(
     with pytest.raises(UnsupportedParameter) as caught:
         planned(text_renderer, prompt="Hi", top_k=top_k)
     assert caught.value.param == "top_k"
+
+
+def test_what_pauses_and_where_it_begins_is_handed_on(renderer: Renderer) -> None:
+    (request,) = planned(renderer, prompt="Hi", pause_on=["</tool_call>", 7, "."], use_cache="doc")
+    assert (request.pause_on_text, request.pause_on_ids) == (("</tool_call>", "."), (7,))
+    assert (request.native_pause, request.use_cache) == (True, "doc")
+
+
+@pytest.mark.parametrize(
+    ("keys", "native"),
+    [
+        pytest.param({}, False, id="nothing is said"),
+        pytest.param({"native_pause": True}, True, id="it is asked for"),
+        pytest.param({"pause_on": ["x"], "native_pause": False}, False, id="it is asked not to"),
+    ],
+)
+def test_a_native_pause_is_the_client_s_choice(
+    renderer: Renderer, keys: dict[str, Any], native: bool
+) -> None:
+    (request,) = planned(renderer, prompt="Hi", **keys)
+    assert request.native_pause is native
+
+
+@pytest.mark.parametrize("bad", [-1, VOCABULARY, 2**40])
+def test_an_id_to_pause_on_must_be_one_of_the_vocabulary(renderer: Renderer, bad: int) -> None:
+    with pytest.raises(RequestError, match=str(bad)) as caught:
+        planned(renderer, prompt="Hi", pause_on=["x", bad])
+    assert caught.value.param == "pause_on[1]"
+
+
+def test_text_mode_pauses_on_text_and_not_on_ids(text_renderer: Renderer) -> None:
+    (request,) = planned(text_renderer, prompt="Hi", pause_on=["x"])
+    assert request.pause_on_text == ("x",)
+    with pytest.raises(UnsupportedParameter) as caught:
+        planned(text_renderer, prompt="Hi", pause_on=["x", 7])
+    assert caught.value.param == "pause_on[1]"

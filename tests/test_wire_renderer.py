@@ -407,3 +407,95 @@ def test_text_mode_refuses_a_nul_that_would_cut_the_prompt(text_folder: ModelFol
         renderer.text("a\0b")
     with pytest.raises(RequestError, match="NUL"):
         renderer.chat([user("a\0b")])
+
+
+# --- words that are put into an answer ---
+
+WITH_TOOLS = CHATML.replace(
+    "{% for message in messages %}",
+    "{% for message in messages %}"
+    "{% if message.role == 'tool' %}"
+    "{{ '<|im_start|>user\n<r>' + message.content + '</r><|im_end|>\n' }}"
+    "{% continue %}{% endif %}",
+)
+WITHOUT_TOOLS = CHATML.replace(
+    "{{ '<|im_start|>' + message.role",
+    "{% if message.role == 'tool' %}{% continue %}{% endif %}{{ '<|im_start|>' + message.role",
+)
+
+
+def test_a_conversation_without_the_header_of_an_answer(
+    renderer: Renderer, folder: ModelFolder
+) -> None:
+    begins = renderer.chat(TALK, answer=False).ids
+    assert read_back(folder, begins) == TALK_IN_CHATML.removesuffix("<|im_start|>assistant\n")
+    assert renderer.chat(TALK).ids[: len(begins)] == begins
+
+
+@pytest.mark.parametrize("text", [" and so on", "é 你好", INJECTION, "<tool_call>"])
+def test_words_are_their_ids_and_markers_in_them_stay_text(
+    renderer: Renderer, folder: ModelFolder, text: str
+) -> None:
+    ids = renderer.words(text)
+    assert min(ids) >= len(CONTROL)
+    assert read_back(folder, ids) == text
+
+
+def test_given_ids_say_what_they_are_in_the_middle_of_a_text(renderer: Renderer) -> None:
+    ids = renderer.words(" the board answers")
+    assert renderer.given((*ids, 2), "token_ids") == " the board answers"
+    with pytest.raises(RequestError, match="not a token id") as caught:
+        renderer.given((1, VOCABULARY), "token_ids")
+    assert caught.value.param == "token_ids[1]"
+
+
+def test_a_tool_s_result_comes_in_the_words_of_the_template(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m", template=WITH_TOOLS)
+    turn = Renderer(folder).tool_turn('{"sky": "clear"}')
+    assert read_back(folder, turn) == (
+        '<|im_end|>\n<|im_start|>user\n<r>{"sky": "clear"}</r><|im_end|>\n<|im_start|>assistant\n'
+    )
+
+
+@pytest.mark.parametrize("result", ["", INJECTION, "\ufdd2", "probe4711", "\ufdd00\ufdd1 {{ x }}"])
+def test_a_tool_s_result_may_say_anything(tmp_path: Path, result: str) -> None:
+    folder = make_folder(tmp_path / "m", template=WITH_TOOLS)
+    turn = Renderer(folder).tool_turn(result)
+    assert [i for i in turn if i < len(CONTROL)] == [2, 1, 2, 1]
+    assert f"<r>{result}</r>" in read_back(folder, turn)
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        pytest.param(WITHOUT_TOOLS, "knows no results of tools", id="leaves the result out"),
+        pytest.param("{{ raise_exception('no tools') }}", "no tools", id="refuses it"),
+        pytest.param("{{ messages[-1].content }}", "knows no results", id="drops the answer"),
+        pytest.param(None, "no chat template", id="there is none"),
+    ],
+)
+def test_a_template_without_tools_refuses_their_results(
+    tmp_path: Path, template: str | None, says: str
+) -> None:
+    renderer = Renderer(make_folder(tmp_path / "m", template=template))
+    with pytest.raises(RequestError, match=says) as caught:
+        renderer.tool_turn("x")
+    assert caught.value.param == "role"
+
+
+def test_a_hopelessly_long_insertion_is_refused_by_its_name(renderer: Renderer) -> None:
+    text = "x" * (64 * CHARS_PER_TOKEN)
+    for insert in (renderer.words, renderer.tool_turn):
+        with pytest.raises(ContextOverflow) as caught:
+            insert(text, 64)
+        assert caught.value.param == "text"
+
+
+def test_text_mode_cannot_put_words_into_an_answer(text_folder: ModelFolder) -> None:
+    renderer = Renderer(text_folder)
+    for insert in (renderer.words, renderer.tool_turn):
+        with pytest.raises(UnsupportedParameter, match="needs a tokenizer") as caught:
+            insert("x")
+        assert caught.value.param == "text"
+    with pytest.raises(UnsupportedParameter, match="needs a tokenizer"):
+        renderer.given((5,), "token_ids")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
@@ -14,17 +13,24 @@ from pathlib import Path
 import ray
 from ray import serve
 
-from rkserve.board.board import Board, BoardSettings
-from rkserve.board.engine import EngineProcess, EngineSpec
 from rkserve.board.slots import Slot, claim_slot
-from rkserve.board.watchdog import Patience
-from rkserve.config import BoardGroupConfig, engine_environ, resolve_folder
+from rkserve.deployments.assemble import Place, assemble
+from rkserve.deployments.hardware import HardwareView
 from rkserve.deployments.logs import log_with_serve
 from rkserve.deployments.naming import Node, board_name, find_node
 from rkserve.errors import BoardStartFailed, RkserveError
-from rkserve.messages import BoardReport, Event, GenerateRequest
-from rkserve.modelfolder import ModelFolder, open_model_folder
-from rkserve.native.runtime import LoadParams
+from rkserve.groupconfig import BoardGroupConfig
+from rkserve.messages import (
+    AdapterRef,
+    BoardReport,
+    CacheEntry,
+    ControlAction,
+    Edit,
+    Event,
+    GenerateRequest,
+    GenerationInfo,
+    KvReport,
+)
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +104,11 @@ class BoardReplica:
         board_id = board_name(group, self._slot.index, node)
         failures = Failures(state_dir / f"{group.name}-{self._slot.index}.failures")
         await asyncio.sleep(failures.rest_s(time.time()))
+        self._hardware = HardwareView.of(group, state_dir / f"{board_id}.hardware")
         try:
-            self._board = _build(group, board_id, node, state_dir)
+            place = Place(board_id, node.name, state_dir)
+            # Digests of models and libraries take a while.
+            self._board = await asyncio.to_thread(assemble, group, place, self._hardware.platform)
             await self._board.start()
         except (RkserveError, OSError) as exc:
             failures.add(time.time())
@@ -118,7 +127,41 @@ class BoardReplica:
 
     async def report(self) -> BoardReport:
         """Return the board's report, with the replica that wrote it."""
-        return replace(self._board.report(), replica=self._replica)
+        report = self._board.report()
+        hardware = await self._hardware.read(busy=report.running > 0)
+        return replace(report, replica=self._replica, hardware=hardware)
+
+    async def generations(self) -> list[GenerationInfo]:
+        """Return what the board holds; see ``Board.generations``."""
+        return self._board.generations()
+
+    async def control(
+        self, generation: str, action: ControlAction, edit: Edit | None, choice: int | None
+    ) -> list[GenerationInfo]:
+        """Pause, edit, resume or abort; see ``Board.control``."""
+        return await self._board.control(generation, action, edit, choice)
+
+    async def kv(self) -> KvReport:
+        """Return what the KV cache holds."""
+        return await self._board.kv()
+
+    async def clear_kv(self, keep_system_prompt: bool) -> KvReport:
+        """Clear the KV cache; see ``Board.clear_kv``."""
+        return await self._board.clear_kv(keep_system_prompt)
+
+    async def build_cache(
+        self, name: str, ids: tuple[int, ...], adapter: AdapterRef | None
+    ) -> CacheEntry:
+        """Build a named prompt cache; see ``Board.build_cache``."""
+        return await self._board.build_cache(name, ids, adapter)
+
+    async def caches(self) -> list[CacheEntry]:
+        """Return the prompt caches on this board's disk."""
+        return self._board.caches()
+
+    async def delete_cache(self, name: str) -> bool:
+        """Delete a named prompt cache; False where there is none."""
+        return await self._board.delete_cache(name)
 
     async def check_health(self) -> None:
         """Ray's question. Raises ``BoardFailed`` while the board cannot help itself."""
@@ -146,70 +189,3 @@ async def _claim(group: BoardGroupConfig, state_dir: Path, node: Node) -> Slot:
             if time.monotonic() >= deadline_s:
                 raise BoardStartFailed(f"{group.name}@{node.name}", str(exc)) from None
         await asyncio.sleep(0.1)
-
-
-def _build(group: BoardGroupConfig, board_id: str, node: Node, state_dir: Path) -> Board:
-    folder = open_model_folder(resolve_folder(group.model))
-    spec = _spec(group, board_id, folder, state_dir)
-    patience = Patience(**group.patience.model_dump())
-    settings = BoardSettings(
-        board_id=board_id,
-        model=folder.id,
-        context_len=folder.settings.context_length,
-        eos_ids=frozenset(folder.settings.eos_token_ids),
-        sampling=folder.settings.sampling.values(),
-        platform="simulated" if group.simulated is not None else _soc(),
-        node=node.name,
-        library=Path(spec.library).name,
-        queue_limit=group.queue_limit,
-        queue_timeout_s=group.queue_timeout_s,
-        patience=patience,
-        crash_limit=group.crash_limit,
-        crash_window_s=group.crash_window_s,
-        quarantine_s=group.quarantine_s,
-    )
-    return Board(settings, lambda: EngineProcess.start(board_id, spec))
-
-
-def _spec(
-    group: BoardGroupConfig, board_id: str, folder: ModelFolder, state_dir: Path
-) -> EngineSpec:
-    context_len = folder.settings.context_length
-    return EngineSpec(
-        library=str(_library(group)),
-        params=LoadParams(
-            model_path=str(folder.require_weights()),
-            max_context_len=context_len,
-            max_new_tokens=context_len,  # the ceiling; each request has its own limit below it
-            sampling=folder.settings.sampling.values(),
-            base_domain_id=group.base_domain_id,
-            cpus=group.library_cpus,
-        ),
-        # Real engines are fenced per NPU domain, whatever group they belong to.
-        fence=str(
-            state_dir
-            / (f"{board_id}.fence" if group.simulated else f"npu-{group.base_domain_id}.fence")
-        ),
-        text_mode=folder.tokenizer_file is None,
-        environ=engine_environ(group, board_id),
-        pin_cpus=group.pin_cpus,
-        load_timeout_s=group.load_timeout_s,
-    )
-
-
-def _library(group: BoardGroupConfig) -> Path:
-    if group.simulated is None:
-        assert group.library is not None  # the configuration demands one of the two
-        return group.library.expanduser()
-    from rkserve.native.sim.build import ensure_built
-
-    return ensure_built(group.simulated.release)
-
-
-def _soc() -> str:
-    """Return the SoC's name from the device tree, or the machine where there is none."""
-    file = Path("/proc/device-tree/compatible")
-    if not file.exists():
-        return os.uname().machine
-    names = file.read_bytes().decode(errors="replace").strip("\0").split("\0")
-    return names[-1].split(",")[-1].upper()

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from rkserve.errors import RkserveError
-from rkserve.messages import Accepted, Delta, Event, Finished, GenerateRequest
+from rkserve.messages import Accepted, Delta, Event, Finished, GenerateRequest, Paused
 
 Generate = Callable[[GenerateRequest], AsyncGenerator[Event, None]]
 _Item = tuple[int, Event | BaseException]
@@ -41,7 +41,9 @@ class Choices:
                 self._early.append((index, event))
         return [found[index] for index in sorted(found)]
 
-    async def next(self, timeout_s: float | None = None) -> tuple[int, Delta | Finished] | None:
+    async def next(
+        self, timeout_s: float | None = None
+    ) -> tuple[int, Delta | Paused | Finished] | None:
         """Return the next event and its choice's index, or None after the last one.
 
         Raises:

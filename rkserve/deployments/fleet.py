@@ -10,15 +10,19 @@ import asyncio
 import itertools
 import logging
 import random
+import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
+from rkserve.deployments.seats import Answers, Holders, Seat, Stay
 from rkserve.errors import (
+    AdapterBroken,
     BoardFailed,
     BoardOutOfOrder,
     BoardStartFailed,
+    CacheNotFound,
     ModelNotFound,
     NoBoard,
     QueueFull,
@@ -33,8 +37,13 @@ log = logging.getLogger(__name__)
 _USABLE = (BoardState.READY, BoardState.RECOVERING)
 FAILURES_EVERY = 5  # that question goes to Serve's controller
 LOOK_AGAIN_S = 0.25  # so that requests without a board do not ask for reports all the time
+SILENT = "the board's replica does not answer"
 FORGET_AFTER = 30  # reports that a silent board may miss before it is no longer listed
 
+
+# What one board may lack and another have; nothing of the request was run then.
+_LACKING = (CacheNotFound, AdapterBroken)
+_UNHARMED = (BoardOutOfOrder, *_LACKING)
 
 _BoardKey = tuple[str, str]  # group and board id
 
@@ -44,6 +53,9 @@ class BoardLink(Protocol):
 
     def open(self, request: GenerateRequest, replica: str) -> AsyncGenerator[Event, None]:
         """Generate on that replica. Closing the generator aborts; raises ``RkserveError`` only."""
+
+    async def ask(self, replica: str, method: str, *args: Any, timeout_s: float) -> Any:
+        """Call a method of that replica's board; raises ``RkserveError`` only."""
 
     async def reports(self) -> list[BoardReport]:
         """Collect one report from every board that answers."""
@@ -72,6 +84,7 @@ class Fleet:
         self._reports: dict[_BoardKey, BoardReport] = {}
         self._missed: dict[_BoardKey, int] = {}
         self._candidates: dict[str, dict[str, Candidate]] = {group: {} for group in groups}
+        self._holders = Holders()
 
     @property
     def models(self) -> list[str]:
@@ -82,6 +95,44 @@ class Fleet:
         """Latest reports, sorted by board; one whose replica vanished says so."""
         found = (r for r in self._reports.values() if model is None or r.model == model)
         return sorted(found, key=lambda report: report.board_id)
+
+    def seats(self, model: str | None = None) -> list[Seat]:
+        """Return the boards that have a replica, also those that fell silent a moment ago."""
+        return [
+            Seat(group, report.replica, report.board_id, report.model, _is_silent(report))
+            for (group, _), report in sorted(self._reports.items())
+            if report.replica and (model is None or report.model == model)
+        ]
+
+    def holders(self, generation: str, choice: int | None = None) -> list[Seat]:
+        """Return the boards that hold this Router's generation; none for that of another one."""
+        known = {(seat.group, seat.replica): seat for seat in self.seats()}
+        return [
+            known.get((group, replica), Seat(group, replica, replica, self._groups[group]))
+            for group, replica in self._holders.of(generation, choice)
+        ]
+
+    async def ask(
+        self, seats: Iterable[Seat], method: str, *args: Any, timeout_s: float
+    ) -> Answers[Any]:
+        """Ask boards at the same time; one that fails or is silent hides nobody else's answer."""
+        answers: Answers[Any] = Answers()
+
+        async def one(seat: Seat) -> None:
+            if seat.silent:
+                answers.failed[seat.board_id] = BoardFailed(seat.board_id, SILENT)
+                return
+            began_s = time.monotonic()
+            try:
+                answers.said[seat.board_id] = await self._links[seat.group].ask(
+                    seat.replica, method, *args, timeout_s=timeout_s
+                )
+            except RkserveError as exc:
+                answers.failed[seat.board_id] = _by_name(exc, seat)
+            answers.took_ms[seat.board_id] = (time.monotonic() - began_s) * 1e3
+
+        await asyncio.gather(*(one(seat) for seat in seats))
+        return answers
 
     def is_ready(self, model: str | None = None) -> bool:
         """Whether a board could start a request now."""
@@ -158,8 +209,9 @@ class Fleet:
         """Yield the events of one generation on the board with the least load.
 
         A board that fails or is full before it accepted the request is passed over for another, and
-        so is one that gives its queue up before the first token. A board that is lost while it
-        works on the request is not: the request may be what it died of.
+        so is one that gives its queue up before the first token, or that lacks the prompt cache or
+        the right file of the adapter. A board that is lost while it works on the request is not:
+        the request may be what it died of.
 
         Raises:
             ModelNotFound, NoBoard, QueueFull: nobody takes it.
@@ -169,8 +221,9 @@ class Fleet:
         said = answering = False
         while True:
             group, candidate = await self._find(request, tried)
-            candidate.began(request.prompt_ids)
+            self._holders.enter(request.request_id, group, candidate.key)
             accepted = finished = left = False
+            stay = Stay(candidate, request.prompt_ids, _adapter_of(request))
             try:
                 async with aclosing(self._links[group].open(request, candidate.key)) as events:
                     first = await self._first(events, candidate.key)
@@ -181,12 +234,15 @@ class Fleet:
                     async for event in events:
                         answering = True
                         finished = isinstance(event, Finished)
+                        stay.heard(event)
                         yield event
-            except (BoardFailed, QueueFull) as exc:
+            except (BoardFailed, QueueFull, *_LACKING) as exc:
                 if isinstance(exc, BoardFailed):
                     candidate.ready = False  # until its next report says otherwise
-                if answering or (accepted and not isinstance(exc, BoardOutOfOrder)):
+                if answering or (accepted and not isinstance(exc, _UNHARMED)):
                     raise
+                if isinstance(exc, AdapterBroken):
+                    log.warning("board %s is passed over: %s", candidate.key, exc)
                 tried[candidate.key] = exc
             except BaseException:
                 # Who has the last event need not wait for the end of the stream behind it.
@@ -195,7 +251,8 @@ class Fleet:
             else:
                 return
             finally:
-                candidate.ended(left=left)
+                self._holders.leave(request.request_id)
+                stay.ended(left=left)
 
     async def _find(
         self, request: GenerateRequest, tried: Mapping[str, RkserveError]
@@ -248,21 +305,24 @@ class Fleet:
         owner = {c.key: group for group in groups for c in self._candidates[group].values()}
         known = [c for group in groups for c in self._candidates[group].values()]
         untried = (c for c in known if c.key not in tried)
-        chosen = choose(untried, request.prompt_ids, self._rng)
+        chosen = choose(untried, request.prompt_ids, self._rng, _adapter_of(request))
         if chosen is not None:
             return owner[chosen.key], chosen
-        raise self._refusal(model, known, tried.values())
+        raise self._refusal(model, known, tried)
 
     def _refusal(
-        self, model: str, known: Iterable[Candidate], met: Iterable[RkserveError]
+        self, model: str, known: Iterable[Candidate], tried: Mapping[str, RkserveError]
     ) -> RkserveError:
-        """Say why nobody took the request: full, or not there."""
-        met = list(met)
+        """Say why nobody took the request: full, without what it needs, or not there."""
+        met = list(tried.values())
         full = [exc for exc in met if isinstance(exc, QueueFull)]
         if full:
             soonest_s = min(exc.retry_after_s or 1 for exc in full)
             return QueueFull(sum(exc.queued for exc in full), soonest_s)
         ready = [c for c in known if c.ready]
+        lacking = [exc for exc in met if isinstance(exc, _LACKING)]
+        if lacking and all(c.key in tried for c in ready):
+            return lacking[-1]
         if ready:
             waiting = sum(max(0, c.load - 1) for c in ready)
             return QueueFull(waiting, self._typical_s(model))
@@ -281,14 +341,14 @@ class Fleet:
         usable = usable or {r.replica for r in reports if r.state in _USABLE}
         for replica, report in heard.items():
             candidate = candidates.setdefault(replica, Candidate(replica, 0))
-            candidate.capacity = report.queue_limit + 1
+            candidate.capacity = report.queue_limit + report.n_batch
             candidate.ready = replica in usable
             candidate.heard(report.running + report.queued)
             self._reports[group, report.board_id] = report
             self._missed[group, report.board_id] = 0
         for replica in candidates.keys() - heard.keys():
             candidates[replica].ready = False
-            if candidates[replica].in_flight == 0:
+            if candidates[replica].unused:
                 del candidates[replica]
         self._age(group, {report.board_id for report in reports})
 
@@ -299,8 +359,21 @@ class Fleet:
                 continue
             self._missed[key] += 1
             if report.state is not BoardState.FAILED:
-                self._reports[key] = replace(
-                    report, state=BoardState.LOST, reason="the board's replica does not answer"
-                )
+                self._reports[key] = replace(report, state=BoardState.LOST, reason=SILENT)
             if self._missed[key] > FORGET_AFTER:
                 del self._reports[key], self._missed[key]
+
+
+def _adapter_of(request: GenerateRequest) -> str | None:
+    return None if request.adapter is None else request.adapter.key
+
+
+def _is_silent(report: BoardReport) -> bool:
+    return report.state is BoardState.LOST
+
+
+def _by_name(exc: RkserveError, seat: Seat) -> RkserveError:
+    """Say the board's name where the link only knew its replica's id."""
+    if isinstance(exc, BoardFailed) and exc.board_id == seat.replica:
+        return type(exc)(seat.board_id, exc.reason)
+    return exc

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rkserve import __version__
 from rkserve.deployments.bodies import read_body
+from rkserve.deployments.http_control import add_control
 from rkserve.deployments.service import Opened, Service
 from rkserve.errors import MethodNotAllowed, NoBoard, RequestError, RkserveError, RouteNotFound
 from rkserve.wire import sse
@@ -43,6 +44,7 @@ def make_app(service: Service) -> ASGIApp:
     app.add_exception_handler(Exception, _on_error)
     _add_calls(app, service)
     _add_lookups(app, service)
+    add_control(app, service)
     return _Counted(app, service)  # outside of everything, so that a 500 counts as well
 
 
@@ -62,12 +64,12 @@ def _add_lookups(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> JSONResponse:
         """List the models and the boards behind each."""
-        return JSONResponse(service.models())
+        return JSONResponse(await service.models())
 
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> JSONResponse:
         """Describe one model."""
-        return JSONResponse(service.model(model_id))
+        return JSONResponse(await service.model(model_id))
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> JSONResponse:

@@ -17,7 +17,7 @@ from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
-from rkserve.errors import BoardFailed, BoardStartFailed, RkserveError
+from rkserve.errors import BoardFailed, BoardSilent, BoardStartFailed, RkserveError
 from rkserve.messages import Accepted, BoardReport, Event, GenerateRequest
 
 log = logging.getLogger(__name__)
@@ -83,25 +83,28 @@ class RayLink:
         return reports
 
     async def _ask_each(self) -> list[BoardReport]:
-        asked = [asyncio.create_task(self._ask(replica)) for replica in sorted(self._heard)]
+        limit_s = self._report_timeout_s
+        asked = [
+            asyncio.create_task(self.ask(replica, "report", timeout_s=limit_s))
+            for replica in sorted(self._heard)
+        ]
         if not asked:
             raise BoardFailed(self._group, "no report within the time limit")
-        await asyncio.wait(asked, timeout=self._report_timeout_s)
-        for task in asked:
-            task.cancel()
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return [answer for answer in answers if isinstance(answer, BoardReport)]
 
-    async def _ask(self, replica: str) -> BoardReport:
-        method = self._handle.options(session_id=replica).report
-        response = contextvars.Context().run(method.remote)
+    async def ask(self, replica: str, method: str, *args: Any, timeout_s: float) -> Any:
+        """Call a method of that replica's board; see ``BoardLink``."""
+        call = getattr(self._handle.options(session_id=replica), method)
+        response = contextvars.Context().run(call.remote, *args)
 
-        async def answer() -> BoardReport:
-            report: BoardReport = await response
-            return report
+        async def answer() -> Any:
+            return await response
 
         try:
-            return await self._translated(answer, replica)
+            return await self._translated(lambda: asyncio.wait_for(answer(), timeout_s), replica)
+        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+            raise BoardSilent(replica, f"nothing came within {timeout_s:g} s") from None
         finally:
             with contextlib.suppress(RayError, RayServeException):
                 response.cancel()

@@ -71,7 +71,7 @@ class RouterReplica:
         self, config: RkserveConfig, handles: dict[str, Any]
     ) -> None:
         log_with_serve()
-        folders = {g.name: open_model_folder(resolve_folder(g.model)) for g in config.boards}
+        folders = {g.name: open_model_folder(resolve_folder(g.model)) for g in config.deployed}
         links = {
             name: RayLink(handle, name, config.router.report_timeout_s)
             for name, handle in handles.items()

@@ -8,22 +8,31 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
+from rkserve.adapterfolder import Chosen
 from rkserve.config import RouterConfig
+from rkserve.deployments.catalog import Catalog
 from rkserve.deployments.choices import Choices
 from rkserve.deployments.fleet import Fleet
-from rkserve.errors import ModelNotFound, RkserveError
-from rkserve.messages import Accepted, Delta, GenerateRequest
+from rkserve.errors import BoardNotFound, ModelNotFound, RkserveError
+from rkserve.messages import Accepted, Delta, Finished, GenerateRequest, Paused
 from rkserve.metrics import BoardCollector, RouterMetrics
 from rkserve.modelfolder import ModelFolder
 from rkserve.wire import sse
-from rkserve.wire.answers import ChatAnswer, CompletionAnswer, fingerprint
+from rkserve.wire.answers import ChatAnswer, CompletionAnswer, completion_id, fingerprint
 from rkserve.wire.failures import error_event, error_object
 from rkserve.wire.headers import answer_headers
 from rkserve.wire.jsonbody import JsonObject
-from rkserve.wire.models import model_entry, models_list
+from rkserve.wire.models import (
+    adapter_entry,
+    board_entry,
+    boards_list,
+    model_entry,
+    models_list,
+)
 from rkserve.wire.openai import ChatCall, CompletionCall
 from rkserve.wire.plan import plan
 from rkserve.wire.renderer import Renderer
@@ -52,9 +61,13 @@ class ServedModel:
 
 @dataclass
 class Opened:
-    """A call that boards have accepted, ready to be streamed or collected."""
+    """A call that boards have accepted, ready to be streamed or collected.
+
+    ``model`` is the base model: metrics count by it, and never by what a client typed.
+    """
 
     call: ChatCall | CompletionCall
+    model: str
     answer: Answer
     choices: Choices
     accepted: list[Accepted]
@@ -73,6 +86,7 @@ class Service:
     def __init__(self, config: RouterConfig, models: dict[str, ServedModel], fleet: Fleet) -> None:
         self.config = config
         self.fleet = fleet
+        self.catalog = Catalog({name: served.folder.path for name, served in models.items()})
         self._models = models
         self.registry = CollectorRegistry()
         self.metrics = RouterMetrics(self.registry)
@@ -80,25 +94,51 @@ class Service:
 
     # -- models -------------------------------------------------------------------------------
 
-    def model(self, model_id: str) -> JsonObject:
-        """Return the entry of one model. Raises ``ModelNotFound``."""
-        served = self._served(model_id)
-        return model_entry(
-            model_id,
-            served.created,
-            served.folder.settings.context_length,
-            self.fleet.reports(model_id),
-        )
+    def served(self, model_id: str) -> ServedModel:
+        """Return one of the configured models."""
+        return self._models[model_id]
 
-    def models(self) -> JsonObject:
-        """Return the list of models."""
-        return models_list([self.model(model_id) for model_id in self._models])
+    async def model(self, asked: str) -> JsonObject:
+        """Return the entry of one model or adapter. Raises ``ModelNotFound``, ``AdapterBroken``."""
+        chosen = await self.catalog.resolve(asked)
+        if chosen.adapter is None:
+            return self._model_entry(chosen.model)
+        listed = await self.catalog.adapters(chosen.model)
+        versions = next((v for v in listed if v[0].name == chosen.adapter.name), None)
+        if versions is None:
+            raise ModelNotFound(asked)  # it has been removed since it was resolved
+        named = chosen.adapter.version if "@" in asked else None
+        return adapter_entry(chosen.model, *self._ages(chosen.model), versions, named)
 
-    def _served(self, model_id: str) -> ServedModel:
-        try:
-            return self._models[model_id]
-        except KeyError:
-            raise ModelNotFound(model_id) from None
+    async def models(self) -> JsonObject:
+        """Return the list of models, each followed by its adapters."""
+        entries = []
+        for model_id in self._models:
+            entries.append(self._model_entry(model_id))
+            entries += [
+                adapter_entry(model_id, *self._ages(model_id), versions)
+                for versions in await self.catalog.adapters(model_id)
+            ]
+        return models_list(entries)
+
+    def boards(self) -> JsonObject:
+        """Return what all boards said of themselves last."""
+        return boards_list(self.fleet.reports())
+
+    def board(self, board_id: str) -> JsonObject:
+        """Return what one board said of itself last. Raises ``BoardNotFound``."""
+        for report in self.fleet.reports():
+            if report.board_id == board_id:
+                return board_entry(report)
+        raise BoardNotFound(board_id)
+
+    def _model_entry(self, model_id: str) -> JsonObject:
+        return model_entry(model_id, *self._ages(model_id), self.fleet.reports(model_id))
+
+    def _ages(self, model_id: str) -> tuple[int, int]:
+        """When the model was created, and how long its context is."""
+        served = self._models[model_id]
+        return served.created, served.folder.settings.context_length
 
     # -- calls --------------------------------------------------------------------------------
 
@@ -107,19 +147,24 @@ class Service:
     ) -> Opened:
         """Read a call and have boards accept it. Raises ``RkserveError``; then nothing runs."""
         started_s = time.monotonic()
-        if len(body) <= INLINE_BODY_BYTES:
-            call, requests = self._read(body, parse)
-        else:
-            call, requests = await asyncio.to_thread(self._read, body, parse)
+        short = len(body) <= INLINE_BODY_BYTES
+        call = parse(body) if short else await asyncio.to_thread(parse, body)
+        chosen = await self.catalog.resolve(call.model)
+        completion = completion_id(call, uuid.uuid4().hex)
+        work = partial(self._plan, call, chosen, completion)
+        requests = work() if short else await asyncio.to_thread(work)
         choices = Choices(self.fleet.generate, requests)
         try:
             accepted = await choices.accepted()
         except BaseException:
             await choices.aclose()
             raise
-        answer = self._answer(call, accepted[0])
+        key = None if chosen.adapter is None else chosen.adapter.key
+        seal = fingerprint(chosen.model, accepted[0].release, key)
+        kind = ChatAnswer if isinstance(call, ChatCall) else CompletionAnswer
+        answer = kind(call, completion, int(time.time()), seal)
         self.metrics.in_flight.inc()
-        return Opened(call, answer, choices, accepted, started_s)
+        return Opened(call, chosen.model, answer, choices, accepted, started_s)
 
     async def close(self, opened: Opened) -> None:
         """End a call, finished or not, and free its boards; once more does no harm."""
@@ -140,7 +185,8 @@ class Service:
                     if waits_for_first:
                         waits_for_first = self._first_token(opened)
                     answer.add(index, event)
-                else:
+                elif isinstance(event, Finished):
+                    self.metrics.observe(opened.model, event.timings)
                     answer.end(index, event)
             self._done(opened)
             return answer.whole()
@@ -168,12 +214,9 @@ class Service:
                 if item is None:
                     break
                 index, event = item
-                if not isinstance(event, Delta):
-                    yield answer.finish(index, event)
-                    continue
-                if waits_for_first:
+                if waits_for_first and isinstance(event, Delta):
                     waits_for_first = self._first_token(opened)
-                if chunk := answer.delta(index, event):
+                if chunk := self._chunk(opened, index, event):
                     yield chunk
             self._done(opened)
             yield answer.usage_chunk() + sse.DONE
@@ -188,34 +231,36 @@ class Service:
         finally:
             await self.close(opened)
 
-    def _read(
-        self, body: bytes, parse: Callable[[bytes], ChatCall | CompletionCall]
-    ) -> tuple[ChatCall | CompletionCall, list[GenerateRequest]]:
-        call = parse(body)
-        served = self._served(call.model)
-        settings = served.folder.settings
-        requests = plan(
-            call,
-            served.renderer,
-            settings.sampling.values(),
-            settings.context_length,
-            lambda: uuid.uuid4().hex,
-        )
-        return call, requests
+    def _chunk(self, opened: Opened, index: int, event: Delta | Paused | Finished) -> bytes:
+        if isinstance(event, Delta):
+            return opened.answer.delta(index, event)
+        if isinstance(event, Paused):
+            return opened.answer.paused(index, event)
+        self.metrics.observe(opened.model, event.timings)
+        return opened.answer.finish(index, event)
 
-    def _answer(self, call: ChatCall | CompletionCall, accepted: Accepted) -> Answer:
-        kind = ChatAnswer if isinstance(call, ChatCall) else CompletionAnswer
-        seal = fingerprint(call.model, accepted.release)
-        return kind(call, uuid.uuid4().hex, int(time.time()), seal)
+    def _plan(
+        self, call: ChatCall | CompletionCall, chosen: Chosen, completion: str
+    ) -> list[GenerateRequest]:
+        served = self._models[chosen.model]
+        settings = served.folder.settings
+        return plan(
+            call,
+            chosen,
+            served.renderer,
+            defaults=settings.sampling.values(),
+            context_len=settings.context_length,
+            completion=completion,
+        )
 
     def _first_token(self, opened: Opened) -> bool:
         """Record TTFT; returns that nothing is waited for any more."""
-        self.metrics.ttft.labels(opened.call.model).observe(time.monotonic() - opened.started_s)
+        self.metrics.ttft.labels(opened.model).observe(time.monotonic() - opened.started_s)
         return False
 
     def _done(self, opened: Opened) -> None:
         took_s = time.monotonic() - opened.started_s
-        self.metrics.duration.labels(opened.call.model).observe(took_s)
+        self.metrics.duration.labels(opened.model).observe(took_s)
 
     def _broken(self, exc: BaseException) -> None:
         if isinstance(exc, (asyncio.CancelledError, GeneratorExit)):

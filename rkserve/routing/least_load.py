@@ -15,17 +15,22 @@ from dataclasses import dataclass
 class Candidate:
     """What is known of one board.
 
-    ``key`` addresses its replica. ``in_flight`` is this router's own requests on it now,
-    ``foreign`` those of other routers when the board last reported. ``last_prompt`` are the ids of
-    the last prompt that this router sent it.
+    ``key`` addresses its replica. ``capacity`` is how many may run and wait there. ``in_flight``
+    is this router's own requests that do now, and ``resting`` those that are paused: they keep
+    nobody from the board, which counts them apart. ``foreign`` are those of other routers when the
+    board last reported. ``last_prompt`` are the ids of
+    the last prompt that this router sent it, and ``last_adapter`` the key of the adapter that it
+    was for: what one adapter computed is of no use to another.
     """
 
     key: str
     capacity: int
     in_flight: int = 0
+    resting: int = 0
     foreign: int = 0
     ready: bool = True
     last_prompt: tuple[int, ...] = ()
+    last_adapter: str | None = None
     _most_since_asked: int = 0
     _left_since_asked: int = 0
 
@@ -34,15 +39,37 @@ class Candidate:
         """Requests on the board now, as well as this router can know."""
         return self.foreign + self.in_flight
 
-    def continues(self, prompt: tuple[int, ...]) -> int:
+    @property
+    def unused(self) -> bool:
+        """Whether this router has nothing there, neither at work nor paused."""
+        return self.in_flight == self.resting == 0
+
+    def continues(self, prompt: tuple[int, ...], adapter: str | None = None) -> int:
         """Tokens that the board may still hold of ``prompt``: those of its last one, or none."""
+        if adapter != self.last_adapter:
+            return 0
         held = len(self.last_prompt)
         return held if held < len(prompt) and prompt[:held] == self.last_prompt else 0
 
-    def began(self, prompt: tuple[int, ...]) -> None:
+    def began(self, prompt: tuple[int, ...], adapter: str | None = None) -> None:
         """This router sends the board a request."""
         self.in_flight += 1
-        self.last_prompt = prompt
+        self.last_prompt, self.last_adapter = prompt, adapter
+        self._most_since_asked = max(self._most_since_asked, self.in_flight)
+
+    def rested(self, *, held: bool) -> None:
+        """One of this router's requests is paused there; where it is ``held`` it keeps the board.
+
+        For how long only the board knows, so that counts until the next report.
+        """
+        self.in_flight -= 1
+        self.resting += 1
+        self.foreign += held
+
+    def went_on(self) -> None:
+        """One that was paused goes on, or ends."""
+        self.resting -= 1
+        self.in_flight += 1
         self._most_since_asked = max(self._most_since_asked, self.in_flight)
 
     def ended(self, *, left: bool) -> None:
@@ -69,7 +96,10 @@ class Candidate:
 
 
 def choose(
-    candidates: Iterable[Candidate], prompt: tuple[int, ...], rng: random.Random
+    candidates: Iterable[Candidate],
+    prompt: tuple[int, ...],
+    rng: random.Random,
+    adapter: str | None = None,
 ) -> Candidate | None:
     """Return the ready board with the least load that has room.
 
@@ -81,6 +111,6 @@ def choose(
     if not open_boards:
         return None
     least = min(c.load for c in open_boards)
-    idle = [(c.continues(prompt), c) for c in open_boards if c.load == least]
+    idle = [(c.continues(prompt, adapter), c) for c in open_boards if c.load == least]
     most = max(held for held, _ in idle)
     return rng.choice([c for held, c in idle if held == most])

@@ -2,7 +2,9 @@
 
 One object belongs to one call. Per choice it is fed ``Delta`` values and one ``Finished``; the
 usage of the whole call adds up in it. Prompt tokens count once per prompt, however many choices
-answer it, and so do its cached tokens: those that every choice found in the cache.
+answer it, and so do its cached tokens: those that every choice found in the cache. Streams tell of
+pauses, and of words that an edit took back from a client that has them already; an answer in one
+piece is just what it became.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
-from rkserve.messages import Delta, Finished, Timings
+from rkserve.messages import Delta, Finished, Paused, Timings
 from rkserve.wire import sse
 from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.openai import ChatCall, CompletionCall
@@ -25,26 +27,31 @@ def fingerprint(model_id: str, release: str, adapter: str | None = None) -> str:
     return f"fp_{hashlib.sha256(content.encode()).hexdigest()[:10]}"
 
 
+def completion_id(call: ChatCall | CompletionCall, unique: str) -> str:
+    """Return the id of the answer to a call, which is also that of its generations."""
+    return f"chatcmpl-{unique}" if isinstance(call, ChatCall) else f"cmpl-{unique}"
+
+
 class _Answer(ABC):
     """What chat and completion answers share.
 
-    ``created`` is in seconds since 1970. ``unique`` makes the answer's id.
+    ``created`` is in seconds since 1970.
     """
 
-    _prefix: ClassVar[str]
     _whole_object: ClassVar[str]
     _chunk_object: ClassVar[str]
 
     def __init__(
-        self, call: ChatCall | CompletionCall, unique: str, created: int, system_fingerprint: str
+        self, call: ChatCall | CompletionCall, answer_id: str, created: int, system_fingerprint: str
     ) -> None:
-        self.id = f"{self._prefix}-{unique}"
+        self.id = answer_id
         self._model = call.model
         self._created = created
         self._fingerprint = system_fingerprint
         self._n = call.n
         self._choices = call.choices
         self._include_usage = call.include_usage
+        self._tells_of_pauses = bool(call.pause_on)
         self._texts: list[list[str]] = [[] for _ in range(call.choices)]
         self._ends: dict[int, Finished] = {}
         self._frames: dict[int, sse.Frame] = {}
@@ -54,7 +61,10 @@ class _Answer(ABC):
         return b""
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """Return the chunk of a delta; nothing if it brings no text."""
+        """Return the chunk of a delta; nothing if it brings no text and takes none back."""
+        if delta.retract:
+            piece = self._piece(index, delta.text, None)
+            return sse.data({**self._chunk([piece]), "rkserve": {"retract": delta.retract}})
         if not delta.text:
             return b""
         frame = self._frames.get(index)
@@ -62,6 +72,19 @@ class _Answer(ABC):
             piece = self._piece(index, sse.Frame.HOLE, None)
             frame = self._frames[index] = sse.Frame(self._chunk([piece]))
         return frame.fill(delta.text)
+
+    def paused(self, index: int, paused: Paused) -> bytes:
+        """Return what tells of a pause: a comment, and a chunk to clients that asked for pauses."""
+        if not self._tells_of_pauses:
+            return sse.PAUSED
+        status = {
+            "status": "paused",
+            "choice": index,
+            "by": paused.by,
+            "tokens": paused.tokens,
+            "kv": paused.kv.value,
+        }
+        return sse.PAUSED + sse.data({**self._chunk([]), "rkserve": status})
 
     def finish(self, index: int, finished: Finished) -> bytes:
         """Return the chunk that ends a choice."""
@@ -77,7 +100,10 @@ class _Answer(ABC):
 
     def add(self, index: int, delta: Delta) -> None:
         """Take a delta of an answer that is sent whole."""
-        self._texts[index].append(delta.text)
+        texts = self._texts[index]
+        if delta.retract:
+            texts[:] = ["".join(texts)[: -delta.retract]]
+        texts.append(delta.text)
 
     def end(self, index: int, finished: Finished) -> None:
         """Take the end of a choice of an answer that is sent whole."""
@@ -136,7 +162,6 @@ class _Answer(ABC):
 class ChatAnswer(_Answer):
     """The answer to a call of /v1/chat/completions."""
 
-    _prefix = "chatcmpl"
     _whole_object = "chat.completion"
     _chunk_object = "chat.completion.chunk"
 
@@ -160,7 +185,6 @@ class ChatAnswer(_Answer):
 class CompletionAnswer(_Answer):
     """The answer to a call of /v1/completions."""
 
-    _prefix = "cmpl"
     _whole_object = _chunk_object = "text_completion"
 
     def _piece(self, index: int, text: str, reason: str | None) -> JsonObject:
@@ -178,7 +202,7 @@ def _timings(ends: list[Finished]) -> JsonObject:
     """Board time as measured, added up over choices."""
     measured = [end.timings for end in ends]
     decode_ms, decode_tokens = _total(measured, "decode_ms"), _total(measured, "decode_tokens")
-    return {
+    told: JsonObject = {
         "queue_ms": round(_total(measured, "queue_ms"), 3),
         "prefill_ms": round(_total(measured, "prefill_ms"), 3),
         "prefill_tokens": _total(measured, "prefill_tokens"),
@@ -187,6 +211,13 @@ def _timings(ends: list[Finished]) -> JsonObject:
         "tokens_per_s": round(decode_tokens * 1000 / decode_ms, 2) if decode_ms > 0 else None,
         "cached": sum(end.usage.cached_tokens for end in ends),
     }
+    if paused_ms := _total(measured, "paused_ms"):
+        told["paused_ms"] = round(paused_ms, 3)
+    if (batch := max(timings.batch for timings in measured)) > 1:
+        told["batch"] = batch
+    if batch_wait_ms := _total(measured, "batch_wait_ms"):
+        told["batch_wait_ms"] = round(batch_wait_ms, 3)
+    return told
 
 
 def _total(measured: list[Timings], name: str) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rkserve.errors import RkserveError
+from rkserve.discretion import without_folders
+from rkserve.errors import NativeError, RkserveError
 from rkserve.wire import sse
 from rkserve.wire.jsonbody import JsonObject
 
@@ -20,7 +21,12 @@ def error_object(exc: BaseException) -> tuple[int, dict[str, str], JsonObject]:
         return status, {}, _body(UNEXPECTED, kind, None, code)
     seconds = exc.retry_after_s
     headers = {} if seconds is None else {"retry-after": str(seconds)}
-    return exc.http_status, headers, _body(exc.message, exc.kind, exc.param, exc.code)
+    return exc.http_status, headers, _body(told(exc), exc.kind, exc.param, exc.code)
+
+
+def told(exc: RkserveError) -> str:
+    """Return an error's sentence for a client: the library's own words without the folders."""
+    return without_folders(exc.message) if isinstance(exc, NativeError) else exc.message
 
 
 def error_event(exc: BaseException) -> bytes:

@@ -7,10 +7,12 @@ path from the top of the body, in the words of OpenAI's own messages.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from rkserve.errors import RequestError
+from rkserve.names import check_cache_name
 from rkserve.wire.jsonbody import JsonObject, kind_of
 from rkserve.wire.limits import MAX_QUOTED_CHARS
 
@@ -67,22 +69,48 @@ class Fields:
             raise RequestError(f"Invalid '{self.path(name)}': empty string.", self.path(name))
         return value
 
+    def cache_name(self, name: str) -> str | None:
+        """The name of a prompt cache."""
+        value = self.text(name)
+        return None if value is None else check_cache_name(value, self.path(name))
+
+    def choice(self, name: str, *choices: str) -> str | None:
+        """One of a few strings."""
+        value = self.text(name)
+        if value is not None and value not in choices:
+            path = self.path(name)
+            raise RequestError(
+                f"Invalid '{path}': {quoted(value)}. Supported values are: "
+                f"{', '.join(repr(choice) for choice in choices)}.",
+                path,
+            )
+        return value
+
     def flag(self, name: str) -> bool:
         """A boolean, False if it is absent."""
+        return bool(self.maybe_flag(name))
+
+    def maybe_flag(self, name: str) -> bool | None:
+        """A boolean, None if it is absent."""
         value = self.get(name)
         if value is not None and not isinstance(value, bool):
             raise wrong_type(self.path(name), "a boolean", value)
-        return bool(value)
+        return value
 
     def integer(self, name: str, within: Range = ANY) -> int | None:
         """An integer; neither a boolean nor a decimal with nothing behind its point is one."""
         value = self.get(name)
+        return None if value is None else as_integer(value, self.path(name), within)
+
+    def integers(self, name: str, within: Range = ANY) -> tuple[int, ...] | None:
+        """A list of integers, which may be empty."""
+        value = self.get(name)
         if value is None:
             return None
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise wrong_type(self.path(name), "an integer", value)
-        self._check(name, value, within)
-        return value
+        path = self.path(name)
+        if not isinstance(value, list):
+            raise wrong_type(path, "an array of integers", value)
+        return tuple(as_integer(one, f"{path}[{at}]", within) for at, one in enumerate(value))
 
     def number(self, name: str, within: Range = ANY) -> float | None:
         """An integer or a decimal, as a float."""
@@ -91,7 +119,7 @@ class Fields:
             return None
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise wrong_type(self.path(name), "a number", value)
-        self._check(name, value, within)
+        _check(value, self.path(name), within)
         return float(value)
 
     def items(self, name: str) -> list[Any]:
@@ -110,11 +138,32 @@ class Fields:
         value = self.get(name)
         return None if value is None else as_fields(value, self.path(name))
 
-    def _check(self, name: str, value: float, within: Range) -> None:
-        complaint = within.complaint(value)
-        if complaint is not None:
-            path = self.path(name)
-            raise RequestError(f"Invalid '{path}': {complaint}, but got {quoted(value)}.", path)
+    def only(self, known: Collection[str]) -> None:
+        """Refuse every other key.
+
+        For calls that change something: a mistyped key must not be taken for one left out.
+        """
+        for name in self._values:
+            if name not in known:
+                raise RequestError(
+                    f"Unknown parameter: {quoted(self.path(name))}. Known are: "
+                    f"{', '.join(sorted(known))}.",
+                    self.path(name)[:MAX_QUOTED_CHARS],
+                )
+
+
+def as_integer(value: object, path: str, within: Range = ANY) -> int:
+    """Take a value as an integer."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise wrong_type(path, "an integer", value)
+    _check(value, path, within)
+    return value
+
+
+def _check(value: float, path: str, within: Range) -> None:
+    complaint = within.complaint(value)
+    if complaint is not None:
+        raise RequestError(f"Invalid '{path}': {complaint}, but got {quoted(value)}.", path)
 
 
 def as_fields(value: object, path: str) -> Fields:

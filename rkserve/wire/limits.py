@@ -8,9 +8,12 @@ from __future__ import annotations
 MAX_CHOICES = 16  # n times the number of prompts: each keeps a board busy for a while
 MAX_STOP = 4  # as OpenAI
 MAX_STOP_CHARS = 512  # every token of the answer is compared with them
+MAX_PAUSE_ON = 16  # entries of pause_on; each may have as many characters as a stop string
+MAX_CLEAR_RANGES = 64  # of one edit: each is a call into the runtime
 MAX_MODEL_CHARS = 256  # the name comes back in the answer and in errors
 MAX_QUOTED_CHARS = 80  # of a client's value in an error message
 MAX_REPEAT_PENALTY = 10.0  # as in rkserve.yaml
+MAX_MIROSTAT_TAU = 20.0  # target surprise in nats, of which the usual one is 5
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy completions
 
 # No vocabulary in use has longer tokens. A text beyond this many characters per position cannot

@@ -1,9 +1,12 @@
-"""The objects of GET /v1/models; it knows reports of boards and no board."""
+"""The objects of GET /v1/models and GET /v1/boards; it knows reports of boards and no board."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 
+from rkserve.adapterfolder import Adapter
+from rkserve.discretion import without_folders
 from rkserve.messages import BoardReport
 from rkserve.wire.jsonbody import JsonObject
 
@@ -30,16 +33,65 @@ def model_entry(
     }
 
 
+def adapter_entry(
+    model_id: str,
+    created: int,
+    context_length: int,
+    versions: Sequence[Adapter],
+    named: str | None = None,
+) -> JsonObject:
+    """Return the Model object of an adapter, whose ``versions`` are in order.
+
+    ``named`` is the version that the request named; without one the newest is meant.
+    """
+    meant = next((a for a in versions if a.version == named), versions[-1])
+    return {
+        "id": f"{model_id}:{meant.name if named is None else meant.label}",
+        "object": "model",
+        "created": created,
+        "owned_by": OWNER,
+        "parent": model_id,
+        "rkserve": {
+            "context_length": context_length,
+            "adapter": meant.name,
+            "scale": meant.scale,
+            **_version(meant),
+            "versions": [_version(one) for one in versions],
+        },
+    }
+
+
 def models_list(entries: Sequence[JsonObject]) -> JsonObject:
     """Return the answer of GET /v1/models."""
     return {"object": "list", "data": list(entries)}
+
+
+def board_entry(board: BoardReport) -> JsonObject:
+    """Return all that a board says of itself, under the names of its report."""
+    told = asdict(board)
+    told |= {"state": board.state.value, "reason": without_folders(board.reason)}
+    return {"id": told.pop("board_id"), "object": "board", **told}
+
+
+def boards_list(boards: Iterable[BoardReport]) -> JsonObject:
+    """Return the answer of GET /v1/boards."""
+    return {"object": "list", "data": [board_entry(board) for board in boards]}
+
+
+def _version(adapter: Adapter) -> JsonObject:
+    return {
+        "version": adapter.version,
+        "digest": adapter.digest or None,
+        "bytes": adapter.size_bytes,
+        "broken": without_folders(adapter.broken) or None,
+    }
 
 
 def _board(board: BoardReport) -> JsonObject:
     return {
         "id": board.board_id,
         "state": board.state.value,
-        "reason": board.reason,
+        "reason": without_folders(board.reason),
         "release": board.release,
         "platform": board.platform,
         "library": board.library,

@@ -17,7 +17,9 @@ from rkserve.wire.jsonbody import parse_object
 from rkserve.wire.limits import (
     DEFAULT_COMPLETION_TOKENS,
     MAX_CHOICES,
+    MAX_MIROSTAT_TAU,
     MAX_MODEL_CHARS,
+    MAX_PAUSE_ON,
     MAX_REPEAT_PENALTY,
     MAX_STOP,
     MAX_STOP_CHARS,
@@ -32,7 +34,10 @@ _NUMBERS = {
     "top_p": Range(0, 1, above=True),
     "frequency_penalty": _ADDITIVE,
     "presence_penalty": _ADDITIVE,
+    "mirostat_tau": Range(0, MAX_MIROSTAT_TAU, above=True),
+    "mirostat_eta": Range(0, 1, above=True),
 }
+_MIROSTAT = Range(0, 2)
 _REPEAT = Range(0, MAX_REPEAT_PENALTY, above=True)
 TOP_K_OFF = 0
 
@@ -43,7 +48,7 @@ class Call:
 
     ``sampling`` holds what the client set itself, under the names of ``messages.Sampling``; a
     ``top_k`` of ``TOP_K_OFF`` means the whole vocabulary. ``max_tokens`` of None is the rest of
-    the context.
+    the context. ``pause_on`` are texts and token ids after which the generation pauses.
     """
 
     model: str
@@ -51,6 +56,9 @@ class Call:
     sampling: dict[str, Any] = field(default_factory=dict)
     strict_sampling: bool = False
     stop: tuple[str, ...] = ()
+    pause_on: tuple[str | int, ...] = ()
+    native_pause: bool = False
+    use_cache: str | None = None
     n: int = 1
     stream: bool = False
     include_usage: bool = False
@@ -141,10 +149,16 @@ def _shared(fields: Fields) -> dict[str, Any]:
             "seed",
         )
     stream = fields.flag("stream")
+    pause_on = _pause_on(fields)
+    native_pause = fields.maybe_flag("native_pause")
     return {
         "sampling": _sampling(fields),
         "strict_sampling": strict,
         "stop": _stop(fields),
+        "pause_on": pause_on,
+        # A function call in mid-stream is no use if it costs a prefill each time.
+        "native_pause": bool(pause_on) if native_pause is None else native_pause,
+        "use_cache": fields.cache_name("use_cache"),
         "stream": stream,
         "include_usage": _include_usage(fields, stream),
     }
@@ -155,6 +169,7 @@ def _sampling(fields: Fields) -> dict[str, Any]:
     top_k = fields.integer("top_k", Range(-1))
     asked["top_k"] = TOP_K_OFF if top_k == -1 else top_k
     asked["repeat_penalty"] = _repeat_penalty(fields)
+    asked["mirostat"] = fields.integer("mirostat", _MIROSTAT)
     return {name: value for name, value in asked.items() if value is not None}
 
 
@@ -184,19 +199,42 @@ def _stop(fields: Fields) -> tuple[str, ...]:
             f"but got {len(stops)}.",
             "stop",
         )
-    return tuple(_stop_string(s, "stop" if one else f"stop[{i}]") for i, s in enumerate(stops))
+    return tuple(_watched(s, "stop" if one else f"stop[{i}]") for i, s in enumerate(stops))
 
 
-def _stop_string(value: object, path: str) -> str:
+def _watched(value: object, path: str) -> str:
+    """A string with which every token of the answer is compared."""
     if not isinstance(value, str):
         raise wrong_type(path, "a string", value)
     if not 1 <= len(value) <= MAX_STOP_CHARS:
         raise RequestError(
-            f"Invalid '{path}': a stop string has 1 to {MAX_STOP_CHARS} characters, "
-            f"but this has {len(value)}.",
+            f"Invalid '{path}': it may have 1 to {MAX_STOP_CHARS} characters, but has "
+            f"{len(value)}.",
             path,
         )
     return value
+
+
+def _pause_on(fields: Fields) -> tuple[str | int, ...]:
+    if fields.get("pause_on") is None:
+        return ()
+    found = fields.items("pause_on")
+    if len(found) > MAX_PAUSE_ON:
+        raise RequestError(
+            f"Invalid 'pause_on': array too long. Expected at most {MAX_PAUSE_ON} strings and "
+            f"token ids, but got {len(found)}.",
+            "pause_on",
+        )
+    return tuple(_pause_entry(value, f"pause_on[{index}]") for index, value in enumerate(found))
+
+
+def _pause_entry(value: object, path: str) -> str | int:
+    # Whether an id is one of the vocabulary depends on the model, and so does a negative one.
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if not isinstance(value, str):
+        raise wrong_type(path, "a string or a token id", value)
+    return _watched(value, path)
 
 
 def _include_usage(fields: Fields, stream: bool) -> bool:
@@ -229,7 +267,7 @@ def _prompts(fields: Fields) -> tuple[TextOrIds, ...]:
     if value is None:
         raise missing("prompt")
     if isinstance(value, str):
-        return (_prompt(value, "prompt"),)
+        return (read_prompt(value, "prompt"),)
     if not isinstance(value, list):
         raise wrong_type("prompt", "a string or an array", value)
     first = fields.items("prompt")[0]
@@ -237,11 +275,12 @@ def _prompts(fields: Fields) -> tuple[TextOrIds, ...]:
         # Counted before they are read: a list of a million prompts is not worth a look.
         if len(value) > MAX_CHOICES:
             _choices(fields, prompts=len(value))
-        return tuple(_prompt(one, f"prompt[{index}]") for index, one in enumerate(value))
-    return (_prompt(value, "prompt"),)
+        return tuple(read_prompt(one, f"prompt[{index}]") for index, one in enumerate(value))
+    return (read_prompt(value, "prompt"),)
 
 
-def _prompt(value: object, path: str) -> TextOrIds:
+def read_prompt(value: object, path: str) -> TextOrIds:
+    """Read one prompt: a string or a list of token ids."""
     if not isinstance(value, str | list):
         raise wrong_type(path, "a string or an array of token ids", value)
     if not value:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from rkserve.adapterfolder import Chosen
 from rkserve.errors import ContextOverflow, UnsupportedParameter
 from rkserve.messages import GenerateRequest, Sampling
 from rkserve.wire.limits import TEXT_MODE_MAX_TOP_K
@@ -15,16 +15,19 @@ from rkserve.wire.renderer import Prompt, Renderer
 
 def plan(
     call: ChatCall | CompletionCall,
+    chosen: Chosen,
     renderer: Renderer,
+    *,
     defaults: Sampling,
     context_len: int,
-    new_id: Callable[[], str],
+    completion: str,
 ) -> list[GenerateRequest]:
     """Return one request per choice, in the order of the choices' indexes.
 
-    ``defaults`` are the model's own sampling values. Each prompt is rendered once, however many
-    answers it gets. Tokenizing a long prompt takes a while (about a second per megabyte), so a
-    server calls this off its event loop.
+    ``chosen`` is what the call's model means, and ``completion`` the id of the answer, by which
+    its generations can be controlled. ``defaults`` are the model's own sampling values. Each
+    prompt is rendered once, however many answers it gets. Tokenizing a long prompt takes a while
+    (about a second per megabyte), so a server calls this off its event loop.
 
     Raises:
         RequestError: the model cannot take the prompt or a parameter.
@@ -32,21 +35,26 @@ def plan(
     """
     sampling = replace(defaults, **_sampling(call, renderer))
     prompts, param = _prompts(call, renderer, context_len)
+    _check_pause_ids(call, renderer)
+    each = [prompt for prompt in prompts for _ in range(call.n)]
     return [
         GenerateRequest(
-            request_id=new_id(),
-            model=call.model,
+            request_id=f"{completion}/{index}",
+            model=chosen.model,
             prompt_ids=prompt.ids,
-            max_tokens=limit,
+            max_tokens=_max_tokens(call.max_tokens, prompt, context_len, param),
             sampling=sampling,
             sampling_asked=tuple(call.sampling),
             strict_sampling=call.strict_sampling,
             stop=call.stop,
             prompt_text=prompt.text,
+            adapter=chosen.adapter,
+            native_pause=call.native_pause,
+            pause_on_text=tuple(one for one in call.pause_on if isinstance(one, str)),
+            pause_on_ids=tuple(one for one in call.pause_on if isinstance(one, int)),
+            use_cache=call.use_cache,
         )
-        for prompt in prompts
-        for limit in [_max_tokens(call.max_tokens, prompt, context_len, param)]
-        for _ in range(call.n)
+        for index, prompt in enumerate(each)
     ]
 
 
@@ -61,6 +69,12 @@ def _prompts(
         for index, prompt in enumerate(call.prompts)
     ]
     return rendered, "prompt"
+
+
+def _check_pause_ids(call: ChatCall | CompletionCall, renderer: Renderer) -> None:
+    for index, entry in enumerate(call.pause_on):
+        if isinstance(entry, int):
+            renderer.check_id(entry, f"pause_on[{index}]")
 
 
 def _max_tokens(asked: int | None, prompt: Prompt, context_len: int, param: str) -> int:

@@ -50,7 +50,6 @@ _BOTH: dict[str, Harmless] = {
     "min_p": _only(0),
     "typical_p": _only(1),
     "min_tokens": _only(0),
-    "mirostat": _only(0),
     "use_beam_search": _only(False),
     "stop_token_ids": _empty,
     "bad_words": _empty,

@@ -5,10 +5,10 @@ In text mode (a folder without tokenizer.json) the prompt stays text and the run
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rkserve.errors import RequestError, UnsupportedParameter
+from rkserve.errors import ContextOverflow, RequestError, UnsupportedParameter
 from rkserve.modelfolder import CONTEXT_MAX, ModelFolder
 from rkserve.wire.conversation import Message
 from rkserve.wire.openai import TextOrIds
@@ -16,6 +16,12 @@ from rkserve.wire.shield import Piece, Shield, pieces
 from rkserve.wire.templates import ChatTemplate, Clock, hold_to_context, local_time
 from rkserve.wire.tokenizer import Tokenizer
 
+# Where a turn of the assistant is left off; no template changes it.
+_LEFT_OFF = "\ufdd2"
+# Told from everything that templates write around a result; nine letters and digits, as some
+# templates demand of the id of a call.
+_PROBE = "probe4711"
+_TOOL_PARAM = "role"
 # Splits a marker for a tokenizer that is out of our reach, and is invisible in print.
 _ZERO_WIDTH_SPACE = "\u200b"
 
@@ -48,8 +54,17 @@ class Renderer:
         """None in text mode, where nobody but the runtime knows it."""
         return None if self.tokenizer is None else self.tokenizer.vocab_size
 
-    def chat(self, messages: Sequence[Message], context_len: int = CONTEXT_MAX) -> Prompt:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        context_len: int = CONTEXT_MAX,
+        *,
+        answer: bool = True,
+    ) -> Prompt:
         """Render a conversation. Markers inside messages stay text.
+
+        ``answer`` adds the header of the answer; without it the prompt is what conversations that
+        begin like this one have in common.
 
         Raises:
             RequestError: the template refuses the messages.
@@ -57,12 +72,10 @@ class Renderer:
         """
         typed: list[str] = []
         shielded = [self._shield.hide(message, typed) for message in messages]
-        parts = pieces(self._template.render(shielded, context_len), typed)
+        parts = pieces(self._template.render(shielded, context_len, answer=answer), typed)
         if self.tokenizer is None:
             return _as_text("".join(_split_marker(part) for part in parts), "messages")
-        return _as_ids(
-            tuple(i for part in parts for i in self._ids(self.tokenizer, part)), "messages"
-        )
+        return _as_ids(self._joined(self.tokenizer, parts), "messages")
 
     def text(
         self, prompt: TextOrIds, path: str = "prompt", context_len: int = CONTEXT_MAX
@@ -80,6 +93,87 @@ class Renderer:
         if self.tokenizer is None:
             return _as_text(prompt, path)
         return _as_ids(self.tokenizer.encode(prompt, add_special_tokens=True), path)
+
+    def words(self, text: str, context_len: int = CONTEXT_MAX) -> tuple[int, ...]:
+        """Return the ids of words that are put into an answer. Markers in them stay text.
+
+        Raises:
+            UnsupportedParameter: in text mode.
+            ContextOverflow: the text is hopelessly long.
+        """
+        tokenizer = self._needed("text")
+        hold_to_context(len(text), context_len, "text")
+        typed: list[str] = []
+        return self._joined(tokenizer, pieces(self._shield.hide(text, typed), typed))
+
+    def check_id(self, token_id: int, path: str) -> None:
+        """Hold a token id to the vocabulary.
+
+        Raises:
+            RequestError: it is no token.
+            UnsupportedParameter: in text mode.
+        """
+        self._needed(path).check_one(token_id, path)
+
+    def given(self, ids: tuple[int, ...], path: str) -> str:
+        """Check token ids that a client puts into an answer, and return what they say.
+
+        Raises:
+            RequestError: an id that is no token.
+            UnsupportedParameter: in text mode.
+        """
+        tokenizer = self._needed(path)
+        tokenizer.check(ids, path)
+        return tokenizer.text(ids)
+
+    def tool_turn(self, result: str, context_len: int = CONTEXT_MAX) -> tuple[int, ...]:
+        """Return what follows an unfinished turn of the assistant that has just called a tool.
+
+        That is in the words of the model's own template: the end of the turn, the tool's result
+        and the header of a new turn of the assistant. Markers in the result stay text.
+
+        Raises:
+            RequestError: the template has no such turn, or refuses it.
+            UnsupportedParameter: in text mode.
+            ContextOverflow: the result is hopelessly long.
+        """
+        tokenizer = self._needed("text")
+        if _PROBE not in self._after_call(_PROBE, context_len):
+            raise RequestError(
+                "The model's chat template knows no results of tools. Send what is to follow as "
+                "'token_ids'.",
+                _TOOL_PARAM,
+            )
+        typed: list[str] = []
+        turn = self._after_call(self._shield.hide(result, typed), context_len)
+        return self._joined(tokenizer, pieces(turn, typed))
+
+    def _after_call(self, result: str, context_len: int) -> str:
+        """Return what the template writes behind a turn that it is shown cut off."""
+        conversation = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": _LEFT_OFF},
+            {"role": "tool", "content": result, "tool_call_id": _PROBE},
+        ]
+        try:
+            rendered = self._template.render(conversation, context_len)
+        except ContextOverflow as exc:
+            raise ContextOverflow(exc.prompt_tokens, context_len, "text", exc.at_least) from exc
+        except RequestError as exc:
+            raise RequestError(exc.message, _TOOL_PARAM) from exc
+        return rendered.partition(_LEFT_OFF)[2]
+
+    def _needed(self, path: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise UnsupportedParameter(
+                f"Unsupported parameter: '{path}' needs a tokenizer, and this model is served "
+                "without one.",
+                path,
+            )
+        return self.tokenizer
+
+    def _joined(self, tokenizer: Tokenizer, parts: Iterable[Piece]) -> tuple[int, ...]:
+        return tuple(i for part in parts for i in self._ids(tokenizer, part))
 
     def _given_ids(self, ids: tuple[int, ...], path: str) -> Prompt:
         if self.tokenizer is None:

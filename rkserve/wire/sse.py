@@ -7,6 +7,7 @@ from json.encoder import encode_basestring
 from typing import Any
 
 PING = b": ping\n\n"  # a comment: keeps the connection alive, and every client skips it
+PAUSED = b": paused\n\n"
 DONE = b"data: [DONE]\n\n"
 
 HEADERS = {

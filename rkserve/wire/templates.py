@@ -49,8 +49,8 @@ class ChatTemplate:
         self._tokens = _special_tokens(folder)
         self._template = None if source is None else _compile(source, folder, now)
 
-    def render(self, messages: Sequence[Message], context_len: int) -> str:
-        """Return the prompt of a conversation, with the header of the answer at its end.
+    def render(self, messages: Sequence[Message], context_len: int, *, answer: bool = True) -> str:
+        """Return the prompt of a conversation; ``answer`` adds the header of the answer to it.
 
         Raises:
             RequestError: the model has no template, or it refuses these messages.
@@ -63,7 +63,7 @@ class ChatTemplate:
                 "messages",
             )
         try:
-            return self._joined(self._template, messages, context_len)
+            return self._joined(self._template, messages, context_len, answer)
         except RequestError:
             raise
         except Exception as exc:  # a template is foreign code and raises what it likes
@@ -72,14 +72,18 @@ class ChatTemplate:
             ) from exc
 
     def _joined(
-        self, template: jinja2.Template, messages: Sequence[Message], context_len: int
+        self,
+        template: jinja2.Template,
+        messages: Sequence[Message],
+        context_len: int,
+        answer: bool,
     ) -> str:
         parts, size = [], 0
         stream = template.generate(
             messages=list(messages),
             tools=None,
             documents=None,
-            add_generation_prompt=True,
+            add_generation_prompt=answer,
             **self._tokens,
         )
         for part in stream:  # piece by piece, so that a template that runs away is stopped

@@ -30,6 +30,7 @@ class Tokenizer:
         self.control = frozenset(token.content for token in special.values())
         self._control_ids = frozenset(special)
         self._spelled: dict[str, tuple[int, ...]] = {}
+        self._anchor = self._plain("a")
         self._limit = max(self._hf.get_vocab().values(), default=-1)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -62,13 +63,24 @@ class Tokenizer:
             RequestError: naming the first id that is no token.
         """
         for index, token_id in enumerate(ids):
-            # The bounds first: the library takes 32 bits and raises its own error beyond.
-            if not 0 <= token_id <= self._limit or self._hf.id_to_token(token_id) is None:
-                raise RequestError(
-                    f"Invalid '{path}[{index}]': {str(token_id)[:24]} is not a token id of this "
-                    f"model, whose vocabulary has {self.vocab_size} tokens.",
-                    f"{path}[{index}]",
-                )
+            self.check_one(token_id, f"{path}[{index}]")
+
+    def check_one(self, token_id: int, path: str) -> None:
+        """Hold one token id to the vocabulary. Raises ``RequestError``."""
+        # The bounds first: the library takes 32 bits and raises its own error beyond.
+        if not 0 <= token_id <= self._limit or self._hf.id_to_token(token_id) is None:
+            raise RequestError(
+                f"Invalid '{path}': {str(token_id)[:24]} is not a token id of this model, whose "
+                f"vocabulary has {self.vocab_size} tokens.",
+                path,
+            )
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return what token ids say in the middle of a text; control tokens say nothing."""
+        # Some decoders take the first token's blank for the beginning of a text and drop it.
+        before = self._hf.decode(list(self._anchor), skip_special_tokens=True)
+        whole = self._hf.decode([*self._anchor, *ids], skip_special_tokens=True)
+        return str(whole[len(before) :])
 
     def _spell(self, text: str) -> tuple[int, ...]:
         ids = self._plain(text[:1]) + self._plain(text[1:])

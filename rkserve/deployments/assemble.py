@@ -1,0 +1,150 @@
+"""From a group's settings to a ``Board``: which model, library, files and hooks it gets on this
+node. It knows configuration and folders; it starts nothing, and knows no Ray.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rkserve.board.board import Board, BoardSettings
+from rkserve.board.engine import EngineSpec
+from rkserve.board.hooks import HookFactory
+from rkserve.board.process import EngineProcess
+from rkserve.board.promptcache import CacheStore, Seal
+from rkserve.board.watchdog import Patience
+from rkserve.config import engine_environ, resolve_folder
+from rkserve.digests import content_digest, file_digest
+from rkserve.errors import ConfigError
+from rkserve.groupconfig import BoardGroupConfig
+from rkserve.modelfolder import ModelFolder, open_model_folder
+from rkserve.native.runtime import LoadParams
+
+ADAPTERS = "adapters"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a board is: its name, its node's name, and the node's folder for state."""
+
+    board_id: str
+    node: str
+    state_dir: Path
+
+
+def assemble(group: BoardGroupConfig, place: Place, platform: str) -> Board:
+    """Return the board, not yet started. Raises ``ConfigError``, ``OSError``."""
+    folder = open_model_folder(resolve_folder(group.model))
+    if group.n_batch > 1 and folder.tokenizer_file is None:
+        raise ConfigError(
+            f"n_batch: group {group.name} cannot serve batches, because {folder.path} has no "
+            "tokenizer.json: how many tokens each prompt of a batch has is then known to nobody. "
+            "Add the file, or set n_batch to 1."
+        )
+    spec = _spec(group, place, folder)
+    settings = BoardSettings(
+        board_id=place.board_id,
+        model=folder.id,
+        context_len=folder.settings.context_length,
+        eos_ids=frozenset(folder.settings.eos_token_ids),
+        sampling=folder.settings.sampling.values(),
+        platform=platform,
+        node=place.node,
+        library=Path(spec.library).name,
+        queue_limit=group.queue_limit,
+        queue_timeout_s=group.queue_timeout_s,
+        patience=Patience(**group.patience.model_dump()),
+        crash_limit=group.crash_limit,
+        crash_window_s=group.crash_window_s,
+        quarantine_s=group.quarantine_s,
+        n_batch=group.n_batch,
+        batch_window_s=group.batch_window_ms / 1e3,
+        pause_hold_s=group.pause_hold_s,
+        pause_timeout_s=group.pause_timeout_s,
+        max_paused=group.max_paused,
+        max_adapters=folder.settings.max_adapters,
+        max_adapter_bytes=folder.settings.max_adapter_bytes,
+        model_dir=folder.path,
+        kv_position_bytes=folder.settings.kv_bytes_per_token,
+        caches=_caches(group, place, folder, spec),
+        park=group.prompt_cache.park,
+        park_min_tokens=group.prompt_cache.park_min_tokens,
+        hooks=tuple(load_hook(path) for path in group.hooks),
+    )
+    return Board(settings, lambda: EngineProcess.start(place.board_id, spec))
+
+
+def load_hook(path: str) -> HookFactory:
+    """Import ``package.module:factory``. Raises ``ConfigError`` that says what is missing."""
+    module_name, _, name = path.partition(":")
+    try:
+        found: Any = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as exc:
+        raise ConfigError(
+            f"hooks: {path} cannot be loaded on this node: {exc}. Install the package there, or "
+            "give its folder in PYTHONPATH or in Ray's runtime_env."
+        ) from exc
+    if not callable(found):
+        raise ConfigError(f"hooks: {path} is not callable; a factory takes the request")
+    factory: HookFactory = found
+    return factory
+
+
+def _spec(group: BoardGroupConfig, place: Place, folder: ModelFolder) -> EngineSpec:
+    context_len = folder.settings.context_length
+    # Real engines are fenced per NPU domain, whatever group they belong to.
+    fence = f"{place.board_id}.fence" if group.simulated else f"npu-{group.base_domain_id}.fence"
+    return EngineSpec(
+        library=str(_library(group)),
+        params=LoadParams(
+            model_path=str(folder.require_weights()),
+            max_context_len=context_len,
+            max_new_tokens=context_len,  # the ceiling; each request has its own limit below it
+            sampling=folder.settings.sampling.values(),
+            n_keep=folder.settings.n_keep,
+            base_domain_id=group.base_domain_id,
+            cpus=group.library_cpus,
+            n_batch=group.n_batch,
+        ),
+        fence=str(place.state_dir / fence),
+        text_mode=folder.tokenizer_file is None,
+        quirks=group.quirks,
+        environ=engine_environ(group, place.board_id),
+        pin_cpus=group.pin_cpus,
+        load_timeout_s=group.load_timeout_s,
+    )
+
+
+def _library(group: BoardGroupConfig) -> Path:
+    if group.simulated is None:
+        assert group.library is not None  # the configuration demands one of the two
+        return group.library.expanduser()
+    from rkserve.native.sim.build import ensure_built
+
+    return ensure_built(group.simulated.release)
+
+
+def _caches(
+    group: BoardGroupConfig, place: Place, folder: ModelFolder, spec: EngineSpec
+) -> CacheStore | None:
+    settings = group.prompt_cache
+    if settings.max_bytes == 0 or group.n_batch > 1 or not folder.prompt_cache:
+        return None
+    root = settings.folder.expanduser() if settings.folder else place.state_dir / "cache"
+    seal = Seal(
+        model=folder.content_digest(),
+        release=_digest_of(Path(spec.library), file_digest),
+        template=hashlib.sha256((folder.chat_template or "").encode()).hexdigest(),
+        tokenizer=_digest_of(folder.tokenizer_file, content_digest),
+        load=f"{spec.params.max_context_len} {spec.params.n_keep}",
+    )
+    return CacheStore(root / place.board_id, seal, settings.max_bytes)
+
+
+def _digest_of(file: Path | None, digest: Callable[[Path], str]) -> str:
+    # A library that is not there is the engine's to explain, in its own words.
+    return digest(file) if file is not None and file.is_file() else ""

@@ -1,0 +1,149 @@
+"""KV caches and prompt caches over all boards: what they hold, clearing, building, deleting.
+
+It knows the boards through a ``Fleet``; a board that fails hides nobody else's answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+from rkserve.deployments.generations import MULTI_STATUS, OK, Generations
+from rkserve.deployments.seats import Answers, Seat, merged
+from rkserve.deployments.service import INLINE_BODY_BYTES, Service
+from rkserve.errors import BoardNotFound, BoardSilent, CacheNotFound, NoBoard
+from rkserve.names import check_cache_name
+from rkserve.wire.caches import (
+    ClearCall,
+    built,
+    caches_list,
+    failures,
+    ids_of,
+    kv_list,
+    parse_build,
+    parse_clear,
+)
+from rkserve.wire.generations import EditCall
+from rkserve.wire.jsonbody import JsonObject
+
+
+class Caches:
+    """The caches of all boards."""
+
+    def __init__(self, service: Service, generations: Generations) -> None:
+        self._service = service
+        self._generations = generations
+
+    # -- the KV cache -------------------------------------------------------------------------
+
+    async def kv(self, model: str | None, board: str | None) -> JsonObject:
+        """Return what the boards hold, of one model or one board where that is asked."""
+        seats = await self._seats(model, None if board is None else (board,), "board")
+        answers = await self._ask(seats, "kv", timeout_s=self._service.config.report_timeout_s)
+        return kv_list(list(answers.said.values()), answers.failed)
+
+    async def clear(self, body: bytes) -> tuple[int, JsonObject]:
+        """Clear the KV caches of boards, or ranges of a paused generation's."""
+        call = parse_clear(body)
+        if call.generation is not None:
+            edit = EditCall(choice=call.choice, clear=call.ranges)
+            return await self._generations.apply(call.generation, edit)
+        return await self._clear_boards(call)
+
+    async def _clear_boards(self, call: ClearCall) -> tuple[int, JsonObject]:
+        seats = self._some(await self._seats(call.model, call.boards, "boards"), call.model)
+        answers = await self._ask(seats, "clear_kv", call.keep_system_prompt)
+        answers.require_one()
+        results = {
+            board: {"status": report.status, "latency_ms": round(answers.took_ms[board], 3)}
+            for board, report in sorted(answers.said.items())
+        }
+        listed = kv_list(list(answers.said.values()), answers.failed)
+        return _status(answers), {**listed, "results": results}
+
+    # -- prompt caches ------------------------------------------------------------------------
+
+    async def build(self, model: str, body: bytes) -> tuple[int, JsonObject]:
+        """Build a named prompt cache on every board of a model that is there now."""
+        short = len(body) <= INLINE_BODY_BYTES
+        call = parse_build(body) if short else await asyncio.to_thread(parse_build, body)
+        chosen = await self._service.catalog.resolve(model)
+        served = self._service.served(chosen.model)
+        work = partial(ids_of, call, served.renderer, served.folder.settings.context_length)
+        ids = work() if short else await asyncio.to_thread(work)
+        seats = self._some(self._service.fleet.seats(chosen.model), chosen.model)
+        answers = await self._ask(seats, "build_cache", call.cache_name, ids, chosen.adapter)
+        for board, exc in answers.failed.items():
+            if isinstance(exc, BoardSilent):
+                # The link has cancelled the call, which takes it out of the board's queue.
+                reason = f"{exc.reason}, and the build was withdrawn; the board may be busy"
+                answers.failed[board] = BoardSilent(board, reason)
+        answers.require_one()
+        made = built(call, model, len(ids), list(answers.said.values()), answers.failed)
+        return _status(answers), made
+
+    async def listed(self, model: str) -> JsonObject:
+        """Return the prompt caches of a model, or only those of one adapter."""
+        chosen = await self._service.catalog.resolve(model)
+        answers = await self._ask(
+            self._service.fleet.seats(chosen.model),
+            "caches",
+            timeout_s=self._service.config.report_timeout_s,
+        )
+        entries = merged(answers.said.values())
+        if chosen.adapter is not None:
+            entries = [entry for entry in entries if entry.adapter == chosen.adapter.key]
+        return caches_list(entries, answers.failed)
+
+    async def delete(self, model: str, name: str) -> tuple[int, JsonObject]:
+        """Delete a named prompt cache wherever it is. Raises ``CacheNotFound``."""
+        check_cache_name(name)
+        chosen = await self._service.catalog.resolve(model)
+        answers = await self._ask(self._service.fleet.seats(chosen.model), "delete_cache", name)
+        had = sorted(board for board, deleted in answers.said.items() if deleted)
+        if not had:
+            if answers.failed:
+                raise min(answers.failed.items())[1]  # it may well have been there
+            raise CacheNotFound(name, "cache_name")
+        return _status(answers), {
+            "cache_name": name,
+            "deleted": True,
+            "model": model,
+            "boards": had,
+            "failed": failures(answers.failed),
+        }
+
+    # -- which boards -------------------------------------------------------------------------
+
+    async def _seats(
+        self, model: str | None, boards: tuple[str, ...] | None, param: str
+    ) -> list[Seat]:
+        """Return the boards that are meant. Raises ``ModelNotFound``, ``BoardNotFound``."""
+        base = None if model is None else (await self._service.catalog.resolve(model)).model
+        seats = self._service.fleet.seats(base)
+        if boards is None:
+            return seats
+        by_name = {seat.board_id: seat for seat in seats}
+        for board in boards:
+            if board not in by_name:
+                raise BoardNotFound(board[:80], param)
+        return [by_name[board] for board in dict.fromkeys(boards)]
+
+    def _some(self, seats: list[Seat], model: str | None) -> list[Seat]:
+        """Return the boards, of which there must be one. Raises ``NoBoard``."""
+        if seats:
+            return seats
+        fleet = self._service.fleet
+        wanted = fleet.models[0] if model is None else model
+        raise NoBoard(wanted, fleet.why_not_ready(wanted))
+
+    async def _ask(
+        self, seats: list[Seat], method: str, *args: Any, timeout_s: float | None = None
+    ) -> Answers[Any]:
+        limit_s = self._service.config.control_timeout_s if timeout_s is None else timeout_s
+        return await self._service.fleet.ask(seats, method, *args, timeout_s=limit_s)
+
+
+def _status(answers: Answers[Any]) -> int:
+    return MULTI_STATUS if answers.partial else OK

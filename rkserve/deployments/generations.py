@@ -1,0 +1,178 @@
+"""Finding a generation among all boards, and doing with it what a client asks for.
+
+It knows the boards through a ``Fleet``. The board is the judge of what a generation's state allows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass
+from functools import partial
+
+from rkserve.deployments.fleet import Fleet
+from rkserve.deployments.seats import Answers, Seat, merged
+from rkserve.deployments.service import INLINE_BODY_BYTES, Service
+from rkserve.errors import (
+    BoardFailed,
+    GenerationNotFound,
+    RequestError,
+    RkserveError,
+    StateConflict,
+)
+from rkserve.messages import ControlAction, Edit, GenerationInfo, GenerationState
+from rkserve.wire.caches import failures
+from rkserve.wire.generations import (
+    EditCall,
+    control_answer,
+    edit_of,
+    generation_entry,
+    generations_list,
+    parse_edit,
+    read_choice,
+)
+from rkserve.wire.jsonbody import JsonObject
+
+OK, MULTI_STATUS = 200, 207
+# As answers are named. Whatever else is in a path asks no board.
+_ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Boards that may hold a generation; ``failed`` are those that could not be asked.
+
+    Where nobody holds it, ``sure`` is False and the boards are all that answered: one of them may
+    remember that it has ended.
+    """
+
+    seats: list[Seat]
+    sure: bool
+    failed: dict[str, RkserveError]
+
+
+class Generations:
+    """The generations of all boards, also those that other Routers started."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._fleet: Fleet = service.fleet
+        self._config = service.config
+
+    async def listed(self) -> JsonObject:
+        """Return all of them, without their words."""
+        answers = await self._held(self._fleet.seats())
+        return {
+            **generations_list(merged(answers.said.values())),
+            "failed": failures(answers.failed),
+        }
+
+    async def one(self, generation: str) -> JsonObject:
+        """Return one of them. Raises ``GenerationNotFound``, ``BoardFailed``."""
+        _check_id(generation)
+        answers = await self._held(self._fleet.holders(generation) or self._fleet.seats())
+        found = [i for i in merged(answers.said.values()) if _is_of(i, generation, None)]
+        if not found:
+            raise _worst([*answers.failed.values(), GenerationNotFound(generation)])
+        return generation_entry(found)
+
+    async def control(
+        self, generation: str, action: ControlAction, body: bytes
+    ) -> tuple[int, JsonObject]:
+        """Pause, resume or abort; return status and answer. Raises ``RkserveError``."""
+        return await self._act(generation, action, read_choice(body), None)
+
+    async def edit(self, generation: str, body: bytes) -> tuple[int, JsonObject]:
+        """Edit a paused one; return status and answer. Raises ``RkserveError``."""
+        if len(body) <= INLINE_BODY_BYTES:
+            return await self.apply(generation, parse_edit(body))
+        return await self.apply(generation, await asyncio.to_thread(parse_edit, body))
+
+    async def apply(self, generation: str, call: EditCall) -> tuple[int, JsonObject]:
+        """Apply an edit that was read already."""
+        return await self._act(generation, ControlAction.EDIT, call.choice, call)
+
+    async def _act(
+        self, generation: str, action: ControlAction, choice: int | None, call: EditCall | None
+    ) -> tuple[int, JsonObject]:
+        found = await self._find(generation, choice)
+        edit = None if call is None else await self._edit(found, call)
+        answers = await self._fleet.ask(
+            found.seats,
+            "control",
+            generation,
+            action,
+            edit,
+            choice,
+            timeout_s=self._config.control_timeout_s,
+        )
+        done: list[GenerationInfo] = merged(answers.said.values())
+        if not done:
+            failed = {**found.failed, **answers.failed}
+            raise _worst([*failed.values(), GenerationNotFound(generation)])
+        # Choices on other boards that have ended need nothing any more.
+        failed = {board: exc for board, exc in answers.failed.items() if not _is_over(exc)}
+        answer = control_answer(action, done)
+        if not failed:
+            return OK, answer
+        return MULTI_STATUS, {**answer, "failed": failures(failed)}
+
+    async def _find(self, generation: str, choice: int | None) -> _Found:
+        """Look in this Router's own table, and ask all boards where it knows nothing."""
+        _check_id(generation)
+        held = self._fleet.holders(generation, choice)
+        if held:
+            return _Found(held, True, {})
+        seats = self._fleet.seats()
+        answers = await self._held(seats)
+        holding = {
+            board
+            for board, infos in answers.said.items()
+            if any(_is_of(info, generation, choice) for info in infos)
+        }
+        among = [seat for seat in seats if seat.board_id in (holding or answers.said)]
+        return _Found(among, bool(holding), answers.failed)
+
+    async def _held(self, seats: list[Seat]) -> Answers[list[GenerationInfo]]:
+        return await self._fleet.ask(seats, "generations", timeout_s=self._config.report_timeout_s)
+
+    async def _edit(self, found: _Found, call: EditCall) -> Edit:
+        if not found.sure:
+            return Edit()  # who holds nothing says so before it looks at the edit
+        if len(found.seats) > 1:  # on one board the board itself says the same
+            raise RequestError("The answer has several choices; say which one to edit.", "choice")
+        served = self._service.served(found.seats[0].model)
+        work = partial(edit_of, call, served.renderer, served.folder.settings.context_length)
+        if len(call.text or call.token_ids or "") <= INLINE_BODY_BYTES:
+            return work()
+        return await asyncio.to_thread(work)
+
+
+def _check_id(generation: str) -> None:
+    if not _ID.fullmatch(generation):
+        raise GenerationNotFound(generation[:80])
+
+
+def _is_of(info: GenerationInfo, generation: str, choice: int | None) -> bool:
+    if choice is None:
+        return info.request_id.startswith(f"{generation}/")
+    return info.request_id == f"{generation}/{choice}"
+
+
+def _is_over(exc: RkserveError) -> bool:
+    if isinstance(exc, StateConflict):
+        return exc.state == GenerationState.ENDED.value
+    return isinstance(exc, GenerationNotFound)
+
+
+def _worst(errors: list[RkserveError]) -> RkserveError:
+    """Return what matters most to whoever asked."""
+
+    def rank(exc: RkserveError) -> int:
+        if isinstance(exc, GenerationNotFound):
+            return 3  # only if everybody has been asked
+        if isinstance(exc, BoardFailed):
+            return 2
+        return 1 if _is_over(exc) else 0
+
+    return min(errors, key=rank)

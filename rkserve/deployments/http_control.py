@@ -1,0 +1,121 @@
+"""The routes that control generations, caches and boards; it knows FastAPI and no Ray.
+
+Who knows a generation's id may control it, as its client does. Lists of everybody's generations,
+and what changes everybody's caches, are for the operator.
+"""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from rkserve.config import RouterConfig
+from rkserve.deployments.bodies import read_body
+from rkserve.deployments.caches import Caches
+from rkserve.deployments.generations import Generations
+from rkserve.deployments.guard import check_operator
+from rkserve.deployments.service import Service
+from rkserve.messages import ControlAction
+from rkserve.wire.jsonbody import JsonObject
+
+
+def add_control(app: FastAPI, service: Service) -> None:
+    """Add the routes to the Router's application."""
+    generations = Generations(service)
+    _add_generations(app, service.config, generations)
+    caches = Caches(service, generations)
+    _add_kv(app, service.config, caches)
+    _add_prompt_caches(app, service.config, caches)
+    _add_boards(app, service)
+
+
+def _add_generations(app: FastAPI, config: RouterConfig, generations: Generations) -> None:
+    @app.get("/v1/generations")
+    async def listed(request: Request) -> JSONResponse:
+        """List everybody's generations."""
+        check_operator(request, config.admin_key)
+        return JSONResponse(await generations.listed())
+
+    @app.get("/v1/generations/{generation}")
+    async def one(generation: str) -> JSONResponse:
+        """Describe one generation."""
+        return JSONResponse(await generations.one(generation))
+
+    @app.post("/v1/generations/{generation}/edit")
+    async def edit(request: Request, generation: str) -> JSONResponse:
+        """Change a paused generation."""
+        return _answer(await generations.edit(generation, await _body(request, config)))
+
+    async def control(request: Request, generation: str, action: ControlAction) -> JSONResponse:
+        body = await _body(request, config)
+        return _answer(await generations.control(generation, action, body))
+
+    @app.post("/v1/generations/{generation}/pause")
+    async def pause(request: Request, generation: str) -> JSONResponse:
+        """Pause a generation; answer when nothing more of it comes."""
+        return await control(request, generation, ControlAction.PAUSE)
+
+    @app.post("/v1/generations/{generation}/resume")
+    async def resume(request: Request, generation: str) -> JSONResponse:
+        """Let a paused generation go on."""
+        return await control(request, generation, ControlAction.RESUME)
+
+    @app.post("/v1/generations/{generation}/abort")
+    async def abort(request: Request, generation: str) -> JSONResponse:
+        """End a generation, whatever it does."""
+        return await control(request, generation, ControlAction.ABORT)
+
+
+def _add_kv(app: FastAPI, config: RouterConfig, caches: Caches) -> None:
+    @app.get("/v1/cache/kv/size")
+    async def size(request: Request) -> JSONResponse:
+        """Say what the KV caches hold."""
+        asked = request.query_params
+        return JSONResponse(await caches.kv(asked.get("model"), asked.get("board")))
+
+    @app.post("/v1/cache/kv/clear")
+    async def clear(request: Request) -> JSONResponse:
+        """Clear KV caches."""
+        check_operator(request, config.admin_key)
+        return _answer(await caches.clear(await _body(request, config)))
+
+
+def _add_prompt_caches(app: FastAPI, config: RouterConfig, caches: Caches) -> None:
+    @app.post("/v1/cache/{model}")
+    async def build(request: Request, model: str) -> JSONResponse:
+        """Build a named prompt cache."""
+        check_operator(request, config.admin_key)
+        return _answer(await caches.build(model, await _body(request, config)))
+
+    @app.get("/v1/cache/{model}")
+    async def listed(model: str) -> JSONResponse:
+        """List prompt caches."""
+        return JSONResponse(await caches.listed(model))
+
+    # A path, so that a name that would lead elsewhere is told the rule.
+    @app.delete("/v1/cache/{model}/{cache_name:path}")
+    async def delete(request: Request, model: str, cache_name: str) -> JSONResponse:
+        """Delete a named prompt cache."""
+        check_operator(request, config.admin_key)
+        return _answer(await caches.delete(model, cache_name))
+
+
+def _add_boards(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/boards")
+    async def boards() -> JSONResponse:
+        """List the boards with what they say of themselves."""
+        return JSONResponse(service.boards())
+
+    @app.get("/v1/boards/{board_id:path}")
+    async def board(board_id: str) -> JSONResponse:
+        """Describe one board."""
+        return JSONResponse(service.board(board_id))
+
+
+async def _body(request: Request, config: RouterConfig) -> bytes:
+    return await read_body(request, config.max_body_bytes, config.body_timeout_s)
+
+
+def _answer(made: tuple[int, JsonObject]) -> JSONResponse:
+    status, body = made
+    return JSONResponse(body, status)

@@ -1,0 +1,207 @@
+"""Bodies and answers of the KV cache's and the prompt caches' routes; it knows shapes, no board.
+
+Unknown keys are refused, as in every call that changes something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rkserve.errors import ContextOverflow, RequestError, RkserveError, UnsupportedParameter
+from rkserve.messages import CacheEntry, KvReport
+from rkserve.wire.conversation import Message, read_messages
+from rkserve.wire.failures import told
+from rkserve.wire.fields import Fields, missing, wrong_type
+from rkserve.wire.generations import Ranges, choice_of, ranges_of
+from rkserve.wire.jsonbody import JsonObject, parse_object
+from rkserve.wire.openai import TextOrIds, read_prompt
+from rkserve.wire.renderer import Renderer
+
+Failures = Mapping[str, RkserveError]  # by board
+
+_OF_A_GENERATION = ("generation", "ranges", "choice")
+_OF_BOARDS = ("keep_system_prompt", "model", "boards")
+
+
+@dataclass(frozen=True)
+class ClearCall:
+    """The body of POST /v1/cache/kv/clear: either of boards, or of one paused generation.
+
+    ``boards`` of None are all.
+    """
+
+    keep_system_prompt: bool = False
+    model: str | None = None
+    boards: tuple[str, ...] | None = None
+    generation: str | None = None
+    choice: int | None = None
+    ranges: Ranges = ()
+
+
+@dataclass(frozen=True)
+class BuildCall:
+    """The body of POST /v1/cache/{model}: a name, and either a prompt or messages."""
+
+    cache_name: str
+    prompt: TextOrIds | None = None
+    messages: tuple[Message, ...] = ()
+
+
+def parse_clear(body: bytes) -> ClearCall:
+    """Read the body of POST /v1/cache/kv/clear, which may be empty.
+
+    Raises:
+        RequestError: with the ``param`` at fault.
+    """
+    fields = Fields(parse_object(body) if body.strip() else {})
+    fields.only((*_OF_BOARDS, *_OF_A_GENERATION))
+    if fields.get("generation") is None:
+        _refuse(fields, ("ranges", "choice"), "needs 'generation': ranges are cleared of one only")
+        boards = None if fields.get("boards") is None else _texts(fields, "boards")
+        return ClearCall(fields.flag("keep_system_prompt"), fields.text("model"), boards)
+    _refuse(fields, _OF_BOARDS, "does not go together with 'generation'")
+    return ClearCall(
+        generation=fields.required_text("generation"),
+        choice=choice_of(fields),
+        ranges=ranges_of(fields, "ranges"),
+    )
+
+
+def _refuse(fields: Fields, names: Sequence[str], why: str) -> None:
+    for name in names:
+        if fields.get(name) is not None:
+            raise RequestError(f"'{name}' {why}.", name)
+
+
+def _texts(fields: Fields, name: str) -> tuple[str, ...]:
+    found = fields.items(name)
+    for index, value in enumerate(found):
+        if not isinstance(value, str):
+            raise wrong_type(f"{fields.path(name)}[{index}]", "a string", value)
+    return tuple(found)
+
+
+def parse_build(body: bytes) -> BuildCall:
+    """Read the body of POST /v1/cache/{model}.
+
+    Raises:
+        RequestError: with the ``param`` at fault.
+    """
+    fields = Fields(parse_object(body))
+    fields.only(("cache_name", "prompt", "messages"))
+    name = fields.cache_name("cache_name")
+    if name is None:
+        raise missing("cache_name")
+    prompt = fields.get("prompt")
+    if fields.get("messages") is None:
+        if prompt is None:
+            raise RequestError("Send what is to be cached as 'prompt' or 'messages'.", "prompt")
+        return BuildCall(name, read_prompt(prompt, "prompt"))
+    if prompt is not None:
+        raise RequestError("Send either 'prompt' or 'messages', not both.", "messages")
+    return BuildCall(name, messages=read_messages(fields))
+
+
+def ids_of(call: BuildCall, renderer: Renderer, context_len: int) -> tuple[int, ...]:
+    """Return the ids that a prompt cache is to hold.
+
+    Messages are rendered without the header of an answer: what comes next differs.
+
+    Raises:
+        RequestError: the model cannot take them.
+        ContextOverflow: they leave no room for anything else.
+    """
+    param = "messages" if call.prompt is None else "prompt"
+    if renderer.tokenizer is None:
+        raise UnsupportedParameter(
+            "A prompt cache is kept by token ids, and this model is served without a tokenizer.",
+            param,
+        )
+    if call.prompt is None:
+        found = renderer.chat(call.messages, context_len, answer=False)
+    else:
+        found = renderer.text(call.prompt, "prompt", context_len)
+    if len(found.ids) >= context_len:
+        raise ContextOverflow(len(found.ids), context_len, param)
+    return found.ids
+
+
+def kv_list(reports: Sequence[KvReport], failed: Failures) -> JsonObject:
+    """Return what the KV caches hold, by board and together.
+
+    ``bytes`` are null where the model folder does not say what a position takes.
+    """
+    ordered = sorted(reports, key=lambda report: report.board_id)
+    entries = [_kv_entry(report) for report in ordered]
+    sizes = [entry["bytes"] for entry in entries]
+    return {
+        "object": "list",
+        "data": entries,
+        "total": {
+            "positions": sum(entry["positions"] for entry in entries),
+            "capacity": sum(entry["capacity"] for entry in entries),
+            "bytes": None if None in sizes else sum(sizes),
+        },
+        "failed": failures(failed),
+    }
+
+
+def _kv_entry(report: KvReport) -> JsonObject:
+    positions, size = sum(report.entries), report.position_bytes
+    return {
+        "board": report.board_id,
+        "model": report.model,
+        "positions": positions,
+        "entries": list(report.entries),
+        "capacity": report.capacity,
+        "bytes": None if size is None else positions * size,
+        "status": report.status,
+    }
+
+
+def caches_list(entries: Sequence[CacheEntry], failed: Failures) -> JsonObject:
+    """Return the prompt caches of all boards, those with a name first."""
+    ordered = sorted(entries, key=lambda e: (e.name is None, e.name or "", e.board_id, e.idle_s))
+    return {
+        "object": "list",
+        "data": [{"board": entry.board_id, **_cache(entry)} for entry in ordered],
+        "failed": failures(failed),
+    }
+
+
+def _cache(entry: CacheEntry) -> JsonObject:
+    return {
+        "cache_name": entry.name,
+        "parked": entry.name is None,
+        "model": entry.model,
+        "adapter": entry.adapter,
+        "tokens": entry.tokens,
+        "bytes": entry.file_bytes,
+        "age_s": round(entry.age_s, 3),
+        "idle_s": round(entry.idle_s, 3),
+    }
+
+
+def built(
+    call: BuildCall, model: str, tokens: int, made: Sequence[CacheEntry], failed: Failures
+) -> JsonObject:
+    """Return what became of a prompt cache that boards were to build."""
+    boards: list[JsonObject] = [
+        {"board": entry.board_id, "tokens": entry.tokens, "bytes": entry.file_bytes}
+        for entry in made
+    ]
+    return {
+        "cache_name": call.cache_name,
+        "model": model,
+        "tokens": tokens,
+        "boards": sorted([*boards, *failures(failed)], key=lambda one: str(one["board"])),
+    }
+
+
+def failures(failed: Failures) -> list[JsonObject]:
+    """Return what went wrong on which board."""
+    return [
+        {"board": board, "error": exc.code or exc.kind, "message": told(exc)}
+        for board, exc in sorted(failed.items())
+    ]

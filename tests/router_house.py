@@ -1,0 +1,82 @@
+"""A Router without Ray, on scripted boards: its routes are called as a server would."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fake_boards import FakeBoards, Step, report
+from starlette.types import ASGIApp
+
+from rkserve.config import RouterConfig
+from rkserve.deployments.fleet import Fleet
+from rkserve.deployments.http import make_app
+from rkserve.deployments.service import ServedModel, Service
+from rkserve.modelfolder import open_model_folder
+
+CHAT = "/v1/chat/completions"
+FOLDER = Path(__file__).resolve().parents[1] / "models" / "sim-chat"
+
+
+@cache
+def model() -> ServedModel:
+    """The model of the simulated boards; its tokenizer is read once."""
+    return ServedModel.open(open_model_folder(FOLDER))
+
+
+@dataclass
+class House:
+    """A Router on scripted boards."""
+
+    boards: FakeBoards
+    config: RouterConfig = field(default_factory=RouterConfig)
+    served: ServedModel = field(default_factory=model)
+
+    def __post_init__(self) -> None:
+        model_id = self.served.folder.id
+        fleet = Fleet({"only": self.boards}, {"only": model_id}, random.Random(5))
+        self.service = Service(self.config, {model_id: self.served}, fleet)
+        self.app: ASGIApp = make_app(self.service)
+
+    async def __call__(
+        self, method: str, path: str, *, host: str = "127.0.0.1", **kwargs: Any
+    ) -> httpx.Response:
+        """Make one whole request from ``host``, after the boards have reported."""
+        await self.service.fleet.refresh()
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False, client=(host, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            return await client.request(method, path, **kwargs)
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        """Return one figure of the Router's."""
+        return self.service.registry.get_sample_value(name, labels)
+
+    def expect_nothing_left(self) -> None:
+        """Every board is free, and the Router knows it."""
+        assert self.boards.running == 0
+        assert self.metric("rkserve_requests_in_flight") == 0
+
+
+def chat(text: str = "Hello", **extra: Any) -> dict[str, Any]:
+    """A chat's body."""
+    return {"model": "sim-chat", "messages": [{"role": "user", "content": text}], **extra}
+
+
+def scripted(*steps: Step, **config: Any) -> House:
+    """One board that does what the steps say."""
+    boards = FakeBoards([report("a")], {"replica of a": [steps]})
+    return House(boards, RouterConfig(**config))
+
+
+def events(text: str) -> list[Any]:
+    """Return the events of a stream; ``[DONE]`` and comments as they are."""
+    lines = [line for line in text.split("\n\n") if line]
+    return [
+        json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else line
+        for line in lines
+    ]

@@ -1,0 +1,61 @@
+"""From a group's settings to a board: what is refused before anything is started."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from fakes import run_loop
+
+from rkserve.adapterfolder import adapters
+from rkserve.deployments.assemble import Place, assemble
+from rkserve.errors import AdapterBroken, ConfigError
+from rkserve.groupconfig import BoardGroupConfig, SimulatedConfig
+from rkserve.messages import GenerateRequest
+
+MODEL = Path(__file__).parents[1] / "models" / "sim-chat"
+
+
+def group(model: Path, n_batch: int) -> BoardGroupConfig:
+    return BoardGroupConfig(name="g", model=model, simulated=SimulatedConfig(), n_batch=n_batch)
+
+
+def place(folder: Path) -> Place:
+    return Place("b", "n", folder)
+
+
+def test_a_group_that_serves_batches_needs_a_tokenizer(tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "model.rkllm").write_bytes(b"weights")
+    with pytest.raises(ConfigError, match=r"n_batch: group g .*bare has no tokenizer\.json"):
+        assemble(group(bare, 2), place(tmp_path), "rk3588")
+    assert assemble(group(bare, 1), place(tmp_path), "rk3588").n_batch == 1
+
+
+def test_the_memory_of_adapters_is_the_model_folders_to_limit(tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    shutil.copy(MODEL / "model.rkllm", folder)
+    (folder / "adapters/a/1").mkdir(parents=True)
+    (folder / "rkserve.yaml").write_text("max_adapter_bytes: 5\n")
+    (folder / "adapters/a/1/adapter.rkllm").write_bytes(b"123456")
+    board = assemble(group(folder, 1), place(tmp_path), "rk3588")
+    (found,) = adapters(folder)
+
+    async def main() -> None:
+        await board.start()
+        asked = GenerateRequest("r", "small", (), 4, prompt_text="Hi", adapter=found.ref())
+        with pytest.raises(AdapterBroken, match=r"6 bytes .* the 5 bytes"):
+            async for _ in board.generate(asked):
+                pass
+        await board.stop()
+
+    run_loop(main(), 60.0)
+
+
+def test_the_groups_limits_are_the_boards(tmp_path: Path) -> None:
+    settings = group(MODEL, 1).model_copy(update={"max_paused": 3, "pause_timeout_s": 7.0})
+    board = assemble(settings, place(tmp_path), "rk3588")
+    assert (board.max_paused, board.pause_timeout_s) == (3, 7.0)
