@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,12 @@ GRACE_S = 45.0  # Serve ends its replicas one by one, and each of them its engin
 
 class BenchFailed(RkserveError):
     """The benchmark cannot go on."""
+
+
+def hold(flaws: Sequence[str]) -> None:
+    """Raise ``BenchFailed`` where there is something that makes measurements unfit."""
+    if flaws:
+        raise BenchFailed(f"not fit for measuring: {'; '.join(flaws)}")
 
 
 class Child:

@@ -11,12 +11,25 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rkserve.bench.child import BenchFailed, Json, serve_commands
-from rkserve.bench.stream import HangUp, Incoming, read_exchange
+from rkserve.bench.stream import (
+    OK,
+    HangUp,
+    Incoming,
+    Interrupted,
+    Pause,
+    is_data,
+    read_exchange,
+    read_id,
+    read_text,
+)
 
-PATH = "/v1/chat/completions"
+CHAT = "/v1/chat/completions"
+CONTROL = "/v1/generations"
+TEXTS_BETWEEN = 2  # pauses: the first text is the resumption's, the second one the decode's
 
 
 class Connection(asyncio.Protocol):
@@ -66,14 +79,27 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
 
     async def reach(self, enough: Callable[[Incoming], bool], until_s: float) -> None:
-        """Wait until so much of the answer is there. Raises ``BenchFailed`` at ``until_s``."""
+        """Wait until so much of the answer is there.
+
+        Raises ``BenchFailed`` at ``until_s``, or where the answer ends before.
+        """
         assert self._incoming is not None
+        assert self._ended is not None
         while not enough(self._incoming):
+            if self._ended.done():
+                self._ended.result()
+                raise BenchFailed("an answer ended before it got as far as it should")
             self._arrived.clear()
             try:
                 await asyncio.wait_for(self._arrived.wait(), until_s - time.monotonic())
             except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
                 raise BenchFailed("an answer did not get as far as it should") from None
+
+    @property
+    def so_far(self) -> Incoming:
+        """What has arrived of the answer."""
+        assert self._incoming is not None
+        return self._incoming
 
     async def answer(self, until_s: float) -> Incoming:
         """Wait for the answer to what was sent, or for ``until_s``; then it hangs up."""
@@ -107,13 +133,14 @@ class Connection(asyncio.Protocol):
             self._ended.set_result(None)
         else:
             self._ended.set_exception(failure)
+        self._arrived.set()
 
 
-def request_bytes(host: str, port: int, body: Json) -> bytes:
+def request_bytes(host: str, port: int, body: Json, path: str = CHAT) -> bytes:
     """Return a request as it goes over the wire."""
     content = json.dumps(body).encode()
     head = (
-        f"POST {PATH} HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: application/json\r\n"
         f"content-length: {len(content)}\r\n\r\n"
     )
     return head.encode() + content
@@ -179,11 +206,83 @@ async def hang_up(command: Json) -> HangUp:
     return HangUp(read_exchange(left), closed_s, read_exchange(behind))
 
 
+async def talk(command: Json) -> Incoming:
+    """Ask once."""
+    host, port = command["host"], command["port"]
+    connection = await Connection.open(host, port)
+    try:
+        request = request_bytes(host, port, command["body"])
+        return await connection.ask(request, command["until_s"])
+    finally:
+        connection.close()
+
+
+async def interrupt(command: Json) -> Interrupted:
+    """Pause an answer and resume it, once for each of ``pauses_s``, and read it to its end.
+
+    Each of these is how long after a text the pause is asked for. What arrives within ``rest_s`` of
+    the pause's answer belongs to it; then the resumption is asked for.
+    """
+    host, port, until_s = command["host"], command["port"], command["until_s"]
+    talker, controller = await Connection.open(host, port), await Connection.open(host, port)
+    pauses: list[Pause] = []
+    try:
+        talker.send(request_bytes(host, port, command["body"]))
+        await talker.reach(lambda answer: any(is_data(e) for _, e in answer.events), until_s)
+        control = Control(controller, command, read_id(talker.so_far))
+        for wait_s in command["pauses_s"]:
+            wanted = _data_events(talker.so_far) + TEXTS_BETWEEN
+            await talker.reach(partial(_has_data_events, wanted), until_s)
+            await asyncio.sleep(wait_s)
+            asked_s, answered_s, said = await control.post("pause")
+            await asyncio.sleep(command["rest_s"])
+            resumed_s, _, _ = await control.post("resume")
+            pauses.append(Pause(asked_s, answered_s, resumed_s, said["kv"], said["tokens"]))
+        answer = await talker.answer(until_s)
+    finally:
+        talker.close()
+        controller.close()
+    return Interrupted(read_exchange(answer), read_text(answer), tuple(pauses))
+
+
+class Control:
+    """Calls that control one generation, on a connection of their own."""
+
+    def __init__(self, connection: Connection, command: Json, generation: str) -> None:
+        self._connection = connection
+        self._command = command
+        self._generation = generation
+
+    async def post(self, action: str) -> tuple[float, float, Json]:
+        """Return when it was asked and answered, and the answer. Raises ``BenchFailed``."""
+        path = f"{CONTROL}/{self._generation}/{action}"
+        host, port, until_s = (self._command[key] for key in ("host", "port", "until_s"))
+        incoming = await self._connection.ask(request_bytes(host, port, {}, path), until_s)
+        words = b"".join(event for _, event in incoming.events).decode(errors="replace")
+        if incoming.status != OK or incoming.done_s is None:
+            raise BenchFailed(f"{action} was answered by HTTP {incoming.status}: {words}")
+        said: Json = json.loads(words)
+        return incoming.sent_s, incoming.done_s, said
+
+
+def _data_events(answer: Incoming) -> int:
+    return sum(is_data(event) for _, event in answer.events)
+
+
+def _has_data_events(wanted: int, answer: Incoming) -> bool:
+    return _data_events(answer) >= wanted
+
+
 def carry_out(command: Json) -> dict[str, Any]:
     """Do what one command asks for and return what came of it."""
     try:
         if command["do"] == "hang up":
             return asdict(asyncio.run(hang_up(command)))
+        if command["do"] == "interrupt":
+            return asdict(asyncio.run(interrupt(command)))
+        if command["do"] == "talk":
+            answer = asyncio.run(talk(command))
+            return {"exchange": read_exchange(answer).to_json(), "text": read_text(answer)}
         incoming = asyncio.run(load(command))
     except OSError as exc:
         raise BenchFailed(f"the cluster cannot be reached: {exc}") from exc

@@ -40,7 +40,12 @@ def deploy(command: Json) -> dict[str, Any]:
     """Replace what runs by so many boards at such a speed; returns once all of them serve."""
     serve.delete(APP)
     simulated = {key: command[key] for key in ("boards", "profile", "release", "time_scale")}
-    group = {"name": "sim", "model": command["model"], "simulated": simulated}
+    group = {
+        "name": "sim",
+        "model": command["model"],
+        "simulated": simulated,
+        "prompt_cache": {"park": command["park"]},
+    }
     state_dir = Path(command["folder"]) / "state"
     state_dir.mkdir(exist_ok=True)
     args = {"boards": [group], "state_dir": str(state_dir)}

@@ -16,6 +16,7 @@ from rkserve.bench.stream import Exchange, HangUp
 
 RESAMPLES = 4000
 CONFIDENCE = 0.95
+SEED = 0  # of the resampling: the same measurements give the same interval
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -79,6 +80,11 @@ def gaps_ms(exchange: Exchange) -> list[float]:
 def decode_rate(exchange: Exchange) -> float:
     """Tokens per second between the first text and the last."""
     return (exchange.completion_tokens - 1) / (exchange.content_s[-1] - exchange.content_s[0])
+
+
+def tail_ms(exchange: Exchange) -> float:
+    """From the last text to the end of the answer."""
+    return (_end_s(exchange) - exchange.content_s[-1]) * 1e3
 
 
 def whole_rate(exchange: Exchange) -> float:

@@ -16,7 +16,8 @@ def messages_of_length(renderer: Renderer, tokens: int, number: int) -> list[dic
     """Return a conversation that renders to ``tokens`` ids; ``number`` makes it differ early."""
     text = ASK.format(number=number)
     while (count := _length(renderer, text)) < tokens:
-        fit = (text + filler for filler in FILLERS)
+        # All at once, where each filler is a token; otherwise one by one.
+        fit = (text + FILLERS[0] * (tokens - count), *(text + filler for filler in FILLERS))
         longer = next((t for t in fit if count < _length(renderer, t) <= tokens), None)
         if longer is None:
             break

@@ -6,21 +6,20 @@ It says nothing of when and where it was made: no date, no host's name, no path.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from rkserve.bench.cases import (
-    NEW_TOKENS,
-    PROFILE,
-    PROMPT_TOKENS,
-    Loaded,
-    Pair,
-    profile,
-)
-from rkserve.bench.figures import CpuUse, Ratio
+from rkserve.bench.batches import Batches
+from rkserve.bench.cases import Loaded, Pair
+from rkserve.bench.figures import CpuUse, Ratio, Spread
+from rkserve.bench.interrupted import PauseFigures
+from rkserve.bench.pace import NEW_TOKENS, PROFILE, PROMPT_TOKENS, profile
+from rkserve.bench.parked import ParkedFigures, ParkedRound
 from rkserve.bench.procfs import PARTS, Memory
-from rkserve.bench.stream import HangUp
-from rkserve.bench.summary import HangUpFigures, LoadFigures, PairFigures, RunFigures, Verdict
+from rkserve.bench.report_oneboard import batches_section, parked_section, pauses_section
+from rkserve.bench.stream import HangUp, Interrupted
+from rkserve.bench.summary import HangUpFigures, LoadFigures, PairFigures, RunFigures
 from rkserve.bench.tables import MISSING, figure, megabytes, percent, table
+from rkserve.bench.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +42,10 @@ class Results:
     hang_ups: tuple[Sequence[HangUp], HangUpFigures] | None
     paced: Sequence[tuple[Loaded, LoadFigures]]
     ceiling: Sequence[tuple[Loaded, LoadFigures]]
+    parked: tuple[Sequence[ParkedRound], ParkedFigures] | None = None
+    pauses: Sequence[tuple[Sequence[Interrupted], PauseFigures]] = ()
+    batches: Batches | None = None
+    one_board_cpu: Mapping[str, CpuUse] = field(default_factory=dict)
 
 
 def render(results: Results) -> str:
@@ -54,6 +57,7 @@ def render(results: Results) -> str:
         _hang_ups,
         _paced,
         _ceiling,
+        _one_board,
         _cpu,
         _idle,
         _memory,
@@ -69,8 +73,9 @@ def _opening(results: Results) -> str:
     return (
         "# Benchmarks\n\n"
         "Written by `make bench`, which starts a Ray cluster of its own with simulated boards "
-        f"(`{PROFILE}`) and measures in one run, side by side. Every prompt has exactly "
-        f"{PROMPT_TOKENS} tokens, and every answer {NEW_TOKENS} where nothing else is said.\n\n"
+        f"(`{PROFILE}` where nothing else is said) and measures in one run, side by side. Every "
+        f"prompt has exactly {PROMPT_TOKENS} tokens, and every answer {NEW_TOKENS} where nothing "
+        "else is said.\n\n"
         f"Machine: {machine.cores} cores ({machine.processor}), {machine.memory_gb:.0f} GB; "
         f"{versions}. Boards, engines, cluster and clients share it.\n"
     )
@@ -171,8 +176,7 @@ def _paced(results: Results) -> str:
             MISSING if figures.of_sum is None else f"{figures.of_sum:.4f}",
             figure(figures.ttft_ms.p50 / 1e3, 2),
             figure(figures.ttft_ms.p99 / 1e3, 2),
-            figure(figures.unqueued_ttft_ms.p50),
-            figure(figures.unqueued_ttft_ms.p99),
+            *_p50_p99(figures.unqueued_ttft_ms),
             figure(figures.gap_ms.p50, 2),
             figure(figures.gap_ms.p99, 2),
         ]
@@ -189,6 +193,10 @@ def _paced(results: Results) -> str:
         "once, prefill included. With four clients three answers wait for every board, which is "
         "most of the TTFT; without the queue it is the TTFT less the wait that the board reports.\n"
     )
+
+
+def _p50_p99(spread: Spread | None) -> list[str]:
+    return [figure(value) for value in ((spread.p50, spread.p99) if spread else (None, None))]
 
 
 def _ceiling(results: Results) -> str:
@@ -218,8 +226,20 @@ def _ceiling(results: Results) -> str:
         "At `time_scale` 0 the simulated runtime costs microseconds a token, so this is what the "
         "path itself can carry on this machine. A path that is behind carries several tokens in "
         "one event; where boards take a twentieth of their time it still carries them one by "
-        "one, and is what a token costs when the machine is busy.\n"
+        "one, and is what a token costs when the machine is busy. Conversations are not parked "
+        "here (`prompt_cache.park` is off): the disk would be what is measured.\n"
     )
+
+
+def _one_board(results: Results) -> str:
+    parts = []
+    if results.parked is not None:
+        parts.append(parked_section(results.parked[1]))
+    if results.pauses:
+        parts.append(pauses_section([figures for _, figures in results.pauses]))
+    if results.batches is not None:
+        parts.append(batches_section(results.batches))
+    return "\n".join(parts)
 
 
 def _cpu(results: Results) -> str:
@@ -291,6 +311,7 @@ def _noise(results: Results) -> str:
         uses.append(("(b)", results.pair[0].cpu))
     loads = (*results.paced, *results.ceiling)
     uses += [(f"{of.load.case} {of.load.name}", of.cpu) for of, _ in loads]
+    uses += results.one_board_cpu.items()
     if not uses:
         return ""
     rows = [

@@ -32,6 +32,7 @@ class Exchange:
     cached_tokens: int = 0
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
+    prefill_tokens: int = 0
     error: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -57,6 +58,35 @@ class HangUp:
         """Read what ``asdict`` made of one."""
         left, behind = (Exchange.from_json(value[name]) for name in ("left", "next"))
         return cls(left, value["closed_s"], behind)
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A pause of an answer: asked for, answered, and the resumption asked for.
+
+    ``kv`` is what the server said became of the KV cache, ``tokens`` those of the answer so far.
+    """
+
+    asked_s: float
+    answered_s: float
+    resumed_s: float
+    kv: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """An answer that was paused and resumed, its text, and when that was."""
+
+    answer: Exchange
+    text: str
+    pauses: tuple[Pause, ...]
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Interrupted:
+        """Read what ``asdict`` made of one."""
+        pauses = tuple(Pause(**one) for one in value["pauses"])
+        return cls(Exchange.from_json(value["answer"]), value["text"], pauses)
 
 
 @dataclass
@@ -130,7 +160,7 @@ def read_exchange(incoming: Incoming) -> Exchange:
     for at_s, event in incoming.events:
         value = _value(event)
         last |= {key: value[key] for key in ("usage", "timings", "error") if value.get(key)}
-        if _has_text(value):
+        if _text(value):
             content_s.append(at_s)
     usage, timings = last.get("usage", {}), last.get("timings", {})
     error = last.get("error", {}).get("message", "")
@@ -146,8 +176,24 @@ def read_exchange(incoming: Incoming) -> Exchange:
         cached_tokens=usage.get("prompt_tokens_details", {}).get("cached_tokens", 0),
         queue_ms=timings.get("queue_ms", 0.0),
         prefill_ms=timings.get("prefill_ms", 0.0),
+        prefill_tokens=timings.get("prefill_tokens", 0),
         error=error,
     )
+
+
+def read_text(incoming: Incoming) -> str:
+    """Return the text of a streamed answer, or as much of it as is there."""
+    return "".join(_text(_value(event)) for _, event in incoming.events)
+
+
+def read_id(incoming: Incoming) -> str:
+    """Return the id of a streamed answer, of which some event with data is there."""
+    return str(next(value["id"] for _, event in incoming.events if (value := _value(event))))
+
+
+def is_data(event: bytes) -> bool:
+    """Whether an event is more than a comment."""
+    return event.startswith(b"data: ")
 
 
 def _value(event: bytes) -> dict[str, Any]:
@@ -160,7 +206,7 @@ def _value(event: bytes) -> dict[str, Any]:
     return value
 
 
-def _has_text(value: dict[str, Any]) -> bool:
+def _text(value: dict[str, Any]) -> str:
     choices = value.get("choices") or [{}]
     choice = choices[0]
-    return bool(choice.get("text") or choice.get("delta", {}).get("content"))
+    return choice.get("text") or choice.get("delta", {}).get("content") or ""

@@ -6,8 +6,9 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rkserve.bench.cases import Loaded, Pair, step_ms
+from rkserve.bench.cases import Loaded, Pair
 from rkserve.bench.figures import (
+    SEED,
     Ratio,
     Spread,
     board_rates,
@@ -23,14 +24,17 @@ from rkserve.bench.figures import (
     ttft_ms,
     whole_rate,
 )
+from rkserve.bench.interrupted import PauseFigures, pause_verdicts
+from rkserve.bench.pace import step_ms
+from rkserve.bench.parked import ParkedFigures, parked_verdicts
 from rkserve.bench.stream import Exchange, HangUp
+from rkserve.bench.verdict import Verdict
 
 TTFT_AT_MOST = 1.05
 RATE_AT_LEAST = 0.99
 SUM_AT_LEAST = 0.97
 REPLICA_AT_MOST_MB = 250.0
 FREED_AFTER_STEP_MS = 200.0
-SEED = 0  # of the resampling: the same measurements give the same interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,8 @@ class HangUpFigures:
 class LoadFigures:
     """How the boards did together in a window.
 
-    ``of_sum`` is None where there is no (a) to it. ``work_ms_per_token`` is the CPU time above what
+    ``of_sum`` is None where there is no (a) to it, and ``unqueued_ttft_ms`` where no answer of the
+    window ended. ``work_ms_per_token`` is the CPU time above what
     the same processes take while they idle, or None where that was not measured.
     """
 
@@ -91,27 +96,10 @@ class LoadFigures:
     answers_per_s: float
     tokens_per_event: float
     ttft_ms: Spread
-    unqueued_ttft_ms: Spread
+    unqueued_ttft_ms: Spread | None
     gap_ms: Spread
     cpu_ms_per_token: dict[str, float]
     work_ms_per_token: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """A target and what was measured. ``detail`` is how certain that is."""
-
-    what: str
-    measured: float
-    bound: float
-    at_most: bool
-    unit: str = ""
-    detail: str = ""
-
-    @property
-    def reached(self) -> bool:
-        """Whether the target holds; the interval of the measurement is not counted in."""
-        return self.measured <= self.bound if self.at_most else self.measured >= self.bound
 
 
 def pair_figures(pair: Pair) -> PairFigures:
@@ -139,6 +127,8 @@ def load_figures(loaded: Loaded, board_rate: float | None) -> LoadFigures:
     arrived = tokens_between(loaded.exchanges, start_s, end_s)
     begun = [e for e in loaded.exchanges if e.content_s and start_s <= e.content_s[0] < end_s]
     ends = [e for e in complete(loaded.exchanges) if e.end_s and start_s <= e.end_s < end_s]
+    # Only answers that ended say how long they were queued.
+    unqueued_ms = [ttft_ms(one) - one.queue_ms for one in complete(begun)]
     rate = arrived / (end_s - start_s)
     of_sum = None
     if board_rate is not None:
@@ -150,8 +140,7 @@ def load_figures(loaded: Loaded, board_rate: float | None) -> LoadFigures:
         answers_per_s=len(ends) / (end_s - start_s),
         tokens_per_event=tokens_per_text(loaded.exchanges),
         ttft_ms=Spread.of([ttft_ms(one) for one in begun]),
-        # Only answers that ended say how long they were queued.
-        unqueued_ttft_ms=Spread.of([ttft_ms(one) - one.queue_ms for one in complete(begun)]),
+        unqueued_ttft_ms=Spread.of(unqueued_ms) if unqueued_ms else None,
         gap_ms=Spread.of([gap for one in begun for gap in gaps_ms(one)]),
         cpu_ms_per_token={part: ms / arrived for part, ms in loaded.cpu.by_part_ms.items()},
         work_ms_per_token=_work_ms(loaded) / arrived if loaded.idle.wall_ms else None,
@@ -167,6 +156,8 @@ def verdicts(
     pair: PairFigures | None,
     hang_ups: HangUpFigures | None,
     loads: Iterable[tuple[Loaded, LoadFigures]],
+    parked: ParkedFigures | None = None,
+    pauses: Iterable[PauseFigures] = (),
 ) -> list[Verdict]:
     """Hold what was measured to the targets."""
     loads = list(loads)
@@ -184,7 +175,11 @@ def verdicts(
     if known:
         what = "board replica without its engine, resident (the largest)"
         found.append(Verdict(what, max(known), REPLICA_AT_MOST_MB, at_most=True, unit="MB"))
-    return found
+    return [
+        *found,
+        *(parked_verdicts(parked) if parked is not None else ()),
+        *pause_verdicts(pauses),
+    ]
 
 
 def _verdicts_of_pair(pair: PairFigures) -> list[Verdict]:

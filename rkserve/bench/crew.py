@@ -1,0 +1,197 @@
+"""The children of the benchmark at work: the cluster, its clients, and bindings without a cluster.
+
+It knows how each one is started and what it is told, and nothing of what is measured with them.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rkserve.bench.child import Child, Json
+from rkserve.bench.procfs import PROC, Reading, read
+from rkserve.bench.stream import Exchange, Interrupted
+from rkserve.config import engine_environ, resolve_folder
+from rkserve.groupconfig import BoardGroupConfig, SimulatedConfig
+from rkserve.modelfolder import open_model_folder
+from rkserve.native.sim.build import ensure_built
+from rkserve.wire.renderer import Renderer
+
+HOST = "127.0.0.1"
+MODEL = Path("models/sim-chat")
+RELEASE = "1.3.0"
+ANSWER_S = 60.0  # more than one paced answer takes, with a queue in front of it
+SLACK_S = 5.0  # a child answers a little after its clients gave up
+START_S, DEPLOY_S = 120.0, 300.0
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What the cluster serves. ``park`` is its boards' disk tier for conversations."""
+
+    profile: str
+    boards: int = 1
+    time_scale: float = 1.0
+    park: bool = True
+
+
+class Crew:
+    """Starts a child when it is first needed. Close it: that ends them all."""
+
+    def __init__(self, folder: Path, say: Say) -> None:
+        self.say = say
+        self.model = open_model_folder(resolve_folder(MODEL))
+        self.renderer = Renderer(self.model)
+        self._folder = folder
+        self._stack = ExitStack()
+        self._port = free_port()
+        self._client: Child | None = None
+        self._cluster: Child | None = None
+        self._deployed: Deployment | None = None
+
+    def close(self) -> None:
+        """End all children and what they started."""
+        self._stack.close()
+
+    # -- the cluster and its clients ----------------------------------------------------------
+
+    def deploy(self, wanted: Deployment) -> None:
+        """Have the cluster serve this and nothing else; returns when all boards are ready."""
+        if self._deployed == wanted:
+            return
+        self.say(f"deploying {wanted.boards} board{'s' if wanted.boards > 1 else ''}")
+        self._deployed = None
+        command = {"do": "deploy", "release": RELEASE, "model": str(self.model.path)}
+        place = {"folder": str(self._folder), "port": self._port}
+        self._cluster_child().ask({**command, **place, **asdict(wanted)}, DEPLOY_S)
+        self._deployed = wanted
+
+    def send(self, bodies: Sequence[Json], **command: float) -> None:
+        """Set clients to work on ``bodies``; ``exchanges`` says what came of it."""
+        self._client_child().send(self._to(do="load", bodies=list(bodies), **command))
+
+    def exchanges(self, timeout_s: float) -> list[Exchange]:
+        """Wait for the clients to end. Raises ``BenchFailed``."""
+        answer = self._client_child().receive(timeout_s)
+        return [Exchange.from_json(value) for value in answer["exchanges"]]
+
+    def answer(self, body: Json) -> tuple[Exchange, str]:
+        """Ask once and return the answer and its text. Raises ``BenchFailed``."""
+        found = self._ask_client(do="talk", body=body)
+        return Exchange.from_json(found["exchange"]), found["text"]
+
+    def hang_up(self, **command: Any) -> Json:
+        """Leave an answer; see ``client.hang_up``. Raises ``BenchFailed``."""
+        return self._ask_client(do="hang up", **command)
+
+    def interrupt(self, body: Json, pauses_s: Sequence[float], rest_s: float) -> Interrupted:
+        """Pause and resume an answer; see ``client.interrupt``. Raises ``BenchFailed``."""
+        command = {"body": body, "pauses_s": list(pauses_s), "rest_s": rest_s}
+        return Interrupted.from_json(self._ask_client(do="interrupt", **command))
+
+    def read(self) -> Reading:
+        """Read all processes of the cluster and of its clients, and the machine."""
+        return read(PROC, self.pids())
+
+    def pids(self) -> list[int]:
+        """Roots of the trees of processes that serve and ask."""
+        return [child.pid for child in (self._cluster, self._client) if child is not None]
+
+    def sleep_until(self, at_s: float, doing: str) -> None:
+        """Sleep, and say so."""
+        while (left_s := at_s - time.monotonic()) > 0:
+            self.say(f"{doing}, {left_s:.0f} s to go")
+            time.sleep(min(left_s, 1.0))
+
+    # -- without a cluster --------------------------------------------------------------------
+
+    def binding(self, profile: str) -> Child:
+        """Return a process with the binding alone, at a board's pace; it ends with the others."""
+        child = self._binding(SimulatedConfig(profile=profile, release=RELEASE), 1)
+        self._stack.callback(child.close)
+        return child
+
+    @contextmanager
+    def batching_binding(
+        self, profile: str, n_batch: int, *, time_scale: float, gain: str
+    ) -> Iterator[Child]:
+        """Give a process with the binding alone for as long as the block lasts."""
+        simulated = SimulatedConfig.model_validate(
+            {
+                "profile": profile,
+                "release": RELEASE,
+                "time_scale": time_scale,
+                "batch_gain": gain,
+                "load_s": 0.0,  # loading is not what is measured
+            }
+        )
+        child = self._binding(simulated, n_batch)
+        try:
+            yield child
+        finally:
+            child.close()
+
+    def _binding(self, simulated: SimulatedConfig, n_batch: int) -> Child:
+        group = BoardGroupConfig(name="alone", model=MODEL, simulated=simulated)
+        child = self._child("rkserve.bench.alone", engine_environ(group, "alone"))
+        model, library = str(self.model.path), str(ensure_built(RELEASE))
+        command = {"do": "load", "model": model, "library": library, "n_batch": n_batch}
+        try:
+            child.ask(command, ANSWER_S)
+        except BaseException:
+            child.close()
+            raise
+        return child
+
+    # -- the children -------------------------------------------------------------------------
+
+    def _to(self, **command: Any) -> Json:
+        return {"host": HOST, "port": self._port, **command}
+
+    def _ask_client(self, **command: Any) -> Json:
+        until_s = time.monotonic() + ANSWER_S
+        return self._client_child().ask(self._to(until_s=until_s, **command), ANSWER_S + SLACK_S)
+
+    def _client_child(self) -> Child:
+        if self._client is None:
+            self._client = self._child("rkserve.bench.client")
+            self._stack.callback(self._client.close)
+        return self._client
+
+    def _cluster_child(self) -> Child:
+        if self._cluster is None:
+            self.say("starting Ray")
+            self._cluster = self._child("rkserve.bench.cluster", {"RAY_USAGE_STATS_ENABLED": "0"})
+            self._stack.callback(self._cluster.close)
+            folder, port = str(self._folder), self._port
+            self._cluster.ask({"do": "start", "folder": folder, "port": port}, START_S)
+        return self._cluster
+
+    def _child(self, module: str, environ: dict[str, str] | None = None) -> Child:
+        return Child(module, self._folder / f"{module.rpartition('.')[2]}.log", environ)
+
+
+def chat_body(model: str, messages: Sequence[Json], new_tokens: int, **more: Any) -> Json:
+    """Return the body of a streamed, greedy call for ``new_tokens``."""
+    return {
+        "model": model,
+        "messages": list(messages),
+        "max_tokens": new_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **more,
+    }
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,180 @@
+"""Runs the cases that were asked for, each with its line of progress, and gathers the results."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from rkserve import __version__
+from rkserve.bench.batches import Batches
+from rkserve.bench.cases import CLIENTS_PER_BOARD, Bench, Load, Loaded, Pair, cores
+from rkserve.bench.crew import Crew
+from rkserve.bench.interrupted import PauseFigures, pause_figures
+from rkserve.bench.oneboard import OneBoard
+from rkserve.bench.pace import SMALL_PROFILE, cycle_s, step_ms
+from rkserve.bench.parked import ParkedFigures, ParkedRound, parked_figures
+from rkserve.bench.progress import Progress
+from rkserve.bench.report import Machine, Results
+from rkserve.bench.stream import HangUp, Interrupted
+from rkserve.bench.summary import (
+    HangUpFigures,
+    LoadFigures,
+    PairFigures,
+    hang_up_figures,
+    load_figures,
+    pair_figures,
+    verdicts,
+)
+
+CASES = "abcdefg"
+BESIDE_ALONE = "abc"  # (b) and (c) are held to (a), which therefore runs with them
+FEWEST_ROUNDS = 3
+CEILING = (
+    Load(boards=1, clients=1, time_scale=0),
+    Load(boards=3, clients=12, time_scale=0),
+    Load(boards=3, clients=12, time_scale=0, new_tokens=512),
+    Load(boards=3, clients=12, time_scale=0.05, new_tokens=512),
+)
+# The ceiling makes thousands of answers a minute: it needs no long window.
+CEILING_SHARE, IDLE_SHARE = 0.3, 0.15
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    seconds: float
+    hang_ups: int
+    paced_boards: Sequence[int]
+    parked_rounds: int
+    paused_answers: int
+
+
+FULL = Size(seconds=40.0, hang_ups=40, paced_boards=(1, 3, 8), parked_rounds=8, paused_answers=6)
+QUICK = Size(seconds=8.0, hang_ups=20, paced_boards=(1, 3), parked_rounds=3, paused_answers=2)
+
+
+class Measurement:
+    """The cases on one crew."""
+
+    def __init__(self, crew: Crew, progress: Progress, size: Size) -> None:
+        self._bench, self._one_board = Bench(crew), OneBoard(crew)
+        self._progress, self._size = progress, size
+
+    def measure(self, cases: str) -> Results:
+        """Run these cases, in the order of the boards that they need."""
+        pair = self._pair(through="b" in cases) if set(cases) & set(BESIDE_ALONE) else None
+        board_rate = None if pair is None else pair[1].alone.never_idle_rate
+        hang_ups = self._hang_ups() if "b" in cases else None
+        paced = [
+            self._load(load, self._size.seconds, board_rate)
+            for load in (self._paced_loads() if "c" in cases else ())
+        ]
+        ceiling = [
+            self._load(load, self._size.seconds * CEILING_SHARE)
+            for load in (CEILING if "d" in cases else ())
+        ]
+        parked = self._parked() if "e" in cases else None
+        pauses = [self._pauses(kept=kept) for kept in ((True, False) if "f" in cases else ())]
+        return Results(
+            machine=machine(),
+            verdicts=verdicts(
+                pair and pair[1],
+                hang_ups and hang_ups[1],
+                [*paced, *ceiling],
+                parked and parked[1],
+                [figures for _, figures in pauses],
+            ),
+            pair=pair,
+            hang_ups=hang_ups,
+            paced=paced,
+            ceiling=ceiling,
+            parked=parked,
+            pauses=pauses,
+            batches=self._batches() if "g" in cases else None,
+            one_board_cpu=self._one_board.cpu,
+        )
+
+    def _paced_loads(self) -> list[Load]:
+        boards = self._size.paced_boards
+        return [Load(count, count * CLIENTS_PER_BOARD, time_scale=1.0) for count in boards]
+
+    def _pair(self, *, through: bool) -> tuple[Pair, PairFigures]:
+        self._progress.begin("(a) binding alone" + (", (b) through the cluster" if through else ""))
+        rounds = max(FEWEST_ROUNDS, round(2 * self._size.seconds / cycle_s()))
+        pair = self._bench.pair(rounds, through=through)
+        figures = pair_figures(pair)
+        alone = figures.alone
+        text = f"TTFT {alone.ttft_ms.p50:.1f} ms, {alone.decode_rate.p50:.2f} tokens/s"
+        if figures.ttft is not None and figures.decode is not None:
+            ttft, decode = figures.ttft.value, figures.decode.value
+            text += f"; b / a: TTFT {ttft:.3f}, tokens/s {decode:.3f}"
+        self._progress.end(text)
+        return pair, figures
+
+    def _hang_ups(self) -> tuple[list[HangUp], HangUpFigures]:
+        self._progress.begin("(b) clients that leave")
+        hang_ups = self._bench.hang_ups(self._size.hang_ups)
+        figures = hang_up_figures(hang_ups)
+        freed = figures.freed_ms
+        self._progress.end(f"board free after {freed.p50:.0f} ms (p50), {freed.p99:.0f} ms (p99)")
+        return hang_ups, figures
+
+    def _load(
+        self, load: Load, seconds: float, board_rate: float | None = None
+    ) -> tuple[Loaded, LoadFigures]:
+        self._progress.begin(f"{load.case} {load.name}")
+        idle_s = seconds * IDLE_SHARE if load.time_scale == 1 else 0.0
+        loaded = self._bench.loaded(load, seconds, idle_s)
+        figures = load_figures(loaded, board_rate)
+        of_sum = "" if figures.of_sum is None else f", {figures.of_sum:.3f} of the sum"
+        self._progress.end(f"{figures.rate:.1f} tokens/s{of_sum}")
+        return loaded, figures
+
+    def _parked(self) -> tuple[list[ParkedRound], ParkedFigures]:
+        self._progress.begin("(e) parked conversations")
+        rounds = self._one_board.parked(self._size.parked_rounds)
+        figures = parked_figures(rounds)
+        self._progress.end(
+            f"TTFT of who returns {figures.ttft.value:.3f} of a cold one, "
+            f"of who displaces {figures.displacing.value:.3f} of a calm one"
+        )
+        return rounds, figures
+
+    def _pauses(self, *, kept: bool) -> tuple[list[Interrupted], PauseFigures]:
+        self._progress.begin(f"(f) pauses, KV cache {'kept' if kept else 'recomputed'}")
+        answers = self._one_board.interrupted(self._size.paused_answers, kept=kept)
+        figures = pause_figures(answers, step_ms(SMALL_PROFILE))
+        self._progress.end(
+            f"last token after {figures.last_ms.p50:.0f} ms (p50), {figures.last_ms.p99:.0f} ms "
+            f"(p99); next one {figures.resumed_ms.p50:.0f} ms after the resumption"
+        )
+        return answers, figures
+
+    def _batches(self) -> Batches:
+        self._progress.begin("(g) batches in the binding")
+        found = self._one_board.batches()
+        costs = ", ".join(f"{one.us_per_token:.2f} us ({one.n_batch})" for one in found.costs)
+        self._progress.end(f"CPU per token {costs}")
+        return found
+
+
+def machine() -> Machine:
+    """Say what it runs on."""
+    meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
+    kib = next(int(line.split()[1]) for line in meminfo.splitlines() if "MemTotal" in line)
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    names = (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name"))
+    return Machine(
+        cores=cores(),
+        processor=next(names, "processor unnamed"),
+        memory_gb=kib * 1024 / 1e9,
+        versions={
+            "Python": ".".join(str(part) for part in sys.version_info[:3]),
+            "Ray": version("ray"),
+            "rkserve": __version__,
+        },
+    )
