@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for option, default, text in (
         ("--cycles", 40, "random pauses for each n_batch"),
         ("--machine-seed", random.SystemRandom().randrange(2**32), "what the random ones begin at"),
-        ("--soak-seconds", 8, "how long 16 clients disturb one board"),
+        ("--soak-seconds", 4, "how long 16 clients disturb one board"),
         ("--latency-pauses", 4, "pauses of each kind whose latency is measured"),
     ):
         group.addoption(option, type=int, default=default, help=f"{text} (%(default)s)")

@@ -85,6 +85,31 @@ class LocalCluster:
         """Where control files of simulated boards are looked for."""
         return self.folder / "control"
 
+    @property
+    def python_dir(self) -> Path:
+        """A folder from which every process of the cluster can import."""
+        return self.folder / "python"
+
+    def model_copy(self, name: str, **settings: Any) -> Path:
+        """Copy the model's folder under another name, with more settings in its rkserve.yaml."""
+        target = self.folder / "models" / name
+        shutil.rmtree(target, ignore_errors=True)  # of an application that is gone
+        shutil.copytree(PROJECT / "models" / MODEL, target)
+        with (target / "rkserve.yaml").open("a", encoding="utf-8") as file:
+            file.writelines(f"{key}: {value}\n" for key, value in settings.items())
+        return target
+
+    def simulated(self, group: str, boards: int, **settings: Any) -> dict[str, Any]:
+        """Return the settings of a group of boards that run twenty times as fast as real ones."""
+        simulated = {
+            "boards": boards,
+            "time_scale": 0.05,
+            "load_s": 0.2,
+            "control_dir": str(self.control_dir),
+            **settings.pop("simulated", {}),
+        }
+        return {"name": group, "model": f"models/{MODEL}", "simulated": simulated, **settings}
+
     def deploy(self, name: str, args: dict[str, Any]) -> str:
         """Build an application, hand it to Serve under ``/name``, and return its URL."""
         from ray import serve
@@ -163,18 +188,10 @@ class App:
 
     @classmethod
     def deploy(cls, cluster: LocalCluster, group: str, boards: int, **settings: Any) -> App:
-        """Deploy simulated boards that run twenty times as fast as real ones."""
-        simulated = {
-            "boards": boards,
-            "time_scale": 0.05,
-            "load_s": 0.2,
-            "control_dir": str(cluster.control_dir),
-            **settings.pop("simulated", {}),
-        }
-        model = f"models/{MODEL}"
-        cluster.deploy(
-            group, {"boards": [{"name": group, "model": model, "simulated": simulated, **settings}]}
-        )
+        """Deploy simulated boards; ``router`` is the Router's, other settings are the group's."""
+        router = settings.pop("router", {})
+        one = cluster.simulated(group, boards, **settings)
+        cluster.deploy(group, {"boards": [one], "router": router})
         return cls(cluster, group, group, boards)
 
     @property
@@ -200,6 +217,15 @@ class App:
         found = (r for r in self.reports() if r.board_id == board_id)
         return next(found, None)
 
+    def ready(self) -> None:
+        """Wait until every model has a board that serves."""
+
+        def ready() -> bool:
+            with self.http_sync() as http:
+                return http.get("/ready").status_code == 200
+
+        wait_for(f"{self.name} to be ready", ready, START_S)
+
     def settled(self) -> list[BoardReport]:
         """Wait until every board is ready and idle, and the Router has heard so."""
 
@@ -208,7 +234,8 @@ class App:
             idle = [r for r in found if r.state is BoardState.READY and not r.running + r.queued]
             if not len(idle) == len(found) == self.boards:
                 return None
-            return found if self._heard() == {r.board_id: _figures(r) for r in found} else None
+            heard = self._heard()  # also of the boards of other groups
+            return found if all(heard.get(r.board_id) == _figures(r) for r in found) else None
 
         return wait_for(f"the boards of {self.name} to settle", settled, START_S)
 
@@ -233,9 +260,10 @@ def running_cluster() -> Iterator[LocalCluster]:
     """Start a cluster with one node and Serve, and end it with every process of it."""
     # Short: the paths of Ray's sockets have at most 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="rk-", dir="/tmp"))
-    for name in ("ray", "control", "state"):
+    for name in ("ray", "control", "state", "python"):
         (folder / name).mkdir()
-    with _environ({**_ENVIRON, "RAY_TMPDIR": str(folder)}):
+    path = os.pathsep.join([str(folder / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with _environ({**_ENVIRON, "RAY_TMPDIR": str(folder), "PYTHONPATH": path}):
         try:
             yield from _started(folder)
         finally:

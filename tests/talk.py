@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,9 +27,13 @@ class Reply:
 
     headers: httpx.Headers
     lines: AsyncIterator[str]
-    text: str = ""
+    id: str = ""
+    texts: dict[int, str] = field(default_factory=dict)
     deltas: int = 0
-    finish_reason: str | None = None
+    retracted: int = 0
+    pauses: list[dict[str, Any]] = field(default_factory=list)
+    timings: dict[str, Any] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
     error: dict[str, Any] | None = None
     usage: dict[str, Any] | None = None
     done: bool = False
@@ -40,12 +44,30 @@ class Reply:
         """The board that answers."""
         return str(self.headers["x-rkserve-board"])
 
+    @property
+    def text(self) -> str:
+        """What its choices say, one after the other, without what was taken back."""
+        return "".join(text for _, text in sorted(self.texts.items()))
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the answer ended; of several choices, the one that ended last."""
+        return next(reversed(self.reasons.values()), None)
+
     async def read(self, deltas: int | None = None) -> Reply:
         """Read to the end, or until so many deltas have come in all."""
         while deltas is None or self.deltas < deltas:
             line = await anext(self.lines, None)
             if line is None:
                 break
+            self._take(line)
+        return self
+
+    async def read_until(self, seen: Callable[[Reply], bool]) -> Reply:
+        """Read until ``seen`` says so of what was read, which has to happen before the end."""
+        while not seen(self):
+            line = await anext(self.lines, None)
+            assert line is not None, f"the stream ended before, with {self}"
             self._take(line)
         return self
 
@@ -61,11 +83,21 @@ class Reply:
     def _event(self, event: dict[str, Any]) -> None:
         self.error = event.get("error", self.error)
         self.usage = event.get("usage") or self.usage
+        self.id = event.get("id", self.id)
+        told = event.get("rkserve", {})
+        if told.get("status") == "paused":
+            self.pauses.append(told)
+        self.timings = event.get("timings", self.timings)
         for choice in event.get("choices", ()):
+            index = choice["index"]
+            if retract := told.get("retract", 0):
+                self.retracted += retract
+                self.texts[index] = self.texts[index][:-retract]
             piece = choice["delta"].get("content") if "delta" in choice else choice["text"]
-            self.text += piece or ""
+            self.texts[index] = self.texts.get(index, "") + (piece or "")
             self.deltas += bool(piece)
-            self.finish_reason = choice["finish_reason"] or self.finish_reason
+            if choice["finish_reason"] is not None:
+                self.reasons[index] = choice["finish_reason"]
 
 
 @asynccontextmanager
@@ -81,3 +113,10 @@ async def ask(client: httpx.AsyncClient, text: str, **extra: Any) -> Reply:
     """Stream a chat to its end."""
     async with streaming(client, text, **extra) as reply:
         return await reply.read()
+
+
+async def act(client: httpx.AsyncClient, generation: str, action: str, **body: Any) -> Any:
+    """Control a generation: return what the answer says, which has to be a good one."""
+    response = await client.post(f"/v1/generations/{generation}/{action}", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()

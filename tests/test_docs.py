@@ -17,9 +17,10 @@ from rkserve.config import RkserveConfig
 from rkserve.errors import RkserveError
 from rkserve.messages import BoardReport, BoardState
 from rkserve.metrics import BoardCollector, RouterMetrics
-from rkserve.modelfolder import FolderSettings, inner_model
+from rkserve.modelfolder import FolderSettings
 from rkserve.native.quirks import NAMES as QUIRKS
 from rkserve.native.sim import profiles
+from rkserve.settingwords import inner_model
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
