@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import gc
 import os
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -61,13 +62,14 @@ class Tap:
     board's word comes after, however fast the library is and however busy the machine.
     """
 
-    def __init__(self, engine: EngineProcess) -> None:
+    def __init__(self, engine: EngineProcess, noted: int | None = None) -> None:
+        """``noted`` commands, ends and calls are kept, the last ones; None keeps all."""
         self.engine = engine
         self.facts: EngineFacts = engine.facts
         self.pid, self.died = engine.pid, engine.died
-        self.commands: list[RunCommand] = []
-        self.ends: list[RunEnded] = []
-        self.called: list[str] = []
+        self.commands: deque[RunCommand] = deque(maxlen=noted)
+        self.ends: deque[RunEnded] = deque(maxlen=noted)
+        self.called: deque[str] = deque(maxlen=noted)
         self.tokens = 0  # of all runs
         # Told of every token when the board has taken it, and whether its text is still to come.
         self.heard: Callable[[bool], None] = lambda _: None
@@ -164,6 +166,8 @@ class Sim:
     environ: dict[str, str] = field(default_factory=dict)
     quirks: Mapping[str, bool] = field(default_factory=dict)
     sampling: Sampling = field(default_factory=Sampling)
+    heard: Callable[[bool], None] = lambda _: None  # of each tap, from its start
+    noted: int | None = None  # see ``Tap``
     taps: list[Tap] = field(default_factory=list)  # one for each engine of ``board``
 
     @property
@@ -245,7 +249,8 @@ class Sim:
         spec = self.spec(settings.n_batch)
 
         async def start() -> Tap:
-            self.taps.append(Tap(await EngineProcess.start("b", spec)))
+            self.taps.append(Tap(await EngineProcess.start("b", spec), self.noted))
+            self.tap.heard = self.heard
             return self.tap
 
         board = Board(settings, start)
@@ -268,7 +273,9 @@ class Belongings:
     def of(cls, pid: int | None = None) -> Belongings:
         place = Path(f"/proc/{pid or os.getpid()}")
         status = dict(
-            line.split(":", 1) for line in (place / "status").read_text().splitlines() if ":" in line
+            line.split(":", 1)
+            for line in (place / "status").read_text().splitlines()
+            if ":" in line
         )
         return cls(
             threads=int(status["Threads"]),
