@@ -8,12 +8,13 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit check format bench docs lock sim sanitize clean
+.PHONY: help demo test unit cluster check format bench docs lock sim sanitize clean
 
 help:
 	@echo "make demo    three simulated boards behind an OpenAI endpoint, until Ctrl-C"
 	@echo "make test    checks and all tests (what CI runs)"
 	@echo "make unit    tests that need no Ray"
+	@echo "make cluster tests on a local Ray cluster"
 	@echo "make check   ruff, mypy and generated docs"
 	@echo "make format  reformat the code"
 	@echo "make sanitize  the binding's and the simulator's tests under ASan and UBSan"
@@ -25,11 +26,15 @@ help:
 demo: $(READY) sim
 	@$(BIN)/python scripts/demo.py
 
+# Side by side, because those with Ray mostly wait; both must pass.
 test: check
-	$(BIN)/python -m pytest
+	@$(MAKE) --no-print-directory --jobs=2 unit cluster
 
 unit: $(READY) sim
 	$(BIN)/python -m pytest -m "not ray"
+
+cluster: $(READY) sim
+	$(BIN)/python -m pytest -m ray
 
 check: $(READY) sim
 	$(BIN)/ruff format --check .

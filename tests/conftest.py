@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         group.addoption(option, metavar="PATH", default=os.environ.get(variable), help=text)
     group = parser.getgroup("interruptions")
     for option, default, text in (
-        ("--cycles", 40, "random pauses for each n_batch"),
+        ("--cycles", 30, "random pauses for each n_batch"),
         ("--machine-seed", random.SystemRandom().randrange(2**32), "what the random ones begin at"),
         ("--soak-seconds", 4, "how long 16 clients disturb one board"),
         ("--latency-pauses", 4, "pauses of each kind whose latency is measured"),

@@ -25,8 +25,7 @@ from threading import Barrier
 from typing import Any, TypeVar
 
 import pytest
-from board_bench import Listener, text_of, until
-from fakes import run_loop
+from board_bench import until
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -36,18 +35,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from interrupt_bench import Asking, Talk, at_once
-from sim_board import CALM, FOLDER, GREEDY, TOKENIZER, Belongings, Sim, ask, chat, released, words
+from sim_board import CALM, GREEDY, TOKENIZER, Belongings, Sim, released
 
 from rkserve.board.board import Board
-from rkserve.board.generation import Generation
 from rkserve.board.interrupt import judge
 from rkserve.errors import GenerationNotFound, StateConflict
 from rkserve.messages import (
     ControlAction,
-    Delta,
     Edit,
-    FinishReason,
-    GenerateRequest,
     GenerationInfo,
     GenerationState,
 )
@@ -458,51 +453,3 @@ def test_whatever_is_done_at_random_everyone_gets_what_is_theirs_and_nothing_is_
     for now, then in zip(after, before, strict=True):
         assert (now.threads, now.files) == (then.threads, then.files)
         assert now.resident_kb - then.resident_kb < GROWTH_KB
-
-
-# -- what the machine has found -------------------------------------------------------------------
-
-
-def test_an_adapter_may_follow_a_clear_that_spares_the_system_prompt(tmp_path: Path) -> None:
-    async def main() -> None:
-        sim = Sim(tmp_path, sampling=GREEDY)
-        adapter = sim.adapter("Pirate")
-        async with sim.board(patience=CALM) as board:
-            await ask(board, chat("Repeat after me: one"))
-            await board.clear_kv(keep_system_prompt=True)
-            said = await ask(board, chat("Repeat after me: two"), adapter=adapter)
-            assert text_of(said) == "two"
-
-    run_loop(main())
-
-
-def test_what_follows_an_answer_that_was_taken_back_as_a_whole_is_given_out() -> None:
-    asked = GenerateRequest("r/0", "m", (1, 2), 8)
-    generation = Generation(asked, frozenset({0}), runtime_counts=True)
-    generation.accept(5, b"five")
-    assert generation.take() == Delta("five", (5,))
-    generation.interrupted()
-    generation.apply(Edit(replace_last=1), kv_positions=0, context_len=64)
-    assert generation.take() == Delta("", (), retract=4)
-    generation.accept(6, b"six")
-    assert generation.take() == Delta("six", (6,))
-
-
-@pytest.mark.parametrize("n_batch", [1, 2])
-def test_a_character_that_is_not_whole_is_made_again_also_in_a_batch(
-    tmp_path: Path, n_batch: int
-) -> None:
-    async def main() -> None:
-        sim = Sim(tmp_path, sampling=GREEDY)
-        async with sim.board(patience=CALM, n_batch=n_batch, batch_window_s=0.0) as board:
-            for count in range(1, len(words(said))):
-                held = sim.tap.hold(count)
-                request = GenerateRequest("r/0", FOLDER.id, chat(f"Repeat after me: {said}"), 100)
-                listener = Listener(board, request)
-                await held
-                await board.control("r", PAUSE)
-                await board.control("r", RESUME)
-                assert await listener.end() == (said, FinishReason.STOP)
-
-    said = "Grüße, 你好 🍵!"
-    run_loop(main())

@@ -265,11 +265,11 @@ class Fleet:
         try:
             return self._choose(request, tried)
         except NoBoard:
-            if not await self._look_again():
+            if not await self.look_again():
                 raise
         return self._choose(request, tried)
 
-    async def _look_again(self) -> bool:
+    async def look_again(self) -> bool:
         """Refresh, unless that has just been done; requests that wait share one round."""
         seen_s = self._refreshed_s
         async with self._looking:

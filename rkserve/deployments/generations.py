@@ -70,7 +70,10 @@ class Generations:
     async def one(self, generation: str) -> JsonObject:
         """Return one of them. Raises ``GenerationNotFound``, ``BoardFailed``."""
         _check_id(generation)
-        answers = await self._held(self._fleet.holders(generation) or self._fleet.seats())
+        held = self._fleet.holders(generation)
+        _, answers = (
+            (held, await self._held(held)) if held else await self._survey(generation, None)
+        )
         found = [i for i in merged(answers.said.values()) if _is_of(i, generation, None)]
         if not found:
             raise _worst([*answers.failed.values(), GenerationNotFound(generation)])
@@ -123,15 +126,24 @@ class Generations:
         held = self._fleet.holders(generation, choice)
         if held:
             return _Found(held, True, {})
-        seats = self._fleet.seats()
-        answers = await self._held(seats)
-        holding = {
-            board
-            for board, infos in answers.said.items()
-            if any(_is_of(info, generation, choice) for info in infos)
-        }
+        seats, answers = await self._survey(generation, choice)
+        holding = _holding(answers, generation, choice)
         among = [seat for seat in seats if seat.board_id in (holding or answers.said)]
         return _Found(among, bool(holding), answers.failed)
+
+    async def _survey(
+        self, generation: str, choice: int | None
+    ) -> tuple[list[Seat], Answers[list[GenerationInfo]]]:
+        """Ask all boards what they hold; once more if this Router has not heard of all of them.
+
+        A Router that has just started hears of boards a moment after those that serve already.
+        """
+        seats = self._fleet.seats()
+        answers = await self._held(seats)
+        if _holding(answers, generation, choice) or not await self._fleet.look_again():
+            return seats, answers
+        seats = self._fleet.seats()
+        return seats, await self._held(seats)
 
     async def _held(self, seats: list[Seat]) -> Answers[list[GenerationInfo]]:
         return await self._fleet.ask(seats, "generations", timeout_s=self._config.report_timeout_s)
@@ -146,6 +158,16 @@ class Generations:
         if len(call.text or call.token_ids or "") <= INLINE_BODY_BYTES:
             return work()
         return await asyncio.to_thread(work)
+
+
+def _holding(
+    answers: Answers[list[GenerationInfo]], generation: str, choice: int | None
+) -> set[str]:
+    return {
+        board
+        for board, infos in answers.said.items()
+        if any(_is_of(info, generation, choice) for info in infos)
+    }
 
 
 def _check_id(generation: str) -> None:
