@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httpx
 import pytest
 from fake_boards import FakeBoards, Step, accepted, eventually, finished, report
 from fakes import run_loop
@@ -86,6 +87,18 @@ def test_a_generation_that_another_router_started_is_found_and_controlled() -> N
             "can_resume": True,
         }
         assert controls(house) == [("b", (ID, ControlAction.PAUSE, None, None))]
+
+    run_loop(main())
+
+
+def test_a_router_that_has_not_heard_of_the_board_yet_looks_for_it_before_it_says_404() -> None:
+    async def main() -> None:
+        house = house_of("a", a_generations=[info()], a_control=[info()])
+        transport = httpx.ASGITransport(house.app)  # without the house's own round of reports
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            response = await client.post(f"{GENERATIONS}/{ID}/pause")
+        assert response.status_code == 200, response.text
+        assert response.json()["board"] == "a"
 
     run_loop(main())
 
