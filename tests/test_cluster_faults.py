@@ -167,7 +167,8 @@ def test_nobody_ever_gets_the_text_of_another(well: App) -> None:
     print(f"{finished} answers, {left} hang-ups, {aborted} aborted, in {took_s:.1f} s")  # noqa: T201
     assert finished + left == CLIENTS * ROUNDS > 1000
     assert left > CLIENTS * ROUNDS / 20
-    assert left / 2 < aborted <= left
+    # On a busy machine many have their whole answer before they manage to leave.
+    assert left / 5 < aborted <= left
     assert [report.failed for report in reports] == [0, 0, 0]
 
 
