@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit cluster check format bench docs lock sim sanitize clean
+.PHONY: help demo test unit unit-1 unit-2 cluster check format bench docs lock sim sanitize clean
 
 help:
 	@echo "make demo    three simulated boards behind an OpenAI endpoint, until Ctrl-C"
@@ -26,12 +26,19 @@ help:
 demo: $(READY) sim
 	@$(BIN)/python scripts/demo.py
 
-# Side by side, because those with Ray mostly wait; both must pass.
+# Two at a time, because those with Ray mostly wait and the others take a core; all must pass.
 test: check
-	@$(MAKE) --no-print-directory --jobs=2 unit cluster
+	@$(MAKE) --no-print-directory --jobs=2 cluster unit-1 unit-2
 
 unit: $(READY) sim
 	$(BIN)/python -m pytest -m "not ray"
+
+# Halves of the above, of about the same length.
+unit-1: $(READY) sim
+	$(BIN)/python -m pytest -m "not ray" tests/test_[a-h]*.py
+
+unit-2: $(READY) sim
+	$(BIN)/python -m pytest -m "not ray" tests/test_[!a-h]*.py
 
 cluster: $(READY) sim
 	$(BIN)/python -m pytest -m ray
