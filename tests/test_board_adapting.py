@@ -194,7 +194,7 @@ class DyingBench(AdapterBench):
             engine.die("SIGSEGV")
             return result
 
-        engine.call = deadly  # type: ignore[method-assign]
+        engine.call = deadly  # type: ignore[method-assign] # of a fake
         return engine
 
 
