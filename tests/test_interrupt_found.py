@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -93,10 +95,14 @@ def test_an_abort_that_overtakes_a_resumption_leaves_no_paused_handle(tmp_path: 
         await held
         [info] = await board.control("r", PAUSE)
         assert info.kv is Kv.KEPT
-        busy = [tap.engine.call("kv_sizes") for _ in range(1000)]  # the run waits behind these
+        # The engine finds all of it at once: the run waits behind the calls, the abort does not.
+        engine = board.report().engine_pid
+        os.kill(engine, signal.SIGSTOP)
+        busy = [tap.engine.call("kv_sizes") for _ in range(1000)]
         await board.control("r", RESUME)
         await until(lambda: len(tap.commands) == 2)
         await board.control("r", ABORT)
+        os.kill(engine, signal.SIGCONT)
         await asyncio.gather(*busy)
         assert (await listener.end())[1] is FinishReason.ABORT
         assert tap.ends[1].end is None
