@@ -32,8 +32,13 @@ def run_loop(work: Coroutine[Any, Any, T], limit_s: float = 30.0) -> T:
         await asyncio.sleep(0)
         return result
 
-    result = asyncio.run(main())
-    gc.collect()
+    # What was there before is not looked through: that alone took most of many tests' time.
+    gc.freeze()
+    try:
+        result = asyncio.run(main())
+        gc.collect()
+    finally:
+        gc.unfreeze()
     assert not unheard, unheard
     return result
 
