@@ -34,6 +34,21 @@ SAMPLES: list[RkserveError] = [
     errors.BoardNotFound("sim-9"),
     errors.StateConflict("resume", "ended", "It ended first."),
     errors.Forbidden("The key is wrong."),
+    errors.InvalidApiKey("The key is wrong."),
+    errors.OperationNotFound("op-1"),
+    errors.OperationConflict("A rollout is going on."),
+    errors.StaleEpoch("The cluster is at epoch 7."),
+    errors.AdapterExists("pirate@2 has another content."),
+    errors.ArtifactRefused("The manifest names another base model."),
+    errors.ArtifactNotFound("There is no such file."),
+    errors.EnginePaused("the cluster", 7),
+    errors.VersionUnavailable("latest-only", "every board is behind"),
+    errors.CoordinatorAway("It is starting."),
+    errors.OperationTimeout("Not done within 5 s; undone."),
+    errors.LedgerFailed("The ledger cannot be written: the disk is full."),
+    errors.BoardGone("board-1", "its replica died"),
+    errors.BoardBehind("board-1", "it obeys epoch 3"),
+    errors.StageFailed("board-1", "no space left"),
     errors.HookFailed("redact", "it raised ValueError", "ValueError('42')"),
     errors.PauseExpired(600.0),
     errors.TooManyPaused("kitchen", 32),
@@ -65,7 +80,7 @@ each_sample = pytest.mark.parametrize("error", SAMPLES, ids=lambda e: type(e).__
 def tree(root: type[RkserveError]) -> Iterator[type[RkserveError]]:
     yield root
     for child in root.__subclasses__():
-        if child.__module__ == errors.__name__:
+        if child.__module__.startswith(f"{errors.__name__}."):
             yield from tree(child)
 
 

@@ -1,0 +1,186 @@
+"""The one error tree of rkserve; it knows HTTP statuses and nothing of HTTP, Ray or C.
+
+::
+
+    RkserveError                     500  server_error
+    +-- RequestError                 400  invalid_request_error
+    |   +-- UnsupportedParameter     400  unsupported_parameter
+    |   +-- ModelNotFound            404  model_not_found
+    |   +-- RouteNotFound            404
+    |   +-- MethodNotAllowed         405
+    |   +-- BodyTooLarge             413  body_too_large
+    |   +-- BodyTooSlow              408  body_too_slow
+    |   +-- ContextOverflow          400  context_length_exceeded
+    |   +-- SamplingFixed            400  sampling_fixed
+    |   +-- AdapterBroken            400  adapter_broken
+    |   +-- CacheNotFound            404  cache_not_found
+    |   +-- CacheUnsupported         400  cache_unsupported
+    |   +-- GenerationNotFound       404  generation_not_found
+    |   +-- BoardNotFound            404  board_not_found
+    |   +-- StateConflict            409  state_conflict
+    |   +-- Forbidden                403  forbidden
+    |   +-- InvalidApiKey            401  invalid_api_key
+    |   +-- OperationNotFound        404  operation_not_found
+    |   +-- OperationConflict        409  operation_conflict
+    |   +-- StaleEpoch               409  stale_epoch
+    |   +-- AdapterExists            400  adapter_exists
+    |   +-- ArtifactRefused          400  artifact_refused
+    |   |   +-- ArtifactNotFound     404  artifact_not_found
+    +-- HookFailed                   500  hook_failed
+    +-- QueueFull                    429  queue_full
+    +-- PauseExpired                 504  pause_expired
+    +-- TooManyPaused                429  too_many_paused
+    +-- QueueTimeout                 503  queue_timeout
+    +-- NoBoard                      503  no_board
+    +-- EnginePaused                 503  engine_paused
+    +-- VersionUnavailable           503  version_unavailable
+    +-- CoordinatorAway              503  coordinator_unavailable
+    +-- OperationTimeout             504  operation_timeout
+    +-- LedgerFailed                 503  ledger_failed
+    +-- BoardFailed                  503  board_failed
+    |   +-- BoardOutOfOrder          503  board_failed
+    |   +-- BoardSilent              503  board_failed
+    |   +-- BoardGone                503  board_failed
+    |   +-- BoardBehind              503  board_behind
+    |   +-- StageFailed              503  stage_failed
+    |   +-- EngineDied               503  board_failed
+    |   +-- EngineHung               503  board_failed
+    |   +-- RunFailed                502  run_failed
+    +-- ConfigError                       (start-up only)
+    +-- BoardStartFailed                  (start-up only; `serve status` shows it)
+    +-- FrameCorrupt                      (between a board and its engine process)
+    +-- NativeError                       (inside the engine process and at load)
+        +-- LibraryMissing
+        +-- ReleaseRefused
+        +-- LoadFailed
+        +-- CallFailed
+        +-- NothingComputed
+        +-- Misuse
+
+Errors cross processes by pickle, which keeps ``args`` only: every class hands all its arguments,
+positionally, to ``super().__init__``.
+"""
+
+from __future__ import annotations
+
+from rkserve.errors.base import (
+    RkserveError,
+)
+from rkserve.errors.boards import (
+    BoardFailed,
+    BoardGone,
+    BoardOutOfOrder,
+    BoardSilent,
+    BoardStartFailed,
+    ConfigError,
+    EngineDied,
+    EngineHung,
+    HookFailed,
+    NoBoard,
+    PauseExpired,
+    QueueFull,
+    QueueTimeout,
+    RunFailed,
+    TooManyPaused,
+)
+from rkserve.errors.cluster import (
+    AdapterExists,
+    ArtifactNotFound,
+    ArtifactRefused,
+    BoardBehind,
+    CoordinatorAway,
+    EnginePaused,
+    InvalidApiKey,
+    LedgerFailed,
+    OperationConflict,
+    OperationNotFound,
+    OperationTimeout,
+    StageFailed,
+    StaleEpoch,
+    VersionUnavailable,
+)
+from rkserve.errors.native import (
+    CallFailed,
+    FrameCorrupt,
+    LibraryMissing,
+    LoadFailed,
+    Misuse,
+    NativeError,
+    NothingComputed,
+    ReleaseRefused,
+)
+from rkserve.errors.requests import (
+    AdapterBroken,
+    BoardNotFound,
+    BodyTooLarge,
+    BodyTooSlow,
+    CacheNotFound,
+    CacheUnsupported,
+    ContextOverflow,
+    Forbidden,
+    GenerationNotFound,
+    MethodNotAllowed,
+    ModelNotFound,
+    RequestError,
+    RouteNotFound,
+    SamplingFixed,
+    StateConflict,
+    UnsupportedParameter,
+)
+
+__all__ = [
+    "AdapterBroken",
+    "AdapterExists",
+    "ArtifactNotFound",
+    "ArtifactRefused",
+    "BoardBehind",
+    "BoardFailed",
+    "BoardGone",
+    "BoardNotFound",
+    "BoardOutOfOrder",
+    "BoardSilent",
+    "BoardStartFailed",
+    "BodyTooLarge",
+    "BodyTooSlow",
+    "CacheNotFound",
+    "CacheUnsupported",
+    "CallFailed",
+    "ConfigError",
+    "ContextOverflow",
+    "CoordinatorAway",
+    "EngineDied",
+    "EngineHung",
+    "EnginePaused",
+    "Forbidden",
+    "FrameCorrupt",
+    "GenerationNotFound",
+    "HookFailed",
+    "InvalidApiKey",
+    "LedgerFailed",
+    "LibraryMissing",
+    "LoadFailed",
+    "MethodNotAllowed",
+    "Misuse",
+    "ModelNotFound",
+    "NativeError",
+    "NoBoard",
+    "NothingComputed",
+    "OperationConflict",
+    "OperationNotFound",
+    "OperationTimeout",
+    "PauseExpired",
+    "QueueFull",
+    "QueueTimeout",
+    "ReleaseRefused",
+    "RequestError",
+    "RkserveError",
+    "RouteNotFound",
+    "RunFailed",
+    "SamplingFixed",
+    "StageFailed",
+    "StaleEpoch",
+    "StateConflict",
+    "TooManyPaused",
+    "UnsupportedParameter",
+    "VersionUnavailable",
+]

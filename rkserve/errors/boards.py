@@ -1,0 +1,205 @@
+"""What boards cannot do, or cannot do now, and what keeps them from starting."""
+
+from __future__ import annotations
+
+import re
+
+from rkserve.discretion import without_folders
+from rkserve.errors.base import RkserveError
+
+
+class HookFailed(RkserveError):
+    """An intervention hook raised; it ended its own generation and nothing else.
+
+    ``reason`` is for the client; ``detail`` is the operator's own code speaking, for the log.
+    """
+
+    code = "hook_failed"
+
+    def __init__(self, hook: str, reason: str, detail: str = "") -> None:
+        super().__init__(hook, reason, detail)
+        self.hook, self.reason, self.detail = hook, reason, detail
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"The intervention hook {self.hook} failed: {self.reason}."
+
+
+class PauseExpired(RkserveError):
+    """A paused generation was not resumed in time and was given up."""
+
+    http_status = 504
+    code = "pause_expired"
+
+    def __init__(self, paused_s: float) -> None:
+        super().__init__(paused_s)
+        self.paused_s = paused_s
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"The generation was paused for {self.paused_s:.0f} s and nobody resumed it."
+
+
+class TooManyPaused(RkserveError):
+    """The board keeps as many paused generations as it may: resume or abort one of them."""
+
+    http_status = 429
+    kind = "rate_limit_error"
+    code = "too_many_paused"
+
+    def __init__(self, board_id: str, limit: int) -> None:
+        super().__init__(board_id, limit)
+        self.board_id, self.limit = board_id, limit
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return (
+            f"Board {self.board_id} keeps at most {self.limit} paused generations, and has so many "
+            "now. Resume or abort one of them first."
+        )
+
+
+class QueueFull(RkserveError):
+    """Every board that could take the request has a full queue."""
+
+    http_status = 429
+    kind = "rate_limit_error"
+    code = "queue_full"
+
+    def __init__(self, queued: int, retry_after_s: int) -> None:
+        super().__init__(queued, retry_after_s)
+        self.queued, self.retry_after_s = queued, retry_after_s
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return (
+            f"All boards are busy and {self.queued} requests are waiting, which is the limit. "
+            f"Try again in {self.retry_after_s} s."
+        )
+
+
+class QueueTimeout(RkserveError):
+    """The request waited for a board longer than the configured limit."""
+
+    http_status = 503
+    kind = "overloaded_error"
+    code = "queue_timeout"
+
+    def __init__(self, waited_s: float, retry_after_s: int) -> None:
+        super().__init__(waited_s, retry_after_s)
+        self.waited_s, self.retry_after_s = waited_s, retry_after_s
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"The request waited {self.waited_s:.0f} s for a board and was given up."
+
+
+class NoBoard(RkserveError):
+    """No board is ready to serve the model now."""
+
+    http_status = 503
+    kind = "overloaded_error"
+    code = "no_board"
+
+    def __init__(self, model: str, reason: str, retry_after_s: int = 5) -> None:
+        super().__init__(model, reason, retry_after_s)
+        self.model, self.reason, self.retry_after_s = model, reason, retry_after_s
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"No board can serve '{self.model}' now: {without_folders(self.reason)}."
+
+
+class BoardFailed(RkserveError):
+    """A board was lost while it answered.
+
+    ``reason`` may hold what the library said, word for word; ``message`` leaves the folders out.
+    """
+
+    http_status = 503
+    kind = "server_error"
+    code = "board_failed"
+    retry_after_s: int | None = 1
+
+    def __init__(self, board_id: str, reason: str) -> None:
+        super().__init__(board_id, reason)
+        self.board_id, self.reason = board_id, reason
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        reason = without_folders(self.reason)
+        return f"Board {self.board_id} failed while it answered: {reason}."
+
+
+class BoardOutOfOrder(BoardFailed):
+    """The board takes no requests, and has given up those that waited; another one may."""
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"Board {self.board_id} is out of order: {without_folders(self.reason)}."
+
+
+class BoardSilent(BoardFailed):
+    """The board did not answer in time; what became of the call is ``reason``, or not known."""
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"Board {self.board_id} did not answer: {without_folders(self.reason)}."
+
+
+class BoardGone(BoardFailed):
+    """The board's replica has ended: nothing goes on there, and whoever follows begins anew."""
+
+
+class EngineDied(BoardFailed):
+    """The engine process ended: the library crashed, or something killed it."""
+
+
+class EngineHung(BoardFailed):
+    """The library stopped calling back, or a call into it did not return."""
+
+
+class RunFailed(BoardFailed):
+    """The runtime refused or ended this run with an error; the engine lives on."""
+
+    http_status = 502
+    code = "run_failed"
+    retry_after_s = None
+
+
+class ConfigError(RkserveError):
+    """A setting is missing or wrong. The message names the key and the fix."""
+
+    code = "config_error"
+
+
+class BoardStartFailed(RkserveError):
+    """A board's replica could not start. ``parse`` finds it again in Ray's status message."""
+
+    code = "board_start_failed"
+
+    _PATTERN = re.compile(r"board '([^'\n]+)' cannot start: (.+)")
+
+    def __init__(self, board_id: str, reason: str) -> None:
+        super().__init__(board_id, reason)
+        self.board_id, self.reason = board_id, reason
+
+    @property
+    def message(self) -> str:
+        """The sentence for the operator, on one line."""
+        return f"board '{self.board_id}' cannot start: {' '.join(self.reason.split())}"
+
+    @classmethod
+    def parse(cls, text: str) -> BoardStartFailed | None:
+        """Return the last such error that ``text`` quotes, or None."""
+        found = cls._PATTERN.findall(text)
+        return cls(*found[-1]) if found else None

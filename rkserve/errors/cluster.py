@@ -1,0 +1,148 @@
+"""What is wrong with a call that concerns the cluster as a whole, or comes of its state."""
+
+from __future__ import annotations
+
+from rkserve.discretion import without_folders
+from rkserve.errors.base import RkserveError
+from rkserve.errors.boards import BoardFailed
+from rkserve.errors.requests import RequestError
+
+
+class OperationNotFound(RequestError):
+    """No operation of that id is recorded."""
+
+    http_status = 404
+    code = "operation_not_found"
+
+    def __init__(self, operation: str) -> None:
+        RkserveError.__init__(self, operation)
+        self.operation = operation
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"There is no operation '{self.operation}'; GET /v1/operations lists them."
+
+
+class AdapterExists(RequestError):
+    """The name or the version is taken, by another content or by a model."""
+
+    code = "adapter_exists"
+
+
+class ArtifactRefused(RequestError):
+    """A file or its manifest does not fit; nothing was changed anywhere."""
+
+    code = "artifact_refused"
+
+
+class ArtifactNotFound(ArtifactRefused):
+    """There is no such file, or no such upload any more."""
+
+    http_status = 404
+    code = "artifact_not_found"
+
+
+class OperationConflict(RequestError):
+    """Another operation is going on that this one must not meet, or it comes too late."""
+
+    http_status = 409
+    code = "operation_conflict"
+
+
+class StaleEpoch(RequestError):
+    """The caller expected an epoch, or sent a version, that the cluster is past."""
+
+    http_status = 409
+    code = "stale_epoch"
+
+
+class InvalidApiKey(RequestError):
+    """The call needs a key, and this is none of those that are known."""
+
+    http_status = 401
+    code = "invalid_api_key"
+
+
+class EnginePaused(RkserveError):
+    """What the request needs is paused in a way that takes no new requests."""
+
+    http_status = 503
+    kind = "server_error"
+    code = "engine_paused"
+
+    def __init__(self, what: str, retry_after_s: int = 5) -> None:
+        super().__init__(what, retry_after_s)
+        self.what, self.retry_after_s = what, retry_after_s
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"Paused: {self.what}. New requests are not taken until it is resumed."
+
+
+class VersionUnavailable(RkserveError):
+    """No board that is there serves a version that the request's policy allows."""
+
+    http_status = 503
+    code = "version_unavailable"
+
+    def __init__(self, policy: str, why: str, retry_after_s: int = 1) -> None:
+        super().__init__(policy, why, retry_after_s)
+        self.policy, self.why, self.retry_after_s = policy, why, retry_after_s
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"No board serves what x-version-policy '{self.policy}' asks for: {self.why}."
+
+
+class CoordinatorAway(RkserveError):
+    """The Coordinator cannot be reached: the cluster serves on, and cannot be changed."""
+
+    http_status = 503
+    code = "coordinator_unavailable"
+    retry_after_s = 3
+
+
+class OperationTimeout(RkserveError):
+    """An operation was not done in time, and what it had done was undone."""
+
+    http_status = 504
+    code = "operation_timeout"
+
+
+class LedgerFailed(RkserveError):
+    """The Coordinator cannot write down, or read, what the cluster shall be; nothing was changed.
+
+    From the Coordinator's start it names the folder and what to do.
+    """
+
+    http_status = 503
+    code = "ledger_failed"
+
+
+class BoardBehind(BoardFailed):
+    """The board has not adopted yet what the cluster shall be; another one may have.
+
+    Whoever sends a request goes on to another board; nothing has begun.
+    """
+
+    code = "board_behind"
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        reason = without_folders(self.reason)
+        return f"Board {self.board_id} does not take the request yet: {reason}."
+
+
+class StageFailed(BoardFailed):
+    """A file could not be brought to the board's disk whole; nothing of it is used."""
+
+    code = "stage_failed"
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"Board {self.board_id} did not get the adapter: {without_folders(self.reason)}."

@@ -1,0 +1,212 @@
+"""What is wrong with a request: whoever sent it can mend it."""
+
+from __future__ import annotations
+
+from rkserve.discretion import without_folders
+from rkserve.errors.base import RkserveError
+
+
+class RequestError(RkserveError):
+    """The request cannot be served as it was sent; sending it again changes nothing."""
+
+    http_status = 400
+    kind = "invalid_request_error"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message, param)
+        self.param = param
+
+
+class UnsupportedParameter(RequestError):
+    """A parameter that would change the answer and that rkserve cannot honour."""
+
+    code = "unsupported_parameter"
+
+
+class ModelNotFound(RequestError):
+    """No board serves, or is configured for, the model that the request names."""
+
+    http_status = 404
+    code = "model_not_found"
+
+    def __init__(self, model: str) -> None:
+        RkserveError.__init__(self, model)
+        self.model = model
+        self.param = "model"
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"The model '{self.model}' does not exist. GET /v1/models lists those that do."
+
+
+class RouteNotFound(RequestError):
+    """No such path."""
+
+    http_status = 404
+    code = "not_found"
+
+
+class MethodNotAllowed(RequestError):
+    """The path exists, with other methods."""
+
+    http_status = 405
+    code = "method_not_allowed"
+
+
+class BodyTooLarge(RequestError):
+    """The body is longer than the configured limit."""
+
+    http_status = 413
+    code = "body_too_large"
+
+
+class BodyTooSlow(RequestError):
+    """The body did not arrive within the configured time."""
+
+    http_status = 408
+    code = "body_too_slow"
+
+
+class ContextOverflow(RequestError):
+    """The prompt leaves no room for an answer in the model's context."""
+
+    code = "context_length_exceeded"
+
+    def __init__(
+        self,
+        prompt_tokens: int,
+        context_len: int,
+        param: str = "messages",
+        at_least: bool = False,
+    ) -> None:
+        # `at_least`: the prompt was refused by its length in characters, before it was tokenized.
+        RkserveError.__init__(self, prompt_tokens, context_len, param, at_least)
+        self.prompt_tokens, self.context_len = prompt_tokens, context_len
+        self.param, self.at_least = param, at_least
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        size = f"at least {self.prompt_tokens}" if self.at_least else f"{self.prompt_tokens}"
+        return (
+            f"This model's maximum context length is {self.context_len} tokens, of which at least "
+            f"one must be left for the answer; the prompt has {size} tokens."
+        )
+
+
+class SamplingFixed(RequestError):
+    """``strict_sampling`` was asked for, and the board's runtime fixes sampling at load."""
+
+    code = "sampling_fixed"
+
+    def __init__(self, release: str, names: tuple[str, ...]) -> None:
+        RkserveError.__init__(self, release, names)
+        self.release, self.names = release, names
+        self.param = names[0] if names else None
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return (
+            f"RKLLM {self.release} fixes sampling when the model is loaded, so "
+            f"{', '.join(self.names)} cannot differ from the model's own values. Leave them out, "
+            "send the model's values, or drop strict_sampling."
+        )
+
+
+class AdapterBroken(RequestError):
+    """The adapter's file is missing, changed or refused by the runtime; the board goes on."""
+
+    code = "adapter_broken"
+
+    def __init__(self, adapter: str, reason: str) -> None:
+        RkserveError.__init__(self, adapter, reason)
+        self.adapter, self.reason = adapter, reason
+        self.param = "model"
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"Adapter '{self.adapter}' cannot be used: {without_folders(self.reason)}."
+
+
+class CacheNotFound(RequestError):
+    """No board has a prompt cache of that name."""
+
+    http_status = 404
+    code = "cache_not_found"
+
+    def __init__(self, name: str, param: str = "use_cache") -> None:
+        RkserveError.__init__(self, name, param)
+        self.name, self.param = name, param
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"There is no prompt cache '{self.name}'. GET /v1/cache/{{model}} lists those."
+
+
+class CacheUnsupported(RequestError):
+    """The model, the runtime or the board's settings allow no prompt cache."""
+
+    code = "cache_unsupported"
+
+
+class GenerationNotFound(RequestError):
+    """No board holds a generation of that id: it never was, or it has ended."""
+
+    http_status = 404
+    code = "generation_not_found"
+
+    def __init__(self, generation: str) -> None:
+        RkserveError.__init__(self, generation)
+        self.generation = generation
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return (
+            f"There is no generation '{self.generation}': it does not exist, or it has ended. "
+            "GET /v1/generations lists those that run."
+        )
+
+
+class BoardNotFound(RequestError):
+    """No board has that name."""
+
+    http_status = 404
+    code = "board_not_found"
+
+    def __init__(self, board: str, param: str = "board") -> None:
+        RkserveError.__init__(self, board, param)
+        self.board, self.param = board, param
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"There is no board '{self.board}'. GET /v1/boards lists those that there are."
+
+
+class StateConflict(RequestError):
+    """The generation's state does not allow what was asked; nothing was changed."""
+
+    http_status = 409
+    code = "state_conflict"
+
+    def __init__(self, asked: str, state: str, hint: str = "") -> None:
+        RkserveError.__init__(self, asked, state, hint)
+        self.asked, self.state, self.hint = asked, state, hint
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        said = f"Cannot {self.asked} a generation that is {self.state}."
+        return f"{said} {self.hint}" if self.hint else said
+
+
+class Forbidden(RequestError):
+    """The call needs the admin key, or has to come from this machine."""
+
+    http_status = 403
+    code = "forbidden"
