@@ -69,6 +69,10 @@ class GenerateRequest:
     itself can pause it with its KV cache kept, at the price of no reuse of the live context. It
     pauses by itself after text that completes one of ``pause_on_text``, or after one of
     ``pause_on_ids``. ``use_cache`` names a prompt cache to begin from.
+
+    With ``line`` (the name of an adapter) ``adapter`` is None until the board binds the request to
+    the version that it serves, by the ``session`` it belongs to; a board that has not adopted
+    ``min_epoch`` refuses it. ``keep_version`` forbids to switch it to another version later.
     """
 
     request_id: str
@@ -85,6 +89,10 @@ class GenerateRequest:
     pause_on_text: tuple[str, ...] = ()
     pause_on_ids: tuple[int, ...] = ()
     use_cache: str | None = None
+    line: str | None = None
+    session: str = ""
+    min_epoch: int = 0
+    keep_version: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +131,16 @@ class Accepted:
     """First event of an answer: the board has taken the request, started or queued it.
 
     ``sampling_ignored`` names the asked-for fields that this runtime cannot change per run.
+    ``version`` is that of the weights that it would start with now: ``name@version`` of an adapter,
+    or the label of the base model. ``epoch`` is the one that the board obeys.
     """
 
     board_id: str
     release: str
     queued_ahead: int
     sampling_ignored: tuple[str, ...] = ()
+    version: str = "default"
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +170,22 @@ class Paused:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """The tokens ``[start, end)`` of an answer, generated with one version of the weights."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
-    """Last event of an answer that ended well."""
+    """Last event of an answer that ended well. ``versions`` cover all of its tokens, in order."""
 
     reason: FinishReason
     usage: Usage
     timings: Timings
+    versions: tuple[VersionSpan, ...] = ()
 
 
 Event = Accepted | Delta | Paused | Finished
@@ -282,6 +304,7 @@ class BoardState(str, Enum):
     QUARANTINED = "quarantined"
     FAILED = "failed"
     STOPPED = "stopped"
+    JOINING = "joining"  # it is well, and waits to be told, or to be given, what it shall serve
     LOST = "lost"  # the Router's word for a board that no longer answers
 
 
@@ -309,6 +332,20 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionFigures:
+    """What a board did with one version of the weights; counters run since its replica's start.
+
+    ``version`` is ``name@version`` of an adapter, or the label of the base model.
+    """
+
+    version: str
+    requests: int = 0
+    failed: int = 0
+    tokens: int = 0
+    decode_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class BoardReport:
     """What a board says of itself; counters run since the replica's start.
 
@@ -320,7 +357,10 @@ class BoardReport:
     replaced an engine that was well. A run of a batch holds ``batch_entries`` / ``batch_runs``
     generations on average; ``batch_tail_ms`` is how long finished ones kept their places while a
     run went on. ``reason`` says why a board that is not ready is not, and what it last recovered
-    from otherwise.
+    from otherwise. ``epoch`` is that of what it obeys, None before it was told; ``hold`` is the
+    mode in which it is paused as a whole, or empty; ``missing`` versions of adapters it still
+    needs, and those in ``staged`` (keys) it has on its disk. ``versions`` are what it has generated
+    with.
     """
 
     board_id: str
@@ -363,3 +403,8 @@ class BoardReport:
     batch_runs: int = 0
     batch_entries: int = 0
     batch_tail_ms: float = 0.0
+    epoch: int | None = None
+    hold: str = ""
+    missing: int = 0
+    staged: tuple[str, ...] = ()
+    versions: tuple[VersionFigures, ...] = ()

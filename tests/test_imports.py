@@ -18,6 +18,7 @@ GROUND = frozenset(
         "modelfolder",
         "adapterfolder",
         "config",
+        "desired",
         "groupconfig",
         "settingwords",
         "digests",
@@ -34,16 +35,26 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "control": GROUND,
     "board": GROUND | {"native.runtime", "native.states", "native.frames"},
     "deployments": GROUND
-    | {"native.runtime", "native.sim.build", "native.sim.telemetry", "board", "wire", "routing"},
+    | {
+        "native.runtime",
+        "native.sim.build",
+        "native.sim.telemetry",
+        "board",
+        "wire",
+        "routing",
+        "control",
+    },
     # The one place that knows every part, and the two programs beside it.
     "app": GROUND | {"native", "board", "wire", "routing", "control", "deployments"},
-    "cli": GROUND | {"native", "board", "wire", "routing", "control", "deployments", "app"},
+    "cli": GROUND
+    | {"native", "board", "wire", "routing", "control", "deployments", "app", "client"},
+    "client": GROUND,
     "bench": GROUND | {"native", "board", "wire", "routing", "control", "deployments", "app"},
     "__init__": frozenset(),
     "__main__": frozenset({"cli"}),
 }
 OWNERS = {
-    "asyncio": {"board", "deployments", "app", "cli", "bench"},
+    "asyncio": {"board", "deployments", "app", "cli", "bench", "client"},
     "cffi": {"native"},
     "ray": {"deployments", "app", "cli", "bench"},
     "fastapi": {"deployments"},
@@ -63,6 +74,9 @@ OWNERS = {
         "bench",
     },
     "prometheus_client": {"metrics", "deployments"},
+    "httpx": {"client", "cli", "deployments"},
+    "typer": {"cli"},
+    "rich": {"cli"},
     "yaml": {"modelfolder", "config", "app", "cli", "bench"},
 }
 

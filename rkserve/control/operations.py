@@ -1,0 +1,291 @@
+"""What was asked of the cluster and became of it: a record, its states, and who excludes whom.
+
+It knows nothing of how an operation is carried out, and of desired state only scopes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from rkserve.control import params as read
+from rkserve.control.changes import overlap
+from rkserve.control.params import Json, Params
+from rkserve.desired import Scope
+from rkserve.errors import OperationConflict, RkserveError
+
+
+class OperationKind(str, Enum):
+    """What can be asked of the cluster."""
+
+    PAUSE = "pause"
+    RESUME = "resume"
+    CACHE_RESET = "cache_reset"
+    ABORT = "abort"
+    ADAPTER_STAGE = "adapter_stage"
+    ADAPTER_ROLLOUT = "adapter_rollout"
+    ADAPTER_ROLLBACK = "adapter_rollback"
+    ADAPTER_PROMOTE = "adapter_promote"
+    ADAPTER_RETIRE = "adapter_retire"
+    LABEL = "label"
+
+
+class OperationState(str, Enum):
+    """Where an operation is.
+
+    ``partial``: what it asked for holds, but some boards have not followed yet. ``failed``: it
+    ended before it changed anything that is served. ``undone``: what it had changed was taken back.
+    """
+
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    PARTIAL = "partial"
+    FAILED = "failed"
+    UNDONE = "undone"
+
+
+_S = OperationState
+# A partial one succeeds when the last board has followed. Nothing else leaves an end state.
+TRANSITIONS: frozenset[tuple[OperationState, OperationState]] = frozenset(
+    {
+        (_S.RUNNING, _S.SUCCEEDED),
+        (_S.RUNNING, _S.PARTIAL),
+        (_S.RUNNING, _S.FAILED),
+        (_S.RUNNING, _S.UNDONE),
+        (_S.PARTIAL, _S.SUCCEEDED),
+    }
+)
+
+
+class Phase(str, Enum):
+    """What a running operation is at.
+
+    Those of a pause: ``stopping`` (boards are told), ``undoing``. Those of a rollout: ``staging``,
+    ``loading``, ``stopping``, ``switching``, ``observing``, ``releasing`` (committed, boards go
+    on), ``undoing``; the last before the end says where it ended: ``done``.
+    """
+
+    ACCEPTED = "accepted"
+    STAGING = "staging"
+    LOADING = "loading"
+    STOPPING = "stopping"
+    SWITCHING = "switching"
+    OBSERVING = "observing"
+    RELEASING = "releasing"
+    UNDOING = "undoing"
+    DONE = "done"
+
+
+# In this one an atomic rollout holds boards; what ends it, a commit or an undo, takes the hold away
+# in the same epoch, so that nothing is held any more while boards still follow.
+HOLDING = frozenset({Phase.STOPPING})
+
+
+class ResultStatus(str, Enum):
+    """What one board did of an operation; ``gone`` boards have no replica any more."""
+
+    OK = "ok"
+    GONE = "gone"
+    SILENT = "silent"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class BoardResult:
+    """What one board answered. ``latency_ms`` is from the call to its answer.
+
+    ``error`` is an error code such as ``stage_failed`` and empty where all is well; ``details`` are
+    figures that go into the answer as they are (``stopped``, ``kept``, ``load_ms``, ...).
+    """
+
+    status: ResultStatus
+    latency_ms: float = 0.0
+    error: str = ""
+    message: str = ""
+    details: Mapping[str, Json] = field(default_factory=dict, hash=False)
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing of what was asked is left to do there: it is done, or the board gone."""
+        return self.status in (ResultStatus.OK, ResultStatus.GONE)
+
+
+@dataclass(frozen=True, slots=True)
+class OperationError:
+    """Why an operation did not succeed, as it was answered: HTTP status, code and sentence."""
+
+    status: int
+    code: str
+    message: str
+
+    @classmethod
+    def of(cls, error: RkserveError) -> OperationError:
+        """Return how an error is answered."""
+        return cls(error.http_status, error.code or "server_error", error.message)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation. Times are in seconds since 1970, ``phases`` are (name, milliseconds).
+
+    ``params`` are those of its call, ``who`` names the caller without any secret. ``epoch`` is the
+    last one that it made (0: none). ``key`` and ``fingerprint`` are those of the call, so that a
+    repeat finds it. ``results`` go by board id. ``error`` is None while all is well.
+    """
+
+    id: str
+    kind: OperationKind
+    state: OperationState = OperationState.RUNNING
+    phase: Phase = Phase.ACCEPTED
+    params: Params = field(default_factory=dict, hash=False)
+    who: str = ""
+    created_s: float = 0.0
+    finished_s: float | None = None
+    epoch: int = 0
+    key: str | None = None
+    fingerprint: str = ""
+    results: Mapping[str, BoardResult] = field(default_factory=dict, hash=False)
+    phases: tuple[tuple[str, float], ...] = ()
+    error: OperationError | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of it goes on."""
+        return self.state is not OperationState.RUNNING
+
+    @property
+    def succeeded(self) -> int:
+        """How many boards did what was asked, or are gone."""
+        return sum(result.good for result in self.results.values())
+
+    @property
+    def status(self) -> int:
+        """The HTTP status that tells how it stands."""
+        if self.error is not None:
+            return self.error.status
+        return {_S.RUNNING: 202, _S.PARTIAL: 207}.get(self.state, 200)
+
+    def at(self, phase: Phase, *, epoch: int | None = None) -> Operation:
+        """Return it in another phase. Raises ``OperationConflict`` if it is over."""
+        if self.over:
+            raise OperationConflict(f"Operation '{self.id}' is over: it is {self.state.value}.")
+        return replace(self, phase=phase, epoch=self.epoch if epoch is None else epoch)
+
+    def heard(self, board_id: str, result: BoardResult) -> Operation:
+        """Return it with what one board answered last."""
+        return replace(self, results={**self.results, board_id: result})
+
+    def spent(self, phase: str, ms: float) -> Operation:
+        """Return it with the milliseconds that a phase took."""
+        return replace(self, phases=(*self.phases, (phase, ms)))
+
+    def end(
+        self, state: OperationState, now_s: float, error: OperationError | None = None
+    ) -> Operation:
+        """Return it ended. Raises ``OperationConflict`` for what ``TRANSITIONS`` does not list."""
+        if (self.state, state) not in TRANSITIONS:
+            raise OperationConflict(
+                f"Operation '{self.id}' is {self.state.value} and cannot become {state.value}."
+            )
+        return replace(self, state=state, phase=Phase.DONE, finished_s=now_s, error=error)
+
+
+# These hold boards for a moment, unless they come in board by board or for some sessions.
+_HOLDERS = frozenset({OperationKind.ADAPTER_ROLLOUT, OperationKind.ADAPTER_ROLLBACK})
+# These change what a model serves.
+ROLLOUTS = frozenset(
+    {
+        OperationKind.ADAPTER_ROLLOUT,
+        OperationKind.ADAPTER_ROLLBACK,
+        OperationKind.ADAPTER_PROMOTE,
+        OperationKind.ADAPTER_RETIRE,
+    }
+)
+_PAUSING = frozenset({OperationKind.PAUSE, OperationKind.RESUME})
+_K = OperationKind
+
+
+def conflict(running: Iterable[Operation], kind: OperationKind, params: Params) -> str | None:
+    """Say which of the operations that go on must not meet the one that is asked for, and why.
+
+    None: it may begin. ``promote`` and ``rollback`` of an adapter whose canary is being observed
+    may: they are then told to that rollout (``deciding``) instead of beginning something new.
+    """
+    for one in running:
+        if not one.over and (why := _excludes(one, kind, params)):
+            return f"Operation '{one.id}' ({one.kind.value}) is going on: {why}"
+    return None
+
+
+def deciding(running: Iterable[Operation], kind: OperationKind, params: Params) -> Operation | None:
+    """Return the canary that a ``promote`` or ``rollback`` decides, if one is being observed."""
+    if kind not in (_K.ADAPTER_PROMOTE, _K.ADAPTER_ROLLBACK):
+        return None
+    return next((one for one in running if _is_observed(one) and _same_line(one, params)), None)
+
+
+def _excludes(one: Operation, kind: OperationKind, params: Params) -> str | None:
+    if one.kind in ROLLOUTS:
+        return _beside_rollout(one, kind, params)
+    if _stops(one) and kind is _K.RESUME:
+        meet = overlap(read.scope(one.params), read.scope(params))
+        return "boards are still stopping; resume once it is answered." if meet else None
+    if one.kind is _K.ADAPTER_STAGE and kind in (_K.ADAPTER_STAGE, _K.ADAPTER_RETIRE):
+        return _same_version(one, params, "that version is being staged.")
+    return None
+
+
+def _stops(one: Operation) -> bool:
+    """Whether it stops boards; a reset that interrupts what runs does so for a moment."""
+    resets = one.kind is _K.CACHE_RESET
+    return one.kind is _K.PAUSE or (
+        resets and read.flag(one.params, "reset_running_requests", default=False)
+    )
+
+
+def _beside_rollout(one: Operation, kind: OperationKind, params: Params) -> str | None:
+    if kind in ROLLOUTS:
+        return _rollouts(one, kind, params)
+    if kind in _PAUSING:
+        return _pause_against_rollout(one, params)
+    if kind is _K.ADAPTER_STAGE and one.kind is _K.ADAPTER_RETIRE:
+        return _same_version(one, params, "that version is being retired.")
+    return None
+
+
+def _rollouts(one: Operation, kind: OperationKind, params: Params) -> str | None:
+    if one.params.get("model") != params.get("model"):
+        return None
+    decides = kind in (_K.ADAPTER_PROMOTE, _K.ADAPTER_ROLLBACK)
+    if decides and _is_observed(one) and _same_line(one, params):
+        return None
+    return "only one operation at a time changes what a model serves."
+
+
+def _pause_against_rollout(one: Operation, params: Params) -> str | None:
+    at_once = (one.params.get("strategy") or "atomic") == "atomic"  # null is a default as well
+    if one.kind not in _HOLDERS or not at_once or one.phase not in HOLDING:
+        return None
+    held = Scope(
+        models=(read.text(one.params, "model"),), adapter=read.optional_text(one.params, "name")
+    )
+    meet = overlap(held, read.scope(params))
+    return "it holds the boards for a moment; try again." if meet else None
+
+
+def _is_observed(one: Operation) -> bool:
+    return (
+        not one.over and one.kind is OperationKind.ADAPTER_ROLLOUT and one.phase is Phase.OBSERVING
+    )
+
+
+def _same_line(one: Operation, params: Params) -> bool:
+    return all(one.params.get(name) == params.get(name) for name in ("model", "name"))
+
+
+def _same_version(one: Operation, params: Params, why: str) -> str | None:
+    if not _same_line(one, params):
+        return None
+    versions = (one.params.get("version"), params.get("version"))
+    return why if None in versions or versions[0] == versions[1] else None

@@ -1,0 +1,88 @@
+"""What a Coordinator that starts makes of what it finds: nothing half-done is left.
+
+It knows the last desired state and the operations as they were written down, both in the same
+transaction. What boards do it need not know: they are brought to what it returns, like any board
+that comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rkserve.control import changes
+from rkserve.control.operations import (
+    ROLLOUTS,
+    Operation,
+    OperationError,
+    OperationKind,
+    OperationState,
+    Phase,
+)
+from rkserve.desired import Desired, Pause
+
+INTERRUPTED = "operation_interrupted"
+_UNDONE = "The Coordinator was restarted before it was done; what it had changed was taken back."
+_FAILED = "The Coordinator was restarted before it had changed anything; ask again."
+_UNKNOWN = "The Coordinator was restarted; which boards have done it is not known: ask again."
+
+_K, _S = OperationKind, OperationState
+# One change of the desired state is all that these do: once it is written, it stands.
+_ONE_CHANGE = frozenset({_K.RESUME, _K.LABEL, _K.ADAPTER_STAGE, _K.ADAPTER_RETIRE})
+
+
+def recover(
+    desired: Desired, operations: Iterable[Operation], now_s: float
+) -> tuple[Desired, tuple[Operation, ...]]:
+    """Return what the cluster shall be now, and the operations that have changed.
+
+    ``operations`` are all that are not over, and those that made a pause that is there.
+    ``now_s`` is in seconds since 1970. Pauses that were not acknowledged yet, those whose lease has
+    ended and all that rollouts made are taken back, and so is every candidate: a rollout that had
+    not committed is undone, one that had stands, ``partial`` until all boards have followed. It is
+    at most one epoch later; a second time it changes nothing.
+    """
+    known = {one.id: one for one in operations}
+    ended = {one.id: _ended(desired, one, now_s) for one in known.values() if not one.over}
+    after = {**known, **ended}
+    dead = {pause.operation for pause in desired.pauses if _is_dead(pause, after)}
+    candidates = [line for line in desired.lines if line.candidate is not None]
+    recovered = changes.as_one(
+        desired,
+        lambda now: changes.expire(now, now_s)[0],
+        *(lambda now, one=one: changes.withdraw(now, one) for one in sorted(dead)),
+        *(lambda now, one=one: changes.drop(now, one.model, one.name) for one in candidates),
+    )
+    return recovered, tuple(ended.values())
+
+
+def _is_dead(pause: Pause, operations: dict[str, Operation]) -> bool:
+    made_by = operations.get(pause.operation)
+    if made_by is None:
+        return False  # an old one, whose record was forgotten: it was acknowledged long ago
+    return made_by.kind in ROLLOUTS or made_by.state in (_S.FAILED, _S.UNDONE)
+
+
+def _ended(desired: Desired, one: Operation, now_s: float) -> Operation:
+    if one.kind in (_K.CACHE_RESET, _K.ABORT):
+        return one.end(_S.FAILED, now_s, OperationError(503, INTERRUPTED, _UNKNOWN))
+    if stands(desired, one):
+        return one.end(_S.PARTIAL, now_s)
+    if one.epoch:
+        return one.end(_S.UNDONE, now_s, OperationError(503, INTERRUPTED, _UNDONE))
+    return one.end(_S.FAILED, now_s, OperationError(503, INTERRUPTED, _FAILED))
+
+
+def stands(desired: Desired, one: Operation) -> bool:
+    """Whether what it asks for is desired by now, so that boards need only follow.
+
+    A pause never does before it is acknowledged: whoever asked for it was not told that it holds.
+    """
+    if not one.epoch or one.kind is _K.PAUSE:
+        return False
+    if one.kind in _ONE_CHANGE:
+        return True
+    if one.kind is _K.ADAPTER_ROLLOUT:
+        line = desired.line(str(one.params.get("model")), str(one.params.get("name")))
+        active = None if line is None or line.candidate else line.active
+        return active is not None and active.ref.version == one.params.get("version")
+    return one.phase is Phase.RELEASING

@@ -1,0 +1,385 @@
+"""The course of one change of what an adapter serves: events in, what to do next out.
+
+It decides and does nothing itself: whoever carries a ``Step`` out tells what came of it as an
+``Event``, in any order, also late or twice. It knows no board but by name, and time only as what
+it is told, in seconds of the caller's clock.
+
+The rule that it keeps: until the commit is asked for, a failure on a board that is there takes
+everything back; from then on the new version stands, and a board that has not followed is brought
+there later by whoever compares what boards are with what they shall be. Boards that die are left
+out. Boards that join, or come back, get the desired state of the moment, like any board, and have
+what it names before they serve; but a hold and a commit are for all that are there by then: whoever
+carries these out asks the newcomers too and tells of them (``Joined``), so that none goes on with
+what it was told before.
+
+::
+
+    atomic    STAGE all, LOAD all, HOLD all (the adapter only), COMMIT (new version, hold released)
+    rolling   STAGE all, OFFER (to nobody), for each board LOAD and SWITCH, ``max_unavailable`` at
+              a time, COMMIT
+    canary    STAGE all, LOAD all, ``max_unavailable`` at a time, OFFER (to a part of the sessions),
+              observe until there is a verdict, COMMIT
+    rollback  HOLD all, COMMIT (the previous version is back, hold released)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TypeAlias
+
+from rkserve.control.judge import Judgement, Verdict
+from rkserve.control.operations import OperationError, OperationState, Phase
+from rkserve.control.plan import Ask, Move, Plan, Strategy
+
+# An observation without a verdict goes on for so many times what was asked for, and then so many
+# seconds at least, before the version is taken back: a quiet cluster proves nothing.
+PATIENCE = 10
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Observe:
+    """Judge the candidate again and again, and tell each ``Judgement`` (``Judged``), to the end.
+
+    ``until_s`` is when a good verdict will be enough, by the caller's clock.
+    """
+
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """It is over: nothing more is to be done. ``lagging`` boards have not followed the commit.
+
+    ``error`` says why where the version did not come in.
+    """
+
+    state: OperationState
+    error: OperationError | None = None
+    lagging: tuple[str, ...] = ()
+
+
+Step: TypeAlias = Ask | Observe | Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A board answered a move, or did not in time; ``error`` of None is good."""
+
+    move: Move
+    board_id: str
+    error: OperationError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A board is not there any more: it died or left. What it is asked for is asked in vain."""
+
+    board_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A board that was no part of it is asked for the move of the moment like the others.
+
+    It comes before its answer. Other moves than a hold, a commit and an undo are none of its
+    business: it loads the version when it needs it.
+    """
+
+    board_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A change could not be made or written down, and no board was told of it.
+
+    An ``UNDO`` is never refused: whoever cannot write it down tries again, or starts anew.
+    """
+
+    move: Move
+    error: OperationError
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What was found of the candidate that is being observed."""
+
+    judgement: Judgement
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """Someone promotes the candidate that is being observed, or rolls it back. ``who`` says who."""
+
+    promote: bool
+    who: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """It shall end now: its time is up, or someone stops it."""
+
+    error: OperationError
+
+
+Event: TypeAlias = Answered | Gone | Joined | Refused | Judged | Decided | Cancelled
+
+
+class Round(Enum):
+    """The parts of a course that are not one move of all boards."""
+
+    ROLL = "roll"
+    OBSERVE = "observe"
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Where a rollout is. Made by ``start``, and by nobody else than ``advance`` changed."""
+
+    plan: Plan
+    boards: tuple[str, ...]
+    at: Move | Round
+    asked: frozenset[tuple[Move, str]] = frozenset()
+    done: frozenset[tuple[Move, str]] = frozenset()
+    lagging: frozenset[str] = frozenset()
+    changed: bool = False
+    observed_from_s: float = math.inf
+    error: OperationError | None = None
+    ended: OperationState | None = None
+
+    @property
+    def committed(self) -> bool:
+        """Whether the new version stands, whatever may still happen."""
+        return self.at is Move.COMMIT
+
+    @property
+    def phase(self) -> Phase:
+        """What to record of it."""
+        return Phase.DONE if self.ended else _PHASES[self.at]
+
+
+_PHASES: dict[Move | Round, Phase] = {
+    Move.STAGE: Phase.STAGING,
+    Move.LOAD: Phase.LOADING,
+    Move.HOLD: Phase.STOPPING,
+    Move.OFFER: Phase.SWITCHING,
+    Round.ROLL: Phase.SWITCHING,
+    Round.OBSERVE: Phase.OBSERVING,
+    Move.COMMIT: Phase.RELEASING,
+    Move.UNDO: Phase.UNDOING,
+}
+_COURSES: dict[Strategy, tuple[Move | Round, ...]] = {
+    Strategy.ATOMIC: (Move.STAGE, Move.LOAD, Move.HOLD, Move.COMMIT),
+    Strategy.ROLLING: (Move.STAGE, Move.OFFER, Round.ROLL, Move.COMMIT),
+    Strategy.CANARY: (Move.STAGE, Move.LOAD, Move.OFFER, Round.OBSERVE, Move.COMMIT),
+}
+_BACK: tuple[Move | Round, ...] = (Move.HOLD, Move.COMMIT)
+# These are for every board that is there, whether it was when the rollout began or not.
+EVERYWHERE = frozenset({Move.HOLD, Move.COMMIT, Move.UNDO})
+_CHANGING = frozenset({Move.HOLD, Move.OFFER, Move.SWITCH, Move.COMMIT})
+NO_BOARD = OperationError(503, "no_board", "No board is left that could show the version good.")
+Next: TypeAlias = tuple[Rollout, tuple[Step, ...]]
+
+
+def start(plan: Plan, now_s: float) -> Next:
+    """Begin: return where it is and what to do first, in this order."""
+    rollout = Rollout(plan, plan.boards, _course(plan)[0])
+    return _go_on(rollout, now_s) if plan.boards else _take_back(rollout, NO_BOARD)
+
+
+def advance(rollout: Rollout, event: Event, now_s: float) -> Next:
+    """Return where it is after an event, and what to do next, in this order.
+
+    ``now_s`` is in seconds of the same clock as ever. What comes too late, or twice, or for a board
+    that is gone, changes nothing.
+    """
+    if rollout.ended:
+        return rollout, ()
+    if isinstance(event, Judged | Decided):
+        return _observed(rollout, event, now_s)
+    if isinstance(event, Answered):
+        return _answered(rollout, event, now_s)
+    if isinstance(event, Gone):
+        return _gone(rollout, event.board_id, now_s)
+    if isinstance(event, Joined):
+        return _joined(rollout, event.board_id), ()
+    return _refused(rollout, event) if isinstance(event, Refused) else _cancelled(rollout, event)
+
+
+def _observed(rollout: Rollout, event: Judged | Decided, now_s: float) -> Next:
+    if rollout.at is not Round.OBSERVE:
+        return rollout, ()
+    if isinstance(event, Judged):
+        return _judged(rollout, event.judgement, now_s)
+    return _decided(rollout, event, now_s)
+
+
+def _course(plan: Plan) -> tuple[Move | Round, ...]:
+    return _BACK if plan.version is None else _COURSES[plan.strategy]
+
+
+def _answered(rollout: Rollout, event: Answered, now_s: float) -> Next:
+    answer = (event.move, event.board_id)
+    if answer not in rollout.asked or answer in rollout.done:
+        return rollout, ()
+    if rollout.at is Move.UNDO and event.move is not Move.UNDO:
+        return rollout, ()
+    if event.error is not None:
+        if event.move not in (Move.COMMIT, Move.UNDO):
+            return _take_back(rollout, event.error)
+        rollout = replace(rollout, lagging=rollout.lagging | {event.board_id})
+    return _go_on(replace(rollout, done=rollout.done | {answer}), now_s)
+
+
+def _gone(rollout: Rollout, board_id: str, now_s: float) -> Next:
+    if board_id not in rollout.boards:
+        return rollout, ()
+    boards = tuple(one for one in rollout.boards if one != board_id)
+    # What it was asked for is forgotten with it: if it comes back, nothing of it is waited for.
+    rollout = replace(
+        rollout,
+        boards=boards,
+        asked=frozenset(one for one in rollout.asked if one[1] != board_id),
+        lagging=rollout.lagging - {board_id},
+    )
+    if not boards and rollout.at not in (Move.COMMIT, Move.UNDO):
+        return _take_back(rollout, NO_BOARD)
+    return _go_on(rollout, now_s)
+
+
+def _joined(rollout: Rollout, board_id: str) -> Rollout:
+    if rollout.at not in EVERYWHERE or board_id in rollout.boards:
+        return rollout
+    return replace(
+        rollout,
+        boards=(*rollout.boards, board_id),
+        asked=rollout.asked | {(Move(rollout.at), board_id)},
+    )
+
+
+def _refused(rollout: Rollout, event: Refused) -> Next:
+    if rollout.at is Move.UNDO or event.move not in _CHANGING:
+        return rollout, ()
+    # Each course begins its changes with one of these: without it there is nothing to undo.
+    changed = event.move not in (Move.HOLD, Move.OFFER)
+    return _take_back(replace(rollout, changed=changed), event.error)
+
+
+def _cancelled(rollout: Rollout, event: Cancelled) -> Next:
+    if rollout.at not in (Move.COMMIT, Move.UNDO):
+        return _take_back(rollout, event.error)
+    late = {board for board in rollout.boards if (rollout.at, board) not in rollout.done}
+    return _finish(replace(rollout, lagging=rollout.lagging | late))
+
+
+def _judged(rollout: Rollout, judgement: Judgement, now_s: float) -> Next:
+    plan, since_s = rollout.plan, now_s - rollout.observed_from_s
+    if judgement.verdict is Verdict.BAD:
+        return _take_back(rollout, OperationError(409, "canary_failed", judgement.reason))
+    if not plan.auto or since_s < plan.observe_s:
+        return rollout, ()
+    if judgement.verdict is Verdict.GOOD:
+        return _enter_next(rollout, now_s)
+    if since_s < max(plan.observe_s * PATIENCE, PATIENCE_S):
+        return rollout, ()
+    why = f"No verdict within {since_s:.0f} s: {judgement.reason}"
+    return _take_back(rollout, OperationError(409, "canary_failed", why))
+
+
+def _decided(rollout: Rollout, event: Decided, now_s: float) -> Next:
+    if event.promote:
+        return _enter_next(rollout, now_s)
+    by = f" by {event.who}" if event.who else ""
+    return _take_back(rollout, OperationError(409, "rolled_back", f"It was rolled back{by}."))
+
+
+def _take_back(rollout: Rollout, error: OperationError) -> Next:
+    """Undo what was changed; where nothing was, it has failed and that is all."""
+    rollout = replace(rollout, error=error)
+    if not rollout.changed:
+        return _finish(rollout)
+    undoing = replace(rollout, at=Move.UNDO, lagging=frozenset())
+    asking, step = _ask(undoing, Move.UNDO, rollout.boards)
+    if rollout.boards:
+        return asking, (step,)
+    ended, steps = _finish(asking)
+    return ended, (step, *steps)
+
+
+def _finish(rollout: Rollout) -> Next:
+    lagging = tuple(sorted(rollout.lagging))
+    if rollout.at is Move.COMMIT:
+        state = OperationState.PARTIAL if lagging else OperationState.SUCCEEDED
+    else:
+        state = OperationState.UNDONE if rollout.at is Move.UNDO else OperationState.FAILED
+    return replace(rollout, ended=state), (Finish(state, rollout.error, lagging),)
+
+
+def _ask(rollout: Rollout, move: Move, boards: Iterable[str]) -> tuple[Rollout, Ask]:
+    asked = tuple(boards)
+    return (
+        replace(
+            rollout,
+            asked=rollout.asked | {(move, board) for board in asked},
+            changed=rollout.changed or move in _CHANGING,
+        ),
+        Ask(move, asked),
+    )
+
+
+def _go_on(rollout: Rollout, now_s: float) -> Next:
+    """Ask for what can be asked now; go on to the next part where this one is complete."""
+    if rollout.at is Round.OBSERVE:
+        return rollout, ()
+    if _complete(rollout):
+        if rollout.at in (Move.COMMIT, Move.UNDO):
+            return _finish(rollout)
+        return _enter_next(rollout, now_s)
+    steps: list[Step] = []
+    for move, boards in _due(rollout):
+        rollout, step = _ask(rollout, move, boards)
+        steps.append(step)
+    return rollout, tuple(steps)
+
+
+def _enter_next(rollout: Rollout, now_s: float) -> Next:
+    course = _course(rollout.plan)
+    rollout = replace(rollout, at=course[course.index(rollout.at) + 1])
+    if rollout.at is Round.OBSERVE:
+        until_s = now_s + rollout.plan.observe_s
+        return replace(rollout, observed_from_s=now_s), (Observe(until_s),)
+    return _go_on(rollout, now_s)
+
+
+def _complete(rollout: Rollout) -> bool:
+    last = Move.SWITCH if rollout.at is Round.ROLL else rollout.at
+    return all((last, board) in rollout.done for board in rollout.boards)
+
+
+def _due(rollout: Rollout) -> list[tuple[Move, tuple[str, ...]]]:
+    """Return what is to be asked of which boards now."""
+    if rollout.at is Round.ROLL:
+        return _due_in_turn(rollout, Move.SWITCH)
+    if rollout.at is Move.LOAD and rollout.plan.strategy is Strategy.CANARY:
+        return _due_in_turn(rollout, Move.LOAD)
+    move = Move(rollout.at)
+    fresh = tuple(board for board in rollout.boards if (move, board) not in rollout.asked)
+    return [(move, fresh)] if fresh else []
+
+
+def _due_in_turn(rollout: Rollout, last: Move) -> list[tuple[Move, tuple[str, ...]]]:
+    """Let ``max_unavailable`` boards be away at a time, from the load on until ``last`` is done."""
+    asked, done = rollout.asked, rollout.done
+    waiting = [board for board in rollout.boards if (Move.LOAD, board) not in asked]
+    away = [
+        board
+        for board in rollout.boards
+        if (Move.LOAD, board) in asked and (last, board) not in done
+    ]
+    loaded = [board for board in away if (Move.LOAD, board) in done and (last, board) not in asked]
+    free = waiting[: max(0, rollout.plan.max_unavailable - len(away))]
+    due = [(last, tuple(loaded)), (Move.LOAD, tuple(free))]
+    return [(move, boards) for move, boards in due if boards]
