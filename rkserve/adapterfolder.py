@@ -1,7 +1,8 @@
-"""The LoRA adapters of a model folder, and which one the model name of a request means.
+"""The LoRA adapters of a model, and which one the model name of a request means.
 
-An adapter is ``adapters/<name>/<version>/adapter.rkllm``, where a ``manifest.json`` may stand
-beside it. It reads and judges files, and loads none. An adapter is known by the sha256 of its
+An adapter is ``<name>/<version>/adapter.rkllm`` on a shelf, where a ``manifest.json`` may stand
+beside it. A shelf is the folder ``adapters`` of a model folder, or a board's own folder of what was
+staged there. It reads and judges files, and loads none. An adapter is known by the sha256 of its
 file: a machine that has only the manifest (a head node) takes the word of that, and a board
 compares before it loads.
 """
@@ -49,6 +50,25 @@ class Manifest(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
+class Shelf:
+    """Where adapters of ``model`` lie; no link on it may lead out of ``within``."""
+
+    folder: Path
+    model: str
+    within: Path
+
+    @classmethod
+    def of_model(cls, folder: Path) -> Shelf:
+        """Return that of a model folder."""
+        return cls(folder / FOLDER, folder.name, folder)
+
+    @classmethod
+    def of_board(cls, folder: Path, model: str) -> Shelf:
+        """Return that of a board, which has its adapters of one model in ``folder`` alone."""
+        return cls(folder, model, folder)
+
+
+@dataclass(frozen=True, slots=True)
 class Adapter:
     """One version of an adapter, as it was found.
 
@@ -85,7 +105,12 @@ class Chosen:
 
 
 def adapters(folder: Path) -> tuple[Adapter, ...]:
-    """Return the adapters of a model folder, by name and then by version, the newest last.
+    """Return the adapters of a model folder; see ``shelved``."""
+    return shelved(Shelf.of_model(folder))
+
+
+def shelved(shelf: Shelf) -> tuple[Adapter, ...]:
+    """Return the adapters on a shelf, by name and then by version, the newest last.
 
     The first time it reads all of every file. What cannot be used is there too, ``broken``.
 
@@ -93,35 +118,49 @@ def adapters(folder: Path) -> tuple[Adapter, ...]:
         ConfigError: the folder of adapters, or one in it, cannot be listed.
     """
     return tuple(
-        _judge(folder, name, version)
-        for name in _names(folder / FOLDER)
-        for version in sorted(_names(folder / FOLDER / name), key=_natural)
+        _judge(shelf, name, version)
+        for name in _names(shelf.folder)
+        for version in sorted(_names(shelf.folder / name), key=version_order)
     )
 
 
-def open_adapter(folder: Path, ref: AdapterRef) -> Adapter:
+def open_adapter(shelves: Sequence[Shelf], ref: AdapterRef) -> Adapter:
     """Return the adapter of ``ref`` for loading: its file is here, and it is the one that is meant.
 
-    The file may still change before the runtime has read it; that is the operator's to avoid, by a
-    new version for a new content.
+    The first shelf goes first. The file may still change before the runtime has read it; that is
+    the operator's to avoid, by a new version for a new content.
 
     Raises:
-        AdapterBroken: the file is missing, broken or another one.
+        AdapterBroken: the file is missing, broken or another one, everywhere.
     """
     if not NAME.fullmatch(ref.name) or not NAME.fullmatch(ref.version):
         raise AdapterBroken(f"{ref.name}@{ref.version}", "its name is not one of an adapter")
-    found = _judge(folder, ref.name, ref.version)
+    reasons = ["this board serves no adapters"]
+    for shelf in shelves:
+        found = _judge(shelf, ref.name, ref.version)
+        reason = _unusable(found, ref)
+        if not reason:
+            return found
+        # What is wrong with a version that is there says more than that another place has none.
+        if (shelf.folder / ref.name / ref.version).is_dir():
+            reasons.insert(-1, reason)
+        else:
+            reasons[-1] = reason
+    raise AdapterBroken(f"{ref.name}@{ref.version}", reasons[0])
+
+
+def _unusable(found: Adapter, ref: AdapterRef) -> str:
+    """Return why a board cannot load ``found`` for ``ref``, or nothing."""
     if found.broken:
-        raise AdapterBroken(found.label, found.broken)
+        return found.broken
     if found.path is None:
-        raise AdapterBroken(found.label, f"{ADAPTER_FILE} is missing on this board")
+        return f"{ADAPTER_FILE} is missing on this board"
     if found.digest != ref.digest:
-        raise AdapterBroken(
-            found.label,
+        return (
             f"the file on this board has the sha256 {found.digest[:12]}..., and the request means "
-            f"{ref.digest[:12]}...; copy the same file everywhere",
+            f"{ref.digest[:12]}...; copy the same file everywhere"
         )
-    return found
+    return ""
 
 
 def resolve(asked: str, catalog: Mapping[str, Sequence[Adapter]]) -> Chosen:
@@ -159,10 +198,10 @@ def resolve(asked: str, catalog: Mapping[str, Sequence[Adapter]]) -> Chosen:
 
 def _matching(found: Sequence[Adapter], name: str, version: str | None) -> list[Adapter]:
     named = [a for a in found if a.name == name and version in (None, a.version)]
-    return sorted(named, key=lambda adapter: _natural(adapter.version))
+    return sorted(named, key=lambda adapter: version_order(adapter.version))
 
 
-def _natural(version: str) -> tuple[tuple[tuple[bool, int, str], ...], str]:
+def version_order(version: str) -> tuple[tuple[tuple[bool, int, str], ...], str]:
     """Order ``v9`` before ``v10`` and ``1.9`` before ``1.10``. No suffix is a pre-release."""
     parts = re.findall(r"[0-9]+|[^0-9]+", version)
     # 1.0 and 1.00 are equal as numbers; the text makes the order certain.
@@ -189,16 +228,16 @@ def _names(folder: Path) -> list[str]:
     return fit
 
 
-def _judge(folder: Path, name: str, version: str) -> Adapter:
+def _judge(shelf: Shelf, name: str, version: str) -> Adapter:
     """Return one adapter as it stands on this machine, usable or broken."""
-    place = folder / FOLDER / name / version
+    place = shelf.folder / name / version
     try:
-        manifest = _manifest(folder, place / MANIFEST_FILE)
-        file = _inside(folder, place / ADAPTER_FILE)
+        manifest = _manifest(shelf, place / MANIFEST_FILE)
+        file = _inside(shelf, place / ADAPTER_FILE)
         if file is None:
             return _announced(name, version, manifest)
         size_bytes, digest = file.stat().st_size, file_digest(file)
-        _compare(folder, manifest, size_bytes, digest)
+        _compare(shelf, manifest, size_bytes, digest)
     except _Unfit as exc:
         return Adapter(name, version, broken=str(exc))
     except OSError as exc:
@@ -216,19 +255,19 @@ def _announced(name: str, version: str, manifest: Manifest) -> Adapter:
     return Adapter(name, version, None, manifest.size or 0, manifest.sha256, manifest.scale)
 
 
-def _inside(folder: Path, file: Path) -> Path | None:
+def _inside(shelf: Shelf, file: Path) -> Path | None:
     """Return where ``file`` really is; None if it is not there at all."""
     try:
         real = file.resolve()
     except RuntimeError as exc:  # so says Python up to 3.12
         raise _Unfit(f"{file.name} is a link to itself") from exc
-    if not real.is_relative_to(folder.resolve()):
-        raise _Unfit(f"{file.name} leads out of the model folder, to {real}")
+    if not real.is_relative_to(shelf.within.resolve()):
+        raise _Unfit(f"{file.name} leads out of {shelf.within.name}, its folder, to {real}")
     return real if real.exists() else None
 
 
-def _manifest(folder: Path, file: Path) -> Manifest:
-    real = _inside(folder, file)
+def _manifest(shelf: Shelf, file: Path) -> Manifest:
+    real = _inside(shelf, file)
     if real is None:
         return Manifest()
     if real.stat().st_size > MANIFEST_MAX_BYTES:
@@ -245,15 +284,15 @@ def _said(error: ValidationError) -> str:
     return explain(error, Manifest).rstrip(".")
 
 
-def _compare(folder: Path, manifest: Manifest, size_bytes: int, digest: str) -> None:
-    for key, said, found in _claims(folder, manifest, size_bytes, digest):
+def _compare(shelf: Shelf, manifest: Manifest, size_bytes: int, digest: str) -> None:
+    for key, said, found in _claims(shelf, manifest, size_bytes, digest):
         if said is not None and said != found:
             raise _Unfit(f"{MANIFEST_FILE} says {key} {said}, and it is {found}")
 
 
 def _claims(
-    folder: Path, manifest: Manifest, size_bytes: int, digest: str
+    shelf: Shelf, manifest: Manifest, size_bytes: int, digest: str
 ) -> Iterator[tuple[str, str | int | None, str | int]]:
-    yield "base_model", manifest.base_model, folder.name
+    yield "base_model", manifest.base_model, shelf.model
     yield "size", manifest.size, size_bytes
     yield "sha256", manifest.sha256, digest

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rkserve.adapterfolder import Adapter, Chosen, adapters, open_adapter, resolve
+from rkserve.adapterfolder import Adapter, Chosen, Shelf, adapters, open_adapter, resolve
 from rkserve.errors import AdapterBroken, ConfigError, ModelNotFound, RequestError
 from rkserve.messages import AdapterRef
 
@@ -77,7 +77,7 @@ def test_a_machine_without_the_file_takes_the_manifest_s_word_and_a_board_does_n
     assert (found.path, found.size_bytes) == (None, 21)
     assert found.ref() == AdapterRef("legal", "v1", DIGEST, 2.0)
     with pytest.raises(AdapterBroken, match=r"legal@v1.*adapter\.rkllm is missing on this board"):
-        open_adapter(folder, found.ref())
+        open_adapter([Shelf.of_model(folder)], found.ref())
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_what_cannot_be_true_is_listed_as_broken_with_the_reason(
     with pytest.raises(AdapterBroken, match=words):
         broken.ref()
     with pytest.raises(AdapterBroken, match=words):
-        open_adapter(folder, AdapterRef("legal", "v1", DIGEST))
+        open_adapter([Shelf.of_model(folder)], AdapterRef("legal", "v1", DIGEST))
 
 
 @pytest.mark.parametrize("what", ["the file", "the version", "the name", "the manifest"])
@@ -136,7 +136,7 @@ def test_a_link_that_leads_out_of_the_model_folder_is_refused(
         place = put(folder)
         (place / name).unlink(missing_ok=True)
         (place / name).symlink_to(outside / name)
-    assert "leads out of the model folder" in the_only(folder).broken
+    assert "leads out of qwen, its folder" in the_only(folder).broken
 
 
 def test_a_link_within_the_model_folder_is_followed(folder: Path) -> None:
@@ -209,7 +209,10 @@ def test_versions_are_in_natural_order(folder: Path) -> None:
 def test_a_board_opens_what_the_request_means(folder: Path) -> None:
     put(folder)
     ref = the_only(folder).ref()
-    assert open_adapter(folder, ref).path == folder / "adapters" / "legal" / "v1" / "adapter.rkllm"
+    assert (
+        open_adapter([Shelf.of_model(folder)], ref).path
+        == folder / "adapters" / "legal" / "v1" / "adapter.rkllm"
+    )
 
 
 def test_a_board_whose_file_differs_or_was_changed_refuses_it_and_names_both(folder: Path) -> None:
@@ -219,7 +222,7 @@ def test_a_board_whose_file_differs_or_was_changed_refuses_it_and_names_both(fol
     (place / "adapter.rkllm").write_bytes(CONTENT.swapcase())
     os.utime(place / "adapter.rkllm", ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.raises(AdapterBroken, match=rf"the request means {DIGEST[:12]}"):
-        open_adapter(folder, ref)
+        open_adapter([Shelf.of_model(folder)], ref)
 
 
 @pytest.mark.parametrize("name", ["..", "../legal", "/etc", "", "a/b", "a\0b"])
@@ -227,12 +230,12 @@ def test_a_reference_never_leads_out_of_the_folder(folder: Path, name: str) -> N
     put(folder)
     for ref in (AdapterRef(name, "v1", DIGEST), AdapterRef("legal", name, DIGEST)):
         with pytest.raises(AdapterBroken, match="its name is not one of an adapter"):
-            open_adapter(folder, ref)
+            open_adapter([Shelf.of_model(folder)], ref)
 
 
 def test_an_adapter_that_a_board_does_not_have_is_missing_by_name(folder: Path) -> None:
     with pytest.raises(AdapterBroken, match=r"'new@v1' cannot be used: .* missing"):
-        open_adapter(folder, AdapterRef("new", "v1", DIGEST))
+        open_adapter([Shelf.of_model(folder)], AdapterRef("new", "v1", DIGEST))
 
 
 # -- what the model of a request means ------------------------------------------------------------

@@ -10,6 +10,7 @@ from fakes import run_loop
 
 from rkserve.adapterfolder import adapters
 from rkserve.deployments.assemble import Place, assemble
+from rkserve.desired import Desired
 from rkserve.errors import AdapterBroken, ConfigError
 from rkserve.groupconfig import BoardGroupConfig, SimulatedConfig
 from rkserve.messages import GenerateRequest
@@ -46,6 +47,7 @@ def test_the_memory_of_adapters_is_the_model_folders_to_limit(tmp_path: Path) ->
 
     async def main() -> None:
         await board.start()
+        await board.adopt(Desired())
         asked = GenerateRequest("r", "small", (), 4, prompt_text="Hi", adapter=found.ref())
         with pytest.raises(AdapterBroken, match=r"6 bytes .* the 5 bytes"):
             async for _ in board.generate(asked):

@@ -14,6 +14,7 @@ from board_bench import SETTINGS, Bench, Listener, request, talker, until
 from fakes import FakeEngine, Script, run_loop
 
 from rkserve.board.promptcache import CacheStore, Seal
+from rkserve.desired import AdapterVersion
 from rkserve.errors import (
     AdapterBroken,
     BoardFailed,
@@ -105,6 +106,27 @@ def test_a_context_is_not_reused_under_another_adapter(tmp_path: Path) -> None:
         assert (await bench.ask("b", *longer)).usage.cached_tokens > 0
 
     adapter_test(body, tmp_path)
+
+
+def test_a_version_that_was_staged_is_found_though_the_model_folder_has_none(
+    tmp_path: Path,
+) -> None:
+    content = b"weights that were sent"
+    ref = AdapterRef("sent", "7", hashlib.sha256(content).hexdigest())
+    version = AdapterVersion(ref, len(content))
+
+    async def body(bench: AdapterBench) -> None:
+        bench.refs["sent"] = ref
+        with pytest.raises(AdapterBroken, match="missing"):
+            await bench.ask("sent")
+        staged = bench.board.staged
+        assert staged.begin(version) == 0
+        staged.chunk(ref.digest, 0, content)
+        staged.commit(version)
+        assert (await bench.ask("sent")).reason is FinishReason.STOP
+        assert bench.board.report().adapters == (ref.key,)
+
+    adapter_test(body, tmp_path / "models", staged_dir=tmp_path / "own")
 
 
 def test_the_limit_is_kept_by_a_fresh_handle_and_nobody_is_lost(tmp_path: Path) -> None:

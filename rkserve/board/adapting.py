@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Protocol
 
-from rkserve.adapterfolder import open_adapter
+from rkserve.adapterfolder import Shelf, open_adapter
 from rkserve.board.adapters import Ready, Reinit
 from rkserve.board.live import LiveEngine
 from rkserve.errors import AdapterBroken, NativeError
@@ -31,11 +31,15 @@ class Room(Protocol):
 
 
 class Adapting:
-    """The adapters of one model folder, as one board loads them."""
+    """The adapters of one board as it loads them: those staged there, and the model folder's."""
 
-    def __init__(self, folder: Path | None) -> None:
-        """``folder`` is the model folder; None serves the base model alone."""
-        self._folder = folder
+    def __init__(self, folder: Path | None, staged: Shelf | None = None) -> None:
+        """``folder`` is the model folder. What was ``staged`` on the board goes before it.
+
+        Without either the base model alone is served.
+        """
+        shelves = (staged, None if folder is None else Shelf.of_model(folder))
+        self._shelves = tuple(shelf for shelf in shelves if shelf is not None)
 
     async def ready(self, room: Room, ref: AdapterRef) -> LiveEngine:
         """Return the engine of ``room`` once that holds ``ref`` under its key.
@@ -44,9 +48,7 @@ class Adapting:
             AdapterBroken: the file is missing, changed, or refused by the runtime.
             EngineHung, EngineDied: as any call.
         """
-        if self._folder is None:
-            raise AdapterBroken(f"{ref.name}@{ref.version}", "this board serves no adapters")
-        found = await asyncio.to_thread(open_adapter, self._folder, ref)
+        found = await asyncio.to_thread(open_adapter, self._shelves, ref)
         engine = room.live
         need = engine.adapters.need(ref, found.size_bytes)
         if isinstance(need, Ready):

@@ -8,8 +8,8 @@ come twice.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
 
 from rkserve.errors import QueueFull
 
@@ -45,6 +45,7 @@ class _Waiting:
     since_s: float
     key: Hashable
     returned: bool  # it had the board before
+    barred_s: float | None = None  # since when it may not start, and does not count as waiting
 
 
 class Admission:
@@ -53,7 +54,8 @@ class Admission:
     Up to ``batch`` requests of the same key share a run; ``key`` is whatever decides that they
     can. A run that is not full waits ``window_s`` for more, from the moment that the board is free
     and its first request is there. ``hold_s`` is how long one request may let others wait for a
-    board that it only holds (``hold``), over all of its pauses; None is for ever.
+    board that it only holds (``hold``), over all of its pauses; None is for ever. What is barred
+    keeps its place, does not start, and its time does not run; ``bar`` says which.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Admission:
         self._hold_s = hold_s
         # In the order of service: those that come back, then the others, each as they came.
         self._queue: list[_Waiting] = []
+        self._barred: Callable[[int], bool] = lambda _: False
         self._free_since_s: float | None = None  # None: busy, or not ready
         self._held_since_s: float | None = None
         self._hold_left_s: float | None = None  # of this hold; None: for ever, or said already
@@ -94,7 +97,7 @@ class Admission:
         if len(self._queue) >= room:
             raise QueueFull(self.queued, self.retry_after_s())
         ahead = self.ahead
-        self._queue.append(_Waiting(ticket, now_s, key, returned=False))
+        self._queue.append(self._waiting(ticket, now_s, key, returned=False))
         return ahead
 
     def readmit(
@@ -107,7 +110,16 @@ class Admission:
         """
         returned = sum(waiting.returned for waiting in self._queue)
         place = returned + 1 if yields else returned
-        self._queue.insert(place, _Waiting(ticket, now_s, key, returned=not yields))
+        self._queue.insert(place, self._waiting(ticket, now_s, key, returned=not yields))
+
+    def bar(self, barred: Callable[[int], bool], now_s: float) -> None:
+        """Tickets that are ``barred`` do not start from now on; others do again."""
+        self._barred = barred
+        self._queue = [self._looked_at(waiting, now_s) for waiting in self._queue]
+
+    def rekey(self, ticket: int, key: Hashable) -> None:
+        """One that may be waiting shares its run with others from now on."""
+        self._queue = [replace(w, key=key) if w.ticket == ticket else w for w in self._queue]
 
     def withdraw(self, ticket: int) -> bool:
         """Take a request out of the queue; False where it is not waiting."""
@@ -119,7 +131,7 @@ class Admission:
 
     def holdable(self, spent_s: float) -> bool:
         """Whether one that has let others wait for ``spent_s`` already may hold the board now."""
-        return self._hold_s is None or spent_s < self._hold_s or not self._queue
+        return self._hold_s is None or spent_s < self._hold_s or not self._free
 
     def hold(self, now_s: float, spent_s: float = 0.0) -> None:
         """Those that run do not need the board now and yet keep it: a pause inside the runtime.
@@ -157,7 +169,7 @@ class Admission:
 
         It tells of a batch's window only after a ``decide`` has found the board free.
         """
-        events = [waiting.since_s + self._timeout_s for waiting in self._queue]
+        events = [waiting.since_s + self._timeout_s for waiting in self._free]
         events += [when_s for when_s in (self._release_s(), self._start_s()) if when_s is not None]
         return min(events, default=None)
 
@@ -171,18 +183,37 @@ class Admission:
         """Seconds until a place in the queue may be free: one typical run."""
         return max(1, round(self._typical_s))
 
+    @property
+    def _free(self) -> list[_Waiting]:
+        """Those that may start."""
+        return [waiting for waiting in self._queue if waiting.barred_s is None]
+
+    def _waiting(self, ticket: int, now_s: float, key: Hashable, *, returned: bool) -> _Waiting:
+        barred_s = now_s if self._barred(ticket) else None
+        return _Waiting(ticket, now_s, key, returned, barred_s)
+
+    def _looked_at(self, waiting: _Waiting, now_s: float) -> _Waiting:
+        barred = self._barred(waiting.ticket)
+        if barred is (waiting.barred_s is not None):
+            return waiting
+        if waiting.barred_s is None:
+            return replace(waiting, barred_s=now_s)
+        spent_s = now_s - waiting.barred_s
+        return replace(waiting, since_s=waiting.since_s + spent_s, barred_s=None)
+
     def _expire(self, now_s: float) -> Iterator[Expire]:
         # One that came back began to wait later than those behind it: all of them are looked at.
-        late = [w for w in self._queue if w.since_s + self._timeout_s <= now_s]
+        late = [w for w in self._free if w.since_s + self._timeout_s <= now_s]
         for waiting in late:
             self._queue.remove(waiting)
             yield Expire(waiting.ticket, now_s - waiting.since_s)
 
     def _waited_for_s(self) -> float | None:
         """Since when others wait for a board that is only held; None while nobody does."""
-        if self._held_since_s is None or not self._queue:
+        waiting = self._free
+        if self._held_since_s is None or not waiting:
             return None
-        return max(self._held_since_s, min(w.since_s for w in self._queue))
+        return max(self._held_since_s, min(w.since_s for w in waiting))
 
     def _release_s(self) -> float | None:
         """When those that hold the board have to let go of it; None while nobody waits for it."""
@@ -193,16 +224,17 @@ class Admission:
 
     def _start_s(self) -> float | None:
         """When the next run begins if nobody else comes; None where the board is not free."""
-        if self._free_since_s is None or not self._queue:
+        waiting = self._free
+        if self._free_since_s is None or not waiting:
             return None
-        startable_s = max(self._free_since_s, self._queue[0].since_s)
+        startable_s = max(self._free_since_s, waiting[0].since_s)
         full = len(self._mates()) == self._batch
         return startable_s if full else startable_s + self._window_s
 
     def _mates(self) -> list[_Waiting]:
         """The first in the queue, with those behind it that can share its run."""
-        key = self._queue[0].key
-        return [waiting for waiting in self._queue if waiting.key == key][: self._batch]
+        waiting = self._free
+        return [one for one in waiting if one.key == waiting[0].key][: self._batch]
 
     def _start(self) -> Start:
         mates = self._mates()

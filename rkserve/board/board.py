@@ -2,7 +2,8 @@
 
 The only glue of this room. Policy is elsewhere (admission, kv, watchdog, lifecycle, generation),
 and so is what a request goes through once it has the board (conduct, opening), what others ask of
-it meanwhile (control) and of the caches (upkeep). It knows neither Ray nor cffi nor HTTP.
+it meanwhile (control), of the caches (upkeep), and what the cluster shall be (holding). It knows
+neither Ray nor cffi nor HTTP.
 """
 
 from __future__ import annotations
@@ -10,33 +11,39 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import asdict
 from typing import TypeVar
 
-from rkserve.board import clock
+from rkserve.board import clock, reporting
 from rkserve.board.adapting import Adapting
 from rkserve.board.admission import Admission, Decision, Expire, Start
 from rkserve.board.caching import Caching
 from rkserve.board.conduct import Conductor
 from rkserve.board.control import Control
+from rkserve.board.duty import Charge
 from rkserve.board.engine import Engine, EngineFacts
 from rkserve.board.figures import Figures
 from rkserve.board.generation import Generation
+from rkserve.board.holding import Holding
 from rkserve.board.hooks import HookFactory
 from rkserve.board.interrupt import GenerationEvent
 from rkserve.board.job import Errand, Job
 from rkserve.board.keeper import Keeper
 from rkserve.board.live import LiveEngine
+from rkserve.board.probing import Probing
 from rkserve.board.settings import BoardSettings
+from rkserve.board.staged import Staged
 from rkserve.board.upkeep import Upkeep
+from rkserve.board.versions import VersionBook
+from rkserve.desired import Adoption, Desired, Probe
 from rkserve.errors import (
     BoardFailed,
     BoardOutOfOrder,
     ContextOverflow,
     EngineDied,
     EngineHung,
+    QueueFull,
     QueueTimeout,
     RkserveError,
     RunFailed,
@@ -92,13 +99,20 @@ class Board:
             hold_s=settings.pause_hold_s,
         )
         self.caching = Caching(settings.cache_rules, settings.caches, self.figures)
-        self.adapting = Adapting(settings.model_dir)
+        self.staged = Staged(settings.staged_dir, settings.board_id, settings.model)
+        self.adapting = Adapting(settings.model_dir, self.staged.shelf)
+        self.charge = Charge(
+            settings.board_id, settings.model, self.staged.present, governed=settings.governed
+        )
+        self.versions = VersionBook()
         self.jobs: dict[int, Job] = {}  # by ticket, as long as someone listens
         self._errands: dict[int, Errand] = {}
         self._at_work: list[Job | Errand] = []  # whose the board is now
         self._conductor = Conductor(self)
         self._control = Control(self, self._conductor)
+        self._holding = Holding(self, self._conductor)
         self._upkeep = Upkeep(self)
+        self._probing = Probing(self, self._conductor, settings.load_patience_s)
         self._tickets = itertools.count(1)
         self._failed_in_a_row = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -108,6 +122,7 @@ class Board:
 
     async def start(self) -> None:
         """Load the model. Raises ``RkserveError`` or ``OSError``; the board is then ``failed``."""
+        await asyncio.to_thread(self.staged.open)
         await self.caching.open()
         await self._keeper.start()
 
@@ -124,31 +139,7 @@ class Board:
 
     def report(self) -> BoardReport:
         """Return what the board is doing and what it has done."""
-        settings, keeper, live = self._settings, self._keeper, self._keeper.live
-        return BoardReport(
-            board_id=settings.board_id,
-            model=settings.model,
-            state=keeper.state,
-            reason=keeper.reason,
-            release=live.facts.release if live is not None else "",
-            platform=settings.platform,
-            node=settings.node,
-            pid=os.getpid(),
-            engine_pid=live.engine.pid if live is not None else 0,
-            context_len=settings.context_len,
-            kv_positions=live.context.positions if live is not None else 0,
-            running=len(self.admission.running),
-            queued=self.admission.queued,
-            queue_limit=settings.queue_limit,
-            library=settings.library,
-            paused=sum(job.state is GenerationState.PAUSED for job in self.jobs.values()),
-            n_batch=settings.n_batch,
-            adapters=live.adapters.keys if live is not None else (),
-            adapter_bytes=live.adapters.used_bytes if live is not None else 0,
-            engine_starts=keeper.starts,
-            engine_renewals=keeper.renewals,
-            **asdict(self.figures),
-        )
+        return reporting.report(self._settings, self._keeper, self)
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -162,8 +153,10 @@ class Board:
             RequestError: the board cannot serve this request as it stands.
             HookFailed: a hook raised. PauseExpired: nobody resumed it.
             BoardFailed: the board is out of order, or its engine was lost during the answer.
+            BoardBehind, EnginePaused: it takes no such request now.
         """
         live = self._keeper.open()
+        self.charge.check(request, time.time())
         ignored = () if live.facts.per_run_sampling else self._settings.ignored(request)
         if ignored and request.strict_sampling:
             raise SamplingFixed(live.facts.release, ignored)
@@ -171,12 +164,23 @@ class Board:
             raise ContextOverflow(len(request.prompt_ids), self.context_len)
         self.caching.check(request)
         job = self._job(request, live.facts, hooks)
-        ahead = self.admission.offer(job.ticket, clock.now_s(), job.key)
         self.jobs[job.ticket] = job
+        try:
+            ahead = self.admission.offer(job.ticket, clock.now_s(), job.key)
+        except QueueFull:
+            del self.jobs[job.ticket]
+            raise
         self.figures.requests += 1
         try:
             self.pump()
-            event: Event = Accepted(self.board_id, live.facts.release, ahead, ignored)
+            event: Event = Accepted(
+                self.board_id,
+                live.facts.release,
+                ahead,
+                ignored,
+                self.charge.label(job.ref),
+                self.charge.epoch or 0,
+            )
             yield event
             while not isinstance(event, Finished):
                 event = await job.next_event()
@@ -197,6 +201,27 @@ class Board:
     ) -> list[GenerationInfo]:
         """Pause, edit, resume or abort; see ``Control.control``."""
         return await self._control.control(generation, action, edit, choice)
+
+    async def abort_all(self, request_ids: Sequence[str] | None) -> int:
+        """Abort these generations, or all there are; return how many that were."""
+        return self._control.abort_all(request_ids)
+
+    async def adopt(self, desired: Desired) -> Adoption:
+        """Be what the cluster shall be; see ``Holding.adopt``."""
+        return await self._holding.adopt(desired)
+
+    async def load_adapter(
+        self, ref: AdapterRef, prompt_ids: tuple[int, ...], tokens: int
+    ) -> Probe:
+        """Load an adapter and try it; see ``Probing.load``."""
+        return await self._probing.load(ref, prompt_ids, tokens)
+
+    async def refresh(self, reason: str) -> None:
+        """Replace the engine by a fresh one between runs: nothing is loaded in it."""
+        self._keeper.open()
+        done = self.errand(lambda: self.renew(reason), first=True)
+        self._conductor.pauses.let_go()  # nobody who is paused keeps the board
+        await done
 
     async def kv(self) -> KvReport:
         """Return what the KV cache holds. Raises ``BoardFailed`` while there is no engine."""
@@ -233,8 +258,11 @@ class Board:
             context_len=self.context_len,
         )
         sampling = request.sampling if facts.per_run_sampling else None
-        key = (request.adapter and request.adapter.key, sampling)
-        return Job(next(self._tickets), generation, clock.now_s(), key)
+        job = Job(next(self._tickets), generation, clock.now_s(), sampling)
+        line = self.charge.line(request)
+        job.bind(self.charge.bind(request), line.epoch if line is not None else 0)
+        self._holding.admit(job)
+        return job
 
     def _leave(self, job: Job) -> None:
         """The consumer is gone, after the last event or before it."""

@@ -14,13 +14,15 @@ from rkserve.board.engine import RunEnded
 from rkserve.board.generation import Want
 from rkserve.board.interrupt import GenerationEvent
 from rkserve.board.job import Job
-from rkserve.board.kv import held
+from rkserve.board.leaving import abandon, keep, perf
 from rkserve.board.live import LiveEngine
 from rkserve.board.opening import Opening
-from rkserve.board.pauses import Pauses
+from rkserve.board.pauses import BY_CLUSTER, BY_REQUEST, Pauses
 from rkserve.board.run import Beginning, Run
 from rkserve.board.stage import Stage
 from rkserve.errors import (
+    AdapterBroken,
+    BoardFailed,
     EngineDied,
     HookFailed,
     RkserveError,
@@ -53,7 +55,7 @@ class Conductor:
                 wait_s = now_s - max(stage.free_since_s, job.queued_s)
                 job.tally.batch_wait_s += min(wait_s, stage.batch_window_s)
             job.waited(now_s)
-            job.seated = True
+            job.seated, job.yields = True, False
         if stage.n_batch == 1:
             await self._solo(jobs[0])
         else:
@@ -62,24 +64,82 @@ class Conductor:
     # -- what is asked of a job ---------------------------------------------------------------
 
     def pause(self, job: Job) -> None:
-        """Pause a job that generates; its state says when it is done."""
-        job.advance(_E.PAUSE_ASKED)
+        """Pause a job that generates; its state says when it is done.
+
+        One that the cluster has stopped is its client's from now on.
+        """
+        if job.state is _S.PAUSED:
+            job.goes_on, job.paused_by = False, BY_REQUEST
+            self.pauses.watch(job)
+            return
+        job.pause_asked = True
+        if job.state is not _S.PAUSING:
+            job.advance(_E.PAUSE_ASKED)
+            self._leave_run(job)
+
+    def stop(self, job: Job) -> None:
+        """Let a job that has a run leave it; before its first token it has left on return."""
+        job.advance(_E.HELD)
+        if not self._mute(job):
+            self._leave_run(job)
+
+    def _mute(self, job: Job) -> bool:
+        """Let the job leave a run that has given no token yet; False where it is in no such run.
+
+        The library cuts no prefill. So the run goes on for nobody, and the board is busy until it
+        has returned, while the job rests, or waits for the board as any other.
+        """
+        stage, run = self._stage, self._stage.live.running
+        if run is None or job not in run.seats or run.first_s is not None:
+            return False
+        run.leave(run.seats.index(job), clock.now_s())
+        job.seated = False
+        if self._concluded(job, run, paused=True):
+            stage.requeue(job)
+        if not run.jobs:
+            run.muted = True
+            stage.live.abort(run)
+        return True
+
+    def _leave_run(self, job: Job) -> None:
         run = self._stage.live.running
         if run is not None and job in run.seats:
             self._interrupt(run, job)
 
+    def make_way(self) -> None:
+        """Let those who have the board, running or paused, leave it for an errand that waits.
+
+        Those that ran go on by themselves, recomputed, as soon as they have the board again.
+        """
+        self.pauses.let_go()
+        run = self._stage.live.running
+        for job in run.jobs if run is not None else ():
+            if job.state in (_S.PREFILLING, _S.GENERATING):
+                job.yields = True
+                self.stop(job)
+
     def resume(self, job: Job) -> None:
-        """Let a paused job go on: at once where it holds the board, else when it has it again."""
+        """Let a paused job go on: at once where it holds the board, else when it has it again.
+
+        Under a hold it goes on after that.
+        """
+        if job.frozen:
+            job.goes_on, job.paused_by = True, BY_CLUSTER
+            return
         job.unpause(clock.now_s())
         job.advance(_E.RESUME_ASKED)
         if not self.pauses.holds(job) and not self._closed(job):
             self._stage.requeue(job)
 
-    def abort(self, job: Job) -> None:
-        """End a job in whatever state it is; its answer so far stands."""
+    def abort(self, job: Job, *, mute: bool = False) -> None:
+        """End a job in whatever state it is; its answer so far stands.
+
+        ``mute``: it has ended on return where its run is in the prefill.
+        """
         job.advance(_E.ABORT_ASKED)
         job.generation.aborted()
-        self.leave(job)
+        if not (mute and self._mute(job)):
+            self.leave(job)
 
     def leave(self, job: Job) -> None:
         """The job is over, aborted or without a consumer: see that nothing goes on for it."""
@@ -98,6 +158,9 @@ class Conductor:
         """End a job by an error."""
         if job.outcome is None:
             self._stage.figures.failed += 1
+            if isinstance(error, BoardFailed | AdapterBroken):
+                label = job.spans.label or self._stage.charge.label(job.ref)
+                self._stage.versions.failed(label)
         job.end(error)
 
     # -- one after the other ------------------------------------------------------------------
@@ -107,27 +170,53 @@ class Conductor:
         while going:
             live, begin = await self._opening.of_one(job)
             if self._closed(job):  # the client left, or aborted it, while that was prepared
-                await self._abandon(begin)
+                await abandon(self._stage, begin)
                 break
+            if job.frozen or begin.adapter != job.adapter:  # or the cluster has changed
+                await abandon(self._stage, begin)
+                if job.frozen:
+                    await self._stand_by(job)
+                    break
+                continue
             going = await self._once(job, live, begin)
+            if going and job.yields:
+                await self._stand_by(job)
+                break
         job.seated = False
+
+    async def _stand_by(self, job: Job) -> None:
+        """Let the job, which is to go on, wait for the board: it was stopped, or makes way."""
+        await self._opening.drain()
+        if self._closed(job):
+            return
+        if job.state is _S.PREFILLING:
+            job.advance(_E.HELD)
+        if job.state is not _S.PAUSING:
+            self._stage.requeue(job)
+        elif self._is_to_rest(job):  # what was to be resumed never began
+            self.pauses.rest(job)
+        else:
+            job.advance(_E.FREED)
+            self._stage.requeue(job)
 
     async def _once(self, job: Job, live: LiveEngine, begin: Beginning) -> bool:
         """Make one run of the job; return whether it needs another one at once."""
         job.generation.runtime_counts = live.facts.per_run_sampling
         try:
             live.require()
-            job.start()
+            self._start(job)
             run, ended = await live.run([job], begin, self._receive, job.request.sampling)
         except BaseException:
-            await self._abandon(begin)
+            await abandon(self._stage, begin)
             raise
+        if job not in run.seats:
+            return await self._unheard(begin, ended)
         if ended.end is RunEnd.FAILED:
             return await self._failed(job, begin, run, ended)
         if ended.end is not None:
-            job.tally.add(_perf(begin, run, ended), begin.reused)
+            self._count(job, perf(begin, run, ended), begin.reused)
         # First: whoever waits for the pause is told of it when the board is held.
-        await self._keep(begin, run, ended)
+        await keep(self._stage, begin, run, ended)
         paused = ended.end is RunEnd.PAUSED
         going = self._concluded(job, run, paused=paused)
         if job.state is _S.PAUSED and paused:
@@ -136,6 +225,14 @@ class Conductor:
             await self._opening.drain()
         return going
 
+    async def _unheard(self, begin: Beginning, ended: RunEnded) -> bool:
+        """A muted run has returned: the board is free. Whose it was goes on by itself."""
+        await abandon(self._stage, begin)
+        await self._opening.drain()
+        if ended.end is RunEnd.FAILED and not begin.resume:
+            raise RunFailed(self._stage.board_id, _reason(ended))
+        return False
+
     def _concluded(self, job: Job, run: Run, *, paused: bool) -> bool:
         """The job's part in a run is over: end it, pause it, or return that it goes on."""
         if not self._is_interrupted(job, run, paused=paused):
@@ -143,11 +240,20 @@ class Conductor:
             return False
         rewinds = job.generation.want is Want.REWIND and job.state is _S.GENERATING
         job.interrupted()
-        if not rewinds:
+        if rewinds:
+            job.advance(_E.REWOUND)
+        elif self._is_to_rest(job):
             self.pauses.rest(job)
             return False
-        job.advance(_E.REWOUND)
+        else:
+            job.advance(_E.FREED)
         return not self._closed(job)
+
+    def _is_to_rest(self, job: Job) -> bool:
+        """Whether anybody still wants it paused: a switch of versions, for one, does not."""
+        if job.frozen or job.pause_asked or job.generation.paused_by is not None:
+            return True
+        return job.state is not _S.PAUSING
 
     def _is_interrupted(self, job: Job, run: Run, *, paused: bool) -> bool:
         """Whether the answer is to go on after this run, now or later."""
@@ -163,7 +269,7 @@ class Conductor:
 
         A paused run that was not even resumed is ended, and the job goes on from its transcript.
         """
-        await self._abandon(begin)
+        await abandon(self._stage, begin)
         if not begin.resume:
             raise RunFailed(self._stage.board_id, _reason(ended))
         if run.given[0]:
@@ -182,17 +288,18 @@ class Conductor:
     async def _batch(self, jobs: list[Job]) -> None:
         """Make one run of up to ``n_batch`` jobs; each leaves it when its own part is over."""
         planned: tuple[LiveEngine, Beginning] | None = None
-        while (here := self._still_here(jobs)) != jobs or planned is None:
+        while (here := self._still_here(jobs)) != jobs or not _is_for(planned, jobs):
             if not here:
                 return
             jobs = here  # some may leave while the others' run is prepared
             planned = await self._opening.of_many(jobs)
+        assert planned is not None
         stage, (live, begin) = self._stage, planned
         live.require()
         for job in jobs:
             job.generation.runtime_counts = False  # the limit of a batch is its longest one's
             job.tally.batch = max(job.tally.batch, len(jobs))
-            job.start()
+            self._start(job)
         seats = [*jobs, *[None] * (stage.n_batch - len(jobs))]
         run, ended = await live.run(seats, begin, self._receive, jobs[0].request.sampling)
         stage.figures.batch_runs += 1
@@ -207,7 +314,15 @@ class Conductor:
         """Return those who need a run; the others are settled."""
         for job in jobs:
             job.seated = not self._closed(job)
-        return [job for job in jobs if job.seated]
+        here = [job for job in jobs if job.seated]
+        staying = [job for job in here if not job.frozen]
+        # The cluster may have stopped some, or given them another version than the first has.
+        staying = [job for job in staying if job.adapter == staying[0].adapter]
+        for job in here:
+            if job not in staying:
+                job.seated = False
+                self._stage.requeue(job)
+        return staying
 
     def _depart(self, run: Run, job: Job) -> None:
         """The job's part in a batch is over, while the run may go on for others."""
@@ -215,7 +330,7 @@ class Conductor:
         entry = run.seats.index(job)
         run.leave(entry, now_s)
         job.seated = False
-        job.tally.add(run.clocked(entry, now_s), reused=0)
+        self._count(job, run.clocked(entry, now_s), reused=0)
         if self._concluded(job, run, paused=True):
             self._stage.requeue(job)
         if not run.jobs and live.running is run:
@@ -263,6 +378,8 @@ class Conductor:
         elif (
             run.pausable
             and job.request.native_pause
+            and not job.yields
+            and run.beginning.adapter == job.adapter  # else it is switched, and recomputed
             and (job.generation.want is Want.REWIND or self.pauses.holdable(job))
         ):
             live.pause(run)
@@ -298,6 +415,20 @@ class Conductor:
 
     # -- the end ------------------------------------------------------------------------------
 
+    def _start(self, job: Job) -> None:
+        """A run of the job begins, with the version that it is bound to now."""
+        label = self._stage.charge.label(job.ref)
+        if not job.begun:
+            self._stage.versions.began(label)
+        job.spans.begin(label, job.generation.tokens)
+        job.start()
+
+    def _count(self, job: Job, perf: Perf, reused: int) -> None:
+        """A run of the job has taken so much."""
+        job.tally.add(perf, reused)
+        if job.spans.label is not None:
+            self._stage.versions.ran(job.spans.label, perf.decode_tokens, perf.decode_ms)
+
     def _closed(self, job: Job) -> bool:
         """Settle a job that needs no run any more; return whether it was one."""
         if not job.over and not job.generation.complete:
@@ -324,37 +455,12 @@ class Conductor:
         usage, timings = job.tally.usage(generation.tokens), job.tally.timings()
         if job.tally.runs > 0:
             stage.figures.count(usage, timings)
-        job.end(Finished(reason, usage, timings))
-
-    async def _keep(self, begin: Beginning, run: Run, ended: RunEnded) -> None:
-        """Do what is due to the prompt caches after a run that has one."""
-        caching = self._stage.caching
-        if begin.hit is not None:
-            prefilled = ended.perf.prefill_tokens if ended.in_order else None
-            caching.used(begin.hit, prefilled, len(begin.base), ended.cache_refused)
-        if begin.save is None:
-            return
-        trusted = not run.stopping or self._stage.live.quirk("kv_valid_after_abort")
-        # The last token never was computed, so that it is not in the file. Mostly the KV cache is
-        # empty when its size is asked for: a run without history is forgotten with its end.
-        left = ended.kv_positions[0] if ended.kv_positions else 0
-        ids = run.transcript[:-1] if left == 0 else held(run.transcript, left)
-        if ended.in_order and trusted and ids:
-            caching.keep(begin.save, ids, begin.adapter)
-        else:
-            await caching.abandon(begin.save)
-
-    async def _abandon(self, begin: Beginning) -> None:
-        if begin.save is not None:
-            await self._stage.caching.abandon(begin.save)
+        job.end(Finished(reason, usage, timings, job.spans.of(generation.tokens)))
 
 
-def _perf(begin: Beginning, run: Run, ended: RunEnded) -> Perf:
-    """What a run took: by the runtime's word, and by the clock where it says nothing."""
-    if ended.in_order:
-        return ended.perf
-    restored = begin.reused if begin.hit is not None and ended.cache_refused is None else 0
-    return run.clocked(0, clock.now_s(), restored)
+def _is_for(planned: tuple[LiveEngine, Beginning] | None, jobs: Sequence[Job]) -> bool:
+    """Whether the run was planned for the version that the jobs are bound to now."""
+    return planned is not None and planned[1].adapter == jobs[0].adapter
 
 
 def _reason(ended: RunEnded) -> str:

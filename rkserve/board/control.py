@@ -68,6 +68,15 @@ class Control:
             jobs = await self._pause(jobs)
         return [self._info(job) for job in jobs]
 
+    def abort_all(self, request_ids: Sequence[str] | None) -> int:
+        """Abort the generations of these ids, of a completion or of a choice; None means all."""
+        asked = None if request_ids is None else [_parts(one) for one in request_ids]
+        jobs = [job for job in self._stage.jobs.values() if not job.over]
+        meant = [j for j in jobs if asked is None or any(_is_of(j, *one) for one in asked)]
+        for job in meant:
+            self._conductor.abort(job)
+        return len(meant)
+
     def _find(self, generation: str, action: ControlAction, choice: int | None) -> list[Job]:
         """Return the choices that have not ended."""
         held = [job for job in self._stage.jobs.values() if _is_of(job, generation, choice)]
@@ -84,7 +93,8 @@ class Control:
         refused: StateConflict | None = None
         for job in jobs:
             try:
-                judge(job.state, action)
+                if not _has_a_say(job, action):
+                    judge(job.state, action)
             except StateConflict as exc:
                 refused = refused or exc
             else:
@@ -95,7 +105,7 @@ class Control:
 
     async def _pause(self, jobs: Sequence[Job]) -> list[Job]:
         """Ask for the pause, and wait until nothing more is emitted."""
-        self._conductor.pauses.check(len(jobs))
+        self._conductor.pauses.check(sum(not job.pause_asked for job in jobs))
         for job in jobs:
             self._conductor.pause(job)
         for job in jobs:
@@ -162,3 +172,14 @@ def _fits(parts: tuple[str, int | None], generation: str, choice: int | None) ->
 
 def _is_of(job: Job, generation: str, choice: int | None) -> bool:
     return _fits(_parts(job.request.request_id), generation, choice)
+
+
+def _has_a_say(job: Job, action: ControlAction) -> bool:
+    """Whether a client may ask for it although the board has stopped the generation.
+
+    A pause of its own then outlives the cluster's, and one that goes on does so after that. One
+    that only makes way for an errand is paused instead of going on.
+    """
+    if action is ControlAction.PAUSE:
+        return job.goes_on or (job.state is _S.PAUSING and (job.frozen or job.yields))
+    return action is ControlAction.RESUME and job.goes_on

@@ -206,15 +206,20 @@ class Generation:
             raise self.failure
         return self.reason
 
+    @property
+    def pending(self) -> bool:
+        """Whether ``take`` has something to return."""
+        return bool(self._taken < self._certain or self._pending or self._retract)
+
     def take(self) -> Delta | None:
         """Return what came since the last call, or None.
 
         Ids are given out with their text. Those that an edit took back are not taken back here:
         ``tokens`` says how many count.
         """
-        fresh = tuple(self.token_ids[self._taken : self._certain])
-        if not fresh and not self._pending and not self._retract:
+        if not self.pending:
             return None
+        fresh = tuple(self.token_ids[self._taken : self._certain])
         delta = Delta(self._pending, fresh, self._retract)
         if self._retract:
             self._given = ["".join(self._given)[: -self._retract]]

@@ -17,6 +17,8 @@ class GenerationEvent(Enum):
     STARTED = "a run of it is started"
     TOKEN = "a token"
     PAUSE_ASKED = "a pause is asked for, by a call or by a hook"
+    HELD = "the cluster stops it, whatever it is doing"
+    FREED = "it is to go on, and never came to rest"
     PAUSED = "nothing more of it is emitted"
     EDITED = "an edit"
     RESUME_ASKED = "a resumption is asked for"
@@ -33,16 +35,21 @@ TRANSITIONS: dict[tuple[GenerationState, GenerationEvent], GenerationState] = {
     (_S.QUEUED, _E.ABORT_ASKED): _S.ABORTING,
     (_S.QUEUED, _E.ENDED): _S.ENDED,
     (_S.PREFILLING, _E.TOKEN): _S.GENERATING,
+    # Unlike a client the cluster may stop it here; the prefill itself cannot be cut.
+    (_S.PREFILLING, _E.HELD): _S.PAUSING,
     (_S.PREFILLING, _E.ABORT_ASKED): _S.ABORTING,
     (_S.PREFILLING, _E.ENDED): _S.ENDED,
     (_S.GENERATING, _E.TOKEN): _S.GENERATING,
     (_S.GENERATING, _E.PAUSE_ASKED): _S.PAUSING,
+    (_S.GENERATING, _E.HELD): _S.PAUSING,
     (_S.GENERATING, _E.REWOUND): _S.RESUMING,
     (_S.GENERATING, _E.ABORT_ASKED): _S.ABORTING,
     (_S.GENERATING, _E.ENDED): _S.ENDED,
     # A pause races the last token: the answer's end may still arrive, and is the good outcome.
     (_S.PAUSING, _E.TOKEN): _S.PAUSING,
     (_S.PAUSING, _E.PAUSED): _S.PAUSED,
+    # It was only switched to another version, or the cluster goes on already.
+    (_S.PAUSING, _E.FREED): _S.RESUMING,
     (_S.PAUSING, _E.ABORT_ASKED): _S.ABORTING,
     (_S.PAUSING, _E.ENDED): _S.ENDED,
     (_S.PAUSED, _E.EDITED): _S.PAUSED,

@@ -13,8 +13,16 @@ from typing import Any
 from rkserve.board.figures import Tally
 from rkserve.board.generation import Generation
 from rkserve.board.interrupt import GenerationEvent, advance
+from rkserve.board.versions import Spans
 from rkserve.errors import RkserveError
-from rkserve.messages import Delta, Finished, GenerateRequest, GenerationState, Paused
+from rkserve.messages import (
+    AdapterRef,
+    Delta,
+    Finished,
+    GenerateRequest,
+    GenerationState,
+    Paused,
+)
 
 _S, _E = GenerationState, GenerationEvent
 
@@ -22,16 +30,25 @@ _S, _E = GenerationState, GenerationEvent
 class Job:
     """A request between admission and its last event, over all of its runs and pauses.
 
-    ``ticket`` is the board's number for it: unlike a request id it never comes twice. ``key`` says
-    with whom it may share a run.
+    ``ticket`` is the board's number for it: unlike a request id it never comes twice. ``mates``
+    says with whom, of those with its adapter, it may share a run.
     """
 
     def __init__(
-        self, ticket: int, generation: Generation, arrived_s: float, key: Hashable = None
+        self, ticket: int, generation: Generation, arrived_s: float, mates: Hashable = None
     ) -> None:
         self.ticket = ticket
         self.generation = generation
-        self.key = key
+        self._mates = mates
+        self.ref: AdapterRef | None = self.request.adapter
+        self.line_epoch = 0  # of the line that chose ``ref``
+        self.spans = Spans()
+        self.begun = False  # some run of it was started
+        self.frozen = False  # the cluster is paused: no run of it may begin
+        self.goes_on = False  # it is paused by the cluster alone
+        self.yields = False  # it leaves its run for an errand, and goes on by itself after that
+        self.pause_asked = False  # by its client, while its run goes on
+        self.muted = False  # what it has is kept back until the cluster goes on
         self.arrived_s = arrived_s
         self.queued_s: float | None = (
             arrived_s  # since when it waits for the board; None: it has it
@@ -59,7 +76,16 @@ class Job:
     @property
     def adapter(self) -> str | None:
         """The key of its adapter; None is the base model."""
-        return self.request.adapter.key if self.request.adapter is not None else None
+        return self.ref.key if self.ref is not None else None
+
+    @property
+    def key(self) -> Hashable:
+        """Those that have the same one may share a run."""
+        return (self.adapter, self._mates)
+
+    def bind(self, ref: AdapterRef | None, line_epoch: int) -> None:
+        """Let its next run be with this version."""
+        self.ref, self.line_epoch = ref, line_epoch
 
     @property
     def over(self) -> bool:
@@ -89,6 +115,7 @@ class Job:
         """A run of it is started; again, if the one before never was."""
         if self.state is not _S.PREFILLING:
             self.advance(_E.STARTED)
+        self.begun = True
 
     def interrupted(self) -> None:
         """Its run was left before the answer's end."""
@@ -107,6 +134,7 @@ class Job:
         if self.expiry is not None:
             self.expiry.cancel()
         self.paused_s = self.expiry = self.paused_by = None
+        self.goes_on = False
 
     def end(self, outcome: Finished | RkserveError) -> None:
         """Settle how the request ended; the first word counts."""
@@ -130,8 +158,12 @@ class Job:
         """
         while True:
             self._news.clear()
+            if self.muted:
+                await self._news.wait()
+                continue
             delta = self.generation.take()
             if delta is not None:
+                self.wake()
                 return delta
             if self._pauses:
                 return self._pauses.popleft()
@@ -140,6 +172,16 @@ class Job:
             if self.outcome is not None:
                 return self.outcome
             await self._news.wait()
+
+    @property
+    def pending(self) -> bool:
+        """Whether something of the answer was not given out yet, and still will be."""
+        return not self.abandoned and not self.muted and self.generation.pending
+
+    def mute(self, *, muted: bool) -> None:
+        """Keep back, or give out, what there is for a consumer that did not take it in time."""
+        self.muted = muted
+        self._news.set()
 
     def tell(self) -> None:
         """There may be something new to give out: an edit, or what a rewind put in."""

@@ -20,6 +20,7 @@ from rkserve.board.job import Job
 from rkserve.board.kv import Ids, LiveContext, Range, Resume, held, plan_resume
 from rkserve.board.run import Beginning, Run
 from rkserve.board.watchdog import Patience, Watchdog
+from rkserve.desired import Probe
 from rkserve.errors import EngineDied, EngineHung
 from rkserve.messages import Sampling
 from rkserve.native.runtime import RunEnd
@@ -39,12 +40,14 @@ class PausedRun:
     """A run that the runtime itself has paused.
 
     ``ids`` of None: what the KV cache holds is not known. ``spliced``: something was cut out before
-    its end, so that what is behind was computed with it in view.
+    its end, so that what is behind was computed with it in view. ``adapter`` is the key of the one
+    that it runs with.
     """
 
     ids: Ids | None
     history: bool
     spliced: bool = False
+    adapter: str | None = None
 
 
 class LiveEngine:
@@ -60,6 +63,7 @@ class LiveEngine:
         self.paused: PausedRun | None = None
         self.positions: tuple[int, ...] = (0,) * engine.facts.n_batch  # by the runtime's last word
         self.aborted = False  # some run of this handle was; see quirk prompt_cache_after_abort
+        self.tried: dict[str, Probe] = {}  # what trial runs of its adapters found, by their keys
         self.running: Run | None = None
         self._cache_loaded = False
         self._board_id = board_id
@@ -95,12 +99,15 @@ class LiveEngine:
         """Whether the runtime itself may pause such a run and keep its KV cache."""
         return self.facts.n_batch == 1 and (not history or self.quirk("pause_with_history"))
 
-    def resumption(self, wanted: Ids, cuts: Sequence[Range]) -> Resume | None:
+    def resumption(self, wanted: Ids, cuts: Sequence[Range], adapter: str | None) -> Resume | None:
         """Return how the paused run goes on with ``wanted``, see ``plan_resume``; None: it cannot.
 
-        Of a conversation nothing is cut out where the runtime is not trusted with that.
+        Under another ``adapter`` its positions are worth nothing. Of a conversation
+        nothing is cut out where the runtime is not trusted with that.
         """
         paused = self.paused
+        if paused is not None and paused.adapter != adapter:
+            return None
         resume = plan_resume(paused.ids, wanted, cuts) if paused is not None else None
         if paused is None or resume is None or not resume.cut or not paused.history:
             return resume
@@ -126,7 +133,10 @@ class LiveEngine:
         if not beginning.resume:
             self.context.forget()  # known again once this run has ended in order
         # Where that fails the run may still be going on, and stays the running one.
-        ended = await self._supervise(run, self._command(run, sampling), receive)
+        try:
+            ended = await self._supervise(run, self._command(run, sampling), receive)
+        finally:
+            run.end()
         self.running = None
         self._settle(run, ended)
         return run, ended
@@ -230,7 +240,7 @@ class LiveEngine:
         self.paused = None
         if ended.end is RunEnd.PAUSED:
             found = held(run.transcript, ended.kv_positions[0]) if ended.kv_positions else None
-            self.paused = PausedRun(found, began.history, spliced)
+            self.paused = PausedRun(found, began.history, spliced, began.adapter)
         self._settle_context(run, ended, spliced=spliced)
 
     def _spliced(self, began: Beginning) -> bool:
@@ -245,7 +255,7 @@ class LiveEngine:
 
     def _settle_context(self, run: Run, ended: RunEnded, *, spliced: bool) -> None:
         began = run.beginning
-        stopped = run.stopping and not self.quirk("kv_valid_after_abort")
+        stopped = run.stopping and (run.muted or not self.quirk("kv_valid_after_abort"))
         in_text_mode = began.entries[0].prompt_text is not None
         if not ended.in_order or in_text_mode or stopped:
             self.context.forget()

@@ -36,7 +36,7 @@ class Opening:
         live = self._stage.live
         if live.paused is not None:
             wanted = job.generation.context
-            resume = live.resumption(wanted, job.generation.cuts)
+            resume = live.resumption(wanted, job.generation.cuts, job.adapter)
             if resume is not None:
                 return live, Beginning(
                     entries=(EntryCommand(resume.send),),
@@ -84,18 +84,19 @@ class Opening:
     async def _afresh(self, live: LiveEngine, job: Job) -> tuple[LiveEngine, Beginning]:
         """Extend the live context, or begin from a prompt cache, or from nothing."""
         caching = self._stage.caching
+        adapter = job.adapter  # the engine has this one, whatever the job is bound to meanwhile
         wanted, limit = job.generation.context, job.generation.budget
         history = _keeps_history(live, job)
-        plan = live.context.plan(wanted, job.adapter)
+        plan = live.context.plan(wanted, adapter)
         reused = plan.reused if history else 0
-        hit = await caching.choose(live, wanted, job.adapter, job.request.use_cache, reused)
+        hit = await caching.choose(live, wanted, adapter, job.request.use_cache, reused)
         if hit is None and reused:
             return live, Beginning(
                 entries=(EntryCommand(plan.send),),
                 base=wanted,
                 reused=reused,
                 history=True,
-                adapter=job.adapter,
+                adapter=adapter,
                 limit=limit,
             )
         if hit is not None and not caching.usable(live):
@@ -111,7 +112,7 @@ class Opening:
             reused=hit.tokens if hit is not None else 0,
             clear=live.context.ids != (),
             history=history,
-            adapter=job.adapter,
+            adapter=adapter,
             limit=limit,
             hit=hit,
             save=await caching.reserve_again(hit, history=history),
@@ -119,8 +120,12 @@ class Opening:
 
     async def _engine(self, job: Job) -> LiveEngine:
         """Return an engine that has the job's adapter."""
-        stage, ref = self._stage, job.request.adapter
-        return stage.live if ref is None else await stage.adapting.ready(stage, ref)
+        stage = self._stage
+        while True:
+            ref = job.ref
+            live = stage.live if ref is None else await stage.adapting.ready(stage, ref)
+            if job.ref == ref:  # else it was bound to another version while that was loaded
+                return live
 
 
 def outlook(live: LiveEngine, job: Job, *, holds: bool) -> tuple[Kv, int]:
@@ -131,7 +136,7 @@ def outlook(live: LiveEngine, job: Job, *, holds: bool) -> tuple[Kv, int]:
     context = job.generation.context
     kept = kept_ids(live, job, holds=holds)
     if kept is not None:
-        if live.resumption(context, job.generation.cuts) is not None:
+        if live.resumption(context, job.generation.cuts, job.adapter) is not None:
             return Kv.KEPT, common_prefix(kept, context)
     elif _keeps_history(live, job) and live.context.plan(context, job.adapter).reused:
         return Kv.KEPT, len(context)

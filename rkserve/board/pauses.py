@@ -17,6 +17,7 @@ from rkserve.messages import GenerationState, Paused
 
 _S, _E = GenerationState, GenerationEvent
 BY_REQUEST = "request"
+BY_CLUSTER = "cluster"
 
 
 class Pauses:
@@ -43,7 +44,7 @@ class Pauses:
 
     def _full(self, asked: int, *, beside: Job | None) -> bool:
         jobs = self._stage.jobs.values()
-        kept = sum(job.state in (_S.PAUSING, _S.PAUSED) and job is not beside for job in jobs)
+        kept = sum(_is_its_clients(job) and job is not beside for job in jobs)
         return kept + asked > self._stage.max_paused
 
     def _too_many(self) -> TooManyPaused:
@@ -60,14 +61,29 @@ class Pauses:
         if job.state is _S.GENERATING:
             job.advance(_E.PAUSE_ASKED)
         job.advance(_E.PAUSED)
-        job.paused_by = job.generation.paused_by or BY_REQUEST
+        job.goes_on = job.frozen and not job.pause_asked and job.generation.paused_by is None
+        job.pause_asked = job.yields = False
+        own = BY_CLUSTER if job.goes_on else BY_REQUEST
+        job.paused_by = job.generation.paused_by or own
         loop, live = asyncio.get_running_loop(), self._stage.live
         job.paused_s = loop.time()
-        kv, _ = outlook(live, job, holds=live.paused is not None and self.holdable(job))
-        job.announce(Paused(job.generation.paused_by, job.generation.tokens, kv))
+        # A run that goes on without it, muted, is what the handle is about to forget.
+        kept = live.paused is not None and live.running is None and self.holdable(job)
+        kv, _ = outlook(live, job, holds=kept)
+        by = BY_CLUSTER if job.goes_on else job.generation.paused_by
+        job.announce(Paused(by, job.generation.tokens, kv))
         job.seated = False
         self._stage.figures.pauses += 1
-        job.expiry = loop.call_later(self._stage.pause_timeout_s, self._expire, job)
+        self.watch(job)
+
+    def watch(self, job: Job) -> None:
+        """Let the time run that a client may leave its generation paused; not under a hold."""
+        if job.expiry is not None:
+            job.expiry.cancel()
+            job.expiry = None
+        if job.state is _S.PAUSED and not job.goes_on and not job.frozen:
+            loop = asyncio.get_running_loop()
+            job.expiry = loop.call_later(self._stage.pause_timeout_s, self._expire, job)
 
     def _expire(self, job: Job) -> None:
         before_s = job.tally.paused_s
@@ -96,3 +112,10 @@ class Pauses:
         """Others have waited long enough for the board that a paused job holds."""
         if self._let_go is not None and not self._let_go.done():
             self._let_go.set_result(None)
+
+
+def _is_its_clients(job: Job) -> bool:
+    """Whether a client's own wish, and not only the board's, keeps it paused."""
+    if job.state is _S.PAUSED:
+        return not job.goes_on
+    return job.state is _S.PAUSING and (job.pause_asked or not (job.frozen or job.yields))

@@ -63,10 +63,12 @@ class Run:
         self.pausable = pausable
         self.stopping = False  # an abort was asked for
         self.pausing = False  # a pause inside the runtime was asked for
+        self.muted = False  # everybody left before its first token: what it brings is nobody's
         self.given: list[list[int]] = [[] for _ in self.seats]  # every token, also nobody's
         self.left_s: list[float] = []  # when each job that did not stay to the end left
         self.started_s = self.token_s = asyncio.get_running_loop().time()
         self.first_s: float | None = None
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._nearer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -87,6 +89,11 @@ class Run:
         self.token_s = now_s
         if self.first_s is None:
             self.first_s = now_s
+
+    def end(self) -> None:
+        """It has returned, or is given up."""
+        if not self.over.done():
+            self.over.set_result(None)
 
     def leave(self, entry: int, now_s: float) -> None:
         """The job of this entry is not concerned any more."""

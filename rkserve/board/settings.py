@@ -17,8 +17,11 @@ class BoardSettings:
     """What one board is. Times in seconds, lengths in tokens.
 
     ``sampling`` is what the model is loaded with: on 1.2.x every request gets it. ``model_dir`` is
-    the model folder whose adapters are served; None serves none. ``hooks`` are put around every
-    generation, before those of its own.
+    the model folder whose adapters are served; None serves none. ``staged_dir`` is the board's own
+    folder for those that are sent to it, which go first; None takes none. ``hooks`` are put around
+    every generation, before those of its own. A board that is ``governed`` serves nothing before it
+    was told what it shall be (``Board.adopt``). ``load_patience_s`` is how long an adapter that is
+    to be tried waits for the end of a run before that has to make way.
     """
 
     board_id: str
@@ -42,6 +45,7 @@ class BoardSettings:
     pause_timeout_s: float = 600.0
     max_paused: int = 32
     model_dir: Path | None = None
+    staged_dir: Path | None = None
     max_adapters: int = 4
     max_adapter_bytes: int | None = None
     kv_position_bytes: int | None = None
@@ -50,6 +54,8 @@ class BoardSettings:
     park_min_tokens: int = 256
     vocab_size: int | None = None
     hooks: tuple[HookFactory, ...] = ()
+    governed: bool = False
+    load_patience_s: float = 2.0
 
     def ignored(self, request: GenerateRequest) -> tuple[str, ...]:
         """Return the sampling values asked for that a runtime cannot honour that fixes them."""

@@ -9,9 +9,11 @@ from typing import Protocol, TypeVar
 from rkserve.board.adapting import Adapting
 from rkserve.board.admission import Admission
 from rkserve.board.caching import Caching
+from rkserve.board.duty import Charge
 from rkserve.board.figures import Figures
 from rkserve.board.job import Job
 from rkserve.board.live import LiveEngine
+from rkserve.board.versions import VersionBook
 
 T = TypeVar("T")
 
@@ -28,6 +30,8 @@ class Stage(Protocol):
     pause_timeout_s: float
     max_paused: int
     figures: Figures
+    versions: VersionBook
+    charge: Charge
     admission: Admission
     caching: Caching
     adapting: Adapting

@@ -69,6 +69,8 @@ def assemble(group: BoardGroupConfig, place: Place, platform: str) -> Board:
         max_adapters=folder.settings.max_adapters,
         max_adapter_bytes=folder.settings.max_adapter_bytes,
         model_dir=folder.path,
+        governed=True,
+        staged_dir=place.state_dir / ADAPTERS / place.board_id,
         kv_position_bytes=folder.settings.kv_bytes_per_token,
         caches=_caches(group, place, folder, spec),
         park=group.prompt_cache.park,

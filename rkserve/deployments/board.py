@@ -18,6 +18,7 @@ from rkserve.deployments.assemble import Place, assemble
 from rkserve.deployments.hardware import HardwareView
 from rkserve.deployments.logs import log_with_serve
 from rkserve.deployments.naming import Node, board_name, find_node
+from rkserve.desired import AdapterVersion, Adoption, Desired, Probe
 from rkserve.errors import BoardStartFailed, RkserveError
 from rkserve.groupconfig import BoardGroupConfig
 from rkserve.messages import (
@@ -162,6 +163,40 @@ class BoardReplica:
     async def delete_cache(self, name: str) -> bool:
         """Delete a named prompt cache; False where there is none."""
         return await self._board.delete_cache(name)
+
+    async def adopt(self, desired: Desired) -> Adoption:
+        """Be what the cluster shall be; see ``Board.adopt``."""
+        return await self._board.adopt(desired)
+
+    async def load_adapter(
+        self, ref: AdapterRef, prompt_ids: tuple[int, ...], tokens: int
+    ) -> Probe:
+        """Load an adapter and try it; see ``Board.load_adapter``."""
+        return await self._board.load_adapter(ref, prompt_ids, tokens)
+
+    async def renew(self, reason: str) -> None:
+        """Replace the engine by a fresh one; see ``Board.refresh``."""
+        await self._board.refresh(reason)
+
+    async def abort_all(self, request_ids: tuple[str, ...] | None) -> int:
+        """Abort generations; see ``Board.abort_all``."""
+        return await self._board.abort_all(request_ids)
+
+    async def stage_begin(self, version: AdapterVersion) -> int:
+        """Return how many bytes of the version are on this board; see ``Staged.begin``."""
+        return await asyncio.to_thread(self._board.staged.begin, version)
+
+    async def stage_chunk(self, digest: str, offset: int, data: bytes) -> int:
+        """Write a part of a file; see ``Staged.chunk``."""
+        return await asyncio.to_thread(self._board.staged.chunk, digest, offset, data)
+
+    async def stage_commit(self, version: AdapterVersion) -> None:
+        """Make the version present; see ``Staged.commit``."""
+        await asyncio.to_thread(self._board.staged.commit, version)
+
+    async def unstage(self, version: AdapterVersion) -> bool:
+        """Take a version that no line names any more off the disk; see ``Staged.remove``."""
+        return await asyncio.to_thread(self._board.staged.remove, version)
 
     async def check_health(self) -> None:
         """Ray's question. Raises ``BoardFailed`` while the board cannot help itself."""
