@@ -11,7 +11,9 @@ from ray.serve.handle import DeploymentHandle
 
 from rkserve.config import RkserveConfig, parse_config, resolve_folder
 from rkserve.deployments.board import BoardReplica
+from rkserve.deployments.coordinator_replica import CoordinatorReplica
 from rkserve.deployments.follow_nodes import RESOURCE
+from rkserve.deployments.naming import HEAD
 from rkserve.deployments.router import RouterReplica
 from rkserve.errors import ConfigError
 from rkserve.groupconfig import BoardGroupConfig
@@ -26,6 +28,10 @@ FAREWELL_S = 15.0
 # A Router that is replaced only ends its answers, and those end with their boards at the latest.
 # Cut off earlier it could tell no client why, and the boards would work on for nobody.
 ROUTER_DRAIN_S = 3600.0
+# Every Router has a long poll there, and every control call waits for its end.
+COORDINATOR_CALLS = 1000
+COORDINATOR_DRAIN_S = 5.0
+HEAD_SHARE = 0.001  # of Ray's marker of the head node, of which there is 1: a place, not a load
 # How long the boards that Ray counts may differ from those that run before one is stopped: longer
 # than Serve takes to notice a dead replica, so that a dying node never costs a healthy one.
 DOWNSCALE_DELAY_S = 15.0
@@ -41,6 +47,21 @@ def build(args: dict[str, Any]) -> serve.Application:
     _check_profiles(config)
     _check_quirks(config)
     handles = {group.name: _boards(group, config) for group in config.deployed}
+    coordinator = serve.deployment(
+        CoordinatorReplica,
+        name="Coordinator",
+        num_replicas=1,
+        max_ongoing_requests=COORDINATOR_CALLS,
+        # A frozen one is replaced soon: tokens flow on without it, and nothing can be changed.
+        health_check_period_s=2.0,
+        health_check_timeout_s=10.0,
+        graceful_shutdown_wait_loop_s=0.2,
+        # What it leaves undone its successor finds in the ledger; Routers' long polls never end.
+        graceful_shutdown_timeout_s=COORDINATOR_DRAIN_S,
+        logging_config={"enable_access_log": False},
+        # Its ledger is on the head's disk.
+        ray_actor_options={"num_cpus": 0, "resources": {HEAD: HEAD_SHARE}},
+    ).bind(config, handles)
     router = serve.deployment(
         RouterReplica,
         name="Router",
@@ -50,7 +71,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         graceful_shutdown_timeout_s=ROUTER_DRAIN_S,
         ray_actor_options={"num_cpus": 0},
     )
-    return router.bind(config, handles)
+    return router.bind(config, handles, coordinator)
 
 
 def _check_profiles(config: RkserveConfig) -> None:

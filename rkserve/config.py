@@ -70,6 +70,69 @@ class RouterConfig(Settings):
         "environment of `serve run` stands in for it. Without a key those calls are taken from "
         "this machine only.",
     )
+    admin_key_file: Path | None = Field(
+        None,
+        description="File whose first line is the admin key, readable on the nodes that Routers "
+        "run on; it stands in for `admin_key`.",
+    )
+    api_keys_file: Path | None = Field(
+        None,
+        description="File with the keys that inference calls need, one on each line, `#` before "
+        "comments. Without it everybody may call.",
+    )
+
+
+def default_data_dir() -> Path:
+    """Where a user's programs keep what must outlive them."""
+    root = os.environ.get("XDG_DATA_HOME", "")
+    # The specification wants a relative value ignored.
+    return (Path(root) if Path(root).is_absolute() else Path("~/.local/share")) / "rkserve"
+
+
+class CoordinatorConfig(Settings):
+    """The keeper of what the cluster shall be."""
+
+    data_dir: Path = Field(
+        default_factory=default_data_dir,
+        description="Folder on the head node for the ledger (what the cluster shall be, the "
+        "operations, the audit log) and for uploaded adapters; it must be on a local disk, and one "
+        "application alone may use it. `~` is the home of Ray's user there.",
+        json_schema_extra={"default": "`rkserve` in `$XDG_DATA_HOME`, else in `~/.local/share`"},
+    )
+    max_adapter_bytes: int = Field(
+        2 * 1024**3, ge=1, description="Largest adapter that is taken, uploaded or registered."
+    )
+    allowed_paths: tuple[Path, ...] = Field(
+        (),
+        description="Folders of the head node from which adapters may be registered by their path.",
+    )
+    allowed_urls: tuple[str, ...] = Field(
+        (),
+        description="Beginnings of URLs from which adapters may be registered, such as "
+        "`https://models.example.org/lora/`.",
+    )
+    keep_versions: int = Field(
+        2,
+        ge=0,
+        le=64,
+        description="Versions of each adapter that stay addressable as `name@version` after a "
+        "newer one has replaced them, besides the one that a rollback returns to.",
+    )
+    stage_timeout_s: float = Field(
+        600.0, gt=0, description="Longest time for an adapter to reach the disks of all boards."
+    )
+    operation_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="How long a control call may take, such as a pause of the cluster, where the "
+        "call does not say; then what it did is undone.",
+    )
+    report_s: float = Field(
+        0.5, gt=0, description="How often the Coordinator asks the boards what they are."
+    )
+    max_operations: int = Field(
+        10_000, ge=100, description="Operations, and lines of the audit log, that are remembered."
+    )
 
 
 def default_state_dir() -> Path:
@@ -84,10 +147,14 @@ class RkserveConfig(Settings):
         ..., min_length=1, description="Groups of boards; several groups may serve several models."
     )
     router: RouterConfig = RouterConfig()
+    coordinator: CoordinatorConfig = Field(
+        default_factory=CoordinatorConfig, description="The keeper of what the cluster shall be."
+    )
     state_dir: Path = Field(
         default_factory=default_state_dir,
         description="Folder for lock files on every node; it must be on a local disk. `~` is the "
         "home of Ray's user on that node.",
+        json_schema_extra={"default": "per user, in the temporary folder"},
     )
 
     @property

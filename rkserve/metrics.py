@@ -19,6 +19,10 @@ TTFT_BUCKETS_S = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.2, 2, 4, 8, 15, 30, 60, 
 DURATION_BUCKETS_S = (0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
 # Published rows decode 2.5 to 45 tokens/s and prefill 28 to 946.
 DECODE_RATE_BUCKETS = (0.5, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 75, 100)
+# From a broadcast over loopback to a slow decode step, a drain and a large adapter on a slow disk.
+CONTROL_BUCKETS_S = (
+    0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 15, 60, 300, 900,
+)  # fmt: skip
 PREFILL_RATE_BUCKETS = (5, 10, 20, 40, 60, 80, 100, 150, 200, 300, 400, 600, 800, 1000, 1500, 2500)
 
 _BOARD_LABELS = ("board", "model")
@@ -169,6 +173,89 @@ class RouterMetrics:
             self._prefill_rate.labels(model).observe(timings.prefill_tokens / prefill_s)
         if timings.decode_tokens > 0 and decode_s > 0:
             self._decode_rate.labels(model).observe(timings.decode_tokens / decode_s)
+
+
+class CoordinatorMetrics:
+    """What the Coordinator does to the cluster. Kinds and phases are those of operations."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.operations = Counter(
+            "rkserve_operations",
+            "Operations that are over, by kind and how they ended; pauses, resumptions, staging, "
+            "rollouts and rollbacks are kinds, 'failed' and 'undone' are failures.",
+            ("kind", "state"),
+            registry=registry,
+        )
+        self.refused = Counter(
+            "rkserve_operations_refused",
+            "Control calls that were refused before they began, by the error's code.",
+            ("kind", "code"),
+            registry=registry,
+        )
+        self.running = Gauge(
+            "rkserve_operations_running", "Operations that go on now.", registry=registry
+        )
+        self.duration = Histogram(
+            "rkserve_operation_seconds",
+            "From a control call's arrival to the end of what it asked for.",
+            ("kind",),
+            buckets=CONTROL_BUCKETS_S,
+            registry=registry,
+        )
+        self.phase = Histogram(
+            "rkserve_operation_phase_seconds",
+            "Time that operations spent in one phase, such as staging or switching.",
+            ("kind", "phase"),
+            buckets=CONTROL_BUCKETS_S,
+            registry=registry,
+        )
+        self.broadcast = Histogram(
+            "rkserve_broadcast_seconds",
+            "From telling all boards what the cluster shall be to the last answer.",
+            buckets=CONTROL_BUCKETS_S,
+            registry=registry,
+        )
+        self.skew = Histogram(
+            "rkserve_broadcast_skew_seconds",
+            "From the first board's answer to the last one's.",
+            buckets=CONTROL_BUCKETS_S,
+            registry=registry,
+        )
+        self.staged_bytes = Counter(
+            "rkserve_staged_bytes", "Bytes of adapters brought to boards.", registry=registry
+        )
+        self.stage = Histogram(
+            "rkserve_stage_seconds",
+            "Time that one adapter took to be on one board's disk, verified.",
+            buckets=CONTROL_BUCKETS_S,
+            registry=registry,
+        )
+        self.board_failures = Counter(
+            "rkserve_control_failures",
+            "Control calls that a board failed or did not answer, by method and error code.",
+            ("method", "code"),
+            registry=registry,
+        )
+        self.reconciled = Counter(
+            "rkserve_reconciliations",
+            "Boards brought to what they shall be outside of an operation: joined, restarted, or "
+            "left behind by one.",
+            registry=registry,
+        )
+        self.leases_expired = Counter(
+            "rkserve_leases_expired",
+            "Pauses that ended because nobody renewed or resumed them in time.",
+            registry=registry,
+        )
+        self.epoch = Gauge(
+            "rkserve_desired_epoch", "Epoch of what the cluster shall be.", registry=registry
+        )
+        self.pauses_in_force = Gauge(
+            "rkserve_pauses_in_force", "Pauses of parts of the cluster.", registry=registry
+        )
+        self.behind = Gauge(
+            "rkserve_boards_behind", "Boards that do not obey that epoch yet.", registry=registry
+        )
 
 
 class BoardCollector(Collector):

@@ -19,7 +19,7 @@ from rkserve.board.interrupt import TRANSITIONS as GENERATION_TRANSITIONS
 from rkserve.board.lifecycle import TRANSITIONS as BOARD_TRANSITIONS
 from rkserve.config import RkserveConfig
 from rkserve.messages import BoardReport, BoardState, Hardware
-from rkserve.metrics import BoardCollector, RouterMetrics
+from rkserve.metrics import BoardCollector, CoordinatorMetrics, RouterMetrics
 from rkserve.modelfolder import FolderSettings
 from rkserve.native.quirks import TABLE as QUIRKS
 from rkserve.native.releases import ACCEPTED
@@ -42,8 +42,9 @@ def configuration() -> str:
             "that names it and says what it may be; `serve status` shows it. The model folder may "
             "hold an `rkserve.yaml`, described at the end.",
             "",
-            "Environment: `RKLLM_LOG_LEVEL` (0 to 2) is handed to the vendor's library. Building "
-            "the simulated runtime reads `CC` and `XDG_CACHE_HOME` ([simulator.md](simulator.md)).",
+            "Environment: `RKLLM_LOG_LEVEL` (0 to 2) is handed to the vendor's library. "
+            "`XDG_DATA_HOME` moves the Coordinator's folder. Building the simulated runtime reads "
+            "`CC` and `XDG_CACHE_HOME` ([simulator.md](simulator.md)).",
             "",
             *_settings(RkserveConfig, "args"),
             "## rkserve.yaml of a model folder",
@@ -80,7 +81,8 @@ def _default(field: Any) -> str:
     if field.is_required():
         return "**required**"
     if field.default_factory is not None:
-        return "per user, in the temporary folder"
+        said = field.json_schema_extra
+        return str(said["default"]) if said else "see below"
     value = field.default
     if value is None or value == ():
         return "none"
@@ -93,6 +95,7 @@ def metrics() -> str:
     """The list of metrics."""
     registry = CollectorRegistry()
     RouterMetrics(registry)
+    CoordinatorMetrics(registry)
     example = BoardReport(
         board_id="sim-0",
         model="sim-chat",
@@ -117,8 +120,10 @@ def metrics() -> str:
         "",
         "`GET /metrics` of the Router, in Prometheus' text format. Counters get the suffix "
         "`_total`. With several Router replicas each scrape reaches one of them: the figures of "
-        "boards are the same from every one, those of requests count that Router's own. Ray's own "
-        "metrics (replicas, queues, nodes) are exported by Ray.",
+        "boards are the same from every one, those of requests count that Router's own. Those of "
+        "operations are the Coordinator's: the same from every Router, missing while it is away, "
+        "and counted from its last start. Ray's own metrics (replicas, queues, nodes) are exported "
+        "by Ray.",
         "",
         "| metric | type | labels | meaning |",
         "| --- | --- | --- | --- |",
@@ -132,6 +137,11 @@ def metrics() -> str:
         "rkserve_request_prefill_tokens_per_second": "model",
         "rkserve_request_decode_tokens_per_second": "model",
         "rkserve_board_state": "board, model, state",
+        "rkserve_operations": "kind, state",
+        "rkserve_operations_refused": "kind, code",
+        "rkserve_operation_seconds": "kind",
+        "rkserve_operation_phase_seconds": "kind, phase",
+        "rkserve_control_failures": "method, code",
     }
     for family in registry.collect():
         board = family.samples[0].labels if family.samples else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rkserve.errors import BoardStartFailed
@@ -85,7 +85,7 @@ class FakeBoards:
                     raise step
                 else:
                     await asyncio.sleep(0)
-                    yield step
+                    yield _stamped(step, request)
         finally:
             self.running -= 1
             self.closed.append(replica)
@@ -99,6 +99,10 @@ class FakeBoards:
             raise said
         return said(*args) if callable(said) else said
 
+    @property
+    def complete(self) -> bool:
+        return True
+
     async def reports(self) -> list[BoardReport]:
         if self.trouble is not None:
             raise self.trouble
@@ -106,6 +110,14 @@ class FakeBoards:
 
     async def start_failure(self) -> BoardStartFailed | None:
         return self.failure
+
+
+def _stamped(event: Event, request: GenerateRequest) -> Event:
+    """A board says which version it would begin with."""
+    adapter = request.adapter
+    if not isinstance(event, Accepted) or adapter is None or event.version != "default":
+        return event
+    return replace(event, version=f"{adapter.name}@{adapter.version}")
 
 
 async def eventually(look: Callable[[], object]) -> None:

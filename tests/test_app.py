@@ -30,6 +30,19 @@ def options(built: serve.Application) -> dict[str, Any]:
     return found | {"actor": board._bound_deployment.ray_actor_options}
 
 
+def test_the_one_coordinator_is_on_the_head_and_known_to_boards_and_routers() -> None:
+    built = build(args())
+    _, handles, coordinator = built._bound_deployment.init_args
+    deployment = coordinator._bound_deployment
+    assert deployment.name == "Coordinator"
+    assert deployment.init_args[1] is handles  # no second set of boards
+    assert deployment._deployment_config.num_replicas == 1
+    assert deployment.ray_actor_options == {
+        "num_cpus": 0,
+        "resources": {"node:__internal_head__": 0.001},
+    }
+
+
 def test_simulated_boards_are_a_fixed_number_of_replicas() -> None:
     found = options(build(args(simulated={"boards": 5})))
     assert found["num_replicas"] == 5

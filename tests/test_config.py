@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from rkserve.config import (
     PROJECT,
+    CoordinatorConfig,
     RkserveConfig,
     RouterConfig,
     engine_environ,
@@ -31,6 +32,7 @@ from rkserve.settingwords import explain
 SETTINGS: tuple[type[BaseModel], ...] = (
     RkserveConfig,
     RouterConfig,
+    CoordinatorConfig,
     BoardGroupConfig,
     PatienceConfig,
     PromptCacheConfig,
@@ -126,12 +128,12 @@ def wrong(given: Any) -> str:
         ),
         pytest.param(
             {**args(), "x": 1},
-            "x: unknown key 'x'; the keys here are boards, router, state_dir.",
+            "x: unknown key 'x'; the keys here are boards, router, coordinator, state_dir.",
             id="an unknown key like none",
         ),
         pytest.param(
             dict([*args().items(), (7, 1)]),
-            "7: unknown key '7'; the keys here are boards, router, state_dir.",
+            "7: unknown key '7'; the keys here are boards, router, coordinator, state_dir.",
             id="a number as key",
         ),
         pytest.param(
@@ -461,3 +463,21 @@ def test_the_file_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     config = parse_config({**args(), "router": {"admin_key": "from the file"}})
     assert config.router.admin_key is not None
     assert config.router.admin_key.get_secret_value() == "from the file"
+
+
+@pytest.mark.parametrize(
+    ("set_to", "expected"),
+    [
+        pytest.param(None, "~/.local/share/rkserve", id="unset"),
+        pytest.param("", "~/.local/share/rkserve", id="empty"),
+        pytest.param("some/where", "~/.local/share/rkserve", id="relative, which is to be ignored"),
+        pytest.param("/srv/data", "/srv/data/rkserve", id="absolute"),
+    ],
+)
+def test_the_ledger_is_where_a_user_s_programs_keep_their_data(
+    monkeypatch: pytest.MonkeyPatch, set_to: str | None, expected: str
+) -> None:
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    if set_to is not None:
+        monkeypatch.setenv("XDG_DATA_HOME", set_to)
+    assert parse_config(args()).coordinator.data_dir == Path(expected)

@@ -17,7 +17,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from rkserve.deployments.link import RayLink
 from rkserve.deployments.pick_replica import ReplicaGone
-from rkserve.errors import BoardFailed, QueueFull, StateConflict
+from rkserve.errors import BoardFailed, BoardGone, QueueFull, StateConflict
 from rkserve.messages import Delta, Event, GenerateRequest
 
 REQUEST = GenerateRequest("r", "m", (1,), 4)
@@ -72,6 +72,7 @@ class Handle:
         self.asked_for: list[str] = []
         self.generate = SimpleNamespace(remote=lambda _: self.response)
         self._answers = answers if answers is not None else []
+        self._router = None  # nothing has come from Serve's controller
 
     def options(self, *, stream: bool = True, session_id: str | None = None) -> Handle:
         if session_id is not None:
@@ -182,6 +183,19 @@ def test_no_report_in_time_is_said_of_the_group() -> None:
     run_loop(main())
 
 
+class Listed:
+    """One replica in Ray's table."""
+
+    def __init__(self, name: str) -> None:
+        self.replica_id = SimpleNamespace(unique_id=name)
+        self.ends: Exception | None = None
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        if self.ends is not None:
+            raise self.ends
+        return 0
+
+
 class Group:
     """A handle of replicas of which some never answer; ``results_async`` gathers, as Ray's does."""
 
@@ -191,6 +205,10 @@ class Group:
         self.errors: dict[str, Exception] = {}
         self._reports: dict[str, Any] = {f"replica of {board}": report(board) for board in boards}
         self._wanted = ""
+        self.listed = {name: Listed(name) for name in self._reports}
+        table = SimpleNamespace(curr_replicas=self.listed)
+        router = SimpleNamespace(_request_router=table)
+        self._router = SimpleNamespace(_asyncio_router=router)
 
     def options(self, *, session_id: str = "", **_: Any) -> Group:
         one = copy.copy(self)
@@ -223,9 +241,12 @@ class Group:
         self.cancelled.append(self._wanted)
 
     async def _all(self) -> list[Any]:
-        return [await self._one(replica) for replica in self._reports]
+        # Ray gathers, with exceptions as answers; a silent one keeps it from ending.
+        return await asyncio.gather(*map(self._one, self.listed), return_exceptions=True)
 
     async def _one(self, replica: str) -> Any:
+        if replica not in self.listed:
+            raise ReplicaGone(replica)
         if replica in self.silent:
             await asyncio.Event().wait()
         if replica in self.errors:
@@ -244,6 +265,86 @@ def test_a_silent_replica_does_not_silence_the_others() -> None:
         assert "replica of b" in group.cancelled
         group.silent.clear()
         assert len(await found.reports()) == 3
+
+    run_loop(main())
+
+
+def test_replicas_that_were_never_heard_are_asked_beside_a_silent_one() -> None:
+    async def main() -> None:
+        group = Group("a", "b", "c")
+        found = RayLink(group, "sim", 0.05)
+        group.silent.add("replica of b")
+        assert [r.board_id for r in await found.reports()] == ["a", "c"]
+        assert not found.complete
+        group.silent.clear()
+        assert len(await found.reports()) == 3
+        assert found.complete
+
+    run_loop(main())
+
+
+def test_a_group_whose_only_replica_is_silent_is_not_complete() -> None:
+    async def main() -> None:
+        group = Group("a")
+        group.silent.add("replica of a")
+        found = RayLink(group, "sim", 0.05)
+        assert await found.reports() == []
+        assert not found.complete
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize(
+    ("answers", "complete"),
+    [
+        pytest.param(UNAVAILABLE, True, id="no replica at all"),
+        pytest.param([report("a")], True, id="all there are"),
+    ],
+)
+def test_a_round_that_left_nobody_out_is_complete(
+    answers: list[Any] | Exception, complete: bool
+) -> None:
+    async def main() -> None:
+        found = link(Handle(answers=answers))
+        assert not found.complete
+        await found.reports()
+        assert found.complete is complete
+
+    run_loop(main())
+
+
+def test_a_replica_that_died_does_not_keep_a_round_from_being_complete() -> None:
+    async def main() -> None:
+        group = Group("a", "b")
+        group.errors["replica of b"] = ActorDiedError()
+        found = RayLink(group, "sim", 0.05)
+        assert [r.board_id for r in await found.reports()] == ["a"]
+        assert found.complete
+
+    run_loop(main())
+
+
+def test_a_replica_that_left_the_table_is_gone_only_once_it_has_died() -> None:
+    async def main() -> None:
+        group = Group("a", "b")
+        found = RayLink(group, "sim", 1.0)
+        await found.reports()
+        draining = group.listed.pop("replica of b")
+        for _ in range(2):
+            assert [r.board_id for r in await found.reports()] == ["a"]
+            with pytest.raises(BoardFailed, match="being ended") as caught:
+                await found.ask("replica of b", "report", timeout_s=1.0)
+            assert type(caught.value) is BoardFailed, "its fate is not known"
+        draining.ends = GetTimeoutError("Ray is slow")
+        with pytest.raises(BoardFailed) as caught:
+            await found.ask("replica of b", "report", timeout_s=1.0)
+        assert type(caught.value) is BoardFailed, "its fate is not known"
+        draining.ends = ActorDiedError()
+        with pytest.raises(BoardGone, match="has ended"):
+            await found.ask("replica of b", "report", timeout_s=1.0)
+        await found.reports()
+        with pytest.raises(BoardGone, match="has ended"):
+            await found.ask("replica of b", "report", timeout_s=1.0)
 
     run_loop(main())
 

@@ -10,19 +10,24 @@ import asyncio
 import contextlib
 import contextvars
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 from ray import serve
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
-from rkserve.errors import BoardFailed, BoardSilent, BoardStartFailed, RkserveError
+from rkserve.deployments.replicas import Replicas
+from rkserve.errors import BoardFailed, BoardGone, BoardSilent, BoardStartFailed, RkserveError
 from rkserve.messages import Accepted, BoardReport, Event, GenerateRequest
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+
+class _Unlisted(BoardFailed):
+    """The replica has left Ray's table: it is drained, or has ended."""
 
 
 class RayLink:
@@ -33,7 +38,13 @@ class RayLink:
         self._handle = handle
         self._group = group
         self._report_timeout_s = report_timeout_s
-        self._heard: set[str] = set()  # replicas that answered the last complete broadcast
+        self._replicas = Replicas(handle, report_timeout_s)
+        self._complete = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last round of reports left nobody out; see ``BoardLink``."""
+        return self._complete
 
     async def open(self, request: GenerateRequest, replica: str) -> AsyncGenerator[Event, None]:
         """Generate on that replica; see ``BoardLink``."""
@@ -61,8 +72,10 @@ class RayLink:
         """Collect one report from every board that answers in time.
 
         One broadcast asks them all. Ray collects its answers as a whole: a single replica that
-        is silent fails it. Then every replica that was heard before is asked by itself.
+        is silent fails it. Then every replica that Ray lists now is asked by itself, also one that
+        was never heard.
         """
+        self._complete = False
         broadcast = contextvars.Context().run(self._handle.broadcast, "report")
 
         async def collect() -> list[Any]:
@@ -77,21 +90,22 @@ class RayLink:
         try:
             answers = await self._translated(collect, self._group)
         except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
-            return await self._ask_each()
+            answers = []
+            if not self._replicas.listed():
+                raise BoardFailed(self._group, "no report within the time limit") from None
         reports = [answer for answer in answers if isinstance(answer, BoardReport)]
-        self._heard = {report.replica for report in reports}
+        left = self._replicas.listed() - {report.replica for report in reports}
+        later, _ = await asyncio.gather(self._ask_each(left), self._replicas.forget_dead())
+        reports += [answer for answer in later if isinstance(answer, BoardReport)]
+        self._complete = all(isinstance(answer, BoardReport | BoardGone) for answer in later)
         return reports
 
-    async def _ask_each(self) -> list[BoardReport]:
+    async def _ask_each(self, replicas: Iterable[str]) -> list[BoardReport | BaseException]:
         limit_s = self._report_timeout_s
-        asked = [
-            asyncio.create_task(self.ask(replica, "report", timeout_s=limit_s))
-            for replica in sorted(self._heard)
-        ]
-        if not asked:
-            raise BoardFailed(self._group, "no report within the time limit")
+        asked = (self.ask(replica, "report", timeout_s=limit_s) for replica in sorted(replicas))
+        answers: list[BoardReport | BaseException]
         answers = await asyncio.gather(*asked, return_exceptions=True)
-        return [answer for answer in answers if isinstance(answer, BoardReport)]
+        return answers
 
     async def ask(self, replica: str, method: str, *args: Any, timeout_s: float) -> Any:
         """Call a method of that replica's board; see ``BoardLink``."""
@@ -105,6 +119,11 @@ class RayLink:
             return await self._translated(lambda: asyncio.wait_for(answer(), timeout_s), replica)
         except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
             raise BoardSilent(replica, f"nothing came within {timeout_s:g} s") from None
+        except _Unlisted as exc:
+            if await self._replicas.is_dead(replica):
+                raise BoardGone(replica, "its replica has ended") from exc
+            # To whoever asks it is one more board of which nothing is known now.
+            raise BoardFailed(replica, exc.reason) from exc
         finally:
             with contextlib.suppress(RayError, RayServeException):
                 response.cancel()
@@ -121,7 +140,9 @@ class RayLink:
 
         Raises:
             RkserveError: what the board raised itself.
-            BoardFailed: its replica is gone, or Ray could not reach it.
+            BoardGone: its replica has ended.
+            _Unlisted: Ray sends it nothing any more, though it may be at work still.
+            BoardFailed: Ray could not reach it; whether it goes on is not known.
         """
         try:
             return await call()
@@ -130,7 +151,10 @@ class RayLink:
                 raise exc.cause from None
             log.exception("board %s raised what it should not", where)
             raise BoardFailed(where, "an internal error; see the board's log") from exc
-        except RayActorError as exc:
-            raise BoardFailed(where, "its replica died") from exc
+        except ActorDiedError as exc:
+            raise BoardGone(where, "its replica died") from exc
         except (RayError, RayServeException) as exc:
+            # Known by its name only: Ray pickles that class with its module.
+            if type(exc).__name__ == "ReplicaGone":
+                raise _Unlisted(where, "its replica is being ended, or has (ReplicaGone)") from exc
             raise BoardFailed(where, f"Ray could not reach it ({type(exc).__name__})") from exc

@@ -1,0 +1,76 @@
+"""What the sender of an adapter's file says of it, and whether that can be and is so.
+
+It knows words and figures, and no file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from rkserve.adapterfolder import Manifest
+from rkserve.errors import ArtifactRefused
+from rkserve.names import NAME
+from rkserve.settingwords import explain
+
+DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a sender says of a file before it comes; None is not said."""
+
+    name: str
+    version: str | None
+    model: str
+    size_bytes: int | None = None
+    sha256: str | None = None
+
+    def require_size(self, size_bytes: int) -> None:
+        """Raise ``ArtifactRefused`` where more has come than was announced."""
+        if self.size_bytes is not None and size_bytes > self.size_bytes:
+            raise ArtifactRefused(
+                f"More bytes come than the {self.size_bytes} that were announced.", "size_bytes"
+            )
+
+    def compare(self, said: Manifest, size_bytes: int, digest: str) -> None:
+        """Raise ``ArtifactRefused`` unless what came is what was said, before or after."""
+        if size_bytes == 0:
+            raise ArtifactRefused("The adapter is empty.", "size_bytes")
+        for key, claimed, found in (
+            ("size_bytes", self.size_bytes, size_bytes),
+            ("size", said.size, size_bytes),
+            ("sha256", self.sha256, digest),
+            ("sha256", said.sha256, digest),
+            ("base_model", said.base_model, self.model),
+        ):
+            if claimed is not None and claimed != found:
+                raise ArtifactRefused(f"{key} is said to be {claimed}, and it is {found}.", key)
+
+
+def checked(claim: Claim) -> Claim:
+    """Return what a sender says if it can be."""
+    for param, word in (("name", claim.name), ("version", claim.version)):
+        if word is not None and not NAME.fullmatch(word):
+            raise ArtifactRefused(
+                f"Invalid '{param}': it begins with a letter or a digit and has at most 64 "
+                "letters, digits, '.', '_' and '-'.",
+                param,
+            )
+    if claim.size_bytes is not None and claim.size_bytes < 1:
+        raise ArtifactRefused("The adapter is empty.", "size_bytes")
+    if claim.sha256 is not None and not DIGEST.fullmatch(claim.sha256):
+        raise ArtifactRefused("'sha256' must be 64 lower-case hexadecimal digits.", "sha256")
+    return claim
+
+
+def read_manifest(given: Mapping[str, Any] | None) -> Manifest:
+    """Return what is said at the end. Raises ``ArtifactRefused``."""
+    try:
+        return Manifest.model_validate(dict(given or {}))
+    except ValidationError as exc:
+        raise ArtifactRefused(f"The manifest: {explain(exc, Manifest)}", "manifest") from exc

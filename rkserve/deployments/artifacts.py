@@ -1,0 +1,396 @@
+"""The head's store of adapter files, each known by the sha256 of its content and written once.
+
+It knows files and what their senders say of them. What is served, and who may send something, is
+not its to know; boards get the files from ``staging``.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rkserve.deployments.artifactclaims import DIGEST, Claim, checked, read_manifest
+from rkserve.deployments.artifactsources import Source, check_prefixes, open_path, open_url
+from rkserve.desired import AdapterVersion
+from rkserve.digests import file_digest
+from rkserve.errors import ArtifactNotFound, ArtifactRefused, BodyTooLarge, ConfigError
+from rkserve.messages import AdapterRef
+
+log = logging.getLogger(__name__)
+
+UPLOADS = ".uploads"
+VERSION_DIGITS = 12
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactRules:
+    """What the store takes, and from where. Times in seconds.
+
+    An upload that gets nothing for ``upload_idle_s`` is removed. ``reserve_bytes`` of the disk stay
+    free, for the Coordinator's own records.
+    """
+
+    max_bytes: int = 2 << 30
+    allowed_paths: tuple[Path, ...] = ()
+    allowed_urls: tuple[str, ...] = ()
+    upload_idle_s: float = 300.0
+    max_uploads: int = 16
+    fetch_timeout_s: float = 600.0
+    reserve_bytes: int = 64 << 20
+
+
+@dataclass
+class _Upload:
+    """A file that is coming in."""
+
+    claim: Claim
+    path: Path
+    touched_s: float
+    size_bytes: int = 0
+    digest: Any = field(default_factory=hashlib.sha256)
+    # Held while it is written to; a part that comes twice at once must not be counted twice.
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def free_bytes(folder: Path) -> int:
+    """Return what can be written on the disk of ``folder``."""
+    return shutil.disk_usage(folder).free
+
+
+class ArtifactStore:
+    """The store in one folder, of one process. Its methods block; any thread may call them.
+
+    Files are ``<folder>/<sha256>``. Uploads do not survive the process: their senders hear of it
+    and begin again.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rules: ArtifactRules,
+        *,
+        now_s: Callable[[], float] = time.monotonic,
+        free: Callable[[Path], int] = free_bytes,
+    ) -> None:
+        """``free`` says what the disk has left."""
+        self._folder = folder
+        self._rules = rules
+        self._now_s = now_s
+        self._free = free
+        self._lock = threading.RLock()
+        self._uploads: dict[str, _Upload] = {}
+        self._kept_s: dict[str, float] = {}  # when a file came last, or was found at the start
+
+    def open(self) -> None:
+        """Make the folder ready. Raises ``ConfigError``: it, or an allow-list, cannot be used."""
+        check_prefixes(self._rules.allowed_urls)
+        for allowed in self._rules.allowed_paths:
+            if not allowed.expanduser().is_absolute():
+                raise ConfigError(f"coordinator.allowed_paths: '{allowed}' must be absolute.")
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            uploads = self._folder / UPLOADS
+            uploads.mkdir(mode=0o700, exist_ok=True)
+            for left in uploads.iterdir():
+                left.unlink()
+            self._kept_s = dict.fromkeys(self.digests(), self._now_s())
+        except OSError as exc:
+            raise ConfigError(
+                f"The folder of adapter files {self._folder} cannot be used: {exc.strerror or exc}"
+            ) from exc
+
+    # -- uploads ------------------------------------------------------------------------------
+
+    def upload_begin(
+        self,
+        name: str,
+        version: str | None,
+        model: str,
+        size_bytes: int | None = None,
+        sha256: str | None = None,
+    ) -> str:
+        """Return the id of an upload. Without a ``version`` the content names it.
+
+        Raises:
+            ArtifactRefused: what is said cannot be, the disk is full, or too many come in at once.
+            BodyTooLarge: it is said to be larger than allowed.
+        """
+        self.sweep()
+        return self._begin(checked(Claim(name, version, model, size_bytes, sha256)))
+
+    def upload_part(self, upload: str, offset: int, data: bytes) -> int:
+        """Write the next bytes; return how many are there then. Part for part, in order.
+
+        Raises:
+            ArtifactNotFound: the upload was given up, or there was a restart.
+            ArtifactRefused: the part does not follow, or the disk is full.
+            BodyTooLarge: it is larger than allowed, and was removed.
+        """
+        coming = self._coming(upload)
+        with coming.lock:
+            if offset != coming.size_bytes:
+                raise ArtifactRefused(
+                    f"The part begins at byte {offset}, and {coming.size_bytes} are there.",
+                    "offset",
+                )
+            self._write(upload, coming, data)
+            return coming.size_bytes
+
+    def upload_end(self, upload: str, manifest: Mapping[str, Any] | None = None) -> AdapterVersion:
+        """Keep the file, if it is what was said; see ``Manifest`` for what can be said now.
+
+        Raises:
+            ArtifactNotFound: the upload was given up, or there was a restart.
+            ArtifactRefused: it is something else, and was removed.
+        """
+        coming = self._coming(upload)
+        with coming.lock:
+            try:
+                said = read_manifest(manifest)
+                coming.claim.compare(said, coming.size_bytes, coming.digest.hexdigest())
+                return self._keep(coming, said.scale)
+            finally:
+                self.upload_abort(upload)
+
+    def upload_abort(self, upload: str) -> bool:
+        """Forget an upload; False where there is none."""
+        with self._lock:
+            coming = self._uploads.pop(upload, None)
+        if coming is None:
+            return False
+        coming.path.unlink(missing_ok=True)
+        return True
+
+    def sweep(self) -> int:
+        """Remove the uploads whose senders have gone; return how many. Call it now and then."""
+        before_s = self._now_s() - self._rules.upload_idle_s
+        with self._lock:
+            given_up = [key for key, one in self._uploads.items() if one.touched_s < before_s]
+        for key in given_up:
+            log.warning("upload %s got nothing for %.0f s", key, self._rules.upload_idle_s)
+        return sum(self.upload_abort(key) for key in given_up)
+
+    # -- files from elsewhere -----------------------------------------------------------------
+
+    def register_path(  # noqa: PLR0917 # as Routers send it
+        self,
+        path: str,
+        name: str,
+        version: str | None,
+        model: str,
+        scale: float = 1.0,
+        sha256: str | None = None,
+    ) -> AdapterVersion:
+        """Copy a file, or that of an adapter's folder, from one of the allowed folders.
+
+        Raises:
+            ArtifactRefused, ArtifactNotFound, BodyTooLarge: as ``open_path`` and an upload do.
+        """
+        claim = checked(Claim(name, version, model, None, sha256))
+        with open_path(path, self._rules.allowed_paths) as source:
+            return self._take(source, claim, scale)
+
+    def register_url(  # noqa: PLR0917 # as Routers send it
+        self,
+        url: str,
+        name: str,
+        version: str | None,
+        model: str,
+        scale: float = 1.0,
+        sha256: str | None = None,
+    ) -> AdapterVersion:
+        """Fetch a file from below one of the allowed URLs.
+
+        Raises:
+            ArtifactRefused, ArtifactNotFound, BodyTooLarge: as ``open_url`` and an upload do.
+        """
+        claim = checked(Claim(name, version, model, None, sha256))
+        rules = self._rules
+        with open_url(url, rules.allowed_urls, rules.fetch_timeout_s) as source:
+            return self._take(source, claim, scale)
+
+    # -- what is there ------------------------------------------------------------------------
+
+    def digests(self) -> tuple[str, ...]:
+        """Return what is there."""
+        names = (file.name for file in self._folder.iterdir())
+        return tuple(sorted(name for name in names if DIGEST.fullmatch(name)))
+
+    def has(self, digest: str) -> bool:
+        """Whether a file is there."""
+        return self._path(digest).is_file()
+
+    def check(self, version: AdapterVersion) -> None:
+        """Read a file that is to be sent, once for as long as it is not touched.
+
+        Raises:
+            ArtifactNotFound: it is not there, or not what it was; then it is removed.
+        """
+        path = self._path(version.ref.digest)
+        label = f"{version.ref.name}@{version.ref.version}"
+        try:
+            sound = file_digest(path) == version.ref.digest
+        except OSError as exc:
+            raise ArtifactNotFound(f"The head has no file of '{label}'; send it anew.") from exc
+        if not sound or path.stat().st_size != version.size_bytes:
+            if not sound:
+                log.error("%s is not what it was, and is removed", path)
+                path.unlink(missing_ok=True)
+            raise ArtifactNotFound(f"The head's file of '{label}' is damaged; send it anew.")
+
+    def read(self, digest: str, offset: int, size: int) -> bytes:
+        """Return a part of a file. Raises ``ArtifactNotFound``, ``OSError``."""
+        try:
+            descriptor = os.open(self._path(digest), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError as exc:
+            raise ArtifactNotFound(f"The head has no file of the digest {digest[:12]}.") from exc
+        try:
+            return os.pread(descriptor, size, offset)
+        finally:
+            os.close(descriptor)
+
+    def remove(self, digest: str, idle_s: float = 0.0) -> bool:
+        """Remove a file that no version needs any more; False where that was not done.
+
+        One that came within ``idle_s`` stays: whoever sent it is about to say what it is for.
+        """
+        path = self._path(digest)
+        with self._lock:
+            if not path.is_file():
+                return False
+            if self._now_s() - self._kept_s.setdefault(digest, self._now_s()) < idle_s:
+                return False
+            path.unlink()
+            self._kept_s.pop(digest, None)
+        return True
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _path(self, digest: str) -> Path:
+        if not DIGEST.fullmatch(digest):
+            raise ArtifactNotFound("That is not the sha256 of a file.")
+        return self._folder / digest
+
+    def _coming(self, upload: str) -> _Upload:
+        with self._lock:
+            found = self._uploads.get(upload)
+        if found is None:
+            raise ArtifactNotFound(f"There is no upload '{upload}' any more; begin again.")
+        return found
+
+    def _begin(self, claim: Claim) -> str:
+        self._require_size(claim.size_bytes or 0)
+        with self._lock:
+            if len(self._uploads) >= self._rules.max_uploads:
+                raise ArtifactRefused(
+                    f"{len(self._uploads)} adapters come in at once, which is the limit."
+                )
+            self._require_room(claim.size_bytes or 0)
+            key = secrets.token_hex(8)
+            path = self._folder / UPLOADS / key
+            try:
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                path.touch(mode=0o600, exist_ok=False)
+            except OSError as exc:
+                raise _not_written(exc) from exc
+            self._uploads[key] = _Upload(claim, path, self._now_s())
+        return key
+
+    def _take(self, source: Source, claim: Claim, scale: float) -> AdapterVersion:
+        """Keep what comes from a source. It is an upload that this side sends."""
+        sized = Claim(claim.name, claim.version, claim.model, source.size_bytes, claim.sha256)
+        key = self._begin(sized)
+        try:
+            for block in source.blocks:
+                coming = self._coming(key)
+                self.upload_part(key, coming.size_bytes, block)
+            return self.upload_end(key, {"scale": scale})
+        except OSError as exc:
+            raise ArtifactRefused(f"The file cannot be read: {exc.strerror or exc}.") from exc
+        finally:
+            self.upload_abort(key)
+
+    def _write(self, key: str, coming: _Upload, data: bytes) -> None:
+        size = coming.size_bytes + len(data)
+        try:
+            self._require_size(size)
+            coming.claim.require_size(size)
+            if coming.claim.size_bytes is None:
+                self._require_room(len(data))
+            with coming.path.open("ab") as file:
+                file.write(data)
+        except OSError as exc:
+            self.upload_abort(key)
+            raise _not_written(exc) from exc
+        except (ArtifactRefused, BodyTooLarge):
+            self.upload_abort(key)
+            raise
+        coming.digest.update(data)
+        coming.size_bytes = size
+        coming.touched_s = self._now_s()
+
+    def _require_size(self, size: int) -> None:
+        if size > self._rules.max_bytes:
+            raise BodyTooLarge(
+                f"The adapter is larger than {self._rules.max_bytes} bytes, which is the limit "
+                "(`coordinator.max_adapter_bytes`)."
+            )
+
+    def _require_room(self, more: int) -> None:
+        """Raise unless ``more`` bytes fit besides what the open uploads announced."""
+        with self._lock:
+            awaited = sum(
+                max(0, (one.claim.size_bytes or 0) - one.size_bytes)
+                for one in self._uploads.values()
+            )
+        try:
+            free = self._free(self._folder)
+        except OSError as exc:
+            raise _not_written(exc) from exc
+        if free < more + awaited + self._rules.reserve_bytes:
+            raise ArtifactRefused(
+                f"The head's disk is full: {free >> 20} MiB are free, and the adapter needs "
+                f"{(more + awaited) >> 20} MiB besides {self._rules.reserve_bytes >> 20} MiB in "
+                "reserve."
+            )
+
+    def _keep(self, coming: _Upload, scale: float) -> AdapterVersion:
+        digest = coming.digest.hexdigest()
+        try:
+            _sync(coming.path)
+            with self._lock:
+                coming.path.replace(self._path(digest))
+                self._kept_s[digest] = self._now_s()
+            _sync(self._folder)
+        except OSError as exc:
+            raise _not_written(exc) from exc
+        claim = coming.claim
+        ref = AdapterRef(claim.name, claim.version or digest[:VERSION_DIGITS], digest, scale)
+        log.info("adapter %s@%s is here (%d bytes)", ref.name, ref.version, coming.size_bytes)
+        return AdapterVersion(ref, coming.size_bytes)
+
+
+def _not_written(exc: OSError) -> ArtifactRefused:
+    if exc.errno in FULL:
+        return ArtifactRefused(f"The head's disk is full ({exc.strerror}).")
+    return ArtifactRefused(f"The adapter cannot be written on the head: {exc.strerror or exc}.")
+
+
+def _sync(path: Path) -> None:
+    """Have the disk hold what was written, whatever happens to the power."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

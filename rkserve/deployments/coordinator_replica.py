@@ -1,0 +1,196 @@
+"""Ray's view of the Coordinator: one replica on the head node, where its ledger is.
+
+Everything worth testing is in ``coordinator`` and in the store of files; this puts them together,
+waits for a predecessor to let go of the ledger, and names what a Router may call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rkserve.config import CoordinatorConfig, RkserveConfig, resolve_folder
+from rkserve.control.calls import Call, Outcome
+from rkserve.control.codec import plain
+from rkserve.control.operations import Operation
+from rkserve.deployments.artifacts import ArtifactRules, ArtifactStore
+from rkserve.deployments.coordinator import Coordinator, Outside
+from rkserve.deployments.fetching import Fetching
+from rkserve.deployments.fleet import Fleet
+from rkserve.deployments.ledger import Ledger
+from rkserve.deployments.link import RayLink
+from rkserve.deployments.logs import log_with_serve
+from rkserve.desired import AdapterVersion, Desired
+from rkserve.errors import LedgerFailed
+from rkserve.modelfolder import open_model_folder
+
+log = logging.getLogger(__name__)
+
+ARTIFACTS = "artifacts"
+# A predecessor that is being replaced lets go when its process ends; Serve gives it some time.
+CLAIM_S = 30.0
+FIND_BOARDS_S = 3.0
+SWEEP_S = 60.0
+# A Router that asks again and again costs more than one that waits.
+LONGEST_WAIT_S = 60.0
+
+
+class CoordinatorReplica:
+    """The Coordinator deployment. ``handles`` maps a group's name to its boards' handle.
+
+    Raises:
+        LedgerFailed: from the constructor, so that ``serve status`` shows the reason.
+    """
+
+    async def __init__(  # type: ignore[misc] # Ray awaits an async constructor
+        self, config: RkserveConfig, handles: dict[str, Any]
+    ) -> None:
+        log_with_serve()
+        settings = config.coordinator
+        folder = settings.data_dir.expanduser()
+        links = {
+            name: RayLink(handle, name, config.router.report_timeout_s)
+            for name, handle in handles.items()
+        }
+        models = {
+            group.name: open_model_folder(resolve_folder(group.model)).id
+            for group in config.deployed
+        }
+        fleet = Fleet(links, models, random.Random(), config.router.accept_timeout_s)
+        self._ledger = await open_ledger(folder, settings)
+        self._store = ArtifactStore(folder / ARTIFACTS, _rules(settings))
+        self._fetching = Fetching()
+        await asyncio.to_thread(self._store.open)
+        self._coordinator = Coordinator(
+            settings, Outside(fleet, self._ledger, self._store, ray.put)
+        )
+        await fleet.find_boards(FIND_BOARDS_S)
+        await self._coordinator.start()
+        self._sweeps = asyncio.get_running_loop().create_task(self._sweep(), name="sweep uploads")
+
+    async def _sweep(self) -> None:
+        """Drop uploads that nobody goes on with."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            try:
+                await asyncio.to_thread(self._store.sweep)
+            except OSError as exc:
+                log.warning("unfinished uploads could not be dropped: %s", exc)
+
+    # -- what shall be -------------------------------------------------------------------------
+
+    async def perform(self, call: Call) -> Outcome:
+        """Carry a call out; see ``Coordinator.perform``."""
+        return await self._coordinator.perform(call)
+
+    async def desired(self, after_epoch: int, wait_s: float) -> Desired:
+        """Return what the cluster shall be as soon as that is not of ``after_epoch``."""
+        return await self._coordinator.desired(after_epoch, min(wait_s, LONGEST_WAIT_S))
+
+    async def operations(self, limit: int) -> list[Operation]:
+        """Return the latest operations, the last one first."""
+        return await asyncio.to_thread(self._coordinator.operations, limit)
+
+    async def operation(self, name: str) -> Operation:
+        """Return an operation. Raises ``OperationNotFound``."""
+        return self._coordinator.operation(name)
+
+    async def audit(self, limit: int) -> list[dict[str, Any]]:
+        """Return the latest lines of the audit log, the last one first."""
+        lines = await asyncio.to_thread(self._coordinator.audit, limit)
+        return [plain(line) for line in lines]
+
+    async def metrics(self) -> bytes:
+        """Return the Coordinator's metrics in Prometheus' text format."""
+        return self._coordinator.metrics()
+
+    # -- files ---------------------------------------------------------------------------------
+
+    async def upload_begin(
+        self, name: str, version: str | None, model: str, size_bytes: int | None, sha256: str | None
+    ) -> str:
+        """Begin an upload; see ``ArtifactStore.upload_begin``."""
+        return await asyncio.to_thread(
+            self._store.upload_begin, name, version, model, size_bytes, sha256
+        )
+
+    async def upload_part(self, upload: str, offset: int, data: bytes) -> int:
+        """Take a part; return how many bytes are there."""
+        return await asyncio.to_thread(self._store.upload_part, upload, offset, data)
+
+    async def upload_end(
+        self, upload: str, manifest: Mapping[str, Any] | None = None
+    ) -> AdapterVersion:
+        """End an upload: the file is verified and kept."""
+        return await asyncio.to_thread(self._store.upload_end, upload, manifest)
+
+    async def upload_abort(self, upload: str) -> None:
+        """Drop an upload."""
+        await asyncio.to_thread(self._store.upload_abort, upload)
+
+    async def register_path(  # noqa: PLR0917 # as Routers send it
+        self,
+        path: str,
+        name: str,
+        version: str | None,
+        model: str,
+        scale: float = 1.0,
+        sha256: str | None = None,
+    ) -> AdapterVersion:
+        """Take a file of the head node; see ``ArtifactStore.register_path``."""
+        return await self._fetching.run(
+            self._store.register_path, path, name, version, model, scale, sha256
+        )
+
+    async def register_url(  # noqa: PLR0917 # as Routers send it
+        self,
+        url: str,
+        name: str,
+        version: str | None,
+        model: str,
+        scale: float = 1.0,
+        sha256: str | None = None,
+    ) -> AdapterVersion:
+        """Fetch a file; see ``ArtifactStore.register_url``."""
+        return await self._fetching.run(
+            self._store.register_url, url, name, version, model, scale, sha256
+        )
+
+    async def __del__(self) -> None:
+        """Ray's farewell, also after a constructor that failed."""
+        if hasattr(self, "_sweeps"):
+            self._sweeps.cancel()
+            await self._coordinator.stop()
+        if hasattr(self, "_fetching"):
+            self._fetching.close()
+        if hasattr(self, "_ledger"):
+            self._ledger.close()
+
+
+def _rules(settings: CoordinatorConfig) -> ArtifactRules:
+    return ArtifactRules(
+        max_bytes=settings.max_adapter_bytes,
+        allowed_paths=settings.allowed_paths,
+        allowed_urls=settings.allowed_urls,
+    )
+
+
+async def open_ledger(
+    folder: Path, settings: CoordinatorConfig, claim_s: float = CLAIM_S
+) -> Ledger:
+    """Open the ledger; a predecessor may take a moment to let go of it. Raises ``LedgerFailed``."""
+    deadline_s = time.monotonic() + claim_s
+    while True:
+        try:
+            return Ledger.open(folder, settings.max_operations)
+        except LedgerFailed:
+            if time.monotonic() >= deadline_s:
+                raise
+        await asyncio.sleep(0.2)

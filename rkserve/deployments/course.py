@@ -1,0 +1,195 @@
+"""One operation while it goes on: what is written of it at each step, and how it ends.
+
+It knows the ledger's book and the metrics, and not what the operation does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from rkserve.config import CoordinatorConfig
+from rkserve.control.calls import Call, Outcome
+from rkserve.control.operations import (
+    BoardResult,
+    Operation,
+    OperationError,
+    OperationState,
+    Phase,
+    ResultStatus,
+)
+from rkserve.deployments.book import Book
+from rkserve.deployments.delivery import Stager
+from rkserve.deployments.ledger import AuditLine
+from rkserve.deployments.reconcile import Reconciler
+from rkserve.deployments.roster import Roster
+from rkserve.desired import Desired, Scope
+from rkserve.errors import (
+    BoardNotFound,
+    LedgerFailed,
+    ModelNotFound,
+    OperationTimeout,
+    RkserveError,
+)
+from rkserve.metrics import CoordinatorMetrics
+
+
+@dataclass(frozen=True)
+class Desk:
+    """Everything that an operation works with. ``now_s`` reads seconds since 1970."""
+
+    config: CoordinatorConfig
+    book: Book
+    roster: Roster
+    stager: Stager
+    reconciler: Reconciler
+    metrics: CoordinatorMetrics
+    now_s: Callable[[], float]
+
+    def check(self, scope: Scope) -> None:
+        """Raise ``ModelNotFound`` or ``BoardNotFound`` for what is not there."""
+        for model in scope.models:
+            if model not in self.roster.models:
+                raise ModelNotFound(model)
+        known = {seat.board_id for seat in self.roster.seats()}
+        known |= {report.board_id for report in self.roster.reports()}
+        for board in scope.boards:
+            if board not in known:
+                raise BoardNotFound(board[:80], "boards")
+
+
+class Course:
+    """The record of one operation. Nothing is on the disk before ``begin``."""
+
+    def __init__(self, desk: Desk, operation: Operation, call: Call) -> None:
+        self._desk = desk
+        self.operation = operation
+        self.call = call
+        self.has_begun = asyncio.Event()
+        self.applied = True
+        # What it has come to, where that could not be written down.
+        self.unwritten: tuple[OperationState, OperationError | None] | None = None
+        limit_s = desk.config.operation_timeout_s if call.timeout_s is None else call.timeout_s
+        self._limit_s = limit_s
+        self._began_s = time.monotonic()
+        self._deadline_s = self._began_s + limit_s
+
+    @property
+    def begun(self) -> bool:
+        """Whether it is on the disk, so that it must be ended there."""
+        return self.has_begun.is_set()
+
+    @property
+    def limit_s(self) -> float:
+        """How long the whole operation may take."""
+        return self._limit_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until it has taken too long; never quite none, so that what is due is tried."""
+        return max(0.001, self._deadline_s - time.monotonic())
+
+    def allow(self, limit_s: float) -> None:
+        """Give it more time, where the caller did not say how much."""
+        if self.call.timeout_s is None:
+            self._limit_s += limit_s
+            self._deadline_s += limit_s
+
+    def rest(self, rested_s: float) -> None:
+        """So many seconds passed in which nothing was to be done: they do not count."""
+        self._deadline_s += rested_s
+
+    def begin(self, phase: Phase, desired: Desired | None = None) -> None:
+        """Write the first of it down, with what it changes. Raises ``LedgerFailed``."""
+        self.note(phase, desired)
+        self.has_begun.set()
+
+    def note(self, phase: Phase, desired: Desired | None = None) -> None:
+        """Write down what it is at, with what that changes. Raises ``LedgerFailed``."""
+        changed = desired is not None and desired != self._desk.book.desired
+        epoch = desired.epoch if changed and desired is not None else None
+        operation = self.operation.at(phase, epoch=epoch)
+        self._desk.book.write(desired, operation)
+        self.operation = operation
+
+    def heard(self, results: Mapping[str, BoardResult]) -> None:
+        """Remember what boards answered last, and all figures; it is written with the next step."""
+        for board, result in results.items():
+            before = self.operation.results.get(board)
+            if before is not None:
+                details = {**before.details, **result.details}
+                result = replace(result, details=details)  # noqa: PLW2901 # the same answer
+            self.operation = self.operation.heard(board, result)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Measure a phase."""
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spent(name, time.monotonic() - began_s)
+
+    def spent(self, name: str, took_s: float) -> None:
+        """A phase took so long."""
+        self.operation = self.operation.spent(name, round(took_s * 1e3, 3))
+        self._desk.metrics.phase.labels(self.operation.kind.value, name).observe(took_s)
+
+    def end(
+        self,
+        state: OperationState,
+        error: OperationError | None = None,
+        desired: Desired | None = None,
+    ) -> None:
+        """It is over: write that down. Raises ``LedgerFailed``."""
+        ended = self.operation.end(state, self._desk.now_s(), error)
+        if desired is not None and desired != self._desk.book.desired:
+            ended = replace(ended, epoch=desired.epoch)
+        try:
+            self._desk.book.write(desired, ended, audit=[self._audit(ended)])
+        except LedgerFailed:
+            self.unwritten = (state, error)
+            raise
+        self.operation = ended
+        self._desk.metrics.operations.labels(ended.kind.value, ended.state.value).inc()
+        took_s = time.monotonic() - self._began_s
+        self._desk.metrics.duration.labels(ended.kind.value).observe(took_s)
+
+    @property
+    def outcome(self) -> Outcome:
+        """What to answer now."""
+        return Outcome(self.operation.status, self.operation, self.applied)
+
+    def _audit(self, ended: Operation) -> AuditLine:
+        return AuditLine(
+            at_s=self._desk.now_s(),
+            who=ended.who,
+            kind=ended.kind.value,
+            params=ended.params,
+            outcome=ended.state.value if ended.error is None else ended.error.code,
+            status=ended.status,
+            operation=ended.id,
+            epoch=ended.epoch,
+        )
+
+
+Handler = Callable[[Desk, Course], Awaitable[None]]
+
+
+def error_of(exc: RkserveError) -> OperationError:
+    """Return an error as an operation's record has it."""
+    return OperationError(exc.http_status, exc.code or "internal_error", exc.message)
+
+
+def shortfall(results: Mapping[str, BoardResult], done: str, limit_s: float) -> OperationError:
+    """Say which boards did not do it; 504 where the time ran out, 503 where one refused."""
+    bad = {board: result for board, result in sorted(results.items()) if not result.good}
+    silent = [board for board, one in bad.items() if one.status is ResultStatus.SILENT]
+    if silent:
+        said = f"{', '.join(silent)} did not answer within {limit_s:g} s; {done}."
+        return error_of(OperationTimeout(f"Board {said}" if len(silent) == 1 else f"Boards {said}"))
+    board, worst = next(iter(bad.items()))
+    return OperationError(503, worst.error, f"Board {board}: {worst.message} So {done}.")

@@ -1,0 +1,201 @@
+"""Operations that stop, release or clear boards: pause, resume, reset of caches, abort; and the
+label of the weights, which goes the same way.
+
+Each is a coroutine that takes its ``Course``: up to ``begin`` it checks and awaits nothing, so that
+nothing can come between the check and what it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rkserve.control import changes
+from rkserve.control import params as read
+from rkserve.control.operations import (
+    BoardResult,
+    OperationError,
+    OperationKind,
+    OperationState,
+    Phase,
+)
+from rkserve.deployments.course import Course, Desk, shortfall
+from rkserve.deployments.roster import Replies
+from rkserve.desired import PauseMode, Scope
+
+# Releasing boards that answer takes milliseconds; one that does not answer is told again later.
+UNDO_S = 5.0
+RESET_LEASE_S = 120.0
+SAFE_TRIES = 100  # of calls that may be repeated: the time limit ends them
+
+
+async def pause(desk: Desk, course: Course) -> None:
+    """Stop boards; it is done when every one of them has stopped, and undone otherwise."""
+    asked = course.operation.params
+    scope = read.scope(asked)
+    desk.check(scope)
+    before = desk.book.desired
+    lease_s = None if asked.get("lease_s") is None else read.number(asked, "lease_s")
+    desired = changes.pause(
+        before,
+        course.operation.id,
+        scope,
+        read.choice(asked, "mode", PauseMode, PauseMode.KEEP),
+        desk.now_s(),
+        clear_cache=read.flag(asked, "clear_cache", default=False),
+        lease_s=lease_s,
+        running=_going_on(desk),
+    )
+    course.applied = desired is not before
+    course.begin(Phase.STOPPING, desired)
+    behind = await _halt(desk, course, scope)
+    if not behind and _holds(desk, course):
+        course.end(OperationState.SUCCEEDED)
+        return
+    done = "nobody is left paused by it" if course.applied else "an earlier pause holds still"
+    error = shortfall(behind, done, course.limit_s) if behind else _LEASE_OVER
+    await _undo(desk, course, scope, error)
+
+
+_LEASE_OVER = OperationError(
+    409, "operation_conflict", "Its lease ended before all boards had stopped; nobody is paused."
+)
+
+
+def _going_on(desk: Desk) -> tuple[str, ...]:
+    return tuple(one.id for one in desk.book.running)
+
+
+def _holds(desk: Desk, course: Course) -> bool:
+    """Whether the pause is still there: its lease may have ended while boards stopped."""
+    pauses = (one.operation for one in desk.book.desired.pauses)
+    return not course.applied or course.operation.id in pauses
+
+
+async def _halt(desk: Desk, course: Course, scope: Scope) -> Mapping[str, BoardResult]:
+    with course.timed(Phase.STOPPING.value):
+        replies = await desk.reconciler.tell(scope, course.left_s)
+    course.heard(replies.results)
+    return replies.behind
+
+
+async def _undo(desk: Desk, course: Course, scope: Scope, error: OperationError) -> None:
+    """Take the pause back, and answer once the boards that had stopped have been released."""
+    course.note(Phase.UNDOING, changes.withdraw(desk.book.desired, course.operation.id))
+    stopped = {board for board, one in course.operation.results.items() if one.good}
+    with course.timed(Phase.UNDOING.value):
+        await desk.reconciler.tell(scope, UNDO_S, stopped)
+    course.end(OperationState.UNDONE if course.applied else OperationState.FAILED, error)
+
+
+async def resume(desk: Desk, course: Course) -> None:
+    """Take pauses back; boards that do not answer are released as soon as they do."""
+    scope = read.scope(course.operation.params)
+    desired, removed = changes.resume(desk.book.desired, scope, _going_on(desk))
+    course.applied = bool(removed)
+    course.begin(Phase.RELEASING, desired)
+    await _spread(desk, course, scope)
+
+
+async def label(desk: Desk, course: Course) -> None:
+    """Name the weights of a base model."""
+    asked = course.operation.params
+    scope = Scope(models=(read.text(asked, "model"),))
+    desk.check(scope)
+    before = desk.book.desired
+    desired = changes.set_label(before, scope.models[0], read.text(asked, "label"))
+    course.applied = desired is not before
+    course.begin(Phase.RELEASING, desired)
+    await _spread(desk, course, scope)
+
+
+async def _spread(desk: Desk, course: Course, scope: Scope) -> None:
+    with course.timed(Phase.RELEASING.value):
+        replies = await desk.reconciler.tell(scope, course.left_s)
+    course.heard(replies.results)
+    course.end(OperationState.PARTIAL if replies.behind else OperationState.SUCCEEDED)
+
+
+async def reset_caches(desk: Desk, course: Course) -> None:
+    """Clear KV caches; requests that run keep theirs unless they are stopped for it as well."""
+    asked = course.operation.params
+    scope = read.scope(asked)
+    desk.check(scope)
+    if read.flag(asked, "reset_running_requests", default=False):
+        await _reset_running(desk, course, scope)
+        return
+    course.begin(Phase.STOPPING)
+    _end(course, await _ask(desk, course, scope, "clear_kv", False))
+
+
+async def _reset_running(desk: Desk, course: Course, scope: Scope) -> None:
+    """Stop everything, drop every cache, and go on: what runs is computed again."""
+    desired = changes.pause(
+        desk.book.desired,
+        course.operation.id,
+        scope,
+        PauseMode.KEEP,
+        desk.now_s(),
+        clear_cache=True,
+        lease_s=course.limit_s + RESET_LEASE_S,
+        running=_going_on(desk),
+    )
+    course.begin(Phase.STOPPING, desired)
+    behind = await _halt(desk, course, scope)
+    if behind:
+        done = "all boards go on, and those that answered have cleared their caches"
+        await _undo(desk, course, scope, shortfall(behind, done, course.limit_s))
+        return
+    course.note(Phase.RELEASING, changes.withdraw(desk.book.desired, course.operation.id))
+    await _spread(desk, course, scope)
+
+
+async def abort(desk: Desk, course: Course) -> None:
+    """End requests: those that are named, or all."""
+    asked = course.operation.params
+    scope = read.scope(asked)
+    desk.check(scope)
+    ids = read.texts(asked, "request_ids") or None
+    course.begin(Phase.STOPPING)
+    # Whoever asks again for all may meet requests that came after an answer that was lost.
+    tries = 1 if ids is None else SAFE_TRIES
+    replies = await _ask(desk, course, scope, "abort_all", ids, tries=tries)
+    for board, ended in replies.said.items():
+        result = replies.results[board]
+        course.heard({board: replace(result, details={"aborted": ended})})
+    _end(course, replies)
+
+
+async def _ask(
+    desk: Desk,
+    course: Course,
+    scope: Scope,
+    method: str,
+    *args: object,
+    tries: int = SAFE_TRIES,
+) -> Replies:
+    """Ask every board for what changes nothing that the cluster shall be."""
+    seats = desk.roster.seats(scope)
+    with course.timed(Phase.STOPPING.value):
+        replies = await desk.roster.ask(seats, method, *args, timeout_s=course.left_s, tries=tries)
+    course.heard(replies.results)
+    return replies
+
+
+def _end(course: Course, replies: Replies) -> None:
+    if not replies.behind:
+        course.end(OperationState.SUCCEEDED)
+    elif replies.said:
+        course.end(OperationState.PARTIAL)
+    else:
+        error = shortfall(replies.behind, "no board has done it", course.limit_s)
+        course.end(OperationState.FAILED, error)
+
+
+HANDLERS = {
+    OperationKind.PAUSE: pause,
+    OperationKind.RESUME: resume,
+    OperationKind.LABEL: label,
+    OperationKind.CACHE_RESET: reset_caches,
+    OperationKind.ABORT: abort,
+}

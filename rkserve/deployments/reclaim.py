@@ -1,0 +1,180 @@
+"""Giving back what versions of adapters took that no line names any more: files on boards and on
+the head, and memory of engines.
+
+It compares, again and again, what boards and the head have with what is desired; nothing else
+tells it that a version was dropped. Boards keep files by version; the head keeps them by content,
+which several versions may share. The memory of engines it gives back at a retirement only:
+otherwise each board renews its engine itself when the adapters in it become too many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+
+from rkserve.control.operations import BoardResult, Operation, OperationKind
+from rkserve.deployments.course import Desk
+from rkserve.deployments.delivery import Store
+from rkserve.desired import AdapterVersion, Desired, Scope
+from rkserve.messages import AdapterRef, BoardState
+
+log = logging.getLogger(__name__)
+
+# Requests that run keep the version that they began with, and may load it once more after a pause.
+GRACE_S = 300.0
+UNSTAGE_S = 10.0
+RENEW_S = 120.0
+
+
+class Reclaim:
+    """Use it from one event loop."""
+
+    def __init__(self, desk: Desk, store: Store, grace_s: float = GRACE_S) -> None:
+        self._desk = desk
+        self._store = store
+        self._grace_s = grace_s
+        self._known: dict[str, AdapterVersion] = {}
+        self._unnamed_s: dict[str, float] = {}  # since when no line names it
+
+    def remember(self, operations: Iterable[Operation]) -> None:
+        """Learn which versions were staged: boards report them by their keys only."""
+        for one in operations:
+            if one.kind is OperationKind.ADAPTER_STAGE:
+                version = version_of(one)
+                self._known[version.ref.key] = version
+
+    async def look(self) -> None:
+        """Remove the files that nobody has needed for a while."""
+        await self._look_at_boards()
+        await self._look_at_store()
+
+    async def _look_at_boards(self) -> None:
+        # Also those of which no record is left: the ledger keeps so many operations only.
+        self._known |= {version.ref.key: version for version in self._needed()}
+        named = self._wanted()
+        now_s = time.monotonic()
+        for key in named:
+            self._unnamed_s.pop(key, None)
+        for key in self._known.keys() - named:
+            since_s = self._unnamed_s.setdefault(key, now_s)
+            if now_s - since_s >= self._grace_s:
+                await self._remove(self._known[key])
+
+    async def _remove(self, version: AdapterVersion) -> None:
+        reports = self._desk.roster.reports()
+        holders = [report for report in reports if version.ref.key in report.staged]
+        # One that does not answer is asked when it does.
+        there = [report.board_id for report in holders if report.state is not BoardState.LOST]
+        results = await self._unstage(version, there)
+        if version.ref.key in self._wanted() or len(there) < len(holders):
+            return  # somebody has just come back to it, or will
+        if all(result.good for result in results.values()):
+            del self._known[version.ref.key], self._unnamed_s[version.ref.key]
+            log.info("adapter %s is removed: nothing names it any more", version.ref.key)
+
+    async def _look_at_store(self) -> None:
+        """Remove the head's files that nothing is served from, nor will be: also what was sent and
+        never staged.
+        """
+        for digest in await asyncio.to_thread(self._digests):
+            # On the loop, and each time anew: no staging can begin between look and removal.
+            versions = [*self._needed(), *self._known.values()]
+            if digest in {version.ref.digest for version in versions}:
+                continue
+            try:
+                if self._store.remove(digest, self._grace_s):
+                    log.info("the file %s is removed: no version needs it", digest[:12])
+            except OSError as exc:
+                log.warning("the file %s stays in the store: %s", digest[:12], exc)
+
+    def _digests(self) -> tuple[str, ...]:
+        try:
+            return self._store.digests()
+        except OSError as exc:
+            log.warning("the store of files cannot be read: %s", exc)
+            return ()
+
+    def _needed(self, but: str = "") -> list[AdapterVersion]:
+        """Return the versions that are named, or that an operation other than ``but`` is bringing
+        now.
+        """
+        running = [one for one in self._desk.book.running if one.id != but]
+        return [*_named(self._desk.book.desired), *_coming(running)]
+
+    def _wanted(self, but: str = "") -> set[str]:
+        return {version.ref.key for version in self._needed(but)}
+
+    async def _unstage(
+        self, version: AdapterVersion, boards: Iterable[str], but: str = ""
+    ) -> dict[str, BoardResult]:
+        """Take it off boards, unless it is wanted again by the time that nobody brings it there."""
+        results = await asyncio.gather(*(self._unstage_at(version, one, but) for one in boards))
+        return {board: result for one in results for board, result in one.items()}
+
+    async def _unstage_at(
+        self, version: AdapterVersion, board_id: str, but: str
+    ) -> dict[str, BoardResult]:
+        async with self._desk.stager.at(board_id):
+            seat = self._desk.roster.seat(board_id)
+            if seat is None or version.ref.key in self._wanted(but):
+                return {}
+            replies = await self._desk.roster.ask(
+                [seat], "unstage", version, timeout_s=UNSTAGE_S, tries=1
+            )
+        return replies.results
+
+    async def take_back(self, scope: Scope, version: AdapterVersion, operation: str) -> None:
+        """Remove what a staging that failed, that operation, has brought to boards."""
+        self._known[version.ref.key] = version
+        boards = [seat.board_id for seat in self._desk.roster.seats(scope)]
+        await self._unstage(version, boards, operation)
+
+    async def retired(
+        self, scope: Scope, before: Desired, after: Desired
+    ) -> dict[str, BoardResult]:
+        """Renew the engines that have retired versions in their memory, one after the other."""
+        kept = {version.ref.key for version in _named(after)}
+        dropped = {version.ref.key for version in _named(before)} - kept
+        results: dict[str, BoardResult] = {}
+        for report in self._desk.roster.reports():
+            seat = self._desk.roster.seat(report.board_id)
+            if seat is None or not scope.covers(report.board_id, report.model):
+                continue
+            if not dropped & set(report.adapters):
+                continue
+            async with self._desk.stager.at(report.board_id):
+                replies = await self._desk.roster.ask(
+                    [seat],
+                    "renew",
+                    "an adapter was retired",
+                    timeout_s=RENEW_S,
+                    tries=1,
+                )
+            results |= replies.results
+        return results
+
+
+def version_of(operation: Operation) -> AdapterVersion:
+    """Return the version that an operation stages, by its checked parameters."""
+    asked = operation.params
+    ref = AdapterRef(
+        str(asked["name"]),
+        str(asked["version"]),
+        str(asked["digest"]),
+        _number(asked.get("scale"), 1.0),
+    )
+    return AdapterVersion(ref, int(_number(asked.get("size_bytes"), 0.0)))
+
+
+def _number(value: object, default: float) -> float:
+    return float(value) if isinstance(value, int | float) else default
+
+
+def _named(desired: Desired) -> list[AdapterVersion]:
+    return [version for line in desired.lines for version in line.versions]
+
+
+def _coming(running: Iterable[Operation]) -> list[AdapterVersion]:
+    return [version_of(one) for one in running if one.kind is OperationKind.ADAPTER_STAGE]

@@ -1,0 +1,251 @@
+"""One rollout while it goes on: carries out what ``control.rollout`` decides, and tells it what
+came of that. It knows boards, the ledger's book and time; it decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+from rkserve.control import rollout
+from rkserve.control.judge import Watch
+from rkserve.control.operations import BoardResult, OperationError, Phase, ResultStatus
+from rkserve.control.plan import Ask, Move, Plan
+from rkserve.control.rollout import (
+    EVERYWHERE,
+    Answered,
+    Cancelled,
+    Decided,
+    Event,
+    Finish,
+    Gone,
+    Joined,
+    Judged,
+    Observe,
+    Refused,
+    Round,
+    Step,
+)
+from rkserve.deployments.course import Course, Desk, error_of
+from rkserve.deployments.roster import result_of
+from rkserve.desired import Scope
+from rkserve.errors import BoardFailed, OperationTimeout, RkserveError
+
+# A trial generation: ids that every vocabulary has, and enough tokens to time a few steps.
+PROBE_IDS = tuple(range(1, 9))
+PROBE_TOKENS = 8
+# A board loads between two runs, so that a long answer of somebody's comes first.
+LOAD_S = 300.0
+AGAIN_S = 1.0  # between tries to write down that something is taken back
+MARGIN = 0.95
+UNDO_S = 5.0  # boards that answer at all are released in much less
+
+
+class Rolling:
+    """One rollout, or rollback, that goes on. Use it from one event loop."""
+
+    def __init__(self, desk: Desk, course: Course, plan: Plan) -> None:
+        self._desk = desk
+        self._course = course
+        self._plan = plan
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._finish: Finish | None = None
+        self._rollout, self._steps = rollout.start(plan, time.monotonic())
+        self._entered_s = time.monotonic()
+        self._undone_by_s: float | None = None
+
+    def decide(self, promote: bool, who: str) -> None:
+        """Someone promotes the canary or rolls it back."""
+        self._events.put_nowait(Decided(promote, who))
+
+    async def run(self) -> Finish:
+        """Carry it out to its end. Raises ``LedgerFailed`` only from its very first step."""
+        try:
+            await self._carry_out_all(self._steps)
+            while self._finish is None:
+                await self._carry_out_all(self._advance(await self._next_event()))
+            self._note_lagging(self._finish)
+            return self._finish
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _note_lagging(self, finish: Finish) -> None:
+        """Record who has not followed; it is what the operation is partial for."""
+        results = self._course.operation.results
+        for board in finish.lagging:
+            if board not in results or results[board].good:
+                limit_s = self._course.limit_s
+                late = BoardFailed(board, f"it did not follow within {limit_s:g} s")
+                self._course.heard({board: result_of(late, limit_s * 1e3)})
+
+    def _advance(self, event: Event) -> tuple[Step, ...]:
+        phase = self._rollout.phase
+        self._rollout, steps = rollout.advance(self._rollout, event, time.monotonic())
+        if self._rollout.phase is not phase:
+            self._measure(phase)
+        return steps
+
+    def _measure(self, phase: Phase) -> None:
+        now_s = time.monotonic()
+        if phase is Phase.OBSERVING:
+            self._course.rest(now_s - self._entered_s)
+        self._course.spent(phase.value, now_s - self._entered_s)
+        self._entered_s = now_s
+
+    async def _next_event(self) -> Event:
+        """Wait for what happens next; the time limit does not run while a canary is observed."""
+        if self._rollout.at is Round.OBSERVE:
+            return await self._events.get()
+        left_s = self._course.left_s
+        if self._rollout.at is Move.UNDO:
+            if self._undone_by_s is None:
+                self._undone_by_s = time.monotonic() + UNDO_S
+            left_s = max(0.001, self._undone_by_s - time.monotonic())
+        try:
+            return await asyncio.wait_for(self._events.get(), left_s)
+        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+            limit_s = self._course.limit_s
+            return Cancelled(error_of(OperationTimeout(f"It was not done within {limit_s:g} s.")))
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    async def _carry_out_all(self, steps: tuple[Step, ...]) -> None:
+        """Carry steps out in their order; after one that is refused, what is to be done instead."""
+        pending = list(steps)
+        while pending:
+            refused = await self._carry_out(pending.pop(0))
+            if refused is not None:
+                # Before anything else that may have happened meanwhile.
+                pending = list(self._advance(refused))
+
+    async def _carry_out(self, step: Step) -> Refused | None:
+        if isinstance(step, Finish):
+            self._finish = step
+        elif isinstance(step, Observe):
+            self._course.note(Phase.OBSERVING)
+            self._begin(self._observe())
+        elif step.move is Move.STAGE:
+            self._note_move()
+            self._begin(self._stage(step))
+        elif step.move is Move.LOAD:
+            self._note_move()
+            for board in step.boards:
+                self._begin(self._load(board))
+        else:
+            return await self._change(step)
+        return None
+
+    def _note_move(self) -> None:
+        if self._course.operation.phase is not self._rollout.phase:
+            self._course.note(self._rollout.phase)
+
+    async def _change(self, step: Ask) -> Refused | None:
+        """Write a change down and tell the boards; one that cannot be written is refused."""
+        while True:
+            try:
+                desired = self._plan.apply(step, self._desk.book.desired, self._desk.now_s())
+                self._course.note(self._rollout.phase, desired)
+            except RkserveError as exc:
+                if step.move is not Move.UNDO:
+                    return Refused(step.move, error_of(exc))
+                await asyncio.sleep(AGAIN_S)  # boards stay as they are until it can be undone
+            else:
+                break
+        self._begin(self._tell(step))
+        return None
+
+    async def _tell(self, step: Ask) -> None:
+        """Tell the boards of a step, and for a hold or a commit all that are there by now.
+
+        What joined meanwhile may serve what it was told before, and may not have answered.
+        """
+        scope = Scope(models=(self._plan.model,), boards=step.boards)
+        if step.move in EVERYWHERE:
+            scope = Scope(models=(self._plan.model,))
+        deadline_s = time.monotonic() + self._tell_s(step.move)
+        told: set[str] = set()
+        results: dict[str, BoardResult] = {}
+        while fresh := [s for s in self._desk.roster.seats(scope) if s.replica not in told]:
+            left_s = deadline_s - time.monotonic()
+            if told and left_s <= 0:
+                break
+            told |= {seat.replica for seat in fresh}
+            boards = {seat.board_id for seat in fresh}
+            replies = await self._desk.reconciler.tell(scope, max(0.001, left_s), boards)
+            results |= replies.results
+        joined = sorted(results.keys() - set(step.boards))
+        for board in joined:
+            self._events.put_nowait(Joined(board))
+        self._answer(step.move, [*step.boards, *joined], results)
+
+    def _tell_s(self, move: Move) -> float:
+        """Return how long boards may take: a little less than the time that there is.
+
+        Those that have answered by then are known; when time runs out nobody is.
+        """
+        left_s = UNDO_S if move is Move.UNDO else self._course.left_s
+        return min(self._desk.config.operation_timeout_s, MARGIN * left_s)
+
+    async def _stage(self, step: Ask) -> None:
+        version = self._plan.version
+        assert version is not None  # a rollback stages nothing
+        limit_s = min(self._course.left_s, self._desk.config.stage_timeout_s)
+        results = await self._desk.stager.spread(version, step.boards, limit_s)
+        self._answer(Move.STAGE, step.boards, results)
+
+    async def _load(self, board: str) -> None:
+        version = self._plan.version
+        assert version is not None  # a rollback loads nothing
+        seat = self._desk.roster.seat(board)
+        async with self._desk.stager.at(board):
+            replies = await self._desk.roster.ask(
+                [] if seat is None else [seat],
+                "load_adapter",
+                version.ref,
+                PROBE_IDS,
+                PROBE_TOKENS,
+                timeout_s=min(self._course.left_s, LOAD_S),
+            )
+        self._answer(Move.LOAD, [board], replies.results)
+
+    def _answer(self, move: Move, boards: Iterable[str], results: dict[str, BoardResult]) -> None:
+        self._course.heard(results)
+        for board in boards:
+            result = results.get(board, BoardResult(ResultStatus.GONE))
+            if result.status is ResultStatus.GONE:
+                self._events.put_nowait(Gone(board))
+            elif result.good:
+                self._events.put_nowait(Answered(move, board))
+            else:
+                error = OperationError(503, result.error, f"Board {board}: {result.message}")
+                self._events.put_nowait(Answered(move, board, error))
+
+    async def _observe(self) -> None:
+        """Judge the candidate at every round of reports until somebody ends this task."""
+        version = self._plan.version
+        line = self._desk.book.desired.line(self._plan.model, self._plan.name)
+        assert version is not None  # a rollback is not observed
+        assert line is not None  # it has just been offered
+        active = None if line.active is None else f"{line.name}@{line.active.ref.version}"
+        watch = Watch()
+        while True:
+            watch = watch.saw(self._desk.roster.reports(self._plan.model))
+            judgement = watch.judge(f"{line.name}@{version.ref.version}", active)
+            self._events.put_nowait(Judged(judgement))
+            await asyncio.sleep(self._desk.config.report_s)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            error = OperationError(500, "internal_error", f"{type(exc).__name__}: {exc}")
+            self._events.put_nowait(Cancelled(error))

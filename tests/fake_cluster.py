@@ -1,0 +1,327 @@
+"""Boards that obey what they are told, without a model, and a Coordinator that tells them.
+
+A fake board keeps to the contract of ``adopt`` and of staging, can die, freeze, come back and
+refuse, and notes whatever was served beside what it should have been.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rkserve.config import CoordinatorConfig
+from rkserve.control.calls import Call, Outcome
+from rkserve.control.operations import OperationKind
+from rkserve.deployments.coordinator import Coordinator, Outside
+from rkserve.deployments.fleet import Fleet
+from rkserve.deployments.ledger import Ledger
+from rkserve.deployments.staging import Pace
+from rkserve.desired import AdapterVersion, Adoption, Desired, Duty, PauseMode, Probe
+from rkserve.errors import BoardGone, BoardSilent, BoardStartFailed, StageFailed
+from rkserve.messages import AdapterRef, BoardReport, BoardState, Event, GenerateRequest
+from rkserve.messages import VersionFigures as Figures
+
+MODEL = "sim-chat"
+# So that a board that is gone, or cannot, is given up in the time of a test.
+PACE = Pace(chunk_bytes=64, patience_s=0.3, tries=2, first_rest_s=0.01, longest_rest_s=0.05)
+
+
+class Killed(BaseException):
+    """The Coordinator's process ends here. No handler of the program catches it."""
+
+
+@dataclass
+class FakeBoard:
+    """One board and its replica of the moment."""
+
+    board_id: str
+    model: str = MODEL
+    life: int = 0
+    desired: Desired | None = None
+    files: dict[str, bytearray] = field(default_factory=dict)
+    whole: dict[str, AdapterVersion] = field(default_factory=dict)
+    loaded: set[str] = field(default_factory=set)
+    dead: bool = False
+    frozen: bool = False
+    refuses: dict[str, Exception] = field(default_factory=dict)
+    slow_s: dict[str, float] = field(default_factory=dict)
+    asked: Counter[str] = field(default_factory=Counter)
+    dies_in: str = ""
+    figures: tuple[Figures, ...] = ()
+
+    @property
+    def replica(self) -> str:
+        return f"{self.board_id}/{self.life}"
+
+    @property
+    def duty(self) -> Duty | None:
+        return None if self.desired is None else self.desired.duty(self.board_id, self.model)
+
+    @property
+    def missing(self) -> tuple[AdapterVersion, ...]:
+        wanted = () if self.duty is None else self.duty.versions
+        return tuple(version for version in wanted if version.ref.key not in self.whole)
+
+    @property
+    def serves(self) -> bool:
+        """Whether it would emit a token for a request by the bare name now."""
+        return not self.dead and self.duty is not None and not self.missing and not self.is_held
+
+    @property
+    def is_held(self) -> bool:
+        return self.duty is not None and self.duty.held("tone") is not None
+
+    def restart(self, *, disk: bool = True) -> None:
+        """Another replica takes its place: it knows nothing but what is on its disk."""
+        self.life += 1
+        self.desired, self.dead, self.frozen = None, False, False
+        self.loaded = set()
+        if not disk:
+            self.files, self.whole = {}, {}
+
+    def report(self) -> BoardReport:
+        ready = self.desired is not None and not self.missing
+        held = None if self.duty is None else self.duty.hold
+        return BoardReport(
+            self.board_id,
+            self.model,
+            BoardState.READY if ready else BoardState.JOINING,
+            replica=self.replica,
+            epoch=None if self.desired is None else self.desired.epoch,
+            hold="" if held is None else held.mode.value,
+            missing=len(self.missing),
+            staged=tuple(self.whole),
+            adapters=tuple(self.loaded),
+            versions=self.figures,
+        )
+
+    def adopt(self, desired: Desired) -> Adoption:
+        if self.desired is None or desired.epoch >= self.desired.epoch:
+            self.desired = desired
+        return Adoption(
+            self.board_id, self.desired.epoch, self.missing, held=self.is_held, latency_ms=1.0
+        )
+
+    def stage_begin(self, version: AdapterVersion) -> int:
+        if version.ref.key in self.whole:
+            return version.size_bytes
+        return len(self.files.setdefault(version.ref.digest, bytearray()))
+
+    def stage_chunk(self, digest: str, offset: int, data: bytes) -> int:
+        there = self.files[digest]
+        if offset != len(there):
+            return len(there)
+        there += data
+        return len(there)
+
+    def stage_commit(self, version: AdapterVersion) -> None:
+        if version.ref.key in self.whole:
+            return
+        content = self.files.pop(version.ref.digest)
+        if hashlib.sha256(content).hexdigest() != version.ref.digest:
+            raise StageFailed(self.board_id, "the sha256 differs")
+        self.whole[version.ref.key] = version
+
+    def unstage(self, version: AdapterVersion) -> bool:
+        return self.whole.pop(version.ref.key, None) is not None
+
+    def load_adapter(self, ref: AdapterRef, prompt_ids: tuple[int, ...], tokens: int) -> Probe:
+        assert ref.key in self.whole
+        assert prompt_ids
+        self.loaded.add(ref.key)
+        return Probe(self.board_id, ref.key, 3.0, tokens, 16.0)
+
+    def renew(self, reason: str) -> None:
+        assert reason
+        self.loaded.clear()
+
+    def clear_kv(self, keep_system_prompt: bool) -> str:
+        return f"cleared {keep_system_prompt}"
+
+    def abort_all(self, request_ids: tuple[str, ...] | None) -> int:
+        return 7 if request_ids is None else len(request_ids)
+
+
+@dataclass
+class FakeCluster:
+    """One group of boards behind a ``BoardLink``. ``before`` sees every call before a board does,
+    and ``after`` sees the cluster after it: for faults at a chosen moment, and for invariants.
+    """
+
+    boards: dict[str, FakeBoard]
+    before: Callable[[FakeBoard, str], None] = lambda _board, _method: None
+    after: Callable[[FakeBoard, str], None] = lambda _board, _method: None
+
+    @classmethod
+    def of(cls, *names: str) -> FakeCluster:
+        return cls({name: FakeBoard(name) for name in names})
+
+    def __getitem__(self, name: str) -> FakeBoard:
+        return self.boards[name]
+
+    async def open(self, request: GenerateRequest, replica: str) -> AsyncGenerator[Event, None]:
+        raise AssertionError(f"the Coordinator generates nothing: {request} {replica}")
+        yield
+
+    async def ask(self, replica: str, method: str, *args: Any, timeout_s: float) -> Any:
+        await asyncio.sleep(0)
+        board = next((one for one in self.boards.values() if one.replica == replica), None)
+        if board is None or board.dead:
+            raise BoardGone(replica, "its replica died")
+        self.before(board, method)
+        board.asked[method] += 1
+        await self._hold_up(board, method, timeout_s)
+        if method == board.dies_in or board.dead:
+            board.dead = True
+            raise BoardGone(replica, "its replica died")
+        if method in board.refuses:
+            raise board.refuses[method]
+        said = getattr(board, method)(*args)
+        self.after(board, method)
+        return said
+
+    async def _hold_up(self, board: FakeBoard, method: str, timeout_s: float) -> None:
+        began_s = time.monotonic()
+        while board.frozen or time.monotonic() - began_s < board.slow_s.get(method, 0.0):
+            left_s = began_s + timeout_s - time.monotonic()
+            if left_s <= 0:
+                raise BoardSilent(board.replica, f"nothing came within {timeout_s:g} s")
+            await asyncio.sleep(min(0.01, left_s))
+
+    @property
+    def complete(self) -> bool:
+        return not any(one.frozen for one in self.boards.values() if not one.dead)
+
+    async def reports(self) -> list[BoardReport]:
+        there = [one for one in self.boards.values() if not one.dead and not one.frozen]
+        return [one.report() for one in there]
+
+    async def start_failure(self) -> BoardStartFailed | None:
+        return None
+
+
+@dataclass
+class FakeStore:
+    """The head's store: files by their digests."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    kept_s: dict[str, float] = field(default_factory=dict)
+
+    def add(self, version: str, content: bytes, name: str = "tone") -> AdapterVersion:
+        digest = hashlib.sha256(content).hexdigest()
+        self.files[digest] = content
+        self.kept_s[digest] = time.monotonic()
+        return AdapterVersion(AdapterRef(name, version, digest), len(content))
+
+    def read(self, digest: str, offset: int, size: int) -> bytes:
+        return self.files[digest][offset : offset + size]
+
+    def check(self, version: AdapterVersion) -> None:
+        if version.ref.digest not in self.files:
+            raise StageFailed("head", "the store has no such file")
+
+    def digests(self) -> tuple[str, ...]:
+        return tuple(sorted(self.files))
+
+    def remove(self, digest: str, idle_s: float = 0.0) -> bool:
+        if time.monotonic() - self.kept_s.get(digest, float("-inf")) < idle_s:
+            return False
+        return self.files.pop(digest, None) is not None
+
+
+@dataclass
+class Control:
+    """A Coordinator on fake boards; ``died`` and ``again`` are its crash and its successor."""
+
+    folder: Path
+    cluster: FakeCluster
+    store: FakeStore = field(default_factory=FakeStore)
+    now_s: float = 1_000_000.0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    wrap_link: Callable[[FakeCluster], Any] = lambda link: link
+    wrap_ledger: Callable[[Ledger], Any] = lambda ledger: ledger
+
+    def __post_init__(self) -> None:
+        known = {"report_s": 0.01, "operation_timeout_s": 2.0, "stage_timeout_s": 5.0}
+        self.config = CoordinatorConfig(data_dir=self.folder, **{**known, **self.settings})
+
+    async def open(self) -> Coordinator:
+        """Start a Coordinator on the ledger that there is."""
+        self.ledger = Ledger.open(self.folder)
+        links = {"only": self.wrap_link(self.cluster)}
+        outside = Outside(
+            Fleet(links, {"only": MODEL}, random.Random(5)),
+            self.wrap_ledger(self.ledger),
+            self.store,
+            lambda data: data,
+            lambda: self.now_s,
+            PACE,
+        )
+        self.it = Coordinator(self.config, outside)
+        await self.it.start()
+        return self.it
+
+    async def close(self) -> None:
+        """End it, as Ray ends a replica or as the kernel ends a process: the ledger is let go."""
+        await self.it.stop()
+        self.ledger.close()
+
+    async def again(self) -> Coordinator:
+        """Replace it."""
+        await self.close()
+        return await self.open()
+
+    async def call(
+        self, kind: OperationKind, /, *, key: str | None = None, **params: Any
+    ) -> Outcome:
+        """Make one call."""
+        options = {
+            name: params.pop(name)
+            for name in ("timeout_s", "expected_epoch", "background", "who")
+            if name in params
+        }
+        return await self.it.perform(Call(kind, params, key=key, **options))
+
+    async def pause(self, **params: Any) -> Outcome:
+        return await self.call(OperationKind.PAUSE, **{"mode": PauseMode.KEEP.value, **params})
+
+    async def resume(self, **params: Any) -> Outcome:
+        return await self.call(OperationKind.RESUME, **params)
+
+    async def stage(self, version: AdapterVersion, **params: Any) -> Outcome:
+        ref = version.ref
+        known = {"model": MODEL, "name": ref.name, "version": ref.version, "digest": ref.digest}
+        return await self.call(
+            OperationKind.ADAPTER_STAGE, **{**known, "size_bytes": version.size_bytes, **params}
+        )
+
+    async def roll(self, version: str, **params: Any) -> Outcome:
+        known = {"model": MODEL, "name": "tone", "version": version}
+        return await self.call(OperationKind.ADAPTER_ROLLOUT, **{**known, **params})
+
+    @property
+    def held(self) -> list[str]:
+        """The boards that are held as a whole or for the adapter."""
+        return [name for name, board in self.cluster.boards.items() if board.is_held]
+
+    @property
+    def desired(self) -> Desired:
+        return self.ledger.desired()
+
+    @property
+    def follows(self) -> bool:
+        """Whether every board that is there obeys the latest, has what it needs, and is let be."""
+        alive = [one for one in self.cluster.boards.values() if not one.dead and not one.frozen]
+        bringing = self.it._reconciler._bringing
+        going_on = {board for board, task in bringing.items() if not task.done()}
+        return all(
+            one.desired == self.desired and not one.missing and one.board_id not in going_on
+            for one in alive
+        )
