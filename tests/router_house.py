@@ -11,15 +11,18 @@ from typing import Any
 
 import httpx
 from fake_boards import FakeBoards, Step, report
+from fake_head import FakeHead
 from starlette.types import ASGIApp
 
 from rkserve.config import RouterConfig
+from rkserve.deployments.cluster import Cluster
 from rkserve.deployments.fleet import Fleet
 from rkserve.deployments.http import make_app
 from rkserve.deployments.service import ServedModel, Service
 from rkserve.modelfolder import open_model_folder
 
 CHAT = "/v1/chat/completions"
+MAX_ADAPTER_BYTES = 5_000_000
 FOLDER = Path(__file__).resolve().parents[1] / "models" / "sim-chat"
 
 
@@ -36,18 +39,22 @@ class House:
     boards: FakeBoards
     config: RouterConfig = field(default_factory=RouterConfig)
     served: ServedModel = field(default_factory=model)
+    head: FakeHead = field(default_factory=FakeHead)
 
     def __post_init__(self) -> None:
         model_id = self.served.folder.id
         fleet = Fleet({"only": self.boards}, {"only": model_id}, random.Random(5))
-        self.service = Service(self.config, {model_id: self.served}, fleet)
-        self.app: ASGIApp = make_app(self.service)
+        self.cluster = Cluster(self.head, fleet.obey)
+        self.service = Service(self.config, {model_id: self.served}, fleet, self.cluster)
+        self.app: ASGIApp = make_app(self.service, MAX_ADAPTER_BYTES)
 
     async def __call__(
         self, method: str, path: str, *, host: str = "127.0.0.1", **kwargs: Any
     ) -> httpx.Response:
-        """Make one whole request from ``host``, after the boards have reported."""
+        """Make one whole request from ``host``, after boards and Coordinator have been heard."""
         await self.service.fleet.refresh()
+        if not self.head.away:
+            await self.cluster.refresh()
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False, client=(host, 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
             return await client.request(method, path, **kwargs)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from fakes import run_loop
 
-from rkserve.adapterfolder import Chosen
 from rkserve.deployments import catalog as rules
 from rkserve.deployments.catalog import Catalog
 from rkserve.errors import AdapterBroken, ModelNotFound
+from rkserve.wire.versions import Meant
 
 
 def add_adapter(model: Path, name: str, version: str, content: bytes = b"LoRA") -> Path:
@@ -36,8 +36,8 @@ async def _a_while() -> None:
 def test_a_model_is_itself_and_costs_no_look(model: Path) -> None:
     async def main() -> None:
         found = Catalog({"tiny": model, "gone": model / "nowhere"})
-        assert await found.resolve("gone") == Chosen("gone", None)
-        assert await found.resolve("tiny") == Chosen("tiny", None)
+        assert await found.resolve("gone") == Meant("gone")
+        assert await found.resolve("tiny") == Meant("tiny")
 
     run_loop(main())
 

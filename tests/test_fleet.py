@@ -11,15 +11,19 @@ import pytest
 from fake_boards import FakeBoards, Step, accepted, answer, eventually, report
 from fakes import run_loop
 
-from rkserve.deployments.fleet import FAILURES_EVERY, FORGET_AFTER, LOOK_AGAIN_S, Fleet
+from rkserve.deployments.fleet import FAILURES_EVERY, LOOK_AGAIN_S, Fleet
+from rkserve.deployments.listing import FORGET_AFTER
+from rkserve.desired import Desired, Pause, PauseMode, Scope
 from rkserve.errors import (
     AdapterBroken,
+    BoardBehind,
     BoardFailed,
     BoardOutOfOrder,
     BoardStartFailed,
     CacheNotFound,
     ContextOverflow,
     EngineDied,
+    EnginePaused,
     ModelNotFound,
     NoBoard,
     QueueFull,
@@ -43,7 +47,8 @@ REQUEST = GenerateRequest("r", MODEL, (1, 2, 3), 10)
 
 def fleet(**groups: FakeBoards) -> Fleet:
     """A fleet of groups that all serve one model."""
-    return Fleet(groups, dict.fromkeys(groups, MODEL), random.Random(3), accept_timeout_s=0.2)
+    served = dict.fromkeys(groups, MODEL)
+    return Fleet(groups, served, random.Random(3), accept_timeout_s=0.2, catch_up_s=1.5)
 
 
 async def talk(of: Fleet, request: GenerateRequest = REQUEST) -> list[Event]:
@@ -636,5 +641,127 @@ def test_only_boards_with_a_replica_have_a_seat() -> None:
         assert [r.board_id for r in it.reports()] == ["a", "b"]
         assert [seat.board_id for seat in it.seats()] == ["a"]
         assert it.seats("another") == []
+
+    run_loop(main())
+
+
+# -- boards that are held, behind or joining -------------------------------------------------------
+
+
+def hold(mode: PauseMode, *boards: str) -> Desired:
+    return Desired(2, pauses=(Pause("op", Scope((), boards), mode),))
+
+
+def test_a_board_that_is_behind_or_paused_is_passed_over_for_another() -> None:
+    async def main() -> None:
+        for refusal in (BoardBehind("a", "it obeys epoch 3"), EnginePaused("the board a", 9)):
+            boards = FakeBoards.answering("a", "b")
+            boards.scripts["replica of a"] = [[refusal]]
+            of = fleet(only=boards)
+            await of.refresh()
+            for _ in range(8):
+                events = await talk(of)
+                assert isinstance(events[0], Accepted)
+                assert events[0].board_id == "b"
+            assert any(replica == "replica of a" for replica, _ in boards.opened)
+
+    run_loop(main())
+
+
+def test_while_a_change_reaches_the_boards_a_request_waits_for_it() -> None:
+    async def main() -> None:
+        boards = FakeBoards.answering("a")
+        late: list[Sequence[Step]] = [[BoardBehind("a", "it obeys epoch 3")] for _ in range(3)]
+        boards.scripts["replica of a"] = [*late, answer("a", "hello")]
+        of = fleet(only=boards)
+        await of.refresh()
+        assert text_of(await talk(of)) == "hello"
+        assert len(boards.opened) == 4
+
+    run_loop(main())
+
+
+def test_a_board_that_stays_behind_is_given_up() -> None:
+    async def main() -> None:
+        boards = FakeBoards([report("a")], {"replica of a": [[BoardBehind("a", "epoch 3")]]})
+        of = fleet(only=boards)
+        await of.refresh()
+        with pytest.raises(BoardBehind):
+            await talk(of)
+        assert len(boards.opened) > 1
+
+    run_loop(main())
+
+
+def test_a_request_waits_for_boards_that_are_joining() -> None:
+    async def main() -> None:
+        boards = FakeBoards.answering("a")
+        boards.reported = [report("a", state=BoardState.JOINING)]
+        of = fleet(only=boards)
+        await of.refresh()
+        asked = asyncio.create_task(talk(of))
+        await asyncio.sleep(2 * LOOK_AGAIN_S)
+        assert not asked.done()
+        boards.reported = [report("a")]
+        assert text_of(await asked) == "hello"
+
+    run_loop(main())
+
+
+def test_where_every_board_is_paused_the_soonest_return_is_told() -> None:
+    async def main() -> None:
+        boards = FakeBoards(
+            [report("a"), report("b")],
+            {"replica of a": [[EnginePaused("a", 9)]], "replica of b": [[EnginePaused("b", 4)]]},
+        )
+        of = fleet(only=boards)
+        await of.refresh()
+        with pytest.raises(EnginePaused) as caught:
+            await talk(of)
+        assert caught.value.retry_after_s == 4
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize("mode", list(PauseMode))
+def test_a_request_goes_to_a_held_board_only_where_all_are_held(mode: PauseMode) -> None:
+    async def main() -> None:
+        of = fleet(only=FakeBoards.answering("a", "b"))
+        await of.refresh()
+        of.obey(hold(mode, "a"))
+        for _ in range(8):
+            (first, *_) = await talk(of)
+            assert isinstance(first, Accepted)
+            assert first.board_id == "b"
+        await of.refresh()  # the next report keeps it so
+        of.obey(hold(mode))
+        assert isinstance((await talk(of))[0], Accepted)
+
+    run_loop(main())
+
+
+def test_a_board_that_is_full_is_not_left_for_one_that_is_held() -> None:
+    async def main() -> None:
+        boards = FakeBoards.answering("a", "b")
+        boards.reported = [report("a"), report("b", running=1, queued=1)]
+        of = fleet(only=boards)
+        of.obey(hold(PauseMode.KEEP, "a"))
+        await of.refresh()
+        with pytest.raises(QueueFull):
+            await talk(of)
+
+    run_loop(main())
+
+
+def test_rates_are_those_of_the_last_seconds() -> None:
+    async def main() -> None:
+        boards = FakeBoards([report("a", decode_tokens=10)])
+        of = fleet(only=boards)
+        await of.refresh()
+        assert of.rates()["a"].decode_tokens_per_s == 0
+        boards.reported = [report("a", decode_tokens=50)]
+        await asyncio.sleep(0.02)
+        await of.refresh()
+        assert of.rates()["a"].decode_tokens_per_s > 0
 
     run_loop(main())

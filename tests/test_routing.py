@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rkserve.routing.least_load import Candidate, choose
+from rkserve.routing.rates import Counted, Rate, Rates
 
 
 def board(key: str, in_flight: int = 0, foreign: int = 0, **rest: object) -> Candidate:
@@ -182,3 +183,35 @@ def test_a_conversation_with_an_adapter_finds_the_board_that_talked_with_it() ->
     rng = random.Random(3)
     found = {f.key for _ in range(40) if (f := choose(boards, (1, 2, 3), rng, "kind@v1"))}
     assert found == {"b"}
+
+
+# -- rates ----------------------------------------------------------------------------------------
+
+
+def counted(*figures: tuple[float, str, int]) -> Rate:
+    """The rate after reports of (time, replica, decoded tokens)."""
+    rates = Rates(window_s=10.0)
+    for now_s, replica, tokens in figures:
+        rates.heard(Counted(now_s, replica, 2 * tokens, tokens))
+    return rates.now()
+
+
+@pytest.mark.parametrize(
+    ("figures", "rate"),
+    [
+        pytest.param([], 0.0, id="nothing"),
+        pytest.param([(1.0, "r", 50)], 0.0, id="one report"),
+        pytest.param([(1.0, "r", 50), (3.0, "r", 90)], 20.0, id="two"),
+        pytest.param(
+            [(1.0, "r", 0), (2.0, "r", 999), (9.0, "r", 1999), (21.0, "r", 1999)],
+            0.0,
+            id="what is long ago counts no more",
+        ),
+        pytest.param([(1.0, "r", 500), (2.0, "s", 10), (3.0, "s", 15)], 5.0, id="a new replica"),
+        pytest.param([(1.0, "r", 5), (1.0, "r", 9)], 0.0, id="no time between"),
+    ],
+)
+def test_a_rate_is_that_of_the_window(figures: list[tuple[float, str, int]], rate: float) -> None:
+    found = counted(*figures)
+    assert found.decode_tokens_per_s == rate
+    assert found.prefill_tokens_per_s == 2 * rate

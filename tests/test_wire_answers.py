@@ -26,13 +26,20 @@ from rkserve.messages import (
     Usage,
 )
 from rkserve.wire import sse
-from rkserve.wire.answers import ChatAnswer, CompletionAnswer, completion_id, fingerprint
+from rkserve.wire.answers import (
+    ChatAnswer,
+    CompletionAnswer,
+    Stamp,
+    completion_id,
+    fingerprint,
+)
 from rkserve.wire.failures import error_event, error_object
 from rkserve.wire.headers import answer_headers
 from rkserve.wire.models import model_entry, models_list
 from rkserve.wire.openai import ChatCall, CompletionCall
 
 MESSAGES = ({"role": "user", "content": "Hi"},)
+STAMP = Stamp("tiny", "1.3.0")
 TIMINGS = Timings(1.0, 20.0, 4, 100.0, 2, 812.0)
 
 
@@ -44,13 +51,13 @@ def finished(
 
 def chat_answer(**keys: Any) -> ChatAnswer:
     return ChatAnswer(
-        ChatCall("tiny", None, messages=MESSAGES, **keys), "chatcmpl-abc", 1700000000, "fp_1"
+        ChatCall("tiny", None, messages=MESSAGES, **keys), "chatcmpl-abc", 1700000000, STAMP
     )
 
 
 def completion_answer(prompts: int = 1, **keys: Any) -> CompletionAnswer:
     call = CompletionCall("tiny", 16, prompts=("Hi",) * prompts, **keys)
-    return CompletionAnswer(call, "cmpl-abc", 1700000000, "fp_1")
+    return CompletionAnswer(call, "cmpl-abc", 1700000000, STAMP)
 
 
 def stream(answer: ChatAnswer | CompletionAnswer, choices: int = 1) -> bytes:
@@ -129,7 +136,7 @@ def test_the_client_reads_a_whole_chat(strict: bool) -> None:
     assert got.usage is not None
     assert got.usage.prompt_tokens_details is not None
     assert got.usage.prompt_tokens_details.cached_tokens == 2
-    assert got.system_fingerprint == "fp_1"
+    assert got.system_fingerprint == STAMP.fingerprint(["default"])
 
 
 def test_the_client_reads_a_whole_completion(strict: bool) -> None:
@@ -242,7 +249,7 @@ def test_a_streamed_chat_chunk_by_chunk() -> None:
         "object": "chat.completion.chunk",
         "created": 1700000000,
         "model": "tiny",
-        "system_fingerprint": "fp_1",
+        "system_fingerprint": STAMP.fingerprint(["default"]),
     }
 
     def choice(delta: dict[str, Any], reason: str | None = None) -> list[dict[str, Any]]:
@@ -260,6 +267,7 @@ def test_a_streamed_chat_chunk_by_chunk() -> None:
             **head,
             "choices": choice({}, "stop"),
             "usage": None,
+            "weight_version": "default",
             "timings": {
                 "queue_ms": 1.0,
                 "prefill_ms": 20.0,
@@ -298,7 +306,7 @@ def test_a_delta_without_text_sends_nothing(answer: ChatAnswer | CompletionAnswe
 
 @given(st.text(max_size=50), st.text(max_size=20), st.integers(0, 15))
 def test_a_pre_rendered_delta_is_the_plain_json(text: str, model: str, index: int) -> None:
-    answer = ChatAnswer(ChatCall(model + sse.Frame.HOLE, None, n=16), "u", 1, "fp")
+    answer = ChatAnswer(ChatCall(model + sse.Frame.HOLE, None, n=16), "u", 1, STAMP)
     raw = answer.delta(index, Delta(text or "x", (1,)))
     assert raw.startswith(b"data: ")
     assert raw.endswith(b"\n\n")
@@ -486,6 +494,8 @@ def test_headers_name_boards_releases_and_what_was_ignored_once_each() -> None:
         "x-rkserve-release": "1.2.3, 1.3.0",
         "x-rkserve-queued-ahead": "1",
         "x-rkserve-sampling-ignored": "top_k, temperature",
+        "x-rkserve-epoch": "0",
+        "x-weight-version": "default",
     }
     assert "x-rkserve-sampling-ignored" not in answer_headers([accepted[1]])
 

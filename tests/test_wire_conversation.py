@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from wire_folders import make_folder
 from wire_json import MESSAGE
 
-from rkserve.adapterfolder import Chosen
 from rkserve.errors import RequestError, RkserveError, UnsupportedParameter
 from rkserve.messages import Sampling
 from rkserve.wire.openai import parse_chat
 from rkserve.wire.plan import plan
 from rkserve.wire.renderer import Renderer
+from rkserve.wire.versions import Meant
 
 HELLO = {"role": "user", "content": "Hello"}
 
@@ -224,7 +224,7 @@ def test_no_messages_raise_anything_but_a_request_error_up_to_the_plan(
     try:
         (request,) = plan(
             parse_chat(body),
-            Chosen("m", None),
+            Meant("m"),
             renderer,
             defaults=Sampling(),
             context_len=4096,

@@ -166,7 +166,7 @@ def test_a_parameter_is_read(read: Any, keys: dict[str, Any], field: str, value:
     "keys",
     [
         {"seed": 7},
-        {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"},
+        {"user": 7, "metadata": {"a": "b"}, "store": True, "service_tier": "auto"},
         {"parallel_tool_calls": True, "prediction": None, "reasoning_effort": "low"},
         {"some_new_parameter": [1, {"x": None}]},
         {"ignore_eos": False, "logit_bias": {}, "logprobs": False},

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from wire_folders import VOCABULARY, make_folder
 
-from rkserve.adapterfolder import Chosen
 from rkserve.errors import ContextOverflow, RequestError, UnsupportedParameter
 from rkserve.messages import AdapterRef, GenerateRequest, Sampling
 from rkserve.wire.openai import parse_chat, parse_completion
 from rkserve.wire.plan import plan
 from rkserve.wire.renderer import Renderer
+from rkserve.wire.versions import Meant
 
 DEFAULTS = Sampling(temperature=0.6, top_p=0.95, top_k=20, repeat_penalty=1.05)
 CONTEXT = 64
@@ -36,7 +36,7 @@ def planned(renderer: Renderer, context_len: int = CONTEXT, **keys: Any) -> list
     call = parse_chat(body) if "messages" in keys else parse_completion(body)
     return plan(
         call,
-        Chosen("m", ADAPTER),
+        Meant("m", ADAPTER),
         renderer,
         defaults=DEFAULTS,
         context_len=context_len,

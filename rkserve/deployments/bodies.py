@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -18,7 +19,7 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
         BodyTooSlow: it did not arrive within ``timeout_s``.
         RequestError: the Content-Length header is not a number, or the client left.
     """
-    _check_announced(request.headers.get("content-length"), max_bytes)
+    announced(request, max_bytes)
     try:
         return await asyncio.wait_for(_collect(request, max_bytes), timeout_s)
     except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
@@ -27,13 +28,48 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
         raise RequestError("The client left before its request was complete.") from None
 
 
-def _check_announced(length: str | None, max_bytes: int) -> None:
+async def read_parts(
+    request: Request, max_bytes: int, timeout_s: float, part_bytes: int
+) -> AsyncIterator[bytes]:
+    """Yield a long body in parts of one size, the last one shorter; one is in memory at a time.
+
+    It may take as long as it takes, while something of it comes within each ``timeout_s``.
+
+    Raises:
+        BodyTooLarge, BodyTooSlow, RequestError: as ``read_body``; nothing else is yielded then.
+    """
+    chunks = request.stream()
+    part, found = bytearray(), 0
+    while True:
+        try:
+            chunk = await asyncio.wait_for(anext(chunks), timeout_s)
+        except StopAsyncIteration:
+            break
+        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+            raise BodyTooSlow(f"Nothing of the body came for {timeout_s:.0f} s.") from None
+        except ClientDisconnect:
+            raise RequestError("The client left before its request was complete.") from None
+        found += len(chunk)
+        if found > max_bytes:
+            raise _too_large(max_bytes)
+        part += chunk
+        while len(part) >= part_bytes:
+            yield bytes(part[:part_bytes])
+            del part[:part_bytes]
+    if part:
+        yield bytes(part)
+
+
+def announced(request: Request, max_bytes: int) -> int | None:
+    """Return how long a body says that it is. Raises ``BodyTooLarge``, ``RequestError``."""
+    length = request.headers.get("content-length")
     if length is None:
-        return
+        return None
     if not length.isascii() or not length.isdigit():
         raise RequestError("The Content-Length header is not a number.")
-    if int(length) > max_bytes:
+    if len(length) > len(str(max_bytes)) or int(length) > max_bytes:
         raise _too_large(max_bytes)
+    return int(length)
 
 
 async def _collect(request: Request, max_bytes: int) -> bytes:

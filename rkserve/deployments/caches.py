@@ -68,12 +68,12 @@ class Caches:
         """Build a named prompt cache on every board of a model that is there now."""
         short = len(body) <= INLINE_BODY_BYTES
         call = parse_build(body) if short else await asyncio.to_thread(parse_build, body)
-        chosen = await self._service.catalog.resolve(model)
-        served = self._service.served(chosen.model)
+        meant = await self._service.meant(model)
+        served = self._service.served(meant.model)
         work = partial(ids_of, call, served.renderer, served.folder.settings.context_length)
         ids = work() if short else await asyncio.to_thread(work)
-        seats = self._some(self._service.fleet.seats(chosen.model), chosen.model)
-        answers = await self._ask(seats, "build_cache", call.cache_name, ids, chosen.adapter)
+        seats = self._some(self._service.fleet.seats(meant.model), meant.model)
+        answers = await self._ask(seats, "build_cache", call.cache_name, ids, meant.ref)
         for board, exc in answers.failed.items():
             if isinstance(exc, BoardSilent):
                 # The link has cancelled the call, which takes it out of the board's queue.
@@ -85,22 +85,22 @@ class Caches:
 
     async def listed(self, model: str) -> JsonObject:
         """Return the prompt caches of a model, or only those of one adapter."""
-        chosen = await self._service.catalog.resolve(model)
+        meant = await self._service.meant(model)
         answers = await self._ask(
-            self._service.fleet.seats(chosen.model),
+            self._service.fleet.seats(meant.model),
             "caches",
             timeout_s=self._service.config.report_timeout_s,
         )
         entries = merged(answers.said.values())
-        if chosen.adapter is not None:
-            entries = [entry for entry in entries if entry.adapter == chosen.adapter.key]
+        if meant.ref is not None:
+            entries = [entry for entry in entries if entry.adapter == meant.ref.key]
         return caches_list(entries, answers.failed)
 
     async def delete(self, model: str, name: str) -> tuple[int, JsonObject]:
         """Delete a named prompt cache wherever it is. Raises ``CacheNotFound``."""
         check_cache_name(name)
-        chosen = await self._service.catalog.resolve(model)
-        answers = await self._ask(self._service.fleet.seats(chosen.model), "delete_cache", name)
+        meant = await self._service.meant(model)
+        answers = await self._ask(self._service.fleet.seats(meant.model), "delete_cache", name)
         had = sorted(board for board, deleted in answers.said.items() if deleted)
         if not had:
             if answers.failed:
@@ -120,7 +120,7 @@ class Caches:
         self, model: str | None, boards: tuple[str, ...] | None, param: str
     ) -> list[Seat]:
         """Return the boards that are meant. Raises ``ModelNotFound``, ``BoardNotFound``."""
-        base = None if model is None else (await self._service.catalog.resolve(model)).model
+        base = None if model is None else (await self._service.meant(model)).model
         seats = self._service.fleet.seats(base)
         if boards is None:
             return seats

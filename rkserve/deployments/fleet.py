@@ -11,18 +11,21 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any, Protocol
 
+from rkserve.deployments.listing import SILENT, Listing
 from rkserve.deployments.seats import Answers, Holders, Seat, Stay
+from rkserve.desired import Desired
 from rkserve.errors import (
     AdapterBroken,
+    BoardBehind,
     BoardFailed,
     BoardOutOfOrder,
     BoardStartFailed,
     CacheNotFound,
+    EnginePaused,
     ModelNotFound,
     NoBoard,
     QueueFull,
@@ -30,22 +33,21 @@ from rkserve.errors import (
 )
 from rkserve.messages import BoardReport, BoardState, Event, Finished, GenerateRequest
 from rkserve.routing.least_load import Candidate, choose
+from rkserve.routing.rates import Rate
 
 log = logging.getLogger(__name__)
 
-# A board that recovers keeps its queue and is back within a model load.
-_USABLE = (BoardState.READY, BoardState.RECOVERING)
 FAILURES_EVERY = 5  # that question goes to Serve's controller
 LOOK_AGAIN_S = 0.25  # so that requests without a board do not ask for reports all the time
-SILENT = "the board's replica does not answer"
-FORGET_AFTER = 30  # reports that a silent board may miss before it is no longer listed
+# While a change is on its way, every board may be a moment behind what this Router knows already.
+CATCH_UP_S = 5.0
+CATCH_UP_STEP_S = 0.05
+CATCH_UP_LONGEST_S = 0.5
 
 
 # What one board may lack and another have; nothing of the request was run then.
 _LACKING = (CacheNotFound, AdapterBroken)
-_UNHARMED = (BoardOutOfOrder, *_LACKING)
-
-_BoardKey = tuple[str, str]  # group and board id
+_UNHARMED = (BoardOutOfOrder, BoardBehind, *_LACKING)
 
 
 class BoardLink(Protocol):
@@ -56,6 +58,10 @@ class BoardLink(Protocol):
 
     async def ask(self, replica: str, method: str, *args: Any, timeout_s: float) -> Any:
         """Call a method of that replica's board; raises ``RkserveError`` only."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last round of reports heard every replica that there is."""
 
     async def reports(self) -> list[BoardReport]:
         """Collect one report from every board that answers."""
@@ -73,18 +79,22 @@ class Fleet:
         groups: Mapping[str, str],
         rng: random.Random,
         accept_timeout_s: float = 10.0,
+        catch_up_s: float = CATCH_UP_S,
     ) -> None:
-        """``groups`` maps a group's name to the model that it serves."""
+        """``groups`` maps a group's name to the model that it serves.
+
+        A request waits for ``catch_up_s`` where all boards have yet to hear what they shall be.
+        """
         self._links = links
         self._groups = groups
         self._rng = rng
         self._accept_timeout_s = accept_timeout_s
+        self._catch_up_s = catch_up_s
         self._refreshed_s = float("-inf")
         self._looking = asyncio.Lock()
-        self._reports: dict[_BoardKey, BoardReport] = {}
-        self._missed: dict[_BoardKey, int] = {}
-        self._candidates: dict[str, dict[str, Candidate]] = {group: {} for group in groups}
+        self._listing = Listing(groups)
         self._holders = Holders()
+        self.unknown = set(links)  # groups of which some board may never have been heard
 
     @property
     def models(self) -> list[str]:
@@ -93,16 +103,23 @@ class Fleet:
 
     def reports(self, model: str | None = None) -> list[BoardReport]:
         """Latest reports, sorted by board; one whose replica vanished says so."""
-        found = (r for r in self._reports.values() if model is None or r.model == model)
-        return sorted(found, key=lambda report: report.board_id)
+        return self._listing.reports(model)
+
+    def rates(self) -> dict[str, Rate]:
+        """How fast the boards work now, by board."""
+        return self._listing.rates()
 
     def seats(self, model: str | None = None) -> list[Seat]:
         """Return the boards that have a replica, also those that fell silent a moment ago."""
-        return [
-            Seat(group, report.replica, report.board_id, report.model, _is_silent(report))
-            for (group, _), report in sorted(self._reports.items())
-            if report.replica and (model is None or report.model == model)
-        ]
+        return self._listing.seats(model)
+
+    def obey(self, desired: Desired) -> None:
+        """Choose boards by what they shall be from now on."""
+        self._listing.obey(desired)
+
+    def forget_prompts(self, meant: Callable[[str, str], bool]) -> None:
+        """Forget what boards hold of their last prompts; ``meant`` takes board and model."""
+        self._listing.forget_prompts(meant)
 
     def holders(self, generation: str, choice: int | None = None) -> list[Seat]:
         """Return the boards that hold this Router's generation; none for that of another one."""
@@ -154,10 +171,12 @@ class Fleet:
         self._refreshed_s = asyncio.get_running_loop().time()
 
     async def _refresh(self, group: str) -> None:
-        for candidate in self._candidates[group].values():
+        for candidate in self._listing.candidates[group].values():
             candidate.asked()
         try:
-            self._update(group, await self._links[group].reports())
+            self._listing.update(group, await self._links[group].reports())
+            if self._links[group].complete:
+                self.unknown.discard(group)
         except RkserveError as exc:
             log.warning("the boards of group %s did not report: %s", group, exc)
 
@@ -166,7 +185,10 @@ class Fleet:
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         while True:
             await self.refresh()
-            if all(self._candidates.values()) or asyncio.get_running_loop().time() >= deadline_s:
+            if (
+                all(self._listing.candidates.values())
+                or asyncio.get_running_loop().time() >= deadline_s
+            ):
                 return
             await asyncio.sleep(LOOK_AGAIN_S)
 
@@ -175,7 +197,7 @@ class Fleet:
         for group, link in self._links.items():
             failure = await link.start_failure()
             if failure is not None:
-                self._note_failure(group, failure)
+                self._listing.note_failure(group, failure)
 
     async def follow(self, interval_s: float) -> None:
         """Refresh forever; asks after boards that cannot start every ``FAILURES_EVERY`` rounds.
@@ -192,35 +214,24 @@ class Fleet:
                 log.exception("the boards could not be asked; trying again")
             await asyncio.sleep(interval_s)
 
-    def _note_failure(self, group: str, failure: BoardStartFailed) -> None:
-        key = (group, failure.board_id)
-        known = self._reports.get(key)
-        if known is not None and known.state not in (BoardState.LOST, BoardState.FAILED):
-            return  # it has started since
-        self._missed[key] = 0
-        self._reports[key] = BoardReport(
-            board_id=failure.board_id,
-            model=self._groups[group],
-            state=BoardState.FAILED,
-            reason=failure.reason,
-        )
-
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Yield the events of one generation on the board with the least load.
 
-        A board that fails or is full before it accepted the request is passed over for another, and
-        so is one that gives its queue up before the first token, or that lacks the prompt cache or
-        the right file of the adapter. A board that is lost while it works on the request is not:
-        the request may be what it died of.
+        A board that fails, is full, is paused so that it takes nothing, or does not know yet what
+        it shall serve, before it accepted the request, is passed over for another, and so is one
+        that gives its queue up before the first token, or that lacks the prompt cache or the right
+        file of the adapter. A board that is lost while it works on the request is not: the request
+        may be what it died of. Where all boards are behind or joining, it waits for a moment.
 
         Raises:
-            ModelNotFound, NoBoard, QueueFull: nobody takes it.
+            ModelNotFound, NoBoard, QueueFull, EnginePaused, BoardBehind: nobody takes it.
             RkserveError: what the board raised, after the events before it.
         """
         tried: dict[str, RkserveError] = {}
         said = answering = False
+        patience = _Patience(self._catch_up_s)
         while True:
-            group, candidate = await self._find(request, tried)
+            group, candidate = await self._find(request, tried, patience)
             self._holders.enter(request.request_id, group, candidate.key)
             accepted = finished = left = False
             stay = Stay(candidate, request.prompt_ids, _adapter_of(request))
@@ -236,8 +247,8 @@ class Fleet:
                         finished = isinstance(event, Finished)
                         stay.heard(event)
                         yield event
-            except (BoardFailed, QueueFull, *_LACKING) as exc:
-                if isinstance(exc, BoardFailed):
+            except (BoardFailed, QueueFull, EnginePaused, *_LACKING) as exc:
+                if isinstance(exc, BoardFailed) and not isinstance(exc, BoardBehind):
                     candidate.ready = False  # until its next report says otherwise
                 if answering or (accepted and not isinstance(exc, _UNHARMED)):
                     raise
@@ -255,19 +266,30 @@ class Fleet:
                 stay.ended(left=left)
 
     async def _find(
-        self, request: GenerateRequest, tried: Mapping[str, RkserveError]
+        self, request: GenerateRequest, tried: dict[str, RkserveError], patience: _Patience
     ) -> tuple[str, Candidate]:
         """Choose; where there is no board, look whether one came since the last round of reports.
 
         After a redeploy all replicas are new, and a request should not fail for the second that
-        a router takes to hear of them.
+        a router takes to hear of them; nor for the moment in which a change reaches the boards.
         """
-        try:
-            return self._choose(request, tried)
-        except NoBoard:
-            if not await self.look_again():
-                raise
-        return self._choose(request, tried)
+        while True:
+            try:
+                return self._choose(request, tried)
+            except (NoBoard, BoardBehind):
+                if patience.looks() and await self.look_again():
+                    continue
+                if not self._catch_up(request.model, tried) or not await patience.waited():
+                    raise
+            for key in [key for key, exc in tried.items() if isinstance(exc, BoardBehind)]:
+                del tried[key]
+            await self.look_again()
+
+    def _catch_up(self, model: str, tried: Mapping[str, RkserveError]) -> bool:
+        """Whether boards are about to serve, once they have what the cluster shall be."""
+        return any(isinstance(exc, BoardBehind) for exc in tried.values()) or any(
+            report.state is BoardState.JOINING for report in self.reports(model)
+        )
 
     async def look_again(self) -> bool:
         """Refresh, unless that has just been done; requests that wait share one round."""
@@ -302,8 +324,8 @@ class Fleet:
         groups = [group for group, served in self._groups.items() if served == model]
         if not groups:
             raise ModelNotFound(model)
-        owner = {c.key: group for group in groups for c in self._candidates[group].values()}
-        known = [c for group in groups for c in self._candidates[group].values()]
+        owner = {c.key: group for group in groups for c in self._listing.candidates[group].values()}
+        known = [c for group in groups for c in self._listing.candidates[group].values()]
         untried = (c for c in known if c.key not in tried)
         chosen = choose(untried, request.prompt_ids, self._rng, _adapter_of(request))
         if chosen is not None:
@@ -315,6 +337,9 @@ class Fleet:
     ) -> RkserveError:
         """Say why nobody took the request: full, without what it needs, or not there."""
         met = list(tried.values())
+        behind = [exc for exc in met if isinstance(exc, BoardBehind)]
+        if behind:
+            return behind[-1]
         full = [exc for exc in met if isinstance(exc, QueueFull)]
         if full:
             soonest_s = min(exc.retry_after_s or 1 for exc in full)
@@ -323,6 +348,9 @@ class Fleet:
         lacking = [exc for exc in met if isinstance(exc, _LACKING)]
         if lacking and all(c.key in tried for c in ready):
             return lacking[-1]
+        paused = [exc for exc in met if isinstance(exc, EnginePaused)]
+        if paused and all(c.key in tried for c in ready):
+            return min(paused, key=lambda exc: exc.retry_after_s or 1)
         if ready:
             waiting = sum(max(0, c.load - 1) for c in ready)
             return QueueFull(waiting, self._typical_s(model))
@@ -334,42 +362,36 @@ class Fleet:
         busy_ms = sum(r.prefill_ms + r.decode_ms for r in reports)
         return max(1, round(busy_ms / 1e3 / max(1, sum(r.requests for r in reports))))
 
-    def _update(self, group: str, reports: list[BoardReport]) -> None:
-        heard = {report.replica: report for report in reports}
-        candidates = self._candidates[group]
-        usable = {r.replica for r in reports if r.state is BoardState.READY}
-        usable = usable or {r.replica for r in reports if r.state in _USABLE}
-        for replica, report in heard.items():
-            candidate = candidates.setdefault(replica, Candidate(replica, 0))
-            candidate.capacity = report.queue_limit + report.n_batch
-            candidate.ready = replica in usable
-            candidate.heard(report.running + report.queued)
-            self._reports[group, report.board_id] = report
-            self._missed[group, report.board_id] = 0
-        for replica in candidates.keys() - heard.keys():
-            candidates[replica].ready = False
-            if candidates[replica].unused:
-                del candidates[replica]
-        self._age(group, {report.board_id for report in reports})
 
-    def _age(self, group: str, heard: set[str]) -> None:
-        """Keep a board that fell silent listed for a while, as what it is."""
-        for key, report in list(self._reports.items()):
-            if key[0] != group or key[1] in heard:
-                continue
-            self._missed[key] += 1
-            if report.state is not BoardState.FAILED:
-                self._reports[key] = replace(report, state=BoardState.LOST, reason=SILENT)
-            if self._missed[key] > FORGET_AFTER:
-                del self._reports[key], self._missed[key]
+class _Patience:
+    """How long one request waits for boards to catch up with what they shall be."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._until_s: float | None = None
+        self._step_s = CATCH_UP_STEP_S
+        self._looked = False
+
+    def looks(self) -> bool:
+        """Whether to look for new boards at once: the first time."""
+        first, self._looked = not self._looked, True
+        return first
+
+    async def waited(self) -> bool:
+        """Wait for a moment, longer each time; False once it took too long."""
+        now_s = asyncio.get_running_loop().time()
+        self._until_s = now_s + self._limit_s if self._until_s is None else self._until_s
+        if now_s >= self._until_s:
+            return False
+        await asyncio.sleep(self._step_s)
+        self._step_s = min(2 * self._step_s, CATCH_UP_LONGEST_S)
+        return True
 
 
 def _adapter_of(request: GenerateRequest) -> str | None:
-    return None if request.adapter is None else request.adapter.key
-
-
-def _is_silent(report: BoardReport) -> bool:
-    return report.state is BoardState.LOST
+    # The board chooses the version of a line; what was computed with another one is no use, but
+    # costs nothing either: this only breaks ties.
+    return request.line if request.adapter is None else request.adapter.key
 
 
 def _by_name(exc: RkserveError, seat: Seat) -> RkserveError:

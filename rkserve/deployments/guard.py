@@ -1,42 +1,58 @@
-"""Who may make the calls that reach into everybody's generations and caches."""
+"""Who may make a call: a client, or the operator who reaches into everybody's work."""
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 
-from pydantic import SecretStr
 from starlette.requests import Request
 
-from rkserve.errors import Forbidden
+from rkserve.deployments.keys import Keys
+from rkserve.errors import Forbidden, InvalidApiKey
 
 # What tells of another machine behind a local connection: a proxy in front of the Router, or a
 # browser in which some page makes the call.
 _FROM_ELSEWHERE = ("forwarded", "x-forwarded-for", "x-real-ip", "origin")
 
 
-def check_operator(request: Request, key: SecretStr | None) -> None:
+def check_operator(request: Request, keys: Keys) -> str:
     """Let the operator pass: by the admin key where there is one, else by coming from this machine.
+
+    Returns what the audit calls the caller.
 
     Raises:
         Forbidden: it is somebody else; the message says what to do.
     """
-    if key is None:
+    if keys.admin is None:
         if _is_local(request):
-            return
+            return f"local {_host(request)}"
         raise Forbidden(
             "Without an admin key this call is taken from the Router's own machine only. Set "
             "RKSERVE_ADMIN_KEY (or router.admin_key) where the application is started, and send it "
             "as 'Authorization: Bearer <key>'."
         )
-    if not hmac.compare_digest(_sent(request), key.get_secret_value().encode()):
+    if not keys.is_admin(_sent(request)):
         raise Forbidden("This call needs the admin key: send 'Authorization: Bearer <key>'.")
+    return f"admin {_host(request)}"
+
+
+def check_client(request: Request, keys: Keys) -> None:
+    """Let a client pass: by an API key, or the admin key, where API keys are configured.
+
+    Raises:
+        InvalidApiKey: it sent none of those.
+    """
+    if keys.clients is not None and not keys.is_client(_sent(request)):
+        raise InvalidApiKey("Incorrect API key: send yours as 'Authorization: Bearer <key>'.")
 
 
 def _sent(request: Request) -> bytes:
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     # The framework decodes headers as Latin-1; the key was set as UTF-8.
     return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+
+
+def _host(request: Request) -> str:
+    return "unknown" if request.client is None else request.client.host
 
 
 def _is_local(request: Request) -> bool:

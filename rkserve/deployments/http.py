@@ -17,18 +17,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rkserve import __version__
 from rkserve.deployments.bodies import read_body
+from rkserve.deployments.guard import check_client
+from rkserve.deployments.http_cluster import add_cluster
 from rkserve.deployments.http_control import add_control
 from rkserve.deployments.service import Opened, Service
 from rkserve.errors import MethodNotAllowed, NoBoard, RequestError, RkserveError, RouteNotFound
 from rkserve.wire import sse
 from rkserve.wire.failures import error_object
 from rkserve.wire.openai import ChatCall, CompletionCall, parse_chat, parse_completion
+from rkserve.wire.versions import POLICY, SESSION, read_policy
 
 log = logging.getLogger(__name__)
 
 
-def make_app(service: Service) -> ASGIApp:
-    """Return the ASGI application of one Router."""
+def make_app(service: Service, max_adapter_bytes: int) -> ASGIApp:
+    """Return the ASGI application of one Router; adapters alone may be longer than other bodies."""
     # Without redirects a trailing slash is a 404 in OpenAI's shape and not an empty 307.
     # The framework's own pages about the API would load scripts from elsewhere; docs/api.md has it.
     app = FastAPI(
@@ -45,6 +48,7 @@ def make_app(service: Service) -> ASGIApp:
     _add_calls(app, service)
     _add_lookups(app, service)
     add_control(app, service)
+    add_cluster(app, service, max_adapter_bytes)
     return _Counted(app, service)  # outside of everything, so that a 500 counts as well
 
 
@@ -62,13 +66,15 @@ def _add_calls(app: FastAPI, service: Service) -> None:
 
 def _add_lookups(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
-    async def models() -> JSONResponse:
+    async def models(request: Request) -> JSONResponse:
         """List the models and the boards behind each."""
+        check_client(request, service.keys)
         return JSONResponse(await service.models())
 
     @app.get("/v1/models/{model_id:path}")
-    async def model(model_id: str) -> JSONResponse:
+    async def model(request: Request, model_id: str) -> JSONResponse:
         """Describe one model."""
+        check_client(request, service.keys)
         return JSONResponse(await service.model(model_id))
 
     @app.api_route("/health", methods=["GET", "HEAD"])
@@ -87,18 +93,26 @@ def _add_lookups(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     async def metrics() -> PlainTextResponse:
         """Export the metrics in Prometheus' text format."""
-        text = generate_latest(service.registry).decode()
+        try:
+            head = await service.cluster.metrics()
+        except RkserveError as exc:
+            log.debug("without the Coordinator's metrics: %s", exc)
+            head = b""
+        text = (generate_latest(service.registry) + head).decode()
         return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
 
 
 async def _respond(
     service: Service, request: Request, parse: Callable[[bytes], ChatCall | CompletionCall]
 ) -> Response:
+    check_client(request, service.keys)
+    policy = read_policy(request.headers.get(POLICY))
     body = await read_body(request, service.config.max_body_bytes, service.config.body_timeout_s)
-    opened = await service.open(body, parse)
+    opened = await service.open(body, parse, policy, request.headers.get(SESSION))
     if opened.call.stream:
         return _Stream(service, opened)
-    return JSONResponse(await service.whole(opened), headers=opened.headers)
+    answer = await service.whole(opened)  # only then it is known what it was generated with
+    return JSONResponse(answer, headers=opened.headers)
 
 
 class _Stream(StreamingResponse):

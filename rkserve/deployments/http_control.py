@@ -13,7 +13,8 @@ from rkserve.config import RouterConfig
 from rkserve.deployments.bodies import read_body
 from rkserve.deployments.caches import Caches
 from rkserve.deployments.generations import Generations
-from rkserve.deployments.guard import check_operator
+from rkserve.deployments.guard import check_client, check_operator
+from rkserve.deployments.keys import Keys
 from rkserve.deployments.service import Service
 from rkserve.messages import ControlAction
 from rkserve.wire.jsonbody import JsonObject
@@ -22,31 +23,36 @@ from rkserve.wire.jsonbody import JsonObject
 def add_control(app: FastAPI, service: Service) -> None:
     """Add the routes to the Router's application."""
     generations = Generations(service)
-    _add_generations(app, service.config, generations)
+    _add_generations(app, service.config, service.keys, generations)
     caches = Caches(service, generations)
-    _add_kv(app, service.config, caches)
-    _add_prompt_caches(app, service.config, caches)
+    _add_kv(app, service.config, service.keys, caches)
+    _add_prompt_caches(app, service.config, service.keys, caches)
     _add_boards(app, service)
 
 
-def _add_generations(app: FastAPI, config: RouterConfig, generations: Generations) -> None:
+def _add_generations(
+    app: FastAPI, config: RouterConfig, keys: Keys, generations: Generations
+) -> None:
     @app.get("/v1/generations")
     async def listed(request: Request) -> JSONResponse:
         """List everybody's generations."""
-        check_operator(request, config.admin_key)
+        check_operator(request, keys)
         return JSONResponse(await generations.listed())
 
     @app.get("/v1/generations/{generation}")
-    async def one(generation: str) -> JSONResponse:
+    async def one(request: Request, generation: str) -> JSONResponse:
         """Describe one generation."""
+        check_client(request, keys)
         return JSONResponse(await generations.one(generation))
 
     @app.post("/v1/generations/{generation}/edit")
     async def edit(request: Request, generation: str) -> JSONResponse:
         """Change a paused generation."""
+        check_client(request, keys)
         return _answer(await generations.edit(generation, await _body(request, config)))
 
     async def control(request: Request, generation: str, action: ControlAction) -> JSONResponse:
+        check_client(request, keys)
         body = await _body(request, config)
         return _answer(await generations.control(generation, action, body))
 
@@ -66,49 +72,53 @@ def _add_generations(app: FastAPI, config: RouterConfig, generations: Generation
         return await control(request, generation, ControlAction.ABORT)
 
 
-def _add_kv(app: FastAPI, config: RouterConfig, caches: Caches) -> None:
+def _add_kv(app: FastAPI, config: RouterConfig, keys: Keys, caches: Caches) -> None:
     @app.get("/v1/cache/kv/size")
     async def size(request: Request) -> JSONResponse:
         """Say what the KV caches hold."""
+        check_client(request, keys)
         asked = request.query_params
         return JSONResponse(await caches.kv(asked.get("model"), asked.get("board")))
 
     @app.post("/v1/cache/kv/clear")
     async def clear(request: Request) -> JSONResponse:
         """Clear KV caches."""
-        check_operator(request, config.admin_key)
+        check_operator(request, keys)
         return _answer(await caches.clear(await _body(request, config)))
 
 
-def _add_prompt_caches(app: FastAPI, config: RouterConfig, caches: Caches) -> None:
+def _add_prompt_caches(app: FastAPI, config: RouterConfig, keys: Keys, caches: Caches) -> None:
     @app.post("/v1/cache/{model}")
     async def build(request: Request, model: str) -> JSONResponse:
         """Build a named prompt cache."""
-        check_operator(request, config.admin_key)
+        check_operator(request, keys)
         return _answer(await caches.build(model, await _body(request, config)))
 
     @app.get("/v1/cache/{model}")
-    async def listed(model: str) -> JSONResponse:
+    async def listed(request: Request, model: str) -> JSONResponse:
         """List prompt caches."""
+        check_client(request, keys)
         return JSONResponse(await caches.listed(model))
 
     # A path, so that a name that would lead elsewhere is told the rule.
     @app.delete("/v1/cache/{model}/{cache_name:path}")
     async def delete(request: Request, model: str, cache_name: str) -> JSONResponse:
         """Delete a named prompt cache."""
-        check_operator(request, config.admin_key)
+        check_operator(request, keys)
         return _answer(await caches.delete(model, cache_name))
 
 
 def _add_boards(app: FastAPI, service: Service) -> None:
     @app.get("/v1/boards")
-    async def boards() -> JSONResponse:
+    async def boards(request: Request) -> JSONResponse:
         """List the boards with what they say of themselves."""
+        check_client(request, service.keys)
         return JSONResponse(service.boards())
 
     @app.get("/v1/boards/{board_id:path}")
-    async def board(board_id: str) -> JSONResponse:
+    async def board(request: Request, board_id: str) -> JSONResponse:
         """Describe one board."""
+        check_client(request, service.keys)
         return JSONResponse(service.board(board_id))
 
 

@@ -11,7 +11,9 @@ from ray.exceptions import RayError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rkserve.config import RkserveConfig, resolve_folder
+from rkserve.deployments.cluster import Cluster
 from rkserve.deployments.fleet import Fleet
+from rkserve.deployments.headlink import RayHeadLink
 from rkserve.deployments.http import make_app
 from rkserve.deployments.link import RayLink
 from rkserve.deployments.logs import log_with_serve
@@ -65,10 +67,14 @@ async def _acknowledge_lifespan(receive: Receive, send: Send) -> None:
 
 @serve.ingress(_Handover())
 class RouterReplica:
-    """One Router replica. ``handles`` maps a group's name to its Board deployment's handle."""
+    """One Router replica.
+
+    ``handles`` maps a group's name to its Board deployment's handle; ``coordinator`` is that of the
+    Coordinator's deployment.
+    """
 
     async def __init__(  # type: ignore[misc] # Ray awaits an async constructor
-        self, config: RkserveConfig, handles: dict[str, Any]
+        self, config: RkserveConfig, handles: dict[str, Any], coordinator: Any
     ) -> None:
         log_with_serve()
         folders = {g.name: open_model_folder(resolve_folder(g.model)) for g in config.deployed}
@@ -83,15 +89,19 @@ class RouterReplica:
             config.router.accept_timeout_s,
         )
         models = {folder.id: ServedModel.open(folder) for folder in folders.values()}
-        self._service = Service(config.router, models, fleet)
-        self.asgi: ASGIApp = make_app(self._service)
-        # A Router that takes over from another one should know the boards before its first request.
-        await fleet.find_boards(FIND_BOARDS_S)
-        self._follows = asyncio.get_running_loop().create_task(
-            fleet.follow(config.router.report_s), name="follow the boards"
-        )
+        cluster = Cluster(RayHeadLink(coordinator), fleet.obey)
+        self._service = Service(config.router, models, fleet, cluster)
+        self.asgi: ASGIApp = make_app(self._service, config.coordinator.max_adapter_bytes)
+        # A Router that takes over from another one should know the boards, and what they shall be,
+        # before its first request.
+        await asyncio.gather(fleet.find_boards(FIND_BOARDS_S), cluster.find(FIND_BOARDS_S))
+        loop = asyncio.get_running_loop()
+        self._follows = [
+            loop.create_task(fleet.follow(config.router.report_s), name="follow the boards"),
+            loop.create_task(cluster.follow(), name="follow the Coordinator"),
+        ]
 
     async def __del__(self) -> None:
         """Ray's farewell, also after a constructor that failed."""
-        if hasattr(self, "_follows"):
-            self._follows.cancel()
+        for task in getattr(self, "_follows", ()):
+            task.cancel()

@@ -12,17 +12,19 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from rkserve.adapterfolder import Chosen
 from rkserve.config import RouterConfig
 from rkserve.deployments.catalog import Catalog
 from rkserve.deployments.choices import Choices
+from rkserve.deployments.cluster import Cluster
 from rkserve.deployments.fleet import Fleet
-from rkserve.errors import BoardNotFound, ModelNotFound, RkserveError
+from rkserve.deployments.flows import Flows
+from rkserve.deployments.keys import open_keys
+from rkserve.errors import BoardNotFound, CoordinatorAway, ModelNotFound, RkserveError
 from rkserve.messages import Accepted, Delta, Finished, GenerateRequest, Paused
 from rkserve.metrics import BoardCollector, RouterMetrics
 from rkserve.modelfolder import ModelFolder
 from rkserve.wire import sse
-from rkserve.wire.answers import ChatAnswer, CompletionAnswer, completion_id, fingerprint
+from rkserve.wire.answers import FIRST_LABEL, ChatAnswer, CompletionAnswer, Stamp, completion_id
 from rkserve.wire.failures import error_event, error_object
 from rkserve.wire.headers import answer_headers
 from rkserve.wire.jsonbody import JsonObject
@@ -30,12 +32,14 @@ from rkserve.wire.models import (
     adapter_entry,
     board_entry,
     boards_list,
+    line_entry,
     model_entry,
     models_list,
 )
 from rkserve.wire.openai import ChatCall, CompletionCall
 from rkserve.wire.plan import plan
 from rkserve.wire.renderer import Renderer
+from rkserve.wire.versions import ANY, Meant, Policy, find_line, read_session
 
 log = logging.getLogger(__name__)
 
@@ -71,22 +75,36 @@ class Opened:
     answer: Answer
     choices: Choices
     accepted: list[Accepted]
+    requests: list[GenerateRequest]
     started_s: float = field(default_factory=time.monotonic)
     closed: bool = False
 
     @property
     def headers(self) -> dict[str, str]:
-        """Response headers that tell who answers."""
-        return answer_headers(self.accepted)
+        """Response headers that tell who answers, with which weights as far as that is known."""
+        return answer_headers(self.accepted, self.answer.versions)
 
 
 class Service:
     """One Router. Use it from one event loop."""
 
-    def __init__(self, config: RouterConfig, models: dict[str, ServedModel], fleet: Fleet) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        models: dict[str, ServedModel],
+        fleet: Fleet,
+        cluster: Cluster,
+    ) -> None:
+        """Raises ``ConfigError``: a file of keys cannot be used."""
         self.config = config
+        self.keys = open_keys(config)
         self.fleet = fleet
-        self.catalog = Catalog({name: served.folder.path for name, served in models.items()})
+        self.cluster = cluster
+        self.flows = Flows(fleet)
+        self.catalog = Catalog(
+            {name: served.folder.path for name, served in models.items()},
+            lambda: cluster.desired,
+        )
         self._models = models
         self.registry = CollectorRegistry()
         self.metrics = RouterMetrics(self.registry)
@@ -100,26 +118,50 @@ class Service:
 
     async def model(self, asked: str) -> JsonObject:
         """Return the entry of one model or adapter. Raises ``ModelNotFound``, ``AdapterBroken``."""
-        chosen = await self.catalog.resolve(asked)
-        if chosen.adapter is None:
-            return self._model_entry(chosen.model)
-        listed = await self.catalog.adapters(chosen.model)
-        versions = next((v for v in listed if v[0].name == chosen.adapter.name), None)
-        if versions is None:
+        meant = await self.meant(asked)
+        if meant.adapter_name is None:
+            return self._model_entry(meant.model)
+        found = find_line(asked, self._models, self.cluster.desired)
+        if found is not None and (found[1] is None or found[0].version(found[1])):
+            return line_entry(*self._ages(meant.model), *found)
+        listed = await self.catalog.adapters(meant.model)
+        versions = next((v for v in listed if v[0].name == meant.adapter_name), None)
+        if versions is None or meant.adapter is None:
             raise ModelNotFound(asked)  # it has been removed since it was resolved
-        named = chosen.adapter.version if "@" in asked else None
-        return adapter_entry(chosen.model, *self._ages(chosen.model), versions, named)
+        named = meant.adapter.version if meant.named else None
+        return adapter_entry(meant.model, *self._ages(meant.model), versions, named)
 
     async def models(self) -> JsonObject:
         """Return the list of models, each followed by its adapters."""
         entries = []
         for model_id in self._models:
+            ages = self._ages(model_id)
+            lines = [one for one in self.cluster.desired.lines if one.model == model_id]
             entries.append(self._model_entry(model_id))
+            entries += [line_entry(*ages, line) for line in lines]
             entries += [
-                adapter_entry(model_id, *self._ages(model_id), versions)
+                adapter_entry(model_id, *ages, versions)
                 for versions in await self.catalog.adapters(model_id)
+                if all(versions[0].name != line.name for line in lines)
             ]
         return models_list(entries)
+
+    async def meant(self, asked: str, policy: Policy = ANY) -> Meant:
+        """Return what a model's name means.
+
+        Raises:
+            CoordinatorAway: nobody of that name is known, and what the cluster shall serve neither.
+            RkserveError: as ``Catalog.resolve``.
+        """
+        try:
+            return await self.catalog.resolve(asked, policy)
+        except ModelNotFound:
+            if self.cluster.known:
+                raise
+            raise CoordinatorAway(
+                f"Whether there is an adapter '{asked[:80]}' is not known before the Coordinator "
+                "has been heard."
+            ) from None
 
     def boards(self) -> JsonObject:
         """Return what all boards said of themselves last."""
@@ -135,6 +177,10 @@ class Service:
     def _model_entry(self, model_id: str) -> JsonObject:
         return model_entry(model_id, *self._ages(model_id), self.fleet.reports(model_id))
 
+    def position_bytes(self, model_id: str) -> int | None:
+        """Return the bytes of one position of the model's KV cache, where its folder says that."""
+        return self._models[model_id].folder.settings.kv_bytes_per_token
+
     def _ages(self, model_id: str) -> tuple[int, int]:
         """When the model was created, and how long its context is."""
         served = self._models[model_id]
@@ -143,15 +189,23 @@ class Service:
     # -- calls --------------------------------------------------------------------------------
 
     async def open(
-        self, body: bytes, parse: Callable[[bytes], ChatCall | CompletionCall]
+        self,
+        body: bytes,
+        parse: Callable[[bytes], ChatCall | CompletionCall],
+        policy: Policy = ANY,
+        session: str | None = None,
     ) -> Opened:
-        """Read a call and have boards accept it. Raises ``RkserveError``; then nothing runs."""
+        """Read a call and have boards accept it. Raises ``RkserveError``; then nothing runs.
+
+        ``session`` is what the call's headers say of it.
+        """
         started_s = time.monotonic()
         short = len(body) <= INLINE_BODY_BYTES
         call = parse(body) if short else await asyncio.to_thread(parse, body)
-        chosen = await self.catalog.resolve(call.model)
+        meant = await self.meant(call.model, policy)
         completion = completion_id(call, uuid.uuid4().hex)
-        work = partial(self._plan, call, chosen, completion)
+        of = read_session(session, call.session, completion)
+        work = partial(self._plan, call, meant, completion, of)
         requests = work() if short else await asyncio.to_thread(work)
         choices = Choices(self.fleet.generate, requests)
         try:
@@ -159,12 +213,10 @@ class Service:
         except BaseException:
             await choices.aclose()
             raise
-        key = None if chosen.adapter is None else chosen.adapter.key
-        seal = fingerprint(chosen.model, accepted[0].release, key)
         kind = ChatAnswer if isinstance(call, ChatCall) else CompletionAnswer
-        answer = kind(call, completion, int(time.time()), seal)
+        answer = kind(call, completion, int(time.time()), self._stamp(meant, accepted))
         self.metrics.in_flight.inc()
-        return Opened(call, chosen.model, answer, choices, accepted, started_s)
+        return Opened(call, meant.model, answer, choices, accepted, requests, started_s)
 
     async def close(self, opened: Opened) -> None:
         """End a call, finished or not, and free its boards; once more does no harm."""
@@ -203,6 +255,8 @@ class Service:
         """
         answer = opened.answer
         waits_for_first = True
+        for request in opened.requests:
+            self.flows.enter(request)
         try:
             yield b"".join(answer.opening(index) for index in range(opened.call.choices))
             while True:
@@ -218,6 +272,8 @@ class Service:
                     waits_for_first = self._first_token(opened)
                 if chunk := self._chunk(opened, index, event):
                     yield chunk
+                # Whoever asks for the next chunk has sent this one.
+                self.flows.sent(opened.requests[index].request_id, event)
             self._done(opened)
             yield answer.usage_chunk() + sse.DONE
         except Exception as exc:
@@ -229,6 +285,7 @@ class Service:
             self._broken(exc)
             raise
         finally:
+            self.flows.leave(request.request_id for request in opened.requests)
             await self.close(opened)
 
     def _chunk(self, opened: Opened, index: int, event: Delta | Paused | Finished) -> bytes:
@@ -239,18 +296,32 @@ class Service:
         self.metrics.observe(opened.model, event.timings)
         return opened.answer.finish(index, event)
 
+    def _stamp(self, meant: Meant, accepted: list[Accepted]) -> Stamp:
+        """Say what an answer comes from, in its boards' words."""
+        lines = self.cluster.desired.lines
+        known = [one.ref for line in lines if line.model == meant.model for one in line.versions]
+        if meant.adapter is not None:
+            known.append(meant.adapter)
+        return Stamp(
+            meant.model,
+            accepted[0].release,
+            tuple(one.version or FIRST_LABEL for one in accepted),
+            {f"{ref.name}@{ref.version}": ref.key for ref in known},
+        )
+
     def _plan(
-        self, call: ChatCall | CompletionCall, chosen: Chosen, completion: str
+        self, call: ChatCall | CompletionCall, meant: Meant, completion: str, session: str
     ) -> list[GenerateRequest]:
-        served = self._models[chosen.model]
+        served = self._models[meant.model]
         settings = served.folder.settings
         return plan(
             call,
-            chosen,
+            meant,
             served.renderer,
             defaults=settings.sampling.values(),
             context_len=settings.context_length,
             completion=completion,
+            session=session,
         )
 
     def _first_token(self, opened: Opened) -> bool:

@@ -9,6 +9,15 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Held(IntEnum):
+    """What a board that is paused does with new requests, the better the less."""
+
+    NOT = 0
+    QUEUES = 1
+    REFUSES = 2
 
 
 @dataclass(slots=True)
@@ -29,6 +38,7 @@ class Candidate:
     resting: int = 0
     foreign: int = 0
     ready: bool = True
+    held: Held = Held.NOT
     last_prompt: tuple[int, ...] = ()
     last_adapter: str | None = None
     _most_since_asked: int = 0
@@ -103,11 +113,14 @@ def choose(
 ) -> Candidate | None:
     """Return the ready board with the least load that has room.
 
-    Among equals the one whose last prompt this one continues: a conversation finds its KV cache
-    again, and never at the price of a longer wait. Then chance decides. None where there is no
-    ready board, or none with room.
+    One that is held is chosen only where all are: a request should rather be told to come back
+    than queue behind a pause, and why a board refuses is its own to say. Among equals the one whose
+    last prompt this one continues: a conversation finds its KV cache again, and never at the price
+    of a longer wait. Then chance decides. None where there is no ready board, or none with room.
     """
-    open_boards = [c for c in candidates if c.ready and c.load < c.capacity]
+    ready = [c for c in candidates if c.ready]
+    freest = min((c.held for c in ready), default=Held.NOT)
+    open_boards = [c for c in ready if c.held == freest and c.load < c.capacity]
     if not open_boards:
         return None
     least = min(c.load for c in open_boards)

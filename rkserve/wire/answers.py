@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from rkserve.messages import Delta, Finished, Paused, Timings
 from rkserve.wire import sse
 from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.openai import ChatCall, CompletionCall
+
+FIRST_LABEL = "default"  # of a base model's weights, until somebody names them
 
 
 def fingerprint(model_id: str, release: str, adapter: str | None = None) -> str:
@@ -25,6 +29,29 @@ def fingerprint(model_id: str, release: str, adapter: str | None = None) -> str:
     parts = (model_id, release, adapter or "")
     content = "".join(f"{len(part)}:{part}" for part in parts)
     return f"fp_{hashlib.sha256(content.encode()).hexdigest()[:10]}"
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What an answer comes from: the model, the runtime's release and versions of the weights.
+
+    ``accepted`` has for each choice the version that its board would have begun with when it took
+    it; what it was really generated with is known at its end. ``keys`` maps versions to their
+    content, which a version that was made anew does not share.
+    """
+
+    model: str
+    release: str
+    accepted: tuple[str, ...] = (FIRST_LABEL,)
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+    def fingerprint(self, versions: Iterable[str]) -> str:
+        """Return ``system_fingerprint`` of what comes from these versions."""
+        contents = dict.fromkeys(self._content(version) for version in versions)
+        return fingerprint(self.model, self.release, ",".join(sorted(contents)))
+
+    def _content(self, version: str) -> str:
+        return self.keys.get(version, "" if version == FIRST_LABEL else version)
 
 
 def completion_id(call: ChatCall | CompletionCall, unique: str) -> str:
@@ -42,12 +69,14 @@ class _Answer(ABC):
     _chunk_object: ClassVar[str]
 
     def __init__(
-        self, call: ChatCall | CompletionCall, answer_id: str, created: int, system_fingerprint: str
+        self, call: ChatCall | CompletionCall, answer_id: str, created: int, stamp: Stamp
     ) -> None:
         self.id = answer_id
         self._model = call.model
         self._created = created
-        self._fingerprint = system_fingerprint
+        self._stamp = stamp
+        self._fingerprint = stamp.fingerprint(stamp.accepted)
+        self._return_versions = call.return_weight_versions
         self._n = call.n
         self._choices = call.choices
         self._include_usage = call.include_usage
@@ -89,8 +118,9 @@ class _Answer(ABC):
     def finish(self, index: int, finished: Finished) -> bytes:
         """Return the chunk that ends a choice."""
         self._ends[index] = finished
-        chunk = self._chunk([self._piece(index, "", finished.reason.value)])
-        return sse.data({**chunk, "timings": _timings([finished])})
+        piece = self._piece(index, "", finished.reason.value) | self._spans(index)
+        told = {**self._seal([self._version(index)]), "timings": _timings([finished])}
+        return sse.data({**self._chunk([piece]), **told})
 
     def usage_chunk(self) -> bytes:
         """Return the last chunk, which has no choices; nothing unless the client asked for it."""
@@ -113,13 +143,45 @@ class _Answer(ABC):
         """Return the answer. Every choice must have ended."""
         return {
             **self._head(self._whole_object),
+            **self._seal(self.versions),
             "choices": [
                 self._choice(i, "".join(self._texts[i]), self._ends[i].reason.value)
+                | self._spans(i)
                 for i in range(self._choices)
             ],
             "usage": self.usage(),
             "timings": _timings([self._ends[i] for i in range(self._choices)]),
         }
+
+    @property
+    def versions(self) -> list[str]:
+        """The version of each choice's last token, or the one it was accepted with until then."""
+        return [self._version(index) for index in range(self._choices)]
+
+    def _version(self, index: int) -> str:
+        end = self._ends.get(index)
+        if end is not None and end.versions:
+            return end.versions[-1].version
+        return self._stamp.accepted[min(index, len(self._stamp.accepted) - 1)]
+
+    def _seal(self, versions: list[str]) -> JsonObject:
+        """What tells of the weights: a board may have begun with others than it accepted with."""
+        return {
+            "system_fingerprint": self._stamp.fingerprint(versions),
+            "weight_version": ", ".join(dict.fromkeys(versions)),
+        }
+
+    def _spans(self, index: int) -> JsonObject:
+        """Which version each token of a choice that has ended comes from, where that was asked."""
+        if not self._return_versions:
+            return {}
+        end = self._ends[index]
+        spans = [
+            {"version": span.version, "start": span.start, "end": span.end} for span in end.versions
+        ]
+        tokens = end.usage.completion_tokens
+        whole = [{"version": self._version(index), "start": 0, "end": tokens}] if tokens else []
+        return {"weight_versions": spans or whole}
 
     def usage(self) -> JsonObject:
         """Return the counts of the choices that have ended."""

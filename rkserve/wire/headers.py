@@ -10,10 +10,16 @@ BOARD = "x-rkserve-board"
 RELEASE = "x-rkserve-release"
 QUEUED_AHEAD = "x-rkserve-queued-ahead"
 SAMPLING_IGNORED = "x-rkserve-sampling-ignored"
+EPOCH = "x-rkserve-epoch"
+WEIGHT_VERSION = "x-weight-version"
 
 
-def answer_headers(accepted: Sequence[Accepted]) -> dict[str, str]:
+def answer_headers(
+    accepted: Sequence[Accepted], versions: Sequence[str] | None = None
+) -> dict[str, str]:
     """Return the headers of an answer whose choices were accepted like this, in their order.
+
+    ``versions`` are those of the weights, by choice; without them those of the acceptance count.
 
     Boards and releases are named once each. ``QUEUED_AHEAD`` is how many requests were before the
     choice that has to wait longest. ``SAMPLING_IGNORED`` is only there where a parameter
@@ -25,6 +31,9 @@ def answer_headers(accepted: Sequence[Accepted]) -> dict[str, str]:
         RELEASE: _once(one.release for one in accepted),
         QUEUED_AHEAD: str(max(one.queued_ahead for one in accepted)),
         SAMPLING_IGNORED: ignored,
+        # The oldest of what the boards obeyed: all choices are at least that new.
+        EPOCH: str(min(one.epoch for one in accepted)),
+        WEIGHT_VERSION: _once(versions or (one.version for one in accepted)),
     }
     return {name: value for name, value in headers.items() if value}
 

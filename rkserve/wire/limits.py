@@ -23,3 +23,14 @@ CHARS_PER_TOKEN = 256
 # A runtime that is asked for an absurd top_k allocates for it, and dies. With a tokenizer, top_k is
 # cut to the size of the vocabulary; without one that size is unknown.
 TEXT_MODE_MAX_TOP_K = 1024
+
+# Of calls that change the cluster.
+MAX_KEY_CHARS = 200  # an Idempotency-Key; it is kept with its operation
+MAX_NAMED = 256  # boards, models or requests that one call may name
+MAX_LABEL_CHARS = 128  # of weights; it comes back in a header of every answer
+MAX_SESSION_CHARS = 256
+MAX_TIMEOUT_S = 3600
+MAX_LEASE_S = 7 * 24 * 3600
+MAX_OBSERVE_S = 24 * 3600
+MAX_LISTED = 1000  # operations or lines of the audit log
+MAX_PATH_CHARS = 4096  # of a path or a URL

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from rkserve.adapterfolder import Adapter
+from rkserve.desired import AdapterLine, AdapterVersion
 from rkserve.discretion import without_folders
 from rkserve.messages import BoardReport
 from rkserve.wire.jsonbody import JsonObject
@@ -61,6 +62,33 @@ def adapter_entry(
     }
 
 
+def line_entry(
+    created: int, context_length: int, line: AdapterLine, named: str | None = None
+) -> JsonObject:
+    """Return the Model object of an adapter that the cluster shall serve.
+
+    ``named`` is the version that the request named; without one the active one is meant.
+    """
+    meant = line.active if named is None else line.version(named)
+    name = line.name if named is None else f"{line.name}@{named}"
+    return {
+        "id": f"{line.model}:{name}",
+        "object": "model",
+        "created": created,
+        "owned_by": OWNER,
+        "parent": line.model,
+        "rkserve": {
+            "context_length": context_length,
+            "adapter": line.name,
+            "scale": None if meant is None else meant.ref.scale,
+            **_line_version(meant),
+            "candidate": None if line.candidate is None else line.candidate.ref.version,
+            "weight": line.weight,
+            "versions": [{**_line_version(one), "scale": one.ref.scale} for one in line.versions],
+        },
+    }
+
+
 def models_list(entries: Sequence[JsonObject]) -> JsonObject:
     """Return the answer of GET /v1/models."""
     return {"object": "list", "data": list(entries)}
@@ -84,6 +112,17 @@ def _version(adapter: Adapter) -> JsonObject:
         "digest": adapter.digest or None,
         "bytes": adapter.size_bytes,
         "broken": without_folders(adapter.broken) or None,
+    }
+
+
+def _line_version(version: AdapterVersion | None) -> JsonObject:
+    if version is None:
+        return {"version": None, "digest": None, "bytes": 0, "broken": None}
+    return {
+        "version": version.ref.version,
+        "digest": version.ref.digest,
+        "bytes": version.size_bytes,
+        "broken": None,
     }
 
 

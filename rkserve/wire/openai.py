@@ -49,6 +49,8 @@ class Call:
     ``sampling`` holds what the client set itself, under the names of ``messages.Sampling``; a
     ``top_k`` of ``TOP_K_OFF`` means the whole vocabulary. ``max_tokens`` of None is the rest of
     the context. ``pause_on`` are texts and token ids after which the generation pauses.
+    ``keep_version`` forbids to switch it to other weights on its way, and ``session`` is what the
+    client keeps its requests together by.
     """
 
     model: str
@@ -62,6 +64,9 @@ class Call:
     n: int = 1
     stream: bool = False
     include_usage: bool = False
+    return_weight_versions: bool = False
+    keep_version: bool = False
+    session: str | None = None
 
 
 @dataclass(frozen=True)
@@ -161,7 +166,19 @@ def _shared(fields: Fields) -> dict[str, Any]:
         "use_cache": fields.cache_name("use_cache"),
         "stream": stream,
         "include_usage": _include_usage(fields, stream),
+        "return_weight_versions": fields.flag("return_weight_versions"),
+        "keep_version": fields.flag("keep_version"),
+        "session": _session(fields),
     }
+
+
+def _session(fields: Fields) -> str | None:
+    """OpenAI's key for prompts that belong together, else its name of the user.
+
+    Both were never looked at; what is no text stays ignored.
+    """
+    given = (fields.get(name) for name in ("prompt_cache_key", "user"))
+    return next((value for value in given if isinstance(value, str) and value), None)
 
 
 def _sampling(fields: Fields) -> dict[str, Any]:

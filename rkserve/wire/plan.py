@@ -5,29 +5,31 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rkserve.adapterfolder import Chosen
 from rkserve.errors import ContextOverflow, UnsupportedParameter
 from rkserve.messages import GenerateRequest, Sampling
 from rkserve.wire.limits import TEXT_MODE_MAX_TOP_K
 from rkserve.wire.openai import TOP_K_OFF, ChatCall, CompletionCall
 from rkserve.wire.renderer import Prompt, Renderer
+from rkserve.wire.versions import Meant
 
 
 def plan(
     call: ChatCall | CompletionCall,
-    chosen: Chosen,
+    meant: Meant,
     renderer: Renderer,
     *,
     defaults: Sampling,
     context_len: int,
     completion: str,
+    session: str = "",
 ) -> list[GenerateRequest]:
     """Return one request per choice, in the order of the choices' indexes.
 
-    ``chosen`` is what the call's model means, and ``completion`` the id of the answer, by which
-    its generations can be controlled. ``defaults`` are the model's own sampling values. Each
-    prompt is rendered once, however many answers it gets. Tokenizing a long prompt takes a while
-    (about a second per megabyte), so a server calls this off its event loop.
+    ``meant`` is what the call's model means, and ``completion`` the id of the answer, by which
+    its generations can be controlled. ``session`` decides between versions of an adapter where two
+    are served. ``defaults`` are the model's own sampling values. Each prompt is rendered once,
+    however many answers it gets. Tokenizing a long prompt takes a while (about a second per
+    megabyte), so a server calls this off its event loop.
 
     Raises:
         RequestError: the model cannot take the prompt or a parameter.
@@ -40,7 +42,7 @@ def plan(
     return [
         GenerateRequest(
             request_id=f"{completion}/{index}",
-            model=chosen.model,
+            model=meant.model,
             prompt_ids=prompt.ids,
             max_tokens=_max_tokens(call.max_tokens, prompt, context_len, param),
             sampling=sampling,
@@ -48,11 +50,16 @@ def plan(
             strict_sampling=call.strict_sampling,
             stop=call.stop,
             prompt_text=prompt.text,
-            adapter=chosen.adapter,
+            adapter=meant.adapter,
             native_pause=call.native_pause,
             pause_on_text=tuple(one for one in call.pause_on if isinstance(one, str)),
             pause_on_ids=tuple(one for one in call.pause_on if isinstance(one, int)),
             use_cache=call.use_cache,
+            line=meant.line,
+            session=session,
+            min_epoch=meant.min_epoch,
+            # Who names a version wants that one to the end.
+            keep_version=call.keep_version or meant.named,
         )
         for index, prompt in enumerate(each)
     ]

@@ -1,0 +1,249 @@
+"""LoRA adapters as the Router takes them: files on their way to the Coordinator, and which of their
+versions shall be served. It knows no file's content and no route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+from rkserve.control.calls import Outcome
+from rkserve.control.operations import OperationKind, OperationState
+from rkserve.deployments.operations import OK, Made, Operations, made
+from rkserve.deployments.service import Service
+from rkserve.desired import AdapterVersion
+from rkserve.errors import AdapterExists, ModelNotFound, RequestError
+from rkserve.wire.asked import Asked, Kind
+from rkserve.wire.cluster import Terms
+from rkserve.wire.jsonbody import JsonObject
+from rkserve.wire.lora import (
+    Push,
+    check_name,
+    lines_list,
+    parse_load,
+    parse_named,
+    parse_register,
+    parse_rollout,
+    parse_unload,
+    parse_upload,
+)
+from rkserve.wire.operations import REFUSED, envelope
+
+_K = OperationKind
+
+
+@dataclass(frozen=True)
+class _Pushed:
+    """What became of a new version: staged everywhere, and then rolled out where that was asked."""
+
+    version: AdapterVersion
+    model: str
+    staged: Outcome
+    rolled: Outcome | None
+
+    @property
+    def last(self) -> Outcome:
+        """The outcome that is answered."""
+        return self.rolled or self.staged
+
+
+class Adapters:
+    """The adapters of the cluster."""
+
+    def __init__(self, service: Service, operations: Operations) -> None:
+        self._service = service
+        self._cluster = service.cluster
+        self._operations = operations
+
+    def listed(self, asked: Asked) -> Made:
+        """Return every version of every line, and which boards have it."""
+        model = asked.fields({"model": Kind.TEXT}).text("model")
+        self._operations.check_models([] if model is None else [model])
+        models = self._service.fleet.models if model is None else [model]
+        desired = self._cluster.desired
+        return Made(OK, lines_list(desired, self._service.fleet.reports(model), models))
+
+    # -- new versions -------------------------------------------------------------------------
+
+    async def upload(
+        self, asked: Asked, parts: AsyncIterator[bytes], announced: int | None
+    ) -> Made:
+        """Take a file as it comes; ``announced`` is how long the client says it is."""
+        push = parse_upload(asked)
+        model = self._model_for(push)
+        if None not in (push.size, announced) and push.size != announced:
+            raise RequestError("'size' is not the length of the body.", "size")
+        size = announced if push.size is None else push.size
+        version = await self._cluster.upload(
+            parts,
+            (push.name, push.version, model),
+            (size, push.sha256),
+            {"scale": push.scale, "base_model": model},
+        )
+        return _told(await self._bring(push, model, version, asked))
+
+    async def register(self, asked: Asked) -> Made:
+        """Take a file that is there already, by its path or URL."""
+        push = parse_register(asked)
+        return _told(await self._registered(push, self._model_for(push), asked))
+
+    async def load(self, asked: Asked) -> Made:
+        """Take and serve a file, in vLLM's words."""
+        call = parse_load(asked)
+        name, model = call.push.name, self._model_for(call.push)
+        if not call.again and await self._service.catalog.has_adapter(name, (model,)):
+            raise AdapterExists(
+                f"The lora adapter '{name}' has already been loaded. To load another version "
+                "of it, set 'load_inplace' to true.",
+                "lora_name",
+            )
+        done = await self._registered(call.push, model, asked)
+        return _worded(f"Success: LoRA adapter '{name}' added successfully.", done.last)
+
+    async def unload(self, asked: Asked) -> Made:
+        """Retire an adapter, in vLLM's words."""
+        terms, name = parse_unload(asked)
+        model = self._model_of(name, terms)
+        outcome = await self._retire(model, name, None, terms, asked)
+        return _worded(f"Success: LoRA adapter '{name}' removed successfully.", outcome)
+
+    async def _registered(self, push: Push, model: str, asked: Asked) -> _Pushed:
+        kind, place = ("url", push.url) if push.path is None else ("path", push.path)
+        assert place is not None  # one of the two is there
+        claims = (push.name, push.version, model, push.scale, push.sha256)
+        version = await self._cluster.register(kind, place, *claims)
+        return await self._bring(push, model, version, asked)
+
+    async def _bring(
+        self, push: Push, model: str, version: AdapterVersion, asked: Asked
+    ) -> _Pushed:
+        """Stage a version on every board, and have it served."""
+        ref = version.ref
+        params = {
+            "model": model,
+            "name": ref.name,
+            "version": ref.version,
+            "digest": ref.digest,
+            "scale": ref.scale,
+            "size_bytes": version.size_bytes,
+        }
+        # The two operations of one call: a repeat finds both.
+        key = None if asked.key is None else f"{asked.key}:stage"
+        alone = not push.activate
+        staged = await self._operations.perform(
+            _K.ADAPTER_STAGE,
+            params,
+            push.terms,
+            asked,
+            key=asked.key if alone else key,
+            background=push.terms.background and alone,
+        )
+        if alone or staged.operation.state is not OperationState.SUCCEEDED:
+            return _Pushed(version, model, staged, None)
+        # The epoch that the caller expected was that before the staging.
+        terms = replace(push.terms, epoch=None)
+        rollout = {
+            "model": model,
+            "name": ref.name,
+            "version": ref.version,
+            **push.rollout.params(),
+        }
+        rolled = await self._operations.perform(_K.ADAPTER_ROLLOUT, rollout, terms, asked)
+        return _Pushed(version, model, staged, rolled)
+
+    # -- known versions -----------------------------------------------------------------------
+
+    async def rollout(self, asked: Asked, name: str) -> Made:
+        """Have a staged version served."""
+        terms, version, rollout = parse_rollout(asked)
+        model = self._model_of(name, terms)
+        params = {"model": model, "name": name, "version": version, **rollout.params()}
+        outcome = await self._operations.perform(_K.ADAPTER_ROLLOUT, params, terms, asked)
+        return made({"name": name, "version": version, "model": model}, outcome)
+
+    async def rollback(self, asked: Asked, name: str) -> Made:
+        """Have the previous version served."""
+        return await self._decide(_K.ADAPTER_ROLLBACK, asked, name)
+
+    async def promote(self, asked: Asked, name: str) -> Made:
+        """Have the version that is on trial served to everybody."""
+        return await self._decide(_K.ADAPTER_PROMOTE, asked, name)
+
+    async def delete(self, asked: Asked, name: str, version: str | None) -> Made:
+        """Serve a version, or a whole adapter, no more."""
+        terms = parse_named(asked)
+        if version is not None:
+            check_name(version, "version")
+        model = self._model_of(name, terms)
+        outcome = await self._retire(model, name, version, terms, asked)
+        told = {"name": name, "version": version, "model": model, "deleted": True}
+        return made(told, outcome)
+
+    async def _decide(self, kind: OperationKind, asked: Asked, name: str) -> Made:
+        terms = parse_named(asked)
+        model = self._model_of(name, terms)
+        outcome = await self._operations.perform(kind, {"model": model, "name": name}, terms, asked)
+        line = self._cluster.desired.line(model, name)
+        active = None if line is None or line.active is None else line.active.ref.version
+        return made({"name": name, "model": model, "version": active}, outcome)
+
+    async def _retire(
+        self, model: str, name: str, version: str | None, terms: Terms, asked: Asked
+    ) -> Outcome:
+        params = {"model": model, "name": name, "version": version}
+        return await self._operations.perform(_K.ADAPTER_RETIRE, params, terms, asked)
+
+    # -- names --------------------------------------------------------------------------------
+
+    def _model_for(self, push: Push) -> str:
+        """Return the model that a new version is for. Raises ``RequestError``."""
+        if push.name in self._service.fleet.models:
+            raise AdapterExists(f"'{push.name}' is the name of a model.", "name")
+        known = self._models_of(push.name)
+        if not push.terms.models and len(known) == 1:
+            return known[0]
+        return self._operations.one_of(push.terms.models)
+
+    def _model_of(self, name: str, terms: Terms) -> str:
+        """Return the model that has the line. Raises ``ModelNotFound``, ``RequestError``."""
+        check_name(name, "name")
+        self._operations.check_models(terms.models)
+        known = [one for one in self._models_of(name) if one in (terms.models or (one,))]
+        if not known:
+            raise ModelNotFound(name)
+        if len(known) > 1:
+            raise RequestError(
+                f"Several models have an adapter '{name}': say which 'model'.", "model"
+            )
+        return known[0]
+
+    def _models_of(self, name: str) -> list[str]:
+        served = self._service.fleet.models
+        lines = self._cluster.desired.lines
+        return [line.model for line in lines if line.name == name and line.model in served]
+
+
+def _told(pushed: _Pushed) -> Made:
+    ref = pushed.version.ref
+    body: JsonObject = {
+        "name": ref.name,
+        "version": ref.version,
+        "model": pushed.model,
+        "label": f"{ref.name}@{ref.version}",
+        "sha256": ref.digest,
+        "bytes": pushed.version.size_bytes,
+        "scale": ref.scale,
+        "activated": pushed.rolled is not None and pushed.rolled.status == OK,
+    }
+    if pushed.rolled is not None:
+        staged = pushed.staged
+        body["staging"] = envelope(staged.operation, applied=staged.applied)
+    return made(body, pushed.last)
+
+
+def _worded(text: str, outcome: Outcome) -> Made:
+    """Return vLLM's text where all went well, and all there is to say where not."""
+    if outcome.status != OK:
+        return made({"message": text if outcome.status < REFUSED else ""}, outcome)
+    operation = outcome.operation
+    return Made(OK, text, {"x-operation-id": operation.id, "x-epoch": str(operation.epoch)})

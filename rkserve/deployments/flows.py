@@ -1,0 +1,125 @@
+"""The streams of one Router: how far each has come to its client, and whether that is all there is.
+
+A board that is paused has emitted its last token; on its way to the client that is still between
+the two. A pause is answered when it has arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rkserve.deployments.fleet import Fleet
+from rkserve.deployments.seats import Seat, merged
+from rkserve.desired import Scope
+from rkserve.messages import Delta, Finished, GenerateRequest, GenerationInfo, Paused
+
+log = logging.getLogger(__name__)
+
+# What a Router has handed over still passes Ray's proxy, on another way than an answer that is
+# given later and may overtake it: by up to 3 ms on a machine with three times the work of its
+# cores. Nobody says when it has passed.
+PASSAGE_S = 0.02
+
+
+@dataclass(slots=True)
+class _Flow:
+    """One choice of a streamed answer. ``tokens`` have been handed to the client's connection."""
+
+    request_id: str
+    adapter: str | None
+    tokens: int = 0
+
+
+class Flows:
+    """All streams of a Router. Use it from one event loop."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._flows: dict[str, _Flow] = {}
+        self._moved = asyncio.Event()
+        self._sent_s = -math.inf  # when the latest text of any stream was handed over
+
+    def __len__(self) -> int:
+        return len(self._flows)
+
+    def enter(self, request: GenerateRequest) -> None:
+        """A stream begins."""
+        name = request.line if request.adapter is None else request.adapter.name
+        self._flows[request.request_id] = _Flow(request.request_id, name)
+
+    def sent(self, request_id: str, event: Delta | Paused | Finished) -> None:
+        """An event was handed to the client's connection, with all before it."""
+        flow = self._flows.get(request_id)
+        if flow is None:
+            return
+        if isinstance(event, Delta):
+            flow.tokens += len(event.token_ids)
+            self._sent_s = asyncio.get_running_loop().time()
+        elif isinstance(event, Paused):
+            # With those whose text is held back until it is certain: they come to nobody yet.
+            flow.tokens = max(flow.tokens, event.tokens)
+        else:
+            del self._flows[request_id]
+        self._moved.set()
+
+    def leave(self, request_ids: Iterable[str]) -> None:
+        """Streams are over, however they ended."""
+        for request_id in request_ids:
+            self._flows.pop(request_id, None)
+        self._moved.set()
+
+    async def at_rest(self, scope: Scope, timeout_s: float) -> bool:
+        """Wait until the streams of a part of the cluster have all that their boards emitted.
+
+        Those boards have stopped already. A client that does not read may keep a stream from
+        bringing what is on its way: False after ``timeout_s``.
+        """
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        goals = await self._goals(scope, timeout_s)
+        while any(self._is_short_of(request_id, goal) for request_id, goal in goals.items()):
+            self._moved.clear()
+            try:
+                await asyncio.wait_for(self._moved.wait(), max(0.0, deadline_s - loop.time()))
+            except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+                log.warning("a stream still brings what its board sent before a pause")
+                return False
+        await asyncio.sleep(max(0.0, self._sent_s + PASSAGE_S - loop.time()))
+        return True
+
+    def _is_short_of(self, request_id: str, goal: int | None) -> bool:
+        flow = self._flows.get(request_id)
+        return flow is not None and (goal is None or flow.tokens < goal)
+
+    async def _goals(self, scope: Scope, timeout_s: float) -> dict[str, int | None]:
+        """Return how many tokens each stream will have; None for one that has ended on its board.
+
+        The board knows: of a pause no event tells where a generation has not begun, and an event
+        that came may be that of an earlier pause.
+        """
+        meant = {
+            flow.request_id: seats
+            for flow in self._flows.values()
+            if scope.adapter in (None, flow.adapter) and (seats := self._seats(flow, scope))
+        }
+        if not meant:
+            return {}
+        asked = {seat.board_id: seat for seats in meant.values() for seat in seats}
+        answers = await self._fleet.ask(asked.values(), "generations", timeout_s=timeout_s)
+        held: list[GenerationInfo] = merged(answers.said.values())
+        tokens = {info.request_id: info.tokens for info in held}
+        # Of a board that does not answer nothing is known, and nothing can be waited for.
+        return {
+            request_id: tokens.get(request_id)
+            for request_id, seats in meant.items()
+            if all(seat.board_id in answers.said for seat in seats)
+        }
+
+    def _seats(self, flow: _Flow, scope: Scope) -> list[Seat]:
+        completion, _, choice = flow.request_id.rpartition("/")
+        seats = self._fleet.holders(completion, int(choice))
+        return [seat for seat in seats if scope.covers(seat.board_id, seat.model)]

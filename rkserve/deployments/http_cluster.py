@@ -1,0 +1,191 @@
+"""The routes that change the cluster, and that show it as a whole; it knows FastAPI and no Ray.
+
+The names and bodies are vLLM's and SGLang's where they have one. What changes the cluster, and who
+did so, is for the operator; looking at it is for every client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+from rkserve.deployments.adapters import Adapters
+from rkserve.deployments.bodies import announced, read_body, read_parts
+from rkserve.deployments.guard import check_client, check_operator
+from rkserve.deployments.operations import Made, Operations
+from rkserve.deployments.service import Service
+from rkserve.errors import RequestError
+from rkserve.wire.asked import Asked, read_key
+
+PART_BYTES = 1024 * 1024
+OCTETS = "application/octet-stream"
+_Change = Callable[[Asked], Awaitable[Made]]
+_Look = Callable[[Asked], Made]
+
+
+def add_cluster(app: FastAPI, service: Service, max_adapter_bytes: int) -> None:
+    """Add the routes to the Router's application."""
+    operations = Operations(service)
+    adapters = Adapters(service, operations)
+    door = _Door(service)
+    _add_changes(app, door, operations)
+    _add_looks(app, door, operations, adapters)
+    _add_records(app, door, operations)
+    _add_uploads(app, door, adapters, max_adapter_bytes)
+    _add_adapters(app, door, adapters)
+
+
+class _Door:
+    """Lets callers in, and reads what they ask."""
+
+    def __init__(self, service: Service) -> None:
+        self._keys = service.keys
+        self._config = service.config
+
+    async def change(self, request: Request, change: _Change) -> Response:
+        """Make a change that the operator asks for."""
+        return _answer(await change(await self.asked(request)))
+
+    def look(self, request: Request, look: _Look) -> Response:
+        """Show a client something."""
+        check_client(request, self._keys)
+        return _answer(look(Asked(_query(request))))
+
+    async def asked(self, request: Request, *, body: bool = True) -> Asked:
+        """Return what the operator asks; raises before any of the body is read if it is not."""
+        who = check_operator(request, self._keys)
+        key = read_key(request.headers.get("idempotency-key"))
+        limits = (self._config.max_body_bytes, self._config.body_timeout_s)
+        content = await read_body(request, *limits) if body else b""
+        return Asked(_query(request), content, key, who)
+
+    def parts(self, request: Request, max_bytes: int) -> AsyncIterator[bytes]:
+        """Yield the body in parts."""
+        return read_parts(request, max_bytes, self._config.body_timeout_s, PART_BYTES)
+
+
+def _add_changes(app: FastAPI, door: _Door, operations: Operations) -> None:
+    routes: dict[str, tuple[_Change, str]] = {
+        "/pause": (operations.pause, "Pause boards, and answer when they have stopped."),
+        "/resume": (operations.resume, "Let paused boards go on."),
+        "/pause_generation": (operations.pause_generation, "Pause, in SGLang's words."),
+        "/continue_generation": (operations.continue_generation, "Resume, in SGLang's words."),
+        "/abort_requests": (operations.abort, "End requests."),
+        "/reset_prefix_cache": (operations.reset, "Drop KV caches."),
+        "/flush_cache": (operations.reset, "Drop KV caches, in SGLang's words."),
+        "/update_weight_version": (operations.label, "Name a model's weights anew."),
+    }
+    for path, (change, says) in routes.items():
+        app.add_api_route(path, _changing(door, change), methods=["POST"], description=says)
+
+
+def _changing(door: _Door, change: _Change) -> Callable[[Request], Awaitable[Response]]:
+    async def route(request: Request) -> Response:
+        return await door.change(request, change)
+
+    return route
+
+
+def _add_looks(app: FastAPI, door: _Door, operations: Operations, adapters: Adapters) -> None:
+    @app.get("/is_paused")
+    async def is_paused(request: Request) -> Response:
+        """Say whether boards are paused."""
+        return door.look(request, operations.is_paused)
+
+    @app.get("/weight_info")
+    async def weights(request: Request) -> Response:
+        """Say which weights are served."""
+        return door.look(request, operations.weights)
+
+    @app.get("/v1/cluster")
+    async def glance(request: Request) -> Response:
+        """Show totals of the cluster, and every board."""
+        return door.look(request, lambda _asked: operations.glance())
+
+    @app.get("/v1/lora_adapters")
+    async def listed(request: Request) -> Response:
+        """List adapters, their versions, and which boards have them."""
+        return door.look(request, adapters.listed)
+
+
+def _add_records(app: FastAPI, door: _Door, operations: Operations) -> None:
+    @app.get("/v1/operations")
+    async def listed(request: Request) -> Response:
+        """List the latest operations."""
+        return _answer(await operations.listed(await door.asked(request, body=False)))
+
+    @app.get("/v1/operations/{operation_id}")
+    async def one(request: Request, operation_id: str) -> Response:
+        """Describe one operation."""
+        await door.asked(request, body=False)
+        return _answer(await operations.one(operation_id))
+
+    @app.get("/v1/audit")
+    async def audit(request: Request) -> Response:
+        """List who changed what."""
+        return _answer(await operations.audit(await door.asked(request, body=False)))
+
+
+def _add_uploads(app: FastAPI, door: _Door, adapters: Adapters, max_adapter_bytes: int) -> None:
+    @app.post("/v1/lora_adapters")
+    async def push(request: Request) -> Response:
+        """Take a new version of an adapter: its bytes, or where they are."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != OCTETS:
+            return await door.change(request, adapters.register)
+        asked = await door.asked(request, body=False)
+        length = announced(request, max_adapter_bytes)
+        if length == 0:
+            raise RequestError("The body is empty. Send the adapter's file.")
+        parts = door.parts(request, max_adapter_bytes)
+        return _answer(await adapters.upload(asked, parts, length))
+
+    @app.post("/v1/load_lora_adapter")
+    async def load(request: Request) -> Response:
+        """Take and serve an adapter, in vLLM's words."""
+        return await door.change(request, adapters.load)
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload(request: Request) -> Response:
+        """Serve an adapter no more, in vLLM's words."""
+        return await door.change(request, adapters.unload)
+
+
+def _add_adapters(app: FastAPI, door: _Door, adapters: Adapters) -> None:
+    @app.post("/v1/lora_adapters/{name}/rollout")
+    async def rollout(request: Request, name: str) -> Response:
+        """Have a staged version served."""
+        return _answer(await adapters.rollout(await door.asked(request), name))
+
+    @app.post("/v1/lora_adapters/{name}/rollback")
+    async def rollback(request: Request, name: str) -> Response:
+        """Have the previous version served again."""
+        return _answer(await adapters.rollback(await door.asked(request), name))
+
+    @app.post("/v1/lora_adapters/{name}/promote")
+    async def promote(request: Request, name: str) -> Response:
+        """Have the version on trial served to everybody."""
+        return _answer(await adapters.promote(await door.asked(request), name))
+
+    @app.delete("/v1/lora_adapters/{name}")
+    async def delete(request: Request, name: str) -> Response:
+        """Serve an adapter no more."""
+        return _answer(await adapters.delete(await door.asked(request), name, None))
+
+    # A path, so that a version that would lead elsewhere is told the rule.
+    @app.delete("/v1/lora_adapters/{name}/{version:path}")
+    async def delete_version(request: Request, name: str, version: str) -> Response:
+        """Serve a version no more."""
+        return _answer(await adapters.delete(await door.asked(request), name, version))
+
+
+def _query(request: Request) -> tuple[tuple[str, str], ...]:
+    return tuple(request.query_params.multi_items())
+
+
+def _answer(made: Made) -> Response:
+    if isinstance(made.body, str):
+        return PlainTextResponse(made.body, made.status, made.headers)
+    return JSONResponse(made.body, made.status, made.headers)

@@ -1,0 +1,132 @@
+"""The Router's routes on a Coordinator as it is, with boards that obey: both halves agree."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fake_cluster import Control, FakeCluster
+from fakes import run_loop
+from router_house import model
+
+from rkserve.config import RouterConfig
+from rkserve.control.codec import plain
+from rkserve.deployments.cluster import Cluster
+from rkserve.deployments.coordinator import Coordinator
+from rkserve.deployments.fleet import Fleet
+from rkserve.deployments.http import make_app
+from rkserve.deployments.service import Service
+from rkserve.desired import AdapterVersion
+
+BOARDS = ("a", "b")
+
+
+class Direct:
+    """``HeadLink`` to a Coordinator in the same loop, with a file that was uploaded already."""
+
+    def __init__(self, it: Coordinator, version: AdapterVersion) -> None:
+        self._it, self._version = it, version
+
+    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        if method == "register_path":
+            return self._version
+        if method == "audit":
+            return [plain(line) for line in self._it.audit(*args)]
+        said = getattr(self._it, method)(*args)
+        return await asyncio.wait_for(said, timeout_s) if inspect.isawaitable(said) else said
+
+
+Ask = Callable[..., Awaitable[httpx.Response]]
+
+
+def with_both(folder: Path, work: Callable[[Ask, Control], Awaitable[None]]) -> None:
+    """Run ``work`` with a way to call the Router."""
+
+    async def main() -> None:
+        control = Control(folder, FakeCluster.of(*BOARDS))
+        version = control.store.add("v1", b"x" * 300)
+        link = Direct(await control.open(), version)
+        fleet = Fleet({"only": control.cluster}, {"only": "sim-chat"}, random.Random(5))
+        cluster = Cluster(link, fleet.obey)
+        service = Service(RouterConfig(), {"sim-chat": model()}, fleet, cluster)
+        app = make_app(service, 10_000)
+        await asyncio.gather(fleet.refresh(), cluster.refresh())
+        transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            try:
+                await work(client.request, control)
+            finally:
+                await control.close()
+
+    run_loop(main())
+
+
+def test_a_pause_is_made_repeated_shown_and_ended(tmp_path: Path) -> None:
+    async def work(ask: Ask, control: Control) -> None:
+        once = {"headers": {"idempotency-key": "once"}, "json": {"mode": "keep", "lease_s": 60}}
+        first = await ask("POST", "/pause", **once)
+        assert first.status_code == 200, first.text
+        assert control.held == ["a", "b"]
+        assert first.json()["results"].keys() == {"a", "b"}
+        again = (await ask("POST", "/pause", **once)).json()
+        assert again["applied"] is False
+        assert again["operation_id"] == first.json()["operation_id"]
+        told = (await ask("GET", "/is_paused")).json()
+        assert (told["is_paused"], told["all"], told["epoch"]) == (True, True, again["epoch"])
+        assert (await ask("GET", "/v1/cluster")).json()["total"]["paused_boards"] == len(BOARDS)
+        stale = await ask("POST", "/resume", json={"epoch": again["epoch"] - 1})
+        assert stale.status_code == 409
+        assert stale.json()["error"]["code"] == "stale_epoch"
+        assert (await ask("POST", "/resume")).json()["status"] == "resumed"
+        assert control.held == []
+        listed = (await ask("GET", "/v1/operations")).json()["data"]
+        assert {entry["kind"] for entry in listed} == {"pause", "resume"}
+        one = await ask("GET", f"/v1/operations/{first.json()['operation_id']}")
+        assert one.json()["idempotency_key"] == "once"
+        lines = (await ask("GET", "/v1/audit")).json()["data"]
+        assert {line["who"] for line in lines} == {"local 127.0.0.1"}
+
+    with_both(tmp_path, work)
+
+
+def test_a_board_that_is_silent_undoes_the_pause_of_the_other(tmp_path: Path) -> None:
+    async def work(ask: Ask, control: Control) -> None:
+        control.cluster["b"].slow_s["adopt"] = 100.0
+        response = await ask("POST", "/pause", json={"timeout_s": 0.3})
+        assert response.status_code == 504, response.text
+        assert response.json()["error"]["code"] == "operation_timeout"
+        control.cluster["b"].slow_s.clear()
+        assert not control.desired.pauses
+        assert (await ask("GET", "/is_paused")).json()["is_paused"] is False
+
+    with_both(tmp_path, work)
+
+
+def test_an_adapter_is_pushed_listed_and_retired(tmp_path: Path) -> None:
+    async def work(ask: Ask, control: Control) -> None:
+        pushed = await ask("POST", "/v1/lora_adapters", json={"name": "tone", "path": "/srv/x"})
+        assert pushed.status_code == 200, pushed.text
+        told = pushed.json()
+        assert (told["activated"], told["kind"]) == (True, "adapter_rollout")
+        assert told["staging"]["results"].keys() == {"a", "b"}
+        (entry,) = (await ask("GET", "/v1/lora_adapters")).json()["data"]
+        assert entry["active"] == "v1"
+        models = (await ask("GET", "/v1/models")).json()["data"]
+        assert "sim-chat:tone" in {one["id"] for one in models}
+        label = {"new_version": "step-2"}
+        assert (await ask("POST", "/update_weight_version", json=label)).status_code == 200
+        assert (await ask("GET", "/weight_info")).json()["weight_version"] == "step-2"
+        for path in ("/reset_prefix_cache", "/abort_requests"):
+            made = await ask("POST", path)
+            assert made.status_code == 200, made.text
+        gone = await ask("POST", "/v1/unload_lora_adapter", json={"lora_name": "tone"})
+        assert gone.text == "Success: LoRA adapter 'tone' removed successfully."
+        assert (await ask("GET", "/v1/lora_adapters")).json()["data"] == []
+        assert "rkserve_desired_epoch" in (await ask("GET", "/metrics")).text
+
+    with_both(tmp_path, work)
