@@ -1,0 +1,13 @@
+"""The command ``rkserve``: see ``rkserve --help`` and docs/client.md."""
+
+from __future__ import annotations
+
+from rkserve.cli.commands import app
+from rkserve.cli.link import open_client
+
+__all__ = ["app", "main"]
+
+
+def main() -> None:
+    """Run the command that the arguments name; never returns where it did not succeed."""
+    app(obj=open_client)

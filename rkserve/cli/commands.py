@@ -1,0 +1,140 @@
+"""The commands: thin, each a call of the client and a line or a table for its answer."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from rkserve.cli import show
+from rkserve.cli.bars import progress
+from rkserve.cli.link import EXIT_CODES, Exit, Link, connected
+from rkserve.cli.lora import lora
+from rkserve.client.answers import PARTIAL, SUCCEEDED
+
+app = typer.Typer(
+    name="rkserve",
+    help=f"Look at a cluster of rkserve, and change it. {EXIT_CODES}",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(lora, name="lora")
+
+
+class Mode(str, Enum):
+    """What becomes of requests under a pause."""
+
+    KEEP = "keep"
+    WAIT = "wait"
+    ABORT = "abort"
+
+
+Models = Annotated[
+    list[str] | None, typer.Option("--model", help="Only this model; may be repeated.")
+]
+Boards = Annotated[
+    list[str] | None,
+    typer.Option("--board", help="Only this board, or those of a pattern; may be repeated."),
+]
+Adapter = Annotated[str | None, typer.Option(help="Only generations with this adapter.")]
+Timeout = Annotated[float | None, typer.Option(help="Seconds; then what was done is undone.")]
+Limit = Annotated[int, typer.Option(min=1, max=1000, help="How many, the newest first.")]
+
+
+@app.command()
+@connected
+def status(link: Link) -> None:
+    """Show the cluster: boards, pauses, epoch."""
+    cluster = link.client.cluster()
+    link.show(cluster, lambda: show.status(cluster))
+
+
+@app.command()
+@connected
+def pause(
+    link: Link,
+    *,
+    mode: Annotated[
+        Mode, typer.Option(help="keep: requests wait; wait: they end first; abort: they end now.")
+    ] = Mode.KEEP,
+    model: Models = None,
+    board: Boards = None,
+    adapter: Adapter = None,
+    lease: Annotated[float | None, typer.Option(help="Resume after so many seconds.")] = None,
+    clear_cache: Annotated[bool, typer.Option(help="Drop the KV caches too.")] = False,
+    timeout: Timeout = None,
+) -> None:
+    """Stop generating; done when no board that is meant emits tokens any more."""
+    one = link.client.pause(
+        mode.value,
+        models=model or None,
+        boards=board or None,
+        adapter=adapter,
+        lease_s=lease,
+        clear_cache=clear_cache,
+        timeout_s=timeout,
+    )
+    link.done(one, "paused")
+
+
+@app.command()
+@connected
+def resume(
+    link: Link,
+    *,
+    model: Models = None,
+    board: Boards = None,
+    adapter: Adapter = None,
+    timeout: Timeout = None,
+) -> None:
+    """Take back a pause; without a scope every pause."""
+    one = link.client.resume(
+        models=model or None, boards=board or None, adapter=adapter, timeout_s=timeout
+    )
+    link.done(one, "resumed")
+
+
+@app.command()
+@connected
+def models(link: Link) -> None:
+    """List the models and adapters that can be asked for."""
+    rows = link.client.models()
+    link.show(rows, lambda: show.models(rows))
+
+
+@app.command()
+@connected
+def operations(link: Link, limit: Limit = 20) -> None:
+    """List what was changed, and what became of it."""
+    rows = link.client.operations(limit)
+    link.show([dict(one.body) for one in rows], lambda: show.operations(rows))
+
+
+@app.command()
+@connected
+def operation(
+    link: Link,
+    operation_id: Annotated[str, typer.Argument(metavar="ID")],
+    wait: Annotated[
+        bool, typer.Option(help="Wait until it is over, and exit as it ended.")
+    ] = False,
+) -> None:
+    """Show one operation, board by board."""
+    if wait:
+        with progress(link) as tell:
+            one = link.client.wait(operation_id, on_progress=tell)
+    else:
+        one = link.client.operation(operation_id)
+    link.show(dict(one.body), lambda: show.operation(one))
+    if wait and one.state != SUCCEEDED:
+        raise typer.Exit(Exit.PARTLY if one.state == PARTIAL else Exit.FAILED)
+
+
+@app.command()
+@connected
+def audit(link: Link, limit: Limit = 50) -> None:
+    """List who changed what."""
+    rows = link.client.audit(limit)
+    link.show(rows, lambda: show.audit(rows))

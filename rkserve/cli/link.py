@@ -1,0 +1,170 @@
+"""What every command has: where rkserve is, the key, how to answer, and exit codes.
+
+It knows errors of the client and exit codes; what is asked is in the commands.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import typer
+from rich.console import Console
+
+from rkserve.client import (
+    CallError,
+    Client,
+    ClientError,
+    Operation,
+    OperationError,
+    PartlyDone,
+    Unreachable,
+)
+from rkserve.client.connection import DEFAULT_URL
+
+
+class Exit(IntEnum):
+    """What scripts can go by."""
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    PARTLY = 3
+    UNREACHABLE = 4
+    INTERRUPTED = 130
+
+
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 refused or failed, and nothing is left half done; 2 wrong usage; "
+    "3 partly done: in force, and some boards have not followed yet; 4 rkserve cannot be reached."
+)
+
+OpenClient: TypeAlias = Callable[[str, "str | None"], Client]
+
+
+def open_client(url: str, admin_key: str | None) -> Client:
+    """Return a client. Tests put another function in this one's place."""
+    return Client(url, admin_key=admin_key)
+
+
+@dataclass(frozen=True)
+class Link:
+    """The cluster, and the terminal: results go to stdout, everything else to stderr."""
+
+    client: Client
+    as_json: bool
+    out: Console
+    err: Console
+
+    def show(self, body: Any, table: Callable[[], Any]) -> None:
+        """Print a result: the JSON that was answered, or what ``table`` makes of it."""
+        if self.as_json:
+            typer.echo(json.dumps(body, ensure_ascii=False, indent=2))
+            return
+        shown = table()
+        if isinstance(shown, str):
+            typer.echo(shown)  # one line, however narrow what it is piped into
+        else:
+            self.out.print(shown)
+
+    def done(self, operation: Operation, said: str) -> None:
+        """Say that an operation has succeeded."""
+        again = "" if operation.applied else ", as it was already"
+        where = f"{operation.succeeded} of {operation.total} boards"
+        self.show(
+            dict(operation.body),
+            lambda: f"{said}{again}: {where}, epoch {operation.epoch}, operation {operation.id}",
+        )
+
+    def failed(self, exc: ClientError) -> Exit:
+        """Say what went wrong, and return the exit code for it."""
+        if self.as_json:
+            self.err.print_json(json.dumps(_error(exc)))
+        else:
+            self.err.print(f"rkserve: {exc}", markup=False, highlight=False, soft_wrap=True)
+        if isinstance(exc, PartlyDone):
+            if self.as_json:
+                typer.echo(json.dumps(dict(exc.operation.body), ensure_ascii=False, indent=2))
+            return Exit.PARTLY
+        return Exit.UNREACHABLE if isinstance(exc, Unreachable) else Exit.FAILED
+
+
+def _error(exc: ClientError) -> dict[str, Any]:
+    said: dict[str, Any] = {"type": type(exc).__name__, "message": str(exc)}
+    if isinstance(exc, CallError):
+        said |= {"status": exc.status, "code": exc.code, "retry_after_s": exc.retry_after_s}
+    if isinstance(exc, OperationError):
+        failed = [{"board": f.board, "error": f.error, "message": f.message} for f in exc.failed]
+        said |= {"operation_id": exc.operation.id, "failed": failed}
+    return {"error": said}
+
+
+Url = Annotated[str, typer.Option("--url", envvar="RKSERVE_URL", help="Where rkserve is.")]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--admin-key-file",
+        envvar="RKSERVE_ADMIN_KEY_FILE",
+        exists=True,
+        dir_okay=False,
+        help="File whose first line is the admin key; else RKSERVE_ADMIN_KEY has it.",
+    ),
+]
+# Hidden, for the environment: every user of the machine can read what is on a command line.
+Key = Annotated[str | None, typer.Option("--admin-key", envvar="RKSERVE_ADMIN_KEY", hidden=True)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
+
+
+def connected(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command a ``Link`` for its first parameter, and the options that all commands have."""
+
+    def run(context: typer.Context, **given: Any) -> None:
+        url, key_file = given.pop("url"), given.pop("admin_key_file")
+        key, as_json = given.pop("admin_key"), given.pop("as_json")
+        try:
+            client = context.obj(url, key if key_file is None else _first_line(key_file))
+        except ValueError as exc:
+            raise typer.BadParameter(str(exc)) from exc
+        with client:
+            link = Link(client, as_json, Console(highlight=False), Console(stderr=True))
+            try:
+                command(link, **given)
+            except ClientError as exc:
+                raise typer.Exit(link.failed(exc)) from exc
+            except KeyboardInterrupt as exc:
+                link.err.print("Interrupted; what was begun goes on: see rkserve operations")
+                raise typer.Exit(Exit.INTERRUPTED) from exc
+
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    added = [
+        _option("context", typer.Context, inspect.Parameter.empty),
+        *(one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own),
+        _option("url", Url, DEFAULT_URL),
+        _option("admin_key_file", KeyFile, None),
+        _option("admin_key", Key, None),
+        _option("as_json", AsJson, False),
+    ]
+    run.__signature__ = inspect.Signature(added)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in added}
+    run.__doc__, run.__name__ = command.__doc__, command.__name__
+    return run
+
+
+def _option(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, annotation=annotation, default=default)
+
+
+def _first_line(path: Path) -> str:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ValueError(f"{path} cannot be read: {exc}") from exc
+    if not lines or not lines[0].strip():
+        raise ValueError(f"{path} has no key in its first line")
+    return lines[0].strip()

@@ -1,0 +1,172 @@
+"""``rkserve lora``: adapters, from the file to the last board and back."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rkserve.cli import show
+from rkserve.cli.bars import progress
+from rkserve.cli.link import EXIT_CODES, Link, connected
+
+lora = typer.Typer(help=f"Bring LoRA adapters to the boards. {EXIT_CODES}", no_args_is_help=True)
+
+
+class Strategy(str, Enum):
+    """How a version comes into use."""
+
+    ATOMIC = "atomic"
+    ROLLING = "rolling"
+    CANARY = "canary"
+
+
+class InFlight(str, Enum):
+    """What becomes of requests that run."""
+
+    PIN = "pin"
+    SWITCH = "switch"
+    ABORT = "abort"
+
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="What the adapter is called.")]
+Model = Annotated[str | None, typer.Option(help="The base model, where several are served.")]
+Timeout = Annotated[float | None, typer.Option(help="Seconds; then what was done is undone.")]
+How = Annotated[
+    Strategy,
+    typer.Option(help="All boards at once, some after others, or some of the sessions first."),
+]
+Unavailable = Annotated[int, typer.Option(min=1, help="rolling: boards that change at a time.")]
+Weight = Annotated[float, typer.Option(help="canary: share of the sessions, above 0, below 1.")]
+Running = Annotated[
+    InFlight, typer.Option(help="Running requests keep their version, change it, or end.")
+]
+Observe = Annotated[float, typer.Option(min=0, help="canary: seconds before the verdict.")]
+Auto = Annotated[bool, typer.Option(help="canary: promote or roll back by itself.")]
+
+
+@lora.command("list")
+@connected
+def list_(link: Link, model: Model = None) -> None:
+    """List adapters and versions, and on how many boards they are."""
+    rows = link.client.adapters(model)
+    link.show(rows, lambda: show.adapters(rows))
+
+
+@lora.command()
+@connected
+def push(
+    link: Link,
+    *,
+    path: Annotated[Path, typer.Argument(exists=True, help="The file, or a folder with it.")],
+    name: Annotated[str, typer.Option(help="What the adapter is called.")],
+    version: Annotated[str | None, typer.Option(help="Else the digits of its sha256.")] = None,
+    model: Model = None,
+    scale: Annotated[float | None, typer.Option(help="The strength of the adapter.")] = None,
+    activate: Annotated[bool, typer.Option(help="Serve it once every board has it.")] = True,
+    strategy: How = Strategy.ATOMIC,
+    max_unavailable: Unavailable = 1,
+    weight: Weight = 0.1,
+    in_flight: Running = InFlight.PIN,
+    observe: Observe = 60.0,
+    auto: Auto = True,
+    timeout: Timeout = None,
+) -> None:
+    """Upload an adapter, bring it to every board, and into use."""
+    with progress(link) as tell:
+        pushed = link.client.push_adapter(
+            path,
+            name,
+            version,
+            model=model,
+            scale=scale,
+            activate=activate,
+            **_how(strategy, max_unavailable, weight, observe, auto),
+            in_flight=in_flight.value,
+            timeout_s=timeout,
+            on_progress=tell,
+        )
+    said = "staged" if pushed.rollout is None else "serving"
+    link.done(pushed.rollout or pushed.staging, f"{said} {pushed.label}")
+
+
+@lora.command()
+@connected
+def rollout(
+    link: Link,
+    *,
+    name: Name,
+    version: Annotated[str, typer.Argument(help="One that is staged.")],
+    model: Model = None,
+    strategy: How = Strategy.ATOMIC,
+    max_unavailable: Unavailable = 1,
+    weight: Weight = 0.1,
+    in_flight: Running = InFlight.PIN,
+    observe: Observe = 60.0,
+    auto: Auto = True,
+    timeout: Timeout = None,
+) -> None:
+    """Bring a version that is staged into use."""
+    with progress(link) as tell:
+        one = link.client.rollout(
+            name,
+            version,
+            model=model,
+            **_how(strategy, max_unavailable, weight, observe, auto),
+            in_flight=in_flight.value,
+            timeout_s=timeout,
+            on_progress=tell,
+        )
+    link.done(one, f"serving {name}@{version}")
+
+
+@lora.command()
+@connected
+def rollback(link: Link, name: Name, model: Model = None, timeout: Timeout = None) -> None:
+    """Return to the version before, or end a canary."""
+    with progress(link) as tell:
+        one = link.client.rollback(name, model=model, timeout_s=timeout, on_progress=tell)
+    link.done(one, f"rolled back {name}")
+
+
+@lora.command()
+@connected
+def promote(link: Link, name: Name, model: Model = None, timeout: Timeout = None) -> None:
+    """Let everybody have what a canary tries."""
+    with progress(link) as tell:
+        one = link.client.promote(name, model=model, timeout_s=timeout, on_progress=tell)
+    link.done(one, f"promoted {name}")
+
+
+@lora.command()
+@connected
+def rm(
+    link: Link,
+    name: Annotated[str, typer.Argument(metavar="NAME[@VERSION]")],
+    every: Annotated[bool, typer.Option("--all", help="All versions of the adapter.")] = False,
+    model: Model = None,
+    timeout: Timeout = None,
+) -> None:
+    """Retire a version: nothing is served from it any more, and boards get their memory back."""
+    title, _, version = name.partition("@")
+    if bool(version) == every:
+        raise typer.BadParameter("say either NAME@VERSION, or NAME with --all")
+    with progress(link) as tell:
+        one = link.client.remove_adapter(
+            title, version or None, model=model, timeout_s=timeout, on_progress=tell
+        )
+    link.done(one, f"retired {name}")
+
+
+def _how(
+    strategy: Strategy, max_unavailable: int, weight: float, observe: float, auto: bool
+) -> dict[str, Any]:
+    """Return what the strategy takes: the others' parameters are left out."""
+    own: dict[Strategy, dict[str, Any]] = {
+        Strategy.ATOMIC: {},
+        Strategy.ROLLING: {"max_unavailable": max_unavailable},
+        Strategy.CANARY: {"weight": weight, "observe_s": observe, "auto": auto},
+    }
+    return {"strategy": strategy.value, **own[strategy]}

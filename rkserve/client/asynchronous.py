@@ -1,0 +1,443 @@
+"""The client for asyncio programs: the same calls as ``Client``, awaited.
+
+It knows httpx, asyncio and the steps of ``flows``; what the steps mean is decided there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import httpx
+
+from rkserve.client import answers, calls, flows, requests
+from rkserve.client.answers import IsPaused, Operation, Pushed
+from rkserve.client.calls import InFlight, Mode, Names, Request, Rollout, Scope, Strategy
+from rkserve.client.connection import (
+    CONNECT_S,
+    DEFAULT_URL,
+    PATIENCE_S,
+    READ_S,
+    arguments,
+    check_url,
+    headers,
+)
+from rkserve.client.errors import ClientError
+from rkserve.client.flows import Flow, Patience, Push, Rest, Told, Work
+from rkserve.client.lease import Lease
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """The control API of a cluster. Calls raise ``ClientError``; see docs/client.md.
+
+    ``admin_key`` is never logged or shown. A call is tried again for ``patience_s`` seconds where
+    the connection is lost or the Coordinator is away, without being carried out twice. An answer
+    may take ``read_s`` seconds, or longer where the call says so. ``transport``, ``sleep`` and
+    ``clock`` are for tests.
+    """
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        admin_key: str | None = None,
+        patience_s: float = PATIENCE_S,
+        read_s: float = READ_S,
+        transport: httpx.AsyncBaseTransport | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.url = check_url(url)
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers=headers(admin_key),
+            timeout=httpx.Timeout(read_s, connect=CONNECT_S),
+            transport=transport,
+        )
+        self._read_s = read_s
+        self._patience = Patience(patience_s, clock)
+        self._sleep = sleep
+
+    def __repr__(self) -> str:
+        """Return it without the key."""
+        return f"AsyncClient({self.url!r})"
+
+    async def __aenter__(self) -> AsyncClient:
+        """Use it until the block ends."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close its connections."""
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close its connections."""
+        await self._http.aclose()
+
+    # Pausing
+
+    async def pause(
+        self,
+        mode: Mode = "keep",
+        *,
+        models: Names | None = None,
+        boards: Names | None = None,
+        adapter: str | None = None,
+        clear_cache: bool = False,
+        lease_s: float | None = None,
+        timeout_s: float | None = None,
+        epoch: int | None = None,
+        key: str | None = None,
+    ) -> Operation:
+        """Stop generating; returns when nothing that is meant emits tokens any more.
+
+        With ``lease_s`` it ends by itself after that time. ``epoch`` refuses it if the cluster has
+        changed since. Other defaults than those of ``POST /pause`` itself, which are vLLM's: here
+        nothing is lost unless asked for.
+
+        Raises:
+            OperationUndone: not every board stopped in time, and none is paused now.
+        """
+        scope = Scope(models, boards, adapter)
+        request = requests.pause(
+            scope,
+            mode,
+            clear_cache=clear_cache,
+            lease_s=lease_s,
+            timeout_s=timeout_s,
+            epoch=epoch,
+            key=key,
+        )
+        return await self._run(flows.perform(request, self._patience))
+
+    async def resume(
+        self,
+        *,
+        models: Names | None = None,
+        boards: Names | None = None,
+        adapter: str | None = None,
+        timeout_s: float | None = None,
+        epoch: int | None = None,
+        key: str | None = None,
+    ) -> Operation:
+        """Go on. Without a scope every pause is taken back.
+
+        Raises:
+            PartlyDone: some boards did not answer; they go on as soon as they are heard of.
+        """
+        scope = Scope(models, boards, adapter)
+        request = requests.resume(scope, timeout_s=timeout_s, epoch=epoch, key=key)
+        return await self._run(flows.perform(request, self._patience))
+
+    async def is_paused(self, model: str | None = None) -> IsPaused:
+        """Return what is paused."""
+        return await self._ask("/is_paused", answers.is_paused, model=model)
+
+    @contextlib.asynccontextmanager
+    async def paused(
+        self,
+        mode: Mode = "keep",
+        *,
+        models: Names | None = None,
+        boards: Names | None = None,
+        adapter: str | None = None,
+        clear_cache: bool = False,
+        lease_s: float = 60.0,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[Lease]:
+        """Pause for the length of a block, and resume however it ends.
+
+        The lease is renewed as long as this process lives, and ends the pause soon after it died.
+
+        Raises:
+            LeaseLost: at the end of a block that went well, if the pause had ended before it.
+        """
+
+        async def pause(within_s: float | None) -> Operation:
+            return await self.pause(
+                mode,
+                models=models,
+                boards=boards,
+                adapter=adapter,
+                clear_cache=clear_cache,
+                lease_s=lease_s,
+                timeout_s=within_s,
+            )
+
+        clock = self._patience.clock
+        asked_s = clock()
+        lease = Lease(await pause(timeout_s), lease_s, asked_s, clock)
+        done = asyncio.Event()
+        renewing = asyncio.create_task(_renew(lease, pause, done), name="rkserve-lease")
+
+        async def end() -> None:
+            done.set()
+            # A renewal that is under way must not come after the end.
+            await renewing
+            await self.resume(models=models, boards=boards, adapter=adapter)
+
+        try:
+            yield lease
+        except BaseException:
+            try:
+                await end()
+            except ClientError as exc:  # the block's own error is the one to hear of
+                log.warning("the pause '%s' ends with its lease: %s", lease.operation.id, exc)
+            raise
+        lost = lease.lost
+        await end()
+        if lost:
+            lease.check()
+
+    async def reset_cache(
+        self,
+        *,
+        models: Names | None = None,
+        boards: Names | None = None,
+        running: bool = False,
+        timeout_s: float | None = None,
+        key: str | None = None,
+    ) -> Operation:
+        """Drop the KV caches; with ``running`` also those of requests that run."""
+        scope = Scope(models, boards)
+        request = requests.reset_cache(scope, running=running, timeout_s=timeout_s, key=key)
+        return await self._run(flows.perform(request, self._patience))
+
+    # Adapters
+
+    async def push_adapter(
+        self,
+        source: Path | str | bytes,
+        name: str,
+        version: str | None = None,
+        *,
+        model: str | None = None,
+        scale: float | None = None,
+        activate: bool = True,
+        strategy: Strategy | None = None,
+        max_unavailable: int | None = None,
+        weight: float | None = None,
+        in_flight: InFlight | None = None,
+        observe_s: float | None = None,
+        auto: bool | None = None,
+        timeout_s: float | None = None,
+        key: str | None = None,
+        on_progress: Told | None = None,
+    ) -> Pushed:
+        """Bring an adapter to every board, and into use unless ``activate`` is False.
+
+        ``source`` is a file, a folder with an ``adapter.rkllm``, or the bytes; files are never
+        held whole. Without a ``version`` it is called by the first 12 digits of its sha256. Returns
+        when it is served everywhere; nothing is served where it cannot be staged everywhere.
+
+        Raises:
+            SourceFailed: the file cannot be read.
+            OperationFailed: it was not staged, or its rollout was undone.
+            PartlyDone: it is in force, and some boards have not followed yet.
+        """
+        rollout = Rollout(strategy, max_unavailable, weight, in_flight, observe_s, auto)
+        what = Push(
+            source,
+            name,
+            version,
+            model,
+            scale,
+            rollout if activate else None,
+            timeout_s,
+            key or calls.new_key(),
+        )
+        return await self._run(flows.push(what, self._patience, on_progress))
+
+    async def adapters(self, model: str | None = None) -> list[dict[str, Any]]:
+        """Return the adapters with their versions, by board."""
+        return await self._ask("/v1/lora_adapters", answers.rows, model=model)
+
+    async def rollout(
+        self,
+        name: str,
+        version: str,
+        *,
+        model: str | None = None,
+        strategy: Strategy | None = None,
+        max_unavailable: int | None = None,
+        weight: float | None = None,
+        in_flight: InFlight | None = None,
+        observe_s: float | None = None,
+        auto: bool | None = None,
+        timeout_s: float | None = None,
+        wait: bool = True,
+        key: str | None = None,
+        on_progress: Told | None = None,
+    ) -> Operation:
+        """Bring a version that is staged into use; without ``wait`` return while it goes on.
+
+        Raises:
+            OperationFailed: it was undone, and what was served before is served.
+            PartlyDone: it is in force, and some boards have not followed yet.
+        """
+        how = Rollout(strategy, max_unavailable, weight, in_flight, observe_s, auto)
+        request = flows.roll_out(name, version, model, how, timeout_s=timeout_s, key=key)
+        return await self._complete(request, wait, on_progress)
+
+    async def rollback(
+        self,
+        name: str,
+        *,
+        model: str | None = None,
+        timeout_s: float | None = None,
+        wait: bool = True,
+        key: str | None = None,
+        on_progress: Told | None = None,
+    ) -> Operation:
+        """Return to the version before, or end a canary. Raises what ``rollout`` does."""
+        request = requests.decide("rollback", name, model, timeout_s, key)
+        return await self._complete(request, wait, on_progress)
+
+    async def promote(
+        self,
+        name: str,
+        *,
+        model: str | None = None,
+        timeout_s: float | None = None,
+        wait: bool = True,
+        key: str | None = None,
+        on_progress: Told | None = None,
+    ) -> Operation:
+        """Let everybody have what a canary tries. Raises what ``rollout`` does."""
+        request = requests.decide("promote", name, model, timeout_s, key)
+        return await self._complete(request, wait, on_progress)
+
+    async def remove_adapter(
+        self,
+        name: str,
+        version: str | None = None,
+        *,
+        model: str | None = None,
+        timeout_s: float | None = None,
+        wait: bool = True,
+        key: str | None = None,
+        on_progress: Told | None = None,
+    ) -> Operation:
+        """Retire a version, or without one all of an adapter. Raises what ``rollout`` does."""
+        request = requests.remove(name, version, model, timeout_s, key)
+        return await self._complete(request, wait, on_progress)
+
+    # Operations, and what there is
+
+    async def operations(self, limit: int | None = None) -> list[Operation]:
+        """Return the last operations, the newest first."""
+        return await self._ask("/v1/operations", answers.operations, limit=limit)
+
+    async def operation(self, operation_id: str) -> Operation:
+        """Return one operation, however it stands."""
+        return await self._ask(calls.operation_path(operation_id), answers.operation)
+
+    async def wait(
+        self,
+        operation_id: str,
+        *,
+        timeout_s: float | None = None,
+        on_progress: Told | None = None,
+    ) -> Operation:
+        """Return an operation when it is over, however it ended: look at its ``state``.
+
+        Raises:
+            WaitTimeout: it is not over after ``timeout_s`` seconds; it goes on.
+        """
+        flow = flows.follow(operation_id, self._patience, timeout_s=timeout_s, told=on_progress)
+        return await self._run(flow)
+
+    async def audit(self, limit: int | None = None) -> list[dict[str, Any]]:
+        """Return who changed what, the newest first."""
+        return await self._ask("/v1/audit", answers.rows, limit=limit)
+
+    async def cluster(self) -> dict[str, Any]:
+        """Return the totals of the cluster, its models, boards and pauses."""
+        return await self._ask("/v1/cluster", dict)
+
+    async def boards(self) -> list[dict[str, Any]]:
+        """Return what every board says of itself."""
+        return await self._ask("/v1/boards", answers.rows)
+
+    async def models(self) -> list[dict[str, Any]]:
+        """Return the models and adapters that can be asked for."""
+        return await self._ask("/v1/models", answers.rows)
+
+    async def weight_version(self, model: str | None = None) -> str:
+        """Return the label of a model's weights."""
+        return await self._ask("/weight_info", answers.weight_version, model=model)
+
+    async def set_weight_version(
+        self, version: str, *, model: str | None = None, key: str | None = None
+    ) -> Operation:
+        """Label the weights of a model, which answers then carry."""
+        return await self._run(flows.perform(requests.label(model, version, key), self._patience))
+
+    # The steps
+
+    async def _ask(
+        self, path: str, read: Callable[[dict[str, Any]], T], **query: str | int | None
+    ) -> T:
+        return await self._run(flows.ask(calls.fetch(path, **query), self._patience, read))
+
+    async def _complete(self, request: Request, wait: bool, told: Told | None) -> Operation:
+        return await self._run(flows.complete(request, self._patience, wait=wait, told=told))
+
+    async def _run(self, flow: Flow[T]) -> T:
+        """Do what a flow asks for until it has its result."""
+        try:
+            step = next(flow)
+            while True:
+                try:
+                    result = await self._do(step)
+                except httpx.TransportError as exc:
+                    step = flow.throw(exc)
+                else:
+                    step = flow.send(result)
+        except StopIteration as stop:
+            found: T = stop.value
+            return found
+
+    async def _do(self, step: Request | Rest | Work) -> Any:
+        if isinstance(step, Rest):
+            return await self._sleep(step.seconds)
+        if isinstance(step, Work):
+            return await asyncio.to_thread(step.do)
+        content = None if step.upload is None else step.upload.pieces_async()
+        return await self._http.request(
+            step.method, step.path, content=content, **arguments(step, self._read_s)
+        )
+
+
+async def _renew(
+    lease: Lease, pause: Callable[[float | None], Awaitable[Operation]], done: asyncio.Event
+) -> None:
+    """Ask for the same pause again and again: it takes the place of the one that ends sooner."""
+    while not await _set(done, lease.every_s):
+        asked_s = lease.now_s
+        try:
+            await pause(lease.every_s)
+        except ClientError as exc:
+            log.warning("the pause '%s' was not renewed: %s", lease.operation.id, exc)
+        else:
+            lease.began(asked_s)
+
+
+async def _set(event: asyncio.Event, within_s: float) -> bool:
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(event.wait(), within_s)
+    return event.is_set()

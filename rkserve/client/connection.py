@@ -1,0 +1,56 @@
+"""What both clients tell httpx: addresses, headers, time limits. It opens nothing itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from rkserve.client.calls import Request
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+CONNECT_S = 5.0
+READ_S = 30.0
+# Serve brings a Router or a Coordinator back within this.
+PATIENCE_S = 30.0
+
+
+def check_url(url: str) -> str:
+    """Return where rkserve is, without the ``/v1`` that OpenAI's clients want.
+
+    Raises:
+        ValueError: it is no http or https URL.
+    """
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as exc:
+        raise ValueError(f"{url!r} is no URL: {exc}") from exc
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ValueError(f"{url!r} must begin with http:// or https:// and name a host")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def headers(admin_key: str | None) -> dict[str, str]:
+    """Return the headers of every call."""
+    said = {"accept": "application/json"}
+    if admin_key:
+        said["authorization"] = f"Bearer {admin_key}"
+    return said
+
+
+def arguments(request: Request, read_s: float) -> dict[str, Any]:
+    """Return what httpx's ``request`` takes beside method, path and content."""
+    given: dict[str, Any] = {"params": dict(request.query), "headers": {}}
+    if request.body is not None:
+        given["json"] = request.body
+    if request.upload is not None:
+        given["headers"] = {
+            "content-type": "application/octet-stream",
+            "content-length": str(request.upload.size_bytes),
+        }
+    if request.key is not None:
+        given["headers"]["idempotency-key"] = request.key
+    if request.read_s is not None:
+        limit_s = max(read_s, request.read_s)
+        given["timeout"] = httpx.Timeout(limit_s, connect=CONNECT_S)
+    return given
