@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit unit-1 unit-2 cluster check format bench docs lock sim sanitize clean
+.PHONY: help demo test unit unit-1 unit-2 cluster check format bench bench-control docs lock sim sanitize clean
 
 help:
 	@echo "make demo    three simulated boards behind an OpenAI endpoint, until Ctrl-C"
@@ -19,6 +19,7 @@ help:
 	@echo "make format  reformat the code"
 	@echo "make sanitize  the binding's and the simulator's tests under ASan and UBSan"
 	@echo "make bench   measure, and write docs/benchmarks.md"
+	@echo "make bench-control  measure pauses and adapter switches, and write docs/benchmarks-control.md"
 	@echo "make docs    write the generated pages of docs/"
 	@echo "make lock    resolve the dependencies anew"
 	@echo "make clean   remove what the above made"
@@ -55,6 +56,9 @@ format: $(READY)
 
 bench: $(READY) sim
 	$(BIN)/python -m rkserve.bench
+
+bench-control: $(READY) sim
+	$(BIN)/python -m rkserve.bench.control
 
 sanitize: $(READY)
 	$(BIN)/python scripts/sanitize.py

@@ -116,7 +116,9 @@ class LocalCluster:
 
         from rkserve.app import build
 
-        config = {"state_dir": str(self.folder / "state"), **args}
+        # One application alone may keep its ledger there.
+        kept = {"data_dir": str(self.folder / "data" / name), **args.get("coordinator", {})}
+        config = {"state_dir": str(self.folder / "state"), **args, "coordinator": kept}
         target = serve.RunTarget(build(config), name=name, route_prefix=f"/{name}")
         serve.run_many([target], wait_for_applications_running=False)
         return f"{self.url}/{name}"

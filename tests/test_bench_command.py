@@ -77,10 +77,11 @@ def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "echo_child.py").write_text(
         "import os, subprocess\n"
         "from rkserve.bench.child import BenchFailed, serve_commands\n"
-        "def carry_out(command):\n"
+        "def carry_out(command, tell):\n"
         "    print('noise on stdout')\n"
         "    if command.get('fail'): raise BenchFailed('it cannot')\n"
         "    if command.get('die'): os._exit(3)\n"
+        "    for number in range(command.get('steps', 0)): tell({'step': number})\n"
         "    if command.get('spawn'):\n"
         "        orphan = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
         "        return {'pid': orphan.pid}\n"
@@ -101,6 +102,17 @@ def test_a_child_answers_and_what_it_prints_does_not_disturb(echo: str, tmp_path
         child.close()
 
     assert "noise on stdout" in (tmp_path / "log").read_text()
+
+
+def test_a_child_tells_how_far_it_is_before_it_answers(echo: str, tmp_path: Path) -> None:
+    child = Child(echo, tmp_path / "log")
+    heard: list[dict[str, int]] = []
+    try:
+        assert child.ask({"steps": 3}, 30, heard.append) == {"echo": {"steps": 3}}
+    finally:
+        child.close()
+
+    assert heard == [{"step": 0}, {"step": 1}, {"step": 2}]
 
 
 @pytest.mark.parametrize(

@@ -71,9 +71,7 @@ def _cases(text: str) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; 1 where it failed. A missed target is no failure of the command."""
     asked = options(arguments)
-    # Ctrl-C and an ordinary kill take the same way out, which ends the cluster.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
+    interruptible()
     folder = Path(tempfile.mkdtemp(prefix="rkbench-"))  # short: sockets' paths have a limit
     crew = Crew(folder, (progress := Progress()).say)
     try:
@@ -98,6 +96,12 @@ def _deliver(results: Results, asked: Options) -> None:
         asked.output.write_text(text, encoding="utf-8")
     if asked.json is not None:
         asked.json.write_text(json.dumps(asdict(results), indent=1), encoding="utf-8")
+
+
+def interruptible() -> None:
+    """Let Ctrl-C and an ordinary kill take the same way out, which ends the cluster."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rkserve.bench.batches import BatchRun
-from rkserve.bench.child import BenchFailed, Json, serve_commands
+from rkserve.bench.child import BenchFailed, Json, Tell, serve_commands
 from rkserve.bench.stream import Exchange
 from rkserve.messages import Sampling
 from rkserve.modelfolder import open_model_folder
@@ -110,7 +110,7 @@ def main() -> None:
     """Serve the benchmark."""
     loaded: list[Runtime] = []
 
-    def carry_out(command: Json) -> dict[str, Any]:
+    def carry_out(command: Json, _: Tell) -> dict[str, Any]:
         if command["do"] == "load":
             loaded.append(load(command))
             return {"release": loaded[0].release}

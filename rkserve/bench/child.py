@@ -22,6 +22,7 @@ from rkserve.bench.procfs import PROC, Identity, descendants, is_alive
 from rkserve.errors import RkserveError
 
 Json = dict[str, Any]
+Tell = Callable[[Json], None]  # of how far it is
 READ_SIZE = 1 << 16
 LAST_WORDS = 15
 GRACE_S = 45.0  # Serve ends its replicas one by one, and each of them its engine
@@ -62,10 +63,10 @@ class Child:
         """Root of the process tree that this child is."""
         return self._process.pid
 
-    def ask(self, command: Json, timeout_s: float) -> Json:
+    def ask(self, command: Json, timeout_s: float, heard: Tell = lambda _: None) -> Json:
         """Send a command and wait for its answer. Raises ``BenchFailed``."""
         self.send(command)
-        return self.receive(timeout_s)
+        return self.receive(timeout_s, heard)
 
     def send(self, command: Json) -> None:
         """Send a command. Raises ``BenchFailed`` where the child has ended."""
@@ -75,14 +76,14 @@ class Child:
         except BrokenPipeError:
             raise self._failed("has ended") from None
 
-    def receive(self, timeout_s: float) -> Json:
-        """Wait for the answer to the last command. Raises ``BenchFailed``."""
+    def receive(self, timeout_s: float, heard: Tell = lambda _: None) -> Json:
+        """Wait for the answer to the last command. Raises ``BenchFailed``.
+
+        ``heard`` gets what the child tells before it answers.
+        """
         deadline_s = time.monotonic() + timeout_s
-        parts = [self._pending]
-        while b"\n" not in parts[-1]:
-            parts.append(self._read(deadline_s))
-        line, _, self._pending = b"".join(parts).partition(b"\n")
-        answer: Json = json.loads(line)
+        while "told" in (answer := self._line(deadline_s)):
+            heard(answer["told"])
         if "failed" in answer:
             raise self._failed(answer["failed"])
         return answer
@@ -100,6 +101,14 @@ class Child:
             self._process.wait()
         self._out.close()
         _end_orphans(family)
+
+    def _line(self, deadline_s: float) -> Json:
+        parts = [self._pending]
+        while b"\n" not in parts[-1]:
+            parts.append(self._read(deadline_s))
+        line, _, self._pending = b"".join(parts).partition(b"\n")
+        said: Json = json.loads(line)
+        return said
 
     def _read(self, deadline_s: float) -> bytes:
         left_s = max(0.0, deadline_s - time.monotonic())
@@ -128,21 +137,26 @@ def _end_orphans(family: list[Identity]) -> None:
             time.sleep(0.05)
 
 
-def serve_commands(carry_out: Callable[[Json], Json]) -> None:
+def serve_commands(carry_out: Callable[[Json, Tell], Json]) -> None:
     """The child's side: answer each command of stdin, until it closes.
 
-    What anyone prints goes to stderr; an ``RkserveError`` is the answer to its command.
+    ``carry_out`` may tell how far it is before it returns the answer. What anyone prints goes to
+    stderr; an ``RkserveError`` is the answer to its command.
     """
     answers = os.dup(1)
     os.dup2(2, 1)
     with os.fdopen(answers, "wb") as out:
+
+        def say(words: Json) -> None:
+            out.write(json.dumps(words).encode() + b"\n")
+            out.flush()
+
         for command in _commands():
             try:
-                answer = carry_out(command)
+                answer = carry_out(command, lambda words: say({"told": words}))
             except RkserveError as exc:
                 answer = {"failed": str(exc)}
-            out.write(json.dumps(answer).encode() + b"\n")
-            out.flush()
+            say(answer)
 
 
 def _commands() -> Iterator[Json]:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from rkserve.bench.child import BenchFailed, Json, serve_commands
+from rkserve.bench.child import BenchFailed, Json, Tell, serve_commands
 from rkserve.bench.stream import (
     OK,
     HangUp,
@@ -77,6 +77,20 @@ class Connection(asyncio.Protocol):
         self._ended = asyncio.get_running_loop().create_future()
         self._incoming = Incoming(sent_s=time.monotonic())
         self._transport.write(request)
+
+    async def answer_at(self, until_s: float) -> tuple[Incoming, float]:
+        """Wait for the answer, and return it with the moment behind all that came before it.
+
+        Every socket that has something is read in one turn of the loop, in no particular order; the
+        moment is the one between that turn and the next. Raises ``BenchFailed`` at ``until_s``.
+        """
+        assert self._ended is not None
+        arrived_s = asyncio.get_running_loop().create_future()
+        self._ended.add_done_callback(lambda _: arrived_s.set_result(time.monotonic()))
+        incoming = await self.answer(until_s)
+        if not arrived_s.done():
+            raise BenchFailed("a control call was not answered in time")
+        return incoming, arrived_s.result()
 
     async def reach(self, enough: Callable[[Incoming], bool], until_s: float) -> None:
         """Wait until so much of the answer is there.
@@ -273,7 +287,7 @@ def _has_data_events(wanted: int, answer: Incoming) -> bool:
     return _data_events(answer) >= wanted
 
 
-def carry_out(command: Json) -> dict[str, Any]:
+def carry_out(command: Json, _: Tell) -> dict[str, Any]:
     """Do what one command asks for and return what came of it."""
     try:
         if command["do"] == "hang up":

@@ -45,10 +45,16 @@ def deploy(command: Json) -> dict[str, Any]:
         "model": command["model"],
         "simulated": simulated,
         "prompt_cache": {"park": command["park"]},
+        "queue_limit": command["queue_limit"],
     }
     state_dir = Path(command["folder"]) / "state"
     state_dir.mkdir(exist_ok=True)
-    args = {"boards": [group], "state_dir": str(state_dir)}
+    data_dir = str(Path(command["folder"]) / "data")
+    args = {
+        "boards": [group],
+        "state_dir": str(state_dir),
+        "coordinator": {"data_dir": data_dir},
+    }
     started_s = time.monotonic()
     serve.run(build(args), name=APP, route_prefix="/")
     _await_boards(command["port"], command["boards"])
@@ -82,7 +88,7 @@ def main() -> None:
     """Serve the benchmark."""
     steps = {"start": start, "deploy": deploy}
     try:
-        serve_commands(lambda command: steps[command["do"]](command))
+        serve_commands(lambda command, _: steps[command["do"]](command))
     finally:
         serve.shutdown()
         ray.shutdown()

@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rkserve.bench.child import Child, Json
+from rkserve.bench.child import Child, Json, Tell
 from rkserve.bench.procfs import PROC, Reading, read
 from rkserve.bench.stream import Exchange, Interrupted
+from rkserve.bench.upload import post
 from rkserve.config import engine_environ, resolve_folder
 from rkserve.groupconfig import BoardGroupConfig, SimulatedConfig
 from rkserve.modelfolder import open_model_folder
@@ -33,25 +34,33 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What the cluster serves. ``park`` is its boards' disk tier for conversations."""
+    """What the cluster serves. ``park`` is its boards' disk tier for conversations.
+
+    ``queue_limit`` is how many requests may wait for one board.
+    """
 
     profile: str
     boards: int = 1
     time_scale: float = 1.0
     park: bool = True
+    queue_limit: int = 16
 
 
 class Crew:
-    """Starts a child when it is first needed. Close it: that ends them all."""
+    """Starts a child when it is first needed. Close it: that ends them all.
 
-    def __init__(self, folder: Path, say: Say) -> None:
+    ``folder`` takes all files, ``model`` is the folder of the model that the boards serve.
+    """
+
+    def __init__(self, folder: Path, say: Say, model: Path = MODEL) -> None:
         self.say = say
-        self.model = open_model_folder(resolve_folder(MODEL))
+        self.model = open_model_folder(resolve_folder(model))
         self.renderer = Renderer(self.model)
         self._folder = folder
         self._stack = ExitStack()
         self._port = free_port()
         self._client: Child | None = None
+        self._controller: Child | None = None
         self._cluster: Child | None = None
         self._deployed: Deployment | None = None
 
@@ -95,13 +104,26 @@ class Crew:
         command = {"body": body, "pauses_s": list(pauses_s), "rest_s": rest_s}
         return Interrupted.from_json(self._ask_client(do="interrupt", **command))
 
+    def control(self, timeout_s: float, heard: Tell, **command: Any) -> Json:
+        """Load the cluster while a plan is played; see ``control_load``. Raises ``BenchFailed``."""
+        if self._controller is None:
+            self._controller = self._child("rkserve.bench.control_load")
+            self._stack.callback(self._controller.close)
+        asked = self._to(timeout_s=timeout_s, **command)
+        return self._controller.ask(asked, timeout_s + SLACK_S, heard)
+
+    def post(self, path: str, query: Json, content: bytes, timeout_s: float) -> Json:
+        """Send bytes to the cluster and return what it answers. Raises ``BenchFailed``."""
+        return post((HOST, self._port), path, query, content, timeout_s)
+
     def read(self) -> Reading:
         """Read all processes of the cluster and of its clients, and the machine."""
         return read(PROC, self.pids())
 
     def pids(self) -> list[int]:
         """Roots of the trees of processes that serve and ask."""
-        return [child.pid for child in (self._cluster, self._client) if child is not None]
+        children = (self._cluster, self._client, self._controller)
+        return [child.pid for child in children if child is not None]
 
     def sleep_until(self, at_s: float, doing: str) -> None:
         """Sleep, and say so."""

@@ -19,10 +19,12 @@ MS_PER_TICK = 1000 / os.sysconf("SC_CLK_TCK")
 _PARTS: tuple[tuple[str, str], ...] = (
     ("rkserve.native.engine", "engine"),
     ("rkserve.bench.client", "client"),
+    ("rkserve.bench.control_load", "client"),
     ("rkserve.bench.cluster", "driver"),
     ("rkserve.bench.alone", "binding alone"),
     (":Board-", "board replica"),
     (":Router", "router"),
+    (":Coordinator", "coordinator"),
     ("ray::ProxyActor", "proxy"),
     ("HAProxy", "proxy"),
     ("haproxy", "proxy"),

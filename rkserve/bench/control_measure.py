@@ -1,0 +1,170 @@
+"""Runs the cases of the control benchmark, each with its line of progress, and sums them up."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from rkserve.bench.control_cases import (
+    BOARDS,
+    LARGE_BYTES,
+    LINE,
+    PAUSED_ANSWER,
+    PAUSED_PROMPT,
+    SIMULATED_MS_PER_MIB,
+    VERSIONS,
+    ControlBench,
+    Played,
+    Staged,
+)
+from rkserve.bench.control_checks import Checked, Era, check, eras
+from rkserve.bench.control_figures import (
+    ATOMIC,
+    ROLLING,
+    PauseFigures,
+    StagedFigures,
+    SwitchFigures,
+    pause_figures,
+    phases_ms,
+    refusals,
+    switch_figures,
+    verdicts,
+)
+from rkserve.bench.control_report import ControlResults, Rounds
+from rkserve.bench.figures import Spread
+from rkserve.bench.growth import growth
+from rkserve.bench.measure import machine
+from rkserve.bench.pace import profile
+from rkserve.bench.progress import Progress
+
+CASES = ("pauses", "switches", "staged", "rounds")
+MAX_UNAVAILABLE = 2  # boards of eight, in a rolling switch
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    pauses: int
+    atomic: int
+    rolling: int
+    staged: int
+    rounds: int
+
+
+FULL = Size(pauses=200, atomic=200, rolling=50, staged=4, rounds=240)
+QUICK = Size(pauses=20, atomic=20, rolling=4, staged=2, rounds=16)
+
+
+class ControlMeasurement:
+    """The cases on one cluster."""
+
+    def __init__(self, bench: ControlBench, progress: Progress, size: Size) -> None:
+        self._bench, self._progress, self._size = bench, progress, size
+
+    def measure(self, cases: Collection[str]) -> ControlResults:
+        """Run these cases. Raises ``BenchFailed``."""
+        self._progress.begin(f"{BOARDS} boards")
+        self._bench.deploy()
+        self._progress.end("ready")
+        pauses = self._pauses() if "pauses" in cases else None
+        if {"switches", "rounds"} & set(cases):
+            self._bench.prepare_switches()
+        switches = self._both_switches() if "switches" in cases else []
+        rounds = self._rounds() if "rounds" in cases else None
+        staged = self._staged() if "staged" in cases else None
+        return ControlResults(
+            machine=machine(),
+            verdicts=verdicts(
+                None if pauses is None else pauses[1:],
+                [figures for _, figures in switches],
+                staged and staged[1],
+                () if rounds is None else rounds.growth,
+            ),
+            pauses=pauses,
+            switches=switches,
+            staged=staged,
+            rounds=rounds,
+            cpu=self._bench.cpu,
+        )
+
+    def _pauses(self) -> tuple[Played, PauseFigures, Checked]:
+        self._progress.begin("pauses")
+        played = self._bench.pauses(self._size.pauses)
+        step_ms = profile().decode_ms(PAUSED_PROMPT + PAUSED_ANSWER)
+        figures = pause_figures(played.calls, played.answers, step_ms)
+        checked = check(played.answers, played.said, [Era(v) for v, _ in played.said])
+        self._progress.end(
+            f"acknowledged after {figures.answered_ms.p50:.0f} ms (p50), "
+            f"{figures.answered_ms.p99:.0f} ms (p99), {figures.late} texts after that; "
+            f"{_told(checked)}{_refused(played)}"
+        )
+        return played, figures, checked
+
+    def _both_switches(self) -> list[tuple[Played, SwitchFigures]]:
+        size = self._size
+        return [
+            self._switches(ATOMIC, size.atomic),
+            self._switches(ROLLING, size.rolling, max_unavailable=MAX_UNAVAILABLE),
+        ]
+
+    def _switches(self, strategy: str, count: int, **more: int) -> tuple[Played, SwitchFigures]:
+        self._progress.begin(f"{strategy} switches")
+        played = self._bench.switches(strategy, count, **more)
+        figures = switch_figures(strategy, played.calls, _checked(played))
+        took, checked = figures.took_ms, figures.checked
+        self._progress.end(
+            f"{took.p50:.0f} ms (p50), {took.p99:.0f} ms (p99); {_told(checked)}, "
+            f"{checked.stale} stale of {checked.decided}{_refused(played)}"
+        )
+        return played, figures
+
+    def _staged(self) -> tuple[Sequence[Staged], StagedFigures]:
+        self._progress.begin("staging")
+        found = self._bench.staged(self._size.staged)
+        steps = [{"phases": {**_phases(one, "staging"), **_phases(one)}} for one in found]
+        figures = StagedFigures(
+            LARGE_BYTES,
+            BOARDS,
+            Spread.of([one.took_ms for one in found]),
+            SIMULATED_MS_PER_MIB * (LARGE_BYTES >> 20),
+            phases_ms(steps),
+        )
+        self._progress.end(f"{figures.took_ms.p50:.0f} ms (p50), {figures.took_ms.p99:.0f} (p99)")
+        return found, figures
+
+    def _rounds(self) -> Rounds:
+        self._progress.begin("rounds")
+        count = self._size.rounds
+        played = self._bench.rounds(count)
+        checked = _checked(played)
+        self._progress.end(f"{count}; {_told(checked)}{_refused(played)}")
+        return Rounds(count, played, checked, growth(played.samples))
+
+
+def _checked(played: Played) -> Checked:
+    """Hold answers to the switches that were made, each call of which is named as its version."""
+    made = [(call, _label(call.what)) for call in played.calls if call.what in VERSIONS]
+    return check(played.answers, played.said, eras(_label(VERSIONS[0]), made))
+
+
+def _label(version: str) -> str:
+    return f"{LINE}@{version}"
+
+
+def _phases(staged: Staged, *path: str) -> dict[str, float]:
+    """Return the phases of an operation of the answer, each with the operation's kind."""
+    said = staged.said
+    for name in path:
+        said = said.get(name, {})
+    kind = said.get("kind", "")
+    return {f"{kind}: {name}": ms for name, ms in said.get("phases", {}).items()}
+
+
+def _told(checked: Checked) -> str:
+    return f"{checked.answers} answers, {checked.aborted} aborted, {checked.wrong} wrong"
+
+
+def _refused(played: Played) -> str:
+    found = refusals(played.calls)
+    return f"; refused: {'; '.join(found)}" if found else ""
