@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from rkserve.config import RkserveConfig
 from rkserve.errors import RkserveError
 from rkserve.messages import BoardReport, BoardState
-from rkserve.metrics import BoardCollector, RouterMetrics
+from rkserve.metrics import BoardCollector, CoordinatorMetrics, RouterMetrics
 from rkserve.modelfolder import FolderSettings
 from rkserve.native.quirks import NAMES as QUIRKS
 from rkserve.native.sim import profiles
@@ -74,6 +74,7 @@ def test_every_error_code_is_explained(code: str) -> None:
 def metric_names() -> set[str]:
     registry = CollectorRegistry()
     RouterMetrics(registry)
+    CoordinatorMetrics(registry)
     example = BoardReport(board_id="sim-0", model="sim-chat", state=BoardState.READY)
     registry.register(BoardCollector(lambda: [example]))
     return {family.name for family in registry.collect()}
