@@ -189,10 +189,11 @@ def board_test(
             run_loop(main(**params))
 
         test.__name__, test.__doc__ = body.__name__, body.__doc__
-        # pytest asks for the test's own parameters; the first one is the bench.
+        # pytest asks for the test's own parameters, the first of which is the bench, by an
+        # attribute that typeshed knows on no function.
         signature = inspect.signature(body)
         own = list(signature.parameters.values())[1:]
-        test.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        test.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined] # see above
         return test
 
     return decorate

@@ -17,6 +17,7 @@ from rkserve.control.operations import (
     OperationState,
     ResultStatus,
 )
+from rkserve.deployments.artifactclaims import Claim
 from rkserve.desired import AdapterLine, AdapterVersion, Desired
 from rkserve.errors import CoordinatorAway, OperationNotFound
 from rkserve.messages import AdapterRef
@@ -103,7 +104,7 @@ class FakeHead:
     def _metrics(self) -> bytes:
         return b"rkserve_desired_epoch 3.0\n"
 
-    def _upload_begin(self, *_claims: Any) -> str:
+    def _upload_begin(self, _claim: Claim) -> str:
         return "upload-1"
 
     def _upload_part(self, _upload: str, offset: int, data: bytes) -> int:
@@ -117,7 +118,7 @@ class FakeHead:
     def _upload_abort(self, _upload: str) -> None:
         self.parts.clear()
 
-    def _register_path(self, _path: str, name: str, called: str | None, *_: Any) -> AdapterVersion:
-        return version(name, called or "dddddddddddd")
+    def _register_path(self, _path: str, claim: Claim, _scale: float) -> AdapterVersion:
+        return version(claim.name, claim.version or "dddddddddddd")
 
     _register_url = _register_path

@@ -12,6 +12,7 @@ from fakes import run_loop
 
 from rkserve.control.calls import Call, Outcome
 from rkserve.control.operations import OperationKind
+from rkserve.deployments.artifactclaims import Claim
 from rkserve.deployments.cluster import Cluster
 from rkserve.desired import Desired
 from rkserve.errors import CoordinatorAway
@@ -125,8 +126,8 @@ def test_an_upload_whose_client_leaves_is_thrown_away() -> None:
             begun.set()
             await asyncio.Event().wait()
 
-        names, claims = ("tone", None, "sim-chat"), (None, None)
-        upload = asyncio.create_task(cluster.upload(parts(), names, claims, {}))
+        claim = Claim("tone", None, "sim-chat")
+        upload = asyncio.create_task(cluster.upload(parts(), claim, {}))
         await begun.wait()
         assert head.parts == [b"one"]
         upload.cancel()

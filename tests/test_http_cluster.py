@@ -25,6 +25,7 @@ from rkserve.control.operations import (
     ResultStatus,
 )
 from rkserve.deployments import http_cluster
+from rkserve.deployments.artifactclaims import Claim
 from rkserve.deployments.operations import AT_REST_S
 from rkserve.desired import Desired, Pause, PauseMode, Scope, Weights
 from rkserve.errors import ArtifactRefused, BoardFailed, EnginePaused, StaleEpoch
@@ -543,7 +544,7 @@ def test_an_upload_is_streamed_in_parts_staged_and_rolled_out() -> None:
     assert sum(sizes) == 2_500_000
     assert max(sizes) == http_cluster.PART_BYTES
     begun = next(args for method, args in of.head.asked if method == "upload_begin")
-    assert begun == ("tone", None, "sim-chat", None, None)
+    assert begun == (Claim("tone", None, "sim-chat"),)
     ended = next(args for method, args in of.head.asked if method == "upload_end")
     assert ended == ("upload-1", {"scale": 0.5, "base_model": "sim-chat"})
     stage, rollout = of.head.calls
@@ -612,7 +613,8 @@ def test_a_registered_file_may_only_be_staged(body: dict[str, str], registered: 
     assert response.status_code == 200, response.text
     method, args = of.head.asked[0]
     assert method == registered
-    assert args == (next(iter(body.values())), "tone", "v9", "sim-chat", 1.0, "a" * 64)
+    claim = Claim("tone", "v9", "sim-chat", sha256="a" * 64)
+    assert args == (next(iter(body.values())), claim, 1.0)
     assert [call.kind for call in of.head.calls] == [K.ADAPTER_STAGE]
 
 

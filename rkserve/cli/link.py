@@ -149,7 +149,8 @@ def connected(command: Callable[..., None]) -> Callable[..., None]:
         _option("admin_key", Key, None),
         _option("as_json", AsJson, False),
     ]
-    run.__signature__ = inspect.Signature(added)  # type: ignore[attr-defined]
+    # What typer reads; typeshed knows the attribute on no function.
+    run.__signature__ = inspect.Signature(added)  # type: ignore[attr-defined] # see above
     run.__annotations__ = {one.name: one.annotation for one in added}
     run.__doc__, run.__name__ = command.__doc__, command.__name__
     return run

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from rkserve.control.calls import Outcome
 from rkserve.control.operations import OperationKind, OperationState
+from rkserve.deployments.artifactclaims import Claim
 from rkserve.deployments.operations import OK, Made, Operations, made
 from rkserve.deployments.service import Service
 from rkserve.desired import AdapterVersion
@@ -76,8 +77,7 @@ class Adapters:
         size = announced if push.size is None else push.size
         version = await self._cluster.upload(
             parts,
-            (push.name, push.version, model),
-            (size, push.sha256),
+            Claim(push.name, push.version, model, size, push.sha256),
             {"scale": push.scale, "base_model": model},
         )
         return _told(await self._bring(push, model, version, asked))
@@ -110,8 +110,8 @@ class Adapters:
     async def _registered(self, push: Push, model: str, asked: Asked) -> _Pushed:
         kind, place = ("url", push.url) if push.path is None else ("path", push.path)
         assert place is not None  # one of the two is there
-        claims = (push.name, push.version, model, push.scale, push.sha256)
-        version = await self._cluster.register(kind, place, *claims)
+        claim = Claim(push.name, push.version, model, sha256=push.sha256)
+        version = await self._cluster.register(kind, place, claim, push.scale)
         return await self._bring(push, model, version, asked)
 
     async def _bring(

@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,22 +112,15 @@ class ArtifactStore:
 
     # -- uploads ------------------------------------------------------------------------------
 
-    def upload_begin(
-        self,
-        name: str,
-        version: str | None,
-        model: str,
-        size_bytes: int | None = None,
-        sha256: str | None = None,
-    ) -> str:
-        """Return the id of an upload. Without a ``version`` the content names it.
+    def upload_begin(self, claim: Claim) -> str:
+        """Return the id of an upload. Without a version the content names it.
 
         Raises:
             ArtifactRefused: what is said cannot be, the disk is full, or too many come in at once.
             BodyTooLarge: it is said to be larger than allowed.
         """
         self.sweep()
-        return self._begin(checked(Claim(name, version, model, size_bytes, sha256)))
+        return self._begin(checked(claim))
 
     def upload_part(self, upload: str, offset: int, data: bytes) -> int:
         """Write the next bytes; return how many are there then. Part for part, in order.
@@ -183,39 +176,23 @@ class ArtifactStore:
 
     # -- files from elsewhere -----------------------------------------------------------------
 
-    def register_path(  # noqa: PLR0917 # as Routers send it
-        self,
-        path: str,
-        name: str,
-        version: str | None,
-        model: str,
-        scale: float = 1.0,
-        sha256: str | None = None,
-    ) -> AdapterVersion:
+    def register_path(self, path: str, claim: Claim, scale: float = 1.0) -> AdapterVersion:
         """Copy a file, or that of an adapter's folder, from one of the allowed folders.
 
         Raises:
             ArtifactRefused, ArtifactNotFound, BodyTooLarge: as ``open_path`` and an upload do.
         """
-        claim = checked(Claim(name, version, model, None, sha256))
+        checked(claim)
         with open_path(path, self._rules.allowed_paths) as source:
             return self._take(source, claim, scale)
 
-    def register_url(  # noqa: PLR0917 # as Routers send it
-        self,
-        url: str,
-        name: str,
-        version: str | None,
-        model: str,
-        scale: float = 1.0,
-        sha256: str | None = None,
-    ) -> AdapterVersion:
+    def register_url(self, url: str, claim: Claim, scale: float = 1.0) -> AdapterVersion:
         """Fetch a file from below one of the allowed URLs.
 
         Raises:
             ArtifactRefused, ArtifactNotFound, BodyTooLarge: as ``open_url`` and an upload do.
         """
-        claim = checked(Claim(name, version, model, None, sha256))
+        checked(claim)
         rules = self._rules
         with open_url(url, rules.allowed_urls, rules.fetch_timeout_s) as source:
             return self._take(source, claim, scale)
@@ -309,7 +286,7 @@ class ArtifactStore:
 
     def _take(self, source: Source, claim: Claim, scale: float) -> AdapterVersion:
         """Keep what comes from a source. It is an upload that this side sends."""
-        sized = Claim(claim.name, claim.version, claim.model, source.size_bytes, claim.sha256)
+        sized = replace(claim, size_bytes=source.size_bytes)
         key = self._begin(sized)
         try:
             for block in source.blocks:

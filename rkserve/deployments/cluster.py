@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from rkserve.control.calls import Call, Outcome
 from rkserve.control.operations import Operation
+from rkserve.deployments.artifactclaims import Claim
 from rkserve.desired import AdapterVersion, Desired
 from rkserve.errors import CoordinatorAway, RkserveError
 
@@ -78,6 +79,7 @@ class Cluster:
                 self.reachable = False
                 await asyncio.sleep(TRY_AGAIN_S)
             except Exception:
+                # A Router that stopped following would serve old versions for ever, unseen.
                 log.exception("the Coordinator could not be asked; trying again")
                 await asyncio.sleep(TRY_AGAIN_S)
 
@@ -166,16 +168,14 @@ class Cluster:
     async def upload(
         self,
         parts: AsyncIterator[bytes],
-        names: tuple[str, str | None, str],
-        claims: tuple[int | None, str | None],
+        claim: Claim,
         manifest: Mapping[str, Any],
     ) -> AdapterVersion:
         """Bring a file to the Coordinator part by part, of which one is in memory at a time.
 
-        ``names`` are the adapter's, the version's and the model's, ``claims`` its size and sha256.
         What was brought is thrown away if it does not come to its end.
         """
-        upload: str = await self._look("upload_begin", *names, *claims)
+        upload: str = await self._look("upload_begin", claim)
         try:
             offset = 0
             async for part in parts:
@@ -189,9 +189,9 @@ class Cluster:
             raise
         return done
 
-    async def register(self, kind: str, place: str, *claims: Any) -> AdapterVersion:
+    async def register(self, kind: str, place: str, claim: Claim, scale: float) -> AdapterVersion:
         """Take a file that is at a ``path`` of the head, or behind a ``url``."""
-        done: AdapterVersion = await self._store(f"register_{kind}", place, *claims)
+        done: AdapterVersion = await self._store(f"register_{kind}", place, claim, scale)
         return done
 
     async def _look(self, method: str, *args: Any) -> Any:

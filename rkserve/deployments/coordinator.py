@@ -157,6 +157,7 @@ class Coordinator:
                         log.warning("%s failed, and is tried again: %s", work.__name__, said)
                     await asyncio.sleep(AGAIN_S)
                 except Exception:
+                    # A loop that ended would leave boards and leases to nobody, unseen.
                     log.exception("a round of the Coordinator failed; it goes on")
                     await asyncio.sleep(AGAIN_S)
                 await asyncio.sleep(every_s)

@@ -20,6 +20,7 @@ from rkserve.config import CoordinatorConfig, RkserveConfig, resolve_folder
 from rkserve.control.calls import Call, Outcome
 from rkserve.control.codec import plain
 from rkserve.control.operations import Operation
+from rkserve.deployments.artifactclaims import Claim
 from rkserve.deployments.artifacts import ArtifactRules, ArtifactStore
 from rkserve.deployments.coordinator import Coordinator, Outside
 from rkserve.deployments.fetching import Fetching
@@ -113,13 +114,9 @@ class CoordinatorReplica:
 
     # -- files ---------------------------------------------------------------------------------
 
-    async def upload_begin(
-        self, name: str, version: str | None, model: str, size_bytes: int | None, sha256: str | None
-    ) -> str:
+    async def upload_begin(self, claim: Claim) -> str:
         """Begin an upload; see ``ArtifactStore.upload_begin``."""
-        return await asyncio.to_thread(
-            self._store.upload_begin, name, version, model, size_bytes, sha256
-        )
+        return await asyncio.to_thread(self._store.upload_begin, claim)
 
     async def upload_part(self, upload: str, offset: int, data: bytes) -> int:
         """Take a part; return how many bytes are there."""
@@ -135,33 +132,13 @@ class CoordinatorReplica:
         """Drop an upload."""
         await asyncio.to_thread(self._store.upload_abort, upload)
 
-    async def register_path(  # noqa: PLR0917 # as Routers send it
-        self,
-        path: str,
-        name: str,
-        version: str | None,
-        model: str,
-        scale: float = 1.0,
-        sha256: str | None = None,
-    ) -> AdapterVersion:
+    async def register_path(self, path: str, claim: Claim, scale: float = 1.0) -> AdapterVersion:
         """Take a file of the head node; see ``ArtifactStore.register_path``."""
-        return await self._fetching.run(
-            self._store.register_path, path, name, version, model, scale, sha256
-        )
+        return await self._fetching.run(self._store.register_path, path, claim, scale)
 
-    async def register_url(  # noqa: PLR0917 # as Routers send it
-        self,
-        url: str,
-        name: str,
-        version: str | None,
-        model: str,
-        scale: float = 1.0,
-        sha256: str | None = None,
-    ) -> AdapterVersion:
+    async def register_url(self, url: str, claim: Claim, scale: float = 1.0) -> AdapterVersion:
         """Fetch a file; see ``ArtifactStore.register_url``."""
-        return await self._fetching.run(
-            self._store.register_url, url, name, version, model, scale, sha256
-        )
+        return await self._fetching.run(self._store.register_url, url, claim, scale)
 
     async def __del__(self) -> None:
         """Ray's farewell, also after a constructor that failed."""

@@ -119,10 +119,8 @@ class Course:
         """Remember what boards answered last, and all figures; it is written with the next step."""
         for board, result in results.items():
             before = self.operation.results.get(board)
-            if before is not None:
-                details = {**before.details, **result.details}
-                result = replace(result, details=details)  # noqa: PLW2901 # the same answer
-            self.operation = self.operation.heard(board, result)
+            details = {**({} if before is None else before.details), **result.details}
+            self.operation = self.operation.heard(board, replace(result, details=details))
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

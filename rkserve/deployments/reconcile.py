@@ -168,6 +168,7 @@ class Reconciler:
         except RkserveError as exc:
             self._rest(seat.board_id, exc.message)
         except Exception:
+            # Nobody waits for this task: it says so here, and the next round tries again.
             log.exception("board %s could not be brought to what it shall be", seat.board_id)
             self._rest(seat.board_id, "")
         else:

@@ -22,9 +22,10 @@ class Replicas:
 
     def listed(self) -> frozenset[str]:
         """Return the ids of those in the handle's routing table now; none before its first call."""
-        router = self._handle._router  # noqa: SLF001 # see the module
-        inner = None if router is None else router._asyncio_router  # noqa: SLF001
-        table = None if inner is None else inner._request_router  # noqa: SLF001
+        # Each of these may not be there before the handle's first call.
+        router = self._handle._router  # noqa: SLF001 # no public way
+        inner = None if router is None else router._asyncio_router  # noqa: SLF001 # no public way
+        table = None if inner is None else inner._request_router  # noqa: SLF001 # no public way
         if table is None:
             return frozenset()
         # Another thread may change the table: a copy first.

@@ -6,6 +6,7 @@ It knows reports and records; bringing the boards along is the reconcile loop's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from rkserve.control.operations import (
     BoardResult,
@@ -50,9 +51,8 @@ class Settling:
             behind = waited or sorted(there)
             followed = {board: _result(board in there, reports.get(board)) for board in behind}
             if all(_follows(epoch, board in there, reports.get(board)) for board in behind):
-                for board, result in followed.items():
-                    one = one.heard(board, result)  # noqa: PLW2901 # it is the same operation
-                self._book.write(None, one.end(OperationState.SUCCEEDED, self._now_s()))
+                done = replace(one, results={**one.results, **followed})
+                self._book.write(None, done.end(OperationState.SUCCEEDED, self._now_s()))
                 del self._partial[one.id]
 
 
