@@ -9,7 +9,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-from fakes import EOS, QUIRKS, FakeEngine, Script, run_loop, tokens_of
+from fakes import EOS, QUIRKS, FakeEngine, Script, tokens_of
+from own_time import run_loop
 
 from rkserve.board.board import Board, BoardSettings
 from rkserve.board.engine import RunCommand

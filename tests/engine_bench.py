@@ -6,9 +6,13 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from sim_board import Sim
+
 from rkserve.board.engine import EntryCommand, RunCommand, RunEnded
 from rkserve.board.process import EngineProcess
 from rkserve.native.runtime import RunEnd
+
+SLOWLY = 1.0  # 70 ms for a token
 
 
 class Recorder:
@@ -48,11 +52,31 @@ def command(ids: tuple[int, ...], run_id: int = 1, **extra: Any) -> RunCommand:
     return RunCommand(run_id, (EntryCommand(ids),), **extra)
 
 
+async def interrupted(
+    sim: Sim,
+    running: asyncio.Future[RunEnded],
+    *interrupts: Callable[[], None],
+) -> RunEnded:
+    """Interrupt a run that comes to the gate, and let it go on to its end.
+
+    It goes on so slowly that the engine has taken in what is asked of it long before the run ends.
+    """
+    await sim.at_gate()
+    for interrupt in interrupts:
+        interrupt()
+    sim.pace(SLOWLY)
+    ended = await running
+    sim.pace(0)
+    return ended
+
+
 async def paused_at(
-    engine: EngineProcess, asked: RunCommand, count: int
+    sim: Sim, engine: EngineProcess, asked: RunCommand, count: int
 ) -> tuple[Recorder, RunEnded]:
     """Make a run and ask it to pause at its token number ``count``; it may be a few later."""
-    got = Recorder(lambda n: engine.pause(asked.run_id) if n == count else None)
-    ended = await engine.run(asked, got)
+    got = Recorder()
+    sim.gate(f"token:{count}")
+    running = engine.run(asked, got)
+    ended = await interrupted(sim, running, lambda: engine.pause(asked.run_id))
     assert ended.end is RunEnd.PAUSED, ended
     return got, ended

@@ -21,8 +21,15 @@ QUIRKS = {"append_tokens_with_history": True, "kv_valid_after_abort": False}
 Model = Callable[[int, tuple[int, ...]], "tuple[int, bytes] | None"]
 
 
-def run_loop(work: Coroutine[Any, Any, T], limit_s: float = 30.0) -> T:
+def run_loop(work: Coroutine[Any, Any, T], limit_s: float = 120.0) -> T:
     """Run ``work`` in a loop of its own; fail for every error that nobody else would hear of."""
+    return settled(work, limit_s, asyncio.run)
+
+
+def settled(
+    work: Coroutine[Any, Any, T], limit_s: float, run: Callable[[Coroutine[Any, Any, T]], T]
+) -> T:
+    """Let ``run`` do the work; what ``run_loop`` promises."""
     unheard: list[Mapping[str, Any]] = []
 
     async def main() -> T:
@@ -35,7 +42,7 @@ def run_loop(work: Coroutine[Any, Any, T], limit_s: float = 30.0) -> T:
     # What was there before is not looked through: that alone took most of many tests' time.
     gc.freeze()
     try:
-        result = asyncio.run(main())
+        result = run(main())
         gc.collect()
     finally:
         gc.unfreeze()

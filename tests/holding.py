@@ -106,8 +106,18 @@ class Governed:
         ]
         return found[0] if found else GenerationState.ENDED
 
+    def stand(self, tokens: int) -> None:
+        """Let runs stand still after so many tokens, until the board interrupts one or ``pace``."""
+        self.sim.gate(f"token:{tokens}", then=self.pace)
+
     async def said(self, client: Listener, tokens: int) -> None:
-        await until(lambda: len(client.ids) >= tokens or client.task.done())
+        """Wait until that client, who has just asked, has so many tokens; then see ``stand``."""
+        self.stand(tokens)
+        await until(lambda: len(client.ids) >= tokens)
+
+    def pace(self) -> None:
+        """Let runs go on."""
+        self.sim.pace(PACE)
 
     def kill(self) -> None:
         os.kill(self.board.report().engine_pid, signal.SIGKILL)

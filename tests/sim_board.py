@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from board_bench import collect
+from board_bench import collect, until
 from fakes import run_loop
 from tokenizers import Tokenizer
 
@@ -37,6 +37,7 @@ EOS_IDS = frozenset(FOLDER.settings.eos_token_ids)
 GREEDY = Sampling(temperature=0.0, top_k=1, repeat_penalty=1.0)
 # A machine that is busy with other things is not a library that hangs.
 CALM = Patience(first_token_s=30.0, token_s=30.0, abort_s=30.0)
+UNHURRIED = 0.5  # 30 ms for a token: what is asked of the engine is there before the next one
 
 both_releases = pytest.mark.parametrize("release", ["1.2.3", "1.3.0"])
 
@@ -73,6 +74,9 @@ class Tap:
         self.tokens = 0  # of all runs
         # Told of every token when the board has taken it, and whether its text is still to come.
         self.heard: Callable[[bool], None] = lambda _: None
+        # Told when the board has asked for a pause or an abort, and when a run is over.
+        self.asked: Callable[[], None] = lambda: None
+        self.over: Callable[[], None] = lambda: None
         self._hold: int | None = None
         self._held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._buffer: list[tuple[int, int, bytes, bool]] | None = None
@@ -122,6 +126,7 @@ class Tap:
 
         self._flush = flush
         inner = self.engine.run(command, count)
+        inner.add_done_callback(lambda _: self.over())
         inner.add_done_callback(lambda _: end())
         return outer
 
@@ -136,6 +141,7 @@ class Tap:
         self._let_go()
 
     def _let_go(self) -> None:
+        self.asked()
         if self._buffer is not None:
             asyncio.get_running_loop().call_soon(self._flush)
 
@@ -169,6 +175,9 @@ class Sim:
     heard: Callable[[bool], None] = lambda _: None  # of each tap, from its start
     noted: int | None = None  # see ``Tap``
     taps: list[Tap] = field(default_factory=list)  # one for each engine of ``board``
+    _then: Callable[[], None] | None = None  # see ``gate``
+    _opened: bool = False  # by the board
+    _slowly: float = UNHURRIED
 
     @property
     def control(self) -> Path:
@@ -179,15 +188,55 @@ class Sim:
         """The tap of the newest engine."""
         return self.taps[-1]
 
+    def _order(self, *lines: str) -> None:
+        """Replace the control file as a whole: half of it would be another order."""
+        fresh = self.place / "control.new"
+        fresh.write_text("".join(f"{line}\n" for line in lines))
+        fresh.replace(self.control)
+
     def fault(self, line: str) -> None:
         """Let the library misbehave; it looks at the file's time and size."""
-        self.control.write_text(f"fault={line}\ntime_scale=0\n")
+        self._order(f"fault={line}", "time_scale=0")
 
     def pace(self, time_scale: float) -> None:
-        """Let the library be that fast from its next token on."""
-        fresh = self.place / "control.new"
-        fresh.write_text(f"time_scale={time_scale:g}\n")
-        fresh.replace(self.control)
+        """Open the gate, and let the library be that fast from its next token on."""
+        self._then, self._opened = None, False
+        self._order(f"time_scale={time_scale:g}")
+
+    def gate(
+        self, where: str, then: Callable[[], None] | None = None, slowly: float = UNHURRIED
+    ) -> None:
+        """Let each run stand still there, ``prefill`` or ``token:5``, until ``pace`` is called.
+
+        With ``then`` the board opens the gate as well, by asking for a pause or an abort. The
+        library goes on at the pace ``slowly``, so that it hears of that before the answer is over,
+        and at the end of the run ``then`` is called.
+        """
+        self._then, self._opened, self._slowly = then, False, slowly
+        self._order(f"gate={where}", "time_scale=0")
+
+    def hold(self, count: int, slowly: float = UNHURRIED) -> asyncio.Future[None]:
+        """Hold the next run's words back after ``count`` tokens, and the library there too.
+
+        See ``Tap.hold`` and ``gate``; without the latter the library may be done meanwhile.
+        """
+        self.gate(f"token:{count}", lambda: self.pace(0), slowly)
+        return self.tap.hold(count)
+
+    def _asked(self) -> None:
+        if self._then is not None and not self._opened:
+            self._opened = True
+            self._order(f"time_scale={self._slowly:g}")
+
+    def _over(self) -> None:
+        if self._then is not None and self._opened:
+            self._then()
+
+    async def at_gate(self) -> None:
+        """Wait until a run stands at the gate; it stays there."""
+        sign = self.control.with_name(f"{self.control.name}.gate")
+        sign.unlink(missing_ok=True)  # of an engine that was killed there
+        await until(sign.exists)
 
     def adapter(self, title: str, seed: int = 1) -> AdapterRef:
         """Put a LoRA adapter into the model folder of this board's own, ``models``."""
@@ -220,8 +269,8 @@ class Sim:
                 "RKSIM_CONTROL": str(self.control),
                 **self.environ,
             },
-            fence_timeout_s=5.0,
-            load_timeout_s=30.0,
+            fence_timeout_s=30.0,
+            load_timeout_s=60.0,
             beat_s=0.1,
         )
 
@@ -235,13 +284,12 @@ class Sim:
 
     @asynccontextmanager
     async def board(self, **changes: Any) -> AsyncIterator[Board]:
-        patience = Patience(first_token_s=1.0, token_s=1.0, abort_s=0.3)
         settings = BoardSettings(
             "b",
             FOLDER.id,
             CONTEXT_LEN,
             EOS_IDS,
-            patience=patience,
+            patience=CALM,
             sampling=self.sampling,
             model_dir=self.models,
         )
@@ -250,7 +298,7 @@ class Sim:
 
         async def start() -> Tap:
             self.taps.append(Tap(await EngineProcess.start("b", spec), self.noted))
-            self.tap.heard = self.heard
+            self.tap.heard, self.tap.asked, self.tap.over = self.heard, self._asked, self._over
             return self.tap
 
         board = Board(settings, start)

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from board_bench import SETTINGS, Bench, Listener, request, talker, until
-from fakes import FakeEngine, Script, run_loop
+from fakes import FakeEngine, Script
+from own_time import run_loop
 
 from rkserve.board.promptcache import CacheStore, Seal
 from rkserve.desired import AdapterVersion

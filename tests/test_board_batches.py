@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from board_bench import SETTINGS, SPOKEN, Bench, Listener, spoken, talker, until
-from fakes import EOS, Script, run_loop
+from fakes import EOS, Script
+from own_time import run_loop
 
 from rkserve.board.hooks import Action, Continue, Decoded, Replace
 from rkserve.errors import EngineDied, LoadFailed, RunFailed

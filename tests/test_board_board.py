@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from board_bench import PLAIN, SETTINGS, Bench, answer, board_test, collect, request, text_of, until
-from fakes import EOS, Script, run_loop, tokens_of
+from fakes import EOS, Script, tokens_of
+from own_time import run_loop
 
 from rkserve.board.engine import EntryCommand
 from rkserve.board.generation import Generation

@@ -19,7 +19,8 @@ from board_bench import (
     talker,
     until,
 )
-from fakes import EOS, Script, run_loop, tokens_of
+from fakes import EOS, Script, tokens_of
+from own_time import run_loop
 
 from rkserve.board.hooks import Action, Continue, Decoded, Hook, Pause, Replace
 from rkserve.errors import (

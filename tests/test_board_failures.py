@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
+import own_time
 import pytest
 from board_bench import (
     PATIENCE,
@@ -20,7 +20,8 @@ from board_bench import (
     text_of,
     until,
 )
-from fakes import Script, run_loop, tokens_of
+from fakes import Script, tokens_of
+from own_time import run_loop
 
 from rkserve.board.live import SECOND_LOOK_S
 from rkserve.board.watchdog import Patience
@@ -176,7 +177,7 @@ def test_a_token_that_is_only_not_read_yet_is_no_hang() -> None:
             running = asyncio.create_task(answer(bench.board))
             await until(lambda: bench.board.report().running == 1)
             await asyncio.sleep(0)
-            time.sleep(1.1 * PATIENCE.first_token_s)  # noqa: ASYNC251 - it is the loop that sleeps
+            own_time.sleep(1.1 * PATIENCE.first_token_s)  # it is the loop that sleeps
             assert first.prefill is not None
             asyncio.get_running_loop().call_later(0.02, first.prefill.set)
             assert await running == ("xy", FinishReason.STOP)

@@ -73,9 +73,11 @@ def test_nothing_comes_after_the_answer_and_the_rest_after_the_release(
             assert (adoption.held, told.board.report().hold) == (True, "keep")
             await rest()
             assert [client.ids for client in clients] == before
+            told.stand(3)
             await told.release()
             there = sum(len(ids) for ids in before)
             await until(lambda: sum(len(c.ids) for c in clients) >= there + 3)  # noqa: B023
+        told.pace()
         for client in clients:
             assert (await client.end())[1] in (FinishReason.LENGTH, FinishReason.STOP)
             await oracle.check(client, told.versions)
@@ -84,16 +86,16 @@ def test_nothing_comes_after_the_answer_and_the_rest_after_the_release(
 
 
 LONG = " ".join([SAYING] * 60)
-SLOW = 0.3  # the prefill of a long prompt takes a while
 
 
 async def in_prefill(told: Governed, count: int = 1, **extra: Any) -> list[Listener]:
-    """Start so many requests that are in their prefill, and stay there for a while."""
-    told.sim.pace(SLOW)
+    """Start so many requests that are in their prefill, and stay there until ``told.sim.pace``."""
+    told.sim.gate("prefill")
     await told.hold()  # so that a batch begins with all of them, however busy the machine is
     clients = [told.ask(f"{LONG} {n}", **extra) for n in range(count)]
     await until(lambda: told.board.report().queued == count)
     await told.release()
+    await told.sim.at_gate()
     busy = clients[: told.board.n_batch]
     await until(lambda: all(told.state(client) is S.PREFILLING for client in busy))
     return clients
@@ -118,8 +120,8 @@ def test_a_hold_in_the_prefill_does_not_wait_for_its_end(
         assert not run.over.done()
         assert [told.state(client) for client in clients] == [S.PAUSED] * n_batch
         assert told.board.report().running == n_batch  # the handle is busy until that run is over
+        told.pace()
         await run.over
-        told.sim.pace(PACE)
         await rest()
         assert [client.ids for client in clients] == [[]] * n_batch
         assert told.board.live.context.ids in (None, ())
@@ -143,14 +145,15 @@ def test_an_answer_that_is_stopped_again_in_the_prefill_keeps_what_it_has(
         await told.said(client, 5)
         await told.hold(clear=True)
         there = list(client.ids)
-        told.sim.pace(SLOW)
+        told.sim.gate("prefill")
         await told.release()
+        await told.sim.at_gate()
         await until(lambda: told.state(client) is S.PREFILLING)
         run = running(told)
         await told.hold()
         assert not run.over.done()
         assert (client.ids, told.state(client)) == (there, S.PAUSED)
-        told.sim.pace(PACE)
+        told.pace()
         await told.release()
         await client.end()
         assert client.ids[: len(there)] == there
@@ -174,7 +177,7 @@ def test_released_and_held_again_while_the_muted_run_goes_on(
             assert {told.state(client) for client in clients} == {S.QUEUED}
         assert running(told) is run
         await told.hold()
-        told.sim.pace(PACE)
+        told.pace()
         await run.over
         await rest()
         assert [client.ids for client in clients] == [[]] * n_batch
@@ -207,7 +210,7 @@ def test_what_is_muted_can_be_aborted_left_and_paused_by_its_client(
                 assert (info.state, info.paused_by) == (S.PAUSED, "request")
             assert not run.over.done()
             await told.release()
-            told.sim.pace(PACE)
+            told.pace()
             if what == "pause":
                 await run.over
                 await rest()
@@ -234,7 +237,7 @@ def test_an_engine_that_dies_in_a_muted_run_costs_nobody_an_answer(
             await told.release()
         assert not run.over.done()
         told.kill()
-        told.sim.pace(PACE)
+        told.pace()
         await until(lambda: told.board.report().engine_starts == 2)
         if not released:
             await rest()
@@ -261,7 +264,7 @@ def test_errands_and_a_clear_wait_for_the_end_of_a_muted_run(
         await rest()
         assert not run.over.done()
         assert not any(task.done() for task in (loading, *asked))
-        told.sim.pace(PACE)
+        told.pace()
         assert (await loading).tokens == 4
         assert all([(await task).held for task in asked])
         assert run.over.done()
@@ -287,12 +290,15 @@ def test_an_abort_in_the_prefill_does_not_wait_for_its_end(
         for client in clients:
             assert await client.end() == ("", FinishReason.ABORT)
         await told.release()
-        told.sim.pace(PACE)
+        told.pace()
         after = told.ask()
         await after.end()
         await oracle.check(after, told.versions)
 
     play(tmp_path, body, release, n_batch)
+
+
+LIMIT_S = 1.0  # longer than the machine stands still where the time has just begun to run
 
 
 def test_what_is_asked_under_a_hold_waits_without_its_time_running(tmp_path: Path) -> None:
@@ -302,7 +308,7 @@ def test_what_is_asked_under_a_hold_waits_without_its_time_running(tmp_path: Pat
         await told.board.control("g1", ControlAction.PAUSE)
         await told.hold()
         late = told.ask(f"{SAYING} late")
-        await rest(0.5)
+        await rest(1.3 * LIMIT_S)
         assert (told.state(client), told.state(late)) == (S.PAUSED, S.QUEUED)
         await told.release()
         await late.end()
@@ -310,20 +316,21 @@ def test_what_is_asked_under_a_hold_waits_without_its_time_running(tmp_path: Pat
         with pytest.raises(PauseExpired):
             await client.end()
 
-    play(tmp_path, body, queue_timeout_s=0.3, pause_timeout_s=0.3)
+    play(tmp_path, body, queue_timeout_s=LIMIT_S, pause_timeout_s=LIMIT_S)
 
 
 def test_time_runs_again_after_the_release(tmp_path: Path) -> None:
     async def body(told: Governed, _: Oracle) -> None:
-        told.sim.pace(1.0)
+        told.sim.gate("prefill")
         await told.hold()
         first, second = told.ask(max_tokens=400), told.ask()
         await told.release()
         with pytest.raises(QueueTimeout):
             await second.end()
+        told.pace()
         await first.hang_up()
 
-    play(tmp_path, body, queue_timeout_s=0.2)
+    play(tmp_path, body, queue_timeout_s=LIMIT_S)
 
 
 def test_a_clients_own_pause_outlives_the_hold_and_its_resumption_waits_for_the_release(
@@ -397,6 +404,7 @@ def test_wait_returns_when_all_have_ended(tmp_path: Path, release: str, n_batch:
         await until(lambda: told.board.report().hold == "wait")
         with pytest.raises(EnginePaused):
             await told.ask().end()
+        told.pace()
         adoption = await adopting
         assert (adoption.stopped, adoption.aborted) == (0, 0)
         assert told.board.live.running is None
@@ -589,7 +597,7 @@ class Crowd:
     async def settle(self) -> int:
         """Everybody goes on and gets what is due; return how many answers were whole."""
         await self.release()
-        self.told.sim.pace(PACE)
+        self.told.pace()
         for found in await asyncio.gather(*self.loads, return_exceptions=True):
             lost = self.killed and isinstance(found, BoardFailed)
             assert lost or (isinstance(found, Probe) and found.tokens == 3), (found, self.story)

@@ -24,6 +24,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from own_time import Loop
 
 from rkserve.board.engine import RunCommand
 from rkserve.errors import BoardFailed, GenerationNotFound, RequestError, StateConflict
@@ -93,7 +94,7 @@ class BoardMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.loop = asyncio.new_event_loop()
+        self.loop = Loop()
         self.unheard: list[Mapping[str, Any]] = []
         self.loop.set_exception_handler(lambda _, context: self.unheard.append(context))
         self.bench: MachineBench | None = None

@@ -20,7 +20,8 @@ from board_bench import (
     talker,
     until,
 )
-from fakes import EOS, QUIRKS, Script, run_loop, tokens_of
+from fakes import EOS, QUIRKS, Script, tokens_of
+from own_time import run_loop
 
 from rkserve.board.board import BoardSettings
 from rkserve.errors import RunFailed, TooManyPaused

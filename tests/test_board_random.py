@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 from board_bench import PATIENCE, SETTINGS, Bench, request, until
-from fakes import EOS, Script, run_loop
+from fakes import EOS, Script
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from own_time import run_loop
 
 from rkserve.board.engine import RunCommand
 from rkserve.errors import BoardFailed, BoardOutOfOrder, RkserveError

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from board_bench import until
-from holding import LINE, PACE, SAYING, Governed, Oracle
+from board_bench import Listener, until
+from holding import LINE, SAYING, Governed, Oracle
 from sim_board import words
 from test_board_hold import KINDS, in_prefill, play
 
@@ -74,6 +75,7 @@ def test_what_runs_keeps_its_version_goes_on_with_the_new_one_or_ends(
         await told.said(runs, 5)
         waits = told.ask(f"{SAYING} two", line=LINE)
         adoption = await told.serve("v2", in_flight)
+        told.pace()
         labels = {
             InFlight.PIN: {f"{LINE}@v1"},
             InFlight.SWITCH: {f"{LINE}@v1", f"{LINE}@v2"},
@@ -152,6 +154,7 @@ def test_a_new_label_counts_from_the_token_on_at_which_it_came(tmp_path: Path) -
         await told.said(client, 5)
         model = client.asked.model
         await told.tell(weights=(Weights(model, "step-7"),))
+        told.pace()
         await client.end()
         assert client.finished is not None
         assert [span.version for span in client.finished.versions] == ["default", "step-7"]
@@ -190,6 +193,8 @@ def test_a_probe_changes_nothing_of_what_is_served(
         await told.said(client, 5)
         ref = told.versions["v2"].ref
         probing = asyncio.create_task(told.board.load_adapter(ref, client.asked.prompt_ids, 8))
+        await until(lambda: told.board.report().queued == 1)
+        told.pace()
         await client.end()
         probe = await probing
         assert (probe.board_id, probe.key, probe.tokens) == ("b", ref.key, 8)
@@ -215,6 +220,12 @@ LABEL = f"{LINE}@v1"
 
 async def trial(told: Governed, version: str, tokens: int = 4) -> Probe:
     return await told.board.load_adapter(told.versions[version].ref, words(SAYING), tokens)
+
+
+async def said_and_stand_again(told: Governed, client: Listener) -> None:
+    """As ``told.said``, and once more where it has gone on; a trial is shorter and passes."""
+    await told.said(client, 5)
+    told.sim.gate("token:5", then=partial(told.stand, 5))
 
 
 @KINDS
@@ -258,14 +269,14 @@ def test_a_long_answer_makes_way_for_a_trial_and_goes_on_by_itself(
     tmp_path: Path, release: str, n_batch: int, native: bool
 ) -> None:
     async def body(told: Governed, oracle: Oracle) -> None:
-        told.sim.pace(0.1)
         await told.serve("v1")
         clients = [told.ask(f"{SAYING} {n}", 300, line=LINE, native_pause=native) for n in range(4)]
-        await told.said(clients[0], 5)
+        await said_and_stand_again(told, clients[0])
         assert (await trial(told, "v2")).tokens == 4
         there = len(clients[0].ids)
         assert not clients[0].task.done()
         assert 5 <= there < 300
+        told.pace()
         for client in clients:
             assert (await client.end())[1] in (FinishReason.LENGTH, FinishReason.STOP)
             await oracle.check(client, told.versions)
@@ -282,12 +293,12 @@ def test_a_switch_of_versions_meets_the_request_that_made_way(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
     async def body(told: Governed, oracle: Oracle) -> None:
-        told.sim.pace(0.1)
         await told.serve("v1")
         client = told.ask(max_tokens=300, line=LINE)
-        await told.said(client, 5)
+        await said_and_stand_again(told, client)
         await trial(told, "v2")
         await told.serve("v2", InFlight.SWITCH)
+        told.pace()
         await client.end()
         await oracle.check(client, told.versions)
         assert client.finished is not None
@@ -302,10 +313,9 @@ def test_what_makes_way_can_still_be_told_everything(
     tmp_path: Path, release: str, n_batch: int, what: str
 ) -> None:
     async def body(told: Governed, oracle: Oracle) -> None:
-        told.sim.pace(0.3)
-        client = told.ask(max_tokens=6 if what == "end" else 60, native_pause=True)
+        client = told.ask(max_tokens=8 if what == "end" else 60, native_pause=True)
         other = told.ask(f"{SAYING} other", 20)
-        await told.said(client, 3)
+        await said_and_stand_again(told, client)
         loading = asyncio.create_task(trial(told, "v2"))
         await until(lambda: told.state(client) is not GenerationState.GENERATING)
         if what == "abort":
@@ -323,6 +333,7 @@ def test_what_makes_way_can_still_be_told_everything(
             assert (info.state, info.paused_by) == (GenerationState.PAUSED, "request")
             assert (await loading).tokens == 4
             await told.board.control("g1", ControlAction.RESUME)
+        told.pace()
         assert (await loading).tokens == 4
         if what != "hang up":
             reason = (await client.end())[1]
@@ -343,7 +354,7 @@ def test_a_trial_that_meets_a_prefill_takes_the_board_at_its_end(
         clients = await in_prefill(told, n_batch)
         loading = asyncio.create_task(trial(told, "v2"))
         await until(lambda: told.state(clients[0]) is GenerationState.QUEUED)
-        told.sim.pace(PACE)
+        told.pace()
         assert (await loading).tokens == 4
         for client in clients:
             await client.end()
@@ -365,6 +376,7 @@ def test_a_trial_that_nobody_waits_for_any_more_is_withdrawn(
         with pytest.raises(asyncio.CancelledError):
             await loading
         assert told.board.report().queued == 0
+        told.pace()
         await client.end()
         await oracle.check(client, told.versions)
         assert told.board.report().adapters == ()

@@ -8,10 +8,11 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
-from engine_bench import Recorder, command, paused_at
+from engine_bench import Recorder, command, interrupted, paused_at
 from fakes import run_loop
 from sim_board import Sim, both_releases, chat
 
@@ -21,25 +22,26 @@ from rkserve.errors import CallFailed, EngineDied, Misuse
 from rkserve.messages import Sampling
 from rkserve.native.runtime import RunEnd
 
-# A token takes 7 ms: longer than a pause needs from here to the engine and back.
-PACE = "0.1"
+# A token takes 7 ms: an answer of 3000 lasts longer than any word needs to reach the engine.
+PACE = 0.1
 SPEECH = chat("Repeat after me: 1 Grüße, 2 你好, 3 🍵, 4 and so on!")
 COUNT = chat("Count to 16")
 LONG = chat("Write 3000 tokens")
-ROUNDS = 20  # a busy machine lets a pause come a token late; within so many it hits every one
+ROUNDS = 20  # the engine may take a pause in a token late; within so many it hits every one
 GREEDY = Sampling(temperature=0.0)
 
 
 @pytest.fixture
 def sim(tmp_path: Path) -> Sim:
-    """Return a place for one simulated board of a slow and steady pace."""
-    return Sim(tmp_path, environ={"RKSIM_TIME_SCALE": PACE})
+    """Return a place for one simulated board."""
+    return Sim(tmp_path)
 
 
 class Telling:
     """One answer, over all the runs that it took."""
 
-    def __init__(self, engine: EngineProcess, prompt: tuple[int, ...]) -> None:
+    def __init__(self, sim: Sim, engine: EngineProcess, prompt: tuple[int, ...]) -> None:
+        self.sim = sim
         self.engine = engine
         self.ids: list[int] = []
         self.data = b""
@@ -53,21 +55,23 @@ class Telling:
         """Start, or go on; ask for a pause at that token of the run, 0 being its prefill."""
         self._runs += 1
         asked = command(self._next, 1000 + self._runs, resume=self._runs > 1, cut=cut)
-        got = Recorder(lambda n: self.engine.pause(asked.run_id) if n == pause_at else None)
-        running = self.engine.run(asked, got)
-        while pause_at == 0 and not running.done():  # it has no effect before the run has begun
-            self.engine.pause(asked.run_id)
-            await asyncio.wait({running}, timeout=0.002)
-        self.ended = await running
+        got = Recorder()
+        if pause_at is None:
+            self.ended = await self.engine.run(asked, got)
+        else:
+            self.sim.gate(f"token:{pause_at}" if pause_at else "prefill")
+            running = self.engine.run(asked, got)
+            pause = partial(self.engine.pause, asked.run_id)
+            self.ended = await interrupted(self.sim, running, pause)
         self.ids += got.ids
         self.data += got.data
         self._next = tuple(self.ids[-1:])
         return self.ended
 
 
-async def whole(engine: EngineProcess, prompt: tuple[int, ...]) -> Telling:
+async def whole(sim: Sim, engine: EngineProcess, prompt: tuple[int, ...]) -> Telling:
     """Return the answer as it is without any interruption."""
-    told = Telling(engine, prompt)
+    told = Telling(sim, engine, prompt)
     assert (await told.go_on()).end is RunEnd.FINISHED
     return told
 
@@ -89,7 +93,7 @@ def test_an_answer_that_is_paused_at_every_token_is_byte_for_byte_the_same(
             assert len(wanted) >= 20
             seen: set[int] = set()
             for _ in range(ROUNDS):
-                seen |= await _step_by_step(engine, got)
+                seen |= await _step_by_step(sim, engine, got)
                 if seen == wanted:
                     break
             assert seen == wanted
@@ -98,19 +102,22 @@ def test_an_answer_that_is_paused_at_every_token_is_byte_for_byte_the_same(
     run_loop(main())
 
 
-async def _step_by_step(engine: EngineProcess, plain: Recorder) -> set[int]:
-    """Tell it with a pause at every token that the clock allows; return at which ones."""
-    told, places = Telling(engine, SPEECH), set()
+async def _step_by_step(sim: Sim, engine: EngineProcess, plain: Recorder) -> set[int]:
+    """Tell it with a pause at every token that the engine allows; return at which ones."""
+    told, places = Telling(sim, engine, SPEECH), set()
     while told.ids[-1:] != plain.ids[-1:]:
         before = len(told.ids)
         ended = await told.go_on(pause_at=0)
+        if ended.end is RunEnd.FINISHED:  # there was no token left when the engine heard of it
+            break
         assert ended.end is RunEnd.PAUSED
         assert len(told.ids) > before
         # The last token was given out before anything was computed with it.
         assert ended.kv_positions == (len(SPEECH) + len(told.ids) - 1,)
         places.add(len(told.ids))
+    else:
+        await engine.call("drain")
     assert (told.ids, told.data) == (plain.ids, plain.data)
-    await engine.call("drain")
     return places
 
 
@@ -120,9 +127,9 @@ def test_an_answer_that_is_paused_once_is_byte_for_byte_the_same_wherever_that_i
 ) -> None:
     async def main() -> None:
         async with sim.engine() as engine:
-            plain = await whole(engine, SPEECH)
+            plain = await whole(sim, engine, SPEECH)
             for at in range(20):
-                told = Telling(engine, SPEECH)
+                told = Telling(sim, engine, SPEECH)
                 assert (await told.go_on(pause_at=at)).end is RunEnd.PAUSED, at
                 assert at <= len(told.ids) < len(plain.ids)
                 assert (await told.go_on()).end is RunEnd.FINISHED
@@ -137,7 +144,7 @@ def test_a_cut_goes_on_as_if_what_was_cut_had_never_been_said(sim: Sim, release:
     async def main() -> None:
         params = replace(sim.spec().params, sampling=GREEDY)
         async with sim.engine(params=params) as engine:
-            told = Telling(engine, COUNT)
+            told = Telling(sim, engine, COUNT)
             ended = await told.go_on(pause_at=9)
             assert ended.end is RunEnd.PAUSED
             context, said = [*COUNT, *told.ids[:-1]], len(told.ids)
@@ -147,9 +154,9 @@ def test_a_cut_goes_on_as_if_what_was_cut_had_never_been_said(sim: Sim, release:
                 del context[start:end]
             await told.go_on(cut=(first, second))
             pending = told.ids[said - 1]
-            fresh = await whole(engine, (*context, pending))
+            fresh = await whole(sim, engine, (*context, pending))
             assert told.ids[said:] == fresh.ids
-            assert fresh.ids != (await whole(engine, (*COUNT, *told.ids[:said]))).ids
+            assert fresh.ids != (await whole(sim, engine, (*COUNT, *told.ids[:said]))).ids
 
     sim.release = release
     run_loop(main())
@@ -164,6 +171,7 @@ def test_an_abort_while_a_pause_is_wanted_ends_the_run(
     sim: Sim, release: str, abort_first: bool
 ) -> None:
     async def main() -> None:
+        sim.pace(PACE)
         async with sim.engine() as engine:
             interrupts: list[Callable[[int], None]] = [engine.pause, engine.abort]
             for run_id in range(1, 11):
@@ -182,6 +190,7 @@ def test_an_abort_while_a_pause_is_wanted_ends_the_run(
                 else:
                     assert ended.end is RunEnd.FINISHED
                 assert len(got.ids) < 3000
+            sim.pace(0)
             got = Recorder()
             await engine.run(command(chat("Count to 3"), 99), got)
             assert got.data == b"1, 2, 3."
@@ -195,8 +204,8 @@ def test_a_resumption_that_is_aborted_before_it_begins_leaves_the_pause_in_place
 ) -> None:
     async def main() -> None:
         async with sim.engine() as engine:
-            plain = await whole(engine, COUNT)
-            got, _ = await paused_at(engine, command(COUNT, 2001), 5)
+            plain = await whole(sim, engine, COUNT)
+            got, _ = await paused_at(sim, engine, command(COUNT, 2001), 5)
             gate = engine.call("kv_sizes")  # the abort overtakes what waits behind a call
             resumed = Recorder()
             asked = command(tuple(got.ids[-1:]), 2002, resume=True)
@@ -221,8 +230,8 @@ def test_a_resumption_that_is_aborted_before_it_begins_leaves_the_pause_in_place
 def test_a_cut_that_is_refused_leaves_the_pause_in_place(sim: Sim, cut: tuple[int, int]) -> None:
     async def main() -> None:
         async with sim.engine() as engine:
-            plain = await whole(engine, COUNT)
-            got, paused = await paused_at(engine, command(COUNT, 2001), 5)
+            plain = await whole(sim, engine, COUNT)
+            got, paused = await paused_at(sim, engine, command(COUNT, 2001), 5)
             resumed = Recorder()
             asked = command(tuple(got.ids[-1:]), 2002, resume=True, cut=(cut,))
             ended = await engine.run(asked, resumed)
@@ -240,7 +249,7 @@ def test_a_cut_that_is_refused_leaves_the_pause_in_place(sim: Sim, cut: tuple[in
 def test_a_run_that_does_not_resume_is_refused_while_the_handle_is_paused(sim: Sim) -> None:
     async def main() -> None:
         async with sim.engine() as engine:
-            await paused_at(engine, command(COUNT, 1), 3)
+            await paused_at(sim, engine, command(COUNT, 1), 3)
             ended = await engine.run(command(COUNT, 2), Recorder())
             assert (ended.end, ended.error) == (
                 RunEnd.FAILED,
@@ -261,7 +270,7 @@ def test_a_paused_run_is_drained_and_the_next_conversation_knows_nothing_of_it(
     async def main() -> None:
         async with sim.engine() as engine:
             for run_id in (1, 2, 3):
-                await paused_at(engine, command(COUNT, run_id), 3)
+                await paused_at(sim, engine, command(COUNT, run_id), 3)
                 assert await engine.call("drain") is None
                 await engine.call("clear_kv")
                 assert await engine.call("kv_sizes") == (0,)
@@ -283,7 +292,7 @@ def test_a_paused_run_is_drained_and_the_next_conversation_knows_nothing_of_it(
 def test_a_paused_engine_stops_in_order(sim: Sim, release: str) -> None:
     async def main() -> None:
         async with sim.engine() as engine:
-            await paused_at(engine, command(COUNT), 3)
+            await paused_at(sim, engine, command(COUNT), 3)
             await engine.stop()
             assert engine.died.result() == "the engine process ended (exit code 0)"
 
@@ -296,7 +305,7 @@ def test_an_engine_killed_while_paused_says_so_to_whoever_asks_and_frees_the_npu
 ) -> None:
     async def main() -> None:
         async with sim.engine() as engine:
-            got, _ = await paused_at(engine, command(COUNT), 3)
+            got, _ = await paused_at(sim, engine, command(COUNT), 3)
             os.kill(engine.pid, signal.SIGSTOP)
             waiting = engine.call("drain")
             resumed = engine.run(command(tuple(got.ids[-1:]), 2, resume=True), Recorder())
@@ -321,10 +330,13 @@ def test_a_call_waits_for_the_run_before_it(sim: Sim) -> None:
     async def main() -> None:
         async with sim.engine() as engine:
             got = Recorder()
+            sim.gate("token:1")
             running = engine.run(command(COUNT, keep_history=True), got)
-            await got.first.wait()
+            await sim.at_gate()
             asked = engine.call("kv_sizes")
-            assert not running.done()
+            _, late = await asyncio.wait({running, asked}, timeout=0.2)
+            assert late == {running, asked}
+            sim.pace(0)
             sizes = await asked
             assert running.done()
             assert sizes == (await running).kv_positions == (len(COUNT) + len(got.ids) - 1,)

@@ -86,11 +86,10 @@ def test_an_abort_that_overtakes_a_resumption_leaves_no_paused_handle(tmp_path: 
 
     async def overtaken(sim: Sim, board: Board) -> None:
         tap = sim.tap
-        sim.pace(0.2)
         request = GenerateRequest(
             "r/0", FOLDER.id, chat("Write 64 tokens"), 64, sampling=GREEDY, native_pause=True
         )
-        held = tap.hold(3)
+        held = sim.hold(3)
         listener = Listener(board, request)
         await held
         [info] = await board.control("r", PAUSE)

@@ -51,7 +51,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 PAUSE, EDIT, RESUME, ABORT = ControlAction
-OPERATION_S = 10.0
+OPERATION_S = 60.0
 # Answers of a dozen words are to be there in some ten milliseconds, and still be interrupted.
 PACE = 0.01
 CROWD = 10  # answers in one example

@@ -26,7 +26,7 @@ from rkserve.errors import StateConflict
 from rkserve.messages import AdapterRef, ControlAction, GenerationState
 
 CLIENTS = 16
-OPERATION_S, ANSWER_S = 10.0, 60.0
+OPERATION_S, ANSWER_S = 60.0, 120.0
 PACE = 0.01  # a token in 0.6 ms
 GROWTH_KB = 5 * 1024
 PAUSE, EDIT, RESUME, ABORT = ControlAction

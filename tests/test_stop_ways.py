@@ -22,6 +22,9 @@ WHOLE = f"north boat lamp river stone green apple cloud{', and then some more wo
 ASKED = chat(f"Repeat after me: {WHOLE}")
 LENGTH = len(words(WHOLE))
 DRAINED = 2  # tokens that a drain adds at most: what resumes, and one that an abort lets through
+# The library stands still after so many tokens, until the board asks it to stop. All of the stop
+# strings come before.
+STANDS = 20
 # A token of 3 ms: an answer that nobody stopped would take half a second.
 PACE = 0.05
 
@@ -60,6 +63,11 @@ def asked(*stop: str, native: bool = False) -> GenerateRequest:
     )
 
 
+def stand(sim: Sim) -> None:
+    """Let the next run stand still where it has to be stopped, and what drains it be slow."""
+    sim.gate(f"token:{STANDS}", lambda: sim.pace(PACE))
+
+
 async def told(board: Board, request: GenerateRequest) -> tuple[str, Finished]:
     """Return the text and the end, once the board is free again."""
     events = [event async for event in board.generate(request)]
@@ -89,6 +97,7 @@ def test_a_stop_string_gives_the_same_text_and_kv_cache_in_each_way(
 
     async def stopped(board: Board, stop: str) -> None:
         tap, before = sim.tap, sim.tap.tokens
+        stand(sim)
         text, finished = await told(board, asked(stop, native=not history))
         assert (text, finished.reason) == (WHOLE.partition(stop)[0], FinishReason.STOP)
         # The NPU was stopped: hardly a token was made beyond the answer, of which there are many.
@@ -116,6 +125,7 @@ def test_what_was_stopped_in_a_conversation_is_not_taken_for_its_history(
 
     async def main() -> None:
         async with sim.board(patience=CALM) as board:
+            stand(sim)
             first, _ = await told(board, asked(" stone"))
             sim.pace(0)
             turns = chat(f"Repeat after me: {WHOLE}", first, "What did I say first?")

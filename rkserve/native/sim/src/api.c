@@ -93,6 +93,8 @@ static void *async_main(void *argument) {
     struct async_run run = *(struct async_run *)argument;
     free(argument);
     double late = run.h->settings.async_read_ms;
+    control_refresh(&run.h->settings);
+    gate_pass(&run.h->settings, GATE_INPUT, 0);
     if (late > 0) sleep_until_ns(now_ns() + (int64_t)(late * 1e6));
     engine_run(run.h, run.input, run.infer, run.userdata, true, run.resumed);
     return NULL;

@@ -12,6 +12,7 @@
 #include <sys/random.h>
 #include <unistd.h>
 
+static const int64_t GATE_LOOK_NS = 1000000; /* how often a run at a gate looks whether it is open */
 static const struct {
     const char *name;
     enum fault_kind kind;
@@ -123,6 +124,22 @@ static void control_fault(struct control *c, const char *value) {
     if (*value) log_line("W rkllm-sim: control file: unknown fault '%s'", value);
 }
 
+static void control_gate(struct control *c, const char *value) {
+    static const char token[] = "token:";
+    double arg = 0;
+    if (strcmp(value, "input") == 0) {
+        c->gate = GATE_INPUT;
+    } else if (strcmp(value, "prefill") == 0) {
+        c->gate = GATE_PREFILL;
+    } else if (strncmp(value, token, sizeof token - 1) == 0) {
+        if (!number_from(value + sizeof token - 1, "gate", 1, &arg)) return;
+        c->gate = GATE_TOKEN;
+        c->gate_arg = (unsigned long)arg;
+    } else if (*value) {
+        log_line("W rkllm-sim: control file: unknown gate '%s'", value);
+    }
+}
+
 static void control_line(struct control *c, char *line) {
     line[strcspn(line, "\r\n")] = '\0';
     char *value = strchr(line, '=');
@@ -135,6 +152,8 @@ static void control_line(struct control *c, char *line) {
     double number = 0;
     if (strcmp(line, "fault") == 0) {
         control_fault(c, value);
+    } else if (strcmp(line, "gate") == 0) {
+        control_gate(c, value);
     } else if (strcmp(line, "time_scale") == 0) {
         if (number_from(value, line, 0, &number)) c->time_scale = number;
     } else if (strcmp(line, "sticky") == 0) {
@@ -182,6 +201,7 @@ void control_refresh(struct settings *s) {
     c->strict = s->strict;
     c->fault = FAULT_NONE;
     c->sticky = false;
+    c->gate = GATE_OPEN;
     c->present = present;
     if (!present) return;
     c->seen = now;
@@ -201,6 +221,34 @@ bool fault_due(struct settings *s, enum fault_kind kind, unsigned long token) {
     if (c->sticky) return true;
     c->fault = FAULT_NONE;
     return claim_fault(c);
+}
+
+/* ---- gates ---- */
+
+static bool gate_is_shut(const struct control *c, enum gate_kind kind, unsigned long token) {
+    return c->gate == kind && (kind != GATE_TOKEN || token >= c->gate_arg);
+}
+
+/* Who shut it learns from the file beside the control file that a run has arrived; who removes the
+ * file learns that it still stands there. */
+static void gate_note(const char *path) {
+    int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
+    if (fd < 0) log_line("W rkllm-sim: cannot create %s: %s", path, strerror(errno));
+    else close(fd);
+}
+
+bool gate_pass(struct settings *s, enum gate_kind kind, unsigned long token) {
+    struct control *c = &s->control;
+    char path[sizeof c->path + 8];
+    if (!gate_is_shut(c, kind, token)) return false;
+    snprintf(path, sizeof path, "%s.gate", c->path);
+    do {
+        gate_note(path);
+        sleep_until_ns(now_ns() + GATE_LOOK_NS);
+        control_refresh(s);
+    } while (gate_is_shut(c, kind, token));
+    unlink(path);
+    return true;
 }
 
 /* ---- ways to go down ---- */

@@ -121,8 +121,9 @@ static bool prefill(struct job *job) {
     if (!taken) return false;
     job->n_live = h->n_slots;
     if (fault_due(&h->settings, FAULT_HANG_IN_PREFILL, 0)) sleep_forever();
+    int64_t since = gate_pass(&h->settings, GATE_PREFILL, 0) ? now_ns() : job->started;
     ms *= time_scale(&h->settings);
-    if (ms > 0) sleep_until_ns(job->started + (int64_t)(ms * 1e6)); /* deaf to abort */
+    if (ms > 0) sleep_until_ns(since + (int64_t)(ms * 1e6)); /* deaf to abort */
     return true;
 }
 
@@ -183,8 +184,9 @@ static bool token_faults(struct job *job) { /* true: this token fails the run */
 }
 
 static void decode(struct job *job) {
-    const struct handle *h = job->h;
+    struct handle *h = job->h;
     double ms = 0;
+    if (gate_pass(&h->settings, GATE_TOKEN, job->steps)) job->last_return = now_ns();
     for (int at = 0; at < h->n_slots; at++)
         if (h->slots[at].live) ms += decode_ms(h->profile, h->slots[at].kv.n);
     ms *= time_scale(&h->settings) / batch_gain(h->settings.batch_gain, job->n_live);

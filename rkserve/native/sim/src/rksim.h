@@ -210,6 +210,7 @@ enum fault_kind {
     FAULT_INIT_FAIL, FAULT_INIT_SEGV, FAULT_INIT_NULL_HANDLE, FAULT_INIT_HANG,
     FAULT_IGNORE_ABORT_MS, FAULT_DESTROY_HANG, FAULT_OOM_SEGV
 };
+enum gate_kind { GATE_OPEN, GATE_INPUT, GATE_PREFILL, GATE_TOKEN };
 struct control { /* touched by the thread that runs, or by init and destroy: never by two at once */
     char path[1024];
     struct stat seen;
@@ -219,6 +220,8 @@ struct control { /* touched by the thread that runs, or by init and destroy: nev
     enum fault_kind fault;
     unsigned long fault_arg;
     bool sticky;
+    enum gate_kind gate;
+    unsigned long gate_arg;
 };
 struct settings { /* read once, at init */
     char profile[64], platform[16];
@@ -238,6 +241,8 @@ bool env_flag(const char *name, bool *out);
 void control_refresh(struct settings *settings);
 /* True if this fault is due now; it is then used up, in every process, unless sticky. */
 bool fault_due(struct settings *settings, enum fault_kind kind, unsigned long token);
+/* Stands still as long as the control file shuts this gate. True: it did, for a while. */
+bool gate_pass(struct settings *settings, enum gate_kind kind, unsigned long token);
 void crash_now(void);
 void ggml_assert_now(const char *what);
 static inline double time_scale(const struct settings *s) { return s->control.time_scale; }
