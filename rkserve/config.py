@@ -72,13 +72,14 @@ class RouterConfig(Settings):
     )
     admin_key_file: Path | None = Field(
         None,
-        description="File whose first line is the admin key, readable on the nodes that Routers "
-        "run on; it stands in for `admin_key`.",
+        description="File whose first line that is neither empty nor a comment (`#`) is the admin "
+        "key, readable on the nodes that Routers run on; it stands in for `admin_key`. It is read "
+        "when a Router starts, and not again.",
     )
     api_keys_file: Path | None = Field(
         None,
         description="File with the keys that inference calls need, one on each line, `#` before "
-        "comments. Without it everybody may call.",
+        "comments. Without it everybody may call. It is read when a Router starts, and not again.",
     )
 
 
@@ -206,7 +207,7 @@ def parse_config(args: Any) -> RkserveConfig:
 
 
 def _with_admin_key(config: RkserveConfig) -> RkserveConfig:
-    key = os.environ.get(ADMIN_KEY_VARIABLE)
+    key = os.environ.get(ADMIN_KEY_VARIABLE, "").strip()  # a mounted secret ends with a newline
     if not key or config.router.admin_key is not None:
         return config
     router = config.router.model_copy(update={"admin_key": SecretStr(key)})

@@ -184,9 +184,33 @@ def test_the_address_and_the_key_come_from_options_or_the_environment(
     ]
 
 
-def test_an_empty_key_file_is_wrong_usage(rkserve: Terminal, tmp_path: Path) -> None:
-    (tmp_path / "key").touch()
-    assert rkserve("status", "--admin-key-file", str(tmp_path / "key"))[0] == Exit.USAGE
+def test_comments_and_empty_lines_of_a_key_file_are_passed_over(
+    server: FakeControl, rkserve: Terminal, tmp_path: Path
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("# rotated in May\n\n  the key \nnot this\n")
+    server.on("GET /v1/models", ok({"data": []}))
+    assert rkserve("models", "--admin-key-file", str(key))[0] == Exit.DONE
+    assert rkserve.opened[0][1] == "the key"
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", "# only a comment\n"])
+def test_a_key_file_without_a_key_is_wrong_usage(
+    rkserve: Terminal, tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "key").write_text(content)
+    code, _, err = rkserve("status", "--admin-key-file", str(tmp_path / "key"))
+    assert (code, "there is no key in" in err) == (Exit.USAGE, True)
+
+
+def test_a_key_that_cannot_be_sent_is_wrong_usage_and_is_not_shown(
+    server: FakeControl, rkserve: Terminal
+) -> None:
+    code, out, err = rkserve("status", RKSERVE_ADMIN_KEY="se\ncret")
+    assert code == Exit.USAGE
+    assert "admin key" in err
+    assert "cret" not in out + err
+    assert server.asked == []
 
 
 def test_pause_sends_what_was_said(server: FakeControl, rkserve: Terminal) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import inspect
 import pickle
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ import httpx
 import pytest
 from fake_control import PARTLY, FakeControl, envelope, error, ok, stored
 
+import rkserve.client
 from rkserve.client import (
     AsyncClient,
     CallError,
@@ -23,6 +26,8 @@ from rkserve.client import (
     LeaseLost,
     NotAllowed,
     NotFound,
+    Operation,
+    OperationError,
     OperationFailed,
     OperationUndone,
     PartlyDone,
@@ -34,6 +39,7 @@ from rkserve.client import (
     UnexpectedAnswer,
     Unreachable,
     WaitTimeout,
+    errors,
 )
 from rkserve.client.lease import Lease
 from rkserve.client.upload import PIECE_BYTES, Upload
@@ -201,6 +207,54 @@ def test_a_partial_result_is_an_error_that_has_the_results(
 
 def test_the_key_is_shown_nowhere(client: Client) -> None:
     assert "secret" not in f"{client!r} {vars(client)}"
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        pytest.param("secret\n", b"Bearer secret", id="a line of a file"),
+        pytest.param("geh\u00ebim", "Bearer geh\u00ebim".encode(), id="as a Router reads it"),
+        pytest.param(" \n", None, id="an empty variable"),
+    ],
+)
+def test_a_key_is_sent_without_what_stands_around_it(
+    server: FakeControl, given: str, sent: bytes | None
+) -> None:
+    server.on(PAUSE, ok(envelope()))
+    transport = httpx.MockTransport(server.handle)
+    with Client("http://head:8000", admin_key=given, transport=transport) as client:
+        client.pause()
+    raw = {name.lower(): value for name, value in server.asked[0].headers.raw}
+    assert raw.get(b"authorization") == sent
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize("key", ["se\ncret", "se\0cret", "se\udc80cret"])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(
+    kind: type[Client] | type[AsyncClient], key: str
+) -> None:
+    with pytest.raises(ValueError, match="admin key") as caught:
+        kind("http://head:8000", admin_key=key)
+    assert "cret" not in f"{caught.value!r}"
+
+
+def test_an_answer_that_cannot_be_decoded_is_named_so_by_both_clients(
+    server: FakeControl, client: Client
+) -> None:
+    def torn(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, headers={"content-encoding": "gzip"}, content=b"no gzip")
+
+    server.on(PAUSE, torn)
+    with pytest.raises(UnexpectedAnswer, match="POST /pause"):
+        client.pause()
+
+    async def main() -> None:
+        async with waiting(server) as other:
+            with pytest.raises(UnexpectedAnswer, match="POST /pause"):
+                await other.pause()
+
+    asyncio.run(main())
+    assert len(server.asked) == 2
 
 
 @pytest.mark.parametrize("url", ["head:8000", "ftp://head", "http://", "http://[::1"])
@@ -509,13 +563,44 @@ def test_the_asynchronous_client_renews_and_resumes_when_it_is_cancelled(
     assert server.routes[-1] == RESUME
 
 
+def public(kind: type) -> list[str]:
+    return sorted(name for name in dir(kind) if not name.startswith("_"))
+
+
 def test_both_clients_have_the_same_calls() -> None:
-    def public(kind: type) -> set[str]:
-        return {name for name in dir(kind) if not name.startswith("_")} - {"close", "aclose"}
-
-    assert public(Client) == public(AsyncClient)
+    assert set(public(Client)) ^ set(public(AsyncClient)) == {"close", "aclose"}
 
 
-def test_every_error_is_of_the_one_tree() -> None:
-    for kind in (PartlyDone, SourceFailed, LeaseLost, WaitTimeout, Unreachable, UnexpectedAnswer):
-        assert issubclass(kind, ClientError)
+@pytest.mark.parametrize("name", [name for name in public(Client) if name != "close"])
+def test_a_call_takes_and_says_the_same_in_both_clients(name: str) -> None:
+    one, other = getattr(Client, name), getattr(AsyncClient, name)
+    both = inspect.signature(one), inspect.signature(other)
+    assert both[0].parameters == both[1].parameters
+    returned = [str(found.return_annotation).removeprefix("Async") for found in both]
+    assert returned[0] == returned[1]
+    assert one.__doc__ == other.__doc__
+    own = inspect.unwrap(other)
+    assert inspect.iscoroutinefunction(own) or inspect.isasyncgenfunction(own)
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_every_error_is_of_the_one_tree_and_survives_a_process(name: str) -> None:
+    kind = getattr(errors, name)
+    assert issubclass(kind, ClientError)
+    assert getattr(rkserve.client, name) is kind
+    assert re.search(rf"^ *(\|   )*(\+-- )?{name}\b", errors.__doc__ or "", re.MULTILINE)
+    args: tuple[Any, ...] = ("It is said.",)
+    if issubclass(kind, CallError):
+        args = (409, "stale_epoch", "It is said.", "epoch", 2.0, {"operation_id": "op-1"})
+    elif issubclass(kind, OperationError | WaitTimeout):
+        ended = Operation("op-1", "pause", "partial", 7, 2, 1)
+        args = (ended, 5.0) if kind is WaitTimeout else (ended,)
+    again = pickle.loads(pickle.dumps(kind(*args)))
+    assert (type(again), again.args, str(again)) == (kind, args, str(kind(*args)))
+
+
+def test_no_error_is_missing_in_the_tree() -> None:
+    def below(kind: type[ClientError]) -> set[str]:
+        return {kind.__name__}.union(*(below(one) for one in kind.__subclasses__()))
+
+    assert sorted(below(ClientError)) == errors.__all__

@@ -465,6 +465,17 @@ def test_the_file_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert config.router.admin_key.get_secret_value() == "from the file"
 
 
+def test_the_newline_at_the_end_of_a_mounted_secret_is_not_of_the_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RKSERVE_ADMIN_KEY", "s3cret\n")
+    config = parse_config(args())
+    assert config.router.admin_key is not None
+    assert config.router.admin_key.get_secret_value() == "s3cret"
+    monkeypatch.setenv("RKSERVE_ADMIN_KEY", " \n")
+    assert parse_config(args()).router.admin_key is None
+
+
 @pytest.mark.parametrize(
     ("set_to", "expected"),
     [

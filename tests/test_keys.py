@@ -40,6 +40,36 @@ def test_the_key_of_the_configuration_goes_before_its_file(tmp_path: Path) -> No
     assert not keys.is_admin(b"other")
 
 
+def test_white_space_around_a_key_is_not_of_the_key() -> None:
+    keys = open_keys(RouterConfig(admin_key=SecretStr(" lion\n")))
+    assert keys.is_admin(b"lion")
+    assert not keys.is_admin(b"lion\n")
+
+
+@pytest.mark.parametrize("given", ["", " ", "\n"])
+def test_an_empty_key_is_refused_rather_than_let_everybody_in(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"router\.admin_key is empty"):
+        open_keys(RouterConfig(admin_key=SecretStr(given)))
+
+
+@pytest.mark.parametrize("bad", ["ti\nger", "ti\0ger", "ti\x7fger"])
+def test_a_key_that_no_header_can_bring_is_refused_and_not_shown(bad: str) -> None:
+    with pytest.raises(ConfigError, match=r"router\.admin_key: .*cannot be printed") as caught:
+        open_keys(RouterConfig(admin_key=SecretStr(bad)))
+    assert "ger" not in f"{caught.value!r} {caught.value}"
+
+
+@pytest.mark.parametrize("setting", ["admin_key_file", "api_keys_file"])
+def test_a_key_of_a_file_that_no_header_can_bring_is_refused_and_not_shown(
+    setting: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(b"ti\0ger\n")
+    with pytest.raises(ConfigError, match=rf"router\.{setting}: .*cannot be printed") as caught:
+        open_keys(RouterConfig.model_validate({setting: file}))
+    assert "ger" not in f"{caught.value!r} {caught.value}"
+
+
 @pytest.mark.parametrize("setting", ["admin_key_file", "api_keys_file"])
 @pytest.mark.parametrize("content", [None, b"", b"# nothing but a comment\n\n"])
 def test_a_file_without_a_key_stops_the_router(

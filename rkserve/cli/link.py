@@ -112,7 +112,8 @@ KeyFile = Annotated[
         envvar="RKSERVE_ADMIN_KEY_FILE",
         exists=True,
         dir_okay=False,
-        help="File whose first line is the admin key; else RKSERVE_ADMIN_KEY has it.",
+        help="File whose first line beside empty ones and comments (#) is the admin key; without "
+        "it RKSERVE_ADMIN_KEY has it.",
     ),
 ]
 # Hidden, for the environment: every user of the machine can read what is on a command line.
@@ -166,6 +167,8 @@ def _first_line(path: Path) -> str:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as exc:
         raise ValueError(f"{path} cannot be read: {exc}") from exc
-    if not lines or not lines[0].strip():
-        raise ValueError(f"{path} has no key in its first line")
-    return lines[0].strip()
+    # As a Router reads the file that it is given.
+    found = [line for one in lines if (line := one.strip()) and not line.startswith("#")]
+    if not found:
+        raise ValueError(f"there is no key in {path}")
+    return found[0]

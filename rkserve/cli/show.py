@@ -12,7 +12,6 @@ from rich.table import Table
 
 from rkserve.client import Operation
 
-ERROR_STATES = frozenset({"failed", "undone"})
 SHORT_DIGEST = 12
 
 

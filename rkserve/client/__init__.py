@@ -17,6 +17,7 @@ from rkserve.client.errors import (
     PartlyDone,
     Refused,
     ServerFailed,
+    SourceFailed,
     Unavailable,
     UnexpectedAnswer,
     Unreachable,
@@ -25,7 +26,6 @@ from rkserve.client.errors import (
 from rkserve.client.flows import Progress
 from rkserve.client.lease import Lease
 from rkserve.client.sync import Client
-from rkserve.client.upload import SourceFailed
 
 __all__ = [
     "AsyncClient",

@@ -142,7 +142,9 @@ def operation(body: Mapping[str, Any]) -> Operation:
     try:
         return _operation(body)
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
-        raise UnexpectedAnswer(f"This is no operation ({exc!r}): {str(body)[:200]}") from exc
+        raise UnexpectedAnswer(
+            f"This is no operation ({exc!r}): {str(body)[:SHOWN_CHARACTERS]}"
+        ) from exc
 
 
 def settled(one: Operation) -> Operation:

@@ -404,7 +404,7 @@ class AsyncClient:
             while True:
                 try:
                     result = await self._do(step)
-                except httpx.TransportError as exc:
+                except httpx.RequestError as exc:
                     step = flow.throw(exc)
                 else:
                     step = flow.send(result)

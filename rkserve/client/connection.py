@@ -30,12 +30,18 @@ def check_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def headers(admin_key: str | None) -> dict[str, str]:
-    """Return the headers of every call."""
+def headers(admin_key: str | None) -> httpx.Headers:
+    """Return the headers of every call.
+
+    Raises:
+        ValueError: the key cannot stand in a header. httpx would say so with the key itself.
+    """
     said = {"accept": "application/json"}
-    if admin_key:
-        said["authorization"] = f"Bearer {admin_key}"
-    return said
+    if admin_key and (key := admin_key.strip()):
+        if not key.isprintable():
+            raise ValueError("the admin key has a character that cannot be printed")
+        said["authorization"] = f"Bearer {key}"
+    return httpx.Headers(said, encoding="utf-8")  # as a Router reads the key
 
 
 def arguments(request: Request, read_s: float) -> dict[str, Any]:

@@ -6,6 +6,7 @@
     +-- Unreachable            nobody answered, or not in time
     +-- UnexpectedAnswer       something answered that is not rkserve, or not this version of it
     +-- LeaseLost              a pause may have ended by itself while it was needed
+    +-- SourceFailed           the file to send cannot be read
     +-- WaitTimeout            the operation goes on, and nobody waits for it any more
     +-- CallError              rkserve answered with an error: status, code, message, ...
     |   +-- NotAllowed         401, 403
@@ -29,6 +30,27 @@ if TYPE_CHECKING:
     from rkserve.client.answers import BoardFailure, BoardResult, Operation
 
 
+__all__ = [
+    "CallError",
+    "ClientError",
+    "Conflict",
+    "LeaseLost",
+    "NotAllowed",
+    "NotFound",
+    "OperationError",
+    "OperationFailed",
+    "OperationUndone",
+    "PartlyDone",
+    "Refused",
+    "ServerFailed",
+    "SourceFailed",
+    "Unavailable",
+    "UnexpectedAnswer",
+    "Unreachable",
+    "WaitTimeout",
+]
+
+
 class ClientError(Exception):
     """The tree's root."""
 
@@ -43,6 +65,10 @@ class UnexpectedAnswer(ClientError):
 
 class LeaseLost(ClientError):
     """A pause could not be renewed in time: requests may have gone on during what followed."""
+
+
+class SourceFailed(ClientError):
+    """The file to send cannot be read, or was changed while it was sent."""
 
 
 class WaitTimeout(ClientError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import httpx
@@ -16,7 +17,7 @@ import httpx
 from rkserve.client import answers, calls
 from rkserve.client.answers import Operation, Pushed
 from rkserve.client.calls import Request, Rollout
-from rkserve.client.errors import Unreachable, WaitTimeout
+from rkserve.client.errors import UnexpectedAnswer, Unreachable, WaitTimeout
 from rkserve.client.upload import Upload
 
 T = TypeVar("T")
@@ -81,6 +82,7 @@ def exchange(request: Request, patience: Patience) -> Flow[httpx.Response]:
 
     Raises:
         Unreachable: nobody answered as long as patience lasted, or the answer took too long.
+        UnexpectedAnswer: what came cannot be decoded.
     """
     began, delay = patience.clock(), RETRY_S[0]
     while True:
@@ -90,7 +92,9 @@ def exchange(request: Request, patience: Patience) -> Flow[httpx.Response]:
         except LOST as exc:
             if patience.clock() - began + wait_s > patience.seconds:
                 raise Unreachable(_why(request, exc)) from exc
-        except httpx.TransportError as exc:
+        except httpx.DecodingError as exc:
+            raise UnexpectedAnswer(_why(request, exc)) from exc
+        except httpx.RequestError as exc:
             raise Unreachable(_why(request, exc)) from exc
         else:
             wait_s = max(delay, answers.retry_after_s(response) or 0.0)
@@ -110,7 +114,7 @@ def _will_pass(response: httpx.Response) -> bool:
     return response.status_code in PROXY_ERRORS
 
 
-def _why(request: Request, exc: httpx.TransportError) -> str:
+def _why(request: Request, exc: httpx.RequestError) -> str:
     what = str(exc) or type(exc).__name__
     if isinstance(exc, httpx.TimeoutException) and not isinstance(exc, httpx.ConnectTimeout):
         what = "no answer came in time"
@@ -175,7 +179,7 @@ def complete(
 class Push:
     """What to push: the source, how it is called, and how it shall come into use."""
 
-    source: Any
+    source: Path | str | bytes
     name: str
     version: str | None
     model: str | None

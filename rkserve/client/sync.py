@@ -405,7 +405,7 @@ class Client:
             while True:
                 try:
                     result = self._do(step)
-                except httpx.TransportError as exc:
+                except httpx.RequestError as exc:
                     step = flow.throw(exc)
                 else:
                     step = flow.send(result)

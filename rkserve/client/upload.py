@@ -13,15 +13,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
-from rkserve.client.errors import ClientError
+from rkserve.client.errors import SourceFailed
 from rkserve.digests import file_digest
 
 PIECE_BYTES = 1 << 20
 ADAPTER_FILE = "adapter.rkllm"
-
-
-class SourceFailed(ClientError):
-    """The file to send cannot be read, or was changed while it was sent."""
 
 
 @dataclass(frozen=True, slots=True)

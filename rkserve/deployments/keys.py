@@ -14,7 +14,8 @@ from pathlib import Path
 from rkserve.config import RouterConfig
 from rkserve.errors import ConfigError
 
-_COMMENT = "#"
+_COMMENT = b"#"
+_FIRST_PRINTABLE, _DELETE = 0x20, 0x7F
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +41,28 @@ def open_keys(config: RouterConfig) -> Keys:
     """Read the keys of the configuration, and the files that it names.
 
     Raises:
-        ConfigError: a file cannot be read or has no key in it: nobody, or everybody, would get in.
+        ConfigError: a file cannot be read, or there is no key where one should be, or one that no
+            header can bring: nobody, or everybody, would get in.
     """
-    admin = None if config.admin_key is None else config.admin_key.get_secret_value().encode()
-    if admin is None and config.admin_key_file is not None:
-        admin = _lines(config.admin_key_file, "admin_key_file")[0]
-    clients = None
+    admin = clients = None
+    if config.admin_key is not None:
+        given = config.admin_key.get_secret_value().strip()
+        if not given:
+            raise ConfigError("router.admin_key is empty: give a key, or leave it out.")
+        admin = _key(given.encode(), "admin_key")
+    elif config.admin_key_file is not None:
+        admin = _key(_lines(config.admin_key_file, "admin_key_file")[0], "admin_key_file")
     if config.api_keys_file is not None:
-        clients = tuple(_digest(key) for key in _lines(config.api_keys_file, "api_keys_file"))
-    return Keys(None if admin is None else _digest(admin), clients)
+        lines = _lines(config.api_keys_file, "api_keys_file")
+        clients = tuple(_key(line, "api_keys_file") for line in lines)
+    return Keys(admin, clients)
+
+
+def _key(given: bytes, setting: str) -> bytes:
+    """Return the digest of a key. The error does not show it."""
+    if any(byte < _FIRST_PRINTABLE or byte == _DELETE for byte in given):
+        raise ConfigError(f"router.{setting}: a key has a character that cannot be printed.")
+    return _digest(given)
 
 
 def _lines(file: Path, setting: str) -> list[bytes]:
@@ -57,7 +71,7 @@ def _lines(file: Path, setting: str) -> list[bytes]:
     except OSError as exc:
         raise ConfigError(f"router.{setting}: {file} cannot be read: {exc.strerror}") from exc
     stripped = (line.strip() for line in content.splitlines())
-    found = [line for line in stripped if line and not line.startswith(_COMMENT.encode())]
+    found = [line for line in stripped if line and not line.startswith(_COMMENT)]
     if not found:
         raise ConfigError(f"router.{setting}: there is no key in {file}.")
     return found
