@@ -25,7 +25,9 @@ from rkserve.bench.control_checks import (
     truth,
 )
 from rkserve.bench.control_figures import (
+    REFUSED,
     PauseFigures,
+    RoundFigures,
     StagedFigures,
     SwitchFigures,
     pause_figures,
@@ -35,7 +37,7 @@ from rkserve.bench.control_figures import (
     verdicts,
 )
 from rkserve.bench.control_measure import CASES, FULL, QUICK
-from rkserve.bench.control_report import ControlResults, Rounds, render
+from rkserve.bench.control_report import ControlResults, render
 from rkserve.bench.figures import CpuUse, Spread
 from rkserve.bench.growth import Belongings, Growth, Sample, growth, sample
 from rkserve.bench.report import Machine
@@ -159,6 +161,14 @@ def test_a_switch_that_was_undone_leaves_its_version_allowed_only_while_it_was_t
     ]
 
 
+def test_a_switch_that_some_boards_have_not_followed_yet_is_in_force() -> None:
+    times = eras(A, [(call("b", 10.0, 11.0, 207), B)])
+
+    assert times == [Era(A, -math.inf, 11.0), Era(B, 10.0, math.inf)]
+    assert check([answer(12.0, A)], SAID, times).stale == 1
+    assert check([answer(12.0, B)], SAID, times).stale == 0
+
+
 def test_what_is_right_is_told_by_answers_of_one_version() -> None:
     assert truth([answer(), answer(version=B, text="xyz")]) == SAID
     assert flaws_of_truth([answer(), answer()]) == []
@@ -213,7 +223,7 @@ def test_pauses_that_say_nothing_are_a_failure() -> None:
 def test_a_pause_may_take_the_slowest_step_and_50_ms(step_ms: float, reached: bool) -> None:
     figures = replace(pauses(9.9, 11.0), step_ms=step_ms)
 
-    first, *others = verdicts((figures, GOOD), [], None, ())
+    first, *others = verdicts((figures, GOOD), [], None, None)
 
     assert first.reached is reached
     assert all(one.reached for one in others)
@@ -245,7 +255,7 @@ def test_switches_are_timed_whole_by_phase_and_between_boards() -> None:
     ("changes", "missed"),
     [
         pytest.param({"refused": 0}, [], id="none"),
-        pytest.param({}, ["refused or undone"], id="a call was refused"),
+        pytest.param({}, [REFUSED], id="a call was refused"),
         pytest.param(
             {"refused": 0, "checked": Checked(9, 1, 1, 1, 1, 1, 9)},
             [
@@ -265,7 +275,7 @@ def test_switches_are_timed_whole_by_phase_and_between_boards() -> None:
     ],
 )
 def test_each_bar_of_a_switch_has_its_verdict(changes: dict[str, Any], missed: list[str]) -> None:
-    found = verdicts(None, [switches(**changes)], None, ())
+    found = verdicts(None, [switches(**changes)], None, None)
 
     names = [one.what.partition(": ")[2] for one in found if not one.reached]
     assert names == missed
@@ -275,9 +285,11 @@ def test_a_switch_whose_boards_were_not_timed_has_no_skew() -> None:
     figures = switch_figures("rolling", [call("b", 1.0, 1.1)], GOOD)
 
     assert figures.skew_ms is None
-    assert all(one.unit != "ms" for one in verdicts(None, [figures], None, ()))
+    assert all(one.unit != "ms" for one in verdicts(None, [figures], None, None))
     apart = replace(figures, skew_ms=Spread.of([9000.0]))
-    assert all(one.reached for one in verdicts(None, [apart], None, ())), "boards take turns in it"
+    assert all(one.reached for one in verdicts(None, [apart], None, None)), (
+        "boards take turns in it"
+    )
     with pytest.raises(BenchFailed, match="no switch was answered"):
         switch_figures("rolling", [call("b", 1.0, 1.1, 409)], GOOD)
 
@@ -288,7 +300,7 @@ def test_a_large_adapter_has_5_s_beyond_the_simulated_loading(
 ) -> None:
     figures = StagedFigures(32 << 20, 8, Spread.of([took_ms]), 320.0, {})
 
-    (verdict,) = verdicts(None, [], figures, ())
+    (verdict,) = verdicts(None, [], figures, None)
 
     assert verdict.reached is reached
 
@@ -332,6 +344,31 @@ def test_growth_is_from_the_second_quarter_to_the_last(
 
     assert grown.rounds == pytest.approx(20, abs=1)
     assert [v.what.rpartition(" ")[2] for v in grown.verdicts() if not v.reached] == missed
+
+
+@pytest.mark.parametrize(
+    ("changes", "missed"),
+    [
+        pytest.param({}, [], id="as it must be"),
+        pytest.param({"refused": 1}, [f"rounds: {REFUSED}"], id="a call was refused"),
+        pytest.param(
+            {"checked": replace(GOOD, wrong=2, stale=1)},
+            ["rounds: answers with tokens lost or doubled", "rounds: answers that were stale"],
+            id="answers that are not what they must be",
+        ),
+        pytest.param(
+            {"growth": growth(samples(40, files_each=1))}, ["files"], id="something grows"
+        ),
+    ],
+)
+def test_rounds_have_bars_for_calls_answers_and_what_is_kept(
+    changes: dict[str, Any], missed: list[str]
+) -> None:
+    figures = replace(RoundFigures(40, 0, GOOD, growth(samples(40))), **changes)
+
+    found = [one.what for one in verdicts(None, [], None, figures) if not one.reached]
+
+    assert [what.rpartition(" ")[2] if what.endswith("files") else what for what in found] == missed
 
 
 def test_a_few_samples_say_nothing_and_ray_s_own_processes_are_only_shown() -> None:
@@ -405,17 +442,17 @@ def test_what_cannot_be_measured_is_refused(arguments: list[str]) -> None:
 def results() -> ControlResults:
     calls = [call("pause", 10.0, 10.06, 200, 20.0, 55.0), call("resume", 10.5, 10.52)]
     played = Played([answer()], calls, SAID)
-    grown = growth(samples(40))
+    rounds = RoundFigures(40, 0, GOOD, growth(samples(40)))
     staged = StagedFigures(32 << 20, 8, Spread.of([900.0]), 320.0, {"stage": Spread.of([400.0])})
     figures = pauses(9.9, 10.07, 11.0)
     switched = switches()
     return ControlResults(
         machine=Machine(2, "a processor", 16.0, {"Python": "3.11"}),
-        verdicts=verdicts((figures, GOOD), [switched], staged, grown),
+        verdicts=verdicts((figures, GOOD), [switched], staged, rounds),
         pauses=(played, figures, GOOD),
         switches=[(played, switched)],
         staged=([Staged(900.0, {"phases": {"stage": 400.0}})], staged),
-        rounds=Rounds(40, played, GOOD, grown),
+        rounds=(played, rounds),
         cpu={"pauses": CpuUse(2)},
     )
 
@@ -434,6 +471,7 @@ def test_the_page_has_every_bar_with_its_verdict_and_the_figures_behind_it() -> 
     assert "- atomic: Of 4 answers 0 were aborted" in text
     assert "32 MiB" in text
     assert "40 rounds of pause, switch" in text
+    assert f"{REFUSED[0].upper()}{REFUSED[1:]}: 0." in text
     assert "nan" not in text
 
 

@@ -69,7 +69,7 @@ def _cases(text: str) -> tuple[str, ...]:
 
 def _rounds(text: str) -> int:
     """Two versions are served in turns, and each round is looked at where there are few."""
-    if not text.isdigit() or int(text) % 2 or int(text) < FEWEST_SAMPLES:
+    if not text.isdecimal() or int(text) % 2 or int(text) < FEWEST_SAMPLES:
         raise argparse.ArgumentTypeError(f"{text!r} is no even number from {FEWEST_SAMPLES} on")
     return int(text)
 

@@ -15,6 +15,7 @@ from rkserve.bench.control_answers import ABORTED, Answer, Call
 from rkserve.bench.stream import OK
 
 SHOWN = 5  # errors that a report quotes
+IN_FORCE = (OK, 207)  # on all boards, or on some, and on its way to the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +80,13 @@ def flaws_of_truth(answers: Sequence[Answer]) -> list[str]:
 def eras(first: str, switches: Iterable[tuple[Call, str]]) -> list[Era]:
     """Return when which version may begin an answer: ``first``, then those switched to in turn.
 
-    While a switch is on its way both may. One that failed was undone by the time of its answer.
+    While a switch is on its way both may. One that failed was undone by the time of its answer; one
+    that some boards had not followed yet is in force, and what those still answer is stale.
     """
     found: list[Era] = []
     version, since_s = first, -math.inf
     for call, after in switches:
-        if call.status != OK:
+        if call.status not in IN_FORCE:
             found.append(Era(after, call.asked_s, call.answered_s))
             continue
         found.append(Era(version, since_s, call.answered_s))

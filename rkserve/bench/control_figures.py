@@ -21,6 +21,7 @@ AFTER_STEP_MS = 50.0
 SKEW_MS = 50.0
 STAGED_S = 5.0
 PAUSE, RESUME = "pause", "resume"
+REFUSED = "calls refused, undone or done in part"
 ATOMIC, ROLLING = "atomic", "rolling"
 
 
@@ -78,6 +79,19 @@ class StagedFigures:
     phases_ms: dict[str, Spread]
 
 
+@dataclass(frozen=True, slots=True)
+class RoundFigures:
+    """How ``count`` rounds of pause, switch and resume went, and what the processes kept of them.
+
+    ``refused`` are calls, of which each round has three.
+    """
+
+    count: int
+    refused: int
+    checked: Checked
+    growth: Sequence[Growth]
+
+
 def pause_figures(calls: Sequence[Call], answers: Sequence[Answer], step_ms: float) -> PauseFigures:
     """Sum up pauses, each followed by its resumption. Raises ``BenchFailed`` where none worked."""
     pairs = [
@@ -99,7 +113,7 @@ def pause_figures(calls: Sequence[Call], answers: Sequence[Answer], step_ms: flo
     pauses = [pause for pause, _ in pairs]
     return PauseFigures(
         count=len(pairs),
-        refused=sum(call.status != OK for call in calls),
+        refused=refused(calls),
         step_ms=step_ms,
         answered_ms=Spread.of([pause.took_ms for pause in pauses]),
         late=len(late),
@@ -128,7 +142,7 @@ def switch_figures(strategy: str, calls: Sequence[Call], checked: Checked) -> Sw
     return SwitchFigures(
         strategy=strategy,
         count=len(good),
-        refused=len(calls) - len(good),
+        refused=refused(calls),
         took_ms=Spread.of([call.took_ms for call in good]),
         skew_ms=Spread.of(skews) if skews else None,
         phases_ms=phases_ms([call.body for call in good]),
@@ -146,6 +160,11 @@ def phases_ms(bodies: Iterable[Mapping[str, object]]) -> dict[str, Spread]:
     return {name: Spread.of(values) for name, values in found.items()}
 
 
+def refused(calls: Iterable[Call]) -> int:
+    """Return how many calls were not answered by a 200."""
+    return sum(call.status != OK for call in calls)
+
+
 def refusals(calls: Iterable[Call]) -> list[str]:
     """Say once each how calls were refused."""
     return sorted(
@@ -161,7 +180,7 @@ def verdicts(
     pauses: tuple[PauseFigures, Checked] | None,
     switches: Iterable[SwitchFigures],
     staged: StagedFigures | None,
-    growth: Iterable[Growth],
+    rounds: RoundFigures | None,
 ) -> list[Verdict]:
     """Hold what was measured to what it must reach."""
     found: list[Verdict] = []
@@ -171,10 +190,12 @@ def verdicts(
         found += _switch_verdicts(one)
     if staged is not None:
         seconds = max(0.0, staged.took_ms.p99 - staged.simulated_ms) / 1e3
-        what = f"{staged.size_bytes >> 20} MiB adapter on {staged.boards} boards, the slowest"
+        what = f"{staged.size_bytes >> 20} MiB adapter on {staged.boards} boards, p99"
         found.append(Verdict(what, seconds, STAGED_S, at_most=True, unit="s"))
-    for part in growth:
-        found += part.verdicts()
+    if rounds is not None:
+        found += _zeros("rounds", {REFUSED: rounds.refused, **_flaws(rounds.checked)})
+        for part in rounds.growth:
+            found += part.verdicts()
     return found
 
 
@@ -187,31 +208,37 @@ def _pause_verdicts(figures: PauseFigures, checked: Checked) -> list[Verdict]:
             "pauses",
             {
                 "tokens after the acknowledgement": figures.late,
-                "calls refused or undone": figures.refused,
-                "answers aborted": checked.aborted,
-                "answers with tokens lost or doubled": checked.wrong,
+                REFUSED: figures.refused,
+                **_uncut(checked),
             },
         ),
     ]
 
 
 def _switch_verdicts(figures: SwitchFigures) -> list[Verdict]:
-    checked = figures.checked
     found = _zeros(
-        f"{figures.strategy} switches",
-        {
-            "refused or undone": figures.refused,
-            "answers aborted": checked.aborted,
-            "answers with tokens lost or doubled": checked.wrong,
-            "answers of several versions": checked.mixed,
-            "answers without their version": checked.unstamped,
-            "answers that were stale": checked.stale,
-        },
+        f"{figures.strategy} switches", {REFUSED: figures.refused, **_flaws(figures.checked)}
     )
     if figures.skew_ms is not None and figures.strategy == ATOMIC:
         what = f"{figures.strategy} switches: first to last board, p99"
         found.append(Verdict(what, figures.skew_ms.p99, SKEW_MS, at_most=True, unit="ms"))
     return found
+
+
+def _uncut(checked: Checked) -> dict[str, int]:
+    return {
+        "answers aborted": checked.aborted,
+        "answers with tokens lost or doubled": checked.wrong,
+    }
+
+
+def _flaws(checked: Checked) -> dict[str, int]:
+    return {
+        **_uncut(checked),
+        "answers of several versions": checked.mixed,
+        "answers without their version": checked.unstamped,
+        "answers that were stale": checked.stale,
+    }
 
 
 def _zeros(of: str, counts: dict[str, int]) -> list[Verdict]:

@@ -22,15 +22,17 @@ from rkserve.bench.control_figures import (
     ATOMIC,
     ROLLING,
     PauseFigures,
+    RoundFigures,
     StagedFigures,
     SwitchFigures,
     pause_figures,
     phases_ms,
     refusals,
+    refused,
     switch_figures,
     verdicts,
 )
-from rkserve.bench.control_report import ControlResults, Rounds
+from rkserve.bench.control_report import ControlResults
 from rkserve.bench.figures import Spread
 from rkserve.bench.growth import growth
 from rkserve.bench.measure import machine
@@ -79,7 +81,7 @@ class ControlMeasurement:
                 None if pauses is None else pauses[1:],
                 [figures for _, figures in switches],
                 staged and staged[1],
-                () if rounds is None else rounds.growth,
+                None if rounds is None else rounds[1],
             ),
             pauses=pauses,
             switches=switches,
@@ -133,13 +135,14 @@ class ControlMeasurement:
         self._progress.end(f"{figures.took_ms.p50:.0f} ms (p50), {figures.took_ms.p99:.0f} (p99)")
         return found, figures
 
-    def _rounds(self) -> Rounds:
+    def _rounds(self) -> tuple[Played, RoundFigures]:
         self._progress.begin("rounds")
         count = self._size.rounds
         played = self._bench.rounds(count)
         checked = _checked(played)
+        figures = RoundFigures(count, refused(played.calls), checked, growth(played.samples))
         self._progress.end(f"{count}; {_told(checked)}{_refused(played)}")
-        return Rounds(count, played, checked, growth(played.samples))
+        return played, figures
 
 
 def _checked(played: Played) -> Checked:

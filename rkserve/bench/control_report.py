@@ -22,23 +22,17 @@ from rkserve.bench.control_cases import (
     Staged,
 )
 from rkserve.bench.control_checks import Checked
-from rkserve.bench.control_figures import PauseFigures, StagedFigures, SwitchFigures
+from rkserve.bench.control_figures import (
+    PauseFigures,
+    RoundFigures,
+    StagedFigures,
+    SwitchFigures,
+)
 from rkserve.bench.figures import CpuUse, Spread
-from rkserve.bench.growth import Growth
 from rkserve.bench.pace import PROFILE
-from rkserve.bench.report import Machine
+from rkserve.bench.report import Machine, machine_line, noise_section
 from rkserve.bench.tables import MISSING, figure, megabytes, percent, table
 from rkserve.bench.verdict import Verdict
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """Rounds of pause, switch and resume, and what the processes kept of them."""
-
-    count: int
-    played: Played
-    checked: Checked
-    growth: Sequence[Growth]
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,7 @@ class ControlResults:
     pauses: tuple[Played, PauseFigures, Checked] | None = None
     switches: Sequence[tuple[Played, SwitchFigures]] = ()
     staged: tuple[Sequence[Staged], StagedFigures] | None = None
-    rounds: Rounds | None = None
+    rounds: tuple[Played, RoundFigures] | None = None
     cpu: Mapping[str, CpuUse] = field(default_factory=dict)
 
 
@@ -70,16 +64,13 @@ def render(results: ControlResults) -> str:
 
 
 def _opening(results: ControlResults) -> str:
-    machine = results.machine
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     return (
         "# Benchmarks of control\n\n"
         "Written by `make bench-control`, which starts a Ray cluster of its own with "
         f"{BOARDS} simulated boards (`{PROFILE}`) at their real pace, keeps {STREAMS} streams "
         "open, and pauses, resumes and switches adapters meanwhile. A board makes one run at a "
         f"time, so that {BOARDS} of the streams bring tokens at any moment and the others wait.\n\n"
-        f"Machine: {machine.cores} cores ({machine.processor}), {machine.memory_gb:.0f} GB; "
-        f"{versions}. Boards, engines, cluster and clients share it.\n"
+        f"{machine_line(results.machine)}"
     )
 
 
@@ -124,8 +115,7 @@ def _pauses(results: ControlResults) -> str:
         f"slowest decode step takes {figures.step_ms:.1f} ms. Texts that any client received after "
         f"the pause's answer and before the resumption, {REST_S * 1e3:.0f} ms later, was asked "
         f"for: {figures.late}{_latest(figures)}. {_of_answers(checked)} Prompts have "
-        f"{PAUSED_PROMPT} tokens and answers {PAUSED_ANSWER}. A resumption prefills what its "
-        "answer has so far, which is most of the time to its next token.\n"
+        f"{PAUSED_PROMPT} tokens and answers {PAUSED_ANSWER}.\n"
     )
 
 
@@ -223,9 +213,9 @@ def _staged(results: ControlResults) -> str:
 
 
 def _rounds(results: ControlResults) -> str:
-    rounds = results.rounds
-    if rounds is None:
+    if results.rounds is None:
         return ""
+    rounds = results.rounds[1]
     rows = [
         [
             one.part,
@@ -248,24 +238,13 @@ def _rounds(results: ControlResults) -> str:
     return (
         "## Over and over again\n\n"
         f"{text} {rounds.count} rounds of pause, switch (`atomic`) and resume, one after the other "
-        f"(`--rounds`). {_of_answers(rounds.checked)}\n"
+        f"(`--rounds`). {_of_answers(rounds.checked)} Calls refused, undone or done in part: "
+        f"{rounds.refused}.\n"
     )
 
 
 def _noise(results: ControlResults) -> str:
-    if not results.cpu:
-        return ""
-    rows = [
-        [name, percent(use.ours_share), percent(use.others_share), percent(use.stolen_share)]
-        for name, use in results.cpu.items()
-    ]
-    head = ["share of all cores", "the benchmark", "other processes", "hypervisor"]
-    return (
-        "## Noise\n\n"
-        f"{table(head, rows)}\n"
-        "What other processes and the hypervisor took while it measured; above a few per cent the "
-        "figures say more about them than about rkserve.\n"
-    )
+    return noise_section(results.cpu.items())
 
 
 def _method(_: ControlResults) -> str:

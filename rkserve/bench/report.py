@@ -5,7 +5,7 @@ It says nothing of when and where it was made: no date, no host's name, no path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rkserve.bench.batches import Batches
@@ -68,14 +68,20 @@ def render(results: Results) -> str:
 
 
 def _opening(results: Results) -> str:
-    machine = results.machine
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     return (
         "# Benchmarks\n\n"
         "Written by `make bench`, which starts a Ray cluster of its own with simulated boards "
         f"(`{PROFILE}` where nothing else is said) and measures in one run, side by side. Every "
         f"prompt has exactly {PROMPT_TOKENS} tokens, and every answer {NEW_TOKENS} where nothing "
         "else is said.\n\n"
+        f"{machine_line(results.machine)}"
+    )
+
+
+def machine_line(machine: Machine) -> str:
+    """Return what it ran on, as a paragraph."""
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    return (
         f"Machine: {machine.cores} cores ({machine.processor}), {machine.memory_gb:.0f} GB; "
         f"{versions}. Boards, engines, cluster and clients share it.\n"
     )
@@ -312,12 +318,17 @@ def _noise(results: Results) -> str:
     loads = (*results.paced, *results.ceiling)
     uses += [(f"{of.load.case} {of.load.name}", of.cpu) for of, _ in loads]
     uses += results.one_board_cpu.items()
-    if not uses:
-        return ""
+    return noise_section(uses)
+
+
+def noise_section(uses: Iterable[tuple[str, CpuUse]]) -> str:
+    """Return who else worked on the machine while each case was measured."""
     rows = [
         [name, percent(use.ours_share), percent(use.others_share), percent(use.stolen_share)]
         for name, use in uses
     ]
+    if not rows:
+        return ""
     head = ["share of all cores", "the benchmark", "other processes", "hypervisor"]
     return (
         "## Noise\n\n"
