@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from rkserve.digests import file_digest
+from rkserve.digests import DIGEST, file_digest
 from rkserve.errors import AdapterBroken, ConfigError, ModelNotFound, RequestError
 from rkserve.messages import AdapterRef
 from rkserve.names import NAME
@@ -44,7 +44,7 @@ class Manifest(BaseModel):
     @field_validator("sha256")
     @classmethod
     def _is_a_digest(cls, given: str | None) -> str | None:
-        if given is not None and not re.fullmatch(r"[0-9a-f]{64}", given):
+        if given is not None and not DIGEST.fullmatch(given):
             raise ValueError("must be 64 lower-case hexadecimal digits")
         return given
 
@@ -97,6 +97,26 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class Parts:
+    """A model name of a request, taken to be that of an adapter; None is not said.
+
+    ``title`` is the adapter's name, with the version where there is one.
+    """
+
+    base: str | None
+    title: str
+    name: str
+    version: str | None
+
+    def ambiguous(self, models: Iterable[str]) -> RequestError:
+        """Return the error where several models have an adapter of that name."""
+        choices = ", ".join(f"'{model}:{self.title}'" for model in models)
+        return RequestError(
+            f"Several models have an adapter '{self.title}': ask for {choices}.", "model"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Chosen:
     """What the model name of a request means."""
 
@@ -134,8 +154,8 @@ def open_adapter(shelves: Sequence[Shelf], ref: AdapterRef) -> Adapter:
         AdapterBroken: the file is missing, broken or another one, everywhere.
     """
     if not NAME.fullmatch(ref.name) or not NAME.fullmatch(ref.version):
-        raise AdapterBroken(f"{ref.name}@{ref.version}", "its name is not one of an adapter")
-    reasons = ["this board serves no adapters"]
+        raise AdapterBroken(ref.label, "its name is not one of an adapter")
+    wrong, absent = "", "this board serves no adapters"
     for shelf in shelves:
         found = _judge(shelf, ref.name, ref.version)
         reason = _unusable(found, ref)
@@ -143,10 +163,10 @@ def open_adapter(shelves: Sequence[Shelf], ref: AdapterRef) -> Adapter:
             return found
         # What is wrong with a version that is there says more than that another place has none.
         if (shelf.folder / ref.name / ref.version).is_dir():
-            reasons.insert(-1, reason)
+            wrong = wrong or reason
         else:
-            reasons[-1] = reason
-    raise AdapterBroken(f"{ref.name}@{ref.version}", reasons[0])
+            absent = reason
+    raise AdapterBroken(ref.label, wrong or absent)
 
 
 def _unusable(found: Adapter, ref: AdapterRef) -> str:
@@ -163,12 +183,20 @@ def _unusable(found: Adapter, ref: AdapterRef) -> str:
     return ""
 
 
+def parts_of(asked: str) -> Parts:
+    """Take ``adapter``, ``base:adapter``, ``adapter@version`` or ``base:adapter@version`` apart."""
+    base, colon, rest = asked.partition(":")
+    title = rest if colon else asked
+    name, at, version = title.partition("@")
+    return Parts(base if colon else None, title, name, version if at else None)
+
+
 def resolve(asked: str, catalog: Mapping[str, Sequence[Adapter]]) -> Chosen:
     """Return what the model of a request means, where ``catalog`` has the adapters of each model.
 
-    ``base``, ``adapter``, ``base:adapter``, ``adapter@version`` and ``base:adapter@version`` are
-    understood. A model goes before an adapter of the same name. Without a version the newest one
-    is meant; if that is broken the request fails, rather than get an older answer unasked.
+    The name of a model is understood, and what ``parts_of`` takes apart. A model goes before an
+    adapter of the same name. Without a version the newest one is meant; if that is broken the
+    request fails, rather than get an older answer unasked.
 
     Raises:
         ModelNotFound: there is no such model or adapter.
@@ -177,21 +205,17 @@ def resolve(asked: str, catalog: Mapping[str, Sequence[Adapter]]) -> Chosen:
     """
     if asked in catalog:
         return Chosen(asked, None)
-    base, colon, rest = asked.partition(":")
-    if not colon:
-        base, rest = "", asked
-    name, at, version = rest.partition("@")
-    bases = [base] if colon else sorted(catalog)
+    parts = parts_of(asked)
+    bases = sorted(catalog) if parts.base is None else [parts.base]
     found = {
         model: matching[-1]
         for model in bases
-        if (matching := _matching(catalog.get(model, ()), name, version if at else None))
+        if (matching := _matching(catalog.get(model, ()), parts.name, parts.version))
     }
     if not found:
         raise ModelNotFound(asked)
     if len(found) > 1:
-        choices = ", ".join(f"'{model}:{rest}'" for model in found)
-        raise RequestError(f"Several models have an adapter '{rest}': ask for {choices}.", "model")
+        raise parts.ambiguous(found)
     ((model, adapter),) = found.items()
     return Chosen(model, adapter.ref())
 
@@ -205,7 +229,8 @@ def version_order(version: str) -> tuple[tuple[tuple[bool, int, str], ...], str]
     """Order ``v9`` before ``v10`` and ``1.9`` before ``1.10``. No suffix is a pre-release."""
     parts = re.findall(r"[0-9]+|[^0-9]+", version)
     # 1.0 and 1.00 are equal as numbers; the text makes the order certain.
-    return tuple((not p.isdigit(), int(p) if p.isdigit() else 0, p) for p in parts), version
+    # Not isdigit: that is true of what is no number, such as a superscript two.
+    return tuple((not p.isdecimal(), int(p) if p.isdecimal() else 0, p) for p in parts), version
 
 
 def _names(folder: Path) -> list[str]:

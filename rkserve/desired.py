@@ -11,7 +11,7 @@ import hashlib
 from dataclasses import dataclass
 from enum import Enum
 
-from rkserve.messages import AdapterRef
+from rkserve.messages import FIRST_LABEL, AdapterRef
 
 
 class PauseMode(str, Enum):
@@ -151,7 +151,7 @@ class Weights:
     """The label of a model's weights, and the last step that a trainer applied to the model."""
 
     model: str
-    label: str = "default"
+    label: str = FIRST_LABEL
     step: int | None = None
 
 
@@ -185,7 +185,7 @@ class Desired:
                 named.setdefault(pause.scope.adapter, []).append(pause)
         return Duty(
             epoch=self.epoch,
-            hold=_strictest(whole),
+            hold=_hold(whole) if whole else None,
             adapter_holds=tuple((name, _hold(pauses)) for name, pauses in sorted(named.items())),
             lines=tuple(line for line in self.lines if line.model == model),
             label=self.weights_of(model).label,
@@ -209,7 +209,7 @@ class Duty:
     hold: Hold | None = None
     adapter_holds: tuple[tuple[str, Hold], ...] = ()
     lines: tuple[AdapterLine, ...] = ()
-    label: str = "default"
+    label: str = FIRST_LABEL
 
     def held(self, adapter: str | None) -> Hold | None:
         """Return what holds a request with that adapter (its name), the stricter of two."""
@@ -225,10 +225,6 @@ class Duty:
     def versions(self) -> tuple[AdapterVersion, ...]:
         """Every version that the board must have on its disk before it serves."""
         return tuple(dict.fromkeys(v for line in self.lines for v in line.versions))
-
-
-def _strictest(pauses: list[Pause]) -> Hold | None:
-    return _hold(pauses) if pauses else None
 
 
 def _hold(pauses: list[Pause]) -> Hold:

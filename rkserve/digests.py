@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
+DIGEST = re.compile(r"[0-9a-f]{64}")  # a sha256 in hexadecimal
 BLOCK_BYTES = 64 * 1024
 BLOCKS = 64
 # Adapters, weights and prompt caches of one process; a digest that is forgotten is computed anew.

@@ -36,6 +36,9 @@ class Sampling:
     mirostat_eta: float = 0.1
 
 
+FIRST_LABEL = "default"  # of a base model's weights, until somebody names them
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
     """One version of a LoRA adapter of the model folder, by its content.
@@ -50,9 +53,14 @@ class AdapterRef:
     scale: float = 1.0
 
     @property
+    def label(self) -> str:
+        """The name by which a request asks for exactly this one, and answers say it."""
+        return f"{self.name}@{self.version}"
+
+    @property
     def key(self) -> str:
         """The name under which the runtime holds it: two contents or scales never share one."""
-        return f"{self.name}@{self.version}-{self.digest[:12]}-{self.scale:g}"
+        return f"{self.label}-{self.digest[:12]}-{self.scale:g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +147,7 @@ class Accepted:
     release: str
     queued_ahead: int
     sampling_ignored: tuple[str, ...] = ()
-    version: str = "default"
+    version: str = FIRST_LABEL
     epoch: int = 0
 
 

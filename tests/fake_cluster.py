@@ -11,10 +11,13 @@ import hashlib
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from fake_boards import eventually
 
 from rkserve.config import CoordinatorConfig
 from rkserve.control.calls import Call, Outcome
@@ -29,6 +32,7 @@ from rkserve.messages import AdapterRef, BoardReport, BoardState, Event, Generat
 from rkserve.messages import VersionFigures as Figures
 
 MODEL = "sim-chat"
+CONTENT = {"v1": b"one" * 100, "v2": b"two" * 150, "v3": b"three" * 200}
 # So that a board that is gone, or cannot, is given up in the time of a test.
 PACE = Pace(chunk_bytes=64, patience_s=0.3, tries=2, first_rest_s=0.01, longest_rest_s=0.05)
 
@@ -103,7 +107,7 @@ class FakeBoard:
         )
 
     def adopt(self, desired: Desired) -> Adoption:
-        if self.desired is None or desired.epoch >= self.desired.epoch:
+        if self.desired is None or desired.epoch > self.desired.epoch:
             self.desired = desired
         return Adoption(
             self.board_id, self.desired.epoch, self.missing, held=self.is_held, latency_ms=1.0
@@ -315,6 +319,17 @@ class Control:
     def desired(self) -> Desired:
         return self.ledger.desired()
 
+    async def heard(self) -> None:
+        """Wait until the Coordinator has heard all boards anew, and has looked at what they say."""
+        roster = self.it._roster
+        rounds = {roster.asked_s}
+
+        def look() -> bool:
+            rounds.add(roster.asked_s)
+            return len(rounds) > 3
+
+        await eventually(look)
+
     @property
     def follows(self) -> bool:
         """Whether every board that is there obeys the latest, has what it needs, and is let be."""
@@ -325,3 +340,34 @@ class Control:
             one.desired == self.desired and not one.missing and one.board_id not in going_on
             for one in alive
         )
+
+
+@asynccontextmanager
+async def started(it: Control) -> AsyncIterator[Control]:
+    """Start a Coordinator, wait until every board follows, and end it in order."""
+    await it.open()
+    try:
+        await eventually(lambda: it.follows)
+        yield it
+    finally:
+        await it.close()
+
+
+@asynccontextmanager
+async def controlled(folder: Path, *boards: str, **settings: Any) -> AsyncIterator[Control]:
+    """A Coordinator that every board follows."""
+    cluster = FakeCluster.of(*(boards or ("a", "b", "c")))
+    async with started(Control(folder, cluster, settings=settings)) as it:
+        yield it
+
+
+@asynccontextmanager
+async def serving(folder: Path, *versions: str, **settings: Any) -> AsyncIterator[Control]:
+    """A Coordinator with these versions of ``CONTENT`` staged, of which the first is served."""
+    async with controlled(folder, **settings) as it:
+        for version in versions:
+            staged = await it.stage(it.store.add(version, CONTENT[version]))
+            assert staged.status == 200, staged
+        if versions:
+            assert (await it.roll(versions[0])).status == 200
+        yield it

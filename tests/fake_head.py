@@ -98,6 +98,9 @@ class FakeHead:
     def _operation(self, name: str) -> Operation:
         raise OperationNotFound(name)
 
+    def _operation_by_key(self, _key: str) -> Operation | None:
+        return None
+
     def _audit(self, limit: int) -> list[dict[str, Any]]:
         return [{"who": "local", "kind": "pause"}][:limit]
 

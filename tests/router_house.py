@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 from fake_boards import FakeBoards, Step, report
 from fake_head import FakeHead
+from own_time import run_loop
 from starlette.types import ASGIApp
 
 from rkserve.config import RouterConfig
@@ -67,6 +68,16 @@ class House:
         """Every board is free, and the Router knows it."""
         assert self.boards.running == 0
         assert self.metric("rkserve_requests_in_flight") == 0
+
+
+def house(*boards: str, **head: Any) -> House:
+    """A Router with boards that answer, and a Coordinator."""
+    return House(FakeBoards.answering(*(boards or ("a",))), head=FakeHead(**head))
+
+
+def send(of: House, method: str, path: str, **rest: Any) -> Any:
+    """Make one request, and return its answer."""
+    return run_loop(of(method, path, **rest))
 
 
 def chat(text: str = "Hello", **extra: Any) -> dict[str, Any]:

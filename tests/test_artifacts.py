@@ -214,6 +214,22 @@ def test_an_upload_can_be_given_up(store: ArtifactStore, tmp_path: Path) -> None
     assert left(store, tmp_path) == []
 
 
+def test_an_upload_that_is_given_up_while_a_part_is_written_leaves_nothing(tmp_path: Path) -> None:
+    begun: list[str] = []
+
+    def free(_: Path) -> int:
+        if begun:
+            made.upload_abort(begun[0])
+        return 1 << 40
+
+    made = ArtifactStore(tmp_path, ArtifactRules(max_bytes=2 * len(CONTENT)), free=free)
+    made.open()
+    begun.append(made.upload_begin(Claim("legal", "v1", "qwen")))
+    with pytest.raises(ArtifactNotFound, match="begin again"):
+        made.upload_part(begun[0], 0, CONTENT)
+    assert left(made, tmp_path) == []
+
+
 def test_only_so_many_uploads_come_in_at_once(tmp_path: Path) -> None:
     store = store_in(tmp_path, max_uploads=2)
     keys = [store.upload_begin(Claim("legal", "v1", "qwen")) for _ in range(2)]
@@ -314,7 +330,7 @@ def test_a_file_that_is_not_what_it_was_is_removed_and_said(
 @pytest.mark.parametrize("digest", ["../file", "", DIGEST.upper(), f"{DIGEST}\n"])
 def test_only_a_digest_names_a_file(store: ArtifactStore, tmp_path: Path, digest: str) -> None:
     (tmp_path / "file").write_text("secret")
-    for call in (store.has, store.remove, lambda name: store.read(name, 0, 9)):
+    for call in (store.remove, lambda name: store.read(name, 0, 9)):
         with pytest.raises(ArtifactNotFound, match="not the sha256"):
             call(digest)
 
@@ -323,7 +339,7 @@ def test_a_file_that_nobody_needs_goes_and_the_others_stay(store: ArtifactStore)
     store.upload_end(upload(store))
     other = store.upload_end(upload(store, b"other")).ref.digest
     assert (store.remove(other), store.remove(other)) == (True, False)
-    assert (store.digests(), store.has(other)) == ((DIGEST,), False)
+    assert store.digests() == (DIGEST,)
 
 
 def test_a_file_that_came_a_moment_ago_is_not_removed_as_idle(tmp_path: Path) -> None:

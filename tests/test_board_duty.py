@@ -101,6 +101,28 @@ def test_pauses_that_take_nothing_new_say_when_to_come_back(
     assert refused.value.retry_after_s == retry_after_s
 
 
+@pytest.mark.parametrize(
+    ("whole", "named", "said"),
+    [
+        pytest.param(PauseMode.KEEP, PauseMode.ABORT, "adapter tone", id="the adapter's"),
+        pytest.param(PauseMode.ABORT, PauseMode.KEEP, "board b", id="the board's"),
+        pytest.param(None, PauseMode.WAIT, "adapter tone", id="the adapter's alone"),
+        pytest.param(PauseMode.WAIT, None, "board b", id="the board's alone"),
+    ],
+)
+def test_what_refuses_a_request_is_named(
+    whole: PauseMode | None, named: PauseMode | None, said: str
+) -> None:
+    pauses = [
+        Pause("op", Scope(adapter=adapter), mode)
+        for mode, adapter in ((whole, None), (named, LINE))
+        if mode is not None
+    ]
+    made = charge(ONE, desired=Desired(3, tuple(pauses), (line(),)))
+    with pytest.raises(EnginePaused, match=said):
+        made.check(asked(LINE), NOW_S)
+
+
 def test_a_request_for_a_line_is_bound_by_its_session() -> None:
     made = charge(ONE, TWO, desired=Desired(1, lines=(line(candidate=TWO, weight=0.5),)))
     bound = {made.bind(asked(LINE, session=str(n))) for n in range(50)}
@@ -154,9 +176,9 @@ def test_generations_are_aborted_by_their_ids_or_all(tmp_path: Path) -> None:
         async with governed(tmp_path) as told:
             clients = [told.ask(max_tokens=400) for _ in range(4)]
             await told.said(clients[0], 3)
-            assert await told.board.abort_all(("g2", "g3/0", "nobody")) == 2
-            assert await told.board.abort_all(None) == 2
-            assert await told.board.abort_all(None) == 0
+            assert told.board.abort_all(("g2", "g3/0", "nobody")) == 2
+            assert told.board.abort_all(None) == 2
+            assert told.board.abort_all(None) == 0
             assert [(await one.end())[1].value for one in clients] == ["abort"] * 4
 
     run_loop(main())

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from fakes import run_loop
+from own_time import run_loop
 
 from rkserve.deployments import catalog as rules
 from rkserve.deployments.catalog import Catalog

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 from fake_boards import FakeBoards, Step, accepted, answer, finished, report
-from fakes import run_loop
+from own_time import run_loop
 
 from rkserve.deployments.choices import Choices, Generate
 from rkserve.errors import BoardFailed, QueueFull

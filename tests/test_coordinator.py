@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_boards import eventually
-from fake_cluster import MODEL, Control, FakeCluster
-from fakes import run_loop
+from fake_cluster import MODEL, Control, controlled
+from own_time import run_loop
 
 from rkserve.control.operations import Operation, OperationKind, OperationState, ResultStatus
 from rkserve.desired import PauseMode
@@ -30,18 +28,6 @@ from rkserve.errors import (
 K, S = OperationKind, OperationState
 
 
-@asynccontextmanager
-async def control(folder: Path, *boards: str, **settings: Any) -> AsyncIterator[Control]:
-    """A Coordinator that every board follows, and that ends in order."""
-    it = Control(folder, FakeCluster.of(*(boards or ("a", "b", "c"))), settings=settings)
-    await it.open()
-    try:
-        await eventually(lambda: it.follows)
-        yield it
-    finally:
-        await it.close()
-
-
 # -- pause and resume --------------------------------------------------------------------------
 
 
@@ -49,7 +35,7 @@ def test_a_pause_is_answered_when_every_board_holds_and_a_resume_when_none_does(
     tmp_path: Path,
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             paused = await it.pause()
             assert (paused.status, paused.applied, paused.operation.state) == (
                 200,
@@ -80,7 +66,7 @@ def test_a_pause_holds_what_it_names_and_nothing_else(
     tmp_path: Path, scope: dict[str, Any], held: list[str]
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             assert (await it.pause(**scope)).status == 200
             await eventually(lambda: it.follows)  # also those that nobody waited for
             assert it.held == held
@@ -101,7 +87,7 @@ def test_what_cannot_be_paused_is_refused_and_audited(
     tmp_path: Path, params: dict[str, Any], expected: type[Exception]
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             with pytest.raises(expected):
                 await it.pause(who="trainer", **params)
             assert it.desired.epoch == 0
@@ -118,7 +104,7 @@ def test_a_pause_that_a_silent_board_does_not_confirm_is_undone_everywhere(
     tmp_path: Path, silent: tuple[str, ...]
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             for name in silent:
                 it.cluster[name].frozen = True
             outcome = await it.pause(timeout_s=0.3)
@@ -138,7 +124,7 @@ def test_a_pause_that_a_silent_board_does_not_confirm_is_undone_everywhere(
 
 def test_a_board_that_refuses_fails_the_pause_long_before_the_time_limit(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             it.cluster["b"].refuses["adopt"] = EngineDied("b", "SIGSEGV")
             outcome = await it.pause(timeout_s=20.0)
             assert (outcome.status, outcome.operation.state) == (503, S.UNDONE)
@@ -150,7 +136,7 @@ def test_a_board_that_refuses_fails_the_pause_long_before_the_time_limit(tmp_pat
 
 def test_a_call_that_did_not_arrive_is_made_again(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             board = it.cluster["b"]
             board.refuses["adopt"] = BoardFailed("b/0", "Ray could not reach it")
             pausing = asyncio.create_task(it.pause())
@@ -166,7 +152,7 @@ def test_a_board_that_dies_in_a_pause_counts_as_stopped_and_comes_back_paused(
     tmp_path: Path,
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             it.cluster["b"].dies_in = "adopt"
             outcome = await it.pause()
             assert outcome.status == 200
@@ -182,7 +168,7 @@ def test_a_board_that_dies_in_a_pause_counts_as_stopped_and_comes_back_paused(
 
 def test_a_frozen_board_is_not_forgotten_however_long_it_is_silent(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             it.cluster["b"].frozen = True
             await eventually(lambda: len(it.it._desk.roster.reports()) == 2)  # a Router's view
             assert (await it.pause(timeout_s=0.2)).status == 504
@@ -192,7 +178,7 @@ def test_a_frozen_board_is_not_forgotten_however_long_it_is_silent(tmp_path: Pat
 
 def test_to_pause_what_is_paused_changes_nothing_and_still_asks_the_boards(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             first = await it.pause()
             again = await it.pause()
             assert (again.status, again.applied) == (200, False)
@@ -207,7 +193,7 @@ def test_to_pause_what_is_paused_changes_nothing_and_still_asks_the_boards(tmp_p
 
 def test_a_resume_that_not_all_boards_hear_is_partial_until_they_have(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             await it.pause()
             it.cluster["b"].frozen = True
             outcome = await it.resume(timeout_s=0.2)
@@ -224,7 +210,7 @@ def test_a_resume_that_not_all_boards_hear_is_partial_until_they_have(tmp_path: 
 
 def test_a_resume_of_nothing_that_not_all_boards_hear_is_settled_as_well(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             it.cluster["b"].frozen = True
             outcome = await it.resume(timeout_s=0.1)
             assert (outcome.operation.state, outcome.applied) == (S.PARTIAL, False)
@@ -243,7 +229,7 @@ def test_an_abort_of_all_is_not_repeated_where_its_answer_may_be_lost(
     tmp_path: Path, ids: list[str] | None, asked: int
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path, "a") as it:
+        async with controlled(tmp_path, "a") as it:
             it.cluster["a"].refuses["abort_all"] = BoardFailed("a/0", "Ray lost the answer")
             await it.call(K.ABORT, request_ids=ids, timeout_s=0.25)
             assert min(it.cluster["a"].asked["abort_all"], 2) == asked
@@ -256,7 +242,7 @@ def test_an_abort_of_all_is_not_repeated_where_its_answer_may_be_lost(
 
 def test_a_lease_that_nobody_renews_resumes_by_itself(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             await it.pause(lease_s=30)
             it.now_s += 29
             await asyncio.sleep(0.5)
@@ -272,7 +258,7 @@ def test_a_lease_that_nobody_renews_resumes_by_itself(tmp_path: Path) -> None:
 
 def test_a_lease_that_ends_while_boards_stop_is_no_success(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             it.cluster["b"].slow_s["adopt"] = 0.6
             pausing = asyncio.create_task(it.pause(lease_s=5))
             await eventually(lambda: it.cluster["a"].is_held)
@@ -290,7 +276,7 @@ def test_a_lease_that_ends_while_boards_stop_is_no_success(tmp_path: Path) -> No
 
 def test_a_key_that_comes_again_gets_the_first_answer_and_changes_nothing(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             first = await it.pause(key="k")
             await it.resume()
             epoch = it.desired.epoch
@@ -307,7 +293,7 @@ def test_a_key_that_comes_again_gets_the_first_answer_and_changes_nothing(tmp_pa
 
 def test_a_key_that_comes_again_while_the_first_goes_on_waits_for_it(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             it.cluster["b"].slow_s["adopt"] = 0.2
             first, again = await asyncio.gather(it.pause(key="k"), it.pause(key="k"))
             assert first.operation == again.operation
@@ -319,7 +305,7 @@ def test_a_key_that_comes_again_while_the_first_goes_on_waits_for_it(tmp_path: P
 
 def test_a_key_is_remembered_by_the_next_coordinator_also_of_what_failed(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             it.cluster["b"].frozen = True
             assert (await it.pause(key="k", timeout_s=0.2)).status == 504
             it.cluster["b"].frozen = False
@@ -333,7 +319,7 @@ def test_a_key_is_remembered_by_the_next_coordinator_also_of_what_failed(tmp_pat
 
 def test_a_stale_epoch_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             await it.pause(expected_epoch=0)
             with pytest.raises(StaleEpoch):
                 await it.resume(expected_epoch=0)
@@ -344,7 +330,7 @@ def test_a_stale_epoch_is_refused(tmp_path: Path) -> None:
 
 def test_a_resume_must_not_meet_a_pause_that_still_stops_boards(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             it.cluster["b"].slow_s["adopt"] = 0.3
             pausing = asyncio.create_task(it.pause())
             await eventually(lambda: it.cluster["a"].is_held)
@@ -357,7 +343,7 @@ def test_a_resume_must_not_meet_a_pause_that_still_stops_boards(tmp_path: Path) 
 
 def test_a_call_in_background_is_answered_when_it_is_written_down(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             it.cluster["b"].slow_s["adopt"] = 0.2
             begun = await it.pause(background=True)
             assert (begun.status, begun.operation.state) == (202, S.RUNNING)
@@ -371,7 +357,7 @@ def test_a_call_in_background_is_answered_when_it_is_written_down(tmp_path: Path
 
 def test_a_caller_that_leaves_ends_nothing(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             it.cluster["b"].slow_s["adopt"] = 0.2
             pausing = asyncio.create_task(it.pause())
             await eventually(lambda: it.cluster["a"].is_held)
@@ -388,7 +374,7 @@ def test_caches_are_cleared_and_requests_aborted_on_the_boards_that_are_meant(
     tmp_path: Path,
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             cleared = await it.call(K.CACHE_RESET, boards=["a", "b"])
             assert (cleared.status, sorted(cleared.operation.results)) == (200, ["a", "b"])
             aborted = await it.call(K.ABORT, request_ids=["x", "y"])
@@ -402,7 +388,7 @@ def test_caches_are_cleared_and_requests_aborted_on_the_boards_that_are_meant(
 
 def test_a_reset_of_running_requests_stops_clears_and_goes_on(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             seen: list[tuple[str, bool]] = []
 
             def look(board: Any, method: str) -> None:
@@ -419,7 +405,7 @@ def test_a_reset_of_running_requests_stops_clears_and_goes_on(tmp_path: Path) ->
 
 def test_a_reset_of_running_requests_that_fails_leaves_nobody_held(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             it.cluster["c"].frozen = True
             reset = await it.call(K.CACHE_RESET, reset_running_requests=True, timeout_s=0.2)
             assert (reset.status, reset.operation.state) == (504, S.UNDONE)
@@ -441,7 +427,7 @@ def test_boards_that_fail_to_clear_are_told(
     tmp_path: Path, failing: list[str], status: int, state: OperationState
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             for name in failing:
                 it.cluster[name].refuses["clear_kv"] = EngineDied(name, "SIGSEGV")
             cleared = await it.call(K.CACHE_RESET)
@@ -454,7 +440,7 @@ def test_boards_that_fail_to_clear_are_told(
 
 def test_a_label_reaches_every_board(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             assert (await it.call(K.LABEL, model=MODEL, label="step 7")).status == 200
             duties = [board.duty for board in it.cluster.boards.values()]
             assert [duty and duty.label for duty in duties] == ["step 7"] * 3
@@ -465,7 +451,7 @@ def test_a_label_reaches_every_board(tmp_path: Path) -> None:
 
 def test_an_operation_that_is_not_known_is_said_so(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             with pytest.raises(OperationNotFound):
                 it.it.operation("op-none")
 
@@ -477,7 +463,7 @@ def test_an_operation_that_is_not_known_is_said_so(tmp_path: Path) -> None:
 
 def test_a_board_that_joins_or_comes_back_is_told_before_it_serves(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path, "a") as it:
+        async with controlled(tmp_path, "a") as it:
             await it.pause(mode=PauseMode.ABORT.value)
             it.cluster["a"].restart()
             it.cluster.boards["new"] = type(it.cluster["a"])("new")
@@ -492,7 +478,7 @@ def test_a_board_that_fails_is_told_again_later_and_later_and_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             board = it.cluster["b"]
             board.restart()
             board.refuses["adopt"] = EngineDied("b", "SIGSEGV")
@@ -513,7 +499,7 @@ def test_every_board_that_followed_late_is_one_line_of_the_log(
     caplog.set_level("INFO", "rkserve")
 
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             caplog.clear()
             await it.pause()
             await asyncio.sleep(0.1)
@@ -528,7 +514,7 @@ def test_every_board_that_followed_late_is_one_line_of_the_log(
 
 def test_a_lost_ledger_goes_on_after_what_the_boards_obey(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path / "one") as it:
+        async with controlled(tmp_path / "one") as it:
             for label in ("x", "y", "z"):
                 await it.call(K.LABEL, model=MODEL, label=label)
             await it.pause()
@@ -549,7 +535,7 @@ def test_a_lost_ledger_goes_on_after_what_the_boards_obey(tmp_path: Path) -> Non
 
 def test_a_router_that_knows_a_later_epoch_is_believed(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             assert (await it.it.desired(41, 0.01)).epoch == 42
 
     run_loop(main())
@@ -557,7 +543,7 @@ def test_a_router_that_knows_a_later_epoch_is_believed(tmp_path: Path) -> None:
 
 def test_who_waits_for_a_change_hears_of_it_at_once_and_else_in_time(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             assert (await it.it.desired(0, 0.01)).epoch == 0
             waiting = asyncio.create_task(it.it.desired(0, 20.0))
             await asyncio.sleep(0.05)
@@ -574,7 +560,7 @@ def test_who_waits_for_a_change_hears_of_it_at_once_and_else_in_time(tmp_path: P
 
 def test_what_went_on_is_ended_however_many_operations_came_after_it(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path, max_operations=100) as it:
+        async with controlled(tmp_path, max_operations=100) as it:
             await it.it.stop()
             old = Operation("op-old", K.ADAPTER_ROLLOUT, params={"model": MODEL, "name": "tone"})
             it.ledger.write(operations=[old])
@@ -594,7 +580,7 @@ def test_what_went_on_is_ended_however_many_operations_came_after_it(tmp_path: P
 
 def test_what_cannot_be_written_down_is_not_done(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             database = it.ledger._database
             pages = database.execute("PRAGMA page_count").fetchone()[0]
             database.execute(f"PRAGMA max_page_count = {pages}")
@@ -611,7 +597,7 @@ def test_what_cannot_be_written_down_is_not_done(tmp_path: Path) -> None:
 
 def test_paused_stays_paused_over_a_restart(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             paused = await it.pause()
             await it.again()
             assert it.held == ["a", "b", "c"]
@@ -627,7 +613,7 @@ def test_paused_stays_paused_over_a_restart(tmp_path: Path) -> None:
 
 def test_the_metrics_count_operations_boards_and_failures(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with controlled(tmp_path) as it:
             await it.pause()
             it.cluster["b"].frozen = True
             await it.pause(boards=["b"], timeout_s=0.1)

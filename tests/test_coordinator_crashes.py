@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from fake_boards import eventually
 from fake_cluster import MODEL, Control, FakeBoard, FakeCluster, Killed
-from fakes import run_loop
+from own_time import run_loop
 
 from rkserve.control.calls import Outcome
 from rkserve.control.operations import OperationKind, OperationState, Phase

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_boards import eventually
-from fake_cluster import MODEL, Control, FakeCluster
-from fakes import run_loop
+from fake_cluster import CONTENT, MODEL, Control, serving
+from own_time import run_loop
 
 from rkserve.control.operations import OperationKind
 from rkserve.deployments.reclaim import Reclaim
@@ -20,23 +17,6 @@ from rkserve.desired import AdapterVersion
 from rkserve.errors import StageFailed, StaleEpoch
 
 K = OperationKind
-CONTENT = {"v1": b"one" * 100, "v2": b"two" * 150, "v3": b"three" * 200}
-
-
-@asynccontextmanager
-async def control(folder: Path, *versions: str, **settings: Any) -> AsyncIterator[Control]:
-    """A Coordinator with these versions staged, of which the first one is served."""
-    it = Control(folder, FakeCluster.of("a", "b", "c"), settings=settings)
-    await it.open()
-    try:
-        await eventually(lambda: it.follows)
-        for version in versions:
-            assert (await it.stage(it.store.add(version, CONTENT[version]))).status == 200
-        if versions:
-            assert (await it.roll(versions[0])).status == 200
-        yield it
-    finally:
-        await it.close()
 
 
 def reclaim(it: Control, grace_s: float = 0.0) -> Reclaim:
@@ -51,19 +31,11 @@ def another(version: AdapterVersion, label: str, scale: float = 1.0) -> AdapterV
     return replace(version, ref=replace(version.ref, version=label, scale=scale))
 
 
-async def reported(it: Control) -> None:
-    """Wait until the Coordinator has heard all boards once more."""
-    asked_s = it.it._desk.roster.asked_s
-    await eventually(lambda: it.it._desk.roster.asked_s > asked_s)
-    asked_s = it.it._desk.roster.asked_s
-    await eventually(lambda: it.it._desk.roster.asked_s > asked_s)
-
-
 def test_a_file_stays_while_another_version_with_that_content_is_being_staged(
     tmp_path: Path,
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1") as it:
+        async with serving(tmp_path, "v1") as it:
             version = it.store.add("v2", CONTENT["v2"])
             it.cluster["b"].refuses["stage_commit"] = StageFailed("b", "its disk is full")
             assert (await it.stage(version)).status != 200
@@ -85,7 +57,7 @@ def test_a_file_stays_while_another_version_with_that_content_is_being_staged(
 
 def test_a_file_stays_while_a_line_names_its_content_though_no_record_does(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1") as it:
+        async with serving(tmp_path, "v1") as it:
             (version,) = it.cluster["a"].whole.values()
             assert (await it.stage(another(version, "same"))).status == 200
             forgetful = Reclaim(it.it._desk, it.store, grace_s=0.0)
@@ -93,7 +65,7 @@ def test_a_file_stays_while_a_line_names_its_content_though_no_record_does(tmp_p
             assert latest[0].params["version"] == "same"
             forgetful.remember(latest)
             await it.call(K.ADAPTER_RETIRE, model=MODEL, name="tone", version="same")
-            await reported(it)
+            await it.heard()
             await forgetful.look()
             assert version.ref.digest in it.store.files
             assert [len(board.whole) for board in it.cluster.boards.values()] == [1, 1, 1]
@@ -105,11 +77,11 @@ def test_a_version_that_no_record_names_is_removed_from_boards_once_it_is_retire
     tmp_path: Path,
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1") as it:
+        async with serving(tmp_path, "v1") as it:
             forgetful = Reclaim(it.it._desk, it.store, grace_s=0.0)
             await forgetful.look()
             await it.call(K.ADAPTER_RETIRE, model=MODEL, name="tone")
-            await reported(it)
+            await it.heard()
             await forgetful.look()
             assert it.store.files == {}
             assert [len(board.whole) for board in it.cluster.boards.values()] == [0, 0, 0]
@@ -121,10 +93,10 @@ def test_a_file_that_has_just_come_again_is_not_removed_before_it_is_staged(
     tmp_path: Path,
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1", "v2") as it:
+        async with serving(tmp_path, "v1", "v2") as it:
             made = reclaim(it, grace_s=0.2)
             await it.call(K.ADAPTER_RETIRE, model=MODEL, name="tone", version="v2")
-            await reported(it)
+            await it.heard()
             await made.look()  # the time of grace begins
             await asyncio.sleep(0.25)
             version = it.store.add("v2", CONTENT["v2"])  # the end of another upload
@@ -139,7 +111,7 @@ def test_a_board_is_free_as_soon_as_it_has_a_file_that_others_still_wait_for(
     tmp_path: Path,
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1") as it:
+        async with serving(tmp_path, "v1") as it:
             stager = it.it._desk.stager
             it.cluster["c"].slow_s["stage_commit"] = 5.0
             asked = it.cluster["c"].asked["stage_commit"]
@@ -156,7 +128,7 @@ def test_a_board_is_free_as_soon_as_it_has_a_file_that_others_still_wait_for(
 
 def test_a_board_that_somebody_holds_keeps_no_other_from_getting_a_file(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1") as it:
+        async with serving(tmp_path, "v1") as it:
             version = it.store.add("v2", CONTENT["v2"])
             async with it.it._desk.stager.at("b"):
                 staging = asyncio.create_task(it.stage(version))
@@ -173,15 +145,15 @@ def test_a_silent_board_holds_up_no_removal_elsewhere_and_is_asked_when_it_answe
     tmp_path: Path,
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1", "v2") as it:
+        async with serving(tmp_path, "v1", "v2") as it:
             made = reclaim(it)
             await it.call(K.ADAPTER_RETIRE, model=MODEL, name="tone", version="v2")
             it.cluster["b"].frozen = True
-            await reported(it)
+            await it.heard()
             await asyncio.wait_for(made.look(), 5.0)
             assert [len(board.whole) for board in it.cluster.boards.values()] == [1, 2, 1]
             it.cluster["b"].frozen = False
-            await reported(it)
+            await it.heard()
             await made.look()
             assert [len(board.whole) for board in it.cluster.boards.values()] == [1, 1, 1]
             assert len(it.store.files) == 1
@@ -189,9 +161,55 @@ def test_a_silent_board_holds_up_no_removal_elsewhere_and_is_asked_when_it_answe
     run_loop(main())
 
 
+def test_a_version_is_removed_from_a_board_that_was_away_when_it_was_dropped(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, "v1", "v2") as it:
+            made = reclaim(it)
+            it.cluster["c"].dead = True
+            roster = it.it._desk.roster
+            await eventually(lambda: all(one.board_id != "c" for one in roster.reports()))
+            await it.call(K.ADAPTER_RETIRE, model=MODEL, name="tone", version="v2")
+            await it.heard()
+            await made.look()
+            assert [len(board.whole) for board in it.cluster.boards.values()] == [1, 1, 2]
+            assert len(it.store.files) == 1
+            it.cluster["c"].restart()
+            await eventually(lambda: it.follows)
+            await it.heard()
+            await made.look()
+            assert [len(board.whole) for board in it.cluster.boards.values()] == [1, 1, 1]
+
+    run_loop(main())
+
+
+def test_what_was_forgotten_long_ago_is_what_nobody_has(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, "v1", "v2", "v3") as it:
+            made = Reclaim(it.it._desk, it.store, grace_s=0.0, most=1)
+            made.remember(it.it.operations(100))
+            it.cluster["c"].refuses["unstage"] = StageFailed("c", "its disk fails")
+            for version in ("v2", "v3"):
+                await it.call(K.ADAPTER_RETIRE, model=MODEL, name="tone", version=version)
+            for _ in range(2):
+                await it.heard()
+                await made.look()
+            assert [len(board.whole) for board in it.cluster.boards.values()] == [1, 1, 3]
+            it.cluster["c"].refuses.clear()
+            await made.look()
+            assert [len(board.whole) for board in it.cluster.boards.values()] == [1, 1, 1]
+            for _ in range(2):
+                await it.heard()
+                await made.look()
+            assert len(made._known) == 1
+
+    run_loop(main())
+
+
 def test_a_file_that_nobody_staged_is_removed_after_a_while(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1") as it:
+        async with serving(tmp_path, "v1") as it:
             pushed = it.store.add("v2", CONTENT["v2"])
             with pytest.raises(StaleEpoch):
                 await it.call(

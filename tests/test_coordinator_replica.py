@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from fakes import run_loop
+from own_time import run_loop
 
 from rkserve.config import CoordinatorConfig
 from rkserve.deployments import coordinator_replica

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_boards import eventually
-from fake_cluster import MODEL, Control, FakeBoard, FakeCluster
-from fakes import run_loop
+from fake_cluster import CONTENT, MODEL, Control, FakeBoard, serving
+from own_time import run_loop
 
 from rkserve.control.calls import Outcome
 from rkserve.control.operations import OperationKind, OperationState, Phase, ResultStatus
@@ -29,24 +28,6 @@ from rkserve.errors import (
 from rkserve.messages import VersionFigures
 
 K, S = OperationKind, OperationState
-CONTENT = {"v1": b"one" * 100, "v2": b"two" * 150, "v3": b"three" * 200}
-
-
-@asynccontextmanager
-async def control(folder: Path, *versions: str, **settings: Any) -> AsyncIterator[Control]:
-    """A Coordinator with these versions staged, of which the first one is served."""
-    it = Control(folder, FakeCluster.of("a", "b", "c"), settings=settings)
-    await it.open()
-    try:
-        await eventually(lambda: it.follows)
-        for version in versions:
-            staged = await it.stage(it.store.add(version, CONTENT[version]))
-            assert staged.status == 200, staged
-        if versions:
-            assert (await it.roll(versions[0])).status == 200
-        yield it
-    finally:
-        await it.close()
 
 
 def served(it: Control, board: str = "a") -> str | None:
@@ -75,7 +56,7 @@ def watch_for_mixtures(it: Control) -> list[str]:
 
 def test_a_version_is_staged_on_every_board_and_served_by_its_full_name(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with serving(tmp_path) as it:
             version = it.store.add("v1", CONTENT["v1"])
             outcome = await it.stage(version)
             assert (outcome.status, outcome.applied) == (200, True)
@@ -100,7 +81,7 @@ def test_a_staging_that_fails_on_one_board_changes_nothing_anywhere(
     tmp_path: Path, method: str
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with serving(tmp_path) as it:
             it.cluster["b"].refuses[method] = StageFailed("b", "its disk is full")
             outcome = await it.stage(it.store.add("v1", CONTENT["v1"]))
             assert (outcome.status, outcome.operation.state) == (503, S.FAILED)
@@ -116,7 +97,7 @@ def test_a_board_that_dies_while_staging_is_left_out_and_has_it_before_it_serves
     tmp_path: Path,
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with serving(tmp_path) as it:
             it.cluster["b"].dies_in = "stage_chunk"
             outcome = await it.stage(it.store.add("v1", CONTENT["v1"]))
             assert outcome.status == 200
@@ -132,7 +113,7 @@ def test_a_board_that_dies_while_staging_is_left_out_and_has_it_before_it_serves
 
 def test_a_version_that_is_another_content_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1") as it:
+        async with serving(tmp_path, "v1") as it:
             with pytest.raises(AdapterExists):
                 await it.stage(it.store.add("v1", b"something else"))
             assert served(it) == "v1"
@@ -142,7 +123,7 @@ def test_a_version_that_is_another_content_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_that_the_store_has_not_fails_the_staging(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with serving(tmp_path) as it:
             version = it.store.add("v1", CONTENT["v1"])
             it.store.files.clear()
             outcome = await it.stage(version)
@@ -158,7 +139,7 @@ def test_a_file_that_the_store_has_not_fails_the_staging(tmp_path: Path) -> None
 
 def test_an_atomic_rollout_switches_all_boards_at_once_and_resumes(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1", "v2") as it:
+        async with serving(tmp_path, "v1", "v2") as it:
             mixtures = watch_for_mixtures(it)
             outcome = await it.roll("v2")
             assert (outcome.status, outcome.operation.state) == (200, S.SUCCEEDED)
@@ -180,7 +161,7 @@ def test_an_atomic_rollout_switches_all_boards_at_once_and_resumes(tmp_path: Pat
 
 def test_a_rolling_rollout_takes_so_many_boards_at_a_time(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1", "v2") as it:
+        async with serving(tmp_path, "v1", "v2") as it:
             loading: set[str] = set()
             most = 0
 
@@ -210,7 +191,7 @@ def test_a_load_that_fails_on_one_board_takes_everything_back(
     tmp_path: Path, strategy: str
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1", "v2") as it:
+        async with serving(tmp_path, "v1", "v2") as it:
             it.cluster["b"].refuses["load_adapter"] = AdapterBroken("tone", "it is for another")
             outcome = await it.roll("v2", strategy=strategy)
             assert outcome.status == 503
@@ -230,7 +211,7 @@ def test_a_board_that_dies_in_a_rollout_is_left_out_and_comes_back_with_the_new_
     tmp_path: Path, method: str
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1", "v2") as it:
+        async with serving(tmp_path, "v1", "v2") as it:
             mixtures = watch_for_mixtures(it)
             it.cluster["b"].dies_in = method
             assert (await it.roll("v2")).status == 200
@@ -271,7 +252,7 @@ def test_a_board_that_joins_while_others_load_is_switched_with_them(
     tmp_path: Path, name: str
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1", "v2") as it:
+        async with serving(tmp_path, "v1", "v2") as it:
             mixtures = watch_for_mixtures(it)
             rolling = await rolls_while_one_joins(it, name)
             it.cluster[name].slow_s["adopt"] = 0.2
@@ -286,7 +267,7 @@ def test_a_board_that_joins_while_others_load_is_switched_with_them(
 @pytest.mark.parametrize("name", ["d", "b"], ids=["joins", "comes back"])
 def test_a_board_that_joins_and_freezes_undoes_the_rollout(tmp_path: Path, name: str) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1", "v2", operation_timeout_s=0.4) as it:
+        async with serving(tmp_path, "v1", "v2", operation_timeout_s=0.4) as it:
             mixtures = watch_for_mixtures(it)
             rolling = await rolls_while_one_joins(it, name)
             it.cluster[name].frozen = True
@@ -306,7 +287,7 @@ def test_a_silent_board_undoes_an_atomic_rollout_and_wakes_up_with_the_old_versi
     tmp_path: Path,
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1", "v2", operation_timeout_s=0.4) as it:
+        async with serving(tmp_path, "v1", "v2", operation_timeout_s=0.4) as it:
             mixtures = watch_for_mixtures(it)
 
             def freeze(board: FakeBoard, method: str) -> None:
@@ -350,7 +331,7 @@ def test_a_disk_that_fills_up_in_a_rollout_undoes_it_as_soon_as_that_can_be_writ
     tmp_path: Path, method: str
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1", "v2") as it:
+        async with serving(tmp_path, "v1", "v2") as it:
             state = {"full": False}
             it.wrap_ledger = lambda ledger: FailingLedger(ledger, lambda: state["full"])
             await it.again()
@@ -378,7 +359,7 @@ def test_a_disk_that_fills_up_in_a_rollout_undoes_it_as_soon_as_that_can_be_writ
 
 def test_a_commit_that_runs_out_of_time_says_who_lags_until_they_follow(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1", "v2") as it:
+        async with serving(tmp_path, "v1", "v2") as it:
 
             def freeze(board: FakeBoard, method: str) -> None:
                 if board.board_id == "c" and method == "adopt" and board.is_held:
@@ -401,7 +382,7 @@ def test_a_commit_that_runs_out_of_time_says_who_lags_until_they_follow(tmp_path
 
 def test_a_pause_and_a_resume_do_not_wait_for_boards_that_follow_a_commit(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1", "v2") as it:
+        async with serving(tmp_path, "v1", "v2") as it:
 
             def freeze(board: FakeBoard, method: str) -> None:
                 if board.board_id == "c" and method == "adopt" and board.is_held:
@@ -425,7 +406,7 @@ def test_a_paused_cluster_resumes_while_engines_are_renewed_for_a_retirement(
     tmp_path: Path,
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1") as it:
+        async with serving(tmp_path, "v1") as it:
             await it.pause()
             await eventually(lambda: all(one.adapters for one in it.it._desk.roster.reports()))
             it.cluster["a"].slow_s["renew"] = 1.0
@@ -442,7 +423,7 @@ def test_a_paused_cluster_resumes_while_engines_are_renewed_for_a_retirement(
 @pytest.mark.parametrize("strategy", ["atomic", None], ids=["atomic", "null"])
 def test_a_resume_takes_no_hold_of_a_rollout_away(tmp_path: Path, strategy: str | None) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1", "v2") as it:
+        async with serving(tmp_path, "v1", "v2") as it:
             it.cluster["b"].slow_s["adopt"] = 0.2
             rolling = asyncio.create_task(it.roll("v2", strategy=strategy))
             await eventually(lambda: it.held == ["a", "c"])
@@ -484,7 +465,7 @@ def test_an_end_that_cannot_be_written_down_at_once_is_recorded_as_it_was(
     tmp_path: Path, kind: OperationKind, params: dict[str, str], state: OperationState
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1", "v2", "v3") as it:
+        async with serving(tmp_path, "v1", "v2", "v3") as it:
             await it.roll("v3")
             await it.roll("v1")
             it.wrap_ledger = FullAtTheEnd
@@ -501,7 +482,7 @@ def test_an_end_that_cannot_be_written_down_at_once_is_recorded_as_it_was(
 
 def test_a_pause_whose_end_cannot_be_written_down_holds_nobody(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path) as it:
+        async with serving(tmp_path) as it:
             it.wrap_ledger = FullAtTheEnd
             await it.again()
             await eventually(lambda: it.follows)
@@ -517,7 +498,7 @@ def test_a_pause_whose_end_cannot_be_written_down_holds_nobody(tmp_path: Path) -
 
 def test_a_version_that_nobody_staged_is_not_found(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1") as it:
+        async with serving(tmp_path, "v1") as it:
             with pytest.raises(ModelNotFound):
                 await it.roll("v9")
             assert (await it.roll("v1")).applied is False
@@ -529,7 +510,7 @@ def test_two_rollouts_of_a_model_do_not_meet_and_a_pause_waits_for_the_switch(
     tmp_path: Path,
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1", "v2", "v3") as it:
+        async with serving(tmp_path, "v1", "v2", "v3") as it:
             it.cluster["b"].slow_s["adopt"] = 0.2
             rolling = asyncio.create_task(it.roll("v2"))
             await eventually(lambda: it.held == ["a", "c"])
@@ -544,7 +525,7 @@ def test_two_rollouts_of_a_model_do_not_meet_and_a_pause_waits_for_the_switch(
 
 def test_a_rollout_of_a_paused_cluster_stays_paused(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1", "v2") as it:
+        async with serving(tmp_path, "v1", "v2") as it:
             await it.pause()
             assert (await it.roll("v2")).status == 200
             assert it.held == ["a", "b", "c"]
@@ -556,7 +537,7 @@ def test_a_rollout_of_a_paused_cluster_stays_paused(tmp_path: Path) -> None:
 
 def test_a_rollback_returns_to_the_version_before_and_only_once(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1", "v2") as it:
+        async with serving(tmp_path, "v1", "v2") as it:
             await it.roll("v2")
             back = await it.call(K.ADAPTER_ROLLBACK, model=MODEL, name="tone")
             assert back.status == 200
@@ -568,9 +549,24 @@ def test_a_rollback_returns_to_the_version_before_and_only_once(tmp_path: Path) 
     run_loop(main())
 
 
+def test_a_rollout_that_breaks_down_is_undone_and_the_log_says_where(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, "v1", "v2") as it:
+            it.cluster["b"].refuses["load_adapter"] = ValueError("nobody thought of this")
+            outcome = await it.roll("v2")
+            assert outcome.status == 500
+            assert [served(it, board) for board in "abc"] == ["v1"] * 3
+            said = [record for record in caplog.records if record.exc_info]
+            assert any("nobody thought of this" in str(one.exc_info) for one in said)
+
+    run_loop(main())
+
+
 def test_a_rollout_that_runs_out_of_time_is_undone(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1", "v2") as it:
+        async with serving(tmp_path, "v1", "v2") as it:
             it.cluster["b"].slow_s["load_adapter"] = 5.0
             outcome = await it.roll("v2", timeout_s=0.2)
             assert outcome.status in (503, 504)
@@ -612,7 +608,7 @@ def test_a_canary_is_promoted_or_rolled_back_by_what_boards_report(
     tmp_path: Path, v2: tuple[int, int, float], status: int, ends_with: str
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1", "v2") as it:
+        async with serving(tmp_path, "v1", "v2") as it:
             rolling = asyncio.create_task(
                 it.roll("v2", strategy="canary", weight=0.5, observe_s=0.2)
             )
@@ -638,7 +634,7 @@ def test_an_observed_canary_is_decided_by_hand(
     tmp_path: Path, kind: OperationKind, ends_with: str, state: OperationState
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1", "v2") as it:
+        async with serving(tmp_path, "v1", "v2") as it:
             rolling = asyncio.create_task(
                 it.roll("v2", strategy="canary", weight=0.5, observe_s=0.0, auto=False)
             )
@@ -657,7 +653,7 @@ def test_a_canary_may_be_observed_for_longer_than_the_time_limit(
     tmp_path: Path, auto: bool
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1", "v2") as it:
+        async with serving(tmp_path, "v1", "v2") as it:
             observe_s = 1.2 if auto else 0.0
             rolling = asyncio.create_task(
                 it.roll("v2", strategy="canary", observe_s=observe_s, auto=auto, timeout_s=1.0)
@@ -678,7 +674,7 @@ def test_a_canary_may_be_observed_for_longer_than_the_time_limit(
 
 def test_there_is_nothing_to_promote_without_a_canary(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1") as it:
+        async with serving(tmp_path, "v1") as it:
             with pytest.raises(OperationConflict):
                 await it.call(K.ADAPTER_PROMOTE, model=MODEL, name="tone")
 
@@ -692,9 +688,9 @@ def test_a_retired_adapter_is_forgotten_and_its_memory_given_back_board_by_board
     tmp_path: Path,
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1") as it:
+        async with serving(tmp_path, "v1") as it:
             assert all(board.loaded for board in it.cluster.boards.values())
-            await asyncio.sleep(0.05)  # reports say what is loaded
+            await it.heard()  # reports say what is loaded
             outcome = await it.call(K.ADAPTER_RETIRE, model=MODEL, name="tone")
             assert outcome.status == 200
             assert it.desired.lines == ()
@@ -708,9 +704,9 @@ def test_files_that_no_line_names_are_removed_after_a_while_from_boards_and_stor
     tmp_path: Path,
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1", "v2") as it:
+        async with serving(tmp_path, "v1", "v2") as it:
             await it.call(K.ADAPTER_RETIRE, model=MODEL, name="tone", version="v2")
-            await asyncio.sleep(0.05)
+            await it.heard()
             await it.it._reclaim.look()  # of which requests that run may still have need
             assert len(it.store.files) == 2
             reclaim = Reclaim(it.it._desk, it.store, grace_s=0.0)
@@ -718,6 +714,7 @@ def test_files_that_no_line_names_are_removed_after_a_while_from_boards_and_stor
             await reclaim.look()
             assert len(it.store.files) == 1
             assert [len(board.whole) for board in it.cluster.boards.values()] == [1, 1, 1]
+            await it.heard()
             await reclaim.look()  # and that is all there is to do
             assert [board.asked["unstage"] for board in it.cluster.boards.values()] == [1, 1, 1]
 
@@ -726,10 +723,10 @@ def test_files_that_no_line_names_are_removed_after_a_while_from_boards_and_stor
 
 def test_a_version_that_is_staged_again_while_it_is_being_removed_stays(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1", "v2") as it:
+        async with serving(tmp_path, "v1", "v2") as it:
             version = it.store.add("v2", CONTENT["v2"])
             await it.call(K.ADAPTER_RETIRE, model=MODEL, name="tone", version="v2")
-            await asyncio.sleep(0.05)
+            await it.heard()
             reclaim = Reclaim(it.it._desk, it.store, grace_s=0.0)
             reclaim.remember(it.it.operations(100))
             async with it.it._desk.stager.at("b"):
@@ -749,7 +746,7 @@ def test_a_staging_that_fails_takes_nothing_from_another_one_of_the_same_version
     tmp_path: Path,
 ) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1") as it:
+        async with serving(tmp_path, "v1") as it:
             version = it.store.add("v1", CONTENT["v1"])
             it.cluster["b"].refuses["stage_begin"] = StageFailed("b", "its disk is full")
             again = await it.stage(version)
@@ -761,7 +758,7 @@ def test_a_staging_that_fails_takes_nothing_from_another_one_of_the_same_version
 
 def test_a_board_that_lost_its_disk_gets_the_files_again_before_it_serves(tmp_path: Path) -> None:
     async def main() -> None:
-        async with control(tmp_path, "v1", "v2") as it:
+        async with serving(tmp_path, "v1", "v2") as it:
             it.cluster["c"].restart(disk=False)
             await eventually(lambda: it.follows)
             assert sorted(ref.ref.version for ref in it.cluster["c"].whole.values()) == ["v1", "v2"]

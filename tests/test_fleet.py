@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import pytest
 from fake_boards import FakeBoards, Step, accepted, answer, eventually, report
-from fakes import run_loop
+from own_time import run_loop
 
 from rkserve.deployments.fleet import FAILURES_EVERY, LOOK_AGAIN_S, Fleet
 from rkserve.deployments.listing import FORGET_AFTER
@@ -749,6 +749,34 @@ def test_a_board_that_is_full_is_not_left_for_one_that_is_held() -> None:
         await of.refresh()
         with pytest.raises(QueueFull):
             await talk(of)
+
+    run_loop(main())
+
+
+def test_a_board_that_says_that_it_is_full_is_not_left_for_one_that_is_held() -> None:
+    async def main() -> None:
+        boards = FakeBoards.answering("a", "b")
+        boards.scripts["replica of a"] = [[QueueFull(1, 3)]]
+        of = fleet(only=boards)
+        of.obey(hold(PauseMode.KEEP, "b"))
+        await of.refresh()
+        with pytest.raises(QueueFull):
+            await talk(of)
+        assert [replica for replica, _ in boards.opened] == ["replica of a"]
+
+    run_loop(main())
+
+
+def test_where_all_are_held_one_that_is_full_is_left_for_another() -> None:
+    async def main() -> None:
+        boards = FakeBoards.answering("a", "b")
+        boards.scripts["replica of a"] = [[QueueFull(1, 3)]]
+        of = fleet(only=boards)
+        of.obey(hold(PauseMode.KEEP))
+        await of.refresh()
+        for _ in range(8):
+            assert text_of(await talk(of)) == "hello"
+        assert any(replica == "replica of a" for replica, _ in boards.opened)
 
     run_loop(main())
 

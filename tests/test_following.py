@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from fake_boards import eventually
 from fake_head import FakeHead
-from fakes import run_loop
+from own_time import run_loop
 
 from rkserve.control.calls import Call, Outcome
 from rkserve.control.operations import OperationKind

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fake_boards import FakeBoards, Step, accepted, answer, eventually, finished, report
-from fakes import run_loop
+from own_time import run_loop
 from router_house import CHAT, House, chat, events, scripted
 from starlette.types import Message, Scope
 

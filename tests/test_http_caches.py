@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from fake_boards import FakeBoards, report
-from fakes import run_loop
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from own_time import run_loop
 from pydantic import SecretStr
 from router_house import CHAT, FOLDER, House, chat, model
 

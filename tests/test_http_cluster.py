@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_boards import FakeBoards, Step, accepted, eventually, finished, report
 from fake_head import FakeHead, line, version
-from fakes import run_loop
+from own_time import run_loop
 from pydantic import SecretStr
-from router_house import CHAT, MAX_ADAPTER_BYTES, House, chat, events
+from router_house import CHAT, MAX_ADAPTER_BYTES, House, chat, house, send
 
 from rkserve.config import RouterConfig
 from rkserve.control.calls import Call, Outcome
@@ -38,23 +37,12 @@ from rkserve.messages import (
     Kv,
     Paused,
     VersionFigures,
-    VersionSpan,
 )
 
 ADAPTERS = "/v1/lora_adapters"
 OCTETS = {"content-type": "application/octet-stream"}
 SHARED: dict[str, Any] = {"models": [], "boards": [], "adapter": None}
 K = OperationKind
-
-
-def house(*boards: str, **head: Any) -> House:
-    """Boards that answer, and a Coordinator."""
-    return House(FakeBoards.answering(*(boards or ("a",))), head=FakeHead(**head))
-
-
-def send(of: House, method: str, path: str, **rest: Any) -> Any:
-    """Make one request."""
-    return run_loop(of(method, path, **rest))
 
 
 # -- the peers' words -----------------------------------------------------------------------------
@@ -304,10 +292,31 @@ REFUSED: list[tuple[str, str, Any, int, str | None]] = [
     (ADAPTERS, "", {"name": "tone", "path": "/x", "max_unavailable": 0}, 400, "max_unavailable"),
     (ADAPTERS, "", {"name": "tone", "path": "/x", "strategy": "yolo"}, 400, "strategy"),
     (ADAPTERS, "", {"name": "tone", "path": "/x", "base_model": "gpt"}, 404, "model"),
+    (
+        ADAPTERS,
+        "",
+        {"name": "tone", "path": "/x", "base_model": "gpt", "model": "sim-chat"},
+        400,
+        "base_model",
+    ),
     (f"{ADAPTERS}/tone/rollout", "", {}, 400, "version"),
     (f"{ADAPTERS}/nobody/rollback", "", {}, 404, "model"),
     (f"{ADAPTERS}/b%20d/promote", "", {}, 400, "name"),
     ("/v1/load_lora_adapter", "", {"lora_name": "x"}, 400, "lora_path"),
+    (
+        "/v1/load_lora_adapter",
+        "",
+        {"lora_name": "x", "lora_path": "/x", "base_model_name": "gpt"},
+        404,
+        "model",
+    ),
+    (
+        "/v1/load_lora_adapter",
+        "",
+        {"lora_name": "x", "lora_path": "/x", "base_model_name": "gpt", "model": "sim-chat"},
+        400,
+        "base_model_name",
+    ),
     ("/v1/unload_lora_adapter", "", {"lora_name": "nobody"}, 404, "model"),
 ]
 
@@ -438,6 +447,9 @@ def paused(tokens: int) -> Paused:
     [
         pytest.param([Delta("one", (1,))], id="its first pause"),
         pytest.param([Delta("one", (1,)), paused(1)], id="the event of an earlier pause is there"),
+        pytest.param(
+            [paused(1), Delta("one", (1,))], id="a token that an earlier pause held back came since"
+        ),
     ],
 )
 @pytest.mark.parametrize(
@@ -651,7 +663,7 @@ def test_known_versions(method: str, path: str, body: Any, kind: K, params: dict
 
 def test_vllm_s_calls_answer_in_its_words() -> None:
     of = house(desired=Desired(3, lines=(line(),)))
-    loaded = {"lora_name": "fresh", "lora_path": "/srv/a.rkllm"}
+    loaded = {"lora_name": "fresh", "lora_path": "/srv/a.rkllm", "base_model_name": "sim-chat"}
     response = send(of, "POST", "/v1/load_lora_adapter", json=loaded)
     assert response.status_code == 200
     assert response.text == "Success: LoRA adapter 'fresh' added successfully."
@@ -799,138 +811,7 @@ def test_before_the_coordinator_was_ever_heard_an_unknown_name_is_not_denied() -
     assert response.json()["error"]["code"] == "coordinator_unavailable"
 
 
-# -- versions in answers --------------------------------------------------------------------------
-
-
-def stamped(*spans: tuple[str, int, int]) -> FakeBoards:
-    """A board that accepts with the first version, and generates with them in turn."""
-    end = replace(finished(4), versions=tuple(VersionSpan(*span) for span in spans))
-    first = replace(accepted("a"), version=spans[0][0], epoch=4)
-    script: list[Step] = [first, Delta("a", (1,)), Delta("b", (2,)), end]
-    return FakeBoards([report("a")], {"replica of a": [script]})
-
-
-def test_an_answer_says_which_weights_its_last_token_comes_from() -> None:
-    tone = line(previous=version("tone", "v0"))
-    of = House(
-        stamped(("tone@v0", 0, 2), ("tone@v1", 2, 4)), head=FakeHead(Desired(4, lines=(tone,)))
-    )
-    asked = {**chat(), "model": "tone", "return_weight_versions": True}
-    response = send(of, "POST", CHAT, json=asked)
-    assert response.headers["x-weight-version"] == "tone@v1"
-    assert response.headers["x-rkserve-epoch"] == "4"
-    told = response.json()
-    assert told["weight_version"] == "tone@v1"
-    assert told["choices"][0]["weight_versions"] == [
-        {"version": "tone@v0", "start": 0, "end": 2},
-        {"version": "tone@v1", "start": 2, "end": 4},
-    ]
-    plain = send(of, "POST", CHAT, json={**chat(), "model": "tone"}).json()
-    assert "weight_versions" not in plain["choices"][0]
-    assert plain["system_fingerprint"] == told["system_fingerprint"]
-
-
-def test_a_stream_is_stamped_at_its_end_with_what_it_was_generated_with() -> None:
-    tone = line(previous=version("tone", "v0"))
-    of = House(
-        stamped(("tone@v0", 0, 2), ("tone@v1", 2, 4)), head=FakeHead(Desired(4, lines=(tone,)))
-    )
-    asked = {**chat(stream=True), "model": "tone", "return_weight_versions": True}
-    response = send(of, "POST", CHAT, json=asked)
-    assert response.headers["x-weight-version"] == "tone@v0"
-    chunks = [one for one in events(response.text) if isinstance(one, dict)]
-    last = chunks[-1]
-    assert last["weight_version"] == "tone@v1"
-    assert [span["version"] for span in last["choices"][0]["weight_versions"]] == [
-        "tone@v0",
-        "tone@v1",
-    ]
-    assert last["system_fingerprint"] != chunks[0]["system_fingerprint"]
-
-
-# -- which version is asked of the board ----------------------------------------------------------
-
-BOTH = line(candidate=version("tone", "v2"), weight=0.5, previous=version("tone", "v0"))
-
-
-@pytest.mark.parametrize(
-    ("model", "policy", "bound", "called"),
-    [
-        pytest.param("tone", None, "tone", None, id="the board binds"),
-        pytest.param("sim-chat:tone", "any", "tone", None, id="with its base model"),
-        pytest.param("tone@v0", None, None, "v0", id="a version by name"),
-        pytest.param("tone", "latest-only", None, "v2", id="the latest is on trial"),
-        pytest.param("tone", "min-version:v1", "tone", None, id="both will do"),
-        pytest.param("tone", "min-version:v2", None, "v2", id="only the candidate will do"),
-    ],
-)
-def test_what_a_request_for_a_line_asks_of_its_board(
-    model: str, policy: str | None, bound: str | None, called: str | None
-) -> None:
-    of = house(desired=Desired(9, lines=(BOTH,)))
-    headers = {"x-session-id": "me"} | ({} if policy is None else {"x-version-policy": policy})
-    response = send(of, "POST", CHAT, json={**chat(), "model": model}, headers=headers)
-    assert response.status_code == 200, response.text
-    ((_, request),) = of.boards.opened
-    assert request.line == bound
-    assert (None if request.adapter is None else request.adapter.version) == called
-    assert (request.session, request.min_epoch) == ("me", BOTH.epoch)
-    assert request.keep_version is ("@" in model)
-
-
-@pytest.mark.parametrize(
-    ("model", "policy", "status", "code"),
-    [
-        pytest.param("tone", "min-version:v3", 503, "version_unavailable", id="not there yet"),
-        pytest.param("sim-chat", "min-version:x", 503, "version_unavailable", id="the base"),
-        pytest.param("tone@v0", "min-version:v1", 400, None, id="against itself"),
-        pytest.param("tone@v7", None, 404, "model_not_found", id="an unknown version"),
-        pytest.param("tone", "newest", 400, None, id="an unknown policy"),
-        pytest.param("tone", "min-version:", 400, None, id="a policy without its version"),
-    ],
-)
-def test_a_policy_that_cannot_be_met(
-    model: str, policy: str | None, status: int, code: str | None
-) -> None:
-    of = house(desired=Desired(9, lines=(BOTH,)))
-    headers = {} if policy is None else {"x-version-policy": policy}
-    response = send(of, "POST", CHAT, json={**chat(), "model": model}, headers=headers)
-    assert response.status_code == status, response.text
-    assert response.json()["error"]["code"] == code
-    assert of.boards.opened == []
-
-
-@pytest.mark.parametrize(
-    ("body", "header", "session"),
-    [
-        pytest.param({"user": "u"}, None, "u", id="the user"),
-        pytest.param({"user": "u", "prompt_cache_key": "k"}, None, "k", id="the key before"),
-        pytest.param({"prompt_cache_key": "k"}, "h", "h", id="the header before"),
-        pytest.param({"user": 5}, "", None, id="neither"),
-    ],
-)
-def test_a_session_keeps_requests_together(
-    body: dict[str, Any], header: str | None, session: str | None
-) -> None:
-    of = house()
-    headers = {} if header is None else {"x-session-id": header}
-    response = send(of, "POST", CHAT, json=chat(**body), headers=headers)
-    assert response.status_code == 200
-    ((_, request),) = of.boards.opened
-    assert request.session == (session or response.json()["id"])
-
-
-def test_lines_are_listed_as_models_with_their_versions() -> None:
-    of = house(desired=Desired(9, lines=(BOTH,)))
-    listed = {entry["id"]: entry for entry in send(of, "GET", "/v1/models").json()["data"]}
-    entry = listed["sim-chat:tone"]
-    assert entry["parent"] == "sim-chat"
-    assert entry["rkserve"]["version"] == "v1"
-    assert [one["version"] for one in entry["rkserve"]["versions"]] == ["v1", "v2", "v0"]
-    one = send(of, "GET", "/v1/models/tone@v0").json()
-    assert one["id"] == "sim-chat:tone@v0"
-    assert one["rkserve"]["version"] == "v0"
-    assert send(of, "GET", "/v1/models/tone@v7").status_code == 404
+# -- pauses as requests see them ------------------------------------------------------------------
 
 
 def test_the_pause_of_all_boards_is_a_503_that_says_when_to_come_back() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_boards import FakeBoards, Step, accepted, eventually, finished, report
-from fakes import run_loop
+from own_time import run_loop
 from router_house import CHAT, House, chat, events, model
 
 from rkserve.config import RouterConfig

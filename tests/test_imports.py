@@ -22,6 +22,7 @@ GROUND = frozenset(
         "groupconfig",
         "settingwords",
         "digests",
+        "disk",
         "discretion",
         "metrics",
         "names",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fake_boards import accepted, finished, report
-from fakes import run_loop
+from own_time import run_loop
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError, TaskCancelledError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fake_boards import eventually
 from fake_cluster import Control, FakeBoard, FakeCluster
-from fakes import run_loop
+from own_time import run_loop
 
 from rkserve.errors import BoardFailed, CoordinatorAway
 from rkserve.messages import BoardReport

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fakes import run_loop
+from own_time import run_loop
 from ray.exceptions import TaskCancelledError
 from starlette.types import Message
 

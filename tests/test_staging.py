@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from own_time import run_loop
 
 from rkserve.board.staged import Staged
 from rkserve.deployments.staging import ALIVE, Delivery, Pace, stage
@@ -110,7 +111,7 @@ class House:
                 stage(V1, boards, self.read, self.put, self.ask, pace=pace), 60
             )
 
-        return asyncio.run(main())
+        return run_loop(main())
 
     def whole(self) -> list[str]:
         """The boards that have the version, as a restart of theirs would find it."""
@@ -288,7 +289,7 @@ def test_the_time_limit_gives_up_the_late_and_keeps_what_the_others_have(house: 
 
 def test_cancelling_it_stops_it_everywhere_and_the_next_one_goes_on(house: House) -> None:
     async def main() -> int:
-        reached = asyncio.Event()
+        reached, alone = asyncio.Event(), asyncio.all_tasks()
 
         def stops(board: str, method: str, offset: int) -> Any:
             if offset == 5 * CHUNK:
@@ -304,10 +305,10 @@ def test_cancelling_it_stops_it_everywhere_and_the_next_one_goes_on(house: House
             await task
         calls = len(house.calls)
         await asyncio.sleep(0.05)
-        assert len(asyncio.all_tasks()) == 1
+        assert asyncio.all_tasks() == alone
         return len(house.calls) - calls
 
-    assert asyncio.run(main()) == 0
+    assert run_loop(main()) == 0
     assert house.alive == 0
     house.before = None
     done = house.run()
@@ -357,25 +358,6 @@ def test_a_board_that_says_that_it_takes_nothing_is_given_up(house: House) -> No
     house.ask = ask  # type: ignore[method-assign]
     done = house.run(["board-0"])
     assert failed(done) == {"board-0": StageFailed}
-
-
-def test_progress_is_told_as_it_comes(house: House) -> None:
-    told: list[tuple[str, int]] = []
-
-    async def main() -> None:
-        await stage(
-            V1,
-            BOARDS[:1],
-            house.read,
-            house.put,
-            house.ask,
-            pace=QUICK,
-            progress=lambda board, size: told.append((board, size)),
-        )
-
-    asyncio.run(main())
-    sizes = [min(n * CHUNK, len(CONTENT)) for n in range(1, CHUNKS + 1)]
-    assert told == [("board-0", size) for size in sizes]
 
 
 def test_nobody_to_send_to_is_nothing_to_do(house: House) -> None:

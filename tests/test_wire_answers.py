@@ -489,15 +489,15 @@ def test_headers_name_boards_releases_and_what_was_ignored_once_each() -> None:
         Accepted("b2", "1.3.0", 0),
         Accepted("b1", "1.2.3", 1, ("top_k", "temperature")),
     ]
-    assert answer_headers(accepted) == {
+    assert answer_headers(accepted, ["tone@v1", "default", "tone@v1"]) == {
         "x-rkserve-board": "b1, b2",
         "x-rkserve-release": "1.2.3, 1.3.0",
         "x-rkserve-queued-ahead": "1",
         "x-rkserve-sampling-ignored": "top_k, temperature",
         "x-rkserve-epoch": "0",
-        "x-weight-version": "default",
+        "x-weight-version": "tone@v1, default",
     }
-    assert "x-rkserve-sampling-ignored" not in answer_headers([accepted[1]])
+    assert "x-rkserve-sampling-ignored" not in answer_headers([accepted[1]], ["default"])
 
 
 def test_a_frame_holds_no_line_break_and_no_nan() -> None:

@@ -80,10 +80,13 @@ def test_what_a_bare_name_gets(serving: AdapterLine, policy: Policy, meant: str 
     assert found.adapter_name == "tone"
 
 
-def test_a_policy_that_nothing_meets_says_what_there_is() -> None:
+@pytest.mark.parametrize(
+    "least", ["v11", pytest.param("\u00b2", id="a digit that is no number is a text")]
+)
+def test_a_policy_that_nothing_meets_says_what_there_is(least: str) -> None:
     serving = line(active="v9", candidate=NEW, weight=0.1)
     with pytest.raises(VersionUnavailable, match="v9 and v10"):
-        bind(serving, None, at_least("v11"))
+        bind(serving, None, at_least(least))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +121,7 @@ def test_what_is_made_of_a_version_takes_the_active_one() -> None:
 
 
 def test_fingerprints_tell_contents_apart_and_not_names() -> None:
-    stamp = Stamp("m", "1.3.0", keys={"tone@v1": "x", "tone@v2": "y", "same@v1": "x"})
+    stamp = Stamp("m", "1.3.0", key_of={"tone@v1": "x", "tone@v2": "y", "same@v1": "x"}.get)
     one, two, same = (stamp.fingerprint([v]) for v in ("tone@v1", "tone@v2", "same@v1"))
     assert one == same != two
     assert stamp.fingerprint(["tone@v1", "tone@v2"]) == stamp.fingerprint(["tone@v2", "tone@v1"])

@@ -64,10 +64,10 @@ class AdapterTable:
             self._loaded[key] = self._loaded.pop(key)
             return Ready(key)
         if key in self._refused:
-            raise AdapterBroken(_label(ref), self._refused[key])
+            raise AdapterBroken(ref.label, self._refused[key])
         if not self._fits(1, size_bytes):
             raise AdapterBroken(
-                _label(ref),
+                ref.label,
                 f"its {size_bytes} bytes are more than the {self._budget_bytes} bytes that this "
                 "board has for adapters",
             )
@@ -86,7 +86,3 @@ class AdapterTable:
     def _fits(self, count: int, total_bytes: int) -> bool:
         roomy = self._budget_bytes is None or total_bytes <= self._budget_bytes
         return count <= self._limit and roomy
-
-
-def _label(ref: AdapterRef) -> str:
-    return f"{ref.name}@{ref.version}"

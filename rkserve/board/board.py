@@ -202,7 +202,7 @@ class Board:
         """Pause, edit, resume or abort; see ``Control.control``."""
         return await self._control.control(generation, action, edit, choice)
 
-    async def abort_all(self, request_ids: Sequence[str] | None) -> int:
+    def abort_all(self, request_ids: Sequence[str] | None) -> int:
         """Abort these generations, or all there are; return how many that were."""
         return self._control.abort_all(request_ids)
 

@@ -23,6 +23,7 @@ from typing import Any
 from rkserve.board.kv import Ids
 from rkserve.digests import Stamp, file_digest
 from rkserve.digests import stamp as stamp_of
+from rkserve.disk import sync
 from rkserve.errors import ConfigError
 from rkserve.names import NAME
 
@@ -159,15 +160,15 @@ class CacheFolder:
         manifest = entry.manifest.with_suffix(".json.tmp")
         try:
             path.chmod(0o600)
-            _sync(path)
+            sync(path)
             path.rename(entry.path)
             self._proven[entry.id] = _unchanged(entry.path, written.stamp)
             manifest.write_bytes(_dump(entry, self._seal))
             manifest.chmod(0o600)
-            _sync(manifest)
+            sync(manifest)
             manifest.rename(entry.manifest)
             os.utime(entry.manifest, (entry.used_s, entry.used_s))
-            _sync(self._folder)
+            sync(self._folder)
         except OSError:
             self.discard(manifest)
             self.remove(entry)
@@ -289,15 +290,6 @@ def _unchanged(path: Path, before: Stamp) -> Stamp:
     if now[:-1] != before[:-1]:
         raise OSError(f"{path} was changed while it was published")
     return now
-
-
-def _sync(path: Path) -> None:
-    """Have the disk hold what was written, whatever happens to the power."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # -- the manifest ---------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from rkserve.desired import AdapterLine, AdapterVersion, Desired, Duty, Hold, PauseMode
 from rkserve.errors import BoardBehind, EnginePaused, ModelNotFound
-from rkserve.messages import AdapterRef, GenerateRequest
+from rkserve.messages import FIRST_LABEL, AdapterRef, GenerateRequest
 
 RETRY_AFTER_S = 5  # where a pause has no lease, nobody knows how long it lasts
 
@@ -62,7 +62,7 @@ class Charge:
         """Why it takes no requests yet, or nothing."""
         if self.duty is None:
             return "it was not told yet what it shall be" if self._governed else ""
-        missing = ", ".join(_label(version.ref) for version in self.missing)
+        missing = ", ".join(version.ref.label for version in self.missing)
         return f"it has not been sent yet: {missing}" if missing else ""
 
     def take(self, desired: Desired) -> bool:
@@ -96,9 +96,8 @@ class Charge:
         hold = self.hold(name)
         if hold is None or hold.mode is PauseMode.KEEP:
             return
-        what = f"board {self._board_id}"
-        if self.duty is not None and self.duty.hold is None:
-            what = f"adapter {name}"
+        whole = self.duty is not None and hold is self.duty.hold
+        what = f"board {self._board_id}" if whole else f"adapter {name}"
         raise EnginePaused(what, _retry_after_s(hold, now_s))
 
     def bind(self, request: GenerateRequest) -> AdapterRef | None:
@@ -110,7 +109,7 @@ class Charge:
         if request.line is None:
             return request.adapter
         line = self.line(request)
-        ref = None if line is None else line.serves(self._board_id, request.session)
+        ref = None if line is None else self.serves(line, request)
         if ref is None:
             raise ModelNotFound(request.line)
         return ref
@@ -122,12 +121,8 @@ class Charge:
     def label(self, ref: AdapterRef | None) -> str:
         """Return what weights are called in answers: the adapter's version, or the model's."""
         if ref is not None:
-            return _label(ref)
-        return "default" if self.duty is None else self.duty.label
-
-
-def _label(ref: AdapterRef) -> str:
-    return f"{ref.name}@{ref.version}"
+            return ref.label
+        return FIRST_LABEL if self.duty is None else self.duty.label
 
 
 def _retry_after_s(hold: Hold, now_s: float) -> int:

@@ -188,19 +188,24 @@ class Holding:
             conductor.pauses.watch(job)
 
     def _plan_clear(self, before: Duty | None) -> None:
+        """Have caches cleared for holds that are new, and not again for those that were there."""
         duty = self._stage.charge.duty
         assert duty is not None
+        had = before or Duty(epoch=0)
+        due = self._clears
+        whole = duty.hold is not None and duty.hold.clear_cache
         if duty.hold is None:
             self._clears = False
-        elif duty.hold.clear_cache:
-            cleared = before is not None and before.hold is not None and before.hold.clear_cache
-            self._clears = self._clears or not cleared
-        known = () if before is None else before.adapter_holds
-        for name, hold in duty.adapter_holds:
-            if hold.clear_cache and (name, hold) not in known and duty.hold is None:
-                # Others may run on, and their context is in the same cache: before the next run.
-                self._conductor.pauses.let_go()
-                self._stage.errand(self._empty, first=True)
+        elif whole:
+            self._clears = due or had.hold is None or not had.hold.clear_cache
+        cleared = {name for name, hold in had.adapter_holds if hold.clear_cache}
+        if due and not self._clears:
+            cleared.clear()  # they left it to a hold of all, which has ended before it was done
+        named = {name for name, hold in duty.adapter_holds if hold.clear_cache}
+        if named - cleared and not whole:
+            # Others may run on, and their context is in the same cache: before the next run.
+            self._conductor.pauses.let_go()
+            self._stage.errand(self._empty, first=True)
 
     # -- until it rests -----------------------------------------------------------------------
 

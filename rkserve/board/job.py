@@ -154,10 +154,13 @@ class Job:
     async def next_event(self) -> Delta | Paused | Finished:
         """Return what came since the last call as one delta, then pauses, last ``Finished``.
 
-        Raises the ``RkserveError`` that ended the request, after the text before it.
+        Raises the ``RkserveError`` that ended the request, after the text before it; what is kept
+        back for a hold is lost with it, for nothing is given out that is held.
         """
         while True:
             self._news.clear()
+            if self.muted and isinstance(self.outcome, RkserveError):
+                raise self.outcome
             if self.muted:
                 await self._news.wait()
                 continue

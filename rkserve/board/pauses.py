@@ -63,14 +63,13 @@ class Pauses:
         job.advance(_E.PAUSED)
         job.goes_on = job.frozen and not job.pause_asked and job.generation.paused_by is None
         job.pause_asked = job.yields = False
-        own = BY_CLUSTER if job.goes_on else BY_REQUEST
-        job.paused_by = job.generation.paused_by or own
         loop, live = asyncio.get_running_loop(), self._stage.live
         job.paused_s = loop.time()
         # A run that goes on without it, muted, is what the handle is about to forget.
         kept = live.paused is not None and live.running is None and self.holdable(job)
         kv, _ = outlook(live, job, holds=kept)
         by = BY_CLUSTER if job.goes_on else job.generation.paused_by
+        job.paused_by = by or BY_REQUEST
         job.announce(Paused(by, job.generation.tokens, kv))
         job.seated = False
         self._stage.figures.pauses += 1

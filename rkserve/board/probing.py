@@ -101,12 +101,11 @@ async def _run(
         if not live.facts.per_run_sampling and len(run.given[0]) >= tokens:
             live.abort(run)  # this runtime takes no limit
 
-    label = f"{ref.name}@{ref.version}"
     run, ended = await live.run([None] * stage.n_batch, begin, end_in_time, GREEDY)
     if ended.end is RunEnd.FAILED:
         reason = ended.error or f"the runtime returned {ended.return_code}"
-        raise AdapterBroken(label, f"a trial run failed: {reason}")
+        raise AdapterBroken(ref.label, f"a trial run failed: {reason}")
     given = min(tokens, len(run.given[0]))
     if given == 0:
-        raise AdapterBroken(label, "a trial run gave no token")
+        raise AdapterBroken(ref.label, "a trial run gave no token")
     return run, ended.perf.decode_ms, given

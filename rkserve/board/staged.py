@@ -11,8 +11,6 @@ import errno
 import json
 import logging
 import os
-import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +19,8 @@ from pathlib import Path
 
 from rkserve.adapterfolder import ADAPTER_FILE, MANIFEST_FILE, Adapter, Shelf, shelved
 from rkserve.desired import AdapterVersion
-from rkserve.digests import file_digest
+from rkserve.digests import DIGEST, file_digest
+from rkserve.disk import FULL, free_bytes, sync
 from rkserve.errors import ConfigError, StageFailed
 from rkserve.names import NAME
 
@@ -32,14 +31,6 @@ PARTS = ".parts"
 RESERVE_BYTES = 32 << 20
 # A staging that nobody has taken up again for a day is nobody's.
 PART_AGE_S = 86_400.0
-DIGEST = re.compile(r"[0-9a-f]{64}")
-# What a disk, a quota or a limit of the process says when no more can be written.
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-
-
-def free_bytes(folder: Path) -> int:
-    """Return what can be written on the disk of ``folder``."""
-    return shutil.disk_usage(folder).free
 
 
 class Staged:
@@ -162,7 +153,7 @@ class Staged:
                 part.replace(place / ADAPTER_FILE)
             self._write_manifest(place, version)
             for parent in (place.parent, folder):
-                _sync(parent)
+                sync(parent)
             self._begun.pop(version.ref.digest, None)
             others = (one for one in self._present if not _same_place(one, version))
             self._present = _ordered((*others, version))
@@ -241,7 +232,7 @@ class Staged:
         size = _size(part)
         if size < version.size_bytes:
             raise self._failed(f"only {size} of {version.size_bytes} bytes are there")
-        _sync(part)
+        sync(part)
         found = file_digest(part)
         if size != version.size_bytes or found != version.ref.digest:
             part.unlink()
@@ -277,9 +268,9 @@ class Staged:
         fresh = place / f".{MANIFEST_FILE}.new"
         fresh.unlink(missing_ok=True)
         fresh.write_text(json.dumps(body), encoding="utf-8")
-        _sync(fresh)
+        sync(fresh)
         fresh.replace(place / MANIFEST_FILE)
-        _sync(place)
+        sync(place)
 
     def _remove_old_parts(self, now_s: float) -> None:
         assert self._folder is not None
@@ -335,12 +326,3 @@ def _remove_if_empty(*folders: Path) -> None:
             if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             return
-
-
-def _sync(path: Path) -> None:
-    """Have the disk hold what was written, whatever happens to the power."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -122,7 +122,7 @@ class OperationError:
     @classmethod
     def of(cls, error: RkserveError) -> OperationError:
         """Return how an error is answered."""
-        return cls(error.http_status, error.code or "server_error", error.message)
+        return cls(error.http_status, error.code or "internal_error", error.message)
 
 
 @dataclass(frozen=True, slots=True)

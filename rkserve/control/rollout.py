@@ -42,12 +42,7 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Observe:
-    """Judge the candidate again and again, and tell each ``Judgement`` (``Judged``), to the end.
-
-    ``until_s`` is when a good verdict will be enough, by the caller's clock.
-    """
-
-    until_s: float
+    """Judge the candidate again and again, and tell each ``Judgement`` (``Judged``), to the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +144,6 @@ class Rollout:
     observed_from_s: float = math.inf
     error: OperationError | None = None
     ended: OperationState | None = None
-
-    @property
-    def committed(self) -> bool:
-        """Whether the new version stands, whatever may still happen."""
-        return self.at is Move.COMMIT
 
     @property
     def phase(self) -> Phase:
@@ -349,8 +339,7 @@ def _enter_next(rollout: Rollout, now_s: float) -> Next:
     course = _course(rollout.plan)
     rollout = replace(rollout, at=course[course.index(rollout.at) + 1])
     if rollout.at is Round.OBSERVE:
-        until_s = now_s + rollout.plan.observe_s
-        return replace(rollout, observed_from_s=now_s), (Observe(until_s),)
+        return replace(rollout, observed_from_s=now_s), (Observe(),)
     return _go_on(rollout, now_s)
 
 

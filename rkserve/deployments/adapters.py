@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
 from rkserve.control.calls import Outcome
-from rkserve.control.operations import OperationKind, OperationState
+from rkserve.control.operations import Operation, OperationKind, OperationState
 from rkserve.deployments.artifactclaims import Claim
 from rkserve.deployments.operations import OK, Made, Operations, made
 from rkserve.deployments.service import Service
@@ -18,6 +18,7 @@ from rkserve.wire.asked import Asked, Kind
 from rkserve.wire.cluster import Terms
 from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.lora import (
+    LoadCall,
     Push,
     check_name,
     lines_list,
@@ -90,22 +91,38 @@ class Adapters:
     async def load(self, asked: Asked) -> Made:
         """Take and serve a file, in vLLM's words."""
         call = parse_load(asked)
+        outcome = await self._rolled_before(call.push, asked)
+        if outcome is None:
+            outcome = await self._loaded(call, asked)
+        return _worded(f"Success: LoRA adapter '{call.push.name}' added successfully.", outcome)
+
+    async def unload(self, asked: Asked) -> Made:
+        """Retire an adapter, in vLLM's words."""
+        terms, name = parse_unload(asked)
+        model = await self._model_of(name, terms, asked)
+        outcome = await self._retire(model, name, None, terms, asked)
+        return _worded(f"Success: LoRA adapter '{name}' removed successfully.", outcome)
+
+    async def _rolled_before(self, push: Push, asked: Asked) -> Outcome | None:
+        """Return what an earlier call with the same key came to; its file is not read again."""
+        earlier = await self._earlier(asked.key)
+        if earlier is None:
+            return None
+        model = next(iter(push.terms.models), earlier.params.get("model"))
+        version = push.version or earlier.params.get("version")
+        return await self._roll_out(push, str(model), str(version), asked)
+
+    async def _loaded(self, call: LoadCall, asked: Asked) -> Outcome:
         name, model = call.push.name, self._model_for(call.push)
-        if not call.again and await self._service.catalog.has_adapter(name, (model,)):
+        # One that got no further than staging goes on.
+        again = call.again or await self._earlier(_staging_key(asked)) is not None
+        if not again and await self._service.catalog.has_adapter(name, (model,)):
             raise AdapterExists(
                 f"The lora adapter '{name}' has already been loaded. To load another version "
                 "of it, set 'load_inplace' to true.",
                 "lora_name",
             )
-        done = await self._registered(call.push, model, asked)
-        return _worded(f"Success: LoRA adapter '{name}' added successfully.", done.last)
-
-    async def unload(self, asked: Asked) -> Made:
-        """Retire an adapter, in vLLM's words."""
-        terms, name = parse_unload(asked)
-        model = self._model_of(name, terms)
-        outcome = await self._retire(model, name, None, terms, asked)
-        return _worded(f"Success: LoRA adapter '{name}' removed successfully.", outcome)
+        return (await self._registered(call.push, model, asked)).last
 
     async def _registered(self, push: Push, model: str, asked: Asked) -> _Pushed:
         kind, place = ("url", push.url) if push.path is None else ("path", push.path)
@@ -127,36 +144,32 @@ class Adapters:
             "scale": ref.scale,
             "size_bytes": version.size_bytes,
         }
-        # The two operations of one call: a repeat finds both.
-        key = None if asked.key is None else f"{asked.key}:stage"
         alone = not push.activate
         staged = await self._operations.perform(
             _K.ADAPTER_STAGE,
             params,
             push.terms,
             asked,
-            key=asked.key if alone else key,
+            key=asked.key if alone else _staging_key(asked),
             background=push.terms.background and alone,
         )
         if alone or staged.operation.state is not OperationState.SUCCEEDED:
             return _Pushed(version, model, staged, None)
+        rolled = await self._roll_out(push, model, ref.version, asked)
+        return _Pushed(version, model, staged, rolled)
+
+    async def _roll_out(self, push: Push, model: str, version: str, asked: Asked) -> Outcome:
+        params = {"model": model, "name": push.name, "version": version, **push.rollout.params()}
         # The epoch that the caller expected was that before the staging.
         terms = replace(push.terms, epoch=None)
-        rollout = {
-            "model": model,
-            "name": ref.name,
-            "version": ref.version,
-            **push.rollout.params(),
-        }
-        rolled = await self._operations.perform(_K.ADAPTER_ROLLOUT, rollout, terms, asked)
-        return _Pushed(version, model, staged, rolled)
+        return await self._operations.perform(_K.ADAPTER_ROLLOUT, params, terms, asked)
 
     # -- known versions -----------------------------------------------------------------------
 
     async def rollout(self, asked: Asked, name: str) -> Made:
         """Have a staged version served."""
         terms, version, rollout = parse_rollout(asked)
-        model = self._model_of(name, terms)
+        model = await self._model_of(name, terms, asked)
         params = {"model": model, "name": name, "version": version, **rollout.params()}
         outcome = await self._operations.perform(_K.ADAPTER_ROLLOUT, params, terms, asked)
         return made({"name": name, "version": version, "model": model}, outcome)
@@ -174,14 +187,14 @@ class Adapters:
         terms = parse_named(asked)
         if version is not None:
             check_name(version, "version")
-        model = self._model_of(name, terms)
+        model = await self._model_of(name, terms, asked)
         outcome = await self._retire(model, name, version, terms, asked)
         told = {"name": name, "version": version, "model": model, "deleted": True}
         return made(told, outcome)
 
     async def _decide(self, kind: OperationKind, asked: Asked, name: str) -> Made:
         terms = parse_named(asked)
-        model = self._model_of(name, terms)
+        model = await self._model_of(name, terms, asked)
         outcome = await self._operations.perform(kind, {"model": model, "name": name}, terms, asked)
         line = self._cluster.desired.line(model, name)
         active = None if line is None or line.active is None else line.active.ref.version
@@ -204,10 +217,14 @@ class Adapters:
             return known[0]
         return self._operations.one_of(push.terms.models)
 
-    def _model_of(self, name: str, terms: Terms) -> str:
+    async def _model_of(self, name: str, terms: Terms, asked: Asked) -> str:
         """Return the model that has the line. Raises ``ModelNotFound``, ``RequestError``."""
         check_name(name, "name")
         self._operations.check_models(terms.models)
+        earlier = await self._earlier(asked.key)
+        had = None if earlier is None else earlier.params.get("model")
+        if isinstance(had, str) and had in (terms.models or (had,)):
+            return had  # what the earlier call did may be why there is no such line any more
         known = [one for one in self._models_of(name) if one in (terms.models or (one,))]
         if not known:
             raise ModelNotFound(name)
@@ -217,10 +234,19 @@ class Adapters:
             )
         return known[0]
 
+    async def _earlier(self, key: str | None) -> Operation | None:
+        """Return what an earlier call with the same idempotency key became, mostly nothing."""
+        return None if key is None else await self._cluster.operation_by_key(key)
+
     def _models_of(self, name: str) -> list[str]:
         served = self._service.fleet.models
         lines = self._cluster.desired.lines
         return [line.model for line in lines if line.name == name and line.model in served]
+
+
+def _staging_key(asked: Asked) -> str | None:
+    """Return the key of the first of the two operations of one call: a repeat finds both."""
+    return None if asked.key is None else f"{asked.key}:stage"
 
 
 def _told(pushed: _Pushed) -> Made:
@@ -229,7 +255,7 @@ def _told(pushed: _Pushed) -> Made:
         "name": ref.name,
         "version": ref.version,
         "model": pushed.model,
-        "label": f"{ref.name}@{ref.version}",
+        "label": ref.label,
         "sha256": ref.digest,
         "bytes": pushed.version.size_bytes,
         "scale": ref.scale,

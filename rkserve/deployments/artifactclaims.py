@@ -5,7 +5,6 @@ It knows words and figures, and no file.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +12,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from rkserve.adapterfolder import Manifest
+from rkserve.digests import DIGEST
 from rkserve.errors import ArtifactRefused
 from rkserve.names import NAME
 from rkserve.settingwords import explain
-
-DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,10 @@ not its to know; boards get the files from ``staging``.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import logging
 import os
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,10 +17,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rkserve.deployments.artifactclaims import DIGEST, Claim, checked, read_manifest
+from rkserve.deployments.artifactclaims import Claim, checked, read_manifest
 from rkserve.deployments.artifactsources import Source, check_prefixes, open_path, open_url
 from rkserve.desired import AdapterVersion
-from rkserve.digests import file_digest
+from rkserve.digests import DIGEST, file_digest
+from rkserve.disk import FULL, free_bytes, sync
 from rkserve.errors import ArtifactNotFound, ArtifactRefused, BodyTooLarge, ConfigError
 from rkserve.messages import AdapterRef
 
@@ -30,7 +29,6 @@ log = logging.getLogger(__name__)
 
 UPLOADS = ".uploads"
 VERSION_DIGITS = 12
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +59,6 @@ class _Upload:
     digest: Any = field(default_factory=hashlib.sha256)
     # Held while it is written to; a part that comes twice at once must not be counted twice.
     lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-def free_bytes(folder: Path) -> int:
-    """Return what can be written on the disk of ``folder``."""
-    return shutil.disk_usage(folder).free
 
 
 class ArtifactStore:
@@ -132,6 +125,7 @@ class ArtifactStore:
         """
         coming = self._coming(upload)
         with coming.lock:
+            self._coming(upload)  # it may have been given up while somebody else wrote
             if offset != coming.size_bytes:
                 raise ArtifactRefused(
                     f"The part begins at byte {offset}, and {coming.size_bytes} are there.",
@@ -149,6 +143,7 @@ class ArtifactStore:
         """
         coming = self._coming(upload)
         with coming.lock:
+            self._coming(upload)  # it may have been ended while somebody else wrote
             try:
                 said = read_manifest(manifest)
                 coming.claim.compare(said, coming.size_bytes, coming.digest.hexdigest())
@@ -204,10 +199,6 @@ class ArtifactStore:
         names = (file.name for file in self._folder.iterdir())
         return tuple(sorted(name for name in names if DIGEST.fullmatch(name)))
 
-    def has(self, digest: str) -> bool:
-        """Whether a file is there."""
-        return self._path(digest).is_file()
-
     def check(self, version: AdapterVersion) -> None:
         """Read a file that is to be sent, once for as long as it is not touched.
 
@@ -215,7 +206,7 @@ class ArtifactStore:
             ArtifactNotFound: it is not there, or not what it was; then it is removed.
         """
         path = self._path(version.ref.digest)
-        label = f"{version.ref.name}@{version.ref.version}"
+        label = version.ref.label
         try:
             sound = file_digest(path) == version.ref.digest
         except OSError as exc:
@@ -263,7 +254,7 @@ class ArtifactStore:
         with self._lock:
             found = self._uploads.get(upload)
         if found is None:
-            raise ArtifactNotFound(f"There is no upload '{upload}' any more; begin again.")
+            raise _given_up(upload)
         return found
 
     def _begin(self, claim: Claim) -> str:
@@ -305,10 +296,14 @@ class ArtifactStore:
             coming.claim.require_size(size)
             if coming.claim.size_bytes is None:
                 self._require_room(len(data))
-            with coming.path.open("ab") as file:
+            # It is there already: to make it anew would leave a file that nobody removes, where
+            # the upload is given up in this moment.
+            with coming.path.open("r+b") as file:
+                file.seek(coming.size_bytes)
                 file.write(data)
         except OSError as exc:
-            self.upload_abort(key)
+            if not self.upload_abort(key):
+                raise _given_up(key) from exc
             raise _not_written(exc) from exc
         except (ArtifactRefused, BodyTooLarge):
             self.upload_abort(key)
@@ -345,11 +340,11 @@ class ArtifactStore:
     def _keep(self, coming: _Upload, scale: float) -> AdapterVersion:
         digest = coming.digest.hexdigest()
         try:
-            _sync(coming.path)
+            sync(coming.path)
             with self._lock:
                 coming.path.replace(self._path(digest))
                 self._kept_s[digest] = self._now_s()
-            _sync(self._folder)
+            sync(self._folder)
         except OSError as exc:
             raise _not_written(exc) from exc
         claim = coming.claim
@@ -358,16 +353,11 @@ class ArtifactStore:
         return AdapterVersion(ref, coming.size_bytes)
 
 
+def _given_up(upload: str) -> ArtifactNotFound:
+    return ArtifactNotFound(f"There is no upload '{upload}' any more; begin again.")
+
+
 def _not_written(exc: OSError) -> ArtifactRefused:
     if exc.errno in FULL:
         return ArtifactRefused(f"The head's disk is full ({exc.strerror}).")
     return ArtifactRefused(f"The adapter cannot be written on the head: {exc.strerror or exc}.")
-
-
-def _sync(path: Path) -> None:
-    """Have the disk hold what was written, whatever happens to the power."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -180,7 +180,7 @@ class BoardReplica:
 
     async def abort_all(self, request_ids: tuple[str, ...] | None) -> int:
         """Abort generations; see ``Board.abort_all``."""
-        return await self._board.abort_all(request_ids)
+        return self._board.abort_all(request_ids)
 
     async def stage_begin(self, version: AdapterVersion) -> int:
         """Return how many bytes of the version are on this board; see ``Staged.begin``."""

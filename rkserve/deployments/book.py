@@ -1,6 +1,7 @@
 """What the cluster shall be and what is being done about it: on the disk first, then in memory.
 
-Nothing is believed, sent or answered before the ledger has it. It knows no boards.
+Nothing is believed, sent or answered before the ledger has it, but for what any successor would
+read out of the ledger as well: that a lease has ended. It knows no boards.
 """
 
 from __future__ import annotations
@@ -13,8 +14,13 @@ from dataclasses import replace
 from rkserve.control.operations import Operation, OperationKind
 from rkserve.deployments.ledger import AuditLine, Ledger
 from rkserve.desired import Desired
+from rkserve.errors import LedgerFailed
 
 log = logging.getLogger(__name__)
+
+# What could not be written down is so many epochs later than the ledger. A successor that does not
+# know of it makes a few epochs before it hears boards; none may be the same with another content.
+LEAP = 100
 
 
 class Book:
@@ -27,6 +33,8 @@ class Book:
         self._desired = ledger.desired()
         self._going_on = {one.id: one for one in ledger.running()}
         self._turned = asyncio.Event()
+        self._owes = False  # what is desired is not in the ledger yet
+        self._owed: list[AuditLine] = []
 
     @property
     def desired(self) -> Desired:
@@ -49,14 +57,38 @@ class Book:
         Raises:
             LedgerFailed: nothing was written, and everything is as it was.
         """
-        turned = desired is not None and desired != self._desired
-        self._ledger.write(desired=desired if turned else None, operations=operations, audit=audit)
+        now = self._desired if desired is None else desired
+        changed = self._owes or now != self._desired
+        self._ledger.write(
+            desired=now if changed else None, operations=operations, audit=[*self._owed, *audit]
+        )
+        self._owes, self._owed = False, []
         for one in operations:
             if one.over:
                 self._going_on.pop(one.id, None)
             else:
                 self._going_on[one.id] = one
-        if turned and desired is not None:
+        self._turn(now)
+
+    def derive(self, desired: Desired, audit: Iterable[AuditLine] = ()) -> None:
+        """Have what follows from the ledger and the time alone hold, also where it cannot be
+        written: a full disk keeps nobody paused. It is written with the next thing that can be.
+        """
+        lines = list(audit)
+        try:
+            self.write(desired, audit=lines)
+        except LedgerFailed as exc:
+            log.warning("it holds without being written down: %s", exc)
+            self._owes, self._owed = True, [*self._owed, *lines]
+            self._turn(replace(desired, epoch=desired.epoch + LEAP))
+
+    def catch_up(self) -> None:
+        """Write down what could not be so far. Raises ``LedgerFailed``."""
+        if self._owes:
+            self.write()
+
+    def _turn(self, desired: Desired) -> None:
+        if desired != self._desired:
             self._desired = desired
             self._turned.set()
             self._turned = asyncio.Event()
@@ -95,6 +127,10 @@ class Book:
     def stagings(self) -> list[Operation]:
         """Return all stagings that are remembered. Call it in any thread: they may be many."""
         return self._ledger.of_kind(OperationKind.ADAPTER_STAGE)
+
+    def partial(self) -> list[Operation]:
+        """Return those that some boards had yet to follow."""
+        return self._ledger.partial()
 
     def operation(self, name: str) -> Operation | None:
         """Return the operation of that id, also one that is over."""

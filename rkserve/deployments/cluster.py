@@ -151,6 +151,11 @@ class Cluster:
         found: Operation = await self._look("operation", operation_id)
         return found
 
+    async def operation_by_key(self, key: str) -> Operation | None:
+        """Return the operation that a call with that idempotency key became, if there was one."""
+        found: Operation | None = await self._look("operation_by_key", key)
+        return found
+
     async def audit(self, limit: int) -> list[Any]:
         """Return the latest lines of the audit log."""
         found: list[Any] = await self._look("audit", limit)

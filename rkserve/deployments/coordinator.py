@@ -29,7 +29,7 @@ from rkserve.control.operations import (
 )
 from rkserve.control.recovery import recover, stands
 from rkserve.deployments.book import Book
-from rkserve.deployments.course import Course, Desk, Handler, error_of
+from rkserve.deployments.course import Course, Desk, Handler
 from rkserve.deployments.delivery import Put, Stager, Store
 from rkserve.deployments.fleet import Fleet
 from rkserve.deployments.halting import HANDLERS
@@ -122,6 +122,7 @@ class Coordinator:
         self._book.write(desired, *ended, audit=[_recovered(self._now_s(), one) for one in ended])
         for one in ended:
             log.warning("operation %s (%s) is %s now", one.id, one.kind.value, one.state.value)
+        for one in self._book.partial():
             self._settling.add(one)
         self._reclaim.remember(await asyncio.to_thread(self._book.stagings))
         await self._round()
@@ -174,9 +175,13 @@ class Coordinator:
         self._metrics.running.set(len(self._book.running))
 
     async def _expire(self) -> None:
-        """Resume what a lease has ended for: whoever paused it is gone, or has forgotten."""
+        """Resume what a lease has ended for: whoever paused it is gone, or has forgotten.
+
+        Also where that cannot be written down: whoever reads the ledger comes to the same.
+        """
         desired, ended = changes.expire(self._book.desired, self._now_s())
         if not ended:
+            self._book.catch_up()
             return
         audit = [
             AuditLine(
@@ -189,7 +194,7 @@ class Coordinator:
             )
             for pause in ended
         ]
-        self._book.write(desired, audit=audit)
+        self._book.derive(desired, audit)
         self._metrics.leases_expired.inc(len(ended))
         for pause in ended:
             log.warning("the lease of pause %s has ended; it is resumed", pause.operation)
@@ -284,7 +289,7 @@ class Coordinator:
         except RkserveError as exc:
             if not course.begun:
                 raise
-            await self._take_back(course, error_of(exc))
+            await self._take_back(course, OperationError.of(exc))
         except Exception as exc:
             log.exception("operation %s (%s) failed", operation.id, operation.kind.value)
             if not course.begun:
@@ -366,6 +371,10 @@ class Coordinator:
         if found is None:
             raise OperationNotFound(name)
         return found
+
+    def operation_by_key(self, key: str) -> Operation | None:
+        """Return the operation that a call with that idempotency key became."""
+        return self._book.by_key(key)
 
     def audit(self, limit: int) -> list[AuditLine]:
         """Return the latest lines of the audit log, the last one first. Call it anywhere."""

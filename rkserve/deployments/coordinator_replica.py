@@ -103,6 +103,10 @@ class CoordinatorReplica:
         """Return an operation. Raises ``OperationNotFound``."""
         return self._coordinator.operation(name)
 
+    async def operation_by_key(self, key: str) -> Operation | None:
+        """Return the operation that a call with that idempotency key became."""
+        return self._coordinator.operation_by_key(key)
+
     async def audit(self, limit: int) -> list[dict[str, Any]]:
         """Return the latest lines of the audit log, the last one first."""
         lines = await asyncio.to_thread(self._coordinator.audit, limit)

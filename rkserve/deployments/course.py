@@ -32,9 +32,11 @@ from rkserve.errors import (
     LedgerFailed,
     ModelNotFound,
     OperationTimeout,
-    RkserveError,
 )
 from rkserve.metrics import CoordinatorMetrics
+
+# Releasing boards that answer takes milliseconds; one that does not answer is told again later.
+UNDO_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -177,17 +179,13 @@ class Course:
 Handler = Callable[[Desk, Course], Awaitable[None]]
 
 
-def error_of(exc: RkserveError) -> OperationError:
-    """Return an error as an operation's record has it."""
-    return OperationError(exc.http_status, exc.code or "internal_error", exc.message)
-
-
 def shortfall(results: Mapping[str, BoardResult], done: str, limit_s: float) -> OperationError:
     """Say which boards did not do it; 504 where the time ran out, 503 where one refused."""
     bad = {board: result for board, result in sorted(results.items()) if not result.good}
     silent = [board for board, one in bad.items() if one.status is ResultStatus.SILENT]
     if silent:
         said = f"{', '.join(silent)} did not answer within {limit_s:g} s; {done}."
-        return error_of(OperationTimeout(f"Board {said}" if len(silent) == 1 else f"Boards {said}"))
+        said = f"Board {said}" if len(silent) == 1 else f"Boards {said}"
+        return OperationError.of(OperationTimeout(said))
     board, worst = next(iter(bad.items()))
     return OperationError(503, worst.error, f"Board {board}: {worst.message} So {done}.")

@@ -32,7 +32,7 @@ from rkserve.errors import (
     RkserveError,
 )
 from rkserve.messages import BoardReport, BoardState, Event, Finished, GenerateRequest
-from rkserve.routing.least_load import Candidate, choose
+from rkserve.routing.least_load import Candidate, Held, choose
 from rkserve.routing.rates import Rate
 
 log = logging.getLogger(__name__)
@@ -326,7 +326,11 @@ class Fleet:
             raise ModelNotFound(model)
         owner = {c.key: group for group in groups for c in self._listing.candidates[group].values()}
         known = [c for group in groups for c in self._listing.candidates[group].values()]
-        untried = (c for c in known if c.key not in tried)
+        # A request should rather be told to come back than queue behind a pause: where a board is
+        # full that was chosen for being less held, those that are held more are not asked.
+        full = (c.held for c in known if isinstance(tried.get(c.key), QueueFull))
+        most = min(full, default=Held.REFUSES)
+        untried = (c for c in known if c.key not in tried and c.held <= most)
         chosen = choose(untried, request.prompt_ids, self._rng, _adapter_of(request))
         if chosen is not None:
             return owner[chosen.key], chosen

@@ -27,11 +27,15 @@ PASSAGE_S = 0.02
 
 @dataclass(slots=True)
 class _Flow:
-    """One choice of a streamed answer. ``tokens`` have been handed to the client's connection."""
+    """One choice of a streamed answer. ``tokens`` have been handed to the client's connection.
+
+    ``stopped_at`` is how many its board had at the latest pause that the stream tells of.
+    """
 
     request_id: str
     adapter: str | None
     tokens: int = 0
+    stopped_at: int = 0
 
 
 class Flows:
@@ -60,8 +64,9 @@ class Flows:
             flow.tokens += len(event.token_ids)
             self._sent_s = asyncio.get_running_loop().time()
         elif isinstance(event, Paused):
-            # With those whose text is held back until it is certain: they come to nobody yet.
-            flow.tokens = max(flow.tokens, event.tokens)
+            # With those whose text is held back until it is certain: they come to nobody yet, and
+            # are in a later delta again.
+            flow.stopped_at = event.tokens
         else:
             del self._flows[request_id]
         self._moved.set()
@@ -93,7 +98,7 @@ class Flows:
 
     def _is_short_of(self, request_id: str, goal: int | None) -> bool:
         flow = self._flows.get(request_id)
-        return flow is not None and (goal is None or flow.tokens < goal)
+        return flow is not None and (goal is None or max(flow.tokens, flow.stopped_at) < goal)
 
     async def _goals(self, scope: Scope, timeout_s: float) -> dict[str, int | None]:
         """Return how many tokens each stream will have; None for one that has ended on its board.

@@ -19,12 +19,10 @@ from rkserve.control.operations import (
     OperationState,
     Phase,
 )
-from rkserve.deployments.course import Course, Desk, shortfall
+from rkserve.deployments.course import UNDO_S, Course, Desk, shortfall
 from rkserve.deployments.roster import Replies
 from rkserve.desired import PauseMode, Scope
 
-# Releasing boards that answer takes milliseconds; one that does not answer is told again later.
-UNDO_S = 5.0
 RESET_LEASE_S = 120.0
 SAFE_TRIES = 100  # of calls that may be repeated: the time limit ends them
 

@@ -187,6 +187,10 @@ class Ledger:
         """Return those that are not over, in the order in which they began."""
         return self._operations("WHERE state = ? ORDER BY number", OperationState.RUNNING.value)
 
+    def partial(self) -> list[Operation]:
+        """Return those that some boards had yet to follow, in the order in which they began."""
+        return self._operations("WHERE state = ? ORDER BY number", OperationState.PARTIAL.value)
+
     def operation(self, name: str) -> Operation | None:
         """Return the one of that id."""
         return next(iter(self._operations("WHERE id = ?", name)), None)

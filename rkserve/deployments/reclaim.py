@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Iterable
 
+from rkserve.control import params as read
 from rkserve.control.operations import BoardResult, Operation, OperationKind
 from rkserve.deployments.course import Desk
 from rkserve.deployments.delivery import Store
@@ -25,16 +27,22 @@ log = logging.getLogger(__name__)
 # Requests that run keep the version that they began with, and may load it once more after a pause.
 GRACE_S = 300.0
 UNSTAGE_S = 10.0
-RENEW_S = 120.0
+# As many as a ledger remembers stagings of, by default; each is a few hundred bytes.
+MAX_KNOWN = 10_000
+RENEW_S = 120.0  # a board loads a model within this, between two requests
 
 
 class Reclaim:
     """Use it from one event loop."""
 
-    def __init__(self, desk: Desk, store: Store, grace_s: float = GRACE_S) -> None:
+    def __init__(
+        self, desk: Desk, store: Store, grace_s: float = GRACE_S, most: int = MAX_KNOWN
+    ) -> None:
+        """Of versions that nobody needs or has, no more than ``most`` are remembered."""
         self._desk = desk
         self._store = store
         self._grace_s = grace_s
+        self._most = most
         self._known: dict[str, AdapterVersion] = {}
         self._unnamed_s: dict[str, float] = {}  # since when no line names it
 
@@ -61,18 +69,28 @@ class Reclaim:
             since_s = self._unnamed_s.setdefault(key, now_s)
             if now_s - since_s >= self._grace_s:
                 await self._remove(self._known[key])
+        self._forget(named)
 
     async def _remove(self, version: AdapterVersion) -> None:
-        reports = self._desk.roster.reports()
-        holders = [report for report in reports if version.ref.key in report.staged]
-        # One that does not answer is asked when it does.
-        there = [report.board_id for report in holders if report.state is not BoardState.LOST]
+        """Take it off the boards that have it. It stays known: one that is away may come back with
+        it on its disk.
+        """
+        there = [
+            report.board_id
+            for report in self._desk.roster.reports()
+            if version.ref.key in report.staged and report.state is not BoardState.LOST
+        ]
         results = await self._unstage(version, there)
-        if version.ref.key in self._wanted() or len(there) < len(holders):
-            return  # somebody has just come back to it, or will
-        if all(result.good for result in results.values()):
-            del self._known[version.ref.key], self._unnamed_s[version.ref.key]
+        if results and all(result.good for result in results.values()):
             log.info("adapter %s is removed: nothing names it any more", version.ref.key)
+
+    def _forget(self, named: set[str]) -> None:
+        """Forget the oldest of too many that nobody has."""
+        held = {key for report in self._desk.roster.reports() for key in report.staged}
+        for key in list(self._known)[: -self._most]:
+            if key not in named and key not in held:
+                del self._known[key]
+                self._unnamed_s.pop(key, None)
 
     async def _look_at_store(self) -> None:
         """Remove the head's files that nothing is served from, nor will be: also what was sent and
@@ -80,7 +98,7 @@ class Reclaim:
         """
         for digest in await asyncio.to_thread(self._digests):
             # On the loop, and each time anew: no staging can begin between look and removal.
-            versions = [*self._needed(), *self._known.values()]
+            versions = [*self._needed(), *self._recent()]
             if digest in {version.ref.digest for version in versions}:
                 continue
             try:
@@ -88,6 +106,15 @@ class Reclaim:
                     log.info("the file %s is removed: no version needs it", digest[:12])
             except OSError as exc:
                 log.warning("the file %s stays in the store: %s", digest[:12], exc)
+
+    def _recent(self) -> list[AdapterVersion]:
+        """Return the versions that were needed until a moment ago."""
+        since_s = time.monotonic() - self._grace_s
+        return [
+            version
+            for key, version in self._known.items()
+            if self._unnamed_s.get(key, math.inf) > since_s
+        ]
 
     def _digests(self) -> tuple[str, ...]:
         try:
@@ -157,19 +184,15 @@ class Reclaim:
 
 
 def version_of(operation: Operation) -> AdapterVersion:
-    """Return the version that an operation stages, by its checked parameters."""
+    """Return the version that an operation stages. Raises ``RequestError``."""
     asked = operation.params
     ref = AdapterRef(
-        str(asked["name"]),
-        str(asked["version"]),
-        str(asked["digest"]),
-        _number(asked.get("scale"), 1.0),
+        read.text(asked, "name"),
+        read.text(asked, "version"),
+        read.text(asked, "digest"),
+        float(read.number(asked, "scale", 1.0)),
     )
-    return AdapterVersion(ref, int(_number(asked.get("size_bytes"), 0.0)))
-
-
-def _number(value: object, default: float) -> float:
-    return float(value) if isinstance(value, int | float) else default
+    return AdapterVersion(ref, read.whole(asked, "size_bytes"))
 
 
 def _named(desired: Desired) -> list[AdapterVersion]:

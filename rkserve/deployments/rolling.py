@@ -5,6 +5,7 @@ came of that. It knows boards, the ledger's book and time; it decides nothing.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Coroutine, Iterable
 from typing import Any
@@ -28,10 +29,12 @@ from rkserve.control.rollout import (
     Round,
     Step,
 )
-from rkserve.deployments.course import Course, Desk, error_of
+from rkserve.deployments.course import UNDO_S, Course, Desk
 from rkserve.deployments.roster import result_of
 from rkserve.desired import Scope
 from rkserve.errors import BoardFailed, OperationTimeout, RkserveError
+
+log = logging.getLogger(__name__)
 
 # A trial generation: ids that every vocabulary has, and enough tokens to time a few steps.
 PROBE_IDS = tuple(range(1, 9))
@@ -40,7 +43,6 @@ PROBE_TOKENS = 8
 LOAD_S = 300.0
 AGAIN_S = 1.0  # between tries to write down that something is taken back
 MARGIN = 0.95
-UNDO_S = 5.0  # boards that answer at all are released in much less
 
 
 class Rolling:
@@ -62,7 +64,12 @@ class Rolling:
         self._events.put_nowait(Decided(promote, who))
 
     async def run(self) -> Finish:
-        """Carry it out to its end. Raises ``LedgerFailed`` only from its very first step."""
+        """Carry it out to its end.
+
+        Raises:
+            LedgerFailed: what it is at could not be written down, where nothing changes by that;
+                the caller ends it, as what it came to. Changes are undone here.
+        """
         try:
             await self._carry_out_all(self._steps)
             while self._finish is None:
@@ -109,8 +116,8 @@ class Rolling:
         try:
             return await asyncio.wait_for(self._events.get(), left_s)
         except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
-            limit_s = self._course.limit_s
-            return Cancelled(error_of(OperationTimeout(f"It was not done within {limit_s:g} s.")))
+            late = OperationTimeout(f"It was not done within {self._course.limit_s:g} s.")
+            return Cancelled(OperationError.of(late))
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -152,7 +159,7 @@ class Rolling:
                 self._course.note(self._rollout.phase, desired)
             except RkserveError as exc:
                 if step.move is not Move.UNDO:
-                    return Refused(step.move, error_of(exc))
+                    return Refused(step.move, OperationError.of(exc))
                 await asyncio.sleep(AGAIN_S)  # boards stay as they are until it can be undone
             else:
                 break
@@ -231,11 +238,11 @@ class Rolling:
         line = self._desk.book.desired.line(self._plan.model, self._plan.name)
         assert version is not None  # a rollback is not observed
         assert line is not None  # it has just been offered
-        active = None if line.active is None else f"{line.name}@{line.active.ref.version}"
+        active = None if line.active is None else line.active.ref.label
         watch = Watch()
         while True:
             watch = watch.saw(self._desk.roster.reports(self._plan.model))
-            judgement = watch.judge(f"{line.name}@{version.ref.version}", active)
+            judgement = watch.judge(version.ref.label, active)
             self._events.put_nowait(Judged(judgement))
             await asyncio.sleep(self._desk.config.report_s)
 
@@ -247,5 +254,6 @@ class Rolling:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (exc := task.exception()) is not None:
+            log.error("rollout %s broke down", self._plan.operation, exc_info=exc)
             error = OperationError(500, "internal_error", f"{type(exc).__name__}: {exc}")
             self._events.put_nowait(Cancelled(error))

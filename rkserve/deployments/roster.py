@@ -72,10 +72,15 @@ class Roster:
         """Configured models."""
         return self._fleet.models
 
+    @property
+    def is_known(self) -> bool:
+        """Whether every board was heard once: until then one that is not known may be at work."""
+        return not self._fleet.unknown
+
     def require_known(self) -> None:
         """Raise ``CoordinatorAway`` before every board was heard once.
 
-        Until then one that is not known may be at work, and nobody could say that all have stopped.
+        Until then nobody could say that all have stopped.
         """
         if unknown := self._fleet.unknown:
             raise CoordinatorAway(

@@ -20,11 +20,11 @@ from rkserve.deployments.fleet import Fleet
 from rkserve.deployments.flows import Flows
 from rkserve.deployments.keys import open_keys
 from rkserve.errors import BoardNotFound, CoordinatorAway, ModelNotFound, RkserveError
-from rkserve.messages import Accepted, Delta, Finished, GenerateRequest, Paused
+from rkserve.messages import FIRST_LABEL, Accepted, Delta, Finished, GenerateRequest, Paused
 from rkserve.metrics import BoardCollector, RouterMetrics
 from rkserve.modelfolder import ModelFolder
 from rkserve.wire import sse
-from rkserve.wire.answers import FIRST_LABEL, ChatAnswer, CompletionAnswer, Stamp, completion_id
+from rkserve.wire.answers import ChatAnswer, CompletionAnswer, Stamp, completion_id
 from rkserve.wire.failures import error_event, error_object
 from rkserve.wire.headers import answer_headers
 from rkserve.wire.jsonbody import JsonObject
@@ -39,7 +39,7 @@ from rkserve.wire.models import (
 from rkserve.wire.openai import ChatCall, CompletionCall
 from rkserve.wire.plan import plan
 from rkserve.wire.renderer import Renderer
-from rkserve.wire.versions import ANY, Meant, Policy, find_line, read_session
+from rkserve.wire.versions import ANY, Meant, Policy, bind, find_line, read_session
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,8 @@ class Service:
         if meant.adapter_name is None:
             return self._model_entry(meant.model)
         found = find_line(asked, self._models, self.cluster.desired)
-        if found is not None and (found[1] is None or found[0].version(found[1])):
+        # As a request for it is bound: what a line does not serve yet, a folder may.
+        if found is not None and bind(*found, ANY) is not None:
             return line_entry(*self._ages(meant.model), *found)
         listed = await self.catalog.adapters(meant.model)
         versions = next((v for v in listed if v[0].name == meant.adapter_name), None)
@@ -136,13 +137,19 @@ class Service:
         entries = []
         for model_id in self._models:
             ages = self._ages(model_id)
-            lines = [one for one in self.cluster.desired.lines if one.model == model_id]
+            in_folder = {of[0].name: of for of in await self.catalog.adapters(model_id)}
+            lines = [
+                line
+                for line in self.cluster.desired.lines
+                if line.model == model_id
+                and (bind(line, None, ANY) is not None or line.name not in in_folder)
+            ]
             entries.append(self._model_entry(model_id))
             entries += [line_entry(*ages, line) for line in lines]
             entries += [
                 adapter_entry(model_id, *ages, versions)
-                for versions in await self.catalog.adapters(model_id)
-                if all(versions[0].name != line.name for line in lines)
+                for name, versions in in_folder.items()
+                if all(name != line.name for line in lines)
             ]
         return models_list(entries)
 
@@ -298,16 +305,27 @@ class Service:
 
     def _stamp(self, meant: Meant, accepted: list[Accepted]) -> Stamp:
         """Say what an answer comes from, in its boards' words."""
-        lines = self.cluster.desired.lines
-        known = [one.ref for line in lines if line.model == meant.model for one in line.versions]
-        if meant.adapter is not None:
-            known.append(meant.adapter)
         return Stamp(
             meant.model,
             accepted[0].release,
             tuple(one.version or FIRST_LABEL for one in accepted),
-            {f"{ref.name}@{ref.version}": ref.key for ref in known},
+            self._key_of(meant),
         )
+
+    def _key_of(self, meant: Meant) -> Callable[[str], str | None]:
+        """Return what finds the content of versions. What it found it keeps: a version may be
+        retired while an answer of it goes on.
+        """
+        found = {} if meant.adapter is None else {meant.adapter.label: meant.adapter.key}
+
+        def key_of(version: str) -> str | None:
+            if version not in found:
+                lines = (one for one in self.cluster.desired.lines if one.model == meant.model)
+                refs = (one.ref for line in lines for one in line.versions)
+                found.update((ref.label, ref.key) for ref in refs if ref.label == version)
+            return found.get(version)
+
+        return key_of
 
     def _plan(
         self, call: ChatCall | CompletionCall, meant: Meant, completion: str, session: str

@@ -17,6 +17,7 @@ from rkserve.control.operations import (
 )
 from rkserve.deployments.book import Book
 from rkserve.deployments.roster import Roster
+from rkserve.desired import Desired
 from rkserve.messages import BoardReport
 
 # These ask boards for something once; that they follow says nothing of it.
@@ -41,7 +42,7 @@ class Settling:
 
     def look(self) -> None:
         """End those that every board follows by now. Raises ``LedgerFailed``."""
-        if not self._partial:
+        if not self._partial or not self._roster.is_known:
             return
         reports = {report.board_id: report for report in self._roster.reports()}
         there = {seat.board_id for seat in self._roster.seats()}
@@ -49,18 +50,34 @@ class Settling:
             # What recovery found may have none: which boards were told died with it.
             waited = [board for board, result in one.results.items() if not result.good]
             behind = waited or sorted(there)
-            followed = {board: _result(board in there, reports.get(board)) for board in behind}
-            if all(_follows(epoch, board in there, reports.get(board)) for board in behind):
-                done = replace(one, results={**one.results, **followed})
+            if all(
+                board not in there or self._has_followed(one, epoch, reports.get(board))
+                for board in behind
+            ):
+                done = replace(one, results=_settled(one, behind, there))
                 self._book.write(None, done.end(OperationState.SUCCEEDED, self._now_s()))
                 del self._partial[one.id]
 
+    def _has_followed(self, one: Operation, epoch: int, report: BoardReport | None) -> bool:
+        if report is None or (report.epoch or 0) < epoch or report.missing:
+            return False
+        if one.kind is not OperationKind.ADAPTER_RETIRE:
+            return True
+        return not any(_is_left(key, one, self._book.desired) for key in report.adapters)
 
-def _follows(epoch: int, there: bool, report: BoardReport | None) -> bool:
-    if not there:
-        return True
-    return report is not None and (report.epoch or 0) >= epoch and not report.missing
+
+def _is_left(key: str, retirement: Operation, desired: Desired) -> bool:
+    """Whether an adapter in an engine's memory, by its key, is of what was retired."""
+    name, version = retirement.params.get("name"), retirement.params.get("version")
+    begins = f"{name}@" if version is None else f"{name}@{version}-"
+    named = {v.ref.key for line in desired.lines for v in line.versions}
+    return key.startswith(begins) and key not in named
 
 
-def _result(there: bool, report: BoardReport | None) -> BoardResult:
-    return BoardResult(ResultStatus.OK if there and report else ResultStatus.GONE)
+def _settled(one: Operation, behind: list[str], there: set[str]) -> dict[str, BoardResult]:
+    results = dict(one.results)
+    for board in behind:
+        status = ResultStatus.OK if board in there else ResultStatus.GONE
+        before = results.get(board, BoardResult(status))
+        results[board] = replace(before, status=status, error="", message="")
+    return results

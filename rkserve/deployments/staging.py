@@ -28,8 +28,6 @@ Read = Callable[[int, int], bytes]
 Put = Callable[[bytes], Any]
 # Return the lock of a board, which is held while anything is sent there.
 LockOf = Callable[[str], asyncio.Lock]
-# Told which board has how many bytes.
-Progress = Callable[[str, int], None]
 
 
 class Ask(Protocol):
@@ -86,7 +84,6 @@ async def stage(
     *,
     lock_of: LockOf = lambda _board_id: asyncio.Lock(),
     pace: Pace = Pace(),
-    progress: Progress | None = None,
 ) -> dict[str, Delivery]:
     """Bring a version to boards, and return how it went at each.
 
@@ -107,7 +104,6 @@ async def stage(
             ask=ask,
             lock=lock_of(board),
             pace=pace,
-            progress=progress,
         )
         for board in dict.fromkeys(board_ids)
     ]
@@ -251,7 +247,6 @@ class _Lane:
         ask: Ask,
         lock: asyncio.Lock,
         pace: Pace,
-        progress: Progress | None,
     ) -> None:
         self.board_id = board_id
         self.index = 0
@@ -260,7 +255,6 @@ class _Lane:
         self._ask = ask
         self._lock = lock
         self._pace = pace
-        self._progress = progress
         self._began_s = self._ended_s = time.monotonic()
         self._done = False
         self._error: RkserveError | None = None
@@ -332,8 +326,6 @@ class _Lane:
                 )
             there = now
             self._failing_since_s = None
-            if self._progress is not None:
-                self._progress(self.board_id, there)
         await self._chunks.leave(self)
         await self._call("stage_commit", self._version, timeout_s=pace.commit_timeout_s)
 

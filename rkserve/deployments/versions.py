@@ -11,6 +11,7 @@ from rkserve.control import changes
 from rkserve.control import params as read
 from rkserve.control.operations import (
     BoardResult,
+    Operation,
     OperationError,
     OperationKind,
     OperationState,
@@ -20,14 +21,11 @@ from rkserve.control.operations import (
 from rkserve.control.plan import plan
 from rkserve.deployments.course import Course, Desk, Handler, shortfall
 from rkserve.deployments.delivery import Store
-from rkserve.deployments.reclaim import Reclaim
+from rkserve.deployments.reclaim import RENEW_S, Reclaim, version_of
 from rkserve.deployments.rolling import Rolling
 from rkserve.desired import AdapterVersion, Desired, Scope
 from rkserve.errors import ModelNotFound, OperationConflict
-from rkserve.messages import AdapterRef
 
-# Boards are given a trial run, stopped and released; a real one loads a model within this.
-RENEW_S = 120.0
 HOLD_LEASES = 2.0
 
 
@@ -44,7 +42,7 @@ class Versions:
 
     async def stage(self, desk: Desk, course: Course) -> None:
         """Bring a version to every board of its model; then it is served as ``name@version``."""
-        model, version = _staged(course)
+        model, version = read.text(course.operation.params, "model"), version_of(course.operation)
         scope = Scope(models=(model,))
         desk.check(scope)
         known = desk.book.desired
@@ -83,8 +81,9 @@ class Versions:
     async def roll(self, desk: Desk, course: Course) -> None:
         """Roll a version out, or back to the one before."""
         asked, operation = course.operation.params, course.operation
-        if deciding(desk.book.running, operation.kind, asked) is not None:
-            await self._decide(desk, course, promote=False)
+        observed = deciding(desk.book.running, operation.kind, asked)
+        if observed is not None:
+            await self._decide(desk, course, observed, promote=False)
             return
         scope = Scope(models=(read.text(asked, "model"),))
         desk.check(scope)
@@ -119,25 +118,27 @@ class Versions:
     async def promote(self, desk: Desk, course: Course) -> None:
         """Make the canary that is being observed the active version now."""
         asked = course.operation.params
-        if deciding(desk.book.running, course.operation.kind, asked) is not None:
-            await self._decide(desk, course, promote=True)
+        observed = deciding(desk.book.running, course.operation.kind, asked)
+        if observed is not None:
+            await self._decide(desk, course, observed, promote=True)
             return
         model, name = read.text(asked, "model"), read.text(asked, "name")
         desk.check(Scope(models=(model,)))
         changes.promote(desk.book.desired, model, name)  # says why not
         raise OperationConflict(f"No canary of adapter '{name}' is being observed now.")
 
-    async def _decide(self, desk: Desk, course: Course, *, promote: bool) -> None:
+    async def _decide(
+        self, desk: Desk, course: Course, observed: Operation, *, promote: bool
+    ) -> None:
         """Tell the rollout that observes the canary; it is done when that one is."""
-        operation = deciding(desk.book.running, course.operation.kind, course.operation.params)
-        if operation is None or operation.id not in self._rolling:
+        if observed.id not in self._rolling:
             raise OperationConflict("That rollout is just ending; look at what became of it.")
-        rolling, over = self._rolling[operation.id]
+        rolling, over = self._rolling[observed.id]
         course.begin(Phase.SWITCHING)
         rolling.decide(promote, course.operation.who)
         with course.timed(Phase.SWITCHING.value):
             await asyncio.shield(over)
-        ended = desk.book.operation(operation.id)
+        ended = desk.book.operation(observed.id)
         assert ended is not None  # it is the latest that the ledger has
         course.heard(ended.results)
         came_in = ended.state in (OperationState.SUCCEEDED, OperationState.PARTIAL)
@@ -147,7 +148,7 @@ class Versions:
         why = "it was rolled back" if promote else "it was promoted before"
         course.end(
             OperationState.FAILED,
-            OperationError(409, "operation_conflict", f"Rollout '{operation.id}': {why}."),
+            OperationError(409, "operation_conflict", f"Rollout '{observed.id}': {why}."),
         )
 
     # -- retirement ----------------------------------------------------------------------------
@@ -181,18 +182,6 @@ def handlers(versions: Versions) -> dict[OperationKind, Handler]:
         OperationKind.ADAPTER_PROMOTE: versions.promote,
         OperationKind.ADAPTER_RETIRE: versions.retire,
     }
-
-
-def _staged(course: Course) -> tuple[str, AdapterVersion]:
-    asked = course.operation.params
-    digest = read.text(asked, "digest")
-    ref = AdapterRef(
-        read.text(asked, "name"),
-        read.text(asked, "version"),
-        digest,
-        float(read.number(asked, "scale", 1.0)),
-    )
-    return read.text(asked, "model"), AdapterVersion(ref, read.whole(asked, "size_bytes"))
 
 
 def _wanted(desired: Desired, course: Course) -> AdapterVersion | None:

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rkserve.messages import Delta, Finished, Paused, Timings
+from rkserve.messages import FIRST_LABEL, Delta, Finished, Paused, Timings
 from rkserve.wire import sse
 from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.openai import ChatCall, CompletionCall
-
-FIRST_LABEL = "default"  # of a base model's weights, until somebody names them
 
 
 def fingerprint(model_id: str, release: str, adapter: str | None = None) -> str:
@@ -36,14 +34,15 @@ class Stamp:
     """What an answer comes from: the model, the runtime's release and versions of the weights.
 
     ``accepted`` has for each choice the version that its board would have begun with when it took
-    it; what it was really generated with is known at its end. ``keys`` maps versions to their
-    content, which a version that was made anew does not share.
+    it; what it was really generated with is known at its end. ``key_of`` returns the content of a
+    version, which one that was made anew does not share, and None of one that it does not know. It
+    is asked when a version is met: a long answer may end with one that was not there before.
     """
 
     model: str
     release: str
     accepted: tuple[str, ...] = (FIRST_LABEL,)
-    keys: Mapping[str, str] = field(default_factory=dict)
+    key_of: Callable[[str], str | None] = lambda _version: None
 
     def fingerprint(self, versions: Iterable[str]) -> str:
         """Return ``system_fingerprint`` of what comes from these versions."""
@@ -51,7 +50,10 @@ class Stamp:
         return fingerprint(self.model, self.release, ",".join(sorted(contents)))
 
     def _content(self, version: str) -> str:
-        return self.keys.get(version, "" if version == FIRST_LABEL else version)
+        key = self.key_of(version)
+        if key is not None:
+            return key
+        return "" if version == FIRST_LABEL else version
 
 
 def completion_id(call: ChatCall | CompletionCall, unique: str) -> str:

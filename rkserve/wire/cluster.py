@@ -120,19 +120,19 @@ def parse_pause_generation(asked: Asked) -> PauseCall:
 def parse_resume(asked: Asked) -> ResumeCall:
     """Read POST /resume, or POST /continue_generation."""
     fields = asked.fields(_RESUME)
-    return ResumeCall(_terms(fields), _optional(fields, "adapter"))
+    return ResumeCall(terms_of(fields), _optional(fields, "adapter"))
 
 
 def parse_reset(asked: Asked) -> ResetCall:
     """Read POST /reset_prefix_cache, or POST /flush_cache."""
     fields = asked.fields(_RESET)
-    return ResetCall(_terms(fields), fields.flag("reset_running_requests"))
+    return ResetCall(terms_of(fields), fields.flag("reset_running_requests"))
 
 
 def parse_abort(asked: Asked) -> AbortCall:
     """Read POST /abort_requests; no ids, or none in the list, are all requests."""
     fields = asked.fields(_ABORT)
-    return AbortCall(_terms(fields), texts(fields, "request_ids") or None)
+    return AbortCall(terms_of(fields), texts(fields, "request_ids") or None)
 
 
 def parse_label(asked: Asked) -> LabelCall:
@@ -151,12 +151,26 @@ def parse_label(asked: Asked) -> LabelCall:
             "without spaces and commas.",
             "new_version",
         )
-    return LabelCall(_terms(fields), label)
+    return LabelCall(terms_of(fields), label)
 
 
 def terms_of(fields: Fields) -> Terms:
-    """Read what every call may say."""
-    return _terms(fields)
+    """Read what every call may say. Raises ``RequestError``."""
+    models = texts(fields, "model")
+    also = texts(fields, "models")
+    if models and also:
+        raise RequestError("'model' and 'models' are two names of one value; send one.", "models")
+    boards, selector = texts(fields, "boards"), texts(fields, "selector")
+    if boards and selector:
+        raise RequestError("Send either 'boards' or 'selector', not both.", "selector")
+    return Terms(
+        models=models or also,
+        boards=boards,
+        selector=selector,
+        timeout_s=fields.number("timeout_s", Range(0, MAX_TIMEOUT_S, above=True)),
+        background=fields.flag("async"),
+        epoch=fields.integer("epoch", Range(0)),
+    )
 
 
 def texts(fields: Fields, name: str) -> tuple[str, ...]:
@@ -179,27 +193,9 @@ def texts(fields: Fields, name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _terms(fields: Fields) -> Terms:
-    models = texts(fields, "model")
-    also = texts(fields, "models")
-    if models and also:
-        raise RequestError("'model' and 'models' are two names of one value; send one.", "models")
-    boards, selector = texts(fields, "boards"), texts(fields, "selector")
-    if boards and selector:
-        raise RequestError("Send either 'boards' or 'selector', not both.", "selector")
-    return Terms(
-        models=models or also,
-        boards=boards,
-        selector=selector,
-        timeout_s=fields.number("timeout_s", Range(0, MAX_TIMEOUT_S, above=True)),
-        background=fields.flag("async"),
-        epoch=fields.integer("epoch", Range(0)),
-    )
-
-
 def _pause(fields: Fields, mode: PauseMode, clear_cache: bool) -> PauseCall:
     return PauseCall(
-        terms=_terms(fields),
+        terms=terms_of(fields),
         mode=mode,
         clear_cache=clear_cache,
         adapter=_optional(fields, "adapter"),

@@ -14,12 +14,10 @@ EPOCH = "x-rkserve-epoch"
 WEIGHT_VERSION = "x-weight-version"
 
 
-def answer_headers(
-    accepted: Sequence[Accepted], versions: Sequence[str] | None = None
-) -> dict[str, str]:
+def answer_headers(accepted: Sequence[Accepted], versions: Sequence[str]) -> dict[str, str]:
     """Return the headers of an answer whose choices were accepted like this, in their order.
 
-    ``versions`` are those of the weights, by choice; without them those of the acceptance count.
+    ``versions`` are those of the weights, by choice.
 
     Boards and releases are named once each. ``QUEUED_AHEAD`` is how many requests were before the
     choice that has to wait longest. ``SAMPLING_IGNORED`` is only there where a parameter
@@ -33,7 +31,7 @@ def answer_headers(
         SAMPLING_IGNORED: ignored,
         # The oldest of what the boards obeyed: all choices are at least that new.
         EPOCH: str(min(one.epoch for one in accepted)),
-        WEIGHT_VERSION: _once(versions or (one.version for one in accepted)),
+        WEIGHT_VERSION: _once(versions),
     }
     return {name: value for name, value in headers.items() if value}
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rkserve.desired import AdapterLine, AdapterVersion, Desired, InFlight
+from rkserve.digests import DIGEST
 from rkserve.errors import RequestError
 from rkserve.messages import BoardReport
 from rkserve.names import NAME
@@ -17,7 +17,6 @@ from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.limits import MAX_NAMED, MAX_OBSERVE_S, MAX_PATH_CHARS
 
 MAX_SCALE = 100  # as in manifest.json
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _STRATEGIES = ("atomic", "rolling", "canary")
 
 _ROLLOUT: Kinds = {
@@ -129,7 +128,7 @@ def parse_load(asked: Asked) -> LoadCall:
     path = fields.required_text("lora_path")
     _place(fields, "lora_path")
     push = Push(
-        terms_of(fields),
+        _terms_for(fields, "base_model_name"),
         name,
         _version(fields),
         _scale(fields),
@@ -203,7 +202,7 @@ def _version_row(
     ref = version.ref
     return {
         "version": ref.version,
-        "label": f"{ref.name}@{ref.version}",
+        "label": ref.label,
         "role": _role(line, version),
         "sha256": ref.digest,
         "bytes": version.size_bytes,
@@ -228,15 +227,8 @@ def _called(version: AdapterVersion | None) -> str | None:
 def _push(
     fields: Fields, *, size: int | None = None, path: str | None = None, url: str | None = None
 ) -> Push:
-    terms = terms_of(fields)
+    terms = _terms_for(fields, "base_model")
     name = check_name(fields.required_text("name"), "name")
-    base = fields.text("base_model")
-    if base is not None and terms.models and base not in terms.models:
-        raise RequestError(
-            f"The adapter is for the model {quoted(base)}, and 'model' is another.", "base_model"
-        )
-    if base is not None and not terms.models:
-        terms = Terms((base,), (), (), terms.timeout_s, terms.background, terms.epoch)
     activate = fields.maybe_flag("activate")
     return Push(
         terms,
@@ -252,6 +244,18 @@ def _push(
     )
 
 
+def _terms_for(fields: Fields, base_name: str) -> Terms:
+    """Read what every call may say, where the model may also stand under another name."""
+    terms, base = terms_of(fields), fields.text(base_name)
+    if base is None:
+        return terms
+    if terms.models and base not in terms.models:
+        raise RequestError(
+            f"The adapter is for the model {quoted(base)}, and 'model' is another.", base_name
+        )
+    return replace(terms, models=(base,))
+
+
 def _version(fields: Fields) -> str | None:
     version = fields.text("version")
     return None if version is None else check_name(version, "version")
@@ -264,7 +268,7 @@ def _scale(fields: Fields) -> float:
 
 def _digest(fields: Fields) -> str | None:
     digest = fields.text("sha256")
-    if digest is not None and not _DIGEST.fullmatch(digest):
+    if digest is not None and not DIGEST.fullmatch(digest):
         raise RequestError("Invalid 'sha256': expected 64 lower-case hexadecimal digits.", "sha256")
     return digest
 

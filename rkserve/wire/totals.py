@@ -6,7 +6,7 @@ It knows the boards' reports and what the cluster shall be; how both came here i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from rkserve.desired import Desired, Pause
 from rkserve.discretion import without_folders
@@ -208,12 +208,11 @@ def _figures(figures: VersionFigures) -> JsonObject:
 
 
 def _pause(pause: Pause) -> JsonObject:
-    scope = asdict(pause.scope)
     return {
         "operation": pause.operation,
-        "models": list(scope["models"]),
-        "boards": list(scope["boards"]),
-        "adapter": scope["adapter"],
+        "models": list(pause.scope.models),
+        "boards": list(pause.scope.boards),
+        "adapter": pause.scope.adapter,
         "mode": pause.mode.value,
         "clear_cache": pause.clear_cache,
         "since_s": pause.since_s,

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
-from rkserve.adapterfolder import version_order
+from rkserve.adapterfolder import parts_of, version_order
 from rkserve.desired import AdapterLine, AdapterVersion, Desired
 from rkserve.errors import RequestError, VersionUnavailable
 from rkserve.messages import AdapterRef
@@ -109,27 +109,22 @@ def find_line(
 ) -> tuple[AdapterLine, str | None] | None:
     """Return the line that a model's name means, and the version that it names.
 
-    ``adapter``, ``base:adapter`` and both with ``@version`` are understood. None: no line has that
-    name, or a model has.
+    See ``parts_of`` for what is understood. None: no line has that name, or a model has.
 
     Raises:
         RequestError: several models have a line of that name.
     """
     if asked in models:
         return None
-    base, colon, rest = asked.partition(":")
-    if not colon:
-        base, rest = "", asked
-    name, at, version = rest.partition("@")
+    parts = parts_of(asked)
     found = [
         line
         for line in desired.lines
-        if line.name == name and line.model in models and (not colon or line.model == base)
+        if line.name == parts.name and line.model in models and parts.base in (None, line.model)
     ]
     if len(found) > 1:
-        choices = ", ".join(f"'{line.model}:{rest}'" for line in found)
-        raise RequestError(f"Several models have an adapter '{rest}': ask for {choices}.", "model")
-    return (found[0], version if at else None) if found else None
+        raise parts.ambiguous(line.model for line in found)
+    return (found[0], parts.version) if found else None
 
 
 def bind(line: AdapterLine, version: str | None, policy: Policy) -> Meant | None:
