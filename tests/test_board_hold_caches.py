@@ -132,15 +132,33 @@ def test_what_was_left_to_a_hold_of_all_is_cleared_where_that_ends_before_it_was
     async def body(told: Governed) -> None:
         assert await continued(told, told.ask(max_tokens=9)) > 0
         running = told.ask(max_tokens=400)
-        await told.said(running, 3)
+        await told.said(running, 3)  # and there it stays
         waits = replace(CLEARS, mode=PauseMode.WAIT)
         told.desired = replace(told.desired, epoch=told.desired.epoch + 1, pauses=(waits, NAMED))
         telling = asyncio.create_task(told.board.adopt(told.desired))
         await rest(0.0)
-        assert not running.task.done()
         await told.tell(pauses=(NAMED,))
         await telling
+        told.pace()
         assert await continued(told, running) == 0
+
+    play(tmp_path, body)
+
+
+def test_a_release_does_not_wait_for_what_goes_on_where_another_adapter_stays_held(
+    tmp_path: Path,
+) -> None:
+    async def body(told: Governed) -> None:
+        running = told.ask(max_tokens=400)
+        await told.said(running, 3)  # and there it stays
+        telling = asyncio.create_task(told.hold(PauseMode.WAIT))
+        await rest(0.0)
+        assert not telling.done()
+        await asyncio.wait_for(told.tell(pauses=(NAMED,)), 20)
+        await asyncio.wait_for(telling, 20)
+        assert not running.task.done()
+        told.pace()
+        await running.end()
 
     play(tmp_path, body)
 
@@ -152,12 +170,15 @@ def test_what_a_stream_was_not_read_of_comes_after_the_release(tmp_path: Path) -
             other.sim.pace(0)
             asked = GenerateRequest("slow", FOLDER.id, words(SAYING), 200, sampling=GREEDY)
             ids: list[int] = []
+            told.stand(3)
+            told.stand(3)
             async with aclosing(told.board.generate(asked)) as events:
                 async for event in events:
                     ids += event.token_ids if isinstance(event, Delta) else ()
                     if len(ids) >= 3:
                         break
-                await rest()  # nobody reads, and the board goes on
+                told.stand(20)  # nobody reads, and the board goes on
+                await until(lambda: told.board.generations()[0].tokens >= 20)
                 adoption = await told.hold()
                 assert adoption.held
                 reading = asyncio.ensure_future(anext(events))

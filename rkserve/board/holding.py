@@ -131,8 +131,12 @@ class Holding:
     def _note_run(self) -> None:
         """Remember a run of those that are held: it may go on when they have left it."""
         run = self._running
-        if run is not None and any(self._hold(job) is not None for job in run.jobs):
+        if run is None or not run.jobs:
+            return
+        if any(self._hold(job) is not None for job in run.jobs):
             self._stopped = run
+        elif self._stopped is run:
+            self._stopped = None  # it was, and goes on
 
     def _follow_line(self, job: Job, done: Done) -> None:
         """Let the job have another version where its line has changed and it is due to that."""
