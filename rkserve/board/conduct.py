@@ -78,21 +78,27 @@ class Conductor:
             self._leave_run(job)
 
     def stop(self, job: Job) -> None:
-        """Let a job that has a run leave it; before its first token it has left on return."""
+        """Let a job that has a run leave it; it has left on return unless its KV cache is kept."""
         job.advance(_E.HELD)
         if not self._mute(job):
             self._leave_run(job)
 
     def _mute(self, job: Job) -> bool:
-        """Let the job leave a run that has given no token yet; False where it is in no such run.
+        """Let the job leave its run at once; False where it has none, or one that is to be paused.
 
-        The library cuts no prefill. So the run goes on for nobody, and the board is busy until it
-        has returned, while the job rests, or waits for the board as any other.
+        The library cuts no prefill, and ends no step of decoding either. So the run goes on for
+        nobody, and the board is busy until it has returned, while the job rests, or waits for the
+        board as any other. What that last step brings is computed again.
         """
-        stage, run = self._stage, self._stage.live.running
-        if run is None or job not in run.seats or run.first_s is not None:
+        stage, run, now_s = self._stage, self._stage.live.running, clock.now_s()
+        if run is None or job not in run.seats or self._is_to_be_kept(run, job):
             return False
-        run.leave(run.seats.index(job), clock.now_s())
+        entry = run.seats.index(job)
+        if run.first_s is not None:
+            begin = run.beginning
+            restored = begin.reused if begin.hit is not None else 0
+            self._count(job, run.clocked(entry, now_s, restored), begin.reused)
+        run.leave(entry, now_s)
         job.seated = False
         if self._concluded(job, run, paused=True):
             stage.requeue(job)
@@ -134,7 +140,7 @@ class Conductor:
     def abort(self, job: Job, *, mute: bool = False) -> None:
         """End a job in whatever state it is; its answer so far stands.
 
-        ``mute``: it has ended on return where its run is in the prefill.
+        ``mute``: it has ended on return, whatever its run does.
         """
         job.advance(_E.ABORT_ASKED)
         job.generation.aborted()
@@ -375,16 +381,23 @@ class Conductor:
         live = self._stage.live
         if self._stage.n_batch > 1:
             self._depart(run, job)
-        elif (
+        elif self._is_pausable(run, job):
+            live.pause(run)
+        else:
+            live.abort(run)
+
+    def _is_to_be_kept(self, run: Run, job: Job) -> bool:
+        """Whether the runtime shall pause the run with its KV cache: not before the first token."""
+        return run.first_s is not None and self._is_pausable(run, job)
+
+    def _is_pausable(self, run: Run, job: Job) -> bool:
+        return (
             run.pausable
             and job.request.native_pause
             and not job.yields
             and run.beginning.adapter == job.adapter  # else it is switched, and recomputed
             and (job.generation.want is Want.REWIND or self.pauses.holdable(job))
-        ):
-            live.pause(run)
-        else:
-            live.abort(run)
+        )
 
     # -- paused -------------------------------------------------------------------------------
 
