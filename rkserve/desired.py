@@ -245,7 +245,8 @@ class Adoption:
     ``epoch`` is the one that it now obeys: a later one than it was sent where it had heard that
     already. It serves once ``missing`` is empty. ``stopped`` generations were stopped by this call,
     of which ``kept`` have their KV cache still; the last token was emitted ``latency_ms`` after the
-    call at the latest. ``switched`` generations go on with another version.
+    call at the latest. ``switched`` generations go on with another version. ``emitted`` has the
+    request's id of every generation that has not ended, and how many tokens it has.
     """
 
     board_id: str
@@ -257,6 +258,7 @@ class Adoption:
     aborted: int = 0
     switched: int = 0
     latency_ms: float = 0.0
+    emitted: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

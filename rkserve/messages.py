@@ -220,6 +220,14 @@ class Kv(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Emitted:
+    """How many tokens each generation that a board holds has so far, by the request's id."""
+
+    board_id: str
+    tokens: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationInfo:
     """One generation that a board holds, now.
 

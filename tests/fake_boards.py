@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rkserve.errors import BoardStartFailed
+from rkserve.errors import BoardStartFailed, RkserveError
 from rkserve.messages import (
     Accepted,
     BoardReport,
@@ -98,6 +99,13 @@ class FakeBoards:
         if isinstance(said, Exception):
             raise said
         return said(*args) if callable(said) else said
+
+    async def ask_all(
+        self, method: str, *args: Any, timeout_s: float, heard: Callable[[Any], None]
+    ) -> None:
+        for one in self.reported:
+            with contextlib.suppress(RkserveError):
+                heard(await self.ask(one.replica, method, *args, timeout_s=timeout_s))
 
     @property
     def complete(self) -> bool:

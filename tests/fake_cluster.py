@@ -7,6 +7,7 @@ refuse, and notes whatever was served beside what it should have been.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import random
 import time
@@ -27,7 +28,7 @@ from rkserve.deployments.fleet import Fleet
 from rkserve.deployments.ledger import Ledger
 from rkserve.deployments.staging import Pace
 from rkserve.desired import AdapterVersion, Adoption, Desired, Duty, PauseMode, Probe
-from rkserve.errors import BoardGone, BoardSilent, BoardStartFailed, StageFailed
+from rkserve.errors import BoardGone, BoardSilent, BoardStartFailed, RkserveError, StageFailed
 from rkserve.messages import AdapterRef, BoardReport, BoardState, Event, GenerateRequest
 from rkserve.messages import VersionFigures as Figures
 
@@ -190,6 +191,15 @@ class FakeCluster:
         said = getattr(board, method)(*args)
         self.after(board, method)
         return said
+
+    async def ask_all(
+        self, method: str, *args: Any, timeout_s: float, heard: Callable[[Any], None]
+    ) -> None:
+        async def one(replica: str) -> None:
+            with contextlib.suppress(RkserveError):
+                heard(await self.ask(replica, method, *args, timeout_s=timeout_s))
+
+        await asyncio.gather(*(one(board.replica) for board in list(self.boards.values())))
 
     async def _hold_up(self, board: FakeBoard, method: str, timeout_s: float) -> None:
         began_s = time.monotonic()

@@ -137,6 +137,38 @@ def test_a_hold_in_the_prefill_does_not_wait_for_its_end(
 
 
 @KINDS
+def test_a_hold_does_not_wait_for_the_end_of_a_decoding_step(
+    tmp_path: Path, release: str, n_batch: int
+) -> None:
+    async def body(told: Governed, oracle: Oracle) -> None:
+        told.sim.gate("token:5")  # where it stays whatever it is asked
+        await told.hold()
+        clients = [told.ask(f"{SAYING} {n}") for n in range(n_batch)]
+        await until(lambda: told.board.report().queued == n_batch)
+        await told.release()
+        await until(lambda: all(len(client.ids) >= 5 for client in clients))
+        run = running(told)
+        before = [list(client.ids) for client in clients]
+        adoption = await told.hold()
+        assert (adoption.stopped, adoption.kept, adoption.held) == (n_batch, 0, True)
+        assert dict(adoption.emitted) == {c.asked.request_id: len(c.ids) for c in clients}
+        assert not run.over.done()
+        assert [told.state(client) for client in clients] == [S.PAUSED] * n_batch
+        told.pace()
+        await run.over
+        await rest()
+        assert [client.ids for client in clients] == before
+        await told.release()
+        for client in clients:
+            await client.end()
+            await oracle.check(client, told.versions)
+            assert client.finished is not None
+            assert client.finished.usage.completion_tokens == len(client.ids)
+
+    play(tmp_path, body, release, n_batch)
+
+
+@KINDS
 def test_an_answer_that_is_stopped_again_in_the_prefill_keeps_what_it_has(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:

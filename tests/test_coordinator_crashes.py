@@ -24,7 +24,7 @@ from own_time import run_loop
 from rkserve.control.calls import Outcome
 from rkserve.control.operations import OperationKind, OperationState, Phase
 from rkserve.deployments.ledger import Ledger
-from rkserve.errors import BoardStartFailed
+from rkserve.errors import BoardStartFailed, RkserveError
 from rkserve.messages import BoardReport, Event, GenerateRequest
 
 K, S = OperationKind, OperationState
@@ -79,6 +79,15 @@ class FusedLink:
         said = await self.real.ask(replica, method, *args, timeout_s=timeout_s)
         self.fuse.moment()
         return said
+
+    async def ask_all(
+        self, method: str, *args: Any, timeout_s: float, heard: Callable[[Any], None]
+    ) -> None:
+        async def one(replica: str) -> None:
+            with suppress(RkserveError):
+                heard(await self.ask(replica, method, *args, timeout_s=timeout_s))
+
+        await asyncio.gather(*(one(board.replica) for board in self.real.boards.values()))
 
     @property
     def complete(self) -> bool:

@@ -15,7 +15,7 @@ from rkserve.deployments.flows import PASSAGE_S, Flows
 from rkserve.deployments.seats import Answers, Seat
 from rkserve.desired import Scope
 from rkserve.errors import BoardSilent
-from rkserve.messages import Delta, GenerateRequest, GenerationInfo, GenerationState, Kv, Paused
+from rkserve.messages import Delta, Emitted, GenerateRequest, Kv, Paused
 
 ALL = Scope()
 SEATS = {board: Seat("only", f"replica of {board}", board, "sim-chat") for board in ("a", "b")}
@@ -33,18 +33,19 @@ class Boards:
         board = self.where.get(f"{generation}/{choice}")
         return [] if board is None else [SEATS[board]]
 
-    async def ask(self, seats: Iterable[Seat], method: str, *, timeout_s: float) -> Answers[Any]:
-        assert (method, timeout_s > 0) == ("generations", True)
+    async def ask(
+        self, seats: Iterable[Seat], method: str, *, timeout_s: float, together: bool
+    ) -> Answers[Any]:
+        assert (method, timeout_s > 0, together) == ("emitted", True, True)
         answers: Answers[Any] = Answers()
         for seat in seats:
             if seat.board_id in self.silent:
                 answers.failed[seat.board_id] = BoardSilent(seat.replica, "nothing came")
                 continue
-            answers.said[seat.board_id] = [
-                GenerationInfo(name, "a", "sim-chat", GenerationState.PAUSED, 5, n, 5 + n)
-                for name, n in self.tokens.items()
-                if self.where[name] == seat.board_id
-            ]
+            counts = (
+                (name, n) for name, n in self.tokens.items() if self.where[name] == seat.board_id
+            )
+            answers.said[seat.board_id] = Emitted(seat.board_id, tuple(counts))
         return answers
 
 
@@ -101,6 +102,18 @@ def test_it_waits_for_what_is_on_its_way() -> None:
         await eventually(lambda: not made._moved.is_set() and not resting.done())
         made.sent("x/0", delta(2))
         assert await resting
+
+    run_loop(main())
+
+
+def test_of_what_is_known_no_board_is_asked() -> None:
+    async def main() -> None:
+        made = flows(7)  # which the board says and nobody hears
+        made._fleet.silent.add("a")  # type: ignore[attr-defined] # it is no Fleet
+        made.sent("x/0", delta(1))
+        assert not await made.at_rest(ALL, 0.05, {"x/0": 2, "gone/0": 9})
+        made.sent("x/0", delta(2))
+        assert await made.at_rest(ALL, 60.0, {"x/0": 2})
 
     run_loop(main())
 

@@ -30,9 +30,8 @@ from rkserve.desired import Desired, Pause, PauseMode, Scope, Weights
 from rkserve.errors import ArtifactRefused, BoardFailed, EnginePaused, StaleEpoch
 from rkserve.messages import (
     Delta,
+    Emitted,
     Finished,
-    GenerationInfo,
-    GenerationState,
     Hardware,
     Kv,
     Paused,
@@ -432,10 +431,10 @@ def test_what_a_watchdog_asks_needs_no_key(path: str, tmp_path: Path) -> None:
 # -- the answer of a pause waits for this Router's own streams ------------------------------------
 
 
-def info(request_id: str, tokens: int) -> GenerationInfo:
-    return GenerationInfo(
-        request_id, "a", "sim-chat", GenerationState.PAUSED, 5, tokens, 5 + tokens
-    )
+def emitted(of: House, tokens: int | None) -> Emitted:
+    """What board a says of the first stream; None is that it has ended there."""
+    request_id = of.boards.opened[0][1].request_id
+    return Emitted("a", () if tokens is None else ((request_id, tokens),))
 
 
 def paused(tokens: int) -> Paused:
@@ -470,10 +469,8 @@ def test_a_pause_is_answered_when_the_last_token_has_reached_the_client(
         stream = asyncio.create_task(of("POST", CHAT, json=chat(stream=True)))
         await eventually(lambda: of.boards.opened and len(of.service.flows) == 1)
         await asyncio.sleep(0.05)
-        ended = (
-            [] if isinstance(late[-1], Finished) else [info(of.boards.opened[0][1].request_id, 2)]
-        )
-        of.boards.says["", "generations"] = ended
+        ended = isinstance(late[-1], Finished)
+        of.boards.says["", "emitted"] = emitted(of, None if ended else 2)
         pause = asyncio.create_task(of("POST", "/pause", json={"mode": "keep"}))
         await eventually(lambda: of.head.calls)
         await asyncio.sleep(0.1)
@@ -493,7 +490,7 @@ def test_a_client_that_reads_nothing_holds_a_pause_up_for_a_moment_only() -> Non
         of = House(boards)
         stream = asyncio.create_task(of("POST", CHAT, json=chat(stream=True)))
         await eventually(lambda: len(of.service.flows) == 1)
-        boards.says["", "generations"] = [info(boards.opened[0][1].request_id, 7)]
+        boards.says["", "emitted"] = emitted(of, 7)
         response = await asyncio.wait_for(of("POST", "/pause", json={"mode": "keep"}), 10)
         assert response.status_code == 200
         stream.cancel()
@@ -520,10 +517,8 @@ def test_a_pause_waits_for_no_stream(scope: dict[str, Any], says: Any) -> None:
         stream = asyncio.create_task(of("POST", CHAT, json=chat(stream=True)))
         await eventually(lambda: len(of.service.flows) == 1)
         boards.reported = [report("a"), report("b")]
-        known = (
-            says if isinstance(says, Exception) else [info(boards.opened[0][1].request_id, says)]
-        )
-        boards.says["", "generations"] = known
+        known = says if isinstance(says, Exception) else emitted(of, says)
+        boards.says["", "emitted"] = known
         began_s = asyncio.get_running_loop().time()
         response = await of("POST", "/pause", json={"mode": "keep", **scope})
         assert response.status_code == 200, response.text

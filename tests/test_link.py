@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Generator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from rkserve.deployments.link import RayLink
 from rkserve.deployments.pick_replica import ReplicaGone
 from rkserve.errors import BoardFailed, BoardGone, QueueFull, StateConflict
-from rkserve.messages import Delta, Event, GenerateRequest
+from rkserve.messages import BoardReport, Delta, Event, GenerateRequest
 
 REQUEST = GenerateRequest("r", "m", (1,), 4)
 UNAVAILABLE = DeploymentUnavailableError(DeploymentID(name="Board-x"))
@@ -221,6 +222,11 @@ class Group:
     async def results_async(self, *, timeout_s: float, **_: Any) -> list[Any]:
         return await asyncio.wait_for(self._all(), timeout_s)
 
+    async def _fetch_replica_results_async(self) -> list[Any]:
+        if not self.listed:
+            raise UNAVAILABLE
+        return [SimpleNamespace(get_async=partial(self._one, name)) for name in self.listed]
+
     @property
     def report(self) -> Any:
         return SimpleNamespace(remote=lambda: self)
@@ -265,6 +271,26 @@ def test_a_silent_replica_does_not_silence_the_others() -> None:
         assert "replica of b" in group.cancelled
         group.silent.clear()
         assert len(await found.reports()) == 3
+
+    run_loop(main())
+
+
+def test_all_are_asked_by_one_call_and_who_fails_or_is_silent_hides_nobody() -> None:
+    async def main() -> None:
+        group = Group("a", "b", "c", "d")
+        heard: list[BoardReport] = []
+        found = RayLink(group, "sim", 0.05)
+        await found.ask_all("emitted", timeout_s=60.0, heard=heard.append)
+        assert [said.board_id for said in heard] == ["a", "b", "c", "d"]
+        heard.clear()
+        group.silent.add("replica of a")
+        group.errors["replica of c"] = ActorDiedError()
+        group.errors["replica of d"] = task_error(BoardFailed("d", "SIGSEGV"))
+        await found.ask_all("emitted", timeout_s=0.05, heard=heard.append)
+        assert [said.board_id for said in heard] == ["b"]
+        group.listed.clear()
+        await found.ask_all("emitted", timeout_s=60.0, heard=heard.append)
+        assert len(heard) == 1
 
     run_loop(main())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from fake_boards import eventually
 from fake_cluster import Control, FakeBoard, FakeCluster
 from own_time import run_loop
 
+from rkserve.deployments.fleet import TOGETHER_S
 from rkserve.errors import BoardFailed, CoordinatorAway
 from rkserve.messages import BoardReport
 
@@ -45,6 +47,30 @@ def test_a_cluster_can_be_resumed_before_each_board_was_heard(tmp_path: Path) ->
         assert (await it.resume()).status == 200
         it.cluster["b"].frozen = False
         await eventually(lambda: it.held == [] and it.follows)
+        await it.close()
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize("slow_s", [0.0, 2 * TOGETHER_S], ids=["at once", "long"])
+def test_boards_are_told_by_one_call_and_only_the_others_by_themselves(
+    tmp_path: Path, slow_s: float
+) -> None:
+    async def main() -> None:
+        it = Control(tmp_path, FakeCluster.of("a", "b", "c"), settings={"operation_timeout_s": 60})
+        await it.open()
+        await eventually(lambda: it.follows)
+        told = {name: it.cluster[name].asked["adopt"] for name in "abc"}
+        it.cluster["b"].slow_s["adopt"] = slow_s
+        it.cluster["c"].refuses["adopt"] = BoardFailed("c", "it is being started")
+        outcome = asyncio.create_task(it.pause())
+        await eventually(lambda: it.cluster["c"].asked["adopt"] >= told["c"] + 2)
+        del it.cluster["c"].refuses["adopt"]
+        assert (await outcome).status == 200
+        again = {name: it.cluster[name].asked["adopt"] - told[name] for name in "abc"}
+        assert again["a"] == 1
+        assert (again["b"] > 1) == (slow_s > TOGETHER_S)
+        assert again["c"] >= 3
         await it.close()
 
     run_loop(main())

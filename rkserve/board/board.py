@@ -57,6 +57,7 @@ from rkserve.messages import (
     CacheEntry,
     ControlAction,
     Edit,
+    Emitted,
     Event,
     Finished,
     GenerateRequest,
@@ -191,6 +192,10 @@ class Board:
     def generations(self) -> list[GenerationInfo]:
         """Return the generations that have not ended, with the text of each so far."""
         return self._control.generations() if self._keeper.live is not None else []
+
+    def emitted(self) -> Emitted:
+        """Return how many tokens each generation that has not ended has so far."""
+        return self._control.emitted()
 
     async def control(
         self,

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 from rkserve.board.conduct import Conductor
 from rkserve.board.interrupt import GenerationEvent, judge
-from rkserve.board.job import Job
+from rkserve.board.job import Job, emitted
 from rkserve.board.kv import common_prefix
 from rkserve.board.opening import kept_ids, outlook
 from rkserve.board.stage import Stage
 from rkserve.errors import GenerationNotFound, RequestError, StateConflict
-from rkserve.messages import ControlAction, Edit, GenerationInfo, GenerationState, Kv
+from rkserve.messages import ControlAction, Edit, Emitted, GenerationInfo, GenerationState, Kv
 
 ENDED_REMEMBERED = 256
 
@@ -41,6 +41,10 @@ class Control:
         """Return those that have not ended."""
         jobs = self._stage.jobs.values()
         return [self._info(job) for job in jobs if job.state is not _S.ENDED]
+
+    def emitted(self) -> Emitted:
+        """Return how far those are that have not ended."""
+        return Emitted(self._stage.board_id, emitted(self._stage.jobs.values()))
 
     async def control(
         self, generation: str, action: ControlAction, edit: Edit | None, choice: int | None

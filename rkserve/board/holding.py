@@ -2,8 +2,8 @@
 
 What that is for this board, ``duty`` says; how a generation leaves its run and goes on is the
 conductor's. An answer is given once nothing that is held emits any more: neither from the engine
-nor from what a stream has still to give out. A run that was still in its prefill is not waited for:
-it is muted, and the board is busy with it for a while.
+nor from what a stream has still to give out. No run is waited for, unless the runtime is to keep
+its KV cache: it is muted, and the board is busy with it for a step, or for the rest of a prefill.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from rkserve.board import clock
 from rkserve.board.conduct import Conductor
 from rkserve.board.duty import adapter_name
-from rkserve.board.job import Job
+from rkserve.board.job import Job, emitted
 from rkserve.board.opening import outlook
 from rkserve.board.run import Run
 from rkserve.board.stage import Stage
@@ -88,6 +88,7 @@ class Holding:
             aborted=done.aborted,
             switched=done.switched,
             latency_ms=took_ms,
+            emitted=emitted(self._stage.jobs.values()),
         )
 
     # -- at once ------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Iterable
 from typing import Any
 
 from rkserve.board.figures import Tally
@@ -200,6 +200,13 @@ class Job:
         """Let those who wait for a change look again."""
         if not self._changed.done():
             self._changed.set_result(None)
+
+
+def emitted(jobs: Iterable[Job]) -> tuple[tuple[str, int], ...]:
+    """Return the request's id, and how many tokens it has, of every job that has not ended."""
+    return tuple(
+        (job.request.request_id, job.generation.tokens) for job in jobs if job.state is not _S.ENDED
+    )
 
 
 class Errand:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rkserve.control.operations import Operation, OperationKind
@@ -64,9 +65,11 @@ class Outcome:
     """The answer. ``status`` is HTTP's: 200, 202, 207, or that of ``operation.error``.
 
     ``applied`` is False where nothing was changed by this call: it repeats an earlier one, or what
-    it asks for held already.
+    it asks for held already. ``emitted`` says of generations that were stopped, by the request's
+    id, how many tokens they have.
     """
 
     status: int
     operation: Operation
     applied: bool = True
+    emitted: Mapping[str, int] = field(default_factory=dict, hash=False)

@@ -27,6 +27,7 @@ from rkserve.messages import (
     CacheEntry,
     ControlAction,
     Edit,
+    Emitted,
     Event,
     GenerateRequest,
     GenerationInfo,
@@ -135,6 +136,10 @@ class BoardReplica:
     async def generations(self) -> list[GenerationInfo]:
         """Return what the board holds; see ``Board.generations``."""
         return self._board.generations()
+
+    async def emitted(self) -> Emitted:
+        """Return how far the board's generations are; see ``Board.emitted``."""
+        return self._board.emitted()
 
     async def control(
         self, generation: str, action: ControlAction, edit: Edit | None, choice: int | None

@@ -72,6 +72,7 @@ class Course:
         self.call = call
         self.has_begun = asyncio.Event()
         self.applied = True
+        self.emitted: dict[str, int] = {}  # tokens of what was stopped, by the request's id
         # What it has come to, where that could not be written down.
         self.unwritten: tuple[OperationState, OperationError | None] | None = None
         limit_s = desk.config.operation_timeout_s if call.timeout_s is None else call.timeout_s
@@ -161,7 +162,7 @@ class Course:
     @property
     def outcome(self) -> Outcome:
         """What to answer now."""
-        return Outcome(self.operation.status, self.operation, self.applied)
+        return Outcome(self.operation.status, self.operation, self.applied, self.emitted)
 
     def _audit(self, ended: Operation) -> AuditLine:
         return AuditLine(

@@ -11,7 +11,8 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -39,6 +40,9 @@ log = logging.getLogger(__name__)
 
 FAILURES_EVERY = 5  # that question goes to Serve's controller
 LOOK_AGAIN_S = 0.25  # so that requests without a board do not ask for reports all the time
+# What boards say at once they say in milliseconds. One that is frozen must not hold up the others
+# for longer than that.
+TOGETHER_S = 1.0
 # While a change is on its way, every board may be a moment behind what this Router knows already.
 CATCH_UP_S = 5.0
 CATCH_UP_STEP_S = 0.05
@@ -58,6 +62,15 @@ class BoardLink(Protocol):
 
     async def ask(self, replica: str, method: str, *args: Any, timeout_s: float) -> Any:
         """Call a method of that replica's board; raises ``RkserveError`` only."""
+
+    async def ask_all(
+        self, method: str, *args: Any, timeout_s: float, heard: Callable[[Any], None]
+    ) -> None:
+        """Call a method of every board at once; ``heard`` gets each answer as it comes.
+
+        Whoever does not answer in time, or fails, is simply not heard. ``method`` must be one that
+        does no harm when it is repeated.
+        """
 
     @property
     def complete(self) -> bool:
@@ -129,11 +142,50 @@ class Fleet:
             for group, replica in self._holders.of(generation, choice)
         ]
 
-    async def ask(
-        self, seats: Iterable[Seat], method: str, *args: Any, timeout_s: float
+    async def ask_together(
+        self, seats: Collection[Seat], method: str, *args: Any, timeout_s: float
     ) -> Answers[Any]:
-        """Ask boards at the same time; one that fails or is silent hides nobody else's answer."""
+        """Ask boards by one call to all of their groups, where that is quicker; who has not
+        answered by then is to be asked by itself.
+
+        All boards of a group are asked, also those that are not meant; answers carry their
+        ``board_id``, and asking again does no harm.
+        """
         answers: Answers[Any] = Answers()
+        meant = {seat.board_id for seat in seats}
+        began_s = time.monotonic()
+
+        def heard(said: Any) -> None:
+            if said.board_id in meant:
+                answers.said[said.board_id] = said
+                answers.took_ms[said.board_id] = (time.monotonic() - began_s) * 1e3
+
+        counts = Counter(seat.group for seat in seats)
+        limit_s = min(timeout_s, TOGETHER_S)
+        await asyncio.gather(
+            *(
+                self._links[group].ask_all(method, *args, timeout_s=limit_s, heard=heard)
+                for group, count in counts.items()
+                if count > 1
+            )
+        )
+        return answers
+
+    async def ask(
+        self,
+        seats: Collection[Seat],
+        method: str,
+        *args: Any,
+        timeout_s: float,
+        together: bool = False,
+    ) -> Answers[Any]:
+        """Ask boards at the same time; one that fails or is silent hides nobody else's answer.
+
+        ``together``: as ``ask_together`` does, and then those that have not answered.
+        """
+        answers: Answers[Any] = Answers()
+        if together:
+            answers = await self.ask_together(seats, method, *args, timeout_s=timeout_s)
 
         async def one(seat: Seat) -> None:
             if seat.silent:
@@ -148,7 +200,8 @@ class Fleet:
                 answers.failed[seat.board_id] = _by_name(exc, seat)
             answers.took_ms[seat.board_id] = (time.monotonic() - began_s) * 1e3
 
-        await asyncio.gather(*(one(seat) for seat in seats))
+        left = [seat for seat in seats if seat.board_id not in answers.said]
+        await asyncio.gather(*(one(seat) for seat in left))
         return answers
 
     def is_ready(self, model: str | None = None) -> bool:

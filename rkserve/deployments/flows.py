@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rkserve.deployments.fleet import Fleet
-from rkserve.deployments.seats import Seat, merged
+from rkserve.deployments.seats import Answers, Seat
 from rkserve.desired import Scope
-from rkserve.messages import Delta, Finished, GenerateRequest, GenerationInfo, Paused
+from rkserve.messages import Delta, Emitted, Finished, GenerateRequest, Paused
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 # given later and may overtake it: by up to 3 ms on a machine with three times the work of its
 # cores. Nobody says when it has passed.
 PASSAGE_S = 0.02
+_NOTHING: Mapping[str, int] = {}
 
 
 @dataclass(slots=True)
@@ -77,15 +78,18 @@ class Flows:
             self._flows.pop(request_id, None)
         self._moved.set()
 
-    async def at_rest(self, scope: Scope, timeout_s: float) -> bool:
+    async def at_rest(
+        self, scope: Scope, timeout_s: float, known: Mapping[str, int] = _NOTHING
+    ) -> bool:
         """Wait until the streams of a part of the cluster have all that their boards emitted.
 
-        Those boards have stopped already. A client that does not read may keep a stream from
-        bringing what is on its way: False after ``timeout_s``.
+        Those boards have stopped already, and ``known`` are the tokens that generations had then.
+        Boards are asked only of others, which have ended or just begun. A client that does not read
+        may keep a stream from bringing what is on its way: False after ``timeout_s``.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
-        goals = await self._goals(scope, timeout_s)
+        goals = await self._goals(scope, timeout_s, known)
         while any(self._is_short_of(request_id, goal) for request_id, goal in goals.items()):
             self._moved.clear()
             try:
@@ -100,7 +104,9 @@ class Flows:
         flow = self._flows.get(request_id)
         return flow is not None and (goal is None or max(flow.tokens, flow.stopped_at) < goal)
 
-    async def _goals(self, scope: Scope, timeout_s: float) -> dict[str, int | None]:
+    async def _goals(
+        self, scope: Scope, timeout_s: float, known: Mapping[str, int]
+    ) -> dict[str, int | None]:
         """Return how many tokens each stream will have; None for one that has ended on its board.
 
         The board knows: of a pause no event tells where a generation has not begun, and an event
@@ -111,18 +117,22 @@ class Flows:
             for flow in self._flows.values()
             if scope.adapter in (None, flow.adapter) and (seats := self._seats(flow, scope))
         }
+        goals: dict[str, int | None] = {one: known[one] for one in meant if one in known}
+        meant = {one: seats for one, seats in meant.items() if one not in goals}
         if not meant:
-            return {}
+            return goals
         asked = {seat.board_id: seat for seats in meant.values() for seat in seats}
-        answers = await self._fleet.ask(asked.values(), "generations", timeout_s=timeout_s)
-        held: list[GenerationInfo] = merged(answers.said.values())
-        tokens = {info.request_id: info.tokens for info in held}
+        answers: Answers[Emitted] = await self._fleet.ask(
+            asked.values(), "emitted", timeout_s=timeout_s, together=True
+        )
+        tokens = dict(pair for said in answers.said.values() for pair in said.tokens)
         # Of a board that does not answer nothing is known, and nothing can be waited for.
-        return {
+        goals |= {
             request_id: tokens.get(request_id)
             for request_id, seats in meant.items()
             if all(seat.board_id in answers.said for seat in seats)
         }
+        return goals
 
     def _seats(self, flow: _Flow, scope: Scope) -> list[Seat]:
         completion, _, choice = flow.request_id.rpartition("/")

@@ -74,6 +74,7 @@ async def _halt(desk: Desk, course: Course, scope: Scope) -> Mapping[str, BoardR
     with course.timed(Phase.STOPPING.value):
         replies = await desk.reconciler.tell(scope, course.left_s)
     course.heard(replies.results)
+    course.emitted = dict(pair for said in replies.said.values() for pair in said.emitted)
     return replies.behind
 
 

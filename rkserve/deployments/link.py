@@ -128,6 +128,26 @@ class RayLink:
             with contextlib.suppress(RayError, RayServeException):
                 response.cancel()
 
+    async def ask_all(
+        self, method: str, *args: Any, timeout_s: float, heard: Callable[[Any], None]
+    ) -> None:
+        """Call a method of every board that Ray lists; see ``BoardLink``."""
+
+        async def one(answer: Awaitable[Any]) -> None:
+            heard(await answer)
+
+        try:
+            answers = await asyncio.wait_for(self._replicas.broadcast(method, *args), timeout_s)
+            waits_for = [asyncio.ensure_future(one(answer)) for answer in answers]
+        except (RayError, RayServeException, TimeoutError, asyncio.TimeoutError):
+            return  # nobody was heard; asked by itself, each says why
+        try:
+            await asyncio.wait(waits_for, timeout=timeout_s)
+        finally:
+            for waiting in waits_for:
+                waiting.cancel()
+            await asyncio.gather(*waits_for, return_exceptions=True)
+
     async def start_failure(self) -> BoardStartFailed | None:
         """Return the latest failure of a board of this group to start, from Serve's own status."""
         status = await asyncio.to_thread(serve.status)  # a blocking call to Serve's controller

@@ -105,7 +105,7 @@ class Operations:
         outcome = await self.perform(_K.PAUSE, params, call.terms, asked)
         if outcome.operation.over and outcome.operation.error is None:
             # The Coordinator's limit is not touched: all boards have stopped.
-            await self._service.flows.at_rest(scope, AT_REST_S)
+            await self._service.flows.at_rest(scope, AT_REST_S, outcome.emitted)
             if call.clear_cache:
                 self._fleet.forget_prompts(scope.covers)
         return outcome

@@ -105,7 +105,7 @@ class Reconciler:
         self._telling.update(boards)
         began_s = time.monotonic()
         try:
-            replies = await self._roster.ask(
+            replies = await self._roster.tell(
                 seats, "adopt", self._book.desired, timeout_s=timeout_s
             )
         finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 # Between tries of a call that may not have reached the board at all.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
+TRIES = 100  # the time limit ends them before
 # A board that answers with an error of its own is asked so often: it says the same again, mostly.
 REFUSALS = 3
 PROBE_S = 2.0
@@ -138,16 +139,41 @@ class Roster:
         return self._fleet.reports(model)
 
     async def ask(
-        self, seats: Iterable[Seat], method: str, *args: Any, timeout_s: float, tries: int = 100
+        self, seats: Iterable[Seat], method: str, *args: Any, timeout_s: float, tries: int = TRIES
     ) -> Replies:
         """Ask boards at the same time, again and again where a call may not have arrived.
 
         ``method`` must be one that does no harm when it is repeated.
         """
-        replies = Replies()
+        return await self._ask_each(seats, (method, args), timeout_s, tries, Replies())
+
+    async def tell(
+        self, seats: Collection[Seat], method: str, *args: Any, timeout_s: float
+    ) -> Replies:
+        """Ask as ``ask`` does, by one call to all boards first; answers say whose they are.
+
+        Boards that are not meant hear it as well.
+        """
+        replies, began_s = Replies(), time.monotonic()
+        answers = await self._fleet.ask_together(seats, method, *args, timeout_s=timeout_s)
+        for board, said in answers.said.items():
+            replies.said[board] = said
+            replies.results[board] = good(said, answers.took_ms[board])
+        left = [seat for seat in seats if seat.board_id not in answers.said]
+        left_s = max(0.001, began_s + timeout_s - time.monotonic())
+        return await self._ask_each(left, (method, args), left_s, TRIES, replies)
+
+    async def _ask_each(
+        self,
+        seats: Iterable[Seat],
+        call: tuple[str, tuple[Any, ...]],
+        timeout_s: float,
+        tries: int,
+        replies: Replies,
+    ) -> Replies:
         deadline_s = time.monotonic() + timeout_s
         await asyncio.gather(
-            *(self._one(seat, (method, args), Until(deadline_s, tries), replies) for seat in seats)
+            *(self._one(seat, call, Until(deadline_s, tries), replies) for seat in seats)
         )
         return replies
 
