@@ -14,7 +14,7 @@ from rkserve.native.binding import Binding
 from rkserve.native.runtime import Piece, RunOutcome, RunParams, Sink, TokenInput, Verdict
 from rkserve.native.runtime import Step as RunStep
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 RELEASES = ("1.2.3", "1.3.0")
 IDS = RunParams((TokenInput((11, 12, 13)),))
 UNTIL_ABORT: Step = (WAIT_ABORT, 0, 0, None)

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 from local_cluster import App, LocalCluster, running_cluster
 
 from rkserve.errors import RkserveError
@@ -18,6 +19,10 @@ BOARD_OPTIONS = {
     "--board-library": "RKSERVE_BOARD_LIBRARY",
     "--board-model": "RKSERVE_BOARD_MODEL",
 }
+# An example is not wrong because the machine stood still while it was tried.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
+
 NO_BOARD = f"needs a real board; run with --board and {' and '.join(BOARD_OPTIONS)}"
 NOTES: pytest.StashKey[list[str]] = pytest.StashKey()
 FIGURES: pytest.StashKey[list[str]] = pytest.StashKey()

@@ -30,7 +30,7 @@ BOARDS = tuple(f"{GROUP}-{number}" for number in range(3))
 PACE = 0.1
 COUNT, COUNTED = "Count to 50", ", ".join(str(n) for n in range(1, 51)) + "."
 BASE = "default"  # the label of weights that nobody has given one
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 Json = dict[str, Any]
 KEEP: Json = {"mode": "keep", "clear_cache": False}

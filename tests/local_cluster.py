@@ -33,6 +33,9 @@ _ENVIRON = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    # A machine that is busy with other things takes more than Ray's own 30 s.
+    "RAY_gcs_server_port_wait_time_s": "120",
+    "RAY_py_gcs_connect_timeout_s": "120",
 }
 # A node that was removed is noticed after three of these.
 _SYSTEM = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}

@@ -75,7 +75,7 @@ def sleep(seconds: float) -> None:
     loop.clock.now_s += seconds
 
 
-def run_loop(work: Coroutine[Any, Any, T], limit_s: float = 3600.0) -> T:
+def run_loop(work: Coroutine[Any, Any, T], limit_s: float = 600.0) -> T:
     """As ``fakes.run_loop``, in a time of its own; so is the limit."""
     return settled(work, limit_s, _run)
 

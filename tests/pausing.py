@@ -15,7 +15,7 @@ from talk import Reply, act, streaming
 KEY = "key of the operator"
 OPERATOR = {"authorization": f"Bearer {KEY}"}
 HOLD_S = 1.5
-TALK_S = 60.0  # who waits for a stream that never goes on fails, and does not hang
+TALK_S = 120.0  # who waits for a stream that never goes on fails, and does not hang
 # 30 ms for a token: an answer of COUNT takes seconds. Fast is as fast as it goes.
 SLOW, FAST = 0.5, 0.0
 COUNT, COUNTED = "Count to 50", ", ".join(str(n) for n in range(1, 51)) + "."
@@ -30,6 +30,12 @@ def pace(app: App, time_scale: float) -> None:
     """Let all boards go on at another speed, from their next token on."""
     for number in range(app.boards):
         app.cluster.control(f"{app.group}-{number}", f"time_scale={time_scale}")
+
+
+def stop_at(app: App, gate: str) -> None:
+    """Let all boards stand still there, see docs/simulator.md, until ``pace`` is called."""
+    for number in range(app.boards):
+        app.cluster.control(f"{app.group}-{number}", f"gate={gate}", "time_scale=0")
 
 
 def engines(app: App) -> dict[str, int]:

@@ -81,6 +81,7 @@ class Tap:
         self._held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._buffer: list[tuple[int, int, bytes, bool]] | None = None
         self._flush: Callable[[], None] = lambda: None
+        self._inner: asyncio.Future[RunEnded] | None = None  # of the newest run
 
     def hold(self, count: int) -> asyncio.Future[None]:
         """Hold the next run's words back after ``count`` tokens; the future says that it does."""
@@ -125,7 +126,7 @@ class Tap:
             end()
 
         self._flush = flush
-        inner = self.engine.run(command, count)
+        self._inner = inner = self.engine.run(command, count)
         inner.add_done_callback(lambda _: self.over())
         inner.add_done_callback(lambda _: end())
         return outer
@@ -141,7 +142,8 @@ class Tap:
         self._let_go()
 
     def _let_go(self) -> None:
-        self.asked()
+        if self._inner is not None and not self._inner.done():
+            self.asked()
         if self._buffer is not None:
             asyncio.get_running_loop().call_soon(self._flush)
 
@@ -212,7 +214,10 @@ class Sim:
         library goes on at the pace ``slowly``, so that it hears of that before the answer is over,
         and at the end of the run ``then`` is called.
         """
-        self._then, self._opened, self._slowly = then, False, slowly
+        if self._opened:  # a run is on its way to its end: what is meant for the next comes then
+            self._then = lambda: self.gate(where, then, slowly)
+            return
+        self._then, self._slowly = then, slowly
         self._order(f"gate={where}", "time_scale=0")
 
     def hold(self, count: int, slowly: float = UNHURRIED) -> asyncio.Future[None]:
@@ -230,7 +235,8 @@ class Sim:
 
     def _over(self) -> None:
         if self._then is not None and self._opened:
-            self._then()
+            then, self._then, self._opened = self._then, None, False
+            then()
 
     async def at_gate(self) -> None:
         """Wait until a run stands at the gate; it stays there."""

@@ -261,6 +261,7 @@ def start_child(body: str, env: dict[str, str] | None = None) -> subprocess.Pope
     return subprocess.Popen(
         [sys.executable, "-c", f"from sim_driver import *\n{body}\n"],
         env={**os.environ, **FAST, "PYTHONPATH": os.pathsep.join(paths), **(env or {})},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -272,7 +273,7 @@ def child(body: str, env: dict[str, str] | None = None) -> tuple[int, str]:
     """Run `body` in a process of its own to its end: return code and output."""
     running = start_child(body, env)
     try:
-        printed, _ = running.communicate(timeout=30)
+        printed, _ = running.communicate(timeout=120)
     finally:
         running.kill()
     return running.returncode, printed
@@ -313,11 +314,15 @@ def run_probe(program: Path, *arguments: str, time_scale: str = "0") -> tuple[in
     return done.returncode, done.stdout, done.stderr
 
 
-def wait_idle(sim: Sim, timeout_s: float = 20) -> None:
-    deadline = time.monotonic() + timeout_s
-    while sim.lib.rkllm_is_running(sim.handle):
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+def wait_idle(sim: Sim) -> None:
+    wait_for(lambda: not sim.lib.rkllm_is_running(sim.handle))
 
 
 class Aborted:
@@ -335,6 +340,43 @@ class Aborted:
             thread.start()
             thread.join()
         return 0
+
+
+class Gate:
+    """The gate of the boards of a test, in their control file."""
+
+    def __init__(self, control: Path) -> None:
+        self.control, self.opened_s = control, 0.0
+        self.sign = control.with_name(f"{control.name}.gate")
+
+    def _say(self, *lines: str) -> None:
+        fresh = self.control.with_name("fresh")
+        fresh.write_text("\n".join(lines))
+        fresh.replace(self.control)
+
+    def shut(self, where: str) -> None:
+        self._say(f"gate={where}", "time_scale=0")
+
+    def open(self, time_scale: float = 0) -> None:
+        self.opened_s = time.monotonic()
+        self._say(f"time_scale={time_scale:g}")
+
+    def wait(self) -> None:
+        """Wait until a run stands there; it stays."""
+        self.sign.unlink(missing_ok=True)
+        wait_for(self.sign.exists)
+
+    def thread(self, do: Callable[[], Any], time_scale: float = 0) -> threading.Thread:
+        """Do it once a run stands at the gate, and then open that."""
+
+        def work() -> None:
+            self.wait()
+            do()
+            self.open(time_scale)
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        return thread
 
 
 def violations(capfd: pytest.CaptureFixture[str]) -> list[str]:

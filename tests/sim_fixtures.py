@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from sim_driver import FAST, Sim
+from sim_driver import FAST, Gate, Sim
 
 from rkserve.native.sim import build
 
@@ -31,3 +32,10 @@ def sim(release: str, fast_env: None) -> Iterator[Sim]:
     assert sim.code == 0
     yield sim
     assert sim.destroy() == 0
+
+
+@pytest.fixture
+def gate(tmp_path: Path, fast_env: None, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """The gate of the boards that the test opens; it is open."""
+    monkeypatch.setenv("RKSIM_CONTROL", str(tmp_path / "board.control"))
+    return Gate(tmp_path / "board.control")

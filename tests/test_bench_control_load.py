@@ -152,7 +152,9 @@ def test_what_a_cluster_that_does_not_stop_writes_is_late() -> None:
     figures = pause_figures(calls, answers, step_ms=10.0)
 
     assert figures.late > 10
-    assert 0 < figures.latest_ms < 200
+    pairs = zip(calls[::2], calls[1::2], strict=True)
+    longest_s = max(resume.asked_s - pause.answered_s for pause, resume in pairs)
+    assert 0 < figures.latest_ms <= longest_s * 1e3
 
 
 def test_each_client_can_make_so_many_answers_without_a_plan() -> None:

@@ -59,7 +59,7 @@ def test_the_command_pauses_shows_and_resumes(app: App) -> None:
 def test_a_renewed_lease_holds_the_cluster_and_ends_with_its_block(app: App) -> None:
     with Client(app.url) as client:
         began = client.is_paused().epoch
-        with client.paused(lease_s=2.0) as lease:
+        with client.paused(lease_s=4.0) as lease:
             while client.is_paused().epoch < began + 5:  # the pause, and four renewals of it
                 assert client.is_paused().all
                 time.sleep(0.1)

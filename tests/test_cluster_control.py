@@ -21,6 +21,7 @@ from pausing import (
     run,
     settle,
     state_of,
+    stop_at,
 )
 from prometheus_client.parser import text_string_to_metric_families
 from talk import act, ask, streaming
@@ -261,13 +262,11 @@ def test_a_body_that_is_no_json_is_refused(boards: App, content: bytes) -> None:
 
 
 def test_a_generation_that_prefills_or_waits_cannot_be_paused_yet(boards: App) -> None:
-    """At a real board's speed a prompt of this length takes seconds."""
     settle(boards)
-    pace(boards, 1.0)
-    words = "word " * 500
+    stop_at(boards, "prefill")
 
     async def talk(http: httpx.AsyncClient) -> None:
-        async with streaming(http, words, n=3, max_tokens=3) as reply:
+        async with streaming(http, COUNT, n=3, max_tokens=3) as reply:
             await reply.read_until(lambda r: bool(r.id))
             errors = [await refused(http, reply, "pause", choice=choice) for choice in range(3)]
             assert {(e["status"], e["code"]) for e in errors} == {(409, "state_conflict")}

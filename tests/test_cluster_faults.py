@@ -25,9 +25,9 @@ pytestmark = pytest.mark.ray
 # The token at which a scripted fault strikes: the answer is under way by then.
 FAULT_AT = 20
 LONG = "Write 120 tokens"
-# Two seconds for such an answer, so that something can be done while it goes on.
-SLOW, FAULT_LATE = "time_scale=0.3", 100
-FREED_WITHIN_S = 10.0
+# At a real board's speed, seven seconds for such an answer: something can be done meanwhile.
+SLOW, FAST, FAULT_LATE = "time_scale=1", "time_scale=0.02", 100
+FREED_WITHIN_S = 60.0
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ async def _leave_a_stream(http: httpx.AsyncClient) -> None:
 
 async def _leave_while_waiting_for_a_whole_answer(http: httpx.AsyncClient) -> None:
     with pytest.raises(httpx.ReadTimeout):
-        await http.post(CHAT, json=chat_body(ENDLESS), timeout=1.0)
+        await http.post(CHAT, json=chat_body(ENDLESS), timeout=3.0)
 
 
 async def _leave_several_choices(http: httpx.AsyncClient) -> None:
@@ -129,12 +129,19 @@ def test_a_client_that_leaves_frees_its_boards(
 
 def test_a_request_that_leaves_the_queue_never_runs(old_board: App) -> None:
     old_board.settled()
+    old_board.cluster.control("old-0", "gate=token:1")
+
+    def queued(requests: int) -> None:
+        wait_for(f"{requests} queued", lambda: old_board.reports()[0].queued == requests)
 
     async def crowd() -> Reply:
         async with old_board.http() as http, streaming(http, "Write 300 tokens") as first:
             await first.read(deltas=1)
             async with streaming(http, ENDLESS) as waiting:
+                await asyncio.to_thread(queued, 1)
                 assert waiting.deltas == 0
+            await asyncio.to_thread(queued, 0)
+            old_board.cluster.control("old-0")
             return await first.read()
 
     before = old_board.reports()[0]
@@ -234,7 +241,9 @@ def test_a_library_that_fails_costs_one_answer_and_no_replica(
     async def talk() -> dict[str, Reply]:
         async with well.http() as http, one_on_each(http, LONG) as replies:
             # Not earlier: it strikes once, and might strike while the streams are still opened.
-            well.cluster.control(board, SLOW, f"fault={fault}:{FAULT_LATE}")
+            for one in replies:
+                strikes = [f"fault={fault}:{FAULT_LATE}"] if one == board else []
+                well.cluster.control(one, FAST, *strikes)
             await asyncio.gather(*(reply.read() for reply in replies.values()))
             return replies
 
@@ -316,6 +325,8 @@ def test_a_killed_replica_costs_one_answer_and_comes_back_as_the_same_board(well
         async with well.http() as http, one_on_each(http, LONG) as replies:
             await asyncio.gather(*(reply.read(deltas=10) for reply in replies.values()))
             os.kill(before.pid, signal.SIGKILL)
+            for number in range(3):
+                well.cluster.control(f"sim-{number}", FAST)
             await asyncio.gather(*(reply.read() for reply in replies.values()))
             return replies
 

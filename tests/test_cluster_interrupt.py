@@ -341,7 +341,7 @@ def test_a_client_that_hangs_up_while_paused_frees_the_board(boards: App, native
             assert [r.paused for r in reports if r.board_id == reply.board] == [1]
         left_s = time.monotonic()
         while not await asyncio.to_thread(is_free, boards):
-            assert time.monotonic() - left_s < 10
+            assert time.monotonic() - left_s < 60
             await asyncio.sleep(0.05)
         gone = await refused(http, reply, "resume")
         assert gone["status"] == 409

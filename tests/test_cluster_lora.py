@@ -183,9 +183,11 @@ def test_a_request_in_flight_can_be_switched_and_says_which_tokens_are_whose(
     app: App, http: httpx.Client, tone: str
 ) -> None:
     long = "Write 400 tokens about the sea"
+    for board in BOARDS:
+        app.cluster.control(board, "time_scale=0.5")  # the answer would take ten seconds
 
     async def talk() -> tuple[Reply, list[str]]:
-        asked = body(long, tone, max_tokens=200)
+        asked = body(long, tone, max_tokens=350)
         lines: list[str] = []
         async with app.http() as client, client.stream("POST", CHAT[1:], json=asked) as answer:
             reply = Reply(answer.headers, _noting(answer.aiter_lines(), lines))
@@ -194,6 +196,8 @@ def test_a_request_in_flight_can_be_switched_and_says_which_tokens_are_whose(
                 f"{PUSH}/{tone}/rollout", json={"version": "v2", "in_flight": "switch"}
             )
             assert switched.status_code == 200, switched.text
+            for board in BOARDS:
+                app.cluster.control(board)
             return await reply.read(), lines
 
     reply, lines = asyncio.run(asyncio.wait_for(talk(), LIMIT_S))

@@ -138,7 +138,7 @@ async def _one_on_each(app: App, stack: AsyncExitStack, http: httpx.AsyncClient)
     for _ in range(20):
         async with AsyncExitStack() as attempt:
             replies = [
-                await attempt.enter_async_context(streaming(http, "Write 300 tokens"))
+                await attempt.enter_async_context(streaming(http, "Write 600 tokens"))
                 for _ in range(2)
             ]
             await replies[0].read(deltas=2)

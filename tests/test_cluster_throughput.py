@@ -18,7 +18,7 @@ from talk import CHAT, ENDLESS, Reply, act, chat_body, streaming
 pytestmark = pytest.mark.ray
 
 BATCHED, TWICE = "batched", "twice"
-FAST, SLOW = 0.02, 0.2
+FAST, SLOW = 0.02, 0.5
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def app(ray_cluster: LocalCluster) -> Iterator[App]:
     models = {name: str(ray_cluster.model_copy(name)) for name in (BATCHED, TWICE)}
     groups = [
         ray_cluster.simulated(
-            "batch", 1, model=models[BATCHED], n_batch=4, batch_window_ms=50, simulated=simulated
+            "batch", 1, model=models[BATCHED], n_batch=4, batch_window_ms=200, simulated=simulated
         ),
         ray_cluster.simulated("pair", 1, model=models[TWICE], instances=2, simulated=simulated),
     ]

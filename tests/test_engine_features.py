@@ -101,7 +101,7 @@ def test_an_abort_ends_every_entry_of_a_batch(sim: Sim) -> None:
             assert ended.end is RunEnd.FINISHED
             assert {len(ids) < 3000 for ids in got.entries.values()} == {True}
 
-    sim.environ["RKSIM_TIME_SCALE"] = "0.01"
+    sim.environ["RKSIM_TIME_SCALE"] = "0.1"
     run_loop(main())
 
 

@@ -134,7 +134,7 @@ def test_an_abort_ends_the_run_within_a_token(sim: Sim, release: str) -> None:
             assert again.data == b"1, 2, 3."
 
     sim.release = release
-    sim.environ["RKSIM_TIME_SCALE"] = "0.01"
+    sim.environ["RKSIM_TIME_SCALE"] = "0.1"
     run_loop(main())
 
 
@@ -149,7 +149,7 @@ def test_an_abort_right_behind_its_run_is_not_lost(sim: Sim) -> None:
                 assert (await ended).end in (RunEnd.FINISHED, None)
                 assert len(got.ids) < 3000
 
-    sim.environ["RKSIM_TIME_SCALE"] = "0.01"  # slow enough for a busy machine to abort in time
+    sim.environ["RKSIM_TIME_SCALE"] = "0.1"  # slow enough for a busy machine to abort in time
     run_loop(main())
 
 
@@ -174,7 +174,7 @@ def test_hanging_up_frees_the_board(sim: Sim, release: str) -> None:
             await events.aclose()
             started_s = time.monotonic()
             assert text_of(await ask(board, chat("Count to 3"))) == "1, 2, 3."
-            assert time.monotonic() - started_s < 5.0  # 3,000 tokens would take over 100 s
+            assert time.monotonic() - started_s < 60.0  # 3,000 tokens would take over 100 s
             assert board.report().aborted == 1
 
     sim.release = release
@@ -327,7 +327,7 @@ def test_an_engine_ends_when_its_stdin_closes() -> None:
     with engine_alone() as process:
         assert process.stdout is not None
         assert process.stdout.read(5)  # a beat: it is up
-        assert process.communicate(timeout=10)[1] == b""
+        assert process.communicate(timeout=60)[1] == b""
         assert process.returncode == 0
 
 
@@ -343,7 +343,7 @@ def test_an_engine_in_the_middle_of_a_run_ends_when_its_stdin_closes(sim: Sim) -
             stdin = engine._process.stdin
             assert stdin is not None
             stdin.close()
-            await asyncio.wait_for(asyncio.shield(engine.died), 5)
+            await asyncio.wait_for(asyncio.shield(engine.died), 60)
             with pytest.raises(EngineDied):
                 await ended
 
@@ -364,7 +364,7 @@ def test_an_engine_that_cannot_go_on_says_so_and_ends(sent: bytes, words: bytes)
         assert process.stdin is not None
         process.stdin.write(sent)
         process.stdin.flush()
-        assert process.wait(timeout=10) == os.EX_SOFTWARE
+        assert process.wait(timeout=60) == os.EX_SOFTWARE
         assert process.stderr is not None
         assert words in process.stderr.read()
 

@@ -234,7 +234,7 @@ def test_loading_takes_time_by_size(
     path = adapters.write(tmp_path / "big", "Big", size=4 << 20)
     started = time.monotonic()
     assert sim.load_lora(path, "big") == 0
-    assert 0.2 <= time.monotonic() - started < 5
+    assert 0.2 <= time.monotonic() - started < 60
     assert sim.destroy() == 0
 
 

@@ -15,12 +15,14 @@ from sim_driver import (
     NORMAL,
     Aborted,
     Event,
+    Gate,
     Run,
     Sim,
     chat,
     child,
     ids_of,
     start_child,
+    wait_for,
     wait_idle,
 )
 
@@ -28,6 +30,7 @@ from rkserve.native.sim import profiles
 
 pytest_plugins = ["sim_fixtures"]
 pytestmark = pytest.mark.usefixtures("fast_env")
+
 
 # --- pause
 
@@ -198,38 +201,25 @@ def test_an_abort_ends_with_finish_and_figures(sim: Sim) -> None:
     assert sim.lib.rkllm_is_running(sim.handle) == 0
 
 
-def test_an_abort_while_a_token_is_decoded_lets_that_one_through(
-    release: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RKSIM_TIME_SCALE", "1")
+def test_an_abort_while_a_token_is_decoded_lets_that_one_through(release: str, gate: Gate) -> None:
     sim = Sim(release)
-    timer: list[threading.Timer] = []
-
-    def start(event: Event, _result: Any) -> int:
-        if event.state == NORMAL and not timer:  # the next decode takes 60 ms
-            timer.append(threading.Timer(0.02, sim.lib.rkllm_abort, (sim.handle,)))
-            timer[0].start()
-        return 0
-
-    run = sim.run(ids_of("Write 500 tokens\n"), start)
-    timer[0].join()
+    gate.shut("token:1")
+    aborting = gate.thread(lambda: sim.lib.rkllm_abort(sim.handle))
+    run = sim.run(ids_of("Write 500 tokens\n"))
+    aborting.join()
     assert [event.state for event in run.events] == [NORMAL, NORMAL, FINISH]
     assert sim.destroy() == 0
 
 
-def test_an_abort_does_not_shorten_the_prefill(
-    release: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RKSIM_TIME_SCALE", "1")
+def test_an_abort_does_not_shorten_the_prefill(release: str, gate: Gate) -> None:
     sim = Sim(release)
-    timer = threading.Timer(0.05, sim.lib.rkllm_abort, (sim.handle,))
     prompt = chat("word " * 80)
     profile = {p.name: p for p in profiles.load()}["rk3588-qwen2.5-1.5b-w8a8"]
-    timer.start()
-    before = time.monotonic()
+    gate.shut("prefill")
+    aborting = gate.thread(lambda: sim.lib.rkllm_abort(sim.handle), time_scale=1)
     run = sim.run(prompt)
-    took_ms = (time.monotonic() - before) * 1e3
-    timer.join()
+    took_ms = (time.monotonic() - gate.opened_s) * 1e3
+    aborting.join()
     assert took_ms >= profile.prefill_ms(len(prompt))
     assert [event.state for event in run.events] == [FINISH]
     assert sim.destroy() == 0
@@ -273,15 +263,19 @@ def test_an_asynchronous_run_calls_back_from_its_own_thread(sim: Sim) -> None:
 
 
 def test_an_asynchronous_run_reads_its_input_late(
-    release: str, monkeypatch: pytest.MonkeyPatch
+    release: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RKSIM_ASYNC_READ_MS", "100")
     sim = Sim(release)
+    gate.shut("input")
     run_input, params = sim.prepare("Count to 3")
     assert sim.lib.rkllm_run_async(sim.handle, run_input, params, sim.ffi.NULL) == 0
     other = sim.ffi.new("char[]", b"Count to 5")  # what a freed buffer may hold by then
     run_input.prompt_input = other
+    opened_s = time.monotonic()
+    gate.open()
     wait_idle(sim)
+    assert time.monotonic() - opened_s >= 0.1
     assert sim.now.reply.startswith("1, 2, 3, 4, 5.")
     assert sim.destroy() == 0
 
@@ -374,24 +368,45 @@ HANGS = [
 ]
 
 
+# Once the parent says so, which is when the library hangs, and nothing of that is heard.
+ABORTS = """
+def abort():
+    sys.stdin.readline()
+    if "sim" in globals():
+        sim.lib.rkllm_abort(sim.handle)
+    print("asked", flush=True)
+threading.Thread(target=abort, daemon=True).start()
+print("ready", flush=True)
+"""
+
+
 @pytest.fixture(scope="module")
 def hung(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each hanging child had printed after three seconds. They hang side by side."""
+    """What each hanging child has printed a second after an abort. They hang side by side."""
     folder = tmp_path_factory.mktemp("hung")
     children = {}
     for fault, body, _ in (hang.values for hang in HANGS):
         control = folder / str(fault)
         control.write_text(f"fault={fault}\n")
-        abort = "threading.Timer(0.2, sim.lib.rkllm_abort, (sim.handle,)).start()"
-        source = f"print('ready', flush=True)\n{counted(abort)}\n{body}\nprint('alive')"
-        children[str(fault)] = start_child(source, {"RKSIM_CONTROL": str(control)})
-    time.sleep(3)
-    printed = {}
-    for fault, running in children.items():
+        source = f"import sys\n{ABORTS}{counted(str(body))}\nprint('alive')"
+        children[control] = start_child(source, {"RKSIM_CONTROL": str(control)})
+    printed = dict.fromkeys(children, "")
+    for control, running in children.items():
+        wait_for(control.with_name(f"{control.name}.fired").exists)
+        assert running.stdin is not None
+        assert running.stdout is not None
+        running.stdin.write("\n")
+        running.stdin.flush()
+        while "asked" not in printed[control]:
+            line = running.stdout.readline()
+            assert line, printed[control]
+            printed[control] += line
+    time.sleep(1)
+    for control, running in children.items():
         exited = running.poll()
         running.kill()
-        printed[fault] = f"{running.communicate()[0]}exited: {exited}"
-    return printed
+        printed[control] += f"{running.communicate()[0]}exited: {exited}"
+    return {control.name: text for control, text in printed.items()}
 
 
 @pytest.mark.parametrize(("fault", "body", "heard"), HANGS)
