@@ -19,7 +19,7 @@ help:
 	@echo "make format  reformat the code"
 	@echo "make sanitize  the binding's and the simulator's tests under ASan and UBSan"
 	@echo "make bench   measure, and write docs/benchmarks.md"
-	@echo "make bench-control  measure pauses and adapter switches, and write docs/benchmarks-control.md"
+	@echo "make bench-control  measure pauses, adapter switches and faults, and write docs/benchmarks-control.md"
 	@echo "make docs    write the generated pages of docs/"
 	@echo "make lock    resolve the dependencies anew"
 	@echo "make clean   remove what the above made"

@@ -45,7 +45,7 @@ def deploy(command: Json) -> dict[str, Any]:
         "model": command["model"],
         "simulated": simulated,
         "prompt_cache": {"park": command["park"]},
-        "queue_limit": command["queue_limit"],
+        **{key: command[key] for key in ("queue_limit", "crash_limit", "health_check_timeout_s")},
     }
     state_dir = Path(command["folder"]) / "state"
     state_dir.mkdir(exist_ok=True)

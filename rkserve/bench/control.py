@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rkserve.bench.__main__ import interruptible
 from rkserve.bench.control_cases import ControlBench
+from rkserve.bench.control_faults_cases import FaultBench, chosen
 from rkserve.bench.control_measure import CASES, FULL, QUICK, ControlMeasurement, Size
 from rkserve.bench.control_report import ControlResults, render
 from rkserve.bench.crew import MODEL, Crew
@@ -43,6 +44,10 @@ def options(arguments: Sequence[str]) -> Options:
     parser.add_argument("--cases", default=CASES, type=_cases, help=f"some of {','.join(CASES)}")
     parser.add_argument("--quick", action="store_true", help="a few minutes, for a first look")
     parser.add_argument("--rounds", type=_rounds, help="rounds of pause, switch and resume")
+    parser.add_argument("--times", type=_times, help="how many times each fault is made")
+    parser.add_argument(
+        "--fault", action="append", type=_fault, help="only faults with this in their name; again"
+    )
     parser.add_argument(
         "--output",
         type=Path,
@@ -51,10 +56,15 @@ def options(arguments: Sequence[str]) -> Options:
     parser.add_argument("--json", type=Path, help="where all measurements go, as JSON")
     given = parser.parse_args(arguments)
     size = QUICK if given.quick else FULL
-    full = given.cases == CASES and not given.quick
+    full = given.cases == CASES and not given.quick and not given.fault
     return Options(
         cases=given.cases,
-        size=replace(size, rounds=given.rounds or size.rounds),
+        size=replace(
+            size,
+            rounds=given.rounds or size.rounds,
+            faults=given.times or size.faults,
+            fault=tuple(given.fault or ("",)),
+        ),
         output=given.output or (REPORT if full else None),
         json=given.json,
     )
@@ -74,15 +84,28 @@ def _rounds(text: str) -> int:
     return int(text)
 
 
+def _times(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
+def _fault(text: str) -> str:
+    if not chosen([text]):
+        raise argparse.ArgumentTypeError(f"no fault is called {text!r}")
+    return text
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; 1 where it failed. A missed target is no failure of the command."""
     asked = options(arguments)
     interruptible()
     try:
         with _crew(progress := Progress()) as crew:
-            results = ControlMeasurement(ControlBench(crew), progress, asked.size).measure(
-                asked.cases
+            measurement = ControlMeasurement(
+                ControlBench(crew), FaultBench(crew), progress, asked.size
             )
+            results = measurement.measure(asked.cases)
     except RkserveError as exc:
         sys.stderr.write(f"\nThe benchmark failed: {exc}\n")
         return 1

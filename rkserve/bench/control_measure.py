@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from rkserve.bench.child import BenchFailed
 from rkserve.bench.control_cases import (
     BOARDS,
     LARGE_BYTES,
@@ -18,6 +19,9 @@ from rkserve.bench.control_cases import (
     Staged,
 )
 from rkserve.bench.control_checks import Checked, Era, check, eras
+from rkserve.bench.control_faults import FaultFigures, fault_verdicts, summed
+from rkserve.bench.control_faults_cases import FaultBench, chosen
+from rkserve.bench.control_faults_made import Fault
 from rkserve.bench.control_figures import (
     ATOMIC,
     ROLLING,
@@ -39,54 +43,65 @@ from rkserve.bench.measure import machine
 from rkserve.bench.pace import profile
 from rkserve.bench.progress import Progress
 
-CASES = ("pauses", "switches", "staged", "rounds")
+CASES = ("pauses", "switches", "staged", "rounds", "faults")
 MAX_UNAVAILABLE = 2  # boards of eight, in a rolling switch
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured."""
+    """How much is measured: ``faults`` is how many times each with one of ``fault`` in it."""
 
     pauses: int
     atomic: int
     rolling: int
     staged: int
     rounds: int
+    faults: int
+    fault: tuple[str, ...] = ("",)
 
 
-FULL = Size(pauses=200, atomic=200, rolling=50, staged=4, rounds=240)
-QUICK = Size(pauses=20, atomic=20, rolling=4, staged=2, rounds=16)
+FULL = Size(pauses=200, atomic=200, rolling=50, staged=4, rounds=240, faults=20)
+QUICK = Size(pauses=20, atomic=20, rolling=4, staged=2, rounds=16, faults=2)
 
 
 class ControlMeasurement:
-    """The cases on one cluster."""
+    """The cases on one cluster; faults are on one with fewer boards."""
 
-    def __init__(self, bench: ControlBench, progress: Progress, size: Size) -> None:
-        self._bench, self._progress, self._size = bench, progress, size
+    def __init__(
+        self, bench: ControlBench, faults: FaultBench, progress: Progress, size: Size
+    ) -> None:
+        self._bench, self._faults = bench, faults
+        self._progress, self._size = progress, size
 
     def measure(self, cases: Collection[str]) -> ControlResults:
         """Run these cases. Raises ``BenchFailed``."""
-        self._progress.begin(f"{BOARDS} boards")
-        self._bench.deploy()
-        self._progress.end("ready")
+        if set(cases) - {"faults"}:
+            self._progress.begin(f"{BOARDS} boards")
+            self._bench.deploy()
+            self._progress.end("ready")
         pauses = self._pauses() if "pauses" in cases else None
         if {"switches", "rounds"} & set(cases):
             self._bench.prepare_switches()
         switches = self._both_switches() if "switches" in cases else []
         rounds = self._rounds() if "rounds" in cases else None
         staged = self._staged() if "staged" in cases else None
+        faults = self._all_faults() if "faults" in cases else []
         return ControlResults(
             machine=machine(),
-            verdicts=verdicts(
-                None if pauses is None else pauses[1:],
-                [figures for _, figures in switches],
-                staged and staged[1],
-                None if rounds is None else rounds[1],
-            ),
+            verdicts=[
+                *verdicts(
+                    None if pauses is None else pauses[1:],
+                    [figures for _, figures in switches],
+                    staged and staged[1],
+                    None if rounds is None else rounds[1],
+                ),
+                *(fault_verdicts(faults, self._size.faults) if faults else ()),
+            ],
             pauses=pauses,
             switches=switches,
             staged=staged,
             rounds=rounds,
+            faults=faults,
             cpu=self._bench.cpu,
         )
 
@@ -143,6 +158,35 @@ class ControlMeasurement:
         figures = RoundFigures(count, refused(played.calls), checked, growth(played.samples))
         self._progress.end(f"{count}; {_told(checked)}{_refused(played)}")
         return played, figures
+
+    def _all_faults(self) -> list[FaultFigures]:
+        self._progress.begin("faults")
+        self._faults.deploy()
+        self._progress.end("ready")
+        found = []
+        for fault in chosen(self._size.fault):
+            self._progress.begin(fault.name)
+            one = self._tried(fault)
+            found.append(one)
+            self._progress.end(_told_of_fault(one))
+        return found
+
+    def _tried(self, fault: Fault) -> FaultFigures:
+        """Try a fault; where nothing can be tried any more, that is what is found."""
+        try:
+            return self._faults.tried(fault, self._size.faults)
+        except BenchFailed as exc:
+            return replace(summed(fault.name, []), unsettled=1, flaws=[str(exc)])
+
+
+def _told_of_fault(one: FaultFigures) -> str:
+    whole = "never" if one.p50_s is None else f"{one.p50_s:.1f} s (p50), {one.max_s:.1f} s (max)"
+    flaws = f"; {'; '.join((*one.flaws, *one.errors))}" if one.flaws or one.errors else ""
+    return (
+        f"{one.hits} times in {one.tries} tries, whole again after {whole}; {one.left_paused} left "
+        f"paused, {one.mixed} mixed, {one.lost} lost, {one.lost_of_killed} of killed boards, of "
+        f"{one.answers}{flaws}"
+    )
 
 
 def _checked(played: Played) -> Checked:

@@ -22,6 +22,8 @@ from rkserve.bench.control_cases import (
     Staged,
 )
 from rkserve.bench.control_checks import Checked
+from rkserve.bench.control_faults import FaultFigures
+from rkserve.bench.control_faults_report import faults_section
 from rkserve.bench.control_figures import (
     PauseFigures,
     RoundFigures,
@@ -45,6 +47,7 @@ class ControlResults:
     switches: Sequence[tuple[Played, SwitchFigures]] = ()
     staged: tuple[Sequence[Staged], StagedFigures] | None = None
     rounds: tuple[Played, RoundFigures] | None = None
+    faults: Sequence[FaultFigures] = ()
     cpu: Mapping[str, CpuUse] = field(default_factory=dict)
 
 
@@ -57,6 +60,7 @@ def render(results: ControlResults) -> str:
         _switches,
         _staged,
         _rounds,
+        _faults,
         _noise,
         _method,
     )
@@ -103,7 +107,7 @@ def _pauses(results: ControlResults) -> str:
         _spread("pause call to its answer, ms", figures.answered_ms),
         _steps("pause call to its answer, decode steps", figures.answered_ms, figures.step_ms),
         _beyond("pause call to its answer, ms more than a step", figures),
-        _spread("a board stopped, by its own clock, ms", figures.boards_ms),
+        _spread("a board told, to its answer, ms", figures.boards_ms),
         _spread("first to last board stopped, ms", figures.skew_ms),
         _spread("resume call to its answer, ms", figures.resume_answered_ms),
         _spread("resume call to next token, ms", figures.resumed_ms),
@@ -241,6 +245,10 @@ def _rounds(results: ControlResults) -> str:
         f"(`--rounds`). {_of_answers(rounds.checked)} Calls refused, undone or done in part: "
         f"{rounds.refused}.\n"
     )
+
+
+def _faults(results: ControlResults) -> str:
+    return faults_section(results.faults)
 
 
 def _noise(results: ControlResults) -> str:

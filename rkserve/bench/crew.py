@@ -36,7 +36,8 @@ Say = Callable[[str], None]
 class Deployment:
     """What the cluster serves. ``park`` is its boards' disk tier for conversations.
 
-    ``queue_limit`` is how many requests may wait for one board.
+    ``queue_limit`` is how many requests may wait for one board; ``crash_limit`` crashes of its
+    engine quarantine it, and Ray waits ``health_check_timeout_s`` for it to say that it is well.
     """
 
     profile: str
@@ -44,6 +45,8 @@ class Deployment:
     time_scale: float = 1.0
     park: bool = True
     queue_limit: int = 16
+    crash_limit: int = 3
+    health_check_timeout_s: float = 5.0
 
 
 class Crew:
@@ -63,6 +66,16 @@ class Crew:
         self._controller: Child | None = None
         self._cluster: Child | None = None
         self._deployed: Deployment | None = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where the cluster listens."""
+        return HOST, self._port
+
+    @property
+    def folder(self) -> Path:
+        """Where all files are."""
+        return self._folder
 
     def close(self) -> None:
         """End all children and what they started."""
