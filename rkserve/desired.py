@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
+from typing import TypeAlias
 
 from rkserve.messages import FIRST_LABEL, AdapterRef
 
@@ -35,6 +36,19 @@ class InFlight(str, Enum):
     PIN = "pin"
     SWITCH = "switch"
     ABORT = "abort"
+
+
+class SleepLevel(IntEnum):
+    """How deep boards sleep; a deeper sleep includes what a lighter one does.
+
+    ``PAUSED``: nothing runs, model and KV cache stay. ``UNLOADED``: the engine has ended, requests
+    are kept as transcripts, and conversations as prompt cache files where the runtime allows that.
+    ``DROPPED``: of the KV caches nothing is kept, on no disk either.
+    """
+
+    PAUSED = 0
+    UNLOADED = 1
+    DROPPED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +84,12 @@ def _narrower(inner: tuple[str, ...], outer: tuple[str, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A part of the cluster that shall be paused.
+    """A part of the cluster that shall be paused, or asleep.
 
     ``operation`` is the id of what asked for it. With ``clear_cache`` KV caches are dropped once it
-    holds. Times are in seconds since 1970; ``expires_s`` of None has no lease.
+    holds. Times are in seconds since 1970; ``expires_s`` of None has no lease. With a ``level`` it
+    is a sleep, which no resume takes back but a wake-up; with ``wakes`` the next request for its
+    model is one.
     """
 
     operation: str
@@ -82,6 +98,8 @@ class Pause:
     clear_cache: bool = False
     since_s: float = 0.0
     expires_s: float | None = None
+    level: SleepLevel | None = None
+    wakes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +108,21 @@ class AdapterVersion:
 
     ref: AdapterRef
     size_bytes: int
+
+    @property
+    def digest(self) -> str:
+        """The sha256 of its file."""
+        return self.ref.digest
+
+    @property
+    def key(self) -> str:
+        """The name under which boards report it as staged."""
+        return self.ref.key
+
+    @property
+    def title(self) -> str:
+        """What to call it in words to people."""
+        return f"adapter {self.ref.name}@{self.ref.version}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +180,70 @@ def _lot(*parts: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class BaseVersion:
+    """One version of a base model, which is its content: what boards load instead of the file in
+    their model folder. ``version`` is its label in answers.
+    """
+
+    model: str
+    version: str
+    digest: str
+    size_bytes: int
+
+    @property
+    def key(self) -> str:
+        """The name under which boards report it as staged: its content, whatever it is called."""
+        return f"{self.model}-{self.digest[:12]}"
+
+    @property
+    def title(self) -> str:
+        """What to call it in words to people."""
+        return f"model {self.model}@{self.version}"
+
+
+# A file that boards are sent: all that staging needs is its digest and its size.
+Artifact: TypeAlias = AdapterVersion | BaseVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Rebase:
+    """A base model on its way to the boards of a model: those in ``switched`` load it, or all,
+    those that join included, where it comes ``everywhere``.
+
+    ``to`` of None is the file in the model folder.
+    """
+
+    to: BaseVersion | None
+    label: str
+    switched: tuple[str, ...] = ()
+    everywhere: bool = False
+
+    def meets(self, board_id: str) -> bool:
+        """Whether a board shall load it."""
+        return self.everywhere or board_id in self.switched
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
-    """The label of a model's weights, and the last step that a trainer applied to the model."""
+    """What a model's base weights are: their label, their file (None: that in the model folder),
+    and the last step that a trainer applied to the model, to an adapter of it included.
+
+    ``in_flight`` says what the last change of the file, also one that goes on or was undone, means
+    for requests that run on a board when its turn comes.
+    """
 
     model: str
     label: str = FIRST_LABEL
     step: int | None = None
+    base: BaseVersion | None = None
+    rebase: Rebase | None = None
+    in_flight: InFlight = InFlight.PIN
+
+    def on(self, board_id: str) -> tuple[BaseVersion | None, str]:
+        """Return the file that a board shall load, and its label."""
+        if self.rebase is not None and self.rebase.meets(board_id):
+            return self.rebase.to, self.rebase.label
+        return self.base, self.label
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +274,18 @@ class Desired:
         for pause in mine:
             if pause.scope.adapter is not None:
                 named.setdefault(pause.scope.adapter, []).append(pause)
+        weights = self.weights_of(model)
+        base, label = weights.on(board_id)
+        levels = [pause.level for pause in whole if pause.level is not None]
         return Duty(
             epoch=self.epoch,
             hold=_hold(whole) if whole else None,
             adapter_holds=tuple((name, _hold(pauses)) for name, pauses in sorted(named.items())),
             lines=tuple(line for line in self.lines if line.model == model),
-            label=self.weights_of(model).label,
+            label=label,
+            level=max(levels, default=None),
+            base=base,
+            rebase=weights.in_flight,
         )
 
 
@@ -203,13 +300,21 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Duty:
-    """What one board shall be. ``label`` is that of its base model's weights."""
+    """What one board shall be. ``label`` is that of its base model's weights.
+
+    ``level`` is how deep it sleeps, None where it is awake; its hold says what becomes of requests
+    then. ``base`` is the model's file that it has loaded, None for that in the model folder, and
+    ``rebase`` what becomes of requests that run while another one is loaded.
+    """
 
     epoch: int
     hold: Hold | None = None
     adapter_holds: tuple[tuple[str, Hold], ...] = ()
     lines: tuple[AdapterLine, ...] = ()
     label: str = FIRST_LABEL
+    level: SleepLevel | None = None
+    base: BaseVersion | None = None
+    rebase: InFlight = InFlight.PIN
 
     def held(self, adapter: str | None) -> Hold | None:
         """Return what holds a request with that adapter (its name), the stricter of two."""
@@ -246,7 +351,12 @@ class Adoption:
     already. It serves once ``missing`` is empty. ``stopped`` generations were stopped by this call,
     of which ``kept`` have their KV cache still; the last token was emitted ``latency_ms`` after the
     call at the latest. ``switched`` generations go on with another version. ``emitted`` has the
-    request's id of every generation that has not ended, and how many tokens it has.
+    request's id of every generation that has not ended, and how many tokens it has. It sleeps at
+    ``level``, None where it is awake: of the contexts that this call put to sleep, ``kept_tokens``
+    can be restored from its memory or disk and ``dropped_tokens`` are computed again.
+    ``missing_base`` is the model's file that it shall load and has not on its disk: it serves
+    nothing before that. ``refused`` says why it has gone back from these to those of before, where
+    an earlier call has seen that, or is empty.
     """
 
     board_id: str
@@ -259,6 +369,16 @@ class Adoption:
     switched: int = 0
     latency_ms: float = 0.0
     emitted: tuple[tuple[str, int], ...] = ()
+    level: SleepLevel | None = None
+    kept_tokens: int = 0
+    dropped_tokens: int = 0
+    missing_base: BaseVersion | None = None
+    refused: str = ""
+
+    @property
+    def lacking(self) -> tuple[Artifact, ...]:
+        """Every file that it has to be sent."""
+        return (*self.missing, *(() if self.missing_base is None else (self.missing_base,)))
 
 
 @dataclass(frozen=True, slots=True)

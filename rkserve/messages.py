@@ -80,7 +80,8 @@ class GenerateRequest:
 
     With ``line`` (the name of an adapter) ``adapter`` is None until the board binds the request to
     the version that it serves, by the ``session`` it belongs to; a board that has not adopted
-    ``min_epoch`` refuses it. ``keep_version`` forbids to switch it to another version later.
+    ``min_epoch`` refuses it. ``keep_version`` forbids to switch it to another version later. One
+    that is not ``patient`` is refused by a board that sleeps: another one is awake.
     """
 
     request_id: str
@@ -101,6 +102,7 @@ class GenerateRequest:
     session: str = ""
     min_epoch: int = 0
     keep_version: bool = False
+    patient: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +322,7 @@ class BoardState(str, Enum):
     QUARANTINED = "quarantined"
     FAILED = "failed"
     STOPPED = "stopped"
+    ASLEEP = "asleep"  # its model is unloaded, by the operator's wish or because nobody used it
     JOINING = "joining"  # it is well, and waits to be told, or to be given, what it shall serve
     LOST = "lost"  # the Router's word for a board that no longer answers
 
@@ -376,7 +379,9 @@ class BoardReport:
     from otherwise. ``epoch`` is that of what it obeys, None before it was told; ``hold`` is the
     mode in which it is paused as a whole, or empty; ``missing`` versions of adapters it still
     needs, and those in ``staged`` (keys) it has on its disk. ``versions`` are what it has generated
-    with.
+    with. It sleeps at ``level``, None where it is awake, and has had no request for ``idle_s``, nor
+    was its model loaded in that time. ``base`` is the sha256 of the model's file that it has loaded
+    instead of that in its model folder, or empty.
     """
 
     board_id: str
@@ -424,3 +429,6 @@ class BoardReport:
     missing: int = 0
     staged: tuple[str, ...] = ()
     versions: tuple[VersionFigures, ...] = ()
+    level: int | None = None
+    idle_s: float = 0.0
+    base: str = ""

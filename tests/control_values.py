@@ -19,11 +19,14 @@ from rkserve.control.params import Json
 from rkserve.desired import (
     AdapterLine,
     AdapterVersion,
+    BaseVersion,
     Desired,
     InFlight,
     Pause,
     PauseMode,
+    Rebase,
     Scope,
+    SleepLevel,
     Weights,
 )
 from rkserve.messages import AdapterRef
@@ -61,6 +64,8 @@ pauses = st.builds(
     st.booleans(),
     times,
     st.none() | times,
+    st.none() | st.sampled_from(SleepLevel),
+    st.booleans(),
 )
 lines = st.builds(
     AdapterLine,
@@ -76,7 +81,19 @@ lines = st.builds(
     st.integers(0, 9),
     st.lists(st.sampled_from(("v1", "v2", "v3")), max_size=2, unique=True).map(tuple),
 )
-weights = st.builds(Weights, models, st.text(min_size=1, max_size=5), st.none() | st.integers())
+bases = st.none() | st.builds(
+    BaseVersion, models, labels, st.sampled_from(("a" * 64, "b" * 64)), st.integers(1, 1 << 40)
+)
+rebases = st.none() | st.builds(Rebase, bases, labels, some_boards, st.booleans())
+weights = st.builds(
+    Weights,
+    models,
+    st.text(min_size=1, max_size=5),
+    st.none() | st.integers(),
+    bases,
+    rebases,
+    st.sampled_from(InFlight),
+)
 desires = st.builds(
     Desired,
     st.integers(0, 1 << 40),

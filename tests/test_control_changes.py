@@ -30,6 +30,7 @@ from rkserve.errors import (
     RequestError,
     RkserveError,
     StaleEpoch,
+    StaleWeights,
 )
 
 KEEP, WAIT, ABORT = PauseMode.KEEP, PauseMode.WAIT, PauseMode.ABORT
@@ -406,7 +407,7 @@ def test_labels_and_steps_are_those_of_a_model() -> None:
 
 @pytest.mark.parametrize("step", [2, 3])
 def test_a_step_that_is_not_later_is_stale(step: int) -> None:
-    with pytest.raises(StaleEpoch, match="3"):
+    with pytest.raises(StaleWeights, match="3"):
         changes.set_step(changes.set_step(Desired(), "m", 3), "m", step)
 
 

@@ -223,12 +223,12 @@ def test_what_is_over_has_no_next_phase() -> None:
 
 def test_boards_that_are_gone_count_as_done() -> None:
     one = Operation("op", K.PAUSE)
-    for board, status in zip(BOARDS, ResultStatus, strict=True):
+    for board, status in zip(("b0", *BOARDS), ResultStatus, strict=True):
         one = one.heard(board, BoardResult(status, 1.5))
     assert [board for board, result in one.results.items() if result.good] == ["b1", "b2"]
     assert one.succeeded == 2
     later = one.heard("b3", BoardResult(ResultStatus.OK))
-    assert (later.succeeded, len(later.results)) == (3, 4)
+    assert (later.succeeded, len(later.results)) == (3, 5)
     assert later.spent("stopping", 4.5).phases == (("stopping", 4.5),)
 
 

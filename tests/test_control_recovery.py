@@ -215,4 +215,4 @@ def test_of_pauses_those_stay_that_were_acknowledged(
 
 
 # Kinds that make no pause, so that a pause under their name is none that they would leave behind.
-STANDING = {K.RESUME, K.LABEL, K.ADAPTER_STAGE}
+STANDING = {K.RESUME, K.WAKE, K.LABEL, K.ADAPTER_STAGE}

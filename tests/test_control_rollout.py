@@ -193,6 +193,22 @@ def test_atomic_brings_all_boards_to_it_at_one_instant() -> None:
     assert one.asked == [(move, THREE) for move in moves]
 
 
+def test_a_trainers_update_holds_the_model_before_boards_load_and_notes_its_step() -> None:
+    one = Performer(atomic(held_first=True, step=9), served(V1))
+    one.answer(Move.STAGE)
+    (held,) = one.desired.pauses
+    assert (held.scope, held.mode) == (Scope(("m",)), PauseMode.KEEP)
+    one.answer(Move.HOLD)
+    assert one.asked[-1] == (Move.LOAD, THREE)
+    assert one.desired.weights_of("m").step is None
+    before = one.desired.epoch
+    one.answer(Move.LOAD)
+    assert (one.desired.epoch, one.desired.pauses) == (before + 1, ())
+    assert one.desired.weights_of("m").step == 9
+    one.answer(Move.COMMIT)
+    assert one.finish == Finish(OperationState.SUCCEEDED)
+
+
 def test_rolling_takes_as_many_boards_at_a_time_as_it_may() -> None:
     one = Performer(rolling(max_unavailable=2), served(V1))
     one.answer(Move.STAGE)
@@ -525,11 +541,15 @@ def test_a_plan_is_read_from_a_call() -> None:
 # Anything, in any order
 
 plans = st.builds(
-    lambda strategy, version, **rest: atomic(
-        strategy=strategy if version else Strategy.ATOMIC, version=version, **rest
+    lambda strategy, version, held_first, **rest: atomic(
+        strategy=strategy if version else Strategy.ATOMIC,
+        version=version,
+        held_first=held_first and strategy is Strategy.ATOMIC,
+        **rest,
     ),
     st.sampled_from(Strategy),
     st.sampled_from((V3, V3, V3, None)),
+    st.booleans(),
     boards=st.integers(0, 5).map(lambda n: tuple(f"b{i}" for i in range(n))),
     max_unavailable=st.integers(1, 3),
     auto=st.booleans(),

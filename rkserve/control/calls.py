@@ -7,6 +7,10 @@ It knows which parameters there are by kind, and nothing of HTTP bodies or of ho
 - ``pause``: ``models``, ``boards`` (lists of ids, empty = all), ``adapter`` (name, null = the
   boards as a whole), ``mode`` (keep | wait | abort), ``clear_cache``, ``lease_s`` (seconds, null =
   none); ``resume``: ``models``, ``boards``, ``adapter``, none of them = everything.
+- ``sleep``: ``models``, ``boards``, ``mode``, ``level`` (0 | 1 | 2, 1), ``lease_s``, ``wakes``
+  (whether a request for the model ends it; null = as its boards' group is configured); ``wake``:
+  ``models``, ``boards``, ``tags`` (of ``weights``, ``kv_cache``; none = both), ``requested`` (only
+  what a request ends, and without refusing the rest, false).
 - ``cache_reset``: ``models``, ``boards``, ``reset_running_requests``; ``abort``: ``request_ids``
   (null = all), ``models``, ``boards``.
 - ``adapter_stage``: ``model``, ``name``, ``version``, ``digest`` (sha256, hexadecimal), ``scale``,
@@ -16,7 +20,13 @@ It knows which parameters there are by kind, and nothing of HTTP bodies or of ho
   abort), ``observe_s`` (seconds), ``auto`` (promote when the verdict is good, true).
 - ``adapter_rollback``, ``adapter_promote``: ``model``, ``name``.
 - ``adapter_retire``: ``model``, ``name``, ``version`` (null = the whole adapter).
-- ``label``: ``model``, ``label``.
+- ``label``: ``model``, ``label``, ``reset_step`` (forget the last step of a trainer, false).
+- ``weight_update``: ``model``, ``step`` (a trainer's, later than the last), ``in_flight`` (pin |
+  switch | abort, switch), and either ``name`` and ``version`` of a staged adapter, or ``digest``,
+  ``size_bytes`` and ``version`` (its label) of base weights in the head's store.
+- ``rebase``: ``model``, ``digest`` and ``size_bytes`` of base weights in the head's store (null =
+  the file in the model folder), ``label`` (null = of the content), ``max_unavailable`` (boards, 1),
+  ``in_flight`` (pin).
 """
 
 from __future__ import annotations

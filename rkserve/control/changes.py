@@ -27,6 +27,7 @@ from rkserve.errors import (
     OperationConflict,
     RequestError,
     StaleEpoch,
+    StaleWeights,
 )
 
 # A line remembers so many versions that it has served, beside the active one and the one before.
@@ -61,11 +62,19 @@ def pause(
     these may yet be undone, and must not take an older pause with them. Raises ``RequestError`` for
     a lease that is not positive, and ``OperationConflict`` for one pause too many.
     """
+    expires_s = lease_end(lease_s, now_s)
+    return add(desired, Pause(operation, scope, mode, clear_cache, now_s, expires_s), running)
+
+
+def lease_end(lease_s: float | None, now_s: float) -> float | None:
+    """Return when a lease ends. Raises ``RequestError`` for one that is not positive."""
     if lease_s is not None and not lease_s > 0:
         raise RequestError("'lease_s' must be more than 0.", "lease_s")
-    asked = Pause(
-        operation, scope, mode, clear_cache, now_s, None if lease_s is None else now_s + lease_s
-    )
+    return None if lease_s is None else now_s + lease_s
+
+
+def add(desired: Desired, asked: Pause, running: Collection[str]) -> Desired:
+    """Add a pause unless it adds nothing, and forget those that others outlast; see ``pause``."""
     settled = [one for one in desired.pauses if one.operation not in running]
     if any(_outlasts(one, asked) for one in settled):
         return desired
@@ -86,22 +95,34 @@ def hold(desired: Desired, asked: Pause) -> Desired:
     Raises ``OperationConflict`` for one pause too many.
     """
     if len(desired.pauses) >= MAX_PAUSES:
-        raise OperationConflict(f"There are {MAX_PAUSES} pauses already; resume some of them.")
-    return _next(desired, pauses=(*desired.pauses, asked))
+        raise OperationConflict(
+            f"There are {MAX_PAUSES} pauses and sleeps already; resume or wake some."
+        )
+    return follow_up(desired, pauses=(*desired.pauses, asked))
 
 
 def _outlasts(one: Pause, other: Pause) -> bool:
     """Whether ``one`` does all that ``other`` does, for as long."""
     same = (one.scope, one.mode, one.clear_cache) == (other.scope, other.mode, other.clear_cache)
+    same = same and _sleeps_like(one, other)
     if not same or one.expires_s is None:
         return same
     return other.expires_s is not None and one.expires_s >= other.expires_s
 
 
+def _sleeps_like(one: Pause, other: Pause) -> bool:
+    """Whether ``one`` is at least as deep a sleep, which no more than ``other`` ends; or neither
+    is one: a sleep is no pause, for no resume takes it back.
+    """
+    if one.level is None or other.level is None:
+        return one.level is other.level
+    return one.level >= other.level and one.wakes <= other.wakes
+
+
 def resume(
     desired: Desired, scope: Scope | None = None, running: Collection[str] = ()
 ) -> tuple[Desired, tuple[Pause, ...]]:
-    """Take back every pause that lies within ``scope`` (None: all); return these too.
+    """Take back every pause that lies within ``scope`` (None: all); return these too. No sleep is.
 
     To resume what is not paused changes nothing. What operations in ``running`` hold is theirs: it
     stays, and they take it back. Raises ``OperationConflict`` where nothing was
@@ -109,7 +130,7 @@ def resume(
     resumed.
     """
     within = Scope() if scope is None else scope
-    settled = [one for one in desired.pauses if one.operation not in running]
+    settled = [one for one in desired.pauses if one.level is None and one.operation not in running]
     gone = tuple(one for one in settled if one.scope.within(within))
     if not gone:
         wider = [one for one in settled if overlap(one.scope, within)]
@@ -118,24 +139,25 @@ def resume(
                 f"It is held by operation '{wider[0].operation}', which paused "
                 f"{describe(wider[0].scope)}: resume that."
             )
-    return _without(desired, gone), gone
+    return without(desired, gone), gone
 
 
 def expire(desired: Desired, now_s: float) -> tuple[Desired, tuple[Pause, ...]]:
     """Take back every pause whose lease has ended by ``now_s``; return these too."""
     gone = tuple(p for p in desired.pauses if p.expires_s is not None and p.expires_s <= now_s)
-    return _without(desired, gone), gone
+    return without(desired, gone), gone
 
 
 def withdraw(desired: Desired, operation: str) -> Desired:
     """Take back the pauses that one operation made."""
-    return _without(desired, [one for one in desired.pauses if one.operation == operation])
+    return without(desired, [one for one in desired.pauses if one.operation == operation])
 
 
-def _without(desired: Desired, gone: Collection[Pause]) -> Desired:
+def without(desired: Desired, gone: Collection[Pause]) -> Desired:
+    """Return it without these pauses."""
     if not gone:
         return desired
-    return _next(desired, pauses=tuple(one for one in desired.pauses if one not in gone))
+    return follow_up(desired, pauses=tuple(one for one in desired.pauses if one not in gone))
 
 
 def overlap(one: Scope, other: Scope) -> bool:
@@ -263,7 +285,9 @@ def drop(desired: Desired, model: str, name: str) -> Desired:
         line = replace(line, left=tuple(dict.fromkeys((*line.left, tried.ref.version))))
     if line.versions:
         return _put(desired, line)
-    return _next(desired, lines=tuple(one for one in desired.lines if not _is(one, model, name)))
+    return follow_up(
+        desired, lines=tuple(one for one in desired.lines if not _is(one, model, name))
+    )
 
 
 def rollback(
@@ -348,15 +372,25 @@ def set_label(desired: Desired, model: str, label: str) -> Desired:
     """Name the weights of a base model. Raises ``RequestError`` for an empty label."""
     if not label:
         raise RequestError("The label of a version of the weights must not be empty.", "label")
-    return _weigh(desired, replace(desired.weights_of(model), label=label))
+    return weigh(desired, replace(desired.weights_of(model), label=label))
+
+
+def forget_step(desired: Desired, model: str) -> Desired:
+    """Have a trainer begin anew: any step is later than none."""
+    return weigh(desired, replace(desired.weights_of(model), step=None))
 
 
 def set_step(desired: Desired, model: str, step: int) -> Desired:
-    """Note the last step that a trainer applied. Raises ``StaleEpoch`` unless it is a later one."""
+    """Note the last step that a trainer applied. Raises ``StaleWeights`` for an earlier one, and
+    for the same.
+    """
     last = desired.weights_of(model).step
     if last is not None and step <= last:
-        raise StaleEpoch(f"Step {last} of model '{model}' is applied; {step} comes too late.")
-    return _weigh(desired, replace(desired.weights_of(model), step=step))
+        raise StaleWeights(
+            f"Step {last} of model '{model}' is the last one applied; {step} comes too late.",
+            "version",
+        )
+    return weigh(desired, replace(desired.weights_of(model), step=step))
 
 
 def as_one(before: Desired, *changes: Callable[[Desired], Desired]) -> Desired:
@@ -373,13 +407,14 @@ def as_one(before: Desired, *changes: Callable[[Desired], Desired]) -> Desired:
     return replace(after, epoch=epoch, lines=lines)
 
 
-def _next(
+def follow_up(
     desired: Desired,
     *,
     pauses: tuple[Pause, ...] | None = None,
     lines: tuple[AdapterLine, ...] | None = None,
     weights: tuple[Weights, ...] | None = None,
 ) -> Desired:
+    """Return what follows with the next epoch: all that is not given stays."""
     return Desired(
         epoch=desired.epoch + 1,
         pauses=desired.pauses if pauses is None else pauses,
@@ -397,7 +432,7 @@ def _put(desired: Desired, line: AdapterLine) -> Desired:
         line = replace(line, epoch=desired.epoch + 1)
     others = [one for one in desired.lines if not _is(one, line.model, line.name)]
     lines = sorted((*others, line), key=lambda one: (one.model, one.name))
-    return _next(desired, lines=tuple(lines))
+    return follow_up(desired, lines=tuple(lines))
 
 
 def _served(line: AdapterLine) -> tuple[object, ...]:
@@ -411,16 +446,17 @@ def _settled(line: AdapterLine) -> AdapterLine:
 
 
 def _forget(desired: Desired, line: AdapterLine) -> Desired:
-    return _next(
+    return follow_up(
         desired, lines=tuple(o for o in desired.lines if not _is(o, line.model, line.name))
     )
 
 
-def _weigh(desired: Desired, weights: Weights) -> Desired:
+def weigh(desired: Desired, weights: Weights) -> Desired:
+    """Return it with other weights of a model."""
     if weights == desired.weights_of(weights.model):
         return desired
     others = [one for one in desired.weights if one.model != weights.model]
-    return _next(desired, weights=tuple(sorted((*others, weights), key=lambda one: one.model)))
+    return follow_up(desired, weights=tuple(sorted((*others, weights), key=lambda one: one.model)))
 
 
 def _is(line: AdapterLine, model: str, name: str) -> bool:

@@ -23,7 +23,7 @@ from rkserve.desired import Desired
 from rkserve.errors import LedgerFailed
 
 # Rises with every change of a field in what is kept; whoever raises it adds how the old is read.
-SCHEMA = 1
+SCHEMA = 2
 
 T = TypeVar("T")
 
@@ -80,14 +80,39 @@ def _parse(what: str, kind: type[T], text: str) -> T:
         raise LedgerFailed(f"What is kept as '{what}' is no JSON: {error}.") from error
     if not isinstance(content, dict) or type(content.get("schema")) is not int:
         raise LedgerFailed(f"What is kept as '{what}' does not say its schema.")
-    if content["schema"] != SCHEMA:
+    schema = content["schema"]
+    if schema not in (SCHEMA, *_OLDER):
         raise LedgerFailed(
-            f"What is kept as '{what}' has schema {content['schema']}; this rkserve reads {SCHEMA}."
+            f"What is kept as '{what}' has schema {schema}; this rkserve reads {SCHEMA}."
         )
     if set(content) != {"schema", what}:
         raise LedgerFailed(f"What is kept as '{what}' has the keys {sorted(content)}.")
+    for older in range(schema, SCHEMA):
+        content[what] = _OLDER[older](what, content[what])
     found: T = _read(kind, content[what], what)
     return found
+
+
+def _of_schema_1(what: str, value: Any) -> Any:
+    """Nothing slept then, and each base model was the file in its folder."""
+    if what != "desired" or not isinstance(value, dict):
+        return value
+    return {
+        **value,
+        "pauses": _with(value.get("pauses"), level=None, wakes=False),
+        "weights": _with(value.get("weights"), base=None, rebase=None, in_flight="pin"),
+    }
+
+
+def _with(entries: Any, **added: Any) -> Any:
+    """Return objects with what they did not have; what is none is refused where it is read."""
+    if not isinstance(entries, list):
+        return entries
+    return [{**one, **added} if isinstance(one, dict) else one for one in entries]
+
+
+# How a value of an older schema becomes one of the next.
+_OLDER = {1: _of_schema_1}
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -159,10 +184,11 @@ def _read_mapping(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
 
 
 def _read_choice(kind: type[Enum], value: Any, where: str) -> Enum:
-    try:
-        return kind(value)
-    except ValueError:
-        raise _wrong(where, f"{value!r} is none of {[one.value for one in kind]}") from None
+    # By type as well: true, and 1.0, are equal to a choice that is 1.
+    for one in kind:
+        if type(one.value) is type(value) and one.value == value:
+            return one
+    raise _wrong(where, f"{value!r} is none of {[one.value for one in kind]}")
 
 
 _READERS = {

@@ -12,7 +12,7 @@ from enum import Enum
 from rkserve.control import params as read
 from rkserve.control.changes import overlap
 from rkserve.control.params import Json, Params
-from rkserve.desired import Scope
+from rkserve.desired import InFlight, Scope
 from rkserve.errors import OperationConflict, RkserveError
 
 
@@ -21,6 +21,8 @@ class OperationKind(str, Enum):
 
     PAUSE = "pause"
     RESUME = "resume"
+    SLEEP = "sleep"
+    WAKE = "wake"
     CACHE_RESET = "cache_reset"
     ABORT = "abort"
     ADAPTER_STAGE = "adapter_stage"
@@ -29,6 +31,8 @@ class OperationKind(str, Enum):
     ADAPTER_PROMOTE = "adapter_promote"
     ADAPTER_RETIRE = "adapter_retire"
     LABEL = "label"
+    WEIGHT_UPDATE = "weight_update"
+    REBASE = "rebase"
 
 
 class OperationState(str, Enum):
@@ -61,7 +65,8 @@ TRANSITIONS: frozenset[tuple[OperationState, OperationState]] = frozenset(
 class Phase(str, Enum):
     """What a running operation is at.
 
-    Those of a pause: ``stopping`` (boards are told), ``undoing``. Those of a rollout: ``staging``,
+    Those of a pause: ``stopping`` (boards are told), ``undoing``; of a sleep ``sleeping``,
+    ``undoing``, and of a wake-up ``waking``. Those of a rollout: ``staging``,
     ``loading``, ``stopping``, ``switching``, ``observing``, ``releasing`` (committed, boards go
     on), ``undoing``; the last before the end says where it ended: ``done``.
     """
@@ -70,6 +75,8 @@ class Phase(str, Enum):
     STAGING = "staging"
     LOADING = "loading"
     STOPPING = "stopping"
+    SLEEPING = "sleeping"
+    WAKING = "waking"
     SWITCHING = "switching"
     OBSERVING = "observing"
     RELEASING = "releasing"
@@ -83,8 +90,11 @@ HOLDING = frozenset({Phase.STOPPING})
 
 
 class ResultStatus(str, Enum):
-    """What one board did of an operation; ``gone`` boards have no replica any more."""
+    """What one board did of an operation; ``gone`` boards have no replica any more. While the
+    operation goes on, ``waiting`` is for those that were told and have not answered.
+    """
 
+    WAITING = "waiting"
     OK = "ok"
     GONE = "gone"
     SILENT = "silent"
@@ -192,7 +202,13 @@ class Operation:
 
 
 # These hold boards for a moment, unless they come in board by board or for some sessions.
-_HOLDERS = frozenset({OperationKind.ADAPTER_ROLLOUT, OperationKind.ADAPTER_ROLLBACK})
+_HOLDERS = frozenset(
+    {
+        OperationKind.ADAPTER_ROLLOUT,
+        OperationKind.ADAPTER_ROLLBACK,
+        OperationKind.WEIGHT_UPDATE,
+    }
+)
 # These change what a model serves.
 ROLLOUTS = frozenset(
     {
@@ -200,9 +216,16 @@ ROLLOUTS = frozenset(
         OperationKind.ADAPTER_ROLLBACK,
         OperationKind.ADAPTER_PROMOTE,
         OperationKind.ADAPTER_RETIRE,
+        OperationKind.WEIGHT_UPDATE,
+        OperationKind.REBASE,
     }
 )
-_PAUSING = frozenset({OperationKind.PAUSE, OperationKind.RESUME})
+# Of these, those that may bring other base weights in.
+UPDATES = frozenset({OperationKind.WEIGHT_UPDATE, OperationKind.REBASE})
+# What these ask boards to hold was promised to nobody before they are answered.
+HOLDS = frozenset({OperationKind.PAUSE, OperationKind.SLEEP})
+_PAUSING = frozenset({OperationKind.PAUSE, OperationKind.RESUME, OperationKind.WAKE})
+_RESTING = frozenset({OperationKind.SLEEP, OperationKind.WAKE})
 _K = OperationKind
 
 
@@ -228,6 +251,8 @@ def deciding(running: Iterable[Operation], kind: OperationKind, params: Params) 
 def _excludes(one: Operation, kind: OperationKind, params: Params) -> str | None:
     if one.kind in ROLLOUTS:
         return _beside_rollout(one, kind, params)
+    if one.kind in _RESTING:
+        return _beside_rest(one, kind, params)
     if _stops(one) and kind is _K.RESUME:
         meet = overlap(read.scope(one.params), read.scope(params))
         return "boards are still stopping; resume once it is answered." if meet else None
@@ -244,18 +269,38 @@ def _stops(one: Operation) -> bool:
     )
 
 
+def _beside_rest(one: Operation, kind: OperationKind, params: Params) -> str | None:
+    """A board that is on its way to sleep, or awake, is no place to change what it serves."""
+    if kind in ROLLOUTS:
+        meant = Scope(models=(read.text(params, "model"),))
+    elif kind in _RESTING and kind is not one.kind:
+        meant = read.scope(params)
+    else:
+        return None
+    if not overlap(read.scope(one.params), meant):
+        return None
+    going = "going to sleep" if one.kind is _K.SLEEP else "waking up"
+    return f"boards are still {going}; ask again once it is answered."
+
+
 def _beside_rollout(one: Operation, kind: OperationKind, params: Params) -> str | None:
     if kind in ROLLOUTS:
         return _rollouts(one, kind, params)
+    if kind is _K.SLEEP:
+        served = Scope(models=(read.text(one.params, "model"),))
+        meet = overlap(served, read.scope(params))
+        return "it changes what the model serves; let it sleep once that is over." if meet else None
     if kind in _PAUSING:
         return _pause_against_rollout(one, params)
+    if kind is _K.LABEL and one.kind in UPDATES and _same_model(one, params):
+        return "it brings its own label of the weights."
     if kind is _K.ADAPTER_STAGE and one.kind is _K.ADAPTER_RETIRE:
         return _same_version(one, params, "that version is being retired.")
     return None
 
 
 def _rollouts(one: Operation, kind: OperationKind, params: Params) -> str | None:
-    if one.params.get("model") != params.get("model"):
+    if not _same_model(one, params):
         return None
     decides = kind in (_K.ADAPTER_PROMOTE, _K.ADAPTER_ROLLBACK)
     if decides and _is_observed(one) and _same_line(one, params):
@@ -265,13 +310,27 @@ def _rollouts(one: Operation, kind: OperationKind, params: Params) -> str | None
 
 def _pause_against_rollout(one: Operation, params: Params) -> str | None:
     at_once = (one.params.get("strategy") or "atomic") == "atomic"  # null is a default as well
-    if one.kind not in _HOLDERS or not at_once or one.phase not in HOLDING:
+    if one.kind not in _HOLDERS or not at_once or not _holds_now(one):
         return None
-    held = Scope(
-        models=(read.text(one.params, "model"),), adapter=read.optional_text(one.params, "name")
-    )
+    adapter = None if _is_held_first(one) else read.optional_text(one.params, "name")
+    held = Scope(models=(read.text(one.params, "model"),), adapter=adapter)
     meet = overlap(held, read.scope(params))
     return "it holds the boards for a moment; try again." if meet else None
+
+
+def _holds_now(one: Operation) -> bool:
+    """Whether boards are held, also while they load, where they do that under the hold."""
+    loads = one.phase in (Phase.LOADING, Phase.SWITCHING)
+    return one.phase in HOLDING or (loads and _is_held_first(one))
+
+
+def _is_held_first(one: Operation) -> bool:
+    """Whether it holds the whole model before boards load."""
+    return one.kind is _K.WEIGHT_UPDATE and one.params.get("in_flight") != InFlight.PIN.value
+
+
+def _same_model(one: Operation, params: Params) -> bool:
+    return one.params.get("model") == params.get("model")
 
 
 def _is_observed(one: Operation) -> bool:

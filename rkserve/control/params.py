@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TypeAlias, TypeVar
 
-from rkserve.desired import Scope
+from rkserve.desired import Scope, SleepLevel
 from rkserve.errors import RequestError
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
@@ -87,6 +87,17 @@ def choice(params: Params, name: str, kind: type[E], default: E) -> E:
     except ValueError:
         known = ", ".join(str(one.value) for one in kind)
         raise RequestError(f"'{name}' must be one of {known}.", name) from None
+
+
+def level(params: Params, name: str, default: SleepLevel) -> SleepLevel:
+    """Return how deep a sleep shall be, 0 to 2. Raises ``RequestError`` for anything else."""
+    value = params.get(name)
+    if value is None:
+        return default
+    # True is a number to Python, and 1.0 is one to an enum.
+    if type(value) is not int or value not in tuple(SleepLevel):
+        raise RequestError(f"'{name}' must be 0, 1 or 2.", name)
+    return SleepLevel(value)
 
 
 def flag(params: Params, name: str, *, default: bool) -> bool:

@@ -9,12 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 from rkserve.control import changes
 from rkserve.control import params as read
 from rkserve.control.operations import OperationKind
 from rkserve.control.params import Params
-from rkserve.desired import AdapterVersion, Desired, InFlight, Pause, PauseMode, Scope
+from rkserve.desired import (
+    AdapterVersion,
+    Artifact,
+    Desired,
+    InFlight,
+    Pause,
+    PauseMode,
+    Scope,
+)
 from rkserve.errors import OperationConflict, RequestError
 
 
@@ -38,6 +47,25 @@ class Move(str, Enum):
     UNDO = "undo"
 
 
+class Round(Enum):
+    """The parts of a course that are not one move of all boards."""
+
+    ROLL = "roll"
+    OBSERVE = "observe"
+
+
+Course = tuple[Move | Round, ...]
+
+_COURSES: dict[Strategy, Course] = {
+    Strategy.ATOMIC: (Move.STAGE, Move.LOAD, Move.HOLD, Move.COMMIT),
+    Strategy.ROLLING: (Move.STAGE, Move.OFFER, Round.ROLL, Move.COMMIT),
+    Strategy.CANARY: (Move.STAGE, Move.LOAD, Move.OFFER, Round.OBSERVE, Move.COMMIT),
+}
+_BACK: Course = (Move.HOLD, Move.COMMIT)
+# Boards load between two runs, which may take minutes: those that are held load at once.
+_HELD_FIRST: Course = (Move.STAGE, Move.HOLD, Move.LOAD, Move.COMMIT)
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """Ask boards for a move and tell what each answers (``Answered``, ``Gone``).
@@ -51,15 +79,49 @@ class Ask:
     boards: tuple[str, ...]
 
 
+class Planned(Protocol):
+    """What the course of a rollout must know of its plan; and whoever carries it out.
+
+    ``heavy``: a switch makes boards load the whole model.
+    """
+
+    @property
+    def operation(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def version(self) -> Artifact | None: ...
+    @property
+    def boards(self) -> tuple[str, ...]: ...
+    @property
+    def course(self) -> Course: ...
+    @property
+    def max_unavailable(self) -> int: ...
+    @property
+    def observe_s(self) -> float: ...
+    @property
+    def auto(self) -> bool: ...
+    @property
+    def heavy(self) -> bool: ...
+
+    def turn(self, at: Move | Round) -> tuple[Move, ...]:
+        """Return what boards do one after the other in that part; nothing where all go at once."""
+
+    def apply(self, move: Ask, desired: Desired, now_s: float) -> Desired:
+        """Return what the cluster shall be by a move."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a rollout shall do.
+    """What a rollout of an adapter shall do.
 
     ``boards`` are those that are there when it begins. ``version`` is None for a rollback by hand.
     ``weight`` (0 to 1) is the canary's part of the sessions; it is observed for ``observe_s``
     seconds, and without ``auto`` until someone decides. ``hold_s`` is the lease of its own pause in
     seconds: more than boards may take to stop and to go on. ``keep`` is how many versions stay
-    beside the active one and the one before it.
+    beside the active one and the one before it. ``step`` is a trainer's, which the commit notes.
+    ``held_first``: an atomic one holds all requests of the model before boards load, instead of
+    those of the adapter afterwards.
     """
 
     operation: str
@@ -75,6 +137,27 @@ class Plan:
     auto: bool = True
     hold_s: float = 60.0
     keep: int = changes.KEEP_VERSIONS
+    step: int | None = None
+    held_first: bool = False
+
+    @property
+    def course(self) -> Course:
+        """Its parts, in their order."""
+        if self.held_first and self.version is not None:
+            return _HELD_FIRST
+        return _BACK if self.version is None else _COURSES[self.strategy]
+
+    @property
+    def heavy(self) -> bool:
+        """An adapter is loaded beside the model."""
+        return False
+
+    def turn(self, at: Move | Round) -> tuple[Move, ...]:
+        """Return what boards do one after the other; see ``Planned``."""
+        if at is Round.ROLL:
+            return (Move.LOAD, Move.SWITCH)
+        canary = at is Move.LOAD and self.strategy is Strategy.CANARY
+        return (Move.LOAD,) if canary else ()
 
     def apply(self, move: Ask, desired: Desired, now_s: float) -> Desired:
         """Return what the cluster shall be by a move; for ``STAGE`` and ``LOAD`` what it was.
@@ -87,10 +170,19 @@ class Plan:
 
     def check(self, desired: Desired) -> None:
         """Raise what the commit would raise, before anything is staged or stopped for it."""
-        self.committed(desired)
+        self.noted(self.committed(desired))
 
     def holds(self, desired: Desired) -> bool:
-        """Whether the version is the active one already, and there is nothing to do."""
+        """Whether the version is the active one already, and nothing else is to be noted."""
+        return self.step is None and self._serves(desired)
+
+    def noted(self, desired: Desired) -> Desired:
+        """Return it with the trainer's step, where there is one."""
+        if self.step is None:
+            return desired
+        return changes.set_step(desired, self.model, self.step)
+
+    def _serves(self, desired: Desired) -> bool:
         line = desired.line(self.model, self.name)
         return self.version is not None and line is not None and line.active == self.version
 
@@ -103,7 +195,7 @@ class Plan:
         line = desired.line(self.model, self.name)
         if line is None or line.candidate != self.version:
             desired = self.offered(desired, 0.0)
-        if self.holds(desired):
+        if self._serves(desired):
             return desired
         return changes.commit(desired, self.model, self.name, self.keep)
 
@@ -121,7 +213,7 @@ def _nothing(_plan: Plan, _ask: Ask, desired: Desired, _now_s: float) -> Desired
 
 
 def _hold(plan: Plan, _ask: Ask, desired: Desired, now_s: float) -> Desired:
-    scope = Scope(models=(plan.model,), adapter=plan.name)
+    scope = Scope(models=(plan.model,), adapter=None if plan.held_first else plan.name)
     asked = Pause(
         plan.operation, scope, PauseMode.KEEP, since_s=now_s, expires_s=now_s + plan.hold_s
     )
@@ -141,7 +233,10 @@ def _commit(plan: Plan, _ask: Ask, desired: Desired, _now_s: float) -> Desired:
     if plan.strategy is Strategy.ATOMIC and not held:
         raise OperationConflict("Its hold on the boards ended before all were ready.")
     return changes.as_one(
-        desired, plan.committed, lambda after: changes.withdraw(after, plan.operation)
+        desired,
+        plan.committed,
+        plan.noted,
+        lambda after: changes.withdraw(after, plan.operation),
     )
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rkserve.control import changes
+from rkserve.control import changes, rebasing
 from rkserve.control.operations import (
+    HOLDS,
     ROLLOUTS,
     Operation,
     OperationError,
@@ -27,7 +28,7 @@ _UNKNOWN = "The Coordinator was restarted; which boards have done it is not know
 
 _K, _S = OperationKind, OperationState
 # One change of the desired state is all that these do: once it is written, it stands.
-_ONE_CHANGE = frozenset({_K.RESUME, _K.LABEL, _K.ADAPTER_STAGE, _K.ADAPTER_RETIRE})
+_ONE_CHANGE = frozenset({_K.RESUME, _K.WAKE, _K.LABEL, _K.ADAPTER_STAGE, _K.ADAPTER_RETIRE})
 
 
 def recover(
@@ -37,9 +38,10 @@ def recover(
 
     ``operations`` are all that are not over, and those that made a pause that is there.
     ``now_s`` is in seconds since 1970. Pauses that were not acknowledged yet, those whose lease has
-    ended and all that rollouts made are taken back, and so is every candidate: a rollout that had
-    not committed is undone, one that had stands, ``partial`` until all boards have followed. It is
-    at most one epoch later; a second time it changes nothing.
+    ended and all that rollouts made are taken back, and so is every candidate, and base weights
+    that were on their way: a rollout that had not committed is undone, one that had stands,
+    ``partial`` until all boards have followed. It is at most one epoch later; a second time it
+    changes nothing.
     """
     known = {one.id: one for one in operations}
     ended = {one.id: _ended(desired, one, now_s) for one in known.values() if not one.over}
@@ -51,6 +53,7 @@ def recover(
         lambda now: changes.expire(now, now_s)[0],
         *(lambda now, one=one: changes.withdraw(now, one) for one in sorted(dead)),
         *(lambda now, one=one: changes.drop(now, one.model, one.name) for one in candidates),
+        *(lambda now, one=one: rebasing.undo(now, one.model) for one in desired.weights),
     )
     return recovered, tuple(ended.values())
 
@@ -75,9 +78,10 @@ def _ended(desired: Desired, one: Operation, now_s: float) -> Operation:
 def stands(desired: Desired, one: Operation) -> bool:
     """Whether what it asks for is desired by now, so that boards need only follow.
 
-    A pause never does before it is acknowledged: whoever asked for it was not told that it holds.
+    A pause or a sleep never does before it is acknowledged: whoever asked for it was not told that
+    it holds.
     """
-    if not one.epoch or one.kind is _K.PAUSE:
+    if not one.epoch or one.kind in HOLDS:
         return False
     if one.kind in _ONE_CHANGE:
         return True

@@ -20,6 +20,10 @@ what it was told before.
     canary    STAGE all, LOAD all, ``max_unavailable`` at a time, OFFER (to a part of the sessions),
               observe until there is a verdict, COMMIT
     rollback  HOLD all, COMMIT (the previous version is back, hold released)
+
+Base weights come in the same way; see ``rebasing`` for their courses. Boards load the whole model
+in their turn then: one that dies in its turn is no accident, and takes everything back; one that
+joins while others have their turns gets one too.
 """
 
 from __future__ import annotations
@@ -27,12 +31,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import TypeAlias
 
 from rkserve.control.judge import Judgement, Verdict
 from rkserve.control.operations import OperationError, OperationState, Phase
-from rkserve.control.plan import Ask, Move, Plan, Strategy
+from rkserve.control.plan import Ask, Move, Planned, Round
 
 # An observation without a verdict goes on for so many times what was asked for, and then so many
 # seconds at least, before the version is taken back: a quiet cluster proves nothing.
@@ -81,7 +84,8 @@ class Joined:
     """A board that was no part of it is asked for the move of the moment like the others.
 
     It comes before its answer. Other moves than a hold, a commit and an undo are none of its
-    business: it loads the version when it needs it.
+    business: it loads the version when it needs it; but one that would load the whole model then
+    waits for its turn like the others.
     """
 
     board_id: str
@@ -123,18 +127,11 @@ class Cancelled:
 Event: TypeAlias = Answered | Gone | Joined | Refused | Judged | Decided | Cancelled
 
 
-class Round(Enum):
-    """The parts of a course that are not one move of all boards."""
-
-    ROLL = "roll"
-    OBSERVE = "observe"
-
-
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """Where a rollout is. Made by ``start``, and by nobody else than ``advance`` changed."""
 
-    plan: Plan
+    plan: Planned
     boards: tuple[str, ...]
     at: Move | Round
     asked: frozenset[tuple[Move, str]] = frozenset()
@@ -156,17 +153,12 @@ _PHASES: dict[Move | Round, Phase] = {
     Move.LOAD: Phase.LOADING,
     Move.HOLD: Phase.STOPPING,
     Move.OFFER: Phase.SWITCHING,
+    Move.SWITCH: Phase.SWITCHING,
     Round.ROLL: Phase.SWITCHING,
     Round.OBSERVE: Phase.OBSERVING,
     Move.COMMIT: Phase.RELEASING,
     Move.UNDO: Phase.UNDOING,
 }
-_COURSES: dict[Strategy, tuple[Move | Round, ...]] = {
-    Strategy.ATOMIC: (Move.STAGE, Move.LOAD, Move.HOLD, Move.COMMIT),
-    Strategy.ROLLING: (Move.STAGE, Move.OFFER, Round.ROLL, Move.COMMIT),
-    Strategy.CANARY: (Move.STAGE, Move.LOAD, Move.OFFER, Round.OBSERVE, Move.COMMIT),
-}
-_BACK: tuple[Move | Round, ...] = (Move.HOLD, Move.COMMIT)
 # These are for every board that is there, whether it was when the rollout began or not.
 EVERYWHERE = frozenset({Move.HOLD, Move.COMMIT, Move.UNDO})
 _CHANGING = frozenset({Move.HOLD, Move.OFFER, Move.SWITCH, Move.COMMIT})
@@ -174,9 +166,9 @@ NO_BOARD = OperationError(503, "no_board", "No board is left that could show the
 Next: TypeAlias = tuple[Rollout, tuple[Step, ...]]
 
 
-def start(plan: Plan, now_s: float) -> Next:
+def start(plan: Planned, now_s: float) -> Next:
     """Begin: return where it is and what to do first, in this order."""
-    rollout = Rollout(plan, plan.boards, _course(plan)[0])
+    rollout = Rollout(plan, plan.boards, plan.course[0])
     return _go_on(rollout, now_s) if plan.boards else _take_back(rollout, NO_BOARD)
 
 
@@ -195,7 +187,7 @@ def advance(rollout: Rollout, event: Event, now_s: float) -> Next:
     if isinstance(event, Gone):
         return _gone(rollout, event.board_id, now_s)
     if isinstance(event, Joined):
-        return _joined(rollout, event.board_id), ()
+        return _joined(rollout, event.board_id, now_s)
     return _refused(rollout, event) if isinstance(event, Refused) else _cancelled(rollout, event)
 
 
@@ -205,10 +197,6 @@ def _observed(rollout: Rollout, event: Judged | Decided, now_s: float) -> Next:
     if isinstance(event, Judged):
         return _judged(rollout, event.judgement, now_s)
     return _decided(rollout, event, now_s)
-
-
-def _course(plan: Plan) -> tuple[Move | Round, ...]:
-    return _BACK if plan.version is None else _COURSES[plan.strategy]
 
 
 def _answered(rollout: Rollout, event: Answered, now_s: float) -> Next:
@@ -228,6 +216,7 @@ def _gone(rollout: Rollout, board_id: str, now_s: float) -> Next:
     if board_id not in rollout.boards:
         return rollout, ()
     boards = tuple(one for one in rollout.boards if one != board_id)
+    died_of_it = _in_turn(rollout, board_id)
     # What it was asked for is forgotten with it: if it comes back, nothing of it is waited for.
     rollout = replace(
         rollout,
@@ -235,19 +224,34 @@ def _gone(rollout: Rollout, board_id: str, now_s: float) -> Next:
         asked=frozenset(one for one in rollout.asked if one[1] != board_id),
         lagging=rollout.lagging - {board_id},
     )
+    if died_of_it:
+        why = f"Board {board_id} died while it loaded the new weights."
+        return _take_back(rollout, OperationError(503, "board_gone", why))
     if not boards and rollout.at not in (Move.COMMIT, Move.UNDO):
         return _take_back(rollout, NO_BOARD)
     return _go_on(rollout, now_s)
 
 
-def _joined(rollout: Rollout, board_id: str) -> Rollout:
-    if rollout.at not in EVERYWHERE or board_id in rollout.boards:
-        return rollout
-    return replace(
-        rollout,
-        boards=(*rollout.boards, board_id),
-        asked=rollout.asked | {(Move(rollout.at), board_id)},
+def _in_turn(rollout: Rollout, board_id: str) -> bool:
+    """Whether a board is loading the model in a turn of its own."""
+    turn = (Move.SWITCH, board_id)
+    return (
+        rollout.plan.heavy
+        and rollout.at is Round.ROLL
+        and turn in rollout.asked
+        and turn not in rollout.done
     )
+
+
+def _joined(rollout: Rollout, board_id: str, now_s: float) -> Next:
+    if board_id in rollout.boards:
+        return rollout, ()
+    joined = replace(rollout, boards=(*rollout.boards, board_id))
+    if rollout.plan.heavy and rollout.at is Round.ROLL:
+        return _go_on(joined, now_s)  # it waits for its turn
+    if rollout.at not in EVERYWHERE:
+        return rollout, ()
+    return replace(joined, asked=rollout.asked | {(Move(rollout.at), board_id)}), ()
 
 
 def _refused(rollout: Rollout, event: Refused) -> Next:
@@ -336,7 +340,7 @@ def _go_on(rollout: Rollout, now_s: float) -> Next:
 
 
 def _enter_next(rollout: Rollout, now_s: float) -> Next:
-    course = _course(rollout.plan)
+    course = rollout.plan.course
     rollout = replace(rollout, at=course[course.index(rollout.at) + 1])
     if rollout.at is Round.OBSERVE:
         return replace(rollout, observed_from_s=now_s), (Observe(),)
@@ -350,25 +354,24 @@ def _complete(rollout: Rollout) -> bool:
 
 def _due(rollout: Rollout) -> list[tuple[Move, tuple[str, ...]]]:
     """Return what is to be asked of which boards now."""
-    if rollout.at is Round.ROLL:
-        return _due_in_turn(rollout, Move.SWITCH)
-    if rollout.at is Move.LOAD and rollout.plan.strategy is Strategy.CANARY:
-        return _due_in_turn(rollout, Move.LOAD)
+    if turn := rollout.plan.turn(rollout.at):
+        return _due_in_turn(rollout, turn)
     move = Move(rollout.at)
     fresh = tuple(board for board in rollout.boards if (move, board) not in rollout.asked)
     return [(move, fresh)] if fresh else []
 
 
-def _due_in_turn(rollout: Rollout, last: Move) -> list[tuple[Move, tuple[str, ...]]]:
-    """Let ``max_unavailable`` boards be away at a time, from the load on until ``last`` is done."""
+def _due_in_turn(rollout: Rollout, turn: tuple[Move, ...]) -> list[tuple[Move, tuple[str, ...]]]:
+    """Let ``max_unavailable`` boards be away at a time, from the first move of their turn on until
+    the last one is done.
+    """
     asked, done = rollout.asked, rollout.done
-    waiting = [board for board in rollout.boards if (Move.LOAD, board) not in asked]
+    first, last = turn[0], turn[-1]
+    waiting = [board for board in rollout.boards if (first, board) not in asked]
     away = [
-        board
-        for board in rollout.boards
-        if (Move.LOAD, board) in asked and (last, board) not in done
+        board for board in rollout.boards if (first, board) in asked and (last, board) not in done
     ]
-    loaded = [board for board in away if (Move.LOAD, board) in done and (last, board) not in asked]
+    ready = [board for board in away if (first, board) in done and (last, board) not in asked]
     free = waiting[: max(0, rollout.plan.max_unavailable - len(away))]
-    due = [(last, tuple(loaded)), (Move.LOAD, tuple(free))]
+    due = [(last, tuple(ready)), (first, tuple(free))]
     return [(move, boards) for move, boards in due if boards]

@@ -23,6 +23,7 @@
     |   +-- OperationNotFound        404  operation_not_found
     |   +-- OperationConflict        409  operation_conflict
     |   +-- StaleEpoch               409  stale_epoch
+    |   +-- StaleWeights             409  stale_weights
     |   +-- AdapterExists            400  adapter_exists
     |   +-- ArtifactRefused          400  artifact_refused
     |   |   +-- ArtifactNotFound     404  artifact_not_found
@@ -33,6 +34,8 @@
     +-- QueueTimeout                 503  queue_timeout
     +-- NoBoard                      503  no_board
     +-- EnginePaused                 503  engine_paused
+    +-- ModelAsleep                  503  model_asleep
+    |   +-- EngineAsleep             503  engine_paused
     +-- VersionUnavailable           503  version_unavailable
     +-- CoordinatorAway              503  coordinator_unavailable
     +-- OperationTimeout             504  operation_timeout
@@ -42,7 +45,9 @@
     |   +-- BoardSilent              503  board_failed
     |   +-- BoardGone                503  board_failed
     |   +-- BoardBehind              503  board_behind
+    |   +-- BoardAsleep              503  board_asleep
     |   +-- StageFailed              503  stage_failed
+    |   +-- RebaseFailed             503  rebase_failed
     |   +-- EngineDied               503  board_failed
     |   +-- EngineHung               503  board_failed
     |   +-- RunFailed                502  run_failed
@@ -87,16 +92,21 @@ from rkserve.errors.cluster import (
     AdapterExists,
     ArtifactNotFound,
     ArtifactRefused,
+    BoardAsleep,
     BoardBehind,
     CoordinatorAway,
+    EngineAsleep,
     EnginePaused,
     InvalidApiKey,
     LedgerFailed,
+    ModelAsleep,
     OperationConflict,
     OperationNotFound,
     OperationTimeout,
+    RebaseFailed,
     StageFailed,
     StaleEpoch,
+    StaleWeights,
     VersionUnavailable,
 )
 from rkserve.errors.native import (
@@ -133,6 +143,7 @@ __all__ = [
     "AdapterExists",
     "ArtifactNotFound",
     "ArtifactRefused",
+    "BoardAsleep",
     "BoardBehind",
     "BoardFailed",
     "BoardGone",
@@ -148,6 +159,7 @@ __all__ = [
     "ConfigError",
     "ContextOverflow",
     "CoordinatorAway",
+    "EngineAsleep",
     "EngineDied",
     "EngineHung",
     "EnginePaused",
@@ -161,6 +173,7 @@ __all__ = [
     "LoadFailed",
     "MethodNotAllowed",
     "Misuse",
+    "ModelAsleep",
     "ModelNotFound",
     "NativeError",
     "NoBoard",
@@ -171,6 +184,7 @@ __all__ = [
     "PauseExpired",
     "QueueFull",
     "QueueTimeout",
+    "RebaseFailed",
     "ReleaseRefused",
     "RequestError",
     "RkserveError",
@@ -179,6 +193,7 @@ __all__ = [
     "SamplingFixed",
     "StageFailed",
     "StaleEpoch",
+    "StaleWeights",
     "StateConflict",
     "TooManyPaused",
     "UnsupportedParameter",

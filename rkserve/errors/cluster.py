@@ -57,6 +57,13 @@ class StaleEpoch(RequestError):
     code = "stale_epoch"
 
 
+class StaleWeights(RequestError):
+    """A trainer's step is not later than the last one that was applied."""
+
+    http_status = 409
+    code = "stale_weights"
+
+
 class InvalidApiKey(RequestError):
     """The call needs a key, and this is none of those that are known."""
 
@@ -79,6 +86,15 @@ class EnginePaused(RkserveError):
     def message(self) -> str:
         """The sentence for the user."""
         return f"Paused: {self.what}. New requests are not taken until it is resumed."
+
+
+class EngineAsleep(EnginePaused):
+    """What the request needs sleeps in a way that takes no new requests, and none wakes it."""
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"Asleep: {self.what}. New requests are not taken until it is woken up."
 
 
 class VersionUnavailable(RkserveError):
@@ -137,6 +153,37 @@ class BoardBehind(BoardFailed):
         return f"Board {self.board_id} does not take the request yet: {reason}."
 
 
+class BoardAsleep(BoardFailed):
+    """The board's model is unloaded, or about to be; nothing has begun, and another may be awake.
+
+    Whoever sends a request that was not to wait for it goes on to another board.
+    """
+
+    code = "board_asleep"
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"Board {self.board_id} is asleep: {without_folders(self.reason)}."
+
+
+class ModelAsleep(RkserveError):
+    """The model is unloaded, and the request that was to wake it could not."""
+
+    http_status = 503
+    code = "model_asleep"
+
+    def __init__(self, model: str, reason: str, retry_after_s: int = 5) -> None:
+        super().__init__(model, reason, retry_after_s)
+        self.model, self.reason, self.retry_after_s = model, reason, retry_after_s
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        reason = without_folders(self.reason)
+        return f"Model '{self.model}' is asleep and could not be woken: {reason}."
+
+
 class StageFailed(BoardFailed):
     """A file could not be brought to the board's disk whole; nothing of it is used."""
 
@@ -145,4 +192,20 @@ class StageFailed(BoardFailed):
     @property
     def message(self) -> str:
         """The sentence for the user."""
-        return f"Board {self.board_id} did not get the adapter: {without_folders(self.reason)}."
+        return f"Board {self.board_id} did not get the file: {without_folders(self.reason)}."
+
+
+class RebaseFailed(BoardFailed):
+    """The board could not load other base weights, or they failed their trial.
+
+    It has gone back to those that it had, and serves nothing until it is told to have these, or
+    can load the others.
+    """
+
+    code = "rebase_failed"
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        reason = without_folders(self.reason)
+        return f"Board {self.board_id} did not take the weights: {reason}."
