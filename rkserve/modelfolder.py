@@ -6,7 +6,11 @@ It reads files and judges them; it neither tokenizes nor loads weights, and know
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
+import struct
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,25 @@ CONTEXT_MAX = 16384
 MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 # Families whose runtime says that it "does not support saving prompt cache", by their names.
 WITHOUT_PROMPT_CACHE = re.compile(r"qwen[-_ ]?3[._]?5(?!\d)", re.IGNORECASE)
+
+# What people have taken for a .rkllm: how such files begin, from which byte on, and what they are.
+FOREIGN = (
+    (b"GGUF", 0, "a GGUF model, which has to be converted with rkllm-toolkit"),
+    (b"RKNN", 0, "an RKNN model, which belongs to librknnrt and not to librkllmrt"),
+    (b"RKSIMLRA", 0, "an adapter for simulated boards, and no base model"),
+    (b"PK\x03\x04", 0, "a ZIP archive or a PyTorch checkpoint"),
+    (b"\x1f\x8b", 0, "a gzip archive"),
+    (b"(\xb5/\xfd", 0, "a Zstandard archive"),
+    (b"\xfd7zXZ", 0, "an xz archive"),
+    (b"ustar", 257, "a tar archive"),
+    (b"\x7fELF", 0, "a program or a library"),
+    (b"\x89HDF", 0, "an HDF5 file"),
+    (b'{"', 8, "a safetensors file, which has to be converted with rkllm-toolkit"),
+    (b"version https://git-lfs", 0, "a pointer of Git LFS; fetch the file itself"),
+)
+# As rkserve.native.sim.models and the simulated runtime know it: magic, format, size, names.
+SIM_MAGIC, SIM_FORMAT = b"RKSIMLLM", 1
+SIM_HEADER = struct.Struct("<8sII64s16s64s16s16s4I6I5i")
 
 
 class SamplingDefaults(BaseModel):
@@ -185,6 +208,70 @@ class ModelFolder(BaseModel):
         return template if isinstance(template, str) else None
 
 
+class WeightsUnfit(ValueError):
+    """Why a file is certainly no model that RKLLM loads; whoever was given it says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsFacts:
+    """What the beginning of a model's file tells; None is what it does not.
+
+    The vendor has not published the format of a ``.rkllm``, so that of a real one nothing is known
+    before it is loaded, and only what is certainly another kind of file is refused. ``platform`` is
+    the SoC that it was converted for (``any``: for all), ``max_context`` the longest context.
+    """
+
+    size_bytes: int
+    simulated: bool = False
+    model_id: str | None = None
+    platform: str | None = None
+    toolkit: str | None = None
+    max_context: int | None = None
+
+
+def weights_facts(path: Path) -> WeightsFacts:
+    """Return what can be told of a model's file without loading it.
+
+    Raises:
+        WeightsUnfit: it is certainly no model for RKLLM, or a damaged one.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise WeightsUnfit("it is no regular file")
+        head = file.read(SIM_HEADER.size)
+    if not head.strip(b"\0"):
+        raise WeightsUnfit("it is empty" if not head else "it begins with nothing but zeros")
+    for magic, at, kind in FOREIGN:
+        if head[at : at + len(magic)] == magic:
+            raise WeightsUnfit(f"it is {kind}")
+    if head.lstrip()[:1] == b"<":
+        raise WeightsUnfit("it is a page of HTML or XML, perhaps what a server answered instead")
+    if head.startswith(SIM_MAGIC):
+        return _simulated(head, found.st_size)
+    return WeightsFacts(found.st_size)
+
+
+def _simulated(head: bytes, size_bytes: int) -> WeightsFacts:
+    if len(head) < SIM_HEADER.size:
+        raise WeightsUnfit("it is a simulated model that was cut off")
+    _, form, said_bytes, model_id, platform, _, toolkit, _, max_context, *_ = SIM_HEADER.unpack(
+        head
+    )
+    if form != SIM_FORMAT:
+        raise WeightsUnfit(f"it is a simulated model of the unknown format {form}")
+    if said_bytes != size_bytes:
+        raise WeightsUnfit(
+            f"it is a simulated model of {said_bytes} bytes, of which {size_bytes} are there"
+        )
+    texts = [
+        field.partition(b"\0")[0].decode(errors="replace")
+        for field in (model_id, platform, toolkit)
+    ]
+    return WeightsFacts(size_bytes, True, texts[0], texts[1], texts[2], max_context)
+
+
 def open_model_folder(path: Path) -> ModelFolder:
     """Read a model folder.
 
@@ -200,11 +287,12 @@ def open_model_folder(path: Path) -> ModelFolder:
             "digits, '.', '_' and '-'."
         )
     return ModelFolder(
-        id=path.name, path=path, weights=_weights(path), settings=_settings(path / SETTINGS_FILE)
+        id=path.name, path=path, weights=weights_in(path), settings=_settings(path / SETTINGS_FILE)
     )
 
 
-def _weights(path: Path) -> Path | None:
+def weights_in(path: Path) -> Path | None:
+    """Return the model's file in a folder. Raises ``ConfigError`` where it could be several."""
     preferred = path / "model.rkllm"
     if preferred.is_file():
         return preferred

@@ -7,6 +7,7 @@ import inspect
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from fakes import EOS, QUIRKS, FakeEngine, Script, tokens_of
@@ -56,7 +57,7 @@ class Bench:
         self._n_batch = settings.n_batch
         self.board = Board(settings, self._start)
 
-    async def _start(self) -> FakeEngine:
+    async def _start(self, weights: Path | None) -> FakeEngine:
         if self.starts:
             await self.starts.pop(0)()
         engine = FakeEngine(

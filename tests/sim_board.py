@@ -20,7 +20,14 @@ from tokenizers import Tokenizer
 
 from rkserve.adapterfolder import adapters
 from rkserve.board.board import Board, BoardSettings
-from rkserve.board.engine import EngineFacts, EngineSpec, OnToken, RunCommand, RunEnded
+from rkserve.board.engine import (
+    EngineFacts,
+    EngineSpec,
+    OnToken,
+    RunCommand,
+    RunEnded,
+    with_weights,
+)
 from rkserve.board.process import EngineProcess
 from rkserve.board.watchdog import Patience
 from rkserve.messages import AdapterRef, GenerateRequest, Sampling
@@ -30,6 +37,7 @@ from rkserve.native.sim import adapters as sim_adapters
 from rkserve.native.sim.build import ensure_built
 
 FOLDER = open_model_folder(Path(__file__).parents[1] / "models" / "sim-chat")
+WEIGHTS = FOLDER.require_weights()
 TOKENIZER = Tokenizer.from_file(str(FOLDER.path / "tokenizer.json"))
 CONTEXT_LEN = FOLDER.settings.context_length
 EOS_IDS = frozenset(FOLDER.settings.eos_token_ids)
@@ -127,6 +135,8 @@ class Tap:
 
         self._flush = flush
         self._inner = inner = self.engine.run(command, count)
+        # The board may have given the run up, as it does with one that hangs.
+        inner.add_done_callback(lambda done: done.cancelled() or done.exception())
         inner.add_done_callback(lambda _: self.over())
         inner.add_done_callback(lambda _: end())
         return outer
@@ -139,6 +149,10 @@ class Tap:
     def abort(self, run_id: int) -> None:
         """See ``Engine``."""
         self.engine.abort(run_id)
+        self._let_go()
+
+    def release(self) -> None:
+        """Let the board hear what was held back, although it has asked for nothing."""
         self._let_go()
 
     def _let_go(self) -> None:
@@ -180,6 +194,8 @@ class Sim:
     _then: Callable[[], None] | None = None  # see ``gate``
     _opened: bool = False  # by the board
     _slowly: float = UNHURRIED
+    model: Path = WEIGHTS  # what it loads unless it was given other weights
+    loads: list[Path] = field(default_factory=list)  # what ``board`` has tried to load
 
     @property
     def control(self) -> Path:
@@ -260,7 +276,7 @@ class Sim:
         return EngineSpec(
             library=str(ensure_built(self.release)),
             params=LoadParams(
-                str(FOLDER.require_weights()),
+                str(self.model),
                 CONTEXT_LEN,
                 CONTEXT_LEN,
                 sampling=self.sampling,
@@ -302,8 +318,10 @@ class Sim:
         settings = replace(settings, **changes)
         spec = self.spec(settings.n_batch)
 
-        async def start() -> Tap:
-            self.taps.append(Tap(await EngineProcess.start("b", spec), self.noted))
+        async def start(weights: Path | None) -> Tap:
+            chosen = with_weights(spec, weights)
+            self.loads.append(Path(chosen.params.model_path))
+            self.taps.append(Tap(await EngineProcess.start("b", chosen), self.noted))
             self.tap.heard, self.tap.asked, self.tap.over = self.heard, self._asked, self._over
             return self.tap
 

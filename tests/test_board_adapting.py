@@ -208,8 +208,8 @@ def test_a_board_without_a_folder_serves_no_adapter() -> None:
 class DyingBench(AdapterBench):
     """Each of its engines dies of its first call."""
 
-    async def _start(self) -> FakeEngine:
-        engine = await super()._start()
+    async def _start(self, weights: Path | None) -> FakeEngine:
+        engine = await super()._start(weights)
         call = engine.call
 
         def deadly(method: str, **args: Any) -> asyncio.Future[Any]:

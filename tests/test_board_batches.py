@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,9 +235,9 @@ def test_a_run_that_the_runtime_refuses_fails_all_of_it() -> None:
 
 def test_an_engine_of_another_batch_size_is_not_taken() -> None:
     class Wrong(Bench):
-        async def _start(self) -> Any:
+        async def _start(self, weights: Path | None) -> Any:
             self._n_batch = 2
-            return await super()._start()
+            return await super()._start(weights)
 
     async def main() -> None:
         bench = Wrong(settings=FOUR)

@@ -14,7 +14,9 @@ from board_bench import SETTINGS, Bench, Listener, request, spoken, talker, unti
 from fakes import FakeEngine, Script
 from own_time import run_loop
 
-from rkserve.board.promptcache import CacheStore, Entry, Seal
+from rkserve.board.engine import EntryCommand, RunEnded
+from rkserve.board.promptcache import CacheStore, Entry, Hit, Seal
+from rkserve.board.run import Beginning
 from rkserve.errors import (
     BoardFailed,
     BoardOutOfOrder,
@@ -27,7 +29,7 @@ from rkserve.errors import (
     RunFailed,
 )
 from rkserve.messages import BoardState, ControlAction, Finished, FinishReason, Kv, KvReport
-from rkserve.native.runtime import RunEnd
+from rkserve.native.runtime import Perf, RunEnd
 
 LENGTH = 6
 TALK = Script([], model=talker(LENGTH))
@@ -47,8 +49,8 @@ class CacheBench(Bench):
         quirks: Mapping[str, bool] = {**CACHES, **extra.pop("quirks", {})}
         super().__init__(*scripts, settings=settings, quirks=quirks, **extra)
 
-    async def _start(self) -> FakeEngine:
-        engine = await super()._start()
+    async def _start(self, weights: Path | None) -> FakeEngine:
+        engine = await super()._start(weights)
         engine.facts = replace(engine.facts, load_s=self.load_s)
         return engine
 
@@ -259,6 +261,29 @@ def test_before_the_first_run_nothing_is_known_and_no_handle_renewed(tmp_path: P
         bench.board.live.aborted = True
         assert (await bench.ask((*A, 5), use_cache="mine")).usage.cached_tokens == 0
         assert len(bench.engines) == 1
+
+    cache_test(body, tmp_path)
+
+
+@pytest.mark.parametrize("end", [None, RunEnd.FAILED], ids=["never begun", "refused"])
+def test_a_cache_stays_to_be_released_until_a_run_has_really_begun(
+    tmp_path: Path, end: RunEnd | None
+) -> None:
+    async def body(bench: CacheBench) -> None:
+        await bench.ask(A)
+        await bench.ask(B)
+        await bench.ask(A)
+        live = bench.board.live
+        other = Beginning(entries=(EntryCommand((5, 6)),))
+        run = live._seat([None], other)
+        assert live._command(run, None).release_cache
+        live._settle(run, RunEnded(end, Perf(), 0, (0,), None))
+        assert live._command(run, None).release_cache
+        live._settle(run, RunEnded(RunEnd.FINISHED, Perf(), 0, (0,), None))
+        assert not live._command(run, None).release_cache
+        begun = replace(other, hit=Hit(bench.store.entries()[0], 3))
+        live._settle(live._seat([None], begun), RunEnded(end, Perf(), 0, (0,), None))
+        assert live._command(run, None).release_cache
 
     cache_test(body, tmp_path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,23 @@ from fakes import run_loop
 from holding import LINE, governed, version_of
 
 from rkserve.board.duty import RETRY_AFTER_S, Charge, adapter_name
-from rkserve.desired import AdapterLine, AdapterVersion, Desired, Pause, PauseMode, Scope, Weights
-from rkserve.errors import BoardBehind, EnginePaused, ModelNotFound
+from rkserve.desired import (
+    AdapterLine,
+    AdapterVersion,
+    Desired,
+    Pause,
+    PauseMode,
+    Scope,
+    SleepLevel,
+    Weights,
+)
+from rkserve.errors import (
+    BoardAsleep,
+    BoardBehind,
+    EngineAsleep,
+    EnginePaused,
+    ModelNotFound,
+)
 from rkserve.messages import BoardState, GenerateRequest
 
 ONE, TWO = version_of(b"one", "1"), version_of(b"two", "2")
@@ -121,6 +137,30 @@ def test_what_refuses_a_request_is_named(
     made = charge(ONE, desired=Desired(3, tuple(pauses), (line(),)))
     with pytest.raises(EnginePaused, match=said):
         made.check(asked(LINE), NOW_S)
+
+
+def asleep(level: SleepLevel, mode: PauseMode = PauseMode.KEEP) -> Charge:
+    return charge(desired=Desired(3, (Pause("nap", Scope(), mode, level=level),)))
+
+
+@pytest.mark.parametrize("level", list(SleepLevel))
+def test_a_sleep_takes_who_waits_and_sends_on_who_does_not(level: SleepLevel) -> None:
+    made = asleep(level)
+    made.check(asked(), NOW_S)
+    with pytest.raises(BoardAsleep, match=f"level {level:d}"):
+        made.check(replace(asked(), patient=False), NOW_S)
+    with pytest.raises(EngineAsleep, match="board b") as refused:
+        asleep(level, PauseMode.WAIT).check(asked(), NOW_S)
+    assert refused.value.retry_after_s == RETRY_AFTER_S
+    assert made.unloads is (level is not SleepLevel.PAUSED)
+
+
+def test_a_pause_is_no_sleep() -> None:
+    made = charge(desired=Desired(3, (Pause("op", Scope(), PauseMode.WAIT),)))
+    with pytest.raises(EnginePaused) as refused:
+        made.check(replace(asked(), patient=False), NOW_S)
+    assert not isinstance(refused.value, EngineAsleep)
+    assert (made.unloads, charge().unloads) == (False, False)
 
 
 def test_a_request_for_a_line_is_bound_by_its_session() -> None:

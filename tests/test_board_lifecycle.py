@@ -27,6 +27,11 @@ S, E = BoardState, BoardEvent
         ),
         pytest.param([E.LOADED, E.BROKE], S.FAILED, id="a bug of ours"),
         pytest.param([E.STOP], S.STOPPED, id="stopped while it loads"),
+        pytest.param([E.LOADED, E.SLEEP], S.ASLEEP, id="asleep"),
+        pytest.param([E.LOADED, E.SLEEP, E.WAKE, E.LOADED], S.READY, id="awake again"),
+        pytest.param([E.LOADED, E.SLEEP, E.WAKE, E.LOAD_FAILED], S.FAILED, id="not to be woken"),
+        pytest.param([E.SLEEP, E.WAKE, E.LOADED], S.READY, id="asleep from the start"),
+        pytest.param([E.LOADED, E.ENGINE_DIED, E.SLEEP], S.ASLEEP, id="asleep after a crash"),
     ],
 )
 def test_a_board_lives(events: list[BoardEvent], state: BoardState) -> None:
@@ -58,7 +63,7 @@ def test_every_state_can_be_stopped(state: BoardState) -> None:
 def test_a_board_takes_requests_only_where_it_can_still_answer_them() -> None:
     assert not OPEN & SICK
     resting = {state for state in OF_A_BOARD if state not in OPEN | SICK}
-    assert resting == {S.LOADING, S.QUARANTINED, S.STOPPED}
+    assert resting == {S.QUARANTINED, S.STOPPED}
 
 
 def test_crashes_are_too_many_only_within_the_window() -> None:

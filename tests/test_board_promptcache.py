@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkserve.board.cachefiles import CacheFolder
@@ -755,6 +755,72 @@ def test_calls_from_several_threads_leave_files_and_entries_in_step(cabinet: Cab
     assert all(store.verify(entry) for entry in store.entries())
 
 
+# -- other base weights ---------------------------------------------------------------------------
+
+BASE = "b" * 64
+
+
+def test_what_other_weights_have_computed_is_not_found_and_named_caches_wait_for_them(
+    cabinet: Cabinet,
+) -> None:
+    store = cabinet.open()
+    keep(store, FIRST, name="mine")
+    keep(store, OTHER)
+    store.reseal(BASE)
+    assert store.entries() == []
+    assert store.find((*FIRST, 5), None) is None
+    keep(store, FIRST, name="mine")
+    keep(store, (*FIRST, 7))
+    store.reseal("")
+    assert kept(store) == {("mine", FIRST)}  # what was parked is gone
+    assert all(store.verify(entry) for entry in store.entries())
+    store.reseal("")
+    assert kept(store) == {("mine", FIRST)}
+    store.reseal(BASE)
+    assert kept(store) == {("mine", FIRST)}
+
+
+def test_a_store_can_be_sealed_before_it_is_opened(cabinet: Cabinet) -> None:
+    store = cabinet.open()
+    store.reseal(BASE)
+    keep(store, FIRST, name="mine")
+    cabinet.close()
+    after = CacheStore(cabinet.folder, SEAL, 10_000)
+    after.reseal(BASE)
+    after.open()
+    assert kept(after) == {("mine", FIRST)}
+    after.close()
+    assert kept(cabinet.open()) == set()  # and it goes with a start under other weights
+    assert cabinet.files() == []
+
+
+def test_caches_that_wait_for_their_weights_take_their_part_of_the_budget(
+    cabinet: Cabinet,
+) -> None:
+    store = cabinet.open(budget_bytes=10_000)
+    keep(store, FIRST, name="mine", size=6000)
+    store.reseal(BASE)
+    with pytest.raises(CacheUnsupported, match="does not fit"):
+        keep(store, FIRST, name="large", size=4500)
+    keep(store, FIRST, size=2000)
+    keep(store, OTHER, size=1900)
+    assert kept(store) == {(None, OTHER)}
+    store.reseal("")
+    keep(store, FIRST, name="mine", size=9500)
+
+
+def test_a_file_that_was_begun_under_other_weights_is_never_published(cabinet: Cabinet) -> None:
+    store = cabinet.open()
+    paths = [store.reserve(), store.reserve()]
+    for path in paths:
+        path.write_bytes(b"x" * 100)
+    store.reseal(BASE)
+    with pytest.raises(CacheUnsupported, match="were replaced"):
+        store.commit(paths[0], FIRST)
+    store.abandon(paths[1])
+    assert (store.entries(), cabinet.files()) == ([], [])
+
+
 # -- whatever happens -----------------------------------------------------------------------------
 
 CONVERSATIONS = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)
@@ -766,6 +832,7 @@ KEEPING = st.tuples(
 )
 
 
+@settings(deadline=None)  # disks take what they take
 @given(steps=st.lists(KEEPING, max_size=12), prompt=CONVERSATIONS)
 def test_what_is_found_begins_as_the_prompt_does_and_the_budget_holds(
     tmp_path_factory: pytest.TempPathFactory,

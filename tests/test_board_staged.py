@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from rkserve.adapterfolder import Shelf, open_adapter
-from rkserve.board.staged import PART_AGE_S, RESERVE_BYTES, Staged
+from rkserve.board.parts import PART_AGE_S, RESERVE_BYTES
+from rkserve.board.staged import Staged
 from rkserve.desired import AdapterVersion
 from rkserve.errors import AdapterBroken, ConfigError, StageFailed
 from rkserve.messages import AdapterRef
@@ -371,7 +372,7 @@ def child(folder: Path, limit: int, *prefix: str) -> subprocess.CompletedProcess
 
 
 FULL_AND_TIDY = (
-    r"refused: Board board-1 did not get the adapter: its disk is full",
+    r"refused: Board board-1 did not get the file: its disk is full",
     "left: [] ()",
     "then: ['b']",
 )

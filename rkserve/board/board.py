@@ -2,8 +2,8 @@
 
 The only glue of this room. Policy is elsewhere (admission, kv, watchdog, lifecycle, generation),
 and so is what a request goes through once it has the board (conduct, opening), what others ask of
-it meanwhile (control), of the caches (upkeep), and what the cluster shall be (holding). It knows
-neither Ray nor cffi nor HTTP.
+it meanwhile (control), of the caches (upkeep), what the cluster shall be (holding), and whether it
+has an engine at all (sleeping). It knows neither Ray nor cffi nor HTTP.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import TypeVar
 from rkserve.board import clock, reporting
 from rkserve.board.adapting import Adapting
 from rkserve.board.admission import Admission, Decision, Expire, Start
+from rkserve.board.bases import Bases, StartEngine
 from rkserve.board.caching import Caching
 from rkserve.board.conduct import Conductor
 from rkserve.board.control import Control
 from rkserve.board.duty import Charge
-from rkserve.board.engine import Engine, EngineFacts
+from rkserve.board.engine import EngineFacts
 from rkserve.board.figures import Figures
 from rkserve.board.generation import Generation
 from rkserve.board.holding import Holding
@@ -32,12 +33,17 @@ from rkserve.board.job import Errand, Job
 from rkserve.board.keeper import Keeper
 from rkserve.board.live import LiveEngine
 from rkserve.board.probing import Probing
+from rkserve.board.rebasing import Rebasing
 from rkserve.board.settings import BoardSettings
+from rkserve.board.sleeping import Sleeping
 from rkserve.board.staged import Staged
+from rkserve.board.stagedweights import Intake, StagedWeights
+from rkserve.board.unloaded import SleepMark
 from rkserve.board.upkeep import Upkeep
 from rkserve.board.versions import VersionBook
 from rkserve.desired import Adoption, Desired, Probe
 from rkserve.errors import (
+    BoardAsleep,
     BoardFailed,
     BoardOutOfOrder,
     ContextOverflow,
@@ -73,6 +79,8 @@ log = logging.getLogger(__name__)
 
 # A handle that fails this many runs in a row is not trusted to heal by itself.
 RUNS_FAILED_LIMIT = 3
+# A model that is not there, and one that is on its way.
+UNLOADED = (BoardState.ASLEEP, BoardState.LOADING)
 
 
 class Board:
@@ -81,16 +89,16 @@ class Board:
     Its attributes without underscore are what it lends to its parts; see ``Stage``.
     """
 
-    def __init__(
-        self, settings: BoardSettings, start_engine: Callable[[], Awaitable[Engine]]
-    ) -> None:
+    def __init__(self, settings: BoardSettings, start_engine: StartEngine) -> None:
+        """``start_engine`` takes the model's file; None is the one that was configured."""
         self._settings = settings
         self.board_id, self.model = settings.board_id, settings.model
         self.context_len, self.n_batch = settings.context_len, settings.n_batch
+        self.text_mode = settings.text_mode
         self.position_bytes = settings.kv_position_bytes
         self.pause_timeout_s, self.max_paused = settings.pause_timeout_s, settings.max_paused
         self.batch_window_s = settings.batch_window_s
-        self.free_since_s = 0.0
+        self.free_since_s = self.asked_s = 0.0
         self.figures = Figures()
         self.admission = Admission(
             settings.queue_limit,
@@ -105,27 +113,46 @@ class Board:
         self.charge = Charge(
             settings.board_id, settings.model, self.staged.present, governed=settings.governed
         )
+        weights = StagedWeights(settings.weights_dir, settings.board_id, settings.model)
+        self._bases = Bases(
+            weights,
+            self.charge,
+            self.caching,
+            start_engine,
+            marker=settings.base_file,
+            rest_s=settings.base_rest_s,
+        )
+        self.intake = Intake(self.staged, weights, self._bases.uses)
         self.versions = VersionBook()
         self.jobs: dict[int, Job] = {}  # by ticket, as long as someone listens
         self._errands: dict[int, Errand] = {}
         self._at_work: list[Job | Errand] = []  # whose the board is now
         self._conductor = Conductor(self)
         self._control = Control(self, self._conductor)
-        self._holding = Holding(self, self._conductor)
         self._upkeep = Upkeep(self)
         self._probing = Probing(self, self._conductor, settings.load_patience_s)
         self._tickets = itertools.count(1)
         self._failed_in_a_row = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._keeper = Keeper(settings, start_engine, self)
+        self._keeper = Keeper(settings, self._bases.load, self)
+        mark, governed = SleepMark(settings.asleep_file), settings.governed
+        self._sleeping = Sleeping(self, self._keeper, self._conductor, mark, governed=governed)
+        self._rebasing = Rebasing(
+            self, self._keeper, self._conductor, self._bases, self._look_again
+        )
+        self._holding = Holding(self, self._conductor, self._sleeping, self._rebasing)
 
     # -- life ---------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model. Raises ``RkserveError`` or ``OSError``; the board is then ``failed``."""
+        """Load the model. Raises ``RkserveError`` or ``OSError``; the board is then ``failed``.
+
+        One that slept when its replica ended sleeps on until it is told otherwise.
+        """
         await asyncio.to_thread(self.staged.open)
+        await self._bases.open()  # before the caches: they are of what is loaded
         await self.caching.open()
-        await self._keeper.start()
+        await self._keeper.start(await self._sleeping.left_asleep())
 
     async def stop(self) -> None:
         """End the engine and everything that waits or is paused."""
@@ -140,7 +167,7 @@ class Board:
 
     def report(self) -> BoardReport:
         """Return what the board is doing and what it has done."""
-        return reporting.report(self._settings, self._keeper, self)
+        return reporting.report(self._settings, self._keeper, self._sleeping, self._bases, self)
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -154,10 +181,12 @@ class Board:
             RequestError: the board cannot serve this request as it stands.
             HookFailed: a hook raised. PauseExpired: nobody resumed it.
             BoardFailed: the board is out of order, or its engine was lost during the answer.
-            BoardBehind, EnginePaused: it takes no such request now.
+            BoardBehind, EnginePaused, BoardAsleep: it takes no such request now.
         """
         live = self._keeper.open()
         self.charge.check(request, time.time())
+        if self._keeper.state in UNLOADED and not request.patient:
+            raise BoardAsleep(self.board_id, "its model is being loaded again")
         ignored = () if live.facts.per_run_sampling else self._settings.ignored(request)
         if ignored and request.strict_sampling:
             raise SamplingFixed(live.facts.release, ignored)
@@ -166,6 +195,7 @@ class Board:
         self.caching.check(request)
         job = self._job(request, live.facts, hooks)
         self.jobs[job.ticket] = job
+        self.asked_s = clock.now_s()
         try:
             ahead = self.admission.offer(job.ticket, clock.now_s(), job.key)
         except QueueFull:
@@ -224,9 +254,14 @@ class Board:
     async def refresh(self, reason: str) -> None:
         """Replace the engine by a fresh one between runs: nothing is loaded in it."""
         self._keeper.open()
+        if self.asleep:
+            return  # the one that is loaded when it wakes is as fresh
         done = self.errand(lambda: self.renew(reason), first=True)
         self._conductor.pauses.let_go()  # nobody who is paused keeps the board
-        await done
+        try:
+            await done
+        except BoardAsleep:
+            log.info("board %s: it was put to sleep, and wakes with a fresh engine", self.board_id)
 
     async def kv(self) -> KvReport:
         """Return what the KV cache holds. Raises ``BoardFailed`` while there is no engine."""
@@ -272,6 +307,7 @@ class Board:
     def _leave(self, job: Job) -> None:
         """The consumer is gone, after the last event or before it."""
         del self.jobs[job.ticket]
+        self.asked_s = clock.now_s()
         self._control.remember(job)
         job.abandon()
         waited = self.admission.withdraw(job.ticket)
@@ -392,6 +428,25 @@ class Board:
     def require_open(self) -> None:
         """Raise ``BoardFailed`` where the board is out of order."""
         self._keeper.open()
+
+    def require_awake(self) -> None:
+        """Raise ``BoardAsleep`` where the model is unloaded, or about to be."""
+        self._sleeping.require_awake()
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the model is unloaded."""
+        return self._sleeping.asleep
+
+    def _look_again(self) -> None:
+        self._holding.look_again()
+
+    def turn_away(self) -> None:
+        """There is no engine any more: end the errands that wait for it."""
+        for ticket, errand in list(self._errands.items()):
+            if self.admission.withdraw(ticket):
+                del self._errands[ticket]
+                errand.end(BoardAsleep(self.board_id, "it was put to sleep meanwhile"))
 
     @property
     def free(self) -> bool:

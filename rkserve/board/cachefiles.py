@@ -99,12 +99,11 @@ class Written:
 
 
 class CacheFolder:
-    """The files of one board under one seal. Every method touches the disk."""
+    """The files of one board under one seal at a time. Every method touches the disk."""
 
     def __init__(self, folder: Path, seal: Seal) -> None:
         self._root = folder
-        self._seal = seal.digest
-        self._folder = folder / f"kv-{seal.digest[:16]}"
+        self.seal(seal)
         self._lock: int | None = None
         self._proven: dict[str, Stamp] = {}  # entry to the state in which its content was read
 
@@ -126,6 +125,37 @@ class CacheFolder:
             self.close()
             raise
 
+    def seal(self, seal: Seal) -> None:
+        """Of a folder that is not open: it will be for this seal."""
+        self._seal = seal.digest
+        self._folder = self._root / f"kv-{seal.digest[:16]}"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the folder is in use here."""
+        return self._lock is not None
+
+    def is_for(self, seal: Seal) -> bool:
+        """Whether what is kept now is for this seal."""
+        return self._seal == seal.digest
+
+    def turn_to(self, seal: Seal) -> list[Entry]:
+        """Go on with another seal; return what is there. Raises ``ConfigError``, ``OSError``."""
+        self.seal(seal)
+        self._proven.clear()
+        self._take_folder()
+        return list(self._read_all())
+
+    def bytes_elsewhere(self) -> int:
+        """What the files of other seals take."""
+        others = (one for one in self._root.iterdir() if OUR_FOLDER.fullmatch(one.name))
+        files = (f for one in others if one != self._folder and one.is_dir() for f in one.iterdir())
+        return sum(file.lstat().st_size for file in files if OUR_FILE.fullmatch(file.name))
+
+    def is_current(self, path: Path) -> bool:
+        """Whether a reserved path is under the seal of now."""
+        return path.parent == self._folder
+
     def close(self) -> None:
         """Let go of the lock."""
         if self._lock is not None:
@@ -143,7 +173,9 @@ class CacheFolder:
 
         Raises ``ValueError``, because nobody but the board itself says such a path.
         """
-        if path.parent != self._folder or not re.fullmatch(r"[0-9a-f]{16}\.kv\.tmp", path.name):
+        folder = path.parent  # of a seal of before, where that has changed since
+        ours = folder.parent == self._root and OUR_FOLDER.fullmatch(folder.name)
+        if not ours or not re.fullmatch(r"[0-9a-f]{16}\.kv\.tmp", path.name):
             raise ValueError(f"{path} was not reserved")
         return path
 

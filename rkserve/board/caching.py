@@ -70,6 +70,9 @@ class Caching:
         self._parks = rules.park and store is not None
         self._useless = 0
         self._writing: set[Writing] = set()
+        self._base: str | None = None  # that the caches shall be of; None: never told
+        self._resealing = asyncio.Lock()
+        self._reseals: set[asyncio.Task[None]] = set()
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -83,11 +86,36 @@ class Caching:
             log.warning("board %s serves without prompt caches: %s", self._rules.board_id, exc)
             self.store, self._parks = None, False
 
+    async def reseal(self, base: str) -> None:
+        """From now on the caches are of these base weights; see ``CacheStore.reseal``.
+
+        Use it while no engine is there that could read or write one. Of calls that meet the last
+        one counts; whoever is cancelled leaves it to be done.
+        """
+        self._base = base
+        task = asyncio.create_task(self._reseal(), name="reseal the prompt caches")
+        self._reseals.add(task)
+        task.add_done_callback(self._reseals.discard)
+        await asyncio.shield(task)
+
+    async def _reseal(self) -> None:
+        async with self._resealing:
+            await self.settled()
+            if self.store is None or self._base is None:
+                return
+            try:
+                await asyncio.to_thread(self.store.reseal, self._base)
+            except (ConfigError, OSError) as exc:
+                log.warning("board %s goes on without prompt caches: %s", self._rules.board_id, exc)
+                self.store.close()
+                self.store, self._parks = None, False
+
     async def close(self) -> None:
         """Let go of the folder, when what was written is published."""
-        await self.settled()
-        if self.store is not None:
-            self.store.close()
+        async with self._resealing:
+            await self.settled()
+            if self.store is not None:
+                self.store.close()
 
     # -- what is asked from outside -----------------------------------------------------------
 
@@ -207,6 +235,24 @@ class Caching:
         writing = Writing(ids, adapter, task)
         self._writing.add(writing)
         task.add_done_callback(lambda _: self._writing.discard(writing))
+
+    def restorable(self, ids: Ids, adapter: str | None) -> int:
+        """How many of ``ids`` a later run of theirs under ``adapter`` would begin from on disk."""
+        if self.store is None or not self._parks:
+            return 0
+        files = [entry.ids for entry in self.store.entries() if entry.adapter == adapter]
+        most = max((common_prefix(kept, ids) for kept in files), default=0)
+        return most if most >= self._rules.park_min_tokens else 0
+
+    async def drop_parked(self) -> None:
+        """Remove the conversations that the board has parked; named caches are somebody's.
+
+        Use it while the board sleeps: nothing is parked then.
+        """
+        await self.settled()
+        if self.store is not None:
+            gone = await asyncio.to_thread(self.store.delete_parked)
+            log.info("board %s: %d parked conversations are removed", self._rules.board_id, gone)
 
     async def settled(self) -> None:
         """Wait until everything that was written is published."""

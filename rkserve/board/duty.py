@@ -9,8 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from rkserve.desired import AdapterLine, AdapterVersion, Desired, Duty, Hold, PauseMode
-from rkserve.errors import BoardBehind, EnginePaused, ModelNotFound
+from rkserve.desired import (
+    AdapterLine,
+    AdapterVersion,
+    BaseVersion,
+    Desired,
+    Duty,
+    Hold,
+    PauseMode,
+    SleepLevel,
+)
+from rkserve.errors import (
+    BoardAsleep,
+    BoardBehind,
+    EngineAsleep,
+    EnginePaused,
+    ModelNotFound,
+)
 from rkserve.messages import FIRST_LABEL, AdapterRef, GenerateRequest
 
 RETRY_AFTER_S = 5  # where a pause has no lease, nobody knows how long it lasts
@@ -37,6 +52,10 @@ class Charge:
         self._board_id, self._model = board_id, model
         self._staged = staged
         self._governed = governed
+        self._refused = ""  # why other weights that it shall have could not be loaded
+        self._here: Callable[[BaseVersion], bool] = lambda _: False
+        self._base: BaseVersion | None = None
+        self._label = FIRST_LABEL
         self.duty: Duty | None = None
 
     @property
@@ -58,18 +77,62 @@ class Charge:
         return tuple(version for version in self.duty.versions if version not in there)
 
     @property
+    def missing_base(self) -> BaseVersion | None:
+        """The file that its model shall be loaded from, and that it does not have."""
+        base = None if self.duty is None else self.duty.base
+        if base is None or self.has_base or self._here(base):
+            return None
+        return base
+
+    @property
+    def has_base(self) -> bool:
+        """Whether its model is loaded from what it shall be loaded from."""
+        return self.duty is None or _digest(self.duty.base) == _digest(self._base)
+
+    @property
     def joining(self) -> str:
         """Why it takes no requests yet, or nothing."""
         if self.duty is None:
             return "it was not told yet what it shall be" if self._governed else ""
-        missing = ", ".join(version.ref.label for version in self.missing)
-        return f"it has not been sent yet: {missing}" if missing else ""
+        missing = [version.ref.label for version in self.missing]
+        if self.missing_base is not None:
+            missing.append(self.missing_base.title)
+        if missing:
+            return f"it has not been sent yet: {', '.join(missing)}"
+        return "" if self.has_base else self._refused
+
+    # -- the base model's weights, as those tell it who load them -------------------------------
+
+    def weights_here(self, here: Callable[[BaseVersion], bool]) -> None:
+        """Learn how to find out whether a file is on the disk."""
+        self._here = here
+
+    def loaded(self, base: BaseVersion | None) -> None:
+        """The model is loaded from this file, or will be next; None is the model folder's."""
+        self._base = base
+        self._label = FIRST_LABEL if base is None else base.version
+        self._take_label()
+
+    def refused(self, reason: str) -> None:
+        """What it shall be loaded from could not be, and why; nothing: it was not tried."""
+        self._refused = reason
+
+    def _take_label(self) -> None:
+        if self.duty is not None and self.has_base:
+            self._label = self.duty.label
+
+    @property
+    def unloads(self) -> bool:
+        """Whether it shall have no engine."""
+        level = None if self.duty is None else self.duty.level
+        return level is not None and level >= SleepLevel.UNLOADED
 
     def take(self, desired: Desired) -> bool:
         """Obey from now on; False where it obeys a later epoch, or this one, already."""
         if self.duty is not None and desired.epoch <= self.duty.epoch:
             return False
         self.duty = desired.duty(self._board_id, self._model)
+        self._take_label()
         return True
 
     def hold(self, adapter: str | None) -> Hold | None:
@@ -83,7 +146,7 @@ class Charge:
         return self.duty.line(request.line)
 
     def check(self, request: GenerateRequest, now_s: float) -> None:
-        """Raise ``BoardBehind`` or ``EnginePaused`` where it takes no such request now.
+        """Raise ``BoardBehind``, ``BoardAsleep``, ``EnginePaused`` where it takes no such request.
 
         ``now_s`` is in seconds since 1970, as the ends of leases are.
         """
@@ -92,13 +155,16 @@ class Charge:
         if (self.epoch or 0) < request.min_epoch:
             reason = f"it obeys epoch {self.epoch}, and {request.min_epoch} is asked for"
             raise BoardBehind(self._board_id, reason)
-        name = adapter_name(request)
+        name, level = adapter_name(request), None if self.duty is None else self.duty.level
+        if level is not None and not request.patient:
+            raise BoardAsleep(self._board_id, f"it sleeps at level {level:d}")
         hold = self.hold(name)
         if hold is None or hold.mode is PauseMode.KEEP:
             return
+        refused = EnginePaused if level is None else EngineAsleep
         whole = self.duty is not None and hold is self.duty.hold
         what = f"board {self._board_id}" if whole else f"adapter {name}"
-        raise EnginePaused(what, _retry_after_s(hold, now_s))
+        raise refused(what, _retry_after_s(hold, now_s))
 
     def bind(self, request: GenerateRequest) -> AdapterRef | None:
         """Return the version of the adapter that the request would begin with now.
@@ -119,10 +185,15 @@ class Charge:
         return line.serves(self._board_id, request.session)
 
     def label(self, ref: AdapterRef | None) -> str:
-        """Return what weights are called in answers: the adapter's version, or the model's."""
-        if ref is not None:
-            return ref.label
-        return FIRST_LABEL if self.duty is None else self.duty.label
+        """Return what weights are called in answers: the adapter's version, or the model's.
+
+        That of the model is of those that are loaded, whatever it shall have.
+        """
+        return self._label if ref is None else ref.label
+
+
+def _digest(base: BaseVersion | None) -> str:
+    return "" if base is None else base.digest
 
 
 def _retry_after_s(hold: Hold, now_s: float) -> int:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from rkserve.native.runtime import LoadParams, Perf, RunEnd
@@ -36,6 +37,13 @@ class EngineSpec:
     fence_timeout_s: float = 15.0
     load_timeout_s: float = 120.0
     beat_s: float = 1.0
+
+
+def with_weights(spec: EngineSpec, weights: Path | None) -> EngineSpec:
+    """Return what an engine with another model file is started with; None changes nothing."""
+    if weights is None:
+        return spec
+    return replace(spec, params=replace(spec.params, model_path=str(weights)))
 
 
 @dataclass(frozen=True, slots=True)

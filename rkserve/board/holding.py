@@ -1,9 +1,10 @@
-"""Carries out what the cluster shall be on one board: holds, releases, switches of versions.
+"""Carries out what the cluster shall be on one board: holds, releases, switches of versions, sleep.
 
 What that is for this board, ``duty`` says; how a generation leaves its run and goes on is the
 conductor's. An answer is given once nothing that is held emits any more: neither from the engine
 nor from what a stream has still to give out. No run is waited for, unless the runtime is to keep
 its KV cache: it is muted, and the board is busy with it for a step, or for the rest of a prefill.
+Only a sleep has to wait for it: that comes last, and is ``sleeping``'s.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from rkserve.board.conduct import Conductor
 from rkserve.board.duty import adapter_name
 from rkserve.board.job import Job, emitted
 from rkserve.board.opening import outlook
+from rkserve.board.rebasing import Rebasing
 from rkserve.board.run import Run
+from rkserve.board.sleeping import Sleeping
 from rkserve.board.stage import Stage
 from rkserve.desired import AdapterLine, Adoption, Desired, Duty, Hold, InFlight, PauseMode
 from rkserve.errors import BoardFailed, NativeError
@@ -47,9 +50,13 @@ class Done:
 class Holding:
     """Use it from the board's loop."""
 
-    def __init__(self, stage: Stage, conductor: Conductor) -> None:
+    def __init__(
+        self, stage: Stage, conductor: Conductor, sleeping: Sleeping, rebasing: Rebasing
+    ) -> None:
         self._stage = stage
         self._conductor = conductor
+        self._sleeping = sleeping
+        self._rebasing = rebasing
         self._stopped: Run | None = None  # the last run that held ones were in
         self._clears = False  # the KV cache is still to be emptied for the hold
         self._clearing: asyncio.Future[None] | None = None  # by the last errand for that
@@ -66,22 +73,37 @@ class Holding:
         A call that comes too late, by its epoch, changes nothing and waits for what is obeyed.
         One under ``wait`` returns when the last accepted generation has ended: cancelled, it leaves
         the hold as it is, for a later epoch to undo.
+
+        Raises ``BoardFailed`` where the board cannot be put to sleep, or be woken; ``RebaseFailed``
+        where this call has seen that it cannot have the base weights that it shall have.
         """
         started_s, done = clock.now_s(), Done()
         charge = self._stage.charge
-        before = charge.duty
-        if charge.take(desired):
-            self._carry_out(before, done)
+        before, label, failures = charge.duty, charge.label(None), self._rebasing.failures
+        taken = charge.take(desired)
+        rebased = self._rebasing.told()
+        if rebased is not None:
+            done.switched, done.aborted = rebased
+        if taken:
+            self._carry_out(before, done, label)
+        elif rebased is not None:  # what it lacked has come
+            self._carry_out(charge.duty, done, label)
         await self._rest()
         await self._give_out()
         took_ms = (clock.now_s() - started_s) * 1e3
         await self._clear()
-        duty = charge.duty
+        await self._rebasing.settled(failures)
+        await self._sleeping.settle()
+        await self._rebasing.settled(failures)  # without an engine it is a note
+        self._rebasing.verify(failures)
+        slept, duty = self._sleeping.slept(), charge.duty
         assert duty is not None
         return Adoption(
             self._stage.board_id,
             duty.epoch,
             missing=charge.missing,
+            missing_base=charge.missing_base,
+            refused=self._rebasing.refused,
             held=duty.hold is not None,
             stopped=len(done.stopped),
             kept=sum(self._keeps(job) for job in done.stopped),
@@ -89,11 +111,19 @@ class Holding:
             switched=done.switched,
             latency_ms=took_ms,
             emitted=emitted(self._stage.jobs.values()),
+            level=slept.level,
+            kept_tokens=slept.kept_tokens,
+            dropped_tokens=slept.dropped_tokens,
         )
 
     # -- at once ------------------------------------------------------------------------------
 
-    def _carry_out(self, before: Duty | None, done: Done) -> None:
+    def look_again(self) -> None:
+        """What holds generations has changed on the board itself."""
+        charge = self._stage.charge
+        self._carry_out(charge.duty, Done(), charge.label(None))
+
+    def _carry_out(self, before: Duty | None, done: Done, label: str) -> None:
         """Do all of it without a turn of the loop: nothing starts in between."""
         stage = self._stage
         jobs = list(stage.jobs.values())
@@ -103,11 +133,12 @@ class Holding:
         for job in jobs:
             if not job.over:
                 self._follow_line(job, done)
-        self._relabel(before, jobs)
+        self._relabel(label, jobs)
         for job in jobs:
             if not job.over:
                 self._settle(job, done, thawed=job in thawed)
         self._plan_clear(before)
+        self._sleeping.told(done.stopped)
         if self._told is not None and not self._told.done():
             self._told.set_result(None)
         stage.pump()
@@ -167,10 +198,10 @@ class Holding:
         elif self._conductor.pauses.holds(job):
             self._conductor.pauses.let_go()  # its KV cache is worth nothing now
 
-    def _relabel(self, before: Duty | None, jobs: list[Job]) -> None:
+    def _relabel(self, before: str, jobs: list[Job]) -> None:
         """What the base model says from now on has its new label."""
         label = self._stage.charge.label(None)
-        if label == (before or Duty(epoch=0)).label:
+        if label == before:
             return
         for job in jobs:
             if job.ref is None and job.begun and not job.over:
@@ -207,7 +238,7 @@ class Holding:
         if due and not self._clears:
             cleared.clear()  # they left it to a hold of all, which has ended before it was done
         named = {name for name, hold in duty.adapter_holds if hold.clear_cache}
-        if named - cleared and not whole:
+        if named - cleared and not whole and not self._stage.asleep:
             # Others may run on, and their context is in the same cache: before the next run.
             self._conductor.pauses.let_go()
             self._stage.errand(self._empty, first=True)
@@ -284,7 +315,10 @@ class Holding:
         return self._stage.live.running
 
     def _hold(self, job: Job) -> Hold | None:
-        return self._stage.charge.hold(adapter_name(job.request))
+        own = self._stage.charge.hold(adapter_name(job.request))
+        if own is not None and own.mode is not PauseMode.WAIT:
+            return own
+        return self._rebasing.hold(job) or own
 
     def _keeps(self, job: Job) -> bool:
         if job.state is not _S.PAUSED:

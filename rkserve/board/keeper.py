@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 from rkserve.board import clock
 from rkserve.board.adapters import AdapterTable
-from rkserve.board.engine import Engine
+from rkserve.board.engine import Engine, EngineFacts
 from rkserve.board.lifecycle import OPEN, SICK, BoardEvent, CrashLog, advance
 from rkserve.board.live import SECOND_LOOK_S, LiveEngine
 from rkserve.board.settings import BoardSettings
+from rkserve.board.unloaded import Unloaded
 from rkserve.errors import BoardOutOfOrder, EngineDied, EngineHung, LoadFailed, RkserveError
 from rkserve.messages import BoardState
 
@@ -53,6 +54,10 @@ class Keeper:
         self.starts = 0
         self.renewals = 0  # of these, those that replaced an engine which was well
         self.live: LiveEngine | None = None  # the last one that was loaded, also when it ended
+        self.loaded_s = 0.0  # when that was
+        self._reason_awake = ""  # what ``reason`` was before the board slept
+        self._recovery: asyncio.Task[None] | None = None
+        self._giving_up: asyncio.Future[None] | None = None
         self._crashes = CrashLog(settings.crash_limit, settings.crash_window_s)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -80,14 +85,21 @@ class Keeper:
 
     # -- from start to stop -------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Load the model. Raises ``RkserveError`` or ``OSError``; the board is then ``failed``."""
-        try:
-            await self._load()
-        except Exception as exc:
-            if self.state is BoardState.LOADING:
-                self._advance(BoardEvent.LOAD_FAILED, str(exc))
-            raise
+    async def start(self, asleep: EngineFacts | None = None) -> None:
+        """Load the model. Raises ``RkserveError`` or ``OSError``; the board is then ``failed``.
+
+        With the facts of an engine that was put to ``sleep`` it sleeps on instead.
+        """
+        if asleep is not None:
+            self._advance(BoardEvent.SLEEP, "it was asleep when its replica ended")
+            self.live, self.loaded_s = self._unloaded(asleep), clock.now_s()
+        else:
+            try:
+                await self._load()
+            except Exception as exc:
+                if self.state is BoardState.LOADING:
+                    self._advance(BoardEvent.LOAD_FAILED, str(exc))
+                raise
         self.spawn(self._watch_silence())
 
     async def stop(self) -> None:
@@ -120,15 +132,61 @@ class Keeper:
         try:
             await self._load()
         except (RkserveError, OSError) as exc:
-            if not self.stopped:
-                self._advance(BoardEvent.LOAD_FAILED, str(exc))
-                self._tenants.fail_all()
+            self._refused(exc)
             raise self.failed() from exc
         self.renewals += 1
 
+    @property
+    def recovering(self) -> bool:
+        """Whether a crash is being recovered from: no engine is there, nor needed until then."""
+        return self._recovery is not None and not self._recovery.done()
+
+    async def sleep(self, reason: str) -> None:
+        """End the engine in order, or give up the loading of one. Nothing of it is left then.
+
+        Use it while the board is one's own, or ``recovering``. Raises ``BoardOutOfOrder``.
+        """
+        if self._recovery is not None and not self._recovery.done():
+            self._recovery.cancel()
+            await asyncio.wait({self._recovery})
+        live = self.live
+        if live is None or self.state in (BoardState.HUNG, BoardState.FAILED, BoardState.STOPPED):
+            raise self.failed()
+        self._reason_awake = self.reason
+        self._advance(BoardEvent.SLEEP, reason)
+        if live.alive:
+            await live.engine.stop()
+        self.live = self._unloaded(live.facts)
+
+    async def wake(self) -> None:
+        """Load the model again. Raises what a failing load raises: everybody is told then."""
+        self._advance(BoardEvent.WAKE, self._reason_awake)
+        try:
+            await self._load()
+        except (RkserveError, OSError) as exc:
+            self._refused(exc)
+            raise self.failed() from exc
+        self._tenants.pump()
+
+    def _unloaded(self, facts: EngineFacts) -> LiveEngine:
+        settings = self._settings
+        adapters = AdapterTable(settings.max_adapters, settings.max_adapter_bytes)
+        engine = Unloaded(self._board_id, facts)
+        return LiveEngine(self._board_id, engine, settings.patience, adapters)
+
+    def _refused(self, exc: Exception) -> None:
+        """The model cannot be loaded: nobody who waits is served here."""
+        if self._awaits_engine:
+            self._advance(BoardEvent.LOAD_FAILED, str(exc))
+            self._tenants.fail_all()
+
+    @property
+    def _awaits_engine(self) -> bool:
+        return self.state in (BoardState.LOADING, BoardState.RECOVERING)
+
     async def _load(self) -> None:
         engine = await self._start_engine()
-        if self.stopped:  # stop() came while the model was being loaded
+        if not self._awaits_engine:  # it was stopped, put to sleep or broke while it was loaded
             await engine.stop()
             raise self.failed()
         settings = self._settings
@@ -140,6 +198,7 @@ class Keeper:
         self.starts += 1
         adapters = AdapterTable(settings.max_adapters, settings.max_adapter_bytes)
         self.live = LiveEngine(self._board_id, engine, settings.patience, adapters)
+        self.loaded_s = clock.now_s()
         engine.died.add_done_callback(self._died)
         self._advance(BoardEvent.LOADED, self.reason)
         log.info(
@@ -157,7 +216,7 @@ class Keeper:
         current = self.live is not None and self.live.engine.died is died
         if self.state is BoardState.READY and current:
             self._advance(BoardEvent.ENGINE_DIED, died.result())
-            self.spawn(self._recover())
+            self._recovery = self.spawn(self._recover())
 
     async def give_up(self, reason: str) -> None:
         """The engine cannot be used any more: tell the clients, try an abort, then end it."""
@@ -165,14 +224,26 @@ class Keeper:
         if self.state is not BoardState.READY or self.live is None:
             return  # it is being ended already, or has ended by itself
         self._advance(BoardEvent.WATCHDOG, reason)
-        engine = self.live.engine
-        if self.live.plead():
+        self._giving_up = asyncio.get_running_loop().create_future()
+        try:
+            await self._kill(self.live, reason)
+        finally:
+            self._giving_up.set_result(None)
+
+    async def _kill(self, live: LiveEngine, reason: str) -> None:
+        engine = live.engine
+        if live.plead():
             await asyncio.wait({engine.died}, timeout=self._settings.patience.abort_s)
         if await engine.kill():
             self._advance(BoardEvent.ENGINE_ENDED, reason)
-            self.spawn(self._recover())
+            self._recovery = self.spawn(self._recover())
         else:
             self._tenants.fail_all()
+
+    async def gave_up(self) -> None:
+        """Return once an engine that is being given up has ended, or will not."""
+        if self._giving_up is not None:
+            await asyncio.shield(self._giving_up)
 
     async def _recover(self) -> None:
         """Start a fresh engine, after a quarantine where the last ones died too quickly."""
@@ -184,8 +255,7 @@ class Keeper:
         try:
             await self._load()
         except (RkserveError, OSError) as exc:
-            self._advance(BoardEvent.LOAD_FAILED, str(exc))
-            self._tenants.fail_all()
+            self._refused(exc)
         else:
             self._tenants.pump()
 
@@ -214,10 +284,12 @@ class Keeper:
         elif before is not self.state:
             log.info("board %s is %s", self._board_id, self.state.value)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Let it be done until the board stops; an error that it raises is a bug of ours."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._reap)
+        return task
 
     def _reap(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -62,6 +62,7 @@ class LiveEngine:
         self.context = LiveContext(append=self.quirk("append_tokens_with_history"))
         self.paused: PausedRun | None = None
         self.positions: tuple[int, ...] = (0,) * engine.facts.n_batch  # by the runtime's last word
+        self.doomed = False  # it is about to be ended: nothing in its KV cache will be kept
         self.aborted = False  # some run of this handle was; see quirk prompt_cache_after_abort
         self.tried: dict[str, Probe] = {}  # what trial runs of its adapters found, by their keys
         self.running: Run | None = None
@@ -186,8 +187,6 @@ class LiveEngine:
         begin, per_run = run.beginning, self.facts.per_run_sampling
         # A loaded cache would serve any later run that begins like it, under any adapter.
         release = self._cache_loaded and begin.hit is None and not begin.resume
-        if not begin.resume:
-            self._cache_loaded = begin.hit is not None
         return RunCommand(
             run_id=run.number,
             entries=begin.entries,
@@ -234,6 +233,10 @@ class LiveEngine:
             log.warning("board %s: a prompt cache was refused: %s", self._board_id, refused)
         self.positions = ended.kv_positions or self.positions
         began = run.beginning
+        if not began.resume:
+            # One that never ran may have loaded its cache, and may not have let go of the last one.
+            ran = ended.end not in (None, RunEnd.FAILED)
+            self._cache_loaded = began.hit is not None or (self._cache_loaded and not ran)
         if began.resume and ended.end in (None, RunEnd.FAILED):
             return  # aborted before it began, or refused: for ``drain`` to find out what it is
         spliced = self._spliced(began)
@@ -255,7 +258,7 @@ class LiveEngine:
 
     def _settle_context(self, run: Run, ended: RunEnded, *, spliced: bool) -> None:
         began = run.beginning
-        stopped = run.stopping and (run.muted or not self.quirk("kv_valid_after_abort"))
+        stopped = run.stopping and (run.unheard or not self.quirk("kv_valid_after_abort"))
         in_text_mode = began.entries[0].prompt_text is not None
         if not ended.in_order or in_text_mode or stopped:
             self.context.forget()

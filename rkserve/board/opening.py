@@ -134,6 +134,8 @@ def outlook(live: LiveEngine, job: Job, *, holds: bool) -> tuple[Kv, int]:
     ``holds``: the job keeps the board with its run paused inside the runtime.
     """
     context = job.generation.context
+    if live.doomed:
+        return Kv.RECOMPUTED, len(context)
     kept = kept_ids(live, job, holds=holds)
     if kept is not None:
         if live.resumption(context, job.generation.cuts, job.adapter) is not None:

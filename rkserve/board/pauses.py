@@ -13,7 +13,7 @@ from rkserve.board.job import Job
 from rkserve.board.opening import outlook
 from rkserve.board.stage import Stage
 from rkserve.errors import PauseExpired, RkserveError, TooManyPaused
-from rkserve.messages import GenerationState, Paused
+from rkserve.messages import GenerationState, Kv, Paused
 
 _S, _E = GenerationState, GenerationEvent
 BY_REQUEST = "request"
@@ -35,7 +35,9 @@ class Pauses:
 
     def holdable(self, job: Job) -> bool:
         """Whether the job may hold the board: not while others wait that have waited enough."""
-        return self._stage.admission.holdable(job.held_s)
+        stage = self._stage
+        doomed = stage.charge.unloads or stage.live.doomed
+        return not doomed and stage.admission.holdable(job.held_s)
 
     def check(self, asked: int) -> None:
         """Raise ``TooManyPaused`` where so many more generations cannot be paused here."""
@@ -68,6 +70,8 @@ class Pauses:
         # A run that goes on without it, muted, is what the handle is about to forget.
         kept = live.paused is not None and live.running is None and self.holdable(job)
         kv, _ = outlook(live, job, holds=kept)
+        if self._stage.charge.unloads:
+            kv = Kv.RECOMPUTED  # what may be restored from a file is not known yet
         by = BY_CLUSTER if job.goes_on else job.generation.paused_by
         job.paused_by = by or BY_REQUEST
         job.announce(Paused(by, job.generation.tokens, kv))
@@ -99,6 +103,8 @@ class Pauses:
         self._holding = job
         let_go = self._let_go = loop.create_future()
         stage.admission.hold(loop.time(), job.held_s)
+        if live.doomed or stage.charge.unloads:
+            self.let_go()
         stage.pump()
         while job.state is _S.PAUSED and not job.over and live.alive and not let_go.done():
             waits_for = (job.changed(), live.engine.died, let_go)

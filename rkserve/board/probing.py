@@ -13,7 +13,7 @@ from rkserve.board.live import LiveEngine
 from rkserve.board.run import Beginning, Run
 from rkserve.board.stage import Stage
 from rkserve.desired import Probe
-from rkserve.errors import AdapterBroken
+from rkserve.errors import AdapterBroken, RunFailed
 from rkserve.messages import AdapterRef, Sampling
 from rkserve.native.runtime import RunEnd
 
@@ -39,9 +39,11 @@ class Probing:
         Raises:
             AdapterBroken: the file is not what it should be, or the runtime refuses it or its run.
             BoardFailed: the board is out of order, or the engine failed.
+            BoardAsleep: its model is unloaded.
         """
         stage = self._stage
         stage.require_open()
+        stage.require_awake()
         known = _known(stage.live, ref)
         if known is not None:
             return known
@@ -87,13 +89,30 @@ async def load_and_probe(stage: Stage, ref: AdapterRef, prompt_ids: Ids, tokens:
 async def _run(
     stage: Stage, live: LiveEngine, ref: AdapterRef, prompt_ids: Ids, tokens: int
 ) -> tuple[Run, float, int]:
-    """Make the run; return it, how long the runtime says that decoding took, and its tokens."""
+    """Make the run of an adapter; see ``try_out``. Raises ``AdapterBroken``, ``BoardFailed``."""
+    try:
+        return await try_out(stage, live, ref.key, prompt_ids, tokens)
+    except RunFailed as exc:
+        raise AdapterBroken(f"{ref.name}@{ref.version}", exc.reason) from None
+
+
+async def try_out(
+    stage: Stage, live: LiveEngine, adapter: str | None, prompt_ids: Ids, tokens: int
+) -> tuple[Run, float, int]:
+    """Make a trial run, with no ids in text mode, of up to ``tokens`` tokens; the board is free.
+
+    Return it, how long the runtime says that decoding took, and how many tokens it gave.
+
+    Raises:
+        RunFailed: the runtime refused it, or gave nothing.
+        EngineHung, EngineDied: as any run.
+    """
     entry = EntryCommand(prompt_ids) if prompt_ids else EntryCommand(prompt_text=PROBE_TEXT)
     begin = Beginning(
         entries=(entry,) * stage.n_batch,
         base=prompt_ids,
         clear=live.context.ids != (),
-        adapter=ref.key,
+        adapter=adapter,
         limit=tokens,
     )
 
@@ -104,8 +123,8 @@ async def _run(
     run, ended = await live.run([None] * stage.n_batch, begin, end_in_time, GREEDY)
     if ended.end is RunEnd.FAILED:
         reason = ended.error or f"the runtime returned {ended.return_code}"
-        raise AdapterBroken(ref.label, f"a trial run failed: {reason}")
+        raise RunFailed(stage.board_id, f"a trial run failed: {reason}")
     given = min(tokens, len(run.given[0]))
     if given == 0:
-        raise AdapterBroken(ref.label, "a trial run gave no token")
+        raise RunFailed(stage.board_id, "a trial run gave no token")
     return run, ended.perf.decode_ms, given

@@ -48,7 +48,10 @@ class Hit:
 
 
 class CacheStore:
-    """The prompt caches of one board for one ``Seal``. Nobody else may use ``folder`` meanwhile."""
+    """The prompt caches of one board, of one ``Seal`` at a time.
+
+    Nobody else may use ``folder`` meanwhile.
+    """
 
     def __init__(
         self,
@@ -60,6 +63,7 @@ class CacheStore:
     ) -> None:
         """``clock`` tells the time of day: it has to go on when the process has ended."""
         self.budget_bytes = budget_bytes
+        self._own = seal
         self._files = CacheFolder(folder, seal)
         self._clock = clock
         # Calls come from the board's loop and from threads. It is held for look-ups only, never
@@ -67,6 +71,7 @@ class CacheStore:
         self._lock = threading.Lock()
         self._entries: dict[str, Entry] = {}
         self._pinned: str | None = None
+        self._elsewhere_bytes = 0  # of the named caches of other base weights
 
     def open(self) -> None:
         """Take over what an earlier process has left, and remove what is of no use. Disk.
@@ -74,17 +79,43 @@ class CacheStore:
         Raises:
             ConfigError: the folder cannot be used, or another process uses it.
         """
-        found = self._files.open()
+        self._take_over(self._files.open())
+
+    def reseal(self, base: str) -> None:
+        """Keep what is computed with these base weights, and use nothing else any more. Disk.
+
+        ``base`` is their sha256, or empty for those of the store's own seal. Conversations that
+        were parked before are removed; named caches wait until these weights come back, which they
+        do after an update that failed, and take their part of the budget until the next ``open``.
+
+        Raises:
+            ConfigError, OSError: the folder cannot be used.
+        """
+        seal = replace(self._own, model=f"sha256:{base}") if base else self._own
+        if not self._files.is_open or self._files.is_for(seal):
+            self._files.seal(seal)
+            return
+        self.delete_parked()
+        with self._lock:
+            self._entries = {}
+        found = self._files.turn_to(seal)
+        self._elsewhere_bytes = self._files.bytes_elsewhere()
+        self._take_over(found)
+
+    def _take_over(self, found: Iterable[Entry]) -> None:
         named: dict[str, Entry] = {}
+        taken: dict[str, Entry] = {}
         for entry in sorted(found, key=lambda e: e.created_s):
             if entry.name is None:
-                self._entries[entry.id] = entry
+                taken[entry.id] = entry
                 continue
             # A process that died while it replaced a cache has left both of them.
             if (older := named.get(entry.name)) is not None:
                 self._files.remove(older)
             named[entry.name] = entry
-        self._entries.update({entry.id: entry for entry in named.values()})
+        taken.update({entry.id: entry for entry in named.values()})
+        with self._lock:
+            self._entries.update(taken)
         self._remove(self._room_for(0))
         if (used := self.used_bytes) > self.budget_bytes:
             log.warning(
@@ -207,6 +238,8 @@ class CacheStore:
         path = self._files.reserved(path)
         now_s = self._clock()
         try:
+            if not self._files.is_current(path):
+                raise CacheUnsupported("The weights that this cache belongs to were replaced.")
             if name is not None:
                 check_cache_name(name)
             written = self._files.examine(path)
@@ -249,6 +282,17 @@ class CacheStore:
         self._remove(named)
         return bool(named)
 
+    def delete_parked(self) -> int:
+        """Remove every parked conversation, and return how many. Disk.
+
+        No engine may have one of them loaded.
+        """
+        with self._lock:
+            self._pinned = None
+            parked = [entry for entry in self._entries.values() if entry.name is None]
+        self._remove(parked)
+        return len(parked)
+
     # -- who goes -----------------------------------------------------------------------------
 
     def _supersedes(self, entry: Entry, old: Entry) -> bool:
@@ -267,6 +311,7 @@ class CacheStore:
                 for entry in self._entries.values()
                 if entry.name not in (None, replaced)
             )
+            named_bytes += self._elsewhere_bytes
         if named_bytes + size_bytes > self.budget_bytes:
             raise CacheUnsupported(
                 f"A prompt cache of {size_bytes} bytes does not fit: the board's budget is "
@@ -280,6 +325,7 @@ class CacheStore:
         with self._lock:
             counted = [e for e in self._entries.values() if e.name is None or e.name != replaced]
         excess = sum(entry.file_bytes for entry in counted) + size_bytes - self.budget_bytes
+        excess += self._elsewhere_bytes
         parked = [e for e in counted if e.name is None and e.id != self._pinned]
         going: list[Entry] = []
         for entry in sorted(parked, key=lambda e: e.used_s):

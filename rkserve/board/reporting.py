@@ -5,17 +5,22 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 
+from rkserve.board import clock
+from rkserve.board.bases import Bases
 from rkserve.board.keeper import Keeper
 from rkserve.board.settings import BoardSettings
+from rkserve.board.sleeping import Sleeping
 from rkserve.board.stage import Stage
 from rkserve.messages import BoardReport, BoardState, GenerationState
 
 
-def report(settings: BoardSettings, keeper: Keeper, board: Stage) -> BoardReport:
+def report(
+    settings: BoardSettings, keeper: Keeper, sleeping: Sleeping, bases: Bases, board: Stage
+) -> BoardReport:
     """Return what the board is doing and what it has done."""
     live, charge = keeper.live, board.charge
     state, reason = keeper.state, keeper.reason
-    if state is BoardState.READY and charge.joining:
+    if state in (BoardState.READY, BoardState.ASLEEP) and charge.joining:
         state, reason = BoardState.JOINING, charge.joining
     hold = charge.duty.hold if charge.duty is not None else None
     return BoardReport(
@@ -42,8 +47,18 @@ def report(settings: BoardSettings, keeper: Keeper, board: Stage) -> BoardReport
         engine_renewals=keeper.renewals,
         epoch=charge.epoch,
         hold=hold.mode.value if hold is not None else "",
-        missing=len(charge.missing),
-        staged=tuple(version.ref.key for version in charge.staged),
+        missing=len(charge.missing) + (charge.missing_base is not None),
+        staged=(*(version.ref.key for version in charge.staged), *bases.staged),
         versions=board.versions.figures,
+        level=sleeping.level,
+        base=bases.digest,
+        idle_s=_idle_s(keeper, board),
         **asdict(board.figures),
     )
+
+
+def _idle_s(keeper: Keeper, board: Stage) -> float:
+    """Since when nobody has used it; one that was just loaded was loaded for somebody."""
+    if board.jobs:
+        return 0.0
+    return clock.now_s() - max(board.asked_s, keeper.loaded_s)

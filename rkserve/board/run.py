@@ -63,7 +63,7 @@ class Run:
         self.pausable = pausable
         self.stopping = False  # an abort was asked for
         self.pausing = False  # a pause inside the runtime was asked for
-        self.muted = False  # everybody left before its first token: what it brings is nobody's
+        self.muted = False  # everybody has left it: what it still brings is nobody's
         self.given: list[list[int]] = [[] for _ in self.seats]  # every token, also nobody's
         self.left_s: list[float] = []  # when each job that did not stay to the end left
         self.started_s = self.token_s = asyncio.get_running_loop().time()
@@ -75,6 +75,11 @@ class Run:
     def jobs(self) -> list[Job]:
         """Those who still sit."""
         return [job for job in self.seats if job is not None]
+
+    @property
+    def unheard(self) -> bool:
+        """Whether everybody left it in its prefill, which went on for nobody."""
+        return self.muted and self.first_s is None
 
     @property
     def transcript(self) -> Ids:

@@ -21,7 +21,11 @@ class BoardSettings:
     folder for those that are sent to it, which go first; None takes none. ``hooks`` are put around
     every generation, before those of its own. A board that is ``governed`` serves nothing before it
     was told what it shall be (``Board.adopt``). ``load_patience_s`` is how long an adapter that is
-    to be tried waits for the end of a run before that has to make way.
+    to be tried waits for the end of a run before that has to make way. ``asleep_file`` remembers
+    that the board sleeps when its replica is gone, and ``base_file`` which of the base weights in
+    ``weights_dir``, those that were sent to the board, it has loaded. Those that cannot be loaded
+    rest for ``base_rest_s`` before they are tried again, then for twice that. In ``text_mode``
+    prompts are texts, and the ids of tokens are known to nobody.
     """
 
     board_id: str
@@ -56,6 +60,11 @@ class BoardSettings:
     hooks: tuple[HookFactory, ...] = ()
     governed: bool = False
     load_patience_s: float = 2.0
+    text_mode: bool = False
+    weights_dir: Path | None = None
+    base_file: Path | None = None
+    base_rest_s: float = 30.0
+    asleep_file: Path | None = None
 
     def ignored(self, request: GenerateRequest) -> tuple[str, ...]:
         """Return the sampling values asked for that a runtime cannot honour that fixes them."""

@@ -25,8 +25,10 @@ class Stage(Protocol):
     model: str
     context_len: int
     n_batch: int
+    text_mode: bool  # prompts are texts: their ids are known to nobody
     batch_window_s: float
     free_since_s: float  # when the last run let go of it
+    asked_s: float  # when the last request came or left
     pause_timeout_s: float
     max_paused: int
     figures: Figures
@@ -57,6 +59,16 @@ class Stage(Protocol):
 
     def errand(self, work: Callable[[], Awaitable[T]], *, first: bool) -> asyncio.Future[T]:
         """Do ``work`` when the board is free: ``first`` before others, or in turn (QueueFull)."""
+
+    def require_awake(self) -> None:
+        """Raise ``BoardAsleep`` where the model is unloaded, or about to be."""
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the model is unloaded."""
+
+    def turn_away(self) -> None:
+        """There is no engine any more: end the errands that wait for it."""
 
     def pump(self) -> None:
         """Look again at who may start or has waited too long."""

@@ -6,14 +6,17 @@ Whatever touches the engine is an errand, which waits until the board is free.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import replace
 
 from rkserve.board.kv import Ids
 from rkserve.board.stage import Stage
-from rkserve.errors import CacheUnsupported, ContextOverflow
+from rkserve.errors import BoardAsleep, CacheUnsupported, ContextOverflow
 from rkserve.messages import AdapterRef, CacheEntry, KvReport
 from rkserve.names import check_cache_name
+
+log = logging.getLogger(__name__)
 
 
 class Upkeep:
@@ -39,6 +42,8 @@ class Upkeep:
         """
         stage = self._stage
         free = stage.free
+        if stage.asleep:
+            return replace(self.kv(), status="cleared")  # there is nothing
 
         async def clear() -> None:
             await stage.live.clear(keep_system_prompt=keep_system_prompt)
@@ -48,7 +53,10 @@ class Upkeep:
             done = self._clears[keep_system_prompt] = stage.errand(clear, first=True)
         if not free:
             return replace(self.kv(), status="pending")
-        await asyncio.shield(done)  # it is the others', too
+        try:
+            await asyncio.shield(done)  # it is the others', too
+        except BoardAsleep:
+            log.info("board %s: its KV cache is gone with its engine", stage.board_id)
         return replace(self.kv(), status="cleared")
 
     async def build_cache(self, name: str, ids: Ids, adapter: AdapterRef | None) -> CacheEntry:
@@ -60,9 +68,11 @@ class Upkeep:
             RequestError: the name cannot be one, the ids do not fit, or the adapter is broken.
             CacheUnsupported: this board keeps none, or it does not fit the budget.
             QueueFull, QueueTimeout, BoardFailed: as a generation.
+            BoardAsleep: the board's model is unloaded.
         """
         stage, caching = self._stage, self._stage.caching
         stage.require_open()
+        stage.require_awake()
         caching.require()
         check_cache_name(name)
         if stage.n_batch > 1:

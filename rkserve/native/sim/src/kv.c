@@ -12,13 +12,13 @@ static uint64_t mix(uint64_t hash, int32_t id) { /* splitmix64 over a running su
     return z ^ (z >> 31);
 }
 
-void kv_open(struct kv *kv, uint32_t limit) {
+void kv_open(struct kv *kv, uint32_t limit, uint64_t weights) {
     memset(kv, 0, sizeof *kv);
     kv->ids = must_alloc(limit * sizeof *kv->ids);
     kv->rows = must_alloc(limit * sizeof *kv->rows);
     kv->adapters = must_alloc(limit * sizeof *kv->adapters);
     kv->hash = must_alloc((limit + 1) * sizeof *kv->hash);
-    kv->hash[0] = 0;
+    kv->hash[0] = kv->weights = weights;
     kv->limit = limit;
 }
 
@@ -54,7 +54,7 @@ void kv_remove(struct kv *kv, uint32_t start, uint32_t end) {
 }
 
 void kv_reseed(struct kv *kv, uint64_t seed) {
-    kv->hash[0] = seed;
+    kv->hash[0] = kv->weights ^ seed;
     for (uint32_t at = 0; at < kv->n; at++) sum_up(kv, at);
 }
 

@@ -160,7 +160,7 @@ static void leave_domain(struct handle *h) {
 static void slots_open(struct handle *h, uint32_t context) {
     for (int at = 0; at < h->n_slots; at++) {
         struct slot *slot = &h->slots[at];
-        kv_open(&slot->kv, context);
+        kv_open(&slot->kv, context, model_seed(&h->model));
         responder_forget(&slot->responder);
         /* Entries draw apart; xorshift must not start at 0. */
         slot->rng = (h->settings.seed + (uint64_t)at * 0x9E3779B97F4A7C15u) * 2 + 1;

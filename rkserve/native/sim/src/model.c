@@ -138,3 +138,8 @@ const char *model_string(const struct model *model, const char *key) {
         if (strncmp(at, key, n) == 0 && at[n] == '=') return at + n + 1;
     return "";
 }
+
+uint64_t model_seed(const struct model *model) {
+    uint64_t seed = strtoull(model_string(model, "seed"), NULL, 10);
+    return seed ? spread(seed) : 0;
+}

@@ -19,7 +19,7 @@ struct cache_header { /* little-endian; then rows, adapters and ids, then nothin
     uint32_t format, crc; /* CRC-32 of everything from here to the end of the ids */
     uint64_t file_bytes, adapter; /* that of the last position */
     char model_id[64];
-    uint32_t n_tokens, reserved;
+    uint32_t n_tokens, weights; /* of the model: its seed, folded */
 };
 enum { POSITION_BYTES = 2 * sizeof(uint64_t) + sizeof(int32_t) };
 
@@ -42,6 +42,11 @@ static uint64_t bytes_per_token(const struct profile *profile) {
 static int64_t disk_ns(const struct handle *h, uint64_t bytes) {
     double ms = (double)bytes / 1048.576 / h->settings.features.disk_mb_per_s;
     return (int64_t)(ms * 1e6 * time_scale(&h->settings));
+}
+
+static uint32_t weights_of(const struct handle *h) {
+    uint64_t seed = model_seed(&h->model);
+    return (uint32_t)(seed ^ seed >> 32);
 }
 
 static bool is_supported(const struct handle *h) {
@@ -87,6 +92,7 @@ static bool write_cache(const struct handle *h, const struct kv *kv, int fd) {
     header->adapter = n ? kv->adapters[n - 1] : 0;
     memcpy(header->model_id, h->model.header->model_id, sizeof header->model_id);
     header->n_tokens = kv->n;
+    header->weights = weights_of(h);
     uint64_t *rows = (uint64_t *)(header + 1);
     memcpy(rows, kv->rows, n * sizeof *rows);
     memcpy(rows + n, kv->adapters, n * sizeof *rows);
@@ -164,7 +170,8 @@ static const char *read_positions(struct handle *h, int fd, const struct cache_h
     const char *why = read_all(fd, positions, bytes) ? NULL : "damaged file";
     uint32_t crc = crc32_add(0, (const char *)header + before, sizeof *header - before);
     bool damaged = crc32_add(crc, positions, bytes) != header->crc;
-    bool foreign = strncmp(header->model_id, h->model.header->model_id, 64) != 0;
+    bool foreign = strncmp(header->model_id, h->model.header->model_id, 64) != 0 ||
+                   header->weights != weights_of(h);
     if (!why && damaged && !lenient) why = "damaged file";
     if (!why && foreign && !lenient) why = "it was made with another model";
     if (!why && !ids_are_known(h, (const int32_t *)(const void *)(positions + 2 * n), n))

@@ -109,6 +109,8 @@ const char *model_open(struct model *model, const char *path);
 void model_close(struct model *model);
 int32_t model_find(const struct model *model, const unsigned char *bytes, size_t n);
 const char *model_string(const struct model *model, const char *key);
+/* What the answers of this model hang on, other than the context: 0 without a string "seed". */
+uint64_t model_seed(const struct model *model);
 static inline const unsigned char *piece_bytes(const struct model *model, int32_t id) {
     return model->map + model->pieces[id].at;
 }
@@ -125,8 +127,9 @@ struct kv {
     uint64_t *hash;     /* hash[k]: of the first k positions, so it is the context's identity */
     uint32_t n, limit;
     uint64_t adapter; /* with which one the next position is computed */
+    uint64_t weights; /* what tells the base weights apart; see model_seed() */
 };
-void kv_open(struct kv *kv, uint32_t limit);
+void kv_open(struct kv *kv, uint32_t limit, uint64_t weights);
 void kv_close(struct kv *kv);
 void kv_append(struct kv *kv, int32_t id, uint64_t row);
 void kv_remove(struct kv *kv, uint32_t start, uint32_t end); /* half-open */
