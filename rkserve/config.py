@@ -103,13 +103,18 @@ class CoordinatorConfig(Settings):
     max_adapter_bytes: int = Field(
         2 * 1024**3, ge=1, description="Largest adapter that is taken, uploaded or registered."
     )
+    max_model_bytes: int = Field(
+        16 * 1024**3, ge=1, description="Largest file of base weights that is taken."
+    )
     allowed_paths: tuple[Path, ...] = Field(
         (),
-        description="Folders of the head node from which adapters may be registered by their path.",
+        description="Folders of the head node from which adapters and base weights may be "
+        "registered by their path.",
     )
     allowed_urls: tuple[str, ...] = Field(
         (),
-        description="Beginnings of URLs from which adapters may be registered, such as "
+        description="Beginnings of URLs from which adapters and base weights may be registered, "
+        "such as "
         "`https://models.example.org/lora/`.",
     )
     keep_versions: int = Field(
@@ -127,6 +132,12 @@ class CoordinatorConfig(Settings):
         gt=0,
         description="How long a control call may take, such as a pause of the cluster, where the "
         "call does not say; then what it did is undone.",
+    )
+    load_timeout_s: float = Field(
+        300.0,
+        gt=0,
+        description="How long a board may take to load other base weights, with the requests that "
+        "it lets end first; then the update is undone.",
     )
     report_s: float = Field(
         0.5, gt=0, description="How often the Coordinator asks the boards what they are."

@@ -192,6 +192,19 @@ class BoardGroupConfig(Settings):
     load_timeout_s: float = Field(
         180.0, gt=0, description="Longest time for loading the model into the NPU."
     )
+    idle_unload_s: float | None = Field(
+        None,
+        gt=0,
+        description="Unload the model once nobody has asked any of its boards for anything for so "
+        "long, which frees their memory; empty never does. Where several groups serve one model, "
+        "all of them say so and the longest counts.",
+    )
+    wake_on_request: bool = Field(
+        True,
+        description="Load a model that was unloaded, because nobody used it or by "
+        "POST /v1/models/unload, at the next request for it; the request waits meanwhile. "
+        "Otherwise requests are refused until POST /v1/models/load.",
+    )
     slot_timeout_s: float = Field(
         20.0, ge=0, description="Longest wait for a predecessor's replica to let go of the board."
     )

@@ -33,6 +33,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[BoardReport], float]], ...] = (
     ("rkserve_board_paused", "Generations that are paused on the board.", lambda r: r.paused),
     ("rkserve_board_queue_limit", "Requests that may wait.", lambda r: r.queue_limit),
     ("rkserve_kv_positions", "Positions the live KV cache holds.", lambda r: r.kv_positions),
+    (
+        "rkserve_board_idle_seconds",
+        "Time since anybody asked the board for anything; 0 while it has work.",
+        lambda r: r.idle_s,
+    ),
     ("rkserve_kv_capacity", "Positions the KV cache can hold.", lambda r: r.context_len),
     (
         "rkserve_adapter_bytes",
@@ -252,6 +257,21 @@ class CoordinatorMetrics:
         )
         self.pauses_in_force = Gauge(
             "rkserve_pauses_in_force", "Pauses of parts of the cluster.", registry=registry
+        )
+        self.sleeps_in_force = Gauge(
+            "rkserve_sleeps_in_force", "Sleeps of parts of the cluster.", registry=registry
+        )
+        self.idle_unloads = Counter(
+            "rkserve_idle_unloads",
+            "Models that were put to sleep because nobody used them, by how that ended.",
+            ("model", "state"),
+            registry=registry,
+        )
+        self.requested_wakes = Counter(
+            "rkserve_requested_wakes",
+            "Wake-ups of models that a request asked for, by how they ended.",
+            ("model", "state"),
+            registry=registry,
         )
         self.behind = Gauge(
             "rkserve_boards_behind", "Boards that do not obey that epoch yet.", registry=registry

@@ -78,9 +78,10 @@ class Adapters:
         size = announced if push.size is None else push.size
         version = await self._cluster.upload(
             parts,
-            Claim(push.name, push.version, model, size, push.sha256),
+            _claim(push, model, size),
             {"scale": push.scale, "base_model": model},
         )
+        assert isinstance(version, AdapterVersion)
         return _told(await self._bring(push, model, version, asked))
 
     async def register(self, asked: Asked) -> Made:
@@ -127,8 +128,7 @@ class Adapters:
     async def _registered(self, push: Push, model: str, asked: Asked) -> _Pushed:
         kind, place = ("url", push.url) if push.path is None else ("path", push.path)
         assert place is not None  # one of the two is there
-        claim = Claim(push.name, push.version, model, sha256=push.sha256)
-        version = await self._cluster.register(kind, place, claim, push.scale)
+        version = await self._cluster.register(kind, place, _claim(push, model), push.scale)
         return await self._bring(push, model, version, asked)
 
     async def _bring(
@@ -247,6 +247,18 @@ class Adapters:
 def _staging_key(asked: Asked) -> str | None:
     """Return the key of the first of the two operations of one call: a repeat finds both."""
     return None if asked.key is None else f"{asked.key}:stage"
+
+
+def _claim(push: Push, model: str, size: int | None = None) -> Claim:
+    return Claim(
+        push.name,
+        push.version,
+        model,
+        size,
+        push.sha256,
+        parameters=push.parameters,
+        base_digest=push.base_digest,
+    )
 
 
 def _told(pushed: _Pushed) -> Made:

@@ -15,18 +15,32 @@ from rkserve.adapterfolder import Manifest
 from rkserve.digests import DIGEST
 from rkserve.errors import ArtifactRefused
 from rkserve.names import NAME
+from rkserve.parameters import Parameter
 from rkserve.settingwords import explain
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a sender says of a file before it comes; None is not said."""
+    """What a sender says of a file before it comes; None is not said.
+
+    It is an adapter of ``model``, or with ``base`` other base weights of it, whose ``name`` is the
+    model's. ``parameters`` are the tensors in it, and ``base_digest`` is the sha256 of the base
+    weights that it was trained on.
+    """
 
     name: str
     version: str | None
     model: str
     size_bytes: int | None = None
     sha256: str | None = None
+    base: bool = False
+    parameters: tuple[Parameter, ...] = ()
+    base_digest: str | None = None
+
+    @property
+    def what(self) -> str:
+        """What to call it in words to people."""
+        return "model" if self.base else "adapter"
 
     def require_size(self, size_bytes: int) -> None:
         """Raise ``ArtifactRefused`` where more has come than was announced."""
@@ -38,7 +52,7 @@ class Claim:
     def compare(self, said: Manifest, size_bytes: int, digest: str) -> None:
         """Raise ``ArtifactRefused`` unless what came is what was said, before or after."""
         if size_bytes == 0:
-            raise ArtifactRefused("The adapter is empty.", "size_bytes")
+            raise ArtifactRefused(f"The {self.what} is empty.", "size_bytes")
         for key, claimed, found in (
             ("size_bytes", self.size_bytes, size_bytes),
             ("size", said.size, size_bytes),
@@ -52,7 +66,8 @@ class Claim:
 
 def checked(claim: Claim) -> Claim:
     """Return what a sender says if it can be."""
-    for param, word in (("name", claim.name), ("version", claim.version)):
+    named = (("name", None if claim.base else claim.name), ("version", claim.version))
+    for param, word in named:
         if word is not None and not NAME.fullmatch(word):
             raise ArtifactRefused(
                 f"Invalid '{param}': it begins with a letter or a digit and has at most 64 "
@@ -60,9 +75,10 @@ def checked(claim: Claim) -> Claim:
                 param,
             )
     if claim.size_bytes is not None and claim.size_bytes < 1:
-        raise ArtifactRefused("The adapter is empty.", "size_bytes")
-    if claim.sha256 is not None and not DIGEST.fullmatch(claim.sha256):
-        raise ArtifactRefused("'sha256' must be 64 lower-case hexadecimal digits.", "sha256")
+        raise ArtifactRefused(f"The {claim.what} is empty.", "size_bytes")
+    for param, digest in (("sha256", claim.sha256), ("base_digest", claim.base_digest)):
+        if digest is not None and not DIGEST.fullmatch(digest):
+            raise ArtifactRefused(f"'{param}' must be 64 lower-case hexadecimal digits.", param)
     return claim
 
 

@@ -1,4 +1,5 @@
-"""The head's store of adapter files, each known by the sha256 of its content and written once.
+"""The head's store of files of weights, each known by the sha256 of its content and written once:
+adapters, and base weights for models.
 
 It knows files and what their senders say of them. What is served, and who may send something, is
 not its to know; boards get the files from ``staging``.
@@ -18,8 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from rkserve.deployments.artifactclaims import Claim, checked, read_manifest
+from rkserve.deployments.artifactfacts import FOLDER as FACTS
+from rkserve.deployments.artifactfacts import Facts, FactsFolder
+from rkserve.deployments.artifactmodels import OwnModels, model_in
 from rkserve.deployments.artifactsources import Source, check_prefixes, open_path, open_url
-from rkserve.desired import AdapterVersion
+from rkserve.desired import AdapterVersion, Artifact, BaseVersion
 from rkserve.digests import DIGEST, file_digest
 from rkserve.disk import FULL, free_bytes, sync
 from rkserve.errors import ArtifactNotFound, ArtifactRefused, BodyTooLarge, ConfigError
@@ -40,6 +44,7 @@ class ArtifactRules:
     """
 
     max_bytes: int = 2 << 30
+    max_model_bytes: int = 16 << 30
     allowed_paths: tuple[Path, ...] = ()
     allowed_urls: tuple[str, ...] = ()
     upload_idle_s: float = 300.0
@@ -75,9 +80,14 @@ class ArtifactStore:
         *,
         now_s: Callable[[], float] = time.monotonic,
         free: Callable[[Path], int] = free_bytes,
+        own: Mapping[str, Path] | None = None,
     ) -> None:
-        """``free`` says what the disk has left."""
+        """``free`` says what the disk has left, and ``own`` where the file of a model's folder is,
+        as far as this machine has it.
+        """
         self._folder = folder
+        self._facts = FactsFolder(folder / FACTS)
+        self._own = OwnModels(own or {})
         self._rules = rules
         self._now_s = now_s
         self._free = free
@@ -98,6 +108,7 @@ class ArtifactStore:
             for left in uploads.iterdir():
                 left.unlink()
             self._kept_s = dict.fromkeys(self.digests(), self._now_s())
+            self._facts.open(tuple(self._kept_s))
         except OSError as exc:
             raise ConfigError(
                 f"The folder of adapter files {self._folder} cannot be used: {exc.strerror or exc}"
@@ -141,13 +152,21 @@ class ArtifactStore:
             ArtifactNotFound: the upload was given up, or there was a restart.
             ArtifactRefused: it is something else, and was removed.
         """
+        return self._adapter(*self._end(upload, manifest))
+
+    def upload_end_model(self, upload: str, manifest: Mapping[str, Any]) -> BaseVersion:
+        """Keep a file of base weights, as ``upload_end`` does an adapter's."""
+        return self._model(*self._end(upload, manifest)[:2])
+
+    def _end(self, upload: str, manifest: Mapping[str, Any] | None) -> tuple[_Upload, str, float]:
+        """Put the file in its place; return what came, its digest, and the scale that was said."""
         coming = self._coming(upload)
         with coming.lock:
             self._coming(upload)  # it may have been ended while somebody else wrote
             try:
                 said = read_manifest(manifest)
                 coming.claim.compare(said, coming.size_bytes, coming.digest.hexdigest())
-                return self._keep(coming, said.scale)
+                return coming, self._keep(coming), said.scale
             finally:
                 self.upload_abort(upload)
 
@@ -179,7 +198,7 @@ class ArtifactStore:
         """
         checked(claim)
         with open_path(path, self._rules.allowed_paths) as source:
-            return self._take(source, claim, scale)
+            return self._adapter(*self._take(source, claim, scale))
 
     def register_url(self, url: str, claim: Claim, scale: float = 1.0) -> AdapterVersion:
         """Fetch a file from below one of the allowed URLs.
@@ -190,7 +209,25 @@ class ArtifactStore:
         checked(claim)
         rules = self._rules
         with open_url(url, rules.allowed_urls, rules.fetch_timeout_s) as source:
-            return self._take(source, claim, scale)
+            return self._adapter(*self._take(source, claim, scale))
+
+    def register_model(self, kind: str, place: str, claim: Claim) -> BaseVersion | None:
+        """Copy base weights from a ``path``, or fetch them from a ``url``: a file, or the one in a
+        model's folder. None is the very file of the model's own folder, which is not copied.
+
+        Raises:
+            ArtifactRefused, ArtifactNotFound, BodyTooLarge: as for an adapter; and for what is
+                certainly no model.
+        """
+        checked(claim)
+        rules = self._rules
+        if kind == "url":
+            with open_url(place, rules.allowed_urls, rules.fetch_timeout_s) as source:
+                return self._own.unless_own(self._model(*self._take(source, claim)[:2]))
+        if self._own.leads_there(place, claim.model):
+            return None
+        with open_path(place, rules.allowed_paths, model_in) as source:
+            return self._own.unless_own(self._model(*self._take(source, claim)[:2]))
 
     # -- what is there ------------------------------------------------------------------------
 
@@ -199,23 +236,48 @@ class ArtifactStore:
         names = (file.name for file in self._folder.iterdir())
         return tuple(sorted(name for name in names if DIGEST.fullmatch(name)))
 
-    def check(self, version: AdapterVersion) -> None:
+    def has(self, digest: str) -> bool:
+        """Whether a file is there."""
+        return self._path(digest).is_file()
+
+    def facts(self, digest: str) -> Facts:
+        """Return what was said of a content. It costs nothing."""
+        return self._facts.of(digest)
+
+    def model(self, model: str, version: str) -> BaseVersion:
+        """Return the base weights of that name. Raises ``ArtifactNotFound``."""
+        digest = self._facts.labelled(f"{model}@{version}")
+        if digest is None or not self.has(digest):
+            raise ArtifactNotFound(
+                f"The head has no base weights '{model}@{version}'; send them anew.", "artifact"
+            )
+        return BaseVersion(model, version, digest, self._path(digest).stat().st_size)
+
+    def own_digest(self, model: str) -> str | None:
+        """Return the sha256 of the file in a model's own folder; None where that is not here.
+
+        It reads all of the file, the first time. Raises ``OSError``.
+        """
+        return self._own.digest(model)
+
+    def check(self, version: Artifact) -> None:
         """Read a file that is to be sent, once for as long as it is not touched.
 
         Raises:
             ArtifactNotFound: it is not there, or not what it was; then it is removed.
         """
-        path = self._path(version.ref.digest)
-        label = version.ref.label
+        path = self._path(version.digest)
         try:
-            sound = file_digest(path) == version.ref.digest
+            sound = file_digest(path) == version.digest
         except OSError as exc:
-            raise ArtifactNotFound(f"The head has no file of '{label}'; send it anew.") from exc
+            raise ArtifactNotFound(
+                f"The head has no file of {version.title}; send it anew."
+            ) from exc
         if not sound or path.stat().st_size != version.size_bytes:
             if not sound:
                 log.error("%s is not what it was, and is removed", path)
                 path.unlink(missing_ok=True)
-            raise ArtifactNotFound(f"The head's file of '{label}' is damaged; send it anew.")
+            raise ArtifactNotFound(f"The head's file of {version.title} is damaged; send it anew.")
 
     def read(self, digest: str, offset: int, size: int) -> bytes:
         """Return a part of a file. Raises ``ArtifactNotFound``, ``OSError``."""
@@ -240,6 +302,7 @@ class ArtifactStore:
             if self._now_s() - self._kept_s.setdefault(digest, self._now_s()) < idle_s:
                 return False
             path.unlink()
+            self._facts.forget(digest)
             self._kept_s.pop(digest, None)
         return True
 
@@ -258,11 +321,11 @@ class ArtifactStore:
         return found
 
     def _begin(self, claim: Claim) -> str:
-        self._require_size(claim.size_bytes or 0)
+        self._require_size(claim.size_bytes or 0, claim)
         with self._lock:
             if len(self._uploads) >= self._rules.max_uploads:
                 raise ArtifactRefused(
-                    f"{len(self._uploads)} adapters come in at once, which is the limit."
+                    f"{len(self._uploads)} files come in at once, which is the limit."
                 )
             self._require_room(claim.size_bytes or 0)
             key = secrets.token_hex(8)
@@ -275,7 +338,7 @@ class ArtifactStore:
             self._uploads[key] = _Upload(claim, path, self._now_s())
         return key
 
-    def _take(self, source: Source, claim: Claim, scale: float) -> AdapterVersion:
+    def _take(self, source: Source, claim: Claim, scale: float = 1.0) -> tuple[_Upload, str, float]:
         """Keep what comes from a source. It is an upload that this side sends."""
         sized = replace(claim, size_bytes=source.size_bytes)
         key = self._begin(sized)
@@ -283,7 +346,7 @@ class ArtifactStore:
             for block in source.blocks:
                 coming = self._coming(key)
                 self.upload_part(key, coming.size_bytes, block)
-            return self.upload_end(key, {"scale": scale})
+            return self._end(key, {"scale": scale})
         except OSError as exc:
             raise ArtifactRefused(f"The file cannot be read: {exc.strerror or exc}.") from exc
         finally:
@@ -292,7 +355,7 @@ class ArtifactStore:
     def _write(self, key: str, coming: _Upload, data: bytes) -> None:
         size = coming.size_bytes + len(data)
         try:
-            self._require_size(size)
+            self._require_size(size, coming.claim)
             coming.claim.require_size(size)
             if coming.claim.size_bytes is None:
                 self._require_room(len(data))
@@ -312,11 +375,12 @@ class ArtifactStore:
         coming.size_bytes = size
         coming.touched_s = self._now_s()
 
-    def _require_size(self, size: int) -> None:
-        if size > self._rules.max_bytes:
+    def _require_size(self, size: int, claim: Claim) -> None:
+        limit = self._rules.max_model_bytes if claim.base else self._rules.max_bytes
+        if size > limit:
             raise BodyTooLarge(
-                f"The adapter is larger than {self._rules.max_bytes} bytes, which is the limit "
-                "(`coordinator.max_adapter_bytes`)."
+                f"The {claim.what} is larger than {limit} bytes, which is the limit "
+                f"(`coordinator.max_{claim.what}_bytes`)."
             )
 
     def _require_room(self, more: int) -> None:
@@ -332,25 +396,48 @@ class ArtifactStore:
             raise _not_written(exc) from exc
         if free < more + awaited + self._rules.reserve_bytes:
             raise ArtifactRefused(
-                f"The head's disk is full: {free >> 20} MiB are free, and the adapter needs "
+                f"The head's disk is full: {free >> 20} MiB are free, and the file needs "
                 f"{(more + awaited) >> 20} MiB besides {self._rules.reserve_bytes >> 20} MiB in "
                 "reserve."
             )
 
-    def _keep(self, coming: _Upload, scale: float) -> AdapterVersion:
-        digest = coming.digest.hexdigest()
+    def _keep(self, coming: _Upload) -> str:
+        """Put a file in its place; return its digest."""
+        digest: str = coming.digest.hexdigest()
+        claim = coming.claim
         try:
+            if claim.base:
+                self._own.require_alike(coming.path, claim.model)
             sync(coming.path)
             with self._lock:
+                labels = (f"{claim.model}@{_version_of(claim, digest)}",) if claim.base else ()
+                self._facts.add(digest, Facts(claim.parameters, claim.base_digest, labels))
                 coming.path.replace(self._path(digest))
                 self._kept_s[digest] = self._now_s()
             sync(self._folder)
         except OSError as exc:
             raise _not_written(exc) from exc
+        log.info(
+            "%s %s@%s is here (%d bytes)",
+            claim.what,
+            claim.name,
+            _version_of(claim, digest),
+            coming.size_bytes,
+        )
+        return digest
+
+    def _adapter(self, coming: _Upload, digest: str, scale: float) -> AdapterVersion:
         claim = coming.claim
-        ref = AdapterRef(claim.name, claim.version or digest[:VERSION_DIGITS], digest, scale)
-        log.info("adapter %s@%s is here (%d bytes)", ref.name, ref.version, coming.size_bytes)
+        ref = AdapterRef(claim.name, _version_of(claim, digest), digest, scale)
         return AdapterVersion(ref, coming.size_bytes)
+
+    def _model(self, coming: _Upload, digest: str) -> BaseVersion:
+        claim = coming.claim
+        return BaseVersion(claim.model, _version_of(claim, digest), digest, coming.size_bytes)
+
+
+def _version_of(claim: Claim, digest: str) -> str:
+    return claim.version or digest[:VERSION_DIGITS]
 
 
 def _given_up(upload: str) -> ArtifactNotFound:
@@ -360,4 +447,4 @@ def _given_up(upload: str) -> ArtifactNotFound:
 def _not_written(exc: OSError) -> ArtifactRefused:
     if exc.errno in FULL:
         return ArtifactRefused(f"The head's disk is full ({exc.strerror}).")
-    return ArtifactRefused(f"The adapter cannot be written on the head: {exc.strerror or exc}.")
+    return ArtifactRefused(f"The file cannot be written on the head: {exc.strerror or exc}.")

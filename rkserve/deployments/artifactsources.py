@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
@@ -46,8 +46,17 @@ class Source:
 # -- folders --------------------------------------------------------------------------------------
 
 
-def open_path(path: str, allowed: tuple[Path, ...]) -> Source:
-    """Open a file, or the adapter in a folder, that lies in one of the allowed folders.
+def adapter_in(folder: Path) -> Path:
+    """Return where the file of an adapter's folder is."""
+    return folder / ADAPTER_FILE
+
+
+def open_path(
+    path: str, allowed: tuple[Path, ...], file_in: Callable[[Path], Path] = adapter_in
+) -> Source:
+    """Open a file, or the one in a folder, that lies in one of the allowed folders.
+
+    ``file_in`` says which file of a folder is meant: that of an adapter, or of a model.
 
     Raises:
         ArtifactRefused: it lies elsewhere, is no regular file, or cannot be read.
@@ -55,14 +64,14 @@ def open_path(path: str, allowed: tuple[Path, ...]) -> Source:
     """
     if not allowed:
         raise ArtifactRefused(
-            "Adapters are not taken from paths: `coordinator.allowed_paths` names no folder.",
+            "Nothing is taken from paths: `coordinator.allowed_paths` names no folder.",
             "path",
         )
     asked = Path(path)
     if not asked.is_absolute() or "\0" in path:
-        raise ArtifactRefused("The path of an adapter must be absolute.", "path")
+        raise ArtifactRefused("The path must be absolute.", "path")
     try:
-        return _open_within(asked, [folder.expanduser().resolve() for folder in allowed])
+        return _open_within(asked, [folder.expanduser().resolve() for folder in allowed], file_in)
     except (FileNotFoundError, NotADirectoryError) as exc:
         raise ArtifactNotFound(f"There is no file '{path}' on the head.", "path") from exc
     except RuntimeError as exc:  # so says Python up to 3.12 of a link to itself
@@ -72,11 +81,11 @@ def open_path(path: str, allowed: tuple[Path, ...]) -> Source:
         raise ArtifactRefused(f"'{path}' cannot be read: {why or exc}.", "path") from exc
 
 
-def _open_within(asked: Path, allowed: list[Path]) -> Source:
+def _open_within(asked: Path, allowed: list[Path], file_in: Callable[[Path], Path]) -> Source:
     real = asked.resolve()
     _require_within(real, allowed)  # first: what lies elsewhere is nobody's to find out
     if real.is_dir():
-        real = (real / ADAPTER_FILE).resolve()
+        real = file_in(real).resolve()
         _require_within(real, allowed)
     # O_NONBLOCK: opening a pipe that nobody writes would wait for ever.
     descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

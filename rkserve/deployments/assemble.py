@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rkserve.board.board import Board, BoardSettings
-from rkserve.board.engine import EngineSpec
+from rkserve.board.engine import Engine, EngineSpec, with_weights
 from rkserve.board.hooks import HookFactory
 from rkserve.board.process import EngineProcess
 from rkserve.board.promptcache import CacheStore, Seal
@@ -25,6 +25,7 @@ from rkserve.modelfolder import ModelFolder, open_model_folder
 from rkserve.native.runtime import LoadParams
 
 ADAPTERS = "adapters"
+WEIGHTS = "weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +72,21 @@ def assemble(group: BoardGroupConfig, place: Place, platform: str) -> Board:
         model_dir=folder.path,
         governed=True,
         staged_dir=place.state_dir / ADAPTERS / place.board_id,
+        weights_dir=place.state_dir / WEIGHTS / place.board_id,
+        base_file=place.state_dir / f"{place.board_id}.base",
+        text_mode=spec.text_mode,
+        asleep_file=place.state_dir / f"{place.board_id}.asleep",
         kv_position_bytes=folder.settings.kv_bytes_per_token,
         caches=_caches(group, place, folder, spec),
         park=group.prompt_cache.park,
         park_min_tokens=group.prompt_cache.park_min_tokens,
         hooks=tuple(load_hook(path) for path in group.hooks),
     )
-    return Board(settings, lambda: EngineProcess.start(place.board_id, spec))
+
+    async def start_engine(weights: Path | None) -> Engine:
+        return await EngineProcess.start(place.board_id, with_weights(spec, weights))
+
+    return Board(settings, start_engine)
 
 
 def load_hook(path: str) -> HookFactory:

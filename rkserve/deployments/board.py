@@ -18,7 +18,7 @@ from rkserve.deployments.assemble import Place, assemble
 from rkserve.deployments.hardware import HardwareView
 from rkserve.deployments.logs import log_with_serve
 from rkserve.deployments.naming import Node, board_name, find_node
-from rkserve.desired import AdapterVersion, Adoption, Desired, Probe
+from rkserve.desired import Adoption, Artifact, Desired, Probe
 from rkserve.errors import BoardStartFailed, RkserveError
 from rkserve.groupconfig import BoardGroupConfig
 from rkserve.messages import (
@@ -187,21 +187,21 @@ class BoardReplica:
         """Abort generations; see ``Board.abort_all``."""
         return self._board.abort_all(request_ids)
 
-    async def stage_begin(self, version: AdapterVersion) -> int:
-        """Return how many bytes of the version are on this board; see ``Staged.begin``."""
-        return await asyncio.to_thread(self._board.staged.begin, version)
+    async def stage_begin(self, version: Artifact) -> int:
+        """Return how many bytes of the version are on this board; see ``Intake.begin``."""
+        return await asyncio.to_thread(self._board.intake.begin, version)
 
     async def stage_chunk(self, digest: str, offset: int, data: bytes) -> int:
-        """Write a part of a file; see ``Staged.chunk``."""
-        return await asyncio.to_thread(self._board.staged.chunk, digest, offset, data)
+        """Write a part of a file; see ``Intake.chunk``."""
+        return await asyncio.to_thread(self._board.intake.chunk, digest, offset, data)
 
-    async def stage_commit(self, version: AdapterVersion) -> None:
-        """Make the version present; see ``Staged.commit``."""
-        await asyncio.to_thread(self._board.staged.commit, version)
+    async def stage_commit(self, version: Artifact) -> None:
+        """Make the version present; see ``Intake.commit``."""
+        await asyncio.to_thread(self._board.intake.commit, version)
 
-    async def unstage(self, version: AdapterVersion) -> bool:
-        """Take a version that no line names any more off the disk; see ``Staged.remove``."""
-        return await asyncio.to_thread(self._board.staged.remove, version)
+    async def unstage(self, version: Artifact) -> bool:
+        """Take a version that nothing names any more off the disk; see ``Intake.remove``."""
+        return await asyncio.to_thread(self._board.intake.remove, version)
 
     async def check_health(self) -> None:
         """Ray's question. Raises ``BoardFailed`` while the board cannot help itself."""

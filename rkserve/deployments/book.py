@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
-from rkserve.control.operations import Operation, OperationKind
+from rkserve.control.operations import UPDATES, Operation, OperationKind
 from rkserve.deployments.ledger import AuditLine, Ledger
 from rkserve.desired import Desired
 from rkserve.errors import LedgerFailed
@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 # What could not be written down is so many epochs later than the ledger. A successor that does not
 # know of it makes a few epochs before it hears boards; none may be the same with another content.
 LEAP = 100
+# Operations that bring files to boards.
+_BRINGING = (OperationKind.ADAPTER_STAGE, *sorted(UPDATES))
 
 
 class Book:
@@ -93,6 +95,11 @@ class Book:
             self._turned.set()
             self._turned = asyncio.Event()
 
+    def show(self, operation: Operation) -> None:
+        """Remember how an operation that goes on stands, for whoever asks; nothing rests on it."""
+        if operation.id in self._going_on:
+            self._going_on[operation.id] = operation
+
     def jump(self, epoch: int) -> None:
         """Go past an epoch that somebody has heard of already: the ledger was lost or is old.
 
@@ -126,7 +133,7 @@ class Book:
 
     def stagings(self) -> list[Operation]:
         """Return all stagings that are remembered. Call it in any thread: they may be many."""
-        return self._ledger.of_kind(OperationKind.ADAPTER_STAGE)
+        return [one for kind in _BRINGING for one in self._ledger.of_kind(kind)]
 
     def partial(self) -> list[Operation]:
         """Return those that some boards had yet to follow."""

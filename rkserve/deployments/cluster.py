@@ -15,7 +15,8 @@ from typing import Any, Protocol
 from rkserve.control.calls import Call, Outcome
 from rkserve.control.operations import Operation
 from rkserve.deployments.artifactclaims import Claim
-from rkserve.desired import AdapterVersion, Desired
+from rkserve.deployments.artifactfacts import FoundWeights
+from rkserve.desired import AdapterVersion, Artifact, BaseVersion, Desired
 from rkserve.errors import CoordinatorAway, RkserveError
 
 log = logging.getLogger(__name__)
@@ -175,18 +176,20 @@ class Cluster:
         parts: AsyncIterator[bytes],
         claim: Claim,
         manifest: Mapping[str, Any],
-    ) -> AdapterVersion:
+    ) -> Artifact:
         """Bring a file to the Coordinator part by part, of which one is in memory at a time.
 
         What was brought is thrown away if it does not come to its end.
         """
-        upload: str = await self._look("upload_begin", claim)
+        # Whether it was trained on the weights that are served may have to be read from these.
+        upload: str = await self._store("upload_begin", claim)
         try:
             offset = 0
             async for part in parts:
                 await self._look("upload_part", upload, offset, part)
                 offset += len(part)
-            done: AdapterVersion = await self._store("upload_end", upload, dict(manifest))
+            end = "upload_end_model" if claim.base else "upload_end"
+            done: Artifact = await self._store(end, upload, dict(manifest))
         except BaseException:
             # Also where the client has left, which cancels this; and nobody waits for it.
             forgotten = asyncio.ensure_future(self._look("upload_abort", upload))
@@ -198,6 +201,16 @@ class Cluster:
         """Take a file that is at a ``path`` of the head, or behind a ``url``."""
         done: AdapterVersion = await self._store(f"register_{kind}", place, claim, scale)
         return done
+
+    async def register_model(self, kind: str, place: str, claim: Claim) -> BaseVersion | None:
+        """Take base weights likewise; None is the file in the model's own folder."""
+        done: BaseVersion | None = await self._store("register_model", kind, place, claim)
+        return done
+
+    async def find_weights(self, model: str, artifact: str) -> FoundWeights:
+        """Return what can be served as ``<name>@<version>``. Raises ``ArtifactNotFound``."""
+        found: FoundWeights = await self._store("find_weights", model, artifact)
+        return found
 
     async def _look(self, method: str, *args: Any) -> Any:
         return await self._link.call(method, *args, timeout_s=LOOKUP_S)

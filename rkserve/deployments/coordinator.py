@@ -11,16 +11,18 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
 from rkserve.config import CoordinatorConfig
-from rkserve.control import changes
+from rkserve.control import changes, rebasing
 from rkserve.control.calls import Call, Outcome
 from rkserve.control.operations import (
+    HOLDS,
+    UPDATES,
     Operation,
     OperationError,
     OperationKind,
@@ -28,19 +30,25 @@ from rkserve.control.operations import (
     conflict,
 )
 from rkserve.control.recovery import recover, stands
+from rkserve.control.rest import SleepPolicy
+from rkserve.deployments.artifactclaims import Claim
+from rkserve.deployments.artifactfacts import FoundWeights
 from rkserve.deployments.book import Book
 from rkserve.deployments.course import Course, Desk, Handler
 from rkserve.deployments.delivery import Put, Stager, Store
 from rkserve.deployments.fleet import Fleet
 from rkserve.deployments.halting import HANDLERS
+from rkserve.deployments.idling import Idling
 from rkserve.deployments.ledger import AuditLine, Ledger
+from rkserve.deployments.rebasing import Rebasing
 from rkserve.deployments.reclaim import Reclaim
 from rkserve.deployments.reconcile import Reconciler
 from rkserve.deployments.roster import Roster
 from rkserve.deployments.settling import Settling
+from rkserve.deployments.sleeping import Sleeping
 from rkserve.deployments.staging import Pace
 from rkserve.deployments.versions import Versions, handlers
-from rkserve.desired import Desired
+from rkserve.desired import Desired, Scope
 from rkserve.errors import (
     LedgerFailed,
     OperationConflict,
@@ -53,13 +61,18 @@ from rkserve.metrics import CoordinatorMetrics
 log = logging.getLogger(__name__)
 
 LEASE_TICK_S = 0.2
+_FREEING = frozenset({OperationKind.RESUME, OperationKind.WAKE})
 RECLAIM_S = 5.0
 AGAIN_S = 1.0
+TURN_S = 0.05
 
 
 @dataclass(frozen=True)
 class Outside:
-    """What the Coordinator works with and does not own. ``now_s`` reads seconds since 1970."""
+    """What the Coordinator works with and does not own. ``now_s`` reads seconds since 1970.
+
+    ``policies`` say by model how its boards are configured to sleep.
+    """
 
     fleet: Fleet
     ledger: Ledger
@@ -67,6 +80,7 @@ class Outside:
     put: Put
     now_s: Callable[[], float] = time.time
     pace: Pace = field(default_factory=Pace)
+    policies: Mapping[str, SleepPolicy] = field(default_factory=dict)
 
 
 class Coordinator:
@@ -102,7 +116,15 @@ class Coordinator:
         self._reclaim = Reclaim(self._desk, outside.store)
         self._settling = Settling(self._book, self._roster, outside.now_s)
         versions = Versions(self._desk, outside.store, self._reclaim)
-        self._handlers: dict[Any, Handler] = {**HANDLERS, **handlers(versions)}
+        self._rebasing = Rebasing(outside.store)
+        self._sleeping = Sleeping(outside.policies)
+        self._handlers: dict[Any, Handler] = {
+            **HANDLERS,
+            **self._sleeping.handlers,
+            **handlers(versions),
+            **self._rebasing.handlers,
+        }
+        self._idling = Idling(self._desk, outside.policies, self.perform)
         self._courses: dict[str, tuple[Course, asyncio.Task[None]]] = {}  # by idempotency key
         self._going_on: set[asyncio.Task[None]] = set()
         self._loops: list[asyncio.Task[None]] = []
@@ -135,7 +157,7 @@ class Coordinator:
 
     async def stop(self) -> None:
         """Leave off; what goes on is left in the ledger for whoever follows."""
-        tasks = [*self._loops, *self._going_on]
+        tasks = [*self._loops, *self._going_on, *self._idling.tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -170,12 +192,15 @@ class Coordinator:
         await self._roster.refresh()
         self._reconciler.look()
         self._settling.look()
+        self._idling.look()
         self._metrics.epoch.set(self._book.desired.epoch)
-        self._metrics.pauses_in_force.set(len(self._book.desired.pauses))
+        asleep = sum(pause.level is not None for pause in self._book.desired.pauses)
+        self._metrics.pauses_in_force.set(len(self._book.desired.pauses) - asleep)
+        self._metrics.sleeps_in_force.set(asleep)
         self._metrics.running.set(len(self._book.running))
 
     async def _expire(self) -> None:
-        """Resume what a lease has ended for: whoever paused it is gone, or has forgotten.
+        """Resume, or wake, what a lease has ended for: whoever asked is gone, or has forgotten.
 
         Also where that cannot be written down: whoever reads the ledger comes to the same.
         """
@@ -187,7 +212,7 @@ class Coordinator:
             AuditLine(
                 at_s=self._now_s(),
                 who="lease",
-                kind="resume",
+                kind="resume" if pause.level is None else "wake",
                 outcome="succeeded",
                 operation=pause.operation,
                 epoch=desired.epoch,
@@ -197,7 +222,8 @@ class Coordinator:
         self._book.derive(desired, audit)
         self._metrics.leases_expired.inc(len(ended))
         for pause in ended:
-            log.warning("the lease of pause %s has ended; it is resumed", pause.operation)
+            what = "pause" if pause.level is None else "sleep"
+            log.warning("the lease of %s %s has ended; it is taken back", what, pause.operation)
         self._reconciler.announce()
 
     # -- calls ---------------------------------------------------------------------------------
@@ -279,10 +305,8 @@ class Coordinator:
         """
         operation = course.operation
         changes.expect(self._book.desired, course.call.expected_epoch)
-        why = conflict(self._book.running, operation.kind, operation.params)
-        if why is not None:
-            raise OperationConflict(why)
-        if operation.kind is not OperationKind.RESUME:  # nothing may keep boards from going on
+        await self._turn(course)
+        if operation.kind not in _FREEING:  # nothing may keep boards from going on
             self._roster.require_known()
         try:
             await self._handlers[operation.kind](self._desk, course)
@@ -309,6 +333,21 @@ class Coordinator:
         )
         self._settling.add(ended)
         self._reclaim.remember([ended])
+
+    async def _turn(self, course: Course) -> None:
+        """Refuse what must not meet what goes on; what a request waits for waits its turn.
+
+        Raises:
+            OperationConflict: the two must not meet.
+        """
+        operation = course.operation
+        if self._sleeping.renews(self._desk, operation):
+            return
+        kind, asked = operation.kind, operation.params
+        while why := conflict(self._sleeping.in_the_way(self._desk, kind), kind, asked):
+            if not operation.params.get("requested") or course.left_s <= AGAIN_S:
+                raise OperationConflict(why)
+            await asyncio.sleep(TURN_S)
 
     async def _take_back(self, course: Course, error: OperationError) -> None:
         """End an operation that broke down: nobody stays paused and no candidate stays offered.
@@ -380,6 +419,18 @@ class Coordinator:
         """Return the latest lines of the audit log, the last one first. Call it anywhere."""
         return self._book.audit(limit)
 
+    async def find_weights(self, model: str, artifact: str) -> FoundWeights:
+        """Return what can be served under a name; see ``Rebasing.find``."""
+        self._desk.check(Scope(models=(model,)))
+        desired = self._book.desired
+        return await asyncio.to_thread(self._rebasing.find, desired, model, artifact)
+
+    async def require_base(self, claim: Claim) -> None:
+        """Raise ``ArtifactRefused`` for what was trained on other base weights than there are."""
+        if claim.base_digest is not None:
+            asked = (self._book.desired, claim.model, claim.base_digest)
+            await asyncio.to_thread(self._rebasing.require_base, *asked)
+
     def metrics(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
@@ -396,7 +447,7 @@ def _check_repeat(call: Call, operation: Operation) -> None:
 
 def _is_pause(operation: Operation, state: OperationState) -> bool:
     """Whether it is a pause that nobody was told to hold: it does not wait for the disk."""
-    return operation.kind is OperationKind.PAUSE and state is OperationState.SUCCEEDED
+    return operation.kind in HOLDS and state is OperationState.SUCCEEDED
 
 
 def _without(desired: Desired, operation: Operation) -> Desired:
@@ -410,6 +461,8 @@ def _without(desired: Desired, operation: Operation) -> Desired:
         model, name = line.model, line.name
         if offered.ref.version == asked.get("version"):
             undo.append(lambda now: changes.drop(now, model, name))
+    if operation.kind in UPDATES:
+        undo.append(lambda now: rebasing.undo(now, str(asked.get("model"))))
     return changes.as_one(desired, *undo)
 
 

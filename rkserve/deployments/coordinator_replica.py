@@ -20,7 +20,9 @@ from rkserve.config import CoordinatorConfig, RkserveConfig, resolve_folder
 from rkserve.control.calls import Call, Outcome
 from rkserve.control.codec import plain
 from rkserve.control.operations import Operation
+from rkserve.control.rest import SleepPolicy
 from rkserve.deployments.artifactclaims import Claim
+from rkserve.deployments.artifactfacts import FoundWeights
 from rkserve.deployments.artifacts import ArtifactRules, ArtifactStore
 from rkserve.deployments.coordinator import Coordinator, Outside
 from rkserve.deployments.fetching import Fetching
@@ -28,7 +30,7 @@ from rkserve.deployments.fleet import Fleet
 from rkserve.deployments.ledger import Ledger
 from rkserve.deployments.link import RayLink
 from rkserve.deployments.logs import log_with_serve
-from rkserve.desired import AdapterVersion, Desired
+from rkserve.desired import AdapterVersion, BaseVersion, Desired
 from rkserve.errors import LedgerFailed
 from rkserve.modelfolder import open_model_folder
 
@@ -60,17 +62,19 @@ class CoordinatorReplica:
             name: RayLink(handle, name, config.router.report_timeout_s)
             for name, handle in handles.items()
         }
-        models = {
-            group.name: open_model_folder(resolve_folder(group.model)).id
-            for group in config.deployed
+        folders = {
+            group.name: open_model_folder(resolve_folder(group.model)) for group in config.deployed
         }
+        models = {group: opened.id for group, opened in folders.items()}
+        own = {one.id: one.weights for one in folders.values() if one.weights is not None}
         fleet = Fleet(links, models, random.Random(), config.router.accept_timeout_s)
         self._ledger = await open_ledger(folder, settings)
-        self._store = ArtifactStore(folder / ARTIFACTS, _rules(settings))
+        self._store = ArtifactStore(folder / ARTIFACTS, _rules(settings), own=own)
         self._fetching = Fetching()
         await asyncio.to_thread(self._store.open)
+        policies = _policies(config, models)
         self._coordinator = Coordinator(
-            settings, Outside(fleet, self._ledger, self._store, ray.put)
+            settings, Outside(fleet, self._ledger, self._store, ray.put, policies=policies)
         )
         await fleet.find_boards(FIND_BOARDS_S)
         await self._coordinator.start()
@@ -120,6 +124,7 @@ class CoordinatorReplica:
 
     async def upload_begin(self, claim: Claim) -> str:
         """Begin an upload; see ``ArtifactStore.upload_begin``."""
+        await self._coordinator.require_base(claim)
         return await asyncio.to_thread(self._store.upload_begin, claim)
 
     async def upload_part(self, upload: str, offset: int, data: bytes) -> int:
@@ -132,17 +137,31 @@ class CoordinatorReplica:
         """End an upload: the file is verified and kept."""
         return await asyncio.to_thread(self._store.upload_end, upload, manifest)
 
+    async def upload_end_model(self, upload: str, manifest: Mapping[str, Any]) -> BaseVersion:
+        """End an upload of base weights."""
+        return await asyncio.to_thread(self._store.upload_end_model, upload, manifest)
+
     async def upload_abort(self, upload: str) -> None:
         """Drop an upload."""
         await asyncio.to_thread(self._store.upload_abort, upload)
 
     async def register_path(self, path: str, claim: Claim, scale: float = 1.0) -> AdapterVersion:
         """Take a file of the head node; see ``ArtifactStore.register_path``."""
+        await self._coordinator.require_base(claim)
         return await self._fetching.run(self._store.register_path, path, claim, scale)
 
     async def register_url(self, url: str, claim: Claim, scale: float = 1.0) -> AdapterVersion:
         """Fetch a file; see ``ArtifactStore.register_url``."""
+        await self._coordinator.require_base(claim)
         return await self._fetching.run(self._store.register_url, url, claim, scale)
+
+    async def register_model(self, kind: str, place: str, claim: Claim) -> BaseVersion | None:
+        """Take base weights; see ``ArtifactStore.register_model``."""
+        return await self._fetching.run(self._store.register_model, kind, place, claim)
+
+    async def find_weights(self, model: str, artifact: str) -> FoundWeights:
+        """Return what can be served under a name; see ``Coordinator.find_weights``."""
+        return await self._coordinator.find_weights(model, artifact)
 
     async def __del__(self) -> None:
         """Ray's farewell, also after a constructor that failed."""
@@ -158,9 +177,19 @@ class CoordinatorReplica:
 def _rules(settings: CoordinatorConfig) -> ArtifactRules:
     return ArtifactRules(
         max_bytes=settings.max_adapter_bytes,
+        max_model_bytes=settings.max_model_bytes,
         allowed_paths=settings.allowed_paths,
         allowed_urls=settings.allowed_urls,
     )
+
+
+def _policies(config: RkserveConfig, models: Mapping[str, str]) -> dict[str, SleepPolicy]:
+    """Return how each model sleeps; ``models`` says which a group serves."""
+    found: dict[str, list[SleepPolicy]] = {}
+    for group in config.deployed:
+        one = SleepPolicy(group.idle_unload_s, group.wake_on_request, group.load_timeout_s)
+        found.setdefault(models[group.name], []).append(one)
+    return {model: SleepPolicy.of(groups) for model, groups in found.items()}
 
 
 async def open_ledger(

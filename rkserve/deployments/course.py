@@ -125,6 +125,20 @@ class Course:
             details = {**({} if before is None else before.details), **result.details}
             self.operation = self.operation.heard(board, replace(result, details=details))
 
+    def show(self, results: Mapping[str, BoardResult]) -> None:
+        """Let whoever looks see how far boards are; what they answer takes the place of that."""
+        self.operation = replace(self.operation, results=results)
+        self._desk.book.show(self.operation)
+
+    def forget_waiting(self) -> None:
+        """Nobody is waited for any more."""
+        answered = {
+            board: result
+            for board, result in self.operation.results.items()
+            if result.status is not ResultStatus.WAITING
+        }
+        self.operation = replace(self.operation, results=answered)
+
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Measure a phase."""

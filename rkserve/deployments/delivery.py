@@ -1,4 +1,4 @@
-"""Bringing versions of adapters from the head's store to boards' disks, for whoever needs it there.
+"""Bringing files of weights from the head's store to boards' disks, for whoever needs them there.
 
 It knows the store, the boards' names and which of them is being changed now; how bytes travel is
 ``staging``'s to know, and what they are for nobody's here.
@@ -13,9 +13,10 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from rkserve.control.operations import BoardResult, ResultStatus
+from rkserve.deployments.artifactfacts import Facts
 from rkserve.deployments.roster import Roster, result_of
 from rkserve.deployments.staging import LockOf, Pace, stage
-from rkserve.desired import AdapterVersion
+from rkserve.desired import Artifact, BaseVersion
 from rkserve.errors import BoardGone, RkserveError, StageFailed
 from rkserve.metrics import CoordinatorMetrics
 
@@ -25,8 +26,17 @@ Put = Callable[[bytes], Any]
 class Store(Protocol):
     """The part of the head's store of files that is needed here; its calls block."""
 
-    def check(self, version: AdapterVersion) -> None:
+    def check(self, version: Artifact) -> None:
         """Raise ``ArtifactNotFound`` or ``ArtifactRefused`` unless the file is there, whole."""
+
+    def facts(self, digest: str) -> Facts:
+        """Return what was said of a content."""
+
+    def model(self, model: str, version: str) -> BaseVersion:
+        """Return the base weights of that name. Raises ``ArtifactNotFound``."""
+
+    def own_digest(self, model: str) -> str | None:
+        """Return the sha256 of the file in a model's own folder, None where it is not here."""
 
     def digests(self) -> tuple[str, ...]:
         """Return what is there."""
@@ -66,7 +76,7 @@ class Stager:
         """Return the lock of a board: whoever holds it alone brings files or loads there."""
         return self._locks.setdefault(board_id, asyncio.Lock())
 
-    async def bring(self, version: AdapterVersion, board_id: str) -> None:
+    async def bring(self, version: Artifact, board_id: str) -> None:
         """Bring a version to one board that the caller holds.
 
         Raises:
@@ -79,7 +89,7 @@ class Stager:
             raise result
 
     async def spread(
-        self, version: AdapterVersion, board_ids: Iterable[str], timeout_s: float | None = None
+        self, version: Artifact, board_ids: Iterable[str], timeout_s: float | None = None
     ) -> dict[str, BoardResult]:
         """Bring a version to boards, to each as soon as nobody holds it; return how it went."""
         boards = sorted(set(board_ids))
@@ -97,13 +107,13 @@ class Stager:
 
     async def _stage(
         self,
-        version: AdapterVersion,
+        version: Artifact,
         boards: list[str],
         lock_of: LockOf,
         timeout_s: float | None = None,
     ) -> dict[str, RkserveError | dict[str, Any]]:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        digest = version.ref.digest
+        digest = version.digest
         try:
             deliveries = await stage(
                 version,

@@ -36,7 +36,7 @@ class Fetching:
         """
         if self._going_on >= self._at_once:
             raise ArtifactRefused(
-                f"{self._going_on} adapters are being fetched at once, which is the limit; try "
+                f"{self._going_on} files are being fetched at once, which is the limit; try "
                 "again in a moment."
             )
         self._going_on += 1

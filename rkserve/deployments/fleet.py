@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Protocol
 
 from rkserve.deployments.listing import SILENT, Listing
@@ -21,8 +22,10 @@ from rkserve.deployments.seats import Answers, Holders, Seat, Stay
 from rkserve.desired import Desired
 from rkserve.errors import (
     AdapterBroken,
+    BoardAsleep,
     BoardBehind,
     BoardFailed,
+    BoardGone,
     BoardOutOfOrder,
     BoardStartFailed,
     CacheNotFound,
@@ -51,7 +54,10 @@ CATCH_UP_LONGEST_S = 0.5
 
 # What one board may lack and another have; nothing of the request was run then.
 _LACKING = (CacheNotFound, AdapterBroken)
-_UNHARMED = (BoardOutOfOrder, BoardBehind, *_LACKING)
+_UNHARMED = (BoardOutOfOrder, BoardBehind, BoardAsleep, *_LACKING)
+
+# Such a board is well, and will take requests.
+_WAITING = (BoardBehind, BoardAsleep)
 
 
 class BoardLink(Protocol):
@@ -204,9 +210,9 @@ class Fleet:
         await asyncio.gather(*(one(seat) for seat in left))
         return answers
 
-    def is_ready(self, model: str | None = None) -> bool:
-        """Whether a board could start a request now."""
-        return any(report.state is BoardState.READY for report in self.reports(model))
+    def is_ready(self, model: str) -> bool:
+        """Whether a board could start a request now, or sleeps as it shall."""
+        return self._listing.is_awake(model)
 
     def why_not_ready(self, model: str, met: Iterable[RkserveError] = ()) -> str:
         """Say what keeps the model's boards from serving; ``met`` is what one call just learned."""
@@ -270,11 +276,13 @@ class Fleet:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Yield the events of one generation on the board with the least load.
 
-        A board that fails, is full, is paused so that it takes nothing, or does not know yet what
-        it shall serve, before it accepted the request, is passed over for another, and so is one
-        that gives its queue up before the first token, or that lacks the prompt cache or the right
-        file of the adapter. A board that is lost while it works on the request is not: the request
-        may be what it died of. Where all boards are behind or joining, it waits for a moment.
+        A board that fails, is full, is paused so that it takes nothing, sleeps while another one is
+        awake, or does not know yet what it shall serve, before it accepted the request, is passed
+        over for another, and so is one that gives its queue up before the first token, or that
+        lacks the prompt cache or the right file of the adapter. A board that is lost while it works
+        on the request is not: the request may be what it died of. One whose whole replica ends is,
+        once, where nothing of the answer had come: mostly the request was waiting there. Where all
+        boards are behind or joining, it waits for a moment.
 
         Raises:
             ModelNotFound, NoBoard, QueueFull, EnginePaused, BoardBehind: nobody takes it.
@@ -285,6 +293,7 @@ class Fleet:
         patience = _Patience(self._catch_up_s)
         while True:
             group, candidate = await self._find(request, tried, patience)
+            request = self._hurried(request, candidate, tried)
             self._holders.enter(request.request_id, group, candidate.key)
             accepted = finished = left = False
             stay = Stay(candidate, request.prompt_ids, _adapter_of(request))
@@ -301,9 +310,9 @@ class Fleet:
                         stay.heard(event)
                         yield event
             except (BoardFailed, QueueFull, EnginePaused, *_LACKING) as exc:
-                if isinstance(exc, BoardFailed) and not isinstance(exc, BoardBehind):
+                if isinstance(exc, BoardFailed) and not isinstance(exc, _WAITING):
                     candidate.ready = False  # until its next report says otherwise
-                if answering or (accepted and not isinstance(exc, _UNHARMED)):
+                if answering or (accepted and not _may_go_elsewhere(exc, tried)):
                     raise
                 if isinstance(exc, AdapterBroken):
                     log.warning("board %s is passed over: %s", candidate.key, exc)
@@ -317,6 +326,22 @@ class Fleet:
             finally:
                 self._holders.leave(request.request_id)
                 stay.ended(left=left)
+
+    def _hurried(
+        self, request: GenerateRequest, chosen: Candidate, tried: Mapping[str, RkserveError]
+    ) -> GenerateRequest:
+        """Return the request as the chosen board gets it: it shall wait on one that has gone to
+        sleep meanwhile only where no other board is awake, as far as this Router knows.
+        """
+        groups = [group for group, model in self._groups.items() if model == request.model]
+        others = (
+            c
+            for group in groups
+            for c in self._listing.candidates[group].values()
+            if c.key != chosen.key and c.key not in tried
+        )
+        awake = any(one.ready and one.loaded and one.held is Held.NOT for one in others)
+        return replace(request, patient=not (awake and chosen.held is Held.NOT))
 
     async def _find(
         self, request: GenerateRequest, tried: dict[str, RkserveError], patience: _Patience
@@ -402,12 +427,13 @@ class Fleet:
             soonest_s = min(exc.retry_after_s or 1 for exc in full)
             return QueueFull(sum(exc.queued for exc in full), soonest_s)
         ready = [c for c in known if c.ready]
-        lacking = [exc for exc in met if isinstance(exc, _LACKING)]
-        if lacking and all(c.key in tried for c in ready):
-            return lacking[-1]
-        paused = [exc for exc in met if isinstance(exc, EnginePaused)]
-        if paused and all(c.key in tried for c in ready):
-            return min(paused, key=lambda exc: exc.retry_after_s or 1)
+        if all(c.key in tried for c in ready):
+            lacking = [exc for exc in met if isinstance(exc, _LACKING)]
+            paused = [exc for exc in met if isinstance(exc, EnginePaused)]
+            paused.sort(key=lambda exc: exc.retry_after_s or 1)
+            asleep = [exc for exc in met if isinstance(exc, BoardAsleep)]
+            if told := [*lacking[-1:], *paused[:1], *asleep[-1:]]:
+                return told[0]
         if ready:
             waiting = sum(max(0, c.load - 1) for c in ready)
             return QueueFull(waiting, self._typical_s(model))
@@ -443,6 +469,17 @@ class _Patience:
         await asyncio.sleep(self._step_s)
         self._step_s = min(2 * self._step_s, CATCH_UP_LONGEST_S)
         return True
+
+
+def _may_go_elsewhere(exc: RkserveError, tried: Mapping[str, RkserveError]) -> bool:
+    """Whether another board may try what one had accepted and given no part of an answer to.
+
+    A library that crashes on a request ends its engine, and not the replica; should one do that all
+    the same, it ends no more than two.
+    """
+    if isinstance(exc, BoardGone):
+        return not any(isinstance(before, BoardGone) for before in tried.values())
+    return isinstance(exc, _UNHARMED)
 
 
 def _adapter_of(request: GenerateRequest) -> str | None:

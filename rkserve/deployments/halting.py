@@ -7,13 +7,11 @@ nothing can come between the check and what it changes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from rkserve.control import changes
 from rkserve.control import params as read
 from rkserve.control.operations import (
-    BoardResult,
     OperationError,
     OperationKind,
     OperationState,
@@ -42,43 +40,51 @@ async def pause(desk: Desk, course: Course) -> None:
         desk.now_s(),
         clear_cache=read.flag(asked, "clear_cache", default=False),
         lease_s=lease_s,
-        running=_going_on(desk),
+        running=going_on(desk),
     )
     course.applied = desired is not before
     course.begin(Phase.STOPPING, desired)
-    behind = await _halt(desk, course, scope)
-    if not behind and _holds(desk, course):
-        course.end(OperationState.SUCCEEDED)
-        return
+    replies = await halt(desk, course, scope)
     done = "nobody is left paused by it" if course.applied else "an earlier pause holds still"
-    error = shortfall(behind, done, course.limit_s) if behind else _LEASE_OVER
-    await _undo(desk, course, scope, error)
+    await end_hold(desk, course, scope, replies, done)
 
 
-_LEASE_OVER = OperationError(
+LEASE_OVER = OperationError(
     409, "operation_conflict", "Its lease ended before all boards had stopped; nobody is paused."
 )
 
 
-def _going_on(desk: Desk) -> tuple[str, ...]:
+def going_on(desk: Desk) -> tuple[str, ...]:
+    """Return the operations that are not over: what they hold is theirs to take back."""
     return tuple(one.id for one in desk.book.running)
 
 
-def _holds(desk: Desk, course: Course) -> bool:
+def holds(desk: Desk, course: Course) -> bool:
     """Whether the pause is still there: its lease may have ended while boards stopped."""
     pauses = (one.operation for one in desk.book.desired.pauses)
     return not course.applied or course.operation.id in pauses
 
 
-async def _halt(desk: Desk, course: Course, scope: Scope) -> Mapping[str, BoardResult]:
-    with course.timed(Phase.STOPPING.value):
+async def halt(desk: Desk, course: Course, scope: Scope, phase: Phase = Phase.STOPPING) -> Replies:
+    """Have boards do what is written down, and return what they answered."""
+    with course.timed(phase.value):
         replies = await desk.reconciler.tell(scope, course.left_s)
     course.heard(replies.results)
     course.emitted = dict(pair for said in replies.said.values() for pair in said.emitted)
-    return replies.behind
+    return replies
 
 
-async def _undo(desk: Desk, course: Course, scope: Scope, error: OperationError) -> None:
+async def end_hold(desk: Desk, course: Course, scope: Scope, replies: Replies, done: str) -> None:
+    """It holds where every board did what it was asked, and is undone otherwise."""
+    behind = replies.behind
+    if not behind and holds(desk, course):
+        course.end(OperationState.SUCCEEDED)
+        return
+    error = shortfall(behind, done, course.limit_s) if behind else LEASE_OVER
+    await undo(desk, course, scope, error)
+
+
+async def undo(desk: Desk, course: Course, scope: Scope, error: OperationError) -> None:
     """Take the pause back, and answer once the boards that had stopped have been released."""
     course.note(Phase.UNDOING, changes.withdraw(desk.book.desired, course.operation.id))
     stopped = {board for board, one in course.operation.results.items() if one.good}
@@ -90,10 +96,10 @@ async def _undo(desk: Desk, course: Course, scope: Scope, error: OperationError)
 async def resume(desk: Desk, course: Course) -> None:
     """Take pauses back; boards that do not answer are released as soon as they do."""
     scope = read.scope(course.operation.params)
-    desired, removed = changes.resume(desk.book.desired, scope, _going_on(desk))
+    desired, removed = changes.resume(desk.book.desired, scope, going_on(desk))
     course.applied = bool(removed)
     course.begin(Phase.RELEASING, desired)
-    await _spread(desk, course, scope)
+    await spread(desk, course, scope)
 
 
 async def label(desk: Desk, course: Course) -> None:
@@ -102,16 +108,22 @@ async def label(desk: Desk, course: Course) -> None:
     scope = Scope(models=(read.text(asked, "model"),))
     desk.check(scope)
     before = desk.book.desired
-    desired = changes.set_label(before, scope.models[0], read.text(asked, "label"))
+    model, name = scope.models[0], read.text(asked, "label")
+    desired = changes.set_label(before, model, name)
+    if read.flag(asked, "reset_step", default=False):
+        desired = changes.as_one(
+            before,
+            lambda after: changes.set_label(after, model, name),
+            lambda after: changes.forget_step(after, model),
+        )
     course.applied = desired is not before
     course.begin(Phase.RELEASING, desired)
-    await _spread(desk, course, scope)
+    await spread(desk, course, scope)
 
 
-async def _spread(desk: Desk, course: Course, scope: Scope) -> None:
-    with course.timed(Phase.RELEASING.value):
-        replies = await desk.reconciler.tell(scope, course.left_s)
-    course.heard(replies.results)
+async def spread(desk: Desk, course: Course, scope: Scope) -> None:
+    """Have boards do what stands already; those that did not yet will."""
+    replies = await halt(desk, course, scope, Phase.RELEASING)
     course.end(OperationState.PARTIAL if replies.behind else OperationState.SUCCEEDED)
 
 
@@ -137,16 +149,16 @@ async def _reset_running(desk: Desk, course: Course, scope: Scope) -> None:
         desk.now_s(),
         clear_cache=True,
         lease_s=course.limit_s + RESET_LEASE_S,
-        running=_going_on(desk),
+        running=going_on(desk),
     )
     course.begin(Phase.STOPPING, desired)
-    behind = await _halt(desk, course, scope)
+    behind = (await halt(desk, course, scope)).behind
     if behind:
         done = "all boards go on, and those that answered have cleared their caches"
-        await _undo(desk, course, scope, shortfall(behind, done, course.limit_s))
+        await undo(desk, course, scope, shortfall(behind, done, course.limit_s))
         return
     course.note(Phase.RELEASING, changes.withdraw(desk.book.desired, course.operation.id))
-    await _spread(desk, course, scope)
+    await spread(desk, course, scope)
 
 
 async def abort(desk: Desk, course: Course) -> None:

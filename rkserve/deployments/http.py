@@ -30,8 +30,8 @@ from rkserve.wire.versions import POLICY, SESSION, read_policy
 log = logging.getLogger(__name__)
 
 
-def make_app(service: Service, max_adapter_bytes: int) -> ASGIApp:
-    """Return the ASGI application of one Router; adapters alone may be longer than other bodies."""
+def make_app(service: Service, max_adapter_bytes: int, max_model_bytes: int) -> ASGIApp:
+    """Return the ASGI application of one Router; weights alone may be longer than other bodies."""
     # Without redirects a trailing slash is a 404 in OpenAI's shape and not an empty 307.
     # The framework's own pages about the API would load scripts from elsewhere; docs/api.md has it.
     app = FastAPI(
@@ -48,7 +48,7 @@ def make_app(service: Service, max_adapter_bytes: int) -> ASGIApp:
     _add_calls(app, service)
     _add_lookups(app, service)
     add_control(app, service)
-    add_cluster(app, service, max_adapter_bytes)
+    add_cluster(app, service, max_adapter_bytes, max_model_bytes)
     return _Counted(app, service)  # outside of everything, so that a 500 counts as well
 
 

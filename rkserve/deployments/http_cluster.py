@@ -15,7 +15,9 @@ from rkserve.deployments.adapters import Adapters
 from rkserve.deployments.bodies import announced, read_body, read_parts
 from rkserve.deployments.guard import check_client, check_operator
 from rkserve.deployments.operations import Made, Operations
+from rkserve.deployments.rest import Rest
 from rkserve.deployments.service import Service
+from rkserve.deployments.weights import Weights
 from rkserve.errors import RequestError
 from rkserve.wire.asked import Asked, read_key
 
@@ -25,16 +27,20 @@ _Change = Callable[[Asked], Awaitable[Made]]
 _Look = Callable[[Asked], Made]
 
 
-def add_cluster(app: FastAPI, service: Service, max_adapter_bytes: int) -> None:
+def add_cluster(
+    app: FastAPI, service: Service, max_adapter_bytes: int, max_model_bytes: int
+) -> None:
     """Add the routes to the Router's application."""
     operations = Operations(service)
     adapters = Adapters(service, operations)
     door = _Door(service)
     _add_changes(app, door, operations)
+    _add_rest(app, door, Rest(service, operations))
     _add_looks(app, door, operations, adapters)
     _add_records(app, door, operations)
     _add_uploads(app, door, adapters, max_adapter_bytes)
     _add_adapters(app, door, adapters)
+    _add_weights(app, door, Weights(service, operations), max_model_bytes)
 
 
 class _Door:
@@ -79,6 +85,23 @@ def _add_changes(app: FastAPI, door: _Door, operations: Operations) -> None:
     }
     for path, (change, says) in routes.items():
         app.add_api_route(path, _changing(door, change), methods=["POST"], description=says)
+
+
+def _add_rest(app: FastAPI, door: _Door, rest: Rest) -> None:
+    routes: dict[str, tuple[_Change, str]] = {
+        "/sleep": (rest.sleep, "Put boards to sleep, and answer when their models are unloaded."),
+        "/wake_up": (rest.wake, "Wake boards, and answer when their models are loaded."),
+        "/wakeup": (rest.wake, "Wake boards, in Ray's words."),
+        "/v1/models/load": (rest.load, "Load a model on all of its boards."),
+        "/v1/models/unload": (rest.unload, "Unload a model from all of its boards."),
+    }
+    for path, (change, says) in routes.items():
+        app.add_api_route(path, _changing(door, change), methods=["POST"], description=says)
+
+    @app.get("/is_sleeping")
+    async def is_sleeping(request: Request) -> Response:
+        """Say whether boards sleep."""
+        return door.look(request, rest.is_sleeping)
 
 
 def _changing(door: _Door, change: _Change) -> Callable[[Request], Awaitable[Response]]:
@@ -132,8 +155,7 @@ def _add_uploads(app: FastAPI, door: _Door, adapters: Adapters, max_adapter_byte
     @app.post("/v1/lora_adapters")
     async def push(request: Request) -> Response:
         """Take a new version of an adapter: its bytes, or where they are."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != OCTETS:
+        if not _is_file(request):
             return await door.change(request, adapters.register)
         asked = await door.asked(request, body=False)
         length = announced(request, max_adapter_bytes)
@@ -179,6 +201,30 @@ def _add_adapters(app: FastAPI, door: _Door, adapters: Adapters) -> None:
     async def delete_version(request: Request, name: str, version: str) -> Response:
         """Serve a version no more."""
         return _answer(await adapters.delete(await door.asked(request), name, version))
+
+
+def _add_weights(app: FastAPI, door: _Door, weights: Weights, max_model_bytes: int) -> None:
+    routes: dict[str, tuple[_Change, str]] = {
+        "/receive_weight_update": (weights.receive, "Serve a trainer's weights everywhere."),
+        "/update_weights_from_disk": (weights.from_disk, "Load other base weights in turn."),
+    }
+    for path, (change, says) in routes.items():
+        app.add_api_route(path, _changing(door, change), methods=["POST"], description=says)
+
+    @app.post("/v1/weights")
+    async def push(request: Request) -> Response:
+        """Take base weights to the head: their bytes, or where they are."""
+        if not _is_file(request):
+            return await door.change(request, weights.register)
+        asked = await door.asked(request, body=False)
+        length = announced(request, max_model_bytes)
+        parts = door.parts(request, max_model_bytes)
+        return _answer(await weights.upload(asked, parts, length))
+
+
+def _is_file(request: Request) -> bool:
+    """Whether the body is a file, and not JSON."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower() == OCTETS
 
 
 def _query(request: Request) -> tuple[tuple[str, str], ...]:

@@ -10,14 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from rkserve.deployments.seats import Seat
-from rkserve.desired import Desired, PauseMode
+from rkserve.desired import Desired, PauseMode, SleepLevel
 from rkserve.errors import BoardStartFailed
 from rkserve.messages import BoardReport, BoardState
 from rkserve.routing.least_load import Candidate, Held
 from rkserve.routing.rates import Counted, Rate, Rates
 
-# A board that recovers keeps its queue and is back within a model load.
-_USABLE = (BoardState.READY, BoardState.RECOVERING)
+# A board that recovers or loads keeps its queue and serves within a model load; one that sleeps
+# says itself whether it takes a request that waits.
+_USABLE = (BoardState.READY, BoardState.RECOVERING, BoardState.ASLEEP, BoardState.LOADING)
 SILENT = "the board's replica does not answer"
 FORGET_AFTER = 30  # reports that a silent board may miss before it is no longer listed
 
@@ -66,6 +67,19 @@ class Listing:
             candidate = self.candidates[group].get(report.replica)
             if candidate is not None:
                 candidate.held = self._held(report)
+                if self._unloads(report):
+                    candidate.last_prompt = ()  # the KV cache has gone with the engine
+
+    def is_awake(self, model: str) -> bool:
+        """Whether a board could start a request now, or sleeps as it shall.
+
+        Who puts one model to sleep does not mean to take the Router from the others.
+        """
+        return any(
+            report.state is BoardState.READY
+            or (report.state is BoardState.ASLEEP and self._unloads(report))
+            for report in self.reports(model)
+        )
 
     def forget_prompts(self, meant: Callable[[str, str], bool]) -> None:
         """Forget what boards hold of their last prompts; ``meant`` takes board and model."""
@@ -83,6 +97,7 @@ class Listing:
             candidate = candidates.setdefault(report.replica, Candidate(report.replica, 0))
             candidate.capacity = report.queue_limit + report.n_batch
             candidate.ready = report.replica in usable
+            candidate.loaded = report.state is BoardState.READY
             candidate.held = self._held(report)
             candidate.heard(report.running + report.queued)
             self._hear((group, report.board_id), report)
@@ -106,6 +121,10 @@ class Listing:
             state=BoardState.FAILED,
             reason=failure.reason,
         )
+
+    def _unloads(self, report: BoardReport) -> bool:
+        level = self._desired.duty(report.board_id, report.model).level
+        return level is not None and level > SleepLevel.PAUSED
 
     def _held(self, report: BoardReport) -> Held:
         hold = self._desired.duty(report.board_id, report.model).hold

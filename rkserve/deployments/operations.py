@@ -90,12 +90,12 @@ class Operations:
 
     def is_paused(self, asked: Asked) -> Made:
         """Say whether any and all boards are paused, and each."""
-        model = self._one_model(asked)
+        model = self.one_model(asked)
         reports = self._fleet.reports(model)
         return Made(OK, is_paused_entry(self._cluster.desired, reports, model))
 
     async def _paused(self, call: PauseCall, asked: Asked) -> Outcome:
-        scope = await self._scope(call.terms, call.adapter)
+        scope = await self.scope(call.terms, call.adapter)
         params = {
             **places(scope),
             "mode": call.mode.value,
@@ -111,7 +111,7 @@ class Operations:
         return outcome
 
     async def _resumed(self, call: ResumeCall, asked: Asked) -> Outcome:
-        scope = await self._scope(call.terms, call.adapter)
+        scope = await self.scope(call.terms, call.adapter)
         return await self.perform(_K.RESUME, places(scope), call.terms, asked)
 
     # -- requests, caches, labels -------------------------------------------------------------
@@ -119,7 +119,7 @@ class Operations:
     async def abort(self, asked: Asked) -> Made:
         """End requests, all or those that are named."""
         call = parse_abort(asked)
-        scope = await self._scope(call.terms, None)
+        scope = await self.scope(call.terms, None)
         ids = None if call.request_ids is None else list(call.request_ids)
         params = {"models": list(scope.models), "boards": list(scope.boards), "request_ids": ids}
         outcome = await self.perform(_K.ABORT, params, call.terms, asked)
@@ -129,7 +129,7 @@ class Operations:
     async def reset(self, asked: Asked) -> Made:
         """Drop KV caches, and what this Router believed to be in them."""
         call = parse_reset(asked)
-        scope = await self._scope(call.terms, None)
+        scope = await self.scope(call.terms, None)
         params = {
             "models": list(scope.models),
             "boards": list(scope.boards),
@@ -143,14 +143,15 @@ class Operations:
         """Name a model's weights anew."""
         call = parse_label(asked)
         model = self.one_of(call.terms.models)
-        params = {"model": model, "label": call.label}
+        params = {"model": model, "label": call.label, "reset_step": call.reset_step}
         outcome = await self.perform(_K.LABEL, params, call.terms, asked)
         return made({"success": True, "new_version": call.label, "model": model}, outcome)
 
     def weights(self, asked: Asked) -> Made:
         """Say which weights are served."""
-        model = self._one_model(asked)
-        return Made(OK, weight_info(self._cluster.desired, self._fleet.models, model))
+        model = self.one_model(asked)
+        reports = self._fleet.reports()
+        return Made(OK, weight_info(self._cluster.desired, self._fleet.models, model, reports))
 
     # -- looking ------------------------------------------------------------------------------
 
@@ -221,12 +222,13 @@ class Operations:
             if model not in self._fleet.models:
                 raise ModelNotFound(model)
 
-    def _one_model(self, asked: Asked) -> str | None:
+    def one_model(self, asked: Asked) -> str | None:
+        """Return the model that a question names, None for all. Raises ``ModelNotFound``."""
         model = asked.fields({"model": Kind.TEXT}).text("model")
         self.check_models([] if model is None else [model])
         return model
 
-    async def _scope(self, terms: Terms, adapter: str | None) -> Scope:
+    async def scope(self, terms: Terms, adapter: str | None) -> Scope:
         """Return the part of the cluster that is meant; all of its names must be known."""
         self.check_models(terms.models)
         if adapter is not None and not await self._service.catalog.has_adapter(

@@ -1,5 +1,5 @@
-"""Giving back what versions of adapters took that no line names any more: files on boards and on
-the head, and memory of engines.
+"""Giving back what versions of adapters and of base weights took that nothing names any more: files
+on boards and on the head, and memory of engines.
 
 It compares, again and again, what boards and the head have with what is desired; nothing else
 tells it that a version was dropped. Boards keep files by version; the head keeps them by content,
@@ -16,10 +16,10 @@ import time
 from collections.abc import Iterable
 
 from rkserve.control import params as read
-from rkserve.control.operations import BoardResult, Operation, OperationKind
+from rkserve.control.operations import UPDATES, BoardResult, Operation, OperationKind
 from rkserve.deployments.course import Desk
 from rkserve.deployments.delivery import Store
-from rkserve.desired import AdapterVersion, Desired, Scope
+from rkserve.desired import AdapterVersion, Artifact, BaseVersion, Desired, Scope
 from rkserve.messages import AdapterRef, BoardState
 
 log = logging.getLogger(__name__)
@@ -43,15 +43,15 @@ class Reclaim:
         self._store = store
         self._grace_s = grace_s
         self._most = most
-        self._known: dict[str, AdapterVersion] = {}
+        self._known: dict[str, Artifact] = {}
         self._unnamed_s: dict[str, float] = {}  # since when no line names it
 
     def remember(self, operations: Iterable[Operation]) -> None:
         """Learn which versions were staged: boards report them by their keys only."""
         for one in operations:
-            if one.kind is OperationKind.ADAPTER_STAGE:
-                version = version_of(one)
-                self._known[version.ref.key] = version
+            version = brought_by(one)
+            if version is not None:
+                self._known[version.key] = version
 
     async def look(self) -> None:
         """Remove the files that nobody has needed for a while."""
@@ -60,7 +60,7 @@ class Reclaim:
 
     async def _look_at_boards(self) -> None:
         # Also those of which no record is left: the ledger keeps so many operations only.
-        self._known |= {version.ref.key: version for version in self._needed()}
+        self._known |= {version.key: version for version in self._needed()}
         named = self._wanted()
         now_s = time.monotonic()
         for key in named:
@@ -71,18 +71,18 @@ class Reclaim:
                 await self._remove(self._known[key])
         self._forget(named)
 
-    async def _remove(self, version: AdapterVersion) -> None:
+    async def _remove(self, version: Artifact) -> None:
         """Take it off the boards that have it. It stays known: one that is away may come back with
         it on its disk.
         """
         there = [
             report.board_id
             for report in self._desk.roster.reports()
-            if version.ref.key in report.staged and report.state is not BoardState.LOST
+            if version.key in report.staged and report.state is not BoardState.LOST
         ]
         results = await self._unstage(version, there)
         if results and all(result.good for result in results.values()):
-            log.info("adapter %s is removed: nothing names it any more", version.ref.key)
+            log.info("%s is removed: nothing names it any more", version.title)
 
     def _forget(self, named: set[str]) -> None:
         """Forget the oldest of too many that nobody has."""
@@ -99,7 +99,7 @@ class Reclaim:
         for digest in await asyncio.to_thread(self._digests):
             # On the loop, and each time anew: no staging can begin between look and removal.
             versions = [*self._needed(), *self._recent()]
-            if digest in {version.ref.digest for version in versions}:
+            if digest in {version.digest for version in versions}:
                 continue
             try:
                 if self._store.remove(digest, self._grace_s):
@@ -107,7 +107,7 @@ class Reclaim:
             except OSError as exc:
                 log.warning("the file %s stays in the store: %s", digest[:12], exc)
 
-    def _recent(self) -> list[AdapterVersion]:
+    def _recent(self) -> list[Artifact]:
         """Return the versions that were needed until a moment ago."""
         since_s = time.monotonic() - self._grace_s
         return [
@@ -123,7 +123,7 @@ class Reclaim:
             log.warning("the store of files cannot be read: %s", exc)
             return ()
 
-    def _needed(self, but: str = "") -> list[AdapterVersion]:
+    def _needed(self, but: str = "") -> list[Artifact]:
         """Return the versions that are named, or that an operation other than ``but`` is bringing
         now.
         """
@@ -131,30 +131,30 @@ class Reclaim:
         return [*_named(self._desk.book.desired), *_coming(running)]
 
     def _wanted(self, but: str = "") -> set[str]:
-        return {version.ref.key for version in self._needed(but)}
+        return {version.key for version in self._needed(but)}
 
     async def _unstage(
-        self, version: AdapterVersion, boards: Iterable[str], but: str = ""
+        self, version: Artifact, boards: Iterable[str], but: str = ""
     ) -> dict[str, BoardResult]:
         """Take it off boards, unless it is wanted again by the time that nobody brings it there."""
         results = await asyncio.gather(*(self._unstage_at(version, one, but) for one in boards))
         return {board: result for one in results for board, result in one.items()}
 
     async def _unstage_at(
-        self, version: AdapterVersion, board_id: str, but: str
+        self, version: Artifact, board_id: str, but: str
     ) -> dict[str, BoardResult]:
         async with self._desk.stager.at(board_id):
             seat = self._desk.roster.seat(board_id)
-            if seat is None or version.ref.key in self._wanted(but):
+            if seat is None or version.key in self._wanted(but):
                 return {}
             replies = await self._desk.roster.ask(
                 [seat], "unstage", version, timeout_s=UNSTAGE_S, tries=1
             )
         return replies.results
 
-    async def take_back(self, scope: Scope, version: AdapterVersion, operation: str) -> None:
+    async def take_back(self, scope: Scope, version: Artifact, operation: str) -> None:
         """Remove what a staging that failed, that operation, has brought to boards."""
-        self._known[version.ref.key] = version
+        self._known[version.key] = version
         boards = [seat.board_id for seat in self._desk.roster.seats(scope)]
         await self._unstage(version, boards, operation)
 
@@ -162,8 +162,8 @@ class Reclaim:
         self, scope: Scope, before: Desired, after: Desired
     ) -> dict[str, BoardResult]:
         """Renew the engines that have retired versions in their memory, one after the other."""
-        kept = {version.ref.key for version in _named(after)}
-        dropped = {version.ref.key for version in _named(before)} - kept
+        kept = {version.key for version in _named(after)}
+        dropped = {version.key for version in _named(before)} - kept
         results: dict[str, BoardResult] = {}
         for report in self._desk.roster.reports():
             seat = self._desk.roster.seat(report.board_id)
@@ -195,9 +195,38 @@ def version_of(operation: Operation) -> AdapterVersion:
     return AdapterVersion(ref, read.whole(asked, "size_bytes"))
 
 
-def _named(desired: Desired) -> list[AdapterVersion]:
-    return [version for line in desired.lines for version in line.versions]
+def base_of(operation: Operation) -> BaseVersion | None:
+    """Return the base weights that an operation brings, by its checked parameters; None where it
+    brings none, or those of the model folder.
+    """
+    asked = operation.params
+    if operation.kind not in UPDATES or not isinstance(asked.get("digest"), str):
+        return None
+    digest = str(asked["digest"])
+    label = asked.get("label") or asked.get("version") or digest[:12]
+    size_bytes = int(_number(asked.get("size_bytes"), 0.0))
+    return BaseVersion(str(asked.get("model")), str(label), digest, size_bytes)
 
 
-def _coming(running: Iterable[Operation]) -> list[AdapterVersion]:
-    return [version_of(one) for one in running if one.kind is OperationKind.ADAPTER_STAGE]
+def brought_by(operation: Operation) -> Artifact | None:
+    """Return what an operation brings to boards' disks, if it does such a thing."""
+    if operation.kind is OperationKind.ADAPTER_STAGE:
+        return version_of(operation)
+    return base_of(operation)
+
+
+def _number(value: object, default: float) -> float:
+    return float(value) if isinstance(value, int | float) else default
+
+
+def _named(desired: Desired) -> list[Artifact]:
+    bases = [weights.base for weights in desired.weights]
+    coming = [one.rebase.to for one in desired.weights if one.rebase is not None]
+    return [
+        *(version for line in desired.lines for version in line.versions),
+        *(base for base in (*bases, *coming) if base is not None),
+    ]
+
+
+def _coming(running: Iterable[Operation]) -> list[Artifact]:
+    return [version for one in running if (version := brought_by(one)) is not None]

@@ -19,8 +19,8 @@ from rkserve.deployments.book import Book
 from rkserve.deployments.delivery import Stager
 from rkserve.deployments.roster import Replies, Roster
 from rkserve.deployments.seats import Seat
-from rkserve.desired import Adoption, Scope
-from rkserve.errors import BoardGone, RkserveError
+from rkserve.desired import Adoption, Scope, SleepLevel
+from rkserve.errors import BoardGone, RebaseFailed, RkserveError
 from rkserve.messages import BoardReport, BoardState
 from rkserve.metrics import CoordinatorMetrics
 
@@ -148,7 +148,15 @@ class Reconciler:
         self._metrics.behind.set(behind)
 
     def _is_behind(self, report: BoardReport) -> bool:
-        return report.epoch != self._book.desired.epoch or report.missing > 0
+        desired = self._book.desired
+        if report.epoch != desired.epoch or report.missing > 0:
+            return True
+        # One that sleeps as it shall follows. An engine may have failed to end, or to load, since.
+        duty = desired.duty(report.board_id, report.model)
+        sleeps = duty.level is not None and duty.level > SleepLevel.PAUSED
+        if report.state is (BoardState.READY if sleeps else BoardState.ASLEEP):
+            return True
+        return not sleeps and report.base != ("" if duty.base is None else duty.base.digest)
 
     def _may_bring(self, seat: Seat) -> bool:
         board = seat.board_id
@@ -184,10 +192,12 @@ class Reconciler:
         """
         async with self._stager.at(seat.board_id):
             adoption = await self._tell_one(seat)
-            if adoption.missing:
-                for version in adoption.missing:
+            if adoption.lacking:
+                for version in adoption.lacking:
                     await self._stager.bring(version, seat.board_id)
                 adoption = await self._tell_one(seat)
+        if adoption.refused:
+            raise RebaseFailed(seat.board_id, adoption.refused)
         return adoption.epoch
 
     async def _tell_one(self, seat: Seat) -> Adoption:

@@ -8,12 +8,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Iterable
+from dataclasses import replace
 from typing import Any
 
 from rkserve.control import rollout
 from rkserve.control.judge import Watch
 from rkserve.control.operations import BoardResult, OperationError, Phase, ResultStatus
-from rkserve.control.plan import Ask, Move, Plan
+from rkserve.control.plan import Ask, Move, Plan, Planned, Round
 from rkserve.control.rollout import (
     EVERYWHERE,
     Answered,
@@ -26,13 +27,18 @@ from rkserve.control.rollout import (
     Judged,
     Observe,
     Refused,
-    Round,
     Step,
 )
 from rkserve.deployments.course import UNDO_S, Course, Desk
-from rkserve.deployments.roster import result_of
-from rkserve.desired import Scope
-from rkserve.errors import BoardFailed, OperationTimeout, RkserveError
+from rkserve.deployments.roster import Replies, result_of
+from rkserve.desired import AdapterVersion, Adoption, Scope, SleepLevel
+from rkserve.errors import (
+    BoardAsleep,
+    BoardFailed,
+    OperationTimeout,
+    RebaseFailed,
+    RkserveError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +47,33 @@ PROBE_IDS = tuple(range(1, 9))
 PROBE_TOKENS = 8
 # A board loads between two runs, so that a long answer of somebody's comes first.
 LOAD_S = 300.0
+# One that sleeps has nothing to load it into: it does so when the first request needs it.
+_LATER = {"loaded": "asleep"}
+ASLEEP = BoardResult(ResultStatus.OK, details=_LATER)
 AGAIN_S = 1.0  # between tries to write down that something is taken back
 MARGIN = 0.95
+# What each move may do to requests on a board: the record has it of the whole rollout.
+ADDED = ("stopped", "kept", "aborted", "switched")
+
+
+def _untried(replies: Replies) -> dict[str, BoardResult]:
+    """Return the records of boards that sleep: they load the weights, and try them, at the wake."""
+    return {
+        board: replace(replies.results[board], details={**replies.results[board].details, **_LATER})
+        for board, said in replies.said.items()
+        if said.level is not None and said.level >= SleepLevel.UNLOADED
+    }
+
+
+def _no(board: str, said: Adoption) -> BoardResult | None:
+    """Return the record of a board that has tried these base weights before, and does not again."""
+    return result_of(RebaseFailed(board, said.refused), 0.0) if said.refused else None
 
 
 class Rolling:
     """One rollout, or rollback, that goes on. Use it from one event loop."""
 
-    def __init__(self, desk: Desk, course: Course, plan: Plan) -> None:
+    def __init__(self, desk: Desk, course: Course, plan: Planned) -> None:
         self._desk = desk
         self._course = course
         self._plan = plan
@@ -111,7 +136,7 @@ class Rolling:
         left_s = self._course.left_s
         if self._rollout.at is Move.UNDO:
             if self._undone_by_s is None:
-                self._undone_by_s = time.monotonic() + UNDO_S
+                self._undone_by_s = time.monotonic() + self._undo_s
             left_s = max(0.001, self._undone_by_s - time.monotonic())
         try:
             return await asyncio.wait_for(self._events.get(), left_s)
@@ -184,19 +209,61 @@ class Rolling:
             told |= {seat.replica for seat in fresh}
             boards = {seat.board_id for seat in fresh}
             replies = await self._desk.reconciler.tell(scope, max(0.001, left_s), boards)
+            refused = {board: _no(board, said) for board, said in replies.said.items()}
+            replies.results |= {board: one for board, one in refused.items() if one is not None}
+            if self._plan.heavy and step.move is Move.SWITCH:
+                replies.results |= _untried(replies)
+            # One that lacks anything else is brought that by reconciliation.
+            lacking = [
+                board
+                for board, said in replies.said.items()
+                if self._plan.heavy and said.missing_base == self._plan.version is not None
+            ]
+            if lacking:
+                replies.results |= await self._equip(scope, lacking, deadline_s)
             results |= replies.results
         joined = sorted(results.keys() - set(step.boards))
+        if step.move is Move.SWITCH and self._plan.heavy:
+            joined += self._newcomers()
         for board in joined:
             self._events.put_nowait(Joined(board))
-        self._answer(step.move, [*step.boards, *joined], results)
+        answered = [board for board in (*step.boards, *joined) if board in results]
+        gone = [board for board in step.boards if board not in results]
+        self._answer(step.move, [*answered, *gone], results)
+
+    async def _equip(
+        self, scope: Scope, boards: list[str], deadline_s: float
+    ) -> dict[str, BoardResult]:
+        """Bring base weights to boards that joined after they were staged, and tell these again."""
+        version = self._plan.version
+        assert version is not None  # what is in every board's model folder is missing nowhere
+        left_s = max(0.001, deadline_s - time.monotonic())
+        staged = await self._desk.stager.spread(version, boards, left_s)
+        ready = [board for board, one in staged.items() if one.good]
+        left_s = max(0.001, deadline_s - time.monotonic())
+        replies = await self._desk.reconciler.tell(scope, left_s, ready)
+        return {**staged, **replies.results}
+
+    def _newcomers(self) -> list[str]:
+        """Return the boards that are there by now, and wait for no turn yet."""
+        seats = self._desk.roster.seats(Scope(models=(self._plan.model,)))
+        return [seat.board_id for seat in seats if seat.board_id not in self._rollout.boards]
+
+    @property
+    def _undo_s(self) -> float:
+        """How long boards may take to be what they were: some load the whole model again."""
+        return self._desk.config.operation_timeout_s if self._plan.heavy else UNDO_S
 
     def _tell_s(self, move: Move) -> float:
         """Return how long boards may take: a little less than the time that there is.
 
         Those that have answered by then are known; when time runs out nobody is.
         """
-        left_s = UNDO_S if move is Move.UNDO else self._course.left_s
-        return min(self._desk.config.operation_timeout_s, MARGIN * left_s)
+        left_s = self._undo_s if move is Move.UNDO else self._course.left_s
+        config = self._desk.config
+        loads = self._plan.heavy and move is Move.SWITCH
+        limit_s = config.load_timeout_s if loads else config.operation_timeout_s
+        return min(limit_s, MARGIN * left_s)
 
     async def _stage(self, step: Ask) -> None:
         version = self._plan.version
@@ -207,8 +274,11 @@ class Rolling:
 
     async def _load(self, board: str) -> None:
         version = self._plan.version
-        assert version is not None  # a rollback loads nothing
+        assert isinstance(version, AdapterVersion)  # a rollback loads nothing
         seat = self._desk.roster.seat(board)
+        if self._sleeps(board):
+            self._answer(Move.LOAD, [board], {board: ASLEEP})
+            return
         async with self._desk.stager.at(board):
             replies = await self._desk.roster.ask(
                 [] if seat is None else [seat],
@@ -218,10 +288,17 @@ class Rolling:
                 PROBE_TOKENS,
                 timeout_s=min(self._course.left_s, LOAD_S),
             )
-        self._answer(Move.LOAD, [board], replies.results)
+        results = replies.results
+        if any(one.error == BoardAsleep.code for one in results.values()):
+            results = {board: ASLEEP}  # it went to sleep a moment ago
+        self._answer(Move.LOAD, [board], results)
+
+    def _sleeps(self, board: str) -> bool:
+        level = self._desk.book.desired.duty(board, self._plan.model).level
+        return level is not None and level > SleepLevel.PAUSED
 
     def _answer(self, move: Move, boards: Iterable[str], results: dict[str, BoardResult]) -> None:
-        self._course.heard(results)
+        self._course.heard({board: self._summed(board, one) for board, one in results.items()})
         for board in boards:
             result = results.get(board, BoardResult(ResultStatus.GONE))
             if result.status is ResultStatus.GONE:
@@ -232,10 +309,22 @@ class Rolling:
                 error = OperationError(503, result.error, f"Board {board}: {result.message}")
                 self._events.put_nowait(Answered(move, board, error))
 
+    def _summed(self, board: str, result: BoardResult) -> BoardResult:
+        """Return a board's answer with what earlier moves did to requests there counted in."""
+        before = self._course.operation.results.get(board)
+        if before is None or result.details.get("switched") is None:
+            return result
+        both = {}
+        for name in ADDED:
+            counts = [one.details.get(name) for one in (before, result)]
+            both[name] = sum(count for count in counts if isinstance(count, int))
+        return replace(result, details={**result.details, **both})
+
     async def _observe(self) -> None:
         """Judge the candidate at every round of reports until somebody ends this task."""
-        version = self._plan.version
-        line = self._desk.book.desired.line(self._plan.model, self._plan.name)
+        plan = self._plan
+        assert isinstance(plan, Plan)  # base weights are not observed
+        version, line = plan.version, self._desk.book.desired.line(plan.model, plan.name)
         assert version is not None  # a rollback is not observed
         assert line is not None  # it has just been offered
         active = None if line.active is None else line.active.ref.label

@@ -18,7 +18,14 @@ from rkserve.control.operations import BoardResult, ResultStatus
 from rkserve.deployments.fleet import Fleet
 from rkserve.deployments.seats import Seat
 from rkserve.desired import Adoption, Probe, Scope
-from rkserve.errors import BoardFailed, BoardGone, BoardSilent, CoordinatorAway, RkserveError
+from rkserve.errors import (
+    BoardFailed,
+    BoardGone,
+    BoardSilent,
+    CoordinatorAway,
+    RebaseFailed,
+    RkserveError,
+)
 from rkserve.messages import BoardReport
 
 log = logging.getLogger(__name__)
@@ -233,7 +240,9 @@ class Until:
         self.tries -= 1
         self.refusals -= is_own(exc)
         late = time.monotonic() + pause_s >= self.deadline_s
-        return isinstance(exc, BoardGone) or late or self.tries <= 0 or self.refusals <= 0
+        # Each load of a whole model keeps the board from serving: that one said no is enough.
+        final = isinstance(exc, BoardGone | RebaseFailed)
+        return final or late or self.tries <= 0 or self.refusals <= 0
 
 
 def good(said: Any, took_ms: float) -> BoardResult:

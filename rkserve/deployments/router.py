@@ -91,7 +91,11 @@ class RouterReplica:
         models = {folder.id: ServedModel.open(folder) for folder in folders.values()}
         cluster = Cluster(RayHeadLink(coordinator), fleet.obey)
         self._service = Service(config.router, models, fleet, cluster)
-        self.asgi: ASGIApp = make_app(self._service, config.coordinator.max_adapter_bytes)
+        self.asgi: ASGIApp = make_app(
+            self._service,
+            config.coordinator.max_adapter_bytes,
+            config.coordinator.max_model_bytes,
+        )
         # A Router that takes over from another one should know the boards, and what they shall be,
         # before its first request.
         await asyncio.gather(fleet.find_boards(FIND_BOARDS_S), cluster.find(FIND_BOARDS_S))

@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from prometheus_client import CollectorRegistry
@@ -19,7 +19,16 @@ from rkserve.deployments.cluster import Cluster
 from rkserve.deployments.fleet import Fleet
 from rkserve.deployments.flows import Flows
 from rkserve.deployments.keys import open_keys
-from rkserve.errors import BoardNotFound, CoordinatorAway, ModelNotFound, RkserveError
+from rkserve.deployments.waking import Waking
+from rkserve.errors import (
+    BoardAsleep,
+    BoardNotFound,
+    CoordinatorAway,
+    EnginePaused,
+    ModelNotFound,
+    NoBoard,
+    RkserveError,
+)
 from rkserve.messages import FIRST_LABEL, Accepted, Delta, Finished, GenerateRequest, Paused
 from rkserve.metrics import BoardCollector, RouterMetrics
 from rkserve.modelfolder import ModelFolder
@@ -101,6 +110,7 @@ class Service:
         self.fleet = fleet
         self.cluster = cluster
         self.flows = Flows(fleet)
+        self.waking = Waking(cluster, fleet, config.control_timeout_s)
         self.catalog = Catalog(
             {name: served.folder.path for name, served in models.items()},
             lambda: cluster.desired,
@@ -182,7 +192,8 @@ class Service:
         raise BoardNotFound(board_id)
 
     def _model_entry(self, model_id: str) -> JsonObject:
-        return model_entry(model_id, *self._ages(model_id), self.fleet.reports(model_id))
+        desired, reports = self.cluster.desired, self.fleet.reports(model_id)
+        return model_entry(model_id, *self._ages(model_id), reports, desired)
 
     def position_bytes(self, model_id: str) -> int | None:
         """Return the bytes of one position of the model's KV cache, where its folder says that."""
@@ -214,16 +225,31 @@ class Service:
         of = read_session(session, call.session, completion)
         work = partial(self._plan, call, meant, completion, of)
         requests = work() if short else await asyncio.to_thread(work)
-        choices = Choices(self.fleet.generate, requests)
+        # Only what can be served wakes a model.
+        if epoch := await self.waking.ready(meant.model):
+            requests = [replace(one, min_epoch=max(one.min_epoch, epoch)) for one in requests]
         try:
-            accepted = await choices.accepted()
-        except BaseException:
-            await choices.aclose()
-            raise
+            choices, accepted = await self._accepted(requests)
+        except (EnginePaused, NoBoard, BoardAsleep):
+            # It may have gone to sleep a moment ago, and a request ends that.
+            if not self.waking.needed(meant.model):
+                raise
+            epoch = await self.waking.ready(meant.model)
+            requests = [replace(one, min_epoch=max(one.min_epoch, epoch)) for one in requests]
+            choices, accepted = await self._accepted(requests)
         kind = ChatAnswer if isinstance(call, ChatCall) else CompletionAnswer
         answer = kind(call, completion, int(time.time()), self._stamp(meant, accepted))
         self.metrics.in_flight.inc()
         return Opened(call, meant.model, answer, choices, accepted, requests, started_s)
+
+    async def _accepted(self, requests: list[GenerateRequest]) -> tuple[Choices, list[Accepted]]:
+        """Have boards take all requests of a call, or none."""
+        choices = Choices(self.fleet.generate, requests)
+        try:
+            return choices, await choices.accepted()
+        except BaseException:
+            await choices.aclose()
+            raise
 
     async def close(self, opened: Opened) -> None:
         """End a call, finished or not, and free its boards; once more does no harm."""

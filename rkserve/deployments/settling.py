@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rkserve.control.operations import (
+    UPDATES,
     BoardResult,
     Operation,
     OperationKind,
@@ -17,11 +18,13 @@ from rkserve.control.operations import (
 )
 from rkserve.deployments.book import Book
 from rkserve.deployments.roster import Roster
-from rkserve.desired import Desired
-from rkserve.messages import BoardReport
+from rkserve.desired import Desired, SleepLevel
+from rkserve.messages import BoardReport, BoardState
 
 # These ask boards for something once; that they follow says nothing of it.
 _ERRANDS = frozenset({OperationKind.CACHE_RESET, OperationKind.ABORT})
+# Boards obey these before they have loaded what they are to load.
+_LOADING = frozenset({OperationKind.WAKE, *UPDATES})
 
 
 class Settling:
@@ -61,9 +64,19 @@ class Settling:
     def _has_followed(self, one: Operation, epoch: int, report: BoardReport | None) -> bool:
         if report is None or (report.epoch or 0) < epoch or report.missing:
             return False
+        if one.kind in _LOADING and not self._is_up(report):
+            return False
         if one.kind is not OperationKind.ADAPTER_RETIRE:
             return True
         return not any(_is_left(key, one, self._book.desired) for key in report.adapters)
+
+    def _is_up(self, report: BoardReport) -> bool:
+        """Whether a board has loaded its model, or shall not: it obeys before it has."""
+        duty = self._book.desired.duty(report.board_id, report.model)
+        if duty.level is not None and duty.level > SleepLevel.PAUSED:
+            return True
+        base = "" if duty.base is None else duty.base.digest
+        return report.state is BoardState.READY and report.base == base
 
 
 def _is_left(key: str, retirement: Operation, desired: Desired) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rkserve.desired import AdapterVersion
+from rkserve.desired import Artifact
 from rkserve.errors import BoardFailed, BoardSilent, RkserveError, StageFailed
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Delivery:
 
 
 async def stage(
-    version: AdapterVersion,
+    version: Artifact,
     board_ids: Iterable[str],
     read: Read,
     put: Put,
@@ -241,7 +241,7 @@ class _Lane:
     def __init__(
         self,
         board_id: str,
-        version: AdapterVersion,
+        version: Artifact,
         *,
         chunks: _Chunks,
         ask: Ask,
@@ -341,7 +341,7 @@ class _Lane:
         try:
             now: int = await self._call(
                 "stage_chunk",
-                self._version.ref.digest,
+                self._version.digest,
                 offset,
                 payload,
                 timeout_s=self._pace.call_timeout_s,

@@ -27,9 +27,10 @@ class Candidate:
     ``key`` addresses its replica. ``capacity`` is how many may run and wait there. ``in_flight``
     is this router's own requests that do now, and ``resting`` those that are paused: they keep
     nobody from the board, which counts them apart. ``foreign`` are those of other routers when the
-    board last reported. ``last_prompt`` are the ids of
-    the last prompt that this router sent it, and ``last_adapter`` the key of the adapter that it
-    was for: what one adapter computed is of no use to another.
+    board last reported. One that is ``ready`` takes requests, and starts them at once where its
+    model is ``loaded``. ``last_prompt`` are the ids of the last prompt that this router sent it,
+    and ``last_adapter`` the key of the adapter that it was for: what one adapter computed is of no
+    use to another.
     """
 
     key: str
@@ -38,6 +39,7 @@ class Candidate:
     resting: int = 0
     foreign: int = 0
     ready: bool = True
+    loaded: bool = True
     held: Held = Held.NOT
     last_prompt: tuple[int, ...] = ()
     last_adapter: str | None = None

@@ -34,7 +34,12 @@ _HOLD: Kinds = {**_RESUME, "mode": Kind.TEXT, "lease_s": Kind.NUMBER}
 _PAUSE: Kinds = {**_HOLD, "clear_cache": Kind.FLAG}
 _RESET: Kinds = {**_PLACES, "reset_running_requests": Kind.FLAG}
 _ABORT: Kinds = {**_PLACES, "request_ids": Kind.TEXTS}
-_LABEL: Kinds = {**COMMON, "new_version": Kind.TEXT, "abort_all_requests": Kind.FLAG}
+_LABEL: Kinds = {
+    **COMMON,
+    "new_version": Kind.TEXT,
+    "abort_all_requests": Kind.FLAG,
+    "reset_step": Kind.FLAG,
+}
 
 # SGLang's modes: what becomes of running requests, and whether their KV cache is given up.
 _SGLANG = {
@@ -96,10 +101,11 @@ class AbortCall:
 
 @dataclass(frozen=True)
 class LabelCall:
-    """A new name for the weights of a model."""
+    """A new name for the weights of a model, of which a trainer begins anew with ``reset_step``."""
 
     terms: Terms
     label: str
+    reset_step: bool = False
 
 
 def parse_pause(asked: Asked) -> PauseCall:
@@ -143,15 +149,21 @@ def parse_label(asked: Asked) -> LabelCall:
             "Unsupported parameter: a new label aborts nothing; POST /abort_requests does.",
             "abort_all_requests",
         )
-    label = fields.required_text("new_version")
+    label = check_label(fields.required_text("new_version"), "new_version")
+    return LabelCall(terms_of(fields), label, fields.flag("reset_step"))
+
+
+def check_label(label: str, param: str) -> str:
+    """Return a label that weights may have. Raises ``RequestError``."""
     # It is sent in a header, where several are separated by commas.
-    if len(label) > MAX_LABEL_CHARS or not all("!" <= one <= "~" and one != "," for one in label):
+    fits = 1 <= len(label) <= MAX_LABEL_CHARS
+    if not fits or not all("!" <= one <= "~" and one != "," for one in label):
         raise RequestError(
-            f"Invalid 'new_version': it has at most {MAX_LABEL_CHARS} printable ASCII characters, "
+            f"Invalid '{param}': it has at most {MAX_LABEL_CHARS} printable ASCII characters, "
             "without spaces and commas.",
-            "new_version",
+            param,
         )
-    return LabelCall(terms_of(fields), label)
+    return label
 
 
 def terms_of(fields: Fields) -> Terms:

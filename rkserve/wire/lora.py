@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from pydantic_core import from_json
+
 from rkserve.desired import AdapterLine, AdapterVersion, Desired, InFlight
 from rkserve.digests import DIGEST
 from rkserve.errors import RequestError
 from rkserve.messages import BoardReport
 from rkserve.names import NAME
+from rkserve.parameters import Parameter, read_parameters
 from rkserve.wire.asked import Asked, Kind, Kinds
 from rkserve.wire.cluster import COMMON, Terms, terms_of
 from rkserve.wire.fields import Fields, Range, quoted
@@ -36,6 +39,8 @@ _ARTIFACT: Kinds = {
     "sha256": Kind.TEXT,
     "scale": Kind.NUMBER,
     "base_model": Kind.TEXT,
+    "base_digest": Kind.TEXT,
+    "parameters": Kind.TEXT,
     "activate": Kind.FLAG,
 }
 _UPLOAD: Kinds = {**_ARTIFACT, "size": Kind.NUMBER}
@@ -82,7 +87,11 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Push:
-    """A new version of an adapter. ``path`` and ``url`` are None where its bytes are the body's."""
+    """A new version of an adapter. ``path`` and ``url`` are None where its bytes are the body's.
+
+    ``parameters`` are the tensors in it, and ``base_digest`` is the sha256 of the base weights that
+    it was trained on; neither need be said.
+    """
 
     terms: Terms
     name: str
@@ -94,6 +103,8 @@ class Push:
     size: int | None = None
     path: str | None = None
     url: str | None = None
+    parameters: tuple[Parameter, ...] = ()
+    base_digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +143,7 @@ def parse_load(asked: Asked) -> LoadCall:
         name,
         _version(fields),
         _scale(fields),
-        _digest(fields),
+        read_digest(fields),
         _rollout(fields),
         path=path,
     )
@@ -235,12 +246,14 @@ def _push(
         name,
         _version(fields),
         _scale(fields),
-        _digest(fields),
+        read_digest(fields),
         _rollout(fields),
         activate is None or activate,
         size,
         path,
         url,
+        sent_parameters(fields),
+        read_digest(fields, "base_digest"),
     )
 
 
@@ -256,6 +269,19 @@ def _terms_for(fields: Fields, base_name: str) -> Terms:
     return replace(terms, models=(base,))
 
 
+def sent_parameters(fields: Fields) -> tuple[Parameter, ...]:
+    """Read the list of tensors; in a query it is JSON."""
+    given = fields.get("parameters")
+    if isinstance(given, str):
+        try:
+            given = from_json(given, allow_inf_nan=False)
+        except ValueError:
+            raise RequestError(
+                f"Invalid 'parameters': expected JSON, got {quoted(given)}.", "parameters"
+            ) from None
+    return read_parameters(given, "parameters")
+
+
 def _version(fields: Fields) -> str | None:
     version = fields.text("version")
     return None if version is None else check_name(version, "version")
@@ -266,10 +292,11 @@ def _scale(fields: Fields) -> float:
     return 1.0 if scale is None else scale
 
 
-def _digest(fields: Fields) -> str | None:
-    digest = fields.text("sha256")
+def read_digest(fields: Fields, name: str = "sha256") -> str | None:
+    """Read a sha256."""
+    digest = fields.text(name)
     if digest is not None and not DIGEST.fullmatch(digest):
-        raise RequestError("Invalid 'sha256': expected 64 lower-case hexadecimal digits.", "sha256")
+        raise RequestError(f"Invalid '{name}': expected 64 lower-case hexadecimal digits.", name)
     return digest
 
 

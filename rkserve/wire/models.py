@@ -6,16 +6,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from rkserve.adapterfolder import Adapter
-from rkserve.desired import AdapterLine, AdapterVersion
+from rkserve.desired import AdapterLine, AdapterVersion, Desired, SleepLevel
 from rkserve.discretion import without_folders
-from rkserve.messages import BoardReport
+from rkserve.messages import BoardReport, BoardState
 from rkserve.wire.jsonbody import JsonObject
 
 OWNER = "rkserve"
 
 
 def model_entry(
-    model_id: str, created: int, context_length: int, boards: Iterable[BoardReport]
+    model_id: str,
+    created: int,
+    context_length: int,
+    boards: Iterable[BoardReport],
+    desired: Desired,
 ) -> JsonObject:
     """Return OpenAI's Model object, with what is rkserve's own under one key.
 
@@ -29,9 +33,36 @@ def model_entry(
         "owned_by": OWNER,
         "rkserve": {
             "context_length": context_length,
+            "state": model_state(desired, ordered),
             "boards": [_board(board) for board in ordered],
         },
     }
+
+
+def model_state(desired: Desired, boards: Iterable[BoardReport]) -> str:
+    """Return what becomes of a request for a model now, in one word.
+
+    ``ready``: a board serves. ``loading``: none does, and one will by itself. ``paused``: those
+    that could are held with their model loaded. ``asleep``: it is unloaded. ``failed``: none of the
+    boards can serve. A model of which no board has been heard yet is loading.
+    """
+    found = {_state(desired, board) for board in boards} or {"loading"}
+    return next(state for state in _STATES if state in found)
+
+
+_STATES = ("ready", "loading", "paused", "asleep", "failed")
+_COMING = (BoardState.LOADING, BoardState.RECOVERING, BoardState.JOINING, BoardState.ASLEEP)
+
+
+def _state(desired: Desired, board: BoardReport) -> str:
+    duty = desired.duty(board.board_id, board.model)
+    if board.state is not BoardState.READY and board.state not in _COMING:
+        return "failed"
+    if duty.level is not None and duty.level > SleepLevel.PAUSED:
+        return "asleep"
+    if board.state is not BoardState.READY:
+        return "loading"
+    return "ready" if duty.hold is None else "paused"
 
 
 def adapter_entry(

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from rkserve.wire.jsonbody import JsonObject
 
+WAITING = "waiting"  # what a board is while its operation goes on: neither done nor failed
 ACCEPTED = 202
 REFUSED = 400  # statuses from here on carry an error object
 
@@ -18,6 +19,8 @@ REFUSED = 400  # statuses from here on carry an error object
 _DONE = {
     "pause": "paused",
     "resume": "resumed",
+    "sleep": "sleeping",
+    "wake": "awake",
     "cache_reset": "cleared",
     "abort": "aborted",
     "adapter_stage": "staged",
@@ -26,6 +29,8 @@ _DONE = {
     "adapter_promote": "serving",
     "adapter_retire": "retired",
     "label": "labelled",
+    "weight_update": "updated",
+    "rebase": "updated",
 }
 _KINDS = {400: "invalid_request_error", 404: "invalid_request_error", 409: "invalid_request_error"}
 
@@ -163,7 +168,7 @@ def _boards(record: Record) -> JsonObject:
                 "latency_ms": round(one.latency_ms, 3),
             }
             for board, one in ordered
-            if not one.good
+            if not one.good and _text(one.status) != WAITING
         ],
         "phases": _phases(record.phases),
     }

@@ -12,6 +12,7 @@ from rkserve.desired import Desired, Pause
 from rkserve.discretion import without_folders
 from rkserve.messages import BoardReport, BoardState, VersionFigures
 from rkserve.wire.jsonbody import JsonObject
+from rkserve.wire.weights import weights_entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def is_paused_entry(
     """Return the answer of GET /is_paused: any and all boards, and each of them.
 
     ``paused`` is what the cluster shall be, which holds once its pause was answered; ``reported``
-    is what the board said of itself last.
+    is what the board said of itself last. A board that sleeps is paused as well, and has a level.
     """
     told: dict[str, JsonObject] = {}
     adapters: dict[str, JsonObject] = {}
@@ -72,6 +73,7 @@ def is_paused_entry(
         told[board.board_id] = {
             "paused": mode is not None,
             "mode": mode,
+            "level": duty.level,
             "reported": board.hold or None,
             "epoch": board.epoch,
         }
@@ -89,7 +91,42 @@ def is_paused_entry(
     }
 
 
-def weight_info(desired: Desired, models: Sequence[str], model: str | None) -> JsonObject:
+def is_sleeping_entry(
+    desired: Desired, boards: Iterable[BoardReport], model: str | None
+) -> JsonObject:
+    """Return the answer of GET /is_sleeping: any and all boards, and each of them.
+
+    ``sleeping`` is what the cluster shall be, which holds once its sleep was answered; ``reported``
+    is the level that the board said of itself last.
+    """
+    told: dict[str, JsonObject] = {}
+    for board in sorted(boards, key=lambda one: one.board_id):
+        level = desired.duty(board.board_id, board.model).level
+        told[board.board_id] = {
+            "sleeping": level is not None,
+            "level": level,
+            "reported": board.level,
+            "state": board.state.value,
+            "epoch": board.epoch,
+        }
+    sleeping = [entry["sleeping"] for entry in told.values()]
+    sleeps = (pause for pause in desired.pauses if pause.level is not None)
+    # A sleep holds also where no board is there to be put to sleep.
+    meant = any(not pause.scope.models or model in (None, *pause.scope.models) for pause in sleeps)
+    return {
+        "is_sleeping": any(sleeping) or (not told and meant),
+        "all": all(sleeping) if told else meant,
+        "epoch": desired.epoch,
+        "boards": told,
+    }
+
+
+def weight_info(
+    desired: Desired,
+    models: Sequence[str],
+    model: str | None,
+    boards: Sequence[BoardReport] = (),
+) -> JsonObject:
     """Return the answer of GET /weight_info: of one model, the first where none is named."""
     chosen = models[0] if model is None else model
     meant = desired.weights_of(chosen)
@@ -99,14 +136,16 @@ def weight_info(desired: Desired, models: Sequence[str], model: str | None) -> J
         "model": chosen,
         "epoch": desired.epoch,
         "models": {
-            one: {**_weights(desired, one), "adapters": _adapters(desired, one)} for one in models
+            one: {**weights_entry(desired, one, boards), "adapters": _adapters(desired, one)}
+            for one in models
         },
     }
 
 
 def _weights(desired: Desired, model: str) -> JsonObject:
     meant = desired.weights_of(model)
-    return {"weight_version": meant.label, "step": meant.step}
+    base = None if meant.base is None else meant.base.digest
+    return {"weight_version": meant.label, "step": meant.step, "base": base}
 
 
 def _adapters(desired: Desired, model: str) -> Mapping[str, str | None]:
@@ -119,7 +158,8 @@ def _adapters(desired: Desired, model: str) -> Mapping[str, str | None]:
 
 def _board(one: Glance, desired: Desired) -> JsonObject:
     report = one.report
-    hold = desired.duty(report.board_id, report.model).hold
+    duty = desired.duty(report.board_id, report.model)
+    hold = duty.hold
     return {
         "id": report.board_id,
         "model": report.model,
@@ -139,7 +179,10 @@ def _board(one: Glance, desired: Desired) -> JsonObject:
         "running": report.running,
         "queued": report.queued,
         "paused": report.paused,
-        "asleep": False,
+        "asleep": duty.level is not None,
+        "level": duty.level,
+        "idle_s": round(report.idle_s, 1),
+        "base": report.base or None,
         "adapters": list(report.adapters),
         "staged": list(report.staged),
         "versions": [_figures(figures) for figures in report.versions],
@@ -149,13 +192,13 @@ def _board(one: Glance, desired: Desired) -> JsonObject:
 
 def _total(boards: Sequence[Glance], desired: Desired) -> JsonObject:
     reports = [one.report for one in boards]
-    holds = (desired.duty(one.board_id, one.model).hold for one in reports)
+    duties = [desired.duty(one.board_id, one.model) for one in reports]
     return {
         "boards": len(reports),
         "ready": sum(one.state is BoardState.READY for one in reports),
         "joining": sum(one.state is BoardState.JOINING for one in reports),
-        "paused_boards": sum(hold is not None for hold in holds),
-        "asleep": 0,
+        "paused_boards": sum(duty.hold is not None for duty in duties),
+        "asleep": sum(duty.level is not None for duty in duties),
         "positions": sum(one.kv_positions for one in reports),
         "capacity": sum(_capacity(one) for one in reports),
         "bytes": _bytes(boards),
@@ -215,6 +258,8 @@ def _pause(pause: Pause) -> JsonObject:
         "adapter": pause.scope.adapter,
         "mode": pause.mode.value,
         "clear_cache": pause.clear_cache,
+        "level": pause.level,
+        "wake_on_request": pause.wakes,
         "since_s": pause.since_s,
         "expires_s": pause.expires_s,
     }
