@@ -4,8 +4,10 @@
 
 The training is pretended and the adapters are simulated ones, so it runs against `make demo`; for
 real boards put your own step in `train` and your exporter in `export`. The load shows that no
-request fails while adapters change, and which version answered how many. The admin key is taken
-from RKSERVE_ADMIN_KEY; rkserve's own machine needs none where none is configured.
+request fails while adapters change, and which version answered how many. With --receive an adapter
+is only staged by the push, and served by a weight update in PipelineRL's form: steps must grow, and
+requests that run go on with the new weights. The admin key is taken from RKSERVE_ADMIN_KEY;
+rkserve's own machine needs none where none is configured.
 """
 
 # ruff: noqa: T201 -- an example talks to a terminal
@@ -58,6 +60,23 @@ async def load(http: httpx.AsyncClient, model: str, answered: Counter[str]) -> N
             await asyncio.sleep(STEP_S)
 
 
+async def push(client: AsyncClient, args: argparse.Namespace, file: Path, step: int) -> str:
+    """Bring an adapter to all boards and have it served; return its label."""
+    version = f"step-{step}"
+    if not args.receive:
+        how = {"strategy": args.strategy, "in_flight": "pin"}
+        pushed = await client.push_adapter(
+            file, args.name, version, model=args.model, on_progress=tell, **how
+        )
+        return pushed.label
+    pushed = await client.push_adapter(
+        file, args.name, version, model=args.model, activate=False, on_progress=tell
+    )
+    done = await client.receive_weight_update(step, pushed, on_progress=tell)
+    print("    " + ", ".join(f"{name} {ms:.0f} ms" for name, ms in done.phases.items()))
+    return pushed.label
+
+
 async def run(args: argparse.Namespace) -> int:
     """Train, push, and report; 1 where a request failed."""
     answered: Counter[str] = Counter()
@@ -68,21 +87,15 @@ async def run(args: argparse.Namespace) -> int:
             httpx.AsyncClient(base_url=client.url, timeout=120.0) as http,
         ):
             askers: list[asyncio.Task[None]] = []
+            # A weight update must be newer than the last one, which another run may have made.
+            last = (await client.weight_info(args.model))["step"] if args.receive else None
             try:
-                for step in range(1, args.steps + 1):
+                for step in range(1 + (last or 0), 1 + (last or 0) + args.steps):
                     await train(step)
                     if step % args.every:
                         continue
-                    pushed = await client.push_adapter(
-                        export(Path(place), args.name, step),
-                        args.name,
-                        f"step-{step}",
-                        model=args.model,
-                        strategy=args.strategy,
-                        in_flight="pin",
-                        on_progress=tell,
-                    )
-                    print(f"  serving {pushed.label}")
+                    label = await push(client, args, export(Path(place), args.name, step), step)
+                    print(f"  serving {label}")
                     # The adapter's name means something from the first push on.
                     for _ in range(args.load - len(askers)):
                         askers.append(asyncio.create_task(load(http, args.name, answered)))
@@ -108,6 +121,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=4, help="steps between two pushes")
     parser.add_argument("--load", type=int, default=4, help="requests at a time")
     parser.add_argument("--strategy", choices=("atomic", "rolling"), default="atomic")
+    parser.add_argument("--receive", action="store_true", help="update in PipelineRL's form")
     return parser.parse_args()
 
 

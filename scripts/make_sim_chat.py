@@ -8,6 +8,10 @@ sources. It refuses to depend on anything else, so that the folder only changes 
 With --adapter it writes a simulated LoRA adapter for that model instead:
 
     python scripts/make_sim_chat.py --adapter Pirate --out pirate_lora.rkllm [--seed 7] [--mib 32]
+
+With --reseed it writes other base weights for that model: the same file, with other answers:
+
+    python scripts/make_sim_chat.py --reseed 7 --out sim-chat-7.rkllm
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rkserve.native.sim import adapters
+from rkserve.native.sim import models as sim_models
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = ROOT / "rkserve" / "native" / "sim"
@@ -251,7 +256,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the adapter: another one, others")
     parser.add_argument("--base", default=MODEL_ID, help="id of the adapter's model, or any")
     parser.add_argument("--mib", type=int, default=1, help="size of the adapter")
+    parser.add_argument("--reseed", type=int, help="write base weights that answer otherwise")
     given = parser.parse_args(argv)
+    if given.reseed is not None:
+        if given.out is None:
+            parser.error("--reseed needs --out")
+        content = (ROOT / "models" / MODEL_ID / "model.rkllm").read_bytes()
+        given.out.write_bytes(sim_models.reseed(content, given.reseed))
+        return
     if given.adapter is None:
         write(given.out or ROOT / "models" / MODEL_ID)
         return

@@ -23,12 +23,33 @@ from fake_boards import eventually
 from rkserve.config import CoordinatorConfig
 from rkserve.control.calls import Call, Outcome
 from rkserve.control.operations import OperationKind
+from rkserve.control.rest import SleepPolicy
+from rkserve.deployments.artifactfacts import Facts
 from rkserve.deployments.coordinator import Coordinator, Outside
 from rkserve.deployments.fleet import Fleet
 from rkserve.deployments.ledger import Ledger
 from rkserve.deployments.staging import Pace
-from rkserve.desired import AdapterVersion, Adoption, Desired, Duty, PauseMode, Probe
-from rkserve.errors import BoardGone, BoardSilent, BoardStartFailed, RkserveError, StageFailed
+from rkserve.desired import (
+    AdapterVersion,
+    Adoption,
+    Artifact,
+    BaseVersion,
+    Desired,
+    Duty,
+    PauseMode,
+    Probe,
+    SleepLevel,
+)
+from rkserve.errors import (
+    ArtifactNotFound,
+    BoardAsleep,
+    BoardGone,
+    BoardSilent,
+    BoardStartFailed,
+    RebaseFailed,
+    RkserveError,
+    StageFailed,
+)
 from rkserve.messages import AdapterRef, BoardReport, BoardState, Event, GenerateRequest
 from rkserve.messages import VersionFigures as Figures
 
@@ -51,7 +72,7 @@ class FakeBoard:
     life: int = 0
     desired: Desired | None = None
     files: dict[str, bytearray] = field(default_factory=dict)
-    whole: dict[str, AdapterVersion] = field(default_factory=dict)
+    whole: dict[str, Artifact] = field(default_factory=dict)
     loaded: set[str] = field(default_factory=set)
     dead: bool = False
     frozen: bool = False
@@ -59,6 +80,15 @@ class FakeBoard:
     slow_s: dict[str, float] = field(default_factory=dict)
     asked: Counter[str] = field(default_factory=Counter)
     dies_in: str = ""
+    base: str = ""  # the sha256 of the weights that it has loaded; those of its folder have none
+    loads: list[str] = field(default_factory=list)
+    cannot_load: set[str] = field(default_factory=set)
+    stops: int = 0  # requests that a hold or other weights stop
+    asleep: bool = False  # its model is unloaded
+    context: int = 0  # tokens in its KV cache, of which ``parks`` survive level 1
+    parks: int = 0
+    jobs: int = 0
+    idle_s: float = 0.0
     figures: tuple[Figures, ...] = ()
 
     @property
@@ -72,12 +102,25 @@ class FakeBoard:
     @property
     def missing(self) -> tuple[AdapterVersion, ...]:
         wanted = () if self.duty is None else self.duty.versions
-        return tuple(version for version in wanted if version.ref.key not in self.whole)
+        return tuple(version for version in wanted if version.key not in self.whole)
+
+    @property
+    def wanted_base(self) -> str:
+        """The sha256 of the weights that it shall load."""
+        base = None if self.duty is None else self.duty.base
+        return "" if base is None else base.digest
+
+    @property
+    def missing_base(self) -> BaseVersion | None:
+        base = None if self.duty is None else self.duty.base
+        return None if base is None or base.key in self.whole else base
 
     @property
     def serves(self) -> bool:
         """Whether it would emit a token for a request by the bare name now."""
-        return not self.dead and self.duty is not None and not self.missing and not self.is_held
+        obeys = self.duty is not None and not self.missing and not self.is_held
+        obeys = obeys and self.base == self.wanted_base
+        return not self.dead and obeys and not self.asleep
 
     @property
     def is_held(self) -> bool:
@@ -87,21 +130,28 @@ class FakeBoard:
         """Another replica takes its place: it knows nothing but what is on its disk."""
         self.life += 1
         self.desired, self.dead, self.frozen = None, False, False
-        self.loaded = set()
+        self.loaded, self.asleep, self.jobs, self.base = set(), False, 0, ""
         if not disk:
             self.files, self.whole = {}, {}
 
     def report(self) -> BoardReport:
-        ready = self.desired is not None and not self.missing
+        lacking = len(self.missing) + (self.missing_base is not None)
+        ready = self.desired is not None and not lacking and self.base == self.wanted_base
         held = None if self.duty is None else self.duty.hold
+        state = BoardState.READY if ready else BoardState.JOINING
+        level = None if self.duty is None else self.duty.level
         return BoardReport(
             self.board_id,
             self.model,
-            BoardState.READY if ready else BoardState.JOINING,
+            BoardState.ASLEEP if self.asleep else state,
+            queued=self.jobs,
+            level=int(SleepLevel.UNLOADED) if level is None and self.asleep else level,
+            idle_s=0.0 if self.jobs else self.idle_s,
             replica=self.replica,
             epoch=None if self.desired is None else self.desired.epoch,
             hold="" if held is None else held.mode.value,
-            missing=len(self.missing),
+            missing=lacking,
+            base=self.wanted_base if self.asleep else self.base,
             staged=tuple(self.whole),
             adapters=tuple(self.loaded),
             versions=self.figures,
@@ -110,14 +160,45 @@ class FakeBoard:
     def adopt(self, desired: Desired) -> Adoption:
         if self.desired is None or desired.epoch > self.desired.epoch:
             self.desired = desired
+        level = self.desired.duty(self.board_id, self.model).level
+        fell_asleep = not self.asleep and level is not None and level > SleepLevel.PAUSED
+        self.asleep = level is not None and level > SleepLevel.PAUSED
+        stopped = self.stops if self.is_held or self.base != self.wanted_base else 0
+        refused = self._load()
+        kept = self.parks if fell_asleep and level is SleepLevel.UNLOADED else 0
         return Adoption(
-            self.board_id, self.desired.epoch, self.missing, held=self.is_held, latency_ms=1.0
+            self.board_id,
+            self.desired.epoch,
+            self.missing,
+            held=self.is_held,
+            stopped=stopped,
+            latency_ms=1.0,
+            missing_base=self.missing_base,
+            refused=refused,
+            level=level,
+            kept_tokens=kept,
+            dropped_tokens=self.context - kept if fell_asleep else 0,
         )
 
-    def stage_begin(self, version: AdapterVersion) -> int:
-        if version.ref.key in self.whole:
+    def _load(self) -> str:
+        """Load the weights that it shall have; one that cannot goes on with those that it had, and
+        says so at once when it is told the same again.
+        """
+        wanted = self.wanted_base
+        if self.asleep or self.base == wanted or self.missing_base is not None:
+            return ""
+        if wanted in self.cannot_load and wanted in self.loads:
+            return "the trial generation ended with an error a moment ago"
+        self.loads.append(wanted)
+        if wanted in self.cannot_load:
+            raise RebaseFailed(self.board_id, "the trial generation ended with an error")
+        self.base = wanted
+        return ""
+
+    def stage_begin(self, version: Artifact) -> int:
+        if version.key in self.whole:
             return version.size_bytes
-        return len(self.files.setdefault(version.ref.digest, bytearray()))
+        return len(self.files.setdefault(version.digest, bytearray()))
 
     def stage_chunk(self, digest: str, offset: int, data: bytes) -> int:
         there = self.files[digest]
@@ -126,18 +207,20 @@ class FakeBoard:
         there += data
         return len(there)
 
-    def stage_commit(self, version: AdapterVersion) -> None:
-        if version.ref.key in self.whole:
+    def stage_commit(self, version: Artifact) -> None:
+        if version.key in self.whole:
             return
-        content = self.files.pop(version.ref.digest)
-        if hashlib.sha256(content).hexdigest() != version.ref.digest:
+        content = self.files.pop(version.digest)
+        if hashlib.sha256(content).hexdigest() != version.digest:
             raise StageFailed(self.board_id, "the sha256 differs")
-        self.whole[version.ref.key] = version
+        self.whole[version.key] = version
 
-    def unstage(self, version: AdapterVersion) -> bool:
-        return self.whole.pop(version.ref.key, None) is not None
+    def unstage(self, version: Artifact) -> bool:
+        return self.whole.pop(version.key, None) is not None
 
     def load_adapter(self, ref: AdapterRef, prompt_ids: tuple[int, ...], tokens: int) -> Probe:
+        if self.asleep:
+            raise BoardAsleep(self.board_id, "its model is unloaded")
         assert ref.key in self.whole
         assert prompt_ids
         self.loaded.add(ref.key)
@@ -227,6 +310,9 @@ class FakeStore:
 
     files: dict[str, bytes] = field(default_factory=dict)
     kept_s: dict[str, float] = field(default_factory=dict)
+    said: dict[str, Facts] = field(default_factory=dict)
+    bases: dict[str, BaseVersion] = field(default_factory=dict)
+    own: str | None = None
 
     def add(self, version: str, content: bytes, name: str = "tone") -> AdapterVersion:
         digest = hashlib.sha256(content).hexdigest()
@@ -234,11 +320,30 @@ class FakeStore:
         self.kept_s[digest] = time.monotonic()
         return AdapterVersion(AdapterRef(name, version, digest), len(content))
 
+    def add_base(self, version: str, content: bytes) -> BaseVersion:
+        """Keep base weights."""
+        digest = self.add(version, content).digest
+        base = BaseVersion(MODEL, version, digest, len(content))
+        self.bases[f"{MODEL}@{version}"] = base
+        return base
+
+    def facts(self, digest: str) -> Facts:
+        return self.said.get(digest, Facts())
+
+    def model(self, model: str, version: str) -> BaseVersion:
+        try:
+            return self.bases[f"{model}@{version}"]
+        except KeyError:
+            raise ArtifactNotFound(f"no base weights '{model}@{version}'") from None
+
+    def own_digest(self, _model: str) -> str | None:
+        return self.own
+
     def read(self, digest: str, offset: int, size: int) -> bytes:
         return self.files[digest][offset : offset + size]
 
-    def check(self, version: AdapterVersion) -> None:
-        if version.ref.digest not in self.files:
+    def check(self, version: Artifact) -> None:
+        if version.digest not in self.files:
             raise StageFailed("head", "the store has no such file")
 
     def digests(self) -> tuple[str, ...]:
@@ -259,6 +364,7 @@ class Control:
     store: FakeStore = field(default_factory=FakeStore)
     now_s: float = 1_000_000.0
     settings: Mapping[str, Any] = field(default_factory=dict)
+    policies: Mapping[str, SleepPolicy] = field(default_factory=dict)
     wrap_link: Callable[[FakeCluster], Any] = lambda link: link
     wrap_ledger: Callable[[Ledger], Any] = lambda ledger: ledger
 
@@ -277,6 +383,7 @@ class Control:
             lambda data: data,
             lambda: self.now_s,
             PACE,
+            self.policies,
         )
         self.it = Coordinator(self.config, outside)
         await self.it.start()
@@ -309,6 +416,12 @@ class Control:
     async def resume(self, **params: Any) -> Outcome:
         return await self.call(OperationKind.RESUME, **params)
 
+    async def sleep(self, **params: Any) -> Outcome:
+        return await self.call(OperationKind.SLEEP, **params)
+
+    async def wake(self, **params: Any) -> Outcome:
+        return await self.call(OperationKind.WAKE, **params)
+
     async def stage(self, version: AdapterVersion, **params: Any) -> Outcome:
         ref = version.ref
         known = {"model": MODEL, "name": ref.name, "version": ref.version, "digest": ref.digest}
@@ -320,10 +433,35 @@ class Control:
         known = {"model": MODEL, "name": "tone", "version": version}
         return await self.call(OperationKind.ADAPTER_ROLLOUT, **{**known, **params})
 
+    async def rebase(self, base: BaseVersion | None, **params: Any) -> Outcome:
+        """Have other base weights loaded board by board."""
+        known = {
+            "model": MODEL,
+            "digest": None if base is None else base.digest,
+            "size_bytes": None if base is None else base.size_bytes,
+            "label": None if base is None else base.version,
+        }
+        return await self.call(OperationKind.REBASE, **{**known, **params})
+
+    async def update(self, what: Artifact, step: int, **params: Any) -> Outcome:
+        """Make a trainer's update."""
+        known: dict[str, Any] = {"model": MODEL, "step": step}
+        if isinstance(what, BaseVersion):
+            known |= {"digest": what.digest, "size_bytes": what.size_bytes}
+            known["version"] = what.version
+        else:
+            known |= {"name": what.ref.name, "version": what.ref.version}
+        return await self.call(OperationKind.WEIGHT_UPDATE, **{**known, **params})
+
     @property
     def held(self) -> list[str]:
         """The boards that are held as a whole or for the adapter."""
         return [name for name, board in self.cluster.boards.items() if board.is_held]
+
+    @property
+    def asleep(self) -> list[str]:
+        """The boards whose model is unloaded."""
+        return [name for name, board in self.cluster.boards.items() if board.asleep]
 
     @property
     def desired(self) -> Desired:
@@ -347,7 +485,10 @@ class Control:
         bringing = self.it._reconciler._bringing
         going_on = {board for board, task in bringing.items() if not task.done()}
         return all(
-            one.desired == self.desired and not one.missing and one.board_id not in going_on
+            one.desired == self.desired
+            and not one.missing
+            and (one.asleep or one.base == one.wanted_base)
+            and one.board_id not in going_on
             for one in alive
         )
 

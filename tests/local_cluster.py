@@ -60,6 +60,7 @@ def free_port() -> int:
 
 
 # What tells an old report of a board from its latest one.
+_STATE = "rkserve_board_state"
 _FIGURES = {
     "rkserve_board_requests_total": "requests",
     "rkserve_board_aborted_total": "aborted",
@@ -253,11 +254,14 @@ class App:
             for sample in family.samples:
                 if sample.name in _FIGURES:
                     heard.setdefault(sample.labels["board"], {})[sample.name] = sample.value
+                elif sample.name == _STATE and sample.labels["state"] == BoardState.READY.value:
+                    heard.setdefault(sample.labels["board"], {})[_STATE] = sample.value
         return heard
 
 
 def _figures(report: BoardReport) -> dict[str, float]:
-    return {metric: getattr(report, name) for metric, name in _FIGURES.items()}
+    """What is to be heard of a board that is ready."""
+    return {_STATE: 1.0, **{metric: getattr(report, name) for metric, name in _FIGURES.items()}}
 
 
 @contextlib.contextmanager

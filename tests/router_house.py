@@ -24,6 +24,7 @@ from rkserve.modelfolder import open_model_folder
 
 CHAT = "/v1/chat/completions"
 MAX_ADAPTER_BYTES = 5_000_000
+MAX_MODEL_BYTES = 4_000_000
 FOLDER = Path(__file__).resolve().parents[1] / "models" / "sim-chat"
 
 
@@ -47,7 +48,7 @@ class House:
         fleet = Fleet({"only": self.boards}, {"only": model_id}, random.Random(5))
         self.cluster = Cluster(self.head, fleet.obey)
         self.service = Service(self.config, {model_id: self.served}, fleet, self.cluster)
-        self.app: ASGIApp = make_app(self.service, MAX_ADAPTER_BYTES)
+        self.app: ASGIApp = make_app(self.service, MAX_ADAPTER_BYTES, MAX_MODEL_BYTES)
 
     async def __call__(
         self, method: str, path: str, *, host: str = "127.0.0.1", **kwargs: Any

@@ -318,10 +318,10 @@ def test_a_file_that_is_not_what_it_was_is_removed_and_said(
 ) -> None:
     store.upload_end(upload(store))
     (tmp_path / "store" / DIGEST).write_bytes(CONTENT[:-1] + b"!")
-    with pytest.raises(ArtifactNotFound, match="'legal@v1' is damaged"):
+    with pytest.raises(ArtifactNotFound, match="legal@v1 is damaged"):
         store.check(V1)
     assert store.digests() == ()
-    with pytest.raises(ArtifactNotFound, match="has no file of 'legal@v1'"):
+    with pytest.raises(ArtifactNotFound, match="has no file of adapter legal@v1"):
         store.check(V1)
     with pytest.raises(ArtifactNotFound):
         store.read(DIGEST, 0, 5)

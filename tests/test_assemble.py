@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from fakes import run_loop
 
 from rkserve.adapterfolder import adapters
 from rkserve.deployments.assemble import Place, assemble
-from rkserve.desired import Desired
+from rkserve.desired import BaseVersion, Desired
 from rkserve.errors import AdapterBroken, ConfigError
 from rkserve.groupconfig import BoardGroupConfig, SimulatedConfig
 from rkserve.messages import GenerateRequest
@@ -61,3 +62,15 @@ def test_the_groups_limits_are_the_boards(tmp_path: Path) -> None:
     settings = group(MODEL, 1).model_copy(update={"max_paused": 3, "pause_timeout_s": 7.0})
     board = assemble(settings, place(tmp_path), "rk3588")
     assert (board.max_paused, board.pause_timeout_s) == (3, 7.0)
+
+
+def test_weights_that_are_sent_lie_beside_the_boards_other_state(tmp_path: Path) -> None:
+    here = place(tmp_path)
+    board = assemble(group(MODEL, 1), here, "rk3588")
+    content = b"some weights" * 100
+    base = BaseVersion(board.model, "w1", hashlib.sha256(content).hexdigest(), len(content))
+    board.intake.begin(base)
+    board.intake.chunk(base.digest, 0, content)
+    board.intake.commit(base)
+    folder = here.state_dir / "weights" / here.board_id
+    assert (folder / f"{base.digest}.rkllm").read_bytes() == content

@@ -11,19 +11,18 @@ from typing import Any
 import httpx
 import pytest
 from fake_control import PARTLY, FakeControl, envelope, error, ok, stored
+from terminal import Terminal, plain
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from rkserve.cli import app
-from rkserve.cli.bars import count, describe
 from rkserve.cli.link import Exit
-from rkserve.client import Client, Progress
 
 ROLLOUT = "POST /v1/lora_adapters/tone/rollout"
-CLUSTER = {
+CLUSTER: dict[str, Any] = {
     "epoch": 12,
     "coordinator": {"reachable": False},
-    "total": {"ready": 1, "boards": 2, "paused_boards": 1, "running": 3, "queued": 4},
+    "total": {"ready": 1, "boards": 2, "paused_boards": 1, "asleep": 0}
+    | {"running": 3, "queued": 4, "paused": 2},
     "pauses": [
         {
             "operation": "op-1",
@@ -42,46 +41,13 @@ CLUSTER = {
             "hold": "keep",
             "running": 3,
             "queued": 4,
+            "paused": 2,
             "decode_tokens_per_s": 12.34,
             "epoch": 12,
             "reason": "[bold]not markup[/bold]",
         }
     ],
 }
-
-
-def plain(text: str) -> str:
-    """Return what a box of rich says, in one line; other text as it is."""
-    return " ".join(text.replace("│", " ").split()) if "╭" in text else text
-
-
-class Terminal:
-    """A shell in which ``rkserve`` talks to a fake."""
-
-    def __init__(self, server: FakeControl) -> None:
-        self.server = server
-        self.opened: list[tuple[str, str | None]] = []
-
-    def open(self, url: str, key: str | None) -> Client:
-        self.opened.append((url, key))
-        return Client(
-            url,
-            admin_key=key,
-            transport=httpx.MockTransport(self.server.handle),
-            sleep=self.server.sleep,
-            clock=self.server.clock,
-        )
-
-    def __call__(self, *words: str, **environ: str) -> tuple[int, str, str]:
-        env = {
-            "COLUMNS": "200",
-            "RKSERVE_URL": "",
-            "RKSERVE_ADMIN_KEY": "",
-            "RKSERVE_ADMIN_KEY_FILE": "",
-            **environ,
-        }
-        done = CliRunner().invoke(app, words, obj=self.open, env=env)
-        return done.exit_code, done.stdout, plain(done.stderr)
 
 
 @pytest.fixture
@@ -109,7 +75,7 @@ def rkserve(server: FakeControl) -> Terminal:
 def test_exit_codes(
     server: FakeControl, rkserve: Terminal, *, answer: Any, code: Exit, said: str, as_json: bool
 ) -> None:
-    server.on("POST /resume", answer)
+    server.on("POST /resume", answer).on("GET /v1/cluster", ok({"pauses": []}))
     exit_code, out, err = rkserve("resume", *(["--json"] if as_json else []))
     assert exit_code == code
     assert said in err
@@ -231,7 +197,10 @@ def test_status_shows_boards_pauses_and_a_coordinator_that_is_away(
     server.on("GET /v1/cluster", ok(CLUSTER))
     code, out, _ = rkserve("status")
     assert code == 0
-    assert "epoch 12, 1 of 2 boards ready, 1 paused; 3 requests run, 4 wait" in out
+    assert (
+        "epoch 12, 1 of 2 boards ready, 1 paused, 0 asleep; 3 requests run, 4 wait, 2 are held"
+        in out
+    )
     assert "Coordinator cannot be reached" in out
     assert "paused (keep): sim-chat, until 1970-01-01T" in out
     assert "[bold]not markup[/bold]" in out
@@ -254,9 +223,37 @@ def test_lists_are_tables_or_json(server: FakeControl, rkserve: Terminal) -> Non
     assert "tone@v2  m      active  abababababab  7      2/2     1/2" in rkserve("lora", "list")[1]
     assert "1/2" in rkserve("operations")[1]
     assert "admin  pause  1970-01-01" in rkserve("audit")[1]
-    assert "rkserve" in rkserve("models")[1]
+    assert "m      -" in rkserve("models")[1]
     for words in (["lora", "list"], ["operations"], ["audit"], ["models"]):
         assert len(json.loads(rkserve(*words, "--json")[1])) == 1
+
+
+def test_status_shows_what_sleeps_and_which_weights_are_loaded(
+    server: FakeControl, rkserve: Terminal
+) -> None:
+    (board,), (pause,) = CLUSTER["boards"], CLUSTER["pauses"]
+    rows = [
+        {**board, "id": "sim-0", "state": "asleep", "level": 2, "base": "cd" * 32},
+        {**board, "id": "sim-1", "hold": None, "level": None, "base": None},
+    ]
+    sleep = {**pause, "level": 2, "expires_s": None, "wake_on_request": True}
+    total = {**CLUSTER["total"], "paused_boards": 1, "asleep": 1}
+    server.on("GET /v1/cluster", ok({**CLUSTER, "total": total, "boards": rows, "pauses": [sleep]}))
+    lines = [" ".join(line.split()) for line in rkserve("status")[1].splitlines()]
+    assert "0 paused, 1 asleep" in lines[0]
+    said = "asleep (level 2, keep): sim-chat, until a request comes, by operation op-1"
+    assert said in lines
+    assert any("asleep keep, level 2 3 4 2 12.3 12 cdcdcdcdcdcd" in line for line in lines)
+    assert any("ready - 3 4 2 12.3 12 of the model folder" in line for line in lines)
+
+
+def test_a_table_for_another_program_is_as_wide_as_its_lines(
+    server: FakeControl, rkserve: Terminal
+) -> None:
+    server.on(
+        "GET /v1/operations", ok({"data": [stored("succeeded"), stored("partial", **PARTLY)]})
+    )
+    assert len(rkserve("operations", COLUMNS="40")[1].splitlines()) == 3
 
 
 @pytest.mark.parametrize(
@@ -320,13 +317,6 @@ def test_adapters_are_changed(
     code, _, err = rkserve("lora", *words)
     assert (code, server.routes[0]) == (Exit.FAILED, route)
     assert "is failed: sim-1: It does not answer." in err
-
-
-def test_progress_says_bytes_and_boards() -> None:
-    upload = Progress("upload", 1 << 20, 3 << 20)
-    assert (describe(upload), count(upload)) == ("upload", "1.0 of 3.0 MiB")
-    rollout = Progress("adapter_rollout", 1, 8, "switching")
-    assert (describe(rollout), count(rollout)) == ("adapter rollout switching", "1 of 8 boards")
 
 
 def test_it_runs_as_a_module() -> None:

@@ -1,4 +1,4 @@
-"""Client, command and the example of a training loop against a cluster."""
+"""Client, command and the examples of training loops against a cluster."""
 
 from __future__ import annotations
 
@@ -69,13 +69,10 @@ def test_a_renewed_lease_holds_the_cluster_and_ends_with_its_block(app: App) -> 
         assert not client.is_paused()
 
 
-@pytest.mark.parametrize("strategy", ["atomic", "rolling"])
-def test_adapters_change_under_load_and_no_request_fails(app: App, strategy: str) -> None:
-    name = f"trained-{strategy}"
-    command = [sys.executable, str(PROJECT / "examples" / "train_loop.py")]
-    words = ["--steps", "6", "--every", "2", "--load", "3", "--strategy", strategy, "--name", name]
+def example(app: App, name: str, *words: str) -> str:
+    """Run an example to its good end; return what it said."""
     done = subprocess.run(
-        [*command, *words],
+        [sys.executable, str(PROJECT / "examples" / f"{name}.py"), *words],
         env={**os.environ, "RKSERVE_URL": app.url},
         capture_output=True,
         text=True,
@@ -83,6 +80,28 @@ def test_adapters_change_under_load_and_no_request_fails(app: App, strategy: str
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-    assert re.findall(r"serving (\S+)", done.stdout) == [f"{name}@step-{n}" for n in (2, 4, 6)]
-    answered = dict(re.findall(rf"^ *\d+ ({name}@step-(\d))$", done.stdout, re.M))
-    assert answered, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("how", ["--strategy=atomic", "--strategy=rolling", "--receive"])
+def test_adapters_change_under_load_and_no_request_fails(app: App, how: str) -> None:
+    name = f"trained-{how.strip('-').partition('=')[2] or 'step'}"
+    said = example(app, "train_loop", *f"--steps 6 --every 2 --load 3 --name {name}".split(), how)
+    assert re.findall(r"serving (\S+)", said) == [f"{name}@step-{n}" for n in (2, 4, 6)]
+    assert re.findall(rf"^ *\d+ ({name}@step-\d)$", said, re.MULTILINE), said
+
+
+def test_boards_sleep_while_a_loop_trains_and_answers_end_after_it(app: App) -> None:
+    said = example(app, "rl_loop", "--rounds", "3", "--prompts", "4")
+    assert (
+        re.findall(r"(sleep|wake): (\w+)", said)
+        == [
+            ("sleep", "succeeded"),
+            ("wake", "succeeded"),
+        ]
+        * 3
+    )
+    counts = re.findall(r"^ *(\d+) (?:default|policy@round-\S+)$", said, re.MULTILINE)
+    assert sum(map(int, counts)) == 12, said
+    with Client(app.url) as client:
+        assert not client.is_sleeping()

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 from fake_boards import FakeBoards, report
-from fake_head import FakeHead, line
+from fake_head import FakeHead, line, version
 from router_house import House
 
-from rkserve.client import AsyncClient, NotFound, OperationFailed
+from rkserve.client import AsyncClient, NotFound, OperationFailed, Refused
 from rkserve.control.calls import Call, Outcome
 from rkserve.control.operations import (
     BoardResult,
@@ -22,7 +22,11 @@ from rkserve.control.operations import (
     OperationState,
     ResultStatus,
 )
-from rkserve.desired import Desired
+from rkserve.deployments.artifactfacts import FoundWeights
+from rkserve.desired import BaseVersion, Desired
+from rkserve.parameters import Parameter
+
+TENSORS = [{"name": "lm_head", "shape": [4, 8], "dtype": "torch.bfloat16"}]
 
 
 class Head(FakeHead):
@@ -76,6 +80,57 @@ def test_a_pause_reaches_the_coordinator_and_its_answer_is_read() -> None:
     assert resume.kind is OperationKind.RESUME
 
 
+def test_a_sleep_reaches_the_coordinator_as_it_was_asked_for() -> None:
+    asked = head()
+
+    async def use(client: AsyncClient) -> None:
+        async with client.asleep(level=2, boards="a*", lease_s=90):
+            pass
+        await client.unload_model("sim-chat")
+
+    drive(asked, use)
+    sleep, wake, unload = asked.calls
+    assert (sleep.kind, wake.kind) == (OperationKind.SLEEP, OperationKind.WAKE)
+    told = {name: sleep.params[name] for name in ("level", "mode", "lease_s", "wakes")}
+    assert told == {"level": 2, "mode": "keep", "lease_s": 90, "wakes": False}
+    assert list(sleep.params["boards"]) == list(wake.params["boards"]) == ["a"]  # type: ignore[arg-type]
+    assert unload.kind is OperationKind.SLEEP
+    assert unload.params["wakes"] is None, "as configured"
+    assert list(unload.params["models"]) == ["sim-chat"]  # type: ignore[arg-type]
+
+
+def test_weights_reach_the_coordinator_as_they_were_pushed() -> None:
+    base = BaseVersion("sim-chat", "v2", "b" * 64, len(b"base weights"))
+    listed = (Parameter("lm_head", (4, 8), "bfloat16"),)
+    staged = version("tone", "v2", len(b"weights"))
+    found = {"sim-chat@v2": FoundWeights(base, listed), "tone@v2": FoundWeights(staged)}
+    asked = head(says={"upload_end_model": base, "find_weights": lambda _model, name: found[name]})
+
+    async def use(client: AsyncClient) -> None:
+        pushed = await client.push_weights(b"base weights", "v2", parameters=TENSORS)
+        assert (pushed.label, pushed.model) == ("sim-chat@v2", "sim-chat")
+        await client.receive_weight_update(7, pushed)
+        await client.receive_weight_update(8, pushed, TENSORS, in_flight="abort")
+        await client.update_weights(pushed, "eight", max_unavailable=2)
+        asked.parts.clear()  # of the first upload
+        pushed_adapter = await client.push_adapter(b"weights", "tone", "v2", activate=False)
+        await client.receive_weight_update(9, pushed_adapter)
+        with pytest.raises(Refused, match="does not fit"):
+            await client.receive_weight_update(10, "tone@v2", TENSORS)
+
+    drive(asked, use)
+    kinds = [call.kind.value for call in asked.calls]
+    assert kinds == ["weight_update"] * 2 + ["rebase", "adapter_stage", "weight_update"]
+    steps = [call.params.get("step") for call in asked.calls]
+    assert steps == [7, 8, None, None, 9]
+    told = [call.params.get("in_flight") for call in asked.calls]
+    assert told == ["switch", "abort", "pin", None, "switch"]
+    assert asked.calls[0].params["digest"] == asked.calls[2].params["digest"] == base.digest
+    assert asked.calls[2].params["label"] == "eight"
+    assert asked.calls[4].params["name"] == "tone"
+    assert all(call.background for call in asked.calls)
+
+
 def test_a_push_becomes_two_operations() -> None:
     asked = head()
     pushed = drive(
@@ -108,8 +163,26 @@ def test_a_push_that_fails_to_stage_is_not_rolled_out() -> None:
         (lambda c: c.remove_adapter("tone"), "adapter_retire"),
         (lambda c: c.reset_cache(boards="a"), "cache_reset"),
         (lambda c: c.set_weight_version("step-9"), "label"),
+        (lambda c: c.update_weights("default"), "rebase"),
+        (lambda c: c.sleep(2, boards="a", lease_s=9), "sleep"),
+        (lambda c: c.wake(["weights"], models="sim-chat"), "wake"),
+        (lambda c: c.load_model("sim-chat"), "wake"),
+        (lambda c: c.unload_model("sim-chat", 2, "abort", wake_on_request=True), "sleep"),
     ],
-    ids=["rollout", "rollback", "promote", "remove", "remove all", "reset", "label"],
+    ids=[
+        "rollout",
+        "rollback",
+        "promote",
+        "remove",
+        "remove all",
+        "reset",
+        "label",
+        "update",
+        "sleep",
+        "wake",
+        "load",
+        "unload",
+    ],
 )
 def test_every_change_is_understood(
     use: Callable[[AsyncClient], Awaitable[Any]], kind: str
@@ -132,6 +205,9 @@ def test_everything_that_can_be_looked_at_is_read() -> None:
         assert [one.id for one in await client.operations(limit=2)] == ["op-0", "op-1"]
         assert await client.audit() == [{"who": "local", "kind": "pause"}]
         assert await client.weight_version() == "default"
+        assert (await client.weight_info())["models"]["sim-chat"]["boards"]["a"]["base"] is None
+        asleep = await client.is_sleeping()
+        assert (bool(asleep), dict(asleep.boards)) == (False, {"a": None})
 
     drive(head(), use)
 

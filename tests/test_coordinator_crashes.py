@@ -22,7 +22,7 @@ from fake_cluster import MODEL, Control, FakeBoard, FakeCluster, Killed
 from own_time import run_loop
 
 from rkserve.control.calls import Outcome
-from rkserve.control.operations import OperationKind, OperationState, Phase
+from rkserve.control.operations import UPDATES, OperationKind, OperationState, Phase
 from rkserve.deployments.ledger import Ledger
 from rkserve.errors import BoardStartFailed, RkserveError
 from rkserve.messages import BoardReport, Event, GenerateRequest
@@ -104,6 +104,10 @@ async def paused(it: Control) -> None:
     await it.pause()
 
 
+async def slept(it: Control) -> None:
+    await it.sleep()
+
+
 async def two_versions(it: Control) -> None:
     for version in ("v1", "v2"):
         await it.stage(it.store.add(version, version.encode() * 40))
@@ -133,13 +137,39 @@ async def promoted_canary(it: Control) -> Outcome:
     return await rolling
 
 
-Scene = Callable[[Control], Awaitable[None]]
+ONE, TWO = b"base one" * 30, b"base two" * 31
+
+
+async def on_base_one(it: Control) -> None:
+    await it.rebase(it.store.add_base("one", ONE))
+
+
+async def base_two_at_once(it: Control) -> Outcome:
+    return await it.update(it.store.add_base("two", TWO), 5)
+
+
+async def base_two_in_turn(it: Control) -> Outcome:
+    return await it.rebase(it.store.add_base("two", TWO))
+
+
+async def update_of_an_adapter(it: Control) -> Outcome:
+    return await it.update(it.store.add("v2", b"v2" * 40), 5)
+
+
+Scene = Callable[[Control], Awaitable[object]]
 Act = Callable[[Control], Awaitable[Outcome]]
 
 SCENES: dict[str, tuple[Scene, Act]] = {
     "pause": (nothing, lambda it: it.pause()),
     "pause with a lease": (nothing, lambda it: it.pause(lease_s=1000)),
     "resume": (paused, lambda it: it.resume()),
+    "sleep": (nothing, lambda it: it.sleep()),
+    "deeper sleep": (slept, lambda it: it.sleep(level=2)),
+    "wake": (slept, lambda it: it.wake()),
+    "wake for a request": (
+        lambda it: it.sleep(models=[MODEL], wakes=True),
+        lambda it: it.wake(models=[MODEL], requested=True),
+    ),
     "label": (nothing, lambda it: it.call(K.LABEL, model=MODEL, label="x")),
     "reset": (nothing, lambda it: it.call(K.CACHE_RESET, reset_running_requests=True)),
     "stage": (nothing, stage_v1),
@@ -153,13 +183,22 @@ SCENES: dict[str, tuple[Scene, Act]] = {
         second_served,
         lambda it: it.call(K.ADAPTER_ROLLBACK, model=MODEL, name="tone"),
     ),
+    "update of an adapter": (two_versions, update_of_an_adapter),
+    "update of an adapter that pins": (
+        two_versions,
+        lambda it: it.update(it.store.add("v2", b"v2" * 40), 5, in_flight="pin"),
+    ),
+    "update of base weights": (on_base_one, base_two_at_once),
+    "base weights in turn": (on_base_one, base_two_in_turn),
+    "back to the folder's own": (on_base_one, lambda it: it.rebase(None)),
     "retire": (two_versions, lambda it: it.call(K.ADAPTER_RETIRE, model=MODEL, name="tone")),
 }
 
 
+SLEEPS = ("sleep", "deeper sleep", "wake", "wake for a request")
 ROLLOUTS = ("atomic", "atomic that switches", "rolling", "canary")
 # In these, boards change one by one: for a while they differ, as they are meant to.
-MIXED = ("rolling", "canary")
+MIXED = ("rolling", "canary", "base weights in turn", "back to the folder's own")
 
 
 def bare(board: FakeBoard) -> str | None:
@@ -203,8 +242,9 @@ async def play(it: Control, name: str, fuse: Fuse) -> list[str]:
 
     def look(board: FakeBoard, method: str) -> None:
         versions = {bare(one) for one in it.cluster.boards.values() if one.serves} - {None}
-        if len(versions) > 1:
-            mixtures.append(f"{versions} after {method} on {board.board_id}")
+        bases = {one.base for one in it.cluster.boards.values() if one.serves}
+        if len(versions) > 1 or len(bases) > 1:
+            mixtures.append(f"{versions}, {bases} after {method} on {board.board_id}")
 
     it.cluster.after = look
     armed.passed, armed.at = 0, fuse.at
@@ -226,6 +266,10 @@ async def expect_order(it: Control, name: str, mixtures: list[str]) -> None:
     assert all(line.candidate is None for line in it.desired.lines)
     versions = {bare(board) for board in it.cluster.boards.values()}
     assert len(versions) == 1
+    weights = it.desired.weights_of(MODEL)
+    assert weights.rebase is None
+    base = "" if weights.base is None else weights.base.digest
+    assert {board.base for board in it.cluster.boards.values()} == {base}
 
 
 def count(it: Control, name: str) -> int:
@@ -258,6 +302,9 @@ def test_killed_at_any_moment_its_successor_finds_or_makes_order(tmp_path: Path,
             try:
                 await expect_order(it, name, mixtures)
                 check(it, name, at)
+                if it.asleep:
+                    assert (await it.wake()).status == 200
+                    assert it.asleep == []
                 assert (await it.pause(key="after")).status == 200
                 assert it.held == list(BOARDS)
                 assert (await it.resume()).status == 200
@@ -279,6 +326,16 @@ def check(it: Control, name: str, at: int) -> None:
     if name.startswith("pause"):
         paused = operation is not None and operation.kind is K.PAUSE and state is S.SUCCEEDED
         assert it.held == (list(BOARDS) if paused else []), (at, state)
+    elif name in SLEEPS:
+        asked = K.SLEEP if "sleep" in name else K.WAKE
+        done = operation is not None and operation.kind is asked and stands
+        if done and "deeper" in name:  # and not the one before
+            done = operation is not None and operation.params.get("level") == 2
+        asleep = done if asked is K.SLEEP else not done
+        # One that slept before sleeps on, less deep, where it is not to sleep deeper.
+        assert it.asleep == (list(BOARDS) if asleep or "deeper" in name else []), (at, operation)
+        level = it.desired.duty("a", MODEL).level
+        assert level == ((2 if done else 1) if "deeper" in name else int(asleep) or None), at
     elif name == "resume":
         resumed = operation is not None and operation.kind is K.RESUME and stands
         assert it.held == ([] if resumed else list(BOARDS)), (at, state)
@@ -292,9 +349,30 @@ def check(it: Control, name: str, at: int) -> None:
             for one in it.it.operations(10)
         )
         assert version == ("v2" if came_in else "v1"), (at, operation)
+    check_weights(it, name, at)
     if name == "rollback":
         back = operation is not None and operation.kind is K.ADAPTER_ROLLBACK and stands
         assert version == ("v1" if back else "v2"), (at, operation)
     if name == "retire":
         gone = operation is not None and operation.kind is K.ADAPTER_RETIRE and stands
         assert (it.desired.lines == ()) is gone, (at, operation)
+
+
+def check_weights(it: Control, name: str, at: int) -> None:
+    """Check that an update came in as a whole, or not at all."""
+    weights, done = it.desired.weights_of(MODEL), updated(it)
+    if name.startswith("update of"):
+        assert weights.step == (5 if done else None), at
+    if "adapter" in name:
+        assert bare(it.cluster["a"]) == ("v2" if done else "v1"), at
+    labels = {"update of base weights": "two", "base weights in turn": "two"}
+    labels["back to the folder's own"] = "default"
+    if name in labels:
+        assert weights.label == (labels[name] if done else "one"), at
+
+
+def updated(it: Control) -> bool:
+    """Whether the last update of weights, after those that a scene begins with, came in."""
+    last = next((one for one in it.it.operations(10) if one.kind in UPDATES), None)
+    first = last is None or last.params.get("label") == "one"
+    return not first and last is not None and last.state in (S.SUCCEEDED, S.PARTIAL)

@@ -59,6 +59,7 @@ def test_a_file_stays_while_a_line_names_its_content_though_no_record_does(tmp_p
     async def main() -> None:
         async with serving(tmp_path, "v1") as it:
             (version,) = it.cluster["a"].whole.values()
+            assert isinstance(version, AdapterVersion)
             assert (await it.stage(another(version, "same"))).status == 200
             forgetful = Reclaim(it.it._desk, it.store, grace_s=0.0)
             latest = it.it.operations(1)

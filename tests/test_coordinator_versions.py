@@ -761,6 +761,9 @@ def test_a_board_that_lost_its_disk_gets_the_files_again_before_it_serves(tmp_pa
         async with serving(tmp_path, "v1", "v2") as it:
             it.cluster["c"].restart(disk=False)
             await eventually(lambda: it.follows)
-            assert sorted(ref.ref.version for ref in it.cluster["c"].whole.values()) == ["v1", "v2"]
+            assert sorted(one.title for one in it.cluster["c"].whole.values()) == [
+                "adapter tone@v1",
+                "adapter tone@v2",
+            ]
 
     run_loop(main())

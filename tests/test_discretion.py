@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rkserve.adapterfolder import Adapter
+from rkserve.desired import Desired
 from rkserve.discretion import without_folders
 from rkserve.errors import (
     AdapterBroken,
@@ -77,7 +78,7 @@ def test_lists_of_boards_and_models_hold_no_folders() -> None:
     broken = Adapter("a", "1", broken=f"adapter.rkllm leads out of the model folder, to {SAID}")
     listed = [
         board_entry(report),
-        model_entry("m", 0, 64, [report]),
+        model_entry("m", 0, 64, [report], Desired()),
         adapter_entry("m", 0, 64, [broken]),
     ]
     for entry in listed:

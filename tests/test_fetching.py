@@ -45,7 +45,7 @@ def test_one_more_than_the_limit_is_refused_until_one_has_ended(gate: threading.
         fetching = Fetching(at_once=2)
         going_on = [asyncio.create_task(fetching.run(slow, gate, "a")) for _ in range(2)]
         await asyncio.sleep(0)
-        with pytest.raises(ArtifactRefused, match="2 adapters are being fetched"):
+        with pytest.raises(ArtifactRefused, match="2 files are being fetched"):
             await fetching.run(slow, gate, "b")
         going_on[0].cancel()  # its caller leaves, and its thread still waits for the server
         await asyncio.gather(going_on[0], return_exceptions=True)

@@ -18,6 +18,7 @@ from rkserve.errors import (
     AdapterBroken,
     BoardBehind,
     BoardFailed,
+    BoardGone,
     BoardOutOfOrder,
     BoardStartFailed,
     CacheNotFound,
@@ -118,6 +119,37 @@ def test_a_board_that_refuses_is_passed_over(refusal: RkserveError) -> None:
         gone = isinstance(refusal, BoardFailed)
         expected = "replica of b" if gone else "replica of a"  # a dead one is not asked again
         assert boards.opened[2][0] == expected
+
+    run_loop(main())
+
+
+def test_what_waited_at_a_replica_that_ended_goes_to_another_board_once() -> None:
+    async def main() -> None:
+        gone = [BoardGone(name, "its replica died") for name in "abc"]
+        boards = boards_with([accepted("a"), gone[0]], answer("b", "from b"))
+        boards.reported[1] = report("b", running=1)
+        it = fleet(only=boards)
+        await it.refresh()
+        events = await talk(it)
+        assert events[0] == accepted("a")
+        assert text_of(events) == "from b"
+        assert sum(isinstance(event, Accepted) for event in events) == 1
+
+        scripts: list[Sequence[Step]] = [[accepted(one.board_id), one] for one in gone]
+        boards = boards_with(*scripts)
+        it = fleet(only=boards)
+        await it.refresh()
+        with pytest.raises(BoardGone):
+            await talk(it)
+        assert len(boards.opened) == 2
+
+        boards = boards_with([accepted("a"), Delta("half", (1,)), gone[0]], answer("b"))
+        boards.reported[1] = report("b", running=1)
+        it = fleet(only=boards)
+        await it.refresh()
+        with pytest.raises(BoardGone):
+            await talk(it)
+        assert len(boards.opened) == 1
 
     run_loop(main())
 
@@ -382,7 +414,7 @@ def test_boards_are_looked_for_before_the_first_request_but_not_for_long() -> No
         await asyncio.sleep(0.01)
         boards.reported = [report("a")]
         await asyncio.wait_for(looking, 10)
-        assert it.is_ready()
+        assert it.is_ready(MODEL)
 
     run_loop(main())
 

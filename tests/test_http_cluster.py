@@ -218,7 +218,7 @@ def test_an_asynchronous_call_is_a_202_with_its_operation() -> None:
             "/update_weight_version",
             {"new_version": "step-12"},
             K.LABEL,
-            {"model": "sim-chat", "label": "step-12"},
+            {"model": "sim-chat", "label": "step-12", "reset_step": False},
             {"success": True, "new_version": "step-12"},
             id="label",
         ),

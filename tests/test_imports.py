@@ -26,6 +26,7 @@ GROUND = frozenset(
         "discretion",
         "metrics",
         "names",
+        "parameters",
     }
 )
 MAY_IMPORT: dict[str, frozenset[str]] = {

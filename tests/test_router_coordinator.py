@@ -58,7 +58,7 @@ def with_both(folder: Path, work: Callable[[Ask, Control], Awaitable[None]]) -> 
         fleet = Fleet({"only": control.cluster}, {"only": "sim-chat"}, random.Random(5))
         cluster = Cluster(link, fleet.obey)
         service = Service(RouterConfig(), {"sim-chat": model()}, fleet, cluster)
-        app = make_app(service, 10_000)
+        app = make_app(service, 10_000, 10_000)
         await asyncio.gather(fleet.refresh(), cluster.refresh())
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:

@@ -13,8 +13,9 @@ import pytest
 from own_time import run_loop
 
 from rkserve.board.staged import Staged
+from rkserve.board.stagedweights import Intake, StagedWeights
 from rkserve.deployments.staging import ALIVE, Delivery, Pace, stage
-from rkserve.desired import AdapterVersion
+from rkserve.desired import AdapterVersion, Artifact, BaseVersion
 from rkserve.errors import (
     ArtifactNotFound,
     BoardFailed,
@@ -30,6 +31,7 @@ CONTENT = bytes(n * 7 % 251 for n in range(10 * CHUNK - 300))
 CHUNKS = 10
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 V1 = AdapterVersion(AdapterRef("legal", "v1", DIGEST), len(CONTENT))
+W1 = BaseVersion("qwen", "w1", DIGEST, len(CONTENT))
 QUICK = Pace(
     chunk_bytes=CHUNK,
     call_timeout_s=5.0,
@@ -58,21 +60,25 @@ class House:
     """The head's file and the boards, with real folders, and what is wrong with them."""
 
     folder: Path
+    version: Artifact = V1
     reads: list[int] = field(default_factory=list)
     puts: int = 0
     alive: int = 0
     most_alive: int = 0
     calls: list[tuple[str, str]] = field(default_factory=list)
-    boards: dict[str, Staged] = field(default_factory=dict)
+    boards: dict[str, Intake] = field(default_factory=dict)
     # What happens before a call: board, method, offset of the chunk; it may raise or wait.
     before: Callable[[str, str, int], Any] | None = None
     spoil: Callable[[str, int, bytes], bytes] = lambda _, __, data: data
 
-    def board(self, board_id: str) -> Staged:
+    def board(self, board_id: str, free: int = 1 << 40) -> Intake:
         if board_id not in self.boards:
-            made = Staged(self.folder / board_id, board_id, "qwen", free=lambda _: 1 << 40)
-            made.open()
-            self.boards[board_id] = made
+            own = self.folder / board_id
+            adapters = Staged(own / "a", board_id, "qwen", free=lambda _: free)
+            weights = StagedWeights(own / "w", board_id, "qwen", free=lambda _: free)
+            adapters.open()
+            weights.open()
+            self.boards[board_id] = Intake(adapters, weights, lambda _: False)
         return self.boards[board_id]
 
     def restart(self, board_id: str) -> None:
@@ -108,7 +114,7 @@ class House:
     def run(self, boards: list[str] = BOARDS, pace: Pace = QUICK) -> dict[str, Delivery]:
         async def main() -> dict[str, Delivery]:
             return await asyncio.wait_for(
-                stage(V1, boards, self.read, self.put, self.ask, pace=pace), 60
+                stage(self.version, boards, self.read, self.put, self.ask, pace=pace), 60
             )
 
         return run_loop(main())
@@ -117,12 +123,13 @@ class House:
         """The boards that have the version, as a restart of theirs would find it."""
         for board_id in list(self.boards):
             self.restart(board_id)
-        return [one for one in BOARDS if self.board(one).present() == (V1,)]
+        size = self.version.size_bytes
+        return [one for one in BOARDS if self.board(one).begin(self.version) == size]
 
 
-@pytest.fixture
-def house(tmp_path: Path) -> House:
-    return House(tmp_path)
+@pytest.fixture(params=[V1, W1], ids=["adapter", "base"])
+def house(tmp_path: Path, request: pytest.FixtureRequest) -> House:
+    return House(tmp_path, request.param)
 
 
 def failed(deliveries: dict[str, Delivery]) -> dict[str, type[RkserveError]]:
@@ -163,7 +170,7 @@ def test_boards_that_have_it_are_sent_nothing(house: House) -> None:
 
 def test_each_board_goes_on_where_it_was_and_no_chunk_is_read_twice(house: House) -> None:
     for n, board in enumerate(BOARDS):
-        house.board(board).begin(V1)
+        house.board(board).begin(house.version)
         house.board(board).chunk(DIGEST, 0, CONTENT[: n * 1234])
     done = house.run()
     assert failed(done) == {}
@@ -203,8 +210,7 @@ def test_a_board_whose_bytes_are_always_wrong_is_given_up_and_the_others_have_it
 
 
 def test_a_full_disk_at_one_board_stops_none_of_the_others(house: House) -> None:
-    house.boards["board-5"] = Staged(house.folder / "board-5", "board-5", "qwen", free=lambda _: 0)
-    house.boards["board-5"].open()
+    house.board("board-5", free=0)
     done = house.run()
     assert failed(done) == {"board-5": StageFailed}
     assert "disk is full" in str(done["board-5"].error)
@@ -298,7 +304,9 @@ def test_cancelling_it_stops_it_everywhere_and_the_next_one_goes_on(house: House
             return None
 
         house.before = stops
-        task = asyncio.create_task(stage(V1, BOARDS, house.read, house.put, house.ask, pace=QUICK))
+        task = asyncio.create_task(
+            stage(house.version, BOARDS, house.read, house.put, house.ask, pace=QUICK)
+        )
         await reached.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rkserve.desired import Desired
 from rkserve.errors import ModelNotFound, QueueFull, RkserveError
 from rkserve.messages import (
     Accepted,
@@ -167,7 +168,7 @@ def test_the_client_reads_models(strict: bool) -> None:
         BoardReport("b2", "tiny", BoardState.FAILED, reason="library missing"),
         BoardReport("b1", "tiny", BoardState.READY, release="1.3.0", platform="RK3588"),
     ]
-    entry = model_entry("tiny", 1700000000, 4096, boards)
+    entry = model_entry("tiny", 1700000000, 4096, boards, Desired())
     with client_of(whole(models_list([entry])), strict) as client:
         (got,) = client.models.list().data
     with client_of(whole(entry), strict) as client:
@@ -181,6 +182,7 @@ def test_the_client_reads_models(strict: bool) -> None:
     assert got.model_extra == {
         "rkserve": {
             "context_length": 4096,
+            "state": "ready",
             "boards": [
                 {
                     "id": "b1",

@@ -1,15 +1,29 @@
-"""Progress of long work on a terminal: bytes while a file leaves, boards while they are changed."""
+"""Progress of long work on a terminal: bytes while a file leaves, boards while they are changed.
+
+What a board is at is read from the cluster itself, for an operation lists boards when they are
+done. All of this is for looking at: what it cannot learn it leaves out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from rkserve.cli.link import Link
+from rkserve.client import ClientError, Operation
 from rkserve.client import Progress as Told
 from rkserve.client.flows import Told as Tell
+
+# These change boards as a whole: the state that one comes to.
+ENDS = {"sleep": "asleep", "wake": "ready", "rebase": "ready", "weight_update": "ready"}
+LOADS = ("rebase", "weight_update")
+MOST_ROWS = 16
+Look = Callable[[], Mapping[str, Any]]
 
 
 @contextmanager
@@ -23,21 +37,80 @@ def progress(link: Link) -> Iterator[Tell]:
     )
     hidden = link.as_json or not link.err.is_terminal
     with Progress(*columns, console=link.err, disable=hidden) as shown:
-        tasks: dict[str, TaskID] = {}
+        yield (lambda _told: None) if hidden else Bars(shown, link.client.cluster).tell
 
-        def tell(told: Told) -> None:
-            step = told.operation.id if told.operation else told.step
-            if step not in tasks:
-                tasks[step] = shown.add_task(told.step, count="")
-            shown.update(
-                tasks[step],
-                description=describe(told),
-                completed=told.done,
-                total=told.total or None,
-                count=count(told),
-            )
 
-        yield tell
+class Bars:
+    """A bar for each step of the work, and below it one for each board that is meant."""
+
+    def __init__(self, shown: Progress, look: Look) -> None:
+        self._shown = shown
+        self._look = look
+        self._tasks: dict[str, TaskID] = {}
+
+    def tell(self, told: Told) -> None:
+        """Show how far it is."""
+        rows = {} if told.operation is None else self._rows(told.operation)
+        done, total = told.done, told.total
+        if told.operation is not None and not told.operation.over and done >= total:
+            # It lists no board yet, or those of the phase before.
+            done, total = sum(row.done for row in rows.values()), len(rows)
+        step = told.operation.id if told.operation else told.step
+        self._show(step, describe(told), done, total, count(told.step, done, total))
+        if len(rows) <= MOST_ROWS:
+            for name, row in rows.items():
+                end = int(row.done)
+                self._show(f"{step} {name}", f"  {escape(name)}", end, end, row.said)
+
+    def _show(self, name: str, said: str, done: int, total: int, count: str) -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self._shown.add_task(said, count="", total=None)
+        # Without a total a bar says that something goes on.
+        of = total or None
+        self._shown.update(
+            self._tasks[name], description=said, completed=done, total=of, count=escape(count)
+        )
+
+    def _rows(self, one: Operation) -> dict[str, Row]:
+        params = one.body.get("params") or {}
+        if one.kind not in ENDS or "name" in params:  # an adapter's name: no board loads a model
+            return {}
+        if one.over:
+            bad = {failure.board: Row(failure.error, done=False) for failure in one.failed}
+            return bad | {name: Row(did.status, done=True) for name, did in one.results.items()}
+        try:
+            boards = self._look()["boards"]
+        except ClientError:  # the operation is what is waited for; this only shows it
+            return {}
+        return {
+            str(row["id"]): Row(str(row["state"]), done=_is_there(row, one.kind, params))
+            for row in boards
+            if meant(row, params)
+        }
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a board is at in an operation."""
+
+    said: str
+    done: bool
+
+
+def meant(row: Mapping[str, Any], params: Mapping[str, Any]) -> bool:
+    """Whether an operation with these parameters is about a board."""
+    models, boards = params.get("models") or (), params.get("boards") or ()
+    model = params.get("model") or row["model"]
+    return (
+        row["model"] == model
+        and (not models or row["model"] in models)
+        and (not boards or row["id"] in boards)
+    )
+
+
+def _is_there(row: Mapping[str, Any], kind: str, params: Mapping[str, Any]) -> bool:
+    loaded = kind not in LOADS or row.get("base") == params.get("digest")
+    return loaded and row["state"] == ENDS[kind]
 
 
 def describe(told: Told) -> str:
@@ -45,8 +118,8 @@ def describe(told: Told) -> str:
     return f"{told.step.replace('_', ' ')} {told.phase}".strip()
 
 
-def count(told: Told) -> str:
+def count(step: str, done: int, total: int) -> str:
     """Say how far it is."""
-    if told.step == "upload":
-        return f"{told.done / 2**20:.1f} of {told.total / 2**20:.1f} MiB"
-    return f"{told.done} of {told.total} boards"
+    if step == "upload":
+        return f"{done / 2**20:.1f} of {total / 2**20:.1f} MiB"
+    return f"{done} of {total} boards" if total else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import Annotated
 
 import typer
@@ -11,6 +10,9 @@ from rkserve.cli import show
 from rkserve.cli.bars import progress
 from rkserve.cli.link import EXIT_CODES, Exit, Link, connected
 from rkserve.cli.lora import lora
+from rkserve.cli.options import Boards, Mode, Models, Modes, Timeout
+from rkserve.cli.sleeping import models, sleep, wake
+from rkserve.cli.weights import weights
 from rkserve.client.answers import PARTIAL, SUCCEEDED
 
 app = typer.Typer(
@@ -20,26 +22,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(lora, name="lora")
+app.add_typer(lora, name="lora", short_help="Bring LoRA adapters to the boards.")
+app.add_typer(models, name="models", short_help="Show the models, load and unload them.")
+app.add_typer(weights, name="weights", short_help="Show base weights, and change them.")
 
 
-class Mode(str, Enum):
-    """What becomes of requests under a pause."""
-
-    KEEP = "keep"
-    WAIT = "wait"
-    ABORT = "abort"
-
-
-Models = Annotated[
-    list[str] | None, typer.Option("--model", help="Only this model; may be repeated.")
-]
-Boards = Annotated[
-    list[str] | None,
-    typer.Option("--board", help="Only this board, or those of a pattern; may be repeated."),
-]
 Adapter = Annotated[str | None, typer.Option(help="Only generations with this adapter.")]
-Timeout = Annotated[float | None, typer.Option(help="Seconds; then what was done is undone.")]
 Limit = Annotated[int, typer.Option(min=1, max=1000, help="How many, the newest first.")]
 
 
@@ -56,9 +44,7 @@ def status(link: Link) -> None:
 def pause(
     link: Link,
     *,
-    mode: Annotated[
-        Mode, typer.Option(help="keep: requests wait; wait: they end first; abort: they end now.")
-    ] = Mode.KEEP,
+    mode: Modes = Mode.KEEP,
     model: Models = None,
     board: Boards = None,
     adapter: Adapter = None,
@@ -94,14 +80,12 @@ def resume(
         models=model or None, boards=board or None, adapter=adapter, timeout_s=timeout
     )
     link.done(one, "resumed")
+    if not (model or board or adapter):
+        link.note(lambda: show.still_held(link.client.cluster()["pauses"], asleep=True))
 
 
-@app.command()
-@connected
-def models(link: Link) -> None:
-    """List the models and adapters that can be asked for."""
-    rows = link.client.models()
-    link.show(rows, lambda: show.models(rows))
+app.command()(sleep)
+app.command()(wake)
 
 
 @app.command()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -44,6 +44,8 @@ EXIT_CODES = (
     "3 partly done: in force, and some boards have not followed yet; 4 rkserve cannot be reached."
 )
 
+PIPED = 240  # columns of a table for another program
+
 OpenClient: TypeAlias = Callable[[str, "str | None"], Client]
 
 
@@ -75,11 +77,23 @@ class Link:
     def done(self, operation: Operation, said: str) -> None:
         """Say that an operation has succeeded."""
         again = "" if operation.applied else ", as it was already"
-        where = f"{operation.succeeded} of {operation.total} boards"
+        # Where nothing was to be done, it may have asked no board and made no epoch.
+        where = f"{operation.succeeded} of {operation.total} boards, " if operation.total else ""
+        epoch = f"epoch {operation.epoch}, " if operation.epoch else ""
         self.show(
-            dict(operation.body),
-            lambda: f"{said}{again}: {where}, epoch {operation.epoch}, operation {operation.id}",
+            dict(operation.body), lambda: f"{said}{again}: {where}{epoch}operation {operation.id}"
         )
+
+    def note(self, lines: Callable[[], Sequence[str]]) -> None:
+        """Say beside the result what else is worth knowing, if that can be learnt."""
+        if self.as_json:
+            return
+        try:
+            found = lines()
+        except ClientError:  # what was asked for is done all the same
+            return
+        for line in found:
+            self.err.print(line, soft_wrap=True, highlight=False)
 
     def failed(self, exc: ClientError) -> Exit:
         """Say what went wrong, and return the exit code for it."""
@@ -132,7 +146,7 @@ def connected(command: Callable[..., None]) -> Callable[..., None]:
         except ValueError as exc:
             raise typer.BadParameter(str(exc)) from exc
         with client:
-            link = Link(client, as_json, Console(highlight=False), Console(stderr=True))
+            link = Link(client, as_json, _page(), Console(stderr=True))
             try:
                 command(link, **given)
             except ClientError as exc:
@@ -155,6 +169,12 @@ def connected(command: Callable[..., None]) -> Callable[..., None]:
     run.__annotations__ = {one.name: one.annotation for one in added}
     run.__doc__, run.__name__ = command.__doc__, command.__name__
     return run
+
+
+def _page() -> Console:
+    """Return stdout: as wide as the terminal is, and where there is none as lines need to be."""
+    page = Console(highlight=False)
+    return page if page.is_terminal else Console(highlight=False, width=max(page.width, PIPED))
 
 
 def _option(name: str, annotation: Any, default: Any) -> inspect.Parameter:

@@ -11,6 +11,7 @@ import typer
 from rkserve.cli import show
 from rkserve.cli.bars import progress
 from rkserve.cli.link import EXIT_CODES, Link, connected
+from rkserve.cli.options import InFlight, Model, Running, Timeout
 
 lora = typer.Typer(help=f"Bring LoRA adapters to the boards. {EXIT_CODES}", no_args_is_help=True)
 
@@ -23,26 +24,13 @@ class Strategy(str, Enum):
     CANARY = "canary"
 
 
-class InFlight(str, Enum):
-    """What becomes of requests that run."""
-
-    PIN = "pin"
-    SWITCH = "switch"
-    ABORT = "abort"
-
-
 Name = Annotated[str, typer.Argument(metavar="NAME", help="What the adapter is called.")]
-Model = Annotated[str | None, typer.Option(help="The base model, where several are served.")]
-Timeout = Annotated[float | None, typer.Option(help="Seconds; then what was done is undone.")]
 How = Annotated[
     Strategy,
     typer.Option(help="All boards at once, some after others, or some of the sessions first."),
 ]
 Unavailable = Annotated[int, typer.Option(min=1, help="rolling: boards that change at a time.")]
 Weight = Annotated[float, typer.Option(help="canary: share of the sessions, above 0, below 1.")]
-Running = Annotated[
-    InFlight, typer.Option(help="Running requests keep their version, change it, or end.")
-]
 Observe = Annotated[float, typer.Option(min=0, help="canary: seconds before the verdict.")]
 Auto = Annotated[bool, typer.Option(help="canary: promote or roll back by itself.")]
 

@@ -18,8 +18,9 @@ SHORT_DIGEST = 12
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """Return a table; whatever the cells have in them is text."""
     made = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        made.add_column(column, overflow="fold")
+    for number, column in enumerate(columns):
+        # The first one is what is copied into the next command.
+        made.add_column(column, overflow="fold", no_wrap=number == 0)
     for row in rows:
         made.add_row(*(_cell(value) for value in row))
     return made
@@ -30,36 +31,60 @@ def status(cluster: Mapping[str, Any]) -> RenderableType:
     total, head = cluster["total"], cluster["coordinator"]
     lines = [
         f"epoch {cluster['epoch']}, {total['ready']} of {total['boards']} boards ready, "
-        f"{total['paused_boards']} paused; {total['running']} requests run, {total['queued']} wait"
+        f"{total['paused_boards'] - total['asleep']} paused, {total['asleep']} asleep; "
+        f"{total['running']} requests run, {total['queued']} wait, {total['paused']} are held"
     ]
     if not head["reachable"]:
         lines.append("[bold]The Coordinator cannot be reached: nothing can be changed now.[/bold]")
-    boards = table(
-        ("board", "model", "state", "hold", "runs", "waits", "tokens/s", "epoch", "reason"),
+    return Group(*lines, *_pauses(cluster["pauses"]), _boards(cluster["boards"]))
+
+
+def _boards(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the boards; that of their base weights is a column where it says something."""
+    columns = ["board", "model", "state", "hold", "runs", "waits", "held", "tokens/s", "epoch"]
+    based = any(one.get("base") for one in rows)
+    return table(
+        [*columns, *(["weights"] if based else []), "reason"],
         (
             (
                 one["id"],
                 one["model"],
                 one["state"],
-                one["hold"],
+                _hold(one),
                 one["running"],
                 one["queued"],
+                one["paused"],
                 one["decode_tokens_per_s"],
                 one["epoch"],
+                *([_digest(one.get("base"))] if based else []),
                 one["reason"],
             )
-            for one in cluster["boards"]
+            for one in rows
         ),
     )
-    return Group(*lines, *_pauses(cluster["pauses"]), boards)
+
+
+def _hold(board: Mapping[str, Any]) -> str | None:
+    level = board.get("level")
+    return board["hold"] if level is None else f"{board['hold']}, level {level}"
+
+
+def still_held(pauses: Iterable[Mapping[str, Any]], *, asleep: bool) -> list[str]:
+    """Say what sleeps although all was resumed, or is paused although all was woken."""
+    command = "rkserve wake" if asleep else "rkserve resume"
+    left = (one for one in pauses if (one.get("level") is not None) is asleep)
+    return [f"still {said}: {command}" for said in _pauses(left)]
 
 
 def _pauses(pauses: Iterable[Mapping[str, Any]]) -> Iterable[str]:
     for one in pauses:
         parts = [*one["models"], *one["boards"], *([one["adapter"]] if one["adapter"] else [])]
-        until = "" if one["expires_s"] is None else f", until {_time(one['expires_s'])}"
         what = escape(", ".join(parts) or "everything")
-        yield f"paused ({one['mode']}): {what}{until}, by operation {one['operation']}"
+        until = "" if one["expires_s"] is None else f", until {_time(one['expires_s'])}"
+        wakes = ", until a request comes" if one.get("wake_on_request") else ""
+        level = one.get("level")
+        held = "paused (" if level is None else f"asleep (level {level}, "
+        yield f"{held}{one['mode']}): {what}{until}{wakes}, by operation {one['operation']}"
 
 
 def adapters(rows: Iterable[Mapping[str, Any]]) -> RenderableType:
@@ -89,11 +114,11 @@ def _share(boards: Mapping[str, Mapping[str, Any]], what: str) -> str:
 def models(rows: Iterable[Mapping[str, Any]]) -> RenderableType:
     """Return what can be asked for, with the boards of each model."""
     return table(
-        ("model", "owned by", "boards"),
+        ("model", "state", "boards"),
         (
             (
                 one["id"],
-                one.get("owned_by"),
+                (one.get("rkserve") or {}).get("state"),
                 ", ".join(
                     f"{board.get('id')}: {board.get('state')}"
                     for board in (one.get("rkserve") or {}).get("boards", ())
@@ -102,6 +127,60 @@ def models(rows: Iterable[Mapping[str, Any]]) -> RenderableType:
             for one in rows
         ),
     )
+
+
+def weights(info: Mapping[str, Any]) -> RenderableType:
+    """Return which base weights the models have, and the boards where these differ."""
+    models = info["models"]
+    made = table(
+        ("model", "weights", "step", "file", "bytes", "adapters"),
+        (
+            (
+                name,
+                one["weight_version"],
+                one["step"],
+                _file(one.get("base")),
+                (one.get("base") or {}).get("bytes"),
+                ", ".join(f"{adapter}@{version}" for adapter, version in one["adapters"].items()),
+            )
+            for name, one in models.items()
+        ),
+    )
+    boards = table(
+        ("board", "model", "weights", "file"),
+        (
+            (board, name, said.get("weight_version"), _digest(said.get("base")))
+            for name, one in models.items()
+            for board, said in (one.get("boards") or {}).items()
+        ),
+    )
+    coming = [
+        f"{escape(name)}: {escape(one['rebase']['version'])} is loaded by "
+        f"{len(one['rebase']['switched'])} of {len(one['boards'])} boards"
+        for name, one in models.items()
+        if one.get("rebase")
+    ]
+    shown = [boards] if boards.row_count else []
+    return Group(f"epoch {info['epoch']}", made, *coming, *shown)
+
+
+def _file(base: Mapping[str, Any] | None) -> str:
+    return _digest(None if base is None else str(base["digest"]))
+
+
+def _digest(digest: str | None) -> str:
+    """Name a file of base weights by its content; without one it is that of the model folder."""
+    return "of the model folder" if digest is None else digest[:SHORT_DIGEST]
+
+
+def slept(one: Operation, said: str) -> str:
+    """Say that boards sleep, and what of their KV caches is left."""
+    kept, dropped = (
+        sum(int(did.details.get(name) or 0) for did in one.results.values())
+        for name in ("kept_tokens", "dropped_tokens")
+    )
+    kv = f", KV cache: {kept} tokens kept, {dropped} dropped" if kept + dropped else ""
+    return f"{said}{kv}"
 
 
 def operations(rows: Iterable[Operation]) -> RenderableType:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from rkserve.client.answers import BoardFailure, BoardResult, IsPaused, Operation, Pushed
+from rkserve.client.answers import (
+    BoardFailure,
+    BoardResult,
+    IsPaused,
+    IsSleeping,
+    Operation,
+    Pushed,
+)
 from rkserve.client.asynchronous import AsyncClient
 from rkserve.client.errors import (
     CallError,
@@ -26,6 +33,7 @@ from rkserve.client.errors import (
 from rkserve.client.flows import Progress
 from rkserve.client.lease import Lease
 from rkserve.client.sync import Client
+from rkserve.client.weights import PushedWeights
 
 __all__ = [
     "AsyncClient",
@@ -36,6 +44,7 @@ __all__ = [
     "ClientError",
     "Conflict",
     "IsPaused",
+    "IsSleeping",
     "Lease",
     "LeaseLost",
     "NotAllowed",
@@ -47,6 +56,7 @@ __all__ = [
     "PartlyDone",
     "Progress",
     "Pushed",
+    "PushedWeights",
     "Refused",
     "ServerFailed",
     "SourceFailed",

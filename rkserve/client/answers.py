@@ -94,6 +94,20 @@ class IsPaused:
 
 
 @dataclass(frozen=True, slots=True)
+class IsSleeping:
+    """What is asleep. ``boards`` has the level of each board, None where it is awake."""
+
+    any: bool
+    all: bool
+    epoch: int
+    boards: Mapping[str, int | None] = field(default_factory=dict, hash=False)
+
+    def __bool__(self) -> bool:
+        """Whether anything is asleep."""
+        return self.any
+
+
+@dataclass(frozen=True, slots=True)
 class Pushed:
     """An adapter version that is on every board; ``rollout`` is None where it is not served yet."""
 
@@ -167,6 +181,18 @@ def is_paused(body: Mapping[str, Any]) -> IsPaused:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
         raise UnexpectedAnswer(f"This does not say what is paused ({exc!r})") from exc
+
+
+def is_sleeping(body: Mapping[str, Any]) -> IsSleeping:
+    """Return what ``GET /is_sleeping`` says. Raises ``UnexpectedAnswer``."""
+    try:
+        boards = {
+            name: (int(one["level"]) if one["sleeping"] else None)
+            for name, one in body["boards"].items()
+        }
+        return IsSleeping(bool(body["is_sleeping"]), bool(body["all"]), int(body["epoch"]), boards)
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        raise UnexpectedAnswer(f"This does not say what is asleep ({exc!r})") from exc
 
 
 def rows(body: Mapping[str, Any]) -> list[dict[str, Any]]:

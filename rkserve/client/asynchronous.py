@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -18,6 +17,8 @@ import httpx
 
 from rkserve.client import answers, calls, flows, requests
 from rkserve.client.answers import IsPaused, Operation, Pushed
+from rkserve.client.async_models import AsyncModelCalls
+from rkserve.client.async_weights import AsyncWeightCalls
 from rkserve.client.calls import InFlight, Mode, Names, Request, Rollout, Scope, Strategy
 from rkserve.client.connection import (
     CONNECT_S,
@@ -28,15 +29,14 @@ from rkserve.client.connection import (
     check_url,
     headers,
 )
-from rkserve.client.errors import ClientError
 from rkserve.client.flows import Flow, Patience, Push, Rest, Told, Work
 from rkserve.client.lease import Lease
+from rkserve.client.leased import leased_async
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class AsyncClient:
+class AsyncClient(AsyncModelCalls, AsyncWeightCalls):
     """The control API of a cluster. Calls raise ``ClientError``; see docs/client.md.
 
     ``admin_key`` is never logged or shown. A call is tried again for ``patience_s`` seconds where
@@ -178,30 +178,12 @@ class AsyncClient:
                 timeout_s=within_s,
             )
 
+        async def resume() -> Operation:
+            return await self.resume(models=models, boards=boards, adapter=adapter)
+
         clock = self._patience.clock
-        asked_s = clock()
-        lease = Lease(await pause(timeout_s), lease_s, asked_s, clock)
-        done = asyncio.Event()
-        renewing = asyncio.create_task(_renew(lease, pause, done), name="rkserve-lease")
-
-        async def end() -> None:
-            done.set()
-            # A renewal that is under way must not come after the end.
-            await renewing
-            await self.resume(models=models, boards=boards, adapter=adapter)
-
-        try:
+        async with leased_async(pause, resume, lease_s, timeout_s, clock) as lease:
             yield lease
-        except BaseException:
-            try:
-                await end()
-            except ClientError as exc:  # the block's own error is the one to hear of
-                log.warning("the pause '%s' ends with its lease: %s", lease.operation.id, exc)
-            raise
-        lost = lease.lost
-        await end()
-        if lost:
-            lease.check()
 
     async def reset_cache(
         self,
@@ -227,6 +209,8 @@ class AsyncClient:
         *,
         model: str | None = None,
         scale: float | None = None,
+        parameters: Sequence[Mapping[str, Any]] | None = None,
+        base_digest: str | None = None,
         activate: bool = True,
         strategy: Strategy | None = None,
         max_unavailable: int | None = None,
@@ -243,6 +227,8 @@ class AsyncClient:
         ``source`` is a file, a folder with an ``adapter.rkllm``, or the bytes; files are never
         held whole. Without a ``version`` it is called by the first 12 digits of its sha256. Returns
         when it is served everywhere; nothing is served where it cannot be staged everywhere.
+        ``parameters`` are its tensors (``{name, shape, dtype}``), which a weight update must name
+        then, and ``base_digest`` is the sha256 of the base weights that it was trained on.
 
         Raises:
             SourceFailed: the file cannot be read.
@@ -259,6 +245,8 @@ class AsyncClient:
             rollout if activate else None,
             timeout_s,
             key or calls.new_key(),
+            parameters,
+            base_digest,
         )
         return await self._run(flows.push(what, self._patience, on_progress))
 
@@ -373,29 +361,7 @@ class AsyncClient:
         """Return what every board says of itself."""
         return await self._ask("/v1/boards", answers.rows)
 
-    async def models(self) -> list[dict[str, Any]]:
-        """Return the models and adapters that can be asked for."""
-        return await self._ask("/v1/models", answers.rows)
-
-    async def weight_version(self, model: str | None = None) -> str:
-        """Return the label of a model's weights."""
-        return await self._ask("/weight_info", answers.weight_version, model=model)
-
-    async def set_weight_version(
-        self, version: str, *, model: str | None = None, key: str | None = None
-    ) -> Operation:
-        """Label the weights of a model, which answers then carry."""
-        return await self._run(flows.perform(requests.label(model, version, key), self._patience))
-
     # The steps
-
-    async def _ask(
-        self, path: str, read: Callable[[dict[str, Any]], T], **query: str | int | None
-    ) -> T:
-        return await self._run(flows.ask(calls.fetch(path, **query), self._patience, read))
-
-    async def _complete(self, request: Request, wait: bool, told: Told | None) -> Operation:
-        return await self._run(flows.complete(request, self._patience, wait=wait, told=told))
 
     async def _run(self, flow: Flow[T]) -> T:
         """Do what a flow asks for until it has its result."""
@@ -421,23 +387,3 @@ class AsyncClient:
         return await self._http.request(
             step.method, step.path, content=content, **arguments(step, self._read_s)
         )
-
-
-async def _renew(
-    lease: Lease, pause: Callable[[float | None], Awaitable[Operation]], done: asyncio.Event
-) -> None:
-    """Ask for the same pause again and again: it takes the place of the one that ends sooner."""
-    while not await _set(done, lease.every_s):
-        asked_s = lease.now_s
-        try:
-            await pause(lease.every_s)
-        except ClientError as exc:
-            log.warning("the pause '%s' was not renewed: %s", lease.operation.id, exc)
-        else:
-            lease.began(asked_s)
-
-
-async def _set(event: asyncio.Event, within_s: float) -> bool:
-    with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(event.wait(), within_s)
-    return event.is_set()

@@ -5,6 +5,7 @@ A parameter that is None is left out, so that the server's own default holds.
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +17,16 @@ from rkserve.client.upload import Upload
 Mode = Literal["keep", "wait", "abort"]
 Strategy = Literal["atomic", "rolling", "canary"]
 InFlight = Literal["pin", "switch", "abort"]
+Level = Literal[0, 1, 2]
+Tag = Literal["weights", "kv_cache"]
 Names = str | Sequence[str]
 
 # What the server takes for a control call that names no time limit, and what an answer may take
 # beyond the limit that it was given: undoing, and the way.
 OPERATION_TIMEOUT_S = 60.0
 MARGIN_S = 15.0
+# The head reads a whole file of base weights before it answers, from a disk that may be an SD card.
+FILE_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,8 @@ def upload(
     version: str | None,
     model: str | None,
     scale: float | None,
+    parameters: Sequence[Mapping[str, Any]] | None,
+    base_digest: str | None,
     timeout_s: float | None,
     key: str,
 ) -> Request:
@@ -126,6 +133,8 @@ def upload(
         "version": version,
         "model": model,
         "scale": scale,
+        "parameters": listed(parameters),
+        "base_digest": base_digest,
         "timeout_s": timeout_s,
         "sha256": source.sha256,
         "size": source.size_bytes,
@@ -146,6 +155,13 @@ def adapter_path(name: str, *rest: str) -> str:
 def operation_path(operation_id: str) -> str:
     """Return the path of an operation."""
     return f"/v1/operations/{quote(operation_id, safe='')}"
+
+
+def listed(parameters: Sequence[Mapping[str, Any]] | None) -> str | None:
+    """Return a list of tensors as a query has it."""
+    if parameters is None:
+        return None
+    return json.dumps([dict(one) for one in parameters], separators=(",", ":"))
 
 
 def new_key() -> str:

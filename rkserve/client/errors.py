@@ -123,7 +123,7 @@ class NotFound(CallError):
 
 
 class Conflict(CallError):
-    """Another operation is in the way (`operation_conflict`), or the epoch is past."""
+    """Another operation is in the way (`operation_conflict`), the epoch is past, or a step is."""
 
 
 class Refused(CallError):

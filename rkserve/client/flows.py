@@ -7,7 +7,7 @@ Both clients drive these generators, so that they cannot differ in what they do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -177,7 +177,7 @@ def complete(
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """What to push: the source, how it is called, and how it shall come into use."""
+    """What to push: the source, how it is called, how it shall come into use, and what it fits."""
 
     source: Path | str | bytes
     name: str
@@ -187,6 +187,8 @@ class Push:
     rollout: Rollout | None
     timeout_s: float | None
     key: str
+    parameters: Sequence[Mapping[str, Any]] | None = None
+    base_digest: str | None = None
 
 
 def push(what: Push, patience: Patience, told: Told | None) -> Flow[Pushed]:
@@ -209,6 +211,8 @@ def push(what: Push, patience: Patience, told: Told | None) -> Flow[Pushed]:
         version=what.version,
         model=what.model,
         scale=what.scale,
+        parameters=what.parameters,
+        base_digest=what.base_digest,
         timeout_s=what.timeout_s,
         key=what.key,
     )

@@ -1,4 +1,4 @@
-"""A pause that is renewed for as long as it is needed; when to renew, and whether it was in time.
+"""A pause or a sleep that is renewed for as long as it is needed: when, and whether it was in time.
 
 It knows clocks and leases, and neither threads nor connections.
 """
@@ -17,7 +17,7 @@ RENEWALS_PER_LEASE = 3
 class Lease:
     """What the body of ``with client.paused()`` gets: ask ``lost`` before what needs the pause.
 
-    ``operation`` is the pause as it was answered.
+    ``operation`` is the pause as it was answered. For ``with client.asleep()`` it is a sleep.
     """
 
     def __init__(
@@ -54,6 +54,6 @@ class Lease:
         """Raise ``LeaseLost`` if ``lost``."""
         if self.lost:
             raise LeaseLost(
-                f"The pause of operation '{self.operation.id}' was not renewed within its lease of "
-                f"{self.lease_s:g} s: what was paused may have gone on."
+                f"The {self.operation.kind} of operation '{self.operation.id}' was not renewed "
+                f"within its lease of {self.lease_s:g} s: boards may have gone on meanwhile."
             )

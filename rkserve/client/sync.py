@@ -6,10 +6,8 @@ It knows httpx, threads and the steps of ``flows``; what the steps mean is decid
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -28,15 +26,16 @@ from rkserve.client.connection import (
     check_url,
     headers,
 )
-from rkserve.client.errors import ClientError
 from rkserve.client.flows import Flow, Patience, Push, Rest, Told, Work
 from rkserve.client.lease import Lease
+from rkserve.client.leased import leased
+from rkserve.client.sync_models import ModelCalls
+from rkserve.client.sync_weights import WeightCalls
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Client:
+class Client(ModelCalls, WeightCalls):
     """The control API of a cluster. Calls raise ``ClientError``; see docs/client.md.
 
     ``admin_key`` is never logged or shown. A call is tried again for ``patience_s`` seconds where
@@ -178,33 +177,11 @@ class Client:
                 timeout_s=within_s,
             )
 
-        clock = self._patience.clock
-        asked_s = clock()
-        lease = Lease(pause(timeout_s), lease_s, asked_s, clock)
-        done = threading.Event()
-        renewing = threading.Thread(
-            target=_renew, args=(lease, pause, done), name="rkserve-lease", daemon=True
-        )
-        renewing.start()
+        def resume() -> Operation:
+            return self.resume(models=models, boards=boards, adapter=adapter)
 
-        def end() -> None:
-            done.set()
-            # A renewal that is under way must not come after the end.
-            renewing.join()
-            self.resume(models=models, boards=boards, adapter=adapter)
-
-        try:
+        with leased(pause, resume, lease_s, timeout_s, self._patience.clock) as lease:
             yield lease
-        except BaseException:
-            try:
-                end()
-            except ClientError as exc:  # the block's own error is the one to hear of
-                log.warning("the pause '%s' ends with its lease: %s", lease.operation.id, exc)
-            raise
-        lost = lease.lost
-        end()
-        if lost:
-            lease.check()
 
     def reset_cache(
         self,
@@ -230,6 +207,8 @@ class Client:
         *,
         model: str | None = None,
         scale: float | None = None,
+        parameters: Sequence[Mapping[str, Any]] | None = None,
+        base_digest: str | None = None,
         activate: bool = True,
         strategy: Strategy | None = None,
         max_unavailable: int | None = None,
@@ -246,6 +225,8 @@ class Client:
         ``source`` is a file, a folder with an ``adapter.rkllm``, or the bytes; files are never
         held whole. Without a ``version`` it is called by the first 12 digits of its sha256. Returns
         when it is served everywhere; nothing is served where it cannot be staged everywhere.
+        ``parameters`` are its tensors (``{name, shape, dtype}``), which a weight update must name
+        then, and ``base_digest`` is the sha256 of the base weights that it was trained on.
 
         Raises:
             SourceFailed: the file cannot be read.
@@ -262,6 +243,8 @@ class Client:
             rollout if activate else None,
             timeout_s,
             key or calls.new_key(),
+            parameters,
+            base_digest,
         )
         return self._run(flows.push(what, self._patience, on_progress))
 
@@ -376,27 +359,7 @@ class Client:
         """Return what every board says of itself."""
         return self._ask("/v1/boards", answers.rows)
 
-    def models(self) -> list[dict[str, Any]]:
-        """Return the models and adapters that can be asked for."""
-        return self._ask("/v1/models", answers.rows)
-
-    def weight_version(self, model: str | None = None) -> str:
-        """Return the label of a model's weights."""
-        return self._ask("/weight_info", answers.weight_version, model=model)
-
-    def set_weight_version(
-        self, version: str, *, model: str | None = None, key: str | None = None
-    ) -> Operation:
-        """Label the weights of a model, which answers then carry."""
-        return self._run(flows.perform(requests.label(model, version, key), self._patience))
-
     # The steps
-
-    def _ask(self, path: str, read: Callable[[dict[str, Any]], T], **query: str | int | None) -> T:
-        return self._run(flows.ask(calls.fetch(path, **query), self._patience, read))
-
-    def _complete(self, request: Request, wait: bool, told: Told | None) -> Operation:
-        return self._run(flows.complete(request, self._patience, wait=wait, told=told))
 
     def _run(self, flow: Flow[T]) -> T:
         """Do what a flow asks for until it has its result."""
@@ -422,15 +385,3 @@ class Client:
         return self._http.request(
             step.method, step.path, content=content, **arguments(step, self._read_s)
         )
-
-
-def _renew(lease: Lease, pause: Callable[[float | None], Operation], done: threading.Event) -> None:
-    """Ask for the same pause again and again: it takes the place of the one that ends sooner."""
-    while not done.wait(lease.every_s):
-        asked_s = lease.now_s
-        try:
-            pause(lease.every_s)
-        except ClientError as exc:
-            log.warning("the pause '%s' was not renewed: %s", lease.operation.id, exc)
-        else:
-            lease.began(asked_s)

@@ -1,0 +1,147 @@
+"""``rkserve sleep``, ``rkserve wake`` and ``rkserve models``: which models are loaded."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated, Literal, cast
+
+import typer
+
+from rkserve.cli import show
+from rkserve.cli.bars import progress
+from rkserve.cli.groups import ListFirst
+from rkserve.cli.link import EXIT_CODES, Link, connected
+from rkserve.cli.options import Boards, LoadTimeout, Mode, Models, Modes, Timeout
+
+models = typer.Typer(
+    cls=ListFirst, help=f"Show the models, load and unload them. {EXIT_CODES}", add_completion=False
+)
+
+
+class Tag(str, Enum):
+    """What is woken."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+
+
+Level = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=2,
+        help="0: only pause; 1: unload, and keep what can be restored; 2: keep only the requests.",
+    ),
+]
+Depth = Annotated[
+    int,
+    typer.Option(min=1, max=2, help="1: keep what can be restored; 2: keep only the requests."),
+]
+Lease = Annotated[float | None, typer.Option(help="Wake after so many seconds.")]
+Tags = Annotated[
+    list[Tag] | None,
+    typer.Option(
+        "--tag", help="weights: load, and let requests wait on; kv_cache: the rest. Default: both."
+    ),
+]
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="As `rkserve models` names it.")]
+
+
+@connected
+def sleep(
+    link: Link,
+    *,
+    level: Level = 1,
+    mode: Modes = Mode.KEEP,
+    model: Models = None,
+    board: Boards = None,
+    wake_on_request: Annotated[
+        bool, typer.Option("--wake-on-request", help="The next request wakes its model.")
+    ] = False,
+    lease: Lease = None,
+    timeout: Timeout = None,
+) -> None:
+    """Unload models until they are woken; done when every board that is meant sleeps."""
+    with progress(link) as tell:
+        one = link.client.sleep(
+            _level(level),
+            mode.value,
+            models=model or None,
+            boards=board or None,
+            wake_on_request=wake_on_request,
+            lease_s=lease,
+            timeout_s=timeout,
+            on_progress=tell,
+        )
+    link.done(one, show.slept(one, f"asleep at level {level}"))
+
+
+@connected
+def wake(
+    link: Link,
+    *,
+    tag: Tags = None,
+    model: Models = None,
+    board: Boards = None,
+    timeout: LoadTimeout = None,
+) -> None:
+    """Load what sleeps, and go on; without a scope everything."""
+    with progress(link) as tell:
+        one = link.client.wake(
+            [one.value for one in tag] if tag else None,
+            models=model or None,
+            boards=board or None,
+            timeout_s=timeout,
+            on_progress=tell,
+        )
+    held = tag is not None and set(tag) == {Tag.WEIGHTS}
+    link.done(one, "loaded, and held until `rkserve wake`" if held else "awake")
+    if not (tag or model or board):
+        link.note(lambda: show.still_held(link.client.cluster()["pauses"], asleep=False))
+
+
+@models.command("list")
+@connected
+def list_(link: Link) -> None:
+    """List the models and adapters that can be asked for, and which are loaded."""
+    rows = link.client.models()
+    link.show(rows, lambda: show.models(rows))
+
+
+@models.command()
+@connected
+def load(link: Link, model: ModelName, timeout: LoadTimeout = None) -> None:
+    """Wake a model on all its boards."""
+    with progress(link) as tell:
+        one = link.client.load_model(model, timeout_s=timeout, on_progress=tell)
+    link.done(one, f"loaded {model}")
+
+
+@models.command()
+@connected
+def unload(
+    link: Link,
+    *,
+    model: ModelName,
+    level: Depth = 1,
+    mode: Modes = Mode.WAIT,
+    wake_on_request: Annotated[
+        bool | None, typer.Option(help="Whether the next request loads it; else as configured.")
+    ] = None,
+    timeout: Timeout = None,
+) -> None:
+    """Put a model to sleep on all its boards, once what runs has ended."""
+    with progress(link) as tell:
+        one = link.client.unload_model(
+            model,
+            _level(level),
+            mode.value,
+            wake_on_request=wake_on_request,
+            timeout_s=timeout,
+            on_progress=tell,
+        )
+    link.done(one, show.slept(one, f"unloaded {model}"))
+
+
+def _level(level: int) -> Literal[0, 1, 2]:
+    return cast("Literal[0, 1, 2]", level)  # typer has checked the range
