@@ -467,9 +467,12 @@ def test_a_load_that_fails_at_the_wake_tells_everyone(tmp_path: Path) -> None:
             told.board.check()  # Ray replaces the replica
         with pytest.raises(BoardOutOfOrder, match="rkllm_init returned -1"):
             await told.board.adopt(Desired(told.epoch))  # whoever asks again is told again
-        for pauses in ((), (Pause("op", Scope(), PauseMode.KEEP),), ()):  # it is not awake
-            with pytest.raises(BoardOutOfOrder, match="rkllm_init returned -1"):
-                await told.tell(*pauses)
+        with pytest.raises(BoardOutOfOrder, match="rkllm_init returned -1"):
+            await told.tell()  # it is not awake
+        held = await told.tell(Pause("op", Scope(), PauseMode.KEEP))
+        assert held.held  # and rests, surely: it keeps nobody from a pause
+        with pytest.raises(BoardOutOfOrder, match="rkllm_init returned -1"):
+            await told.tell()
         with pytest.raises(BoardOutOfOrder):
             await told.nap()
 

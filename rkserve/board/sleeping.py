@@ -131,8 +131,13 @@ class Sleeping:
         return self._moving
 
     def _check(self) -> None:
-        """A board that could not be woken is not awake, whatever it is told after that."""
-        if self._failed and self._keeper.state is BoardState.FAILED:
+        """A board that could not be woken is not awake, whatever it is told after that.
+
+        Where it is held it need not be: it emits nothing, and must not keep others from a pause.
+        """
+        duty = self._stage.charge.duty
+        held = duty is not None and duty.hold is not None and not self._stage.charge.unloads
+        if self._failed and self._keeper.state is BoardState.FAILED and not held:
             raise self._keeper.failed()
 
     @property
