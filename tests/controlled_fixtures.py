@@ -18,6 +18,7 @@ def controlled(ray_cluster: LocalCluster) -> App:
     (ray_cluster.folder / "shelf").mkdir()
     deployed = deploy(ray_cluster)
     deployed.ready()
+    deployed.settled()
     return deployed
 
 

@@ -27,8 +27,8 @@ from rkserve.messages import (
 
 KINDS = pytest.mark.parametrize(
     ("release", "n_batch"),
-    [("1.2.3", 1), ("1.3.0", 1), ("1.2.3", 3), ("1.3.0", 3)],
-    ids=["1.2.3", "1.3.0", "1.2.3-batch", "1.3.0-batch"],
+    [("1.2.3", 1), ("1.3.0", 1), ("1.3.0", 3)],
+    ids=["1.2.3", "1.3.0", "batch"],
 )
 LEVELS = tuple(SleepLevel)
 UNLOADED, DROPPED = SleepLevel.UNLOADED, SleepLevel.DROPPED

@@ -64,9 +64,11 @@ def test_whatever_progress_requests_have_they_go_on_after_any_sleep(
             clients = [told.ask(f"{SAYING} {n}", 200) for n in range(n_batch)]
             adapted = [told.ask(f"{SAYING} {n}", 60, line=LINE) for n in range(2)]
             native = told.ask(f"{SAYING} native", 60, native_pause=True)
-            await told.said(clients[0], 5)
+            told.sim.pace(SLOWLY)
+            await until(lambda: len(clients[0].ids) >= 5)  # noqa: B023 # it is awaited here
             pid = told.board.report().engine_pid
             adoption = await nap(told, level)
+            told.sim.pace(PACE)
             there = [first, *clients, *adapted, native]
             await sleeps(told, pid, adoption, level)
             late = told.ask(f"{SAYING} late", 20)

@@ -28,6 +28,7 @@ def app(ray_cluster: LocalCluster) -> Iterator[App]:
     ray_cluster.deploy("trainloop", {"boards": [group]})
     deployed = App(ray_cluster, "trainloop", GROUP, 2)
     deployed.ready()
+    deployed.settled()
     yield deployed
     ray_cluster.delete("trainloop")
 
