@@ -155,6 +155,18 @@ def test_there_are_paths_and_links_to_check() -> None:
     assert len(LINKS) > len(PAGES) / 2
 
 
+def test_every_test_that_a_page_names_exists() -> None:
+    there = {
+        name
+        for file in (ROOT / "tests").glob("test_*.py")
+        for name in re.findall(r"def (test_\w+)", file.read_text(encoding="utf-8"))
+    }
+    page = (ROOT / "docs" / "control-tests.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(test_\w+)`", page))
+    assert len(named) > page.count("\n| ")  # at least one in nearly every row
+    assert not named - there
+
+
 @pytest.mark.parametrize("header", ["rkllm_1_2.h", "rkllm_1_3.h"])
 def test_the_vendor_s_declarations_name_their_origin_and_licence(header: str) -> None:
     declared = (ROOT / "rkserve" / "native" / "decl" / header).read_text(encoding="utf-8")

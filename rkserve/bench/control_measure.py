@@ -60,7 +60,7 @@ class Size:
     fault: tuple[str, ...] = ("",)
 
 
-FULL = Size(pauses=200, atomic=200, rolling=50, staged=4, rounds=240, faults=20)
+FULL = Size(pauses=200, atomic=200, rolling=50, staged=4, rounds=1000, faults=20)
 QUICK = Size(pauses=20, atomic=20, rolling=4, staged=2, rounds=16, faults=2)
 
 
