@@ -479,6 +479,25 @@ def test_epochs_never_go_back_and_the_later_of_two_wins(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
+def test_who_is_overtaken_answers_when_the_later_one_rests(tmp_path: Path) -> None:
+    async def body(told: Governed, _: Oracle) -> None:
+        [client] = await in_prefill(told, max_tokens=20)
+        first = asyncio.create_task(told.hold(clear=True))  # clears when the run has ended
+        await until(lambda: told.board.report().hold == PauseMode.KEEP.value)
+        await told.release()
+        later = asyncio.create_task(told.hold(PauseMode.WAIT))
+        await until(lambda: told.board.report().hold == PauseMode.WAIT.value)
+        told.sim.gate("token:3")
+        await until(lambda: len(client.ids) >= 3)
+        await rest()
+        assert not first.done()
+        told.pace()
+        await client.end()
+        assert (await first).epoch == (await later).epoch == told.desired.epoch
+
+    play(tmp_path, body)
+
+
 @KINDS
 def test_an_engine_that_dies_under_a_hold_leaves_it_held_and_nothing_lost(
     tmp_path: Path, release: str, n_batch: int

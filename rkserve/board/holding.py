@@ -88,13 +88,17 @@ class Holding:
             self._carry_out(before, done, label)
         elif rebased is not None:  # what it lacked has come
             self._carry_out(charge.duty, done, label)
-        await self._rest()
-        await self._give_out()
-        took_ms = (clock.now_s() - started_s) * 1e3
-        await self._clear()
-        await self._rebasing.settled(failures)
-        await self._sleeping.settle()
-        await self._rebasing.settled(failures)  # without an engine it is a note
+        took_ms = 0.0
+        settled: int | None = None
+        while settled != charge.epoch:  # told anew meanwhile, it answers for that as well
+            settled = charge.epoch
+            await self._rest()
+            await self._give_out()
+            took_ms = (clock.now_s() - started_s) * 1e3
+            await self._clear()
+            await self._rebasing.settled(failures)
+            await self._sleeping.settle()
+            await self._rebasing.settled(failures)  # without an engine it is a note
         self._rebasing.verify(failures)
         slept, duty = self._sleeping.slept(), charge.duty
         assert duty is not None
