@@ -194,6 +194,7 @@ class Sim:
     _then: Callable[[], None] | None = None  # see ``gate``
     _opened: bool = False  # by the board
     _slowly: float = UNHURRIED
+    _orders: int = 0
     model: Path = WEIGHTS  # what it loads unless it was given other weights
     loads: list[Path] = field(default_factory=list)  # what ``board`` has tried to load
 
@@ -207,9 +208,14 @@ class Sim:
         return self.taps[-1]
 
     def _order(self, *lines: str) -> None:
-        """Replace the control file as a whole: half of it would be another order."""
+        """Replace the control file as a whole: half of it would be another order.
+
+        The library tells files apart by inode, size and time. Of two that follow each other within
+        a tick of the clock, the second may get the inode that the one before the first had.
+        """
         fresh = self.place / "control.new"
-        fresh.write_text("".join(f"{line}\n" for line in lines))
+        self._orders = self._orders % 99 + 1
+        fresh.write_text("".join(f"{line}\n" for line in (*lines, "#" * self._orders)))
         fresh.replace(self.control)
 
     def fault(self, line: str) -> None:
