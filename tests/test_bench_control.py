@@ -147,8 +147,17 @@ def test_a_version_is_stale_once_its_successor_was_acknowledged(
 
 def test_a_paused_answer_may_have_waited_after_it_began() -> None:
     assert began(answer(5.0)) == pytest.approx((6.0, 6.0))
-    assert began(answer(5.0, paused_ms=10.0)) == pytest.approx((5.0, 6.0))
+    assert began(answer(5.0, paused_ms=10.0)) == pytest.approx((5.0, 6.5))
     assert began(answer(5.0, exchange={"content_s": ()})) == (6.0, math.inf)
+
+
+def test_a_paused_answer_may_have_been_prefilled_again_after_its_first_text() -> None:
+    """Its first text at 10.3 s and prefills of 1 s in all do not mean that it began at 9.3 s."""
+    prefilled_often = {"content_s": (10.3, 11.5, 12.5), "prefill_ms": 1000.0}
+    late = answer(9.0, B, paused_ms=500.0, exchange=prefilled_often)
+
+    assert began(late) == pytest.approx((9.0, 10.3))
+    assert check([late], {(B, 0): Said("abc", 3)}, TIMES).stale == 0
 
 
 def test_a_switch_that_was_undone_leaves_its_version_allowed_only_while_it_was_tried() -> None:

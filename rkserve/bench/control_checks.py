@@ -118,12 +118,15 @@ def began(answer: Answer) -> tuple[float, float]:
     """Between which moments an answer's first run began, by what its timings say.
 
     It waited for the board after it was sent, and its prefill ended before its first text. An
-    answer that was paused may have waited again, later.
+    answer that was paused may have waited again, later, and its prefills are told as one sum, of
+    which any part may lie behind its first text.
     """
-    sent_s = answer.exchange.sent_s
-    from_s = sent_s if answer.paused_ms else sent_s + answer.exchange.queue_ms / 1e3
-    first_s = answer.exchange.content_s[0] if answer.exchange.content_s else math.inf
-    return from_s, max(from_s, first_s - answer.exchange.prefill_ms / 1e3)
+    sent_s, exchange = answer.exchange.sent_s, answer.exchange
+    first_s = exchange.content_s[0] if exchange.content_s else math.inf
+    if answer.paused_ms:
+        return sent_s, first_s
+    from_s = sent_s + exchange.queue_ms / 1e3
+    return from_s, max(from_s, first_s - exchange.prefill_ms / 1e3)
 
 
 def _allowed(answer: Answer, times: Sequence[Era]) -> set[str]:
