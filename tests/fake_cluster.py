@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import random
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
@@ -377,7 +376,7 @@ class Control:
         self.ledger = Ledger.open(self.folder)
         links = {"only": self.wrap_link(self.cluster)}
         outside = Outside(
-            Fleet(links, {"only": MODEL}, random.Random(5)),
+            Fleet(links, {"only": MODEL}),
             self.wrap_ledger(self.ledger),
             self.store,
             lambda data: data,

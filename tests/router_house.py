@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from rkserve.config import RouterConfig
 from rkserve.deployments.cluster import Cluster
+from rkserve.deployments.dispatch import Dispatch
 from rkserve.deployments.fleet import Fleet
 from rkserve.deployments.http import make_app
 from rkserve.deployments.service import ServedModel, Service
@@ -45,9 +46,10 @@ class House:
 
     def __post_init__(self) -> None:
         model_id = self.served.folder.id
-        fleet = Fleet({"only": self.boards}, {"only": model_id}, random.Random(5))
+        fleet = Fleet({"only": self.boards}, {"only": model_id})
         self.cluster = Cluster(self.head, fleet.obey)
-        self.service = Service(self.config, {model_id: self.served}, fleet, self.cluster)
+        dispatch = Dispatch(fleet, random.Random(5))
+        self.service = Service(self.config, {model_id: self.served}, dispatch, self.cluster)
         self.app: ASGIApp = make_app(self.service, MAX_ADAPTER_BYTES, MAX_MODEL_BYTES)
 
     async def __call__(

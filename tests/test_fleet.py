@@ -11,6 +11,7 @@ import pytest
 from fake_boards import FakeBoards, Step, accepted, answer, eventually, report
 from own_time import run_loop
 
+from rkserve.deployments.dispatch import Dispatch
 from rkserve.deployments.fleet import FAILURES_EVERY, LOOK_AGAIN_S, Fleet
 from rkserve.deployments.listing import FORGET_AFTER
 from rkserve.desired import Desired, Pause, PauseMode, Scope
@@ -48,13 +49,17 @@ REQUEST = GenerateRequest("r", MODEL, (1, 2, 3), 10)
 
 def fleet(**groups: FakeBoards) -> Fleet:
     """A fleet of groups that all serve one model."""
-    served = dict.fromkeys(groups, MODEL)
-    return Fleet(groups, served, random.Random(3), accept_timeout_s=0.2, catch_up_s=1.5)
+    return Fleet(groups, dict.fromkeys(groups, MODEL))
+
+
+def dispatch(of: Fleet) -> Dispatch:
+    """What sends requests to its boards, in no hurry."""
+    return Dispatch(of, random.Random(3), accept_timeout_s=0.2, catch_up_s=1.5)
 
 
 async def talk(of: Fleet, request: GenerateRequest = REQUEST) -> list[Event]:
     """Return all events of one generation."""
-    async with aclosing(of.generate(request)) as events:
+    async with aclosing(dispatch(of).generate(request)) as events:
         return [event async for event in events]
 
 
@@ -161,7 +166,7 @@ def test_a_board_that_fails_after_it_accepted_is_not_hidden() -> None:
         boards.reported[1] = report("b", running=1)
         it = fleet(only=boards)
         await it.refresh()
-        events = it.generate(REQUEST)
+        events = dispatch(it).generate(REQUEST)
         assert await anext(events) == accepted("a")
         assert await anext(events) == Delta("half", (1,))
         with pytest.raises(BoardFailed, match="SIGSEGV"):
@@ -189,7 +194,7 @@ def test_leaving_closes_the_board_s_generator_and_forgets_the_load() -> None:
         it = fleet(only=boards)
         await it.refresh()
         for _ in range(5):  # more than the board's queue holds
-            async with aclosing(it.generate(REQUEST)) as events:
+            async with aclosing(dispatch(it).generate(REQUEST)) as events:
                 await anext(events)
             assert boards.running == 0
         assert boards.closed == ["replica of a"] * 5
@@ -460,7 +465,7 @@ def test_a_conversation_keeps_its_board_although_its_calls_end_before_their_stre
         await it.refresh()
         for length in range(2, 10):
             turn = GenerateRequest("r", MODEL, tuple(range(length)), 10)
-            async with aclosing(it.generate(turn)) as events:
+            async with aclosing(dispatch(it).generate(turn)) as events:
                 async for event in events:
                     if isinstance(event, Finished):
                         break

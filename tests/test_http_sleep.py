@@ -240,7 +240,7 @@ def test_to_change_what_sleeps_needs_the_admin_key(path: str) -> None:
 def test_the_prefixes_of_boards_that_sleep_are_forgotten() -> None:
     of = house("a", "b")
     assert send(of, "POST", CHAT, json=chat()).status_code == 200
-    candidates = of.service.fleet._listing.candidates["only"]
+    candidates = of.service.fleet.listing.candidates["only"]
     assert any(one.last_prompt for one in candidates.values())
     of.head.desired = slept()
     run_loop(of.cluster.refresh())
@@ -421,7 +421,7 @@ def test_a_board_that_fell_asleep_a_moment_ago_sends_requests_on_to_one_that_is_
     first = [request for replica, request in of.boards.opened if replica == "replica of a"]
     assert first, "none was sent there first"
     assert not any(request.patient for request in first)
-    candidate = of.service.fleet._listing.candidates["only"]["replica of a"]
+    candidate = of.service.fleet.listing.candidates["only"]["replica of a"]
     assert candidate.ready  # it is well
 
 

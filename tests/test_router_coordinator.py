@@ -19,6 +19,7 @@ from rkserve.config import RouterConfig
 from rkserve.control.codec import plain
 from rkserve.deployments.cluster import Cluster
 from rkserve.deployments.coordinator import Coordinator
+from rkserve.deployments.dispatch import Dispatch
 from rkserve.deployments.fleet import Fleet
 from rkserve.deployments.http import make_app
 from rkserve.deployments.service import Service
@@ -55,9 +56,11 @@ def with_both(folder: Path, work: Callable[[Ask, Control], Awaitable[None]]) -> 
         control = Control(folder, FakeCluster.of(*BOARDS))
         version = control.store.add("v1", b"x" * 300)
         link = Direct(await control.open(), version, control.store)
-        fleet = Fleet({"only": control.cluster}, {"only": "sim-chat"}, random.Random(5))
+        fleet = Fleet({"only": control.cluster}, {"only": "sim-chat"})
         cluster = Cluster(link, fleet.obey)
-        service = Service(RouterConfig(), {"sim-chat": model()}, fleet, cluster)
+        service = Service(
+            RouterConfig(), {"sim-chat": model()}, Dispatch(fleet, random.Random(5)), cluster
+        )
         app = make_app(service, 10_000, 10_000)
         await asyncio.gather(fleet.refresh(), cluster.refresh())
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))

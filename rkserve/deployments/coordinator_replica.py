@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,7 +66,7 @@ class CoordinatorReplica:
         }
         models = {group: opened.id for group, opened in folders.items()}
         own = {one.id: one.weights for one in folders.values() if one.weights is not None}
-        fleet = Fleet(links, models, random.Random(), config.router.accept_timeout_s)
+        fleet = Fleet(links, models)
         self._ledger = await open_ledger(folder, settings)
         self._store = ArtifactStore(folder / ARTIFACTS, _rules(settings), own=own)
         self._fetching = Fetching()

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rkserve.config import RkserveConfig, resolve_folder
 from rkserve.deployments.cluster import Cluster
+from rkserve.deployments.dispatch import Dispatch
 from rkserve.deployments.fleet import Fleet
 from rkserve.deployments.headlink import RayHeadLink
 from rkserve.deployments.http import make_app
@@ -85,12 +86,11 @@ class RouterReplica:
         fleet = Fleet(
             links,
             {name: f.id for name, f in folders.items()},
-            random.Random(),
-            config.router.accept_timeout_s,
         )
+        dispatch = Dispatch(fleet, random.Random(), config.router.accept_timeout_s)
         models = {folder.id: ServedModel.open(folder) for folder in folders.values()}
         cluster = Cluster(RayHeadLink(coordinator), fleet.obey)
-        self._service = Service(config.router, models, fleet, cluster)
+        self._service = Service(config.router, models, dispatch, cluster)
         self.asgi: ASGIApp = make_app(
             self._service,
             config.coordinator.max_adapter_bytes,

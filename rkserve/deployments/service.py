@@ -16,7 +16,7 @@ from rkserve.config import RouterConfig
 from rkserve.deployments.catalog import Catalog
 from rkserve.deployments.choices import Choices
 from rkserve.deployments.cluster import Cluster
-from rkserve.deployments.fleet import Fleet
+from rkserve.deployments.dispatch import Dispatch
 from rkserve.deployments.flows import Flows
 from rkserve.deployments.keys import open_keys
 from rkserve.deployments.waking import Waking
@@ -101,13 +101,14 @@ class Service:
         self,
         config: RouterConfig,
         models: dict[str, ServedModel],
-        fleet: Fleet,
+        dispatch: Dispatch,
         cluster: Cluster,
     ) -> None:
         """Raises ``ConfigError``: a file of keys cannot be used."""
         self.config = config
         self.keys = open_keys(config)
-        self.fleet = fleet
+        self.fleet = fleet = dispatch.fleet
+        self._dispatch = dispatch
         self.cluster = cluster
         self.flows = Flows(fleet)
         self.waking = Waking(cluster, fleet, config.control_timeout_s)
@@ -244,7 +245,7 @@ class Service:
 
     async def _accepted(self, requests: list[GenerateRequest]) -> tuple[Choices, list[Accepted]]:
         """Have boards take all requests of a call, or none."""
-        choices = Choices(self.fleet.generate, requests)
+        choices = Choices(self._dispatch.generate, requests)
         try:
             return choices, await choices.accepted()
         except BaseException:
