@@ -63,6 +63,72 @@ class AdapterRef:
         return f"{self.label}-{self.digest[:12]}-{self.scale:g}"
 
 
+class Kind(str, Enum):
+    """Where a token after the prompt comes from."""
+
+    GENERATED = "generated"  # by the model
+    APPENDED = "appended"  # the answer's own words, by an edit or a hook
+    INJECTED = "injected"  # context that is not part of the answer
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One token after the prompt.
+
+    ``waiting``: its text comes with that of the tokens behind it. ``cleared``: a range clear took
+    it out of the context; what it says in the answer stays.
+    """
+
+    token_id: int
+    data: bytes
+    kind: Kind = Kind.GENERATED
+    waiting: bool = False
+    cleared: bool = False
+
+    @property
+    def unfinished(self) -> bool:
+        """The model's beginning of a character, of which nothing was shown."""
+        return self.waiting and self.kind is Kind.GENERATED
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The weights of an answer so far: from which token on it is which version, by labels.
+
+    ``adapter`` is the one that its runs have now, bound by a line of ``line_epoch``.
+    """
+
+    marks: tuple[tuple[int, str], ...] = ()
+    adapter: AdapterRef | None = None
+    line_epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """What boards before have made of a generation, which another one goes on with.
+
+    ``slots`` come after the prompt, which is ``prompt_ids`` where an edit has changed it. The
+    client has ``text`` of the answer, and all ids of the slots that belong to it. ``bound`` of None
+    has no token yet. ``paused`` is how it rests; with ``pause_over`` the last token's own pause, if
+    it asks for one, was made already. It goes on for the ``times``-th time. One that is a
+    ``suspect`` had the run that a board was lost in: it shares its next one with nobody.
+    """
+
+    slots: tuple[Slot, ...] = ()
+    text: str = ""
+    prompt_ids: tuple[int, ...] | None = None
+    bound: Bound | None = None
+    paused: Paused | None = None
+    pause_over: bool = False
+    times: int = 1
+    suspect: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return sum(slot.kind is not Kind.INJECTED for slot in self.slots)
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One generation: a transcript to continue and how.
@@ -82,6 +148,9 @@ class GenerateRequest:
     the version that it serves, by the ``session`` it belongs to; a board that has not adopted
     ``min_epoch`` refuses it. ``keep_version`` forbids to switch it to another version later. One
     that is not ``patient`` is refused by a board that sleeps: another one is awake.
+
+    ``continued`` is what was generated of it elsewhere. All limits and counts are those of the
+    whole answer.
     """
 
     request_id: str
@@ -103,6 +172,7 @@ class GenerateRequest:
     min_epoch: int = 0
     keep_version: bool = False
     patient: bool = True
+    continued: Continued | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +192,9 @@ class Timings:
     ``prefill_tokens`` were really prefilled. A generation that was interrupted adds up its runs;
     the runtime says nothing of a run that it paused, so that one is measured by the board's clock.
     ``batch`` is how many generations shared the run at most (all times are the board's then), and
-    ``batch_wait_ms`` what this one waited for the batch to fill.
+    ``batch_wait_ms`` what this one waited for the batch to fill. Of one that was ``continued`` so
+    many times on other boards, or on the same one after it had failed, the figures are those of the
+    last board, and ``lost_ms`` is the time from each loss to the next event of the answer.
     """
 
     queue_ms: float
@@ -134,6 +206,8 @@ class Timings:
     paused_ms: float = 0.0
     batch: int = 1
     batch_wait_ms: float = 0.0
+    continued: int = 0
+    lost_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +216,8 @@ class Accepted:
 
     ``sampling_ignored`` names the asked-for fields that this runtime cannot change per run.
     ``version`` is that of the weights that it would start with now: ``name@version`` of an adapter,
-    or the label of the base model. ``epoch`` is the one that the board obeys.
+    or the label of the base model. ``epoch`` is the one that the board obeys. ``adapter`` is that
+    version, as a line of ``line_epoch`` has chosen it.
     """
 
     board_id: str
@@ -151,6 +226,20 @@ class Accepted:
     sampling_ignored: tuple[str, ...] = ()
     version: str = FIRST_LABEL
     epoch: int = 0
+    adapter: AdapterRef | None = None
+    line_epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Splice:
+    """What comes after the prompt is changed: ``slots`` follow the first ``keep`` of before.
+
+    ``prompt_ids`` are the prompt's own as an edit has left them; None where it did not touch them.
+    """
+
+    keep: int
+    slots: tuple[Slot, ...]
+    prompt_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +248,45 @@ class Delta:
 
     An edit may take back what was given out: ``retract`` characters at the end of the answer so
     far are void, before ``text`` is added.
+
+    Whoever has all deltas can let another board go on. Mostly each id has its own part of ``text``:
+    a single one all of it, several so many characters each as ``lengths`` say. Where that is not so
+    (hooks, text that is held back, characters of several tokens, edits) ``splice`` says what the
+    transcript has become. ``bound`` is there where the weights have changed. A delta that is made
+    while the generation is ``paused``, by an edit, does not end the pause; any other one does, also
+    an empty one.
     """
 
     text: str
     token_ids: tuple[int, ...]
     retract: int = 0
+    lengths: tuple[int, ...] = ()
+    splice: Splice | None = None
+    bound: Bound | None = None
+    paused: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether it only adds ids, each with its own part of the text."""
+        return not (self.retract or self.splice or self.bound or self.paused)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """How many characters of the text each id of one without a ``splice`` has."""
+        if self.lengths or not self.token_ids:
+            return self.lengths
+        return (len(self.text), *[0] * (len(self.token_ids) - 1))
+
+
+def merged(first: Delta, second: Delta) -> Delta | None:
+    """Return two deltas that follow each other as one; None where that would lose something."""
+    if not (first.plain and second.plain):
+        return None
+    if any(delta.text and not delta.token_ids for delta in (first, second)):
+        return None
+    ids = (*first.token_ids, *second.token_ids)
+    lengths = (*first.parts, *second.parts) if len(ids) > 1 else ()
+    return Delta(first.text + second.text, ids, lengths=lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +504,8 @@ class BoardReport:
     needs, and those in ``staged`` (keys) it has on its disk. ``versions`` are what it has generated
     with. It sleeps at ``level``, None where it is awake, and has had no request for ``idle_s``, nor
     was its model loaded in that time. ``base`` is the sha256 of the model's file that it has loaded
-    instead of that in its model folder, or empty.
+    instead of that in its model folder, or empty. ``holdings`` are the contexts that it holds and
+    can use again, as ``chains`` packs them.
     """
 
     board_id: str
@@ -432,3 +556,4 @@ class BoardReport:
     level: int | None = None
     idle_s: float = 0.0
     base: str = ""
+    holdings: bytes = b""

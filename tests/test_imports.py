@@ -14,6 +14,7 @@ SOURCES = sorted((ROOT / "rkserve").rglob("*.py"))
 GROUND = frozenset(
     {
         "errors",
+        "chains",
         "messages",
         "modelfolder",
         "adapterfolder",
@@ -49,7 +50,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     # The one place that knows every part, and the two programs beside it.
     "app": GROUND | {"native", "board", "wire", "routing", "control", "deployments"},
     "cli": GROUND
-    | {"native", "board", "wire", "routing", "control", "deployments", "app", "client"},
+    | {"native", "board", "wire", "routing", "control", "deployments", "app", "client", "bench"},
     "client": GROUND,
     "bench": GROUND | {"native", "board", "wire", "routing", "control", "deployments", "app"},
     "__init__": frozenset(),

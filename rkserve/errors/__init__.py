@@ -32,6 +32,9 @@
     +-- PauseExpired                 504  pause_expired
     +-- TooManyPaused                429  too_many_paused
     +-- QueueTimeout                 503  queue_timeout
+    +-- RateLimited                  429  rate_limit_exceeded
+    +-- DeadlineUnreachable          503  deadline_unreachable
+    +-- DeadlineExceeded             504  deadline_exceeded
     +-- NoBoard                      503  no_board
     +-- EnginePaused                 503  engine_paused
     +-- ModelAsleep                  503  model_asleep
@@ -51,6 +54,7 @@
     |   +-- EngineDied               503  board_failed
     |   +-- EngineHung               503  board_failed
     |   +-- RunFailed                502  run_failed
+    +-- PoisonRequest                422  poison_request
     +-- ConfigError                       (start-up only)
     +-- BoardStartFailed                  (start-up only; `serve status` shows it)
     +-- FrameCorrupt                      (between a board and its engine process)
@@ -78,11 +82,14 @@ from rkserve.errors.boards import (
     BoardSilent,
     BoardStartFailed,
     ConfigError,
+    DeadlineExceeded,
+    DeadlineUnreachable,
     EngineDied,
     EngineHung,
     HookFailed,
     NoBoard,
     PauseExpired,
+    PoisonRequest,
     QueueFull,
     QueueTimeout,
     RunFailed,
@@ -131,6 +138,7 @@ from rkserve.errors.requests import (
     GenerationNotFound,
     MethodNotAllowed,
     ModelNotFound,
+    RateLimited,
     RequestError,
     RouteNotFound,
     SamplingFixed,
@@ -159,6 +167,8 @@ __all__ = [
     "ConfigError",
     "ContextOverflow",
     "CoordinatorAway",
+    "DeadlineExceeded",
+    "DeadlineUnreachable",
     "EngineAsleep",
     "EngineDied",
     "EngineHung",
@@ -182,8 +192,10 @@ __all__ = [
     "OperationNotFound",
     "OperationTimeout",
     "PauseExpired",
+    "PoisonRequest",
     "QueueFull",
     "QueueTimeout",
+    "RateLimited",
     "RebaseFailed",
     "ReleaseRefused",
     "RequestError",

@@ -99,6 +99,47 @@ class QueueTimeout(RkserveError):
         return f"The request waited {self.waited_s:.0f} s for a board and was given up."
 
 
+class DeadlineUnreachable(RkserveError):
+    """The answer could not be ready within the request's timeout; it was not begun.
+
+    ``needs_s`` is what it would take with the wait for a board. Without ``retry_after_s`` it would
+    be late on an idle cluster too.
+    """
+
+    http_status = 503
+    kind = "overloaded_error"
+    code = "deadline_unreachable"
+
+    def __init__(self, timeout_s: float, needs_s: float, retry_after_s: int | None = None) -> None:
+        super().__init__(timeout_s, needs_s, retry_after_s)
+        self.timeout_s, self.needs_s, self.retry_after_s = timeout_s, needs_s, retry_after_s
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        busy = " as busy as the boards are" if self.retry_after_s is not None else ""
+        return (
+            f"The answer would not be ready within {self.timeout_s:g} s: it is expected to take "
+            f"about {self.needs_s:.1f} s{busy}. It was not begun."
+        )
+
+
+class DeadlineExceeded(RkserveError):
+    """The request's timeout passed while its answer was generated; it was stopped there."""
+
+    http_status = 504
+    code = "deadline_exceeded"
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(timeout_s)
+        self.timeout_s = timeout_s
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"The answer was not ready within {self.timeout_s:g} s, and was stopped."
+
+
 class NoBoard(RkserveError):
     """No board is ready to serve the model now."""
 
@@ -174,6 +215,29 @@ class RunFailed(BoardFailed):
     http_status = 502
     code = "run_failed"
     retry_after_s = None
+
+
+class PoisonRequest(RkserveError):
+    """Boards died of the request, one after the other; it is not tried on another one.
+
+    The status is not one that clients try again after.
+    """
+
+    http_status = 422
+    kind = "invalid_request_error"
+    code = "poison_request"
+
+    def __init__(self, boards: int, reason: str) -> None:
+        super().__init__(boards, reason)
+        self.boards, self.reason = boards, reason
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return (
+            f"{self.boards} boards failed while they worked on this request, at the same place of "
+            f"it, and no other one is asked. Last: {without_folders(self.reason)}."
+        )
 
 
 class ConfigError(RkserveError):

@@ -210,3 +210,23 @@ class Forbidden(RequestError):
 
     http_status = 403
     code = "forbidden"
+
+
+class RateLimited(RkserveError):
+    """The caller's key has used up what it may: requests or tokens per minute, or at once.
+
+    ``what`` names the limit and how high it is.
+    """
+
+    http_status = 429
+    kind = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, what: str, retry_after_s: int) -> None:
+        super().__init__(what, retry_after_s)
+        self.what, self.retry_after_s = what, retry_after_s
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"Rate limit of this key: {self.what}. Try again in {self.retry_after_s} s."

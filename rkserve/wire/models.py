@@ -128,6 +128,7 @@ def models_list(entries: Sequence[JsonObject]) -> JsonObject:
 def board_entry(board: BoardReport) -> JsonObject:
     """Return all that a board says of itself, under the names of its report."""
     told = asdict(board)
+    del told["holdings"]  # hashes, and of use to Routers only
     told |= {"state": board.state.value, "reason": without_folders(board.reason)}
     return {"id": told.pop("board_id"), "object": "board", **told}
 

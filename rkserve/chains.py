@@ -1,0 +1,161 @@
+"""Token ids as chains of block hashes: what a prompt begins with, said in a few numbers. Pure.
+
+A link is the hash of one block and of the link before it, so that equal links mean equal beginnings
+under equal keys. It knows neither boards nor what is done with a chain. Nothing here is a secret or
+proves anything: a board compares ids themselves before it uses what it holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+
+BLOCK = 32  # tokens of a link: half of it is lost on average where a prefix ends within a block
+FILES = 64  # of a board, the last used, are told of: reports should not grow with the disk
+STRIDE = 8  # every so many links, and the last one, stand for what is on a disk (256 tokens)
+
+# Hashes of tuples of ints are the same in every process of one build of Python, which Ray demands
+# of a cluster anyhow, and cost half of what a digest does. This says which hash it was.
+SCHEME = hash((1 << 40, -7, 65_537, 3)) & 0xFFFF_FFFF
+
+# Scheme, park_min; tokens, leaf, tail and number of marks of the live one; flags; number of files.
+# Then the files' tokens, the numbers of their marks, and all marks.
+_HEAD = struct.Struct("<IIIqqHBH")
+_APPENDS, _LIVE = 1, 2
+
+
+@lru_cache(maxsize=4096)
+def seed_of(adapter: str | None, salt: str = "") -> int:
+    """Return where chains begin under that adapter; other keys never share a link."""
+    content = f"{adapter or ''}\0{salt}".encode()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big")
+
+
+class Chain:
+    """The ids of one context, with its links."""
+
+    __slots__ = ("ids", "links", "seed")
+
+    def __init__(self, ids: tuple[int, ...], seed: int, links: tuple[int, ...] = ()) -> None:
+        """``links`` are those that are known already."""
+        self.ids = ids
+        self.seed = seed
+        self.links = _continue(ids, seed, links)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def extended(self, more: tuple[int, ...]) -> Chain:
+        """Return the chain with more ids at its end; only what is new is hashed."""
+        return Chain(self.ids + more, self.seed, self.links)
+
+    @property
+    def leaf(self) -> int:
+        """The last link."""
+        return self.links[-1] if self.links else self.seed
+
+    def tail(self, tokens: int) -> int:
+        """Return the hash of the first ``tokens`` ids, exactly."""
+        full = tokens // BLOCK
+        last = self.links[full - 1] if full else self.seed
+        return hash((last, self.ids[full * BLOCK : tokens]))
+
+    @property
+    def marks(self) -> tuple[int, ...]:
+        """The links by which others are recognised that begin alike; the last one is the leaf."""
+        links = self.links
+        return (*links[STRIDE - 1 : len(links) - 1 : STRIDE], *links[-1:])
+
+
+def _continue(ids: tuple[int, ...], seed: int, known: tuple[int, ...]) -> tuple[int, ...]:
+    full = len(ids) // BLOCK
+    links = list(known[:full])
+    last = links[-1] if links else seed
+    for at in range(len(links) * BLOCK, full * BLOCK, BLOCK):
+        last = hash((last, ids[at : at + BLOCK]))
+        links.append(last)
+    return tuple(links)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveHeld:
+    """A context that can be extended, and only as a whole: its length, last link and exact end."""
+
+    tokens: int
+    leaf: int
+    tail: int
+    marks: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, chain: Chain) -> LiveHeld:
+        """Return what is held after a run over that chain."""
+        return cls(len(chain), chain.leaf, chain.tail(len(chain)), chain.marks)
+
+
+@dataclass(frozen=True, slots=True)
+class FileHeld:
+    """A context on a disk, used as far as it agrees; ``tokens`` are all of its own."""
+
+    tokens: int
+    marks: tuple[int, ...]
+
+    @property
+    def leaf(self) -> int:
+        """The last link."""
+        return self.marks[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What a board holds and can use again.
+
+    ``appends``: the live context may be extended. Contexts of ``park_min`` tokens go to its disk
+    when another one takes the board; 0: they are lost.
+    """
+
+    appends: bool = False
+    park_min: int = 0
+    live: LiveHeld | None = None
+    files: tuple[FileHeld, ...] = ()
+
+
+def pack(holdings: Holdings) -> bytes:
+    """Return them as a report carries them."""
+    live, files = holdings.live, holdings.files
+    flags = _APPENDS * holdings.appends | _LIVE * (live is not None)
+    exact = (0, 0, 0, 0) if live is None else (live.tokens, live.leaf, live.tail, len(live.marks))
+    marks = [*(live.marks if live is not None else ())]
+    for file in files:
+        marks += file.marks
+    return b"".join(
+        (
+            _HEAD.pack(SCHEME, holdings.park_min, *exact, flags, len(files)),
+            struct.pack(f"<{len(files)}I", *(file.tokens for file in files)),
+            struct.pack(f"<{len(files)}H", *(len(file.marks) for file in files)),
+            struct.pack(f"<{len(marks)}q", *marks),
+        )
+    )
+
+
+def unpack(data: bytes) -> Holdings | None:
+    """Return what ``pack`` was given; None where another build of Python or rkserve wrote it."""
+    if len(data) < _HEAD.size:
+        return None
+    scheme, park_min, long, leaf, tail, own, flags, count = _HEAD.unpack_from(data)
+    columns = _HEAD.size + count * 6
+    if scheme != SCHEME or len(data) < columns:
+        return None
+    tokens = struct.unpack_from(f"<{count}I", data, _HEAD.size)
+    sizes = struct.unpack_from(f"<{count}H", data, _HEAD.size + count * 4)
+    total = own + sum(sizes)
+    if 0 in sizes or len(data) != columns + total * 8:
+        return None
+    marks = struct.unpack_from(f"<{total}q", data, columns)
+    live = LiveHeld(long, leaf, tail, marks[:own]) if flags & _LIVE else None
+    files, at = [], own
+    for each, size in zip(tokens, sizes, strict=True):
+        files.append(FileHeld(each, marks[at : at + size]))
+        at += size
+    return Holdings(bool(flags & _APPENDS), park_min, live, tuple(files))

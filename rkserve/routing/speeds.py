@@ -1,0 +1,112 @@
+"""How long boards take for a token, from the counters that they report. Pure.
+
+Unlike ``rates``, which says what a board has done of late, this says what a piece of work will
+take. A board that has shown nothing takes what boards of its kind take, else what all do, else the
+prior.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+# Between an RK3576 and an RK3588 with a model of 1.5B parameters, as the vendor publishes them.
+PRIOR_PREFILL_MS = 4.0
+PRIOR_DECODE_MS = 75.0
+PREFILL_MEMORY = 8192  # tokens after which half of what was measured is forgotten
+DECODE_MEMORY = 1024
+STEP = math.log(1.25)  # boards that differ by less are equally fast
+SLACK = 0.65  # of a step: a board near a border stays where it is
+
+
+@dataclass(slots=True)
+class Measured:
+    """Milliseconds for tokens, the older the less."""
+
+    memory: int
+    tokens: float = 0.0
+    ms: float = 0.0
+
+    def add(self, tokens: float, ms: float) -> None:
+        """Take over what was done since the last time."""
+        if tokens <= 0 or ms <= 0:
+            return
+        kept: float = 0.5 ** (tokens / self.memory)
+        self.tokens = self.tokens * kept + tokens
+        self.ms = self.ms * kept + ms
+
+    @property
+    def each(self) -> float | None:
+        """Milliseconds for one token; None before the first one."""
+        return self.ms / self.tokens if self.tokens else None
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a replica has done since its start, as its report says."""
+
+    replica: str
+    prefill_tokens: int = 0
+    prefill_ms: float = 0.0
+    decode_tokens: int = 0
+    decode_ms: float = 0.0
+
+
+@dataclass(slots=True)
+class _Pair:
+    prefill: Measured
+    decode: Measured
+
+
+def _pair() -> _Pair:
+    return _Pair(Measured(PREFILL_MEMORY), Measured(DECODE_MEMORY))
+
+
+class Speed:
+    """What one board takes."""
+
+    __slots__ = ("_pairs", "_seen", "decode_ms", "kind", "level", "prefill_ms")
+
+    def __init__(self, book: SpeedBook, kind: str) -> None:
+        # What it has shown itself comes first, then what boards of its kind have, then all.
+        self._pairs = (_pair(), book.kind(kind), book.everybody)
+        self._seen: Counters | None = None
+        self.kind = kind
+        self.prefill_ms = PRIOR_PREFILL_MS
+        self.decode_ms = PRIOR_DECODE_MS
+        self.level = 0
+        self._settle()
+
+    def heard(self, now: Counters) -> None:
+        """Take over a report; a new replica counts from zero again."""
+        before = self._seen
+        if before is None or before.replica != now.replica:
+            before = Counters(now.replica)
+        self._seen = now
+        prefill = (now.prefill_tokens - before.prefill_tokens, now.prefill_ms - before.prefill_ms)
+        decode = (now.decode_tokens - before.decode_tokens, now.decode_ms - before.decode_ms)
+        for pair in self._pairs:
+            pair.prefill.add(*prefill)
+            pair.decode.add(*decode)
+        self._settle()
+
+    def _settle(self) -> None:
+        prefill = (pair.prefill.each for pair in self._pairs)
+        decode = (pair.decode.each for pair in self._pairs)
+        self.prefill_ms = next((ms for ms in prefill if ms is not None), PRIOR_PREFILL_MS)
+        self.decode_ms = next((ms for ms in decode if ms is not None), PRIOR_DECODE_MS)
+        exact = math.log(self.decode_ms) / STEP
+        if abs(exact - self.level) > SLACK:
+            self.level = round(exact)
+
+
+class SpeedBook:
+    """The speeds of all boards of one model."""
+
+    def __init__(self) -> None:
+        self.everybody = _pair()
+        self._kinds: dict[str, _Pair] = {}
+
+    def kind(self, name: str) -> _Pair:
+        """Return what boards of one kind (a platform) have shown."""
+        return self._kinds.setdefault(name, _pair())
