@@ -129,7 +129,8 @@ def options() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("command", "option"), options())
 def test_every_command_and_option_is_documented(command: str, option: str) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "client.md").read_text(encoding="utf-8")
+    name = "bench.md" if command.startswith("bench ") else "client.md"
+    page = (Path(__file__).parents[1] / "docs" / name).read_text(encoding="utf-8")
     assert f"`{command}`" in page or f"`{command} " in page
     assert option in page
 

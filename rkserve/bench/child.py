@@ -116,6 +116,9 @@ class Child:
             raise self._failed("does not answer")
         chunk = os.read(self._out.fileno(), READ_SIZE)
         if not chunk:
+            # It says why once it has tidied up, which is what it does since it hung up.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE_S)
             raise self._failed("has ended")
         return chunk
 

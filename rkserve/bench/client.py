@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from rkserve.bench.child import BenchFailed, Json, Tell, serve_commands
@@ -32,6 +34,10 @@ CONTROL = "/v1/generations"
 TEXTS_BETWEEN = 2  # pauses: the first text is the resumption's, the second one the decode's
 
 
+class ConnectionLost(BenchFailed):
+    """The server has closed in the middle of an answer."""
+
+
 class Connection(asyncio.Protocol):
     """One kept-alive connection with one request at a time on it."""
 
@@ -42,10 +48,20 @@ class Connection(asyncio.Protocol):
         self._arrived = asyncio.Event()
 
     @classmethod
-    async def open(cls, host: str, port: int) -> Connection:
-        """Connect."""
-        _, connection = await asyncio.get_running_loop().create_connection(cls, host, port)
+    async def open(
+        cls, host: str, port: int, tls: ssl.SSLContext | None = None, name: str | None = None
+    ) -> Connection:
+        """Connect. With ``tls`` the server must prove that it is ``name``."""
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            cls, host, port, ssl=tls, server_hostname=name if tls else None
+        )
         return connection
+
+    @property
+    def closed(self) -> bool:
+        """Whether either side has hung up."""
+        return self._transport is None or self._transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by asyncio."""
@@ -57,14 +73,23 @@ class Connection(asyncio.Protocol):
         incoming = self._incoming
         if incoming is None:
             return
-        incoming.feed(data, time.monotonic())
+        try:
+            incoming.feed(data, time.monotonic())
+        except BenchFailed as exc:
+            self._settle(exc)
+            self.close()
+            return
         self._arrived.set()
         if incoming.done:
             self._settle(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by asyncio."""
-        self._settle(BenchFailed(f"the connection was lost in mid-answer: {exc}"))
+        if self._incoming is None:
+            return
+        self._incoming.eof(time.monotonic())
+        lost = ConnectionLost(f"the connection was lost in mid-answer: {exc or 'closed'}")
+        self._settle(None if self._incoming.done else lost)
 
     async def ask(self, request: bytes, until_s: float) -> Incoming:
         """Send a request and wait for its answer, or for ``until_s``; then it hangs up."""
@@ -117,15 +142,22 @@ class Connection(asyncio.Protocol):
 
     async def answer(self, until_s: float) -> Incoming:
         """Wait for the answer to what was sent, or for ``until_s``; then it hangs up."""
-        assert self._ended is not None
-        assert self._incoming is not None
-        done, _ = await asyncio.wait({self._ended}, timeout=until_s - time.monotonic())
-        incoming, self._incoming = self._incoming, None
-        if done:
-            self._ended.result()
-        else:
+        incoming = self.so_far
+        if not await self.ends_by(until_s):
             self.close()
         return incoming
+
+    async def ends_by(self, until_s: float) -> bool:
+        """Wait for the answer to what was sent; False where ``until_s`` comes first.
+
+        Raises ``BenchFailed`` where it is lost.
+        """
+        assert self._ended is not None
+        done, _ = await asyncio.wait({self._ended}, timeout=until_s - time.monotonic())
+        if done:
+            self._incoming = None
+            self._ended.result()
+        return bool(done)
 
     def leave(self) -> Incoming:
         """Hang up in the middle of an answer. Returns what there was of it."""
@@ -150,12 +182,19 @@ class Connection(asyncio.Protocol):
         self._arrived.set()
 
 
-def request_bytes(host: str, port: int, body: Json, path: str = CHAT) -> bytes:
+def request_bytes(
+    host: str,
+    port: int,
+    body: Json,
+    path: str = CHAT,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> bytes:
     """Return a request as it goes over the wire."""
     content = json.dumps(body).encode()
+    more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     head = (
         f"POST {path} HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(content)}\r\n\r\n"
+        f"content-length: {len(content)}\r\n{more}\r\n"
     )
     return head.encode() + content
 

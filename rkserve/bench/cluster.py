@@ -9,6 +9,7 @@ import contextlib
 import http.client
 import json
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ def deploy(command: Json) -> dict[str, Any]:
     state_dir.mkdir(exist_ok=True)
     data_dir = str(Path(command["folder"]) / "data")
     args = {
+        **command["args"],
         "boards": [group],
         "state_dir": str(state_dir),
         "coordinator": {"data_dir": data_dir},
@@ -89,6 +91,10 @@ def main() -> None:
     steps = {"start": start, "deploy": deploy}
     try:
         serve_commands(lambda command, _: steps[command["do"]](command))
+    except Exception:
+        # Now, for tidying up may take longer than whoever reads this waits.
+        traceback.print_exc()
+        raise
     finally:
         serve.shutdown()
         ray.shutdown()

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from rkserve.bench.procfs import PROC, Reading, read
 from rkserve.bench.stream import Exchange, Interrupted
 from rkserve.bench.upload import post
 from rkserve.config import engine_environ, resolve_folder
+from rkserve.deployments.front import FLAG, available, environ
 from rkserve.groupconfig import BoardGroupConfig, SimulatedConfig
 from rkserve.modelfolder import open_model_folder
 from rkserve.native.sim.build import ensure_built
@@ -28,7 +29,14 @@ MODEL = Path("models/sim-chat")
 RELEASE = "1.3.0"
 ANSWER_S = 60.0  # more than one paced answer takes, with a queue in front of it
 SLACK_S = 5.0  # a child answers a little after its clients gave up
-START_S, DEPLOY_S = 120.0, 300.0
+START_S, DEPLOY_S = 300.0, 300.0
+RAY_ENVIRON = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+    # A machine that is busy with other things takes more than Ray's own 30 s.
+    "RAY_gcs_server_port_wait_time_s": "120",
+    "RAY_py_gcs_connect_timeout_s": "120",
+}
 Say = Callable[[str], None]
 
 
@@ -38,6 +46,7 @@ class Deployment:
 
     ``queue_limit`` is how many requests may wait for one board; ``crash_limit`` crashes of its
     engine quarantine it, and Ray waits ``health_check_timeout_s`` for it to say that it is well.
+    ``args`` are more of the application's arguments, ``{"router": {"policy": "prefix"}}`` say.
     """
 
     profile: str
@@ -47,6 +56,7 @@ class Deployment:
     queue_limit: int = 16
     crash_limit: int = 3
     health_check_timeout_s: float = 5.0
+    args: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Crew:
@@ -55,11 +65,15 @@ class Crew:
     ``folder`` takes all files, ``model`` is the folder of the model that the boards serve.
     """
 
-    def __init__(self, folder: Path, say: Say, model: Path = MODEL) -> None:
+    def __init__(
+        self, folder: Path, say: Say, model: Path = MODEL, *, front: bool | None = None
+    ) -> None:
+        """``front``: with HAProxy before the Routers; None is where it can be had."""
         self.say = say
         self.model = open_model_folder(resolve_folder(model))
         self.renderer = Renderer(self.model)
         self._folder = folder
+        self._front = available() if front is None else front
         self._stack = ExitStack()
         self._port = free_port()
         self._client: Child | None = None
@@ -80,6 +94,12 @@ class Crew:
     def close(self) -> None:
         """End all children and what they started."""
         self._stack.close()
+
+    def rest(self) -> None:
+        """End the cluster; the next deployment starts another one."""
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = self._deployed = None
 
     # -- the cluster and its clients ----------------------------------------------------------
 
@@ -202,11 +222,18 @@ class Crew:
     def _cluster_child(self) -> Child:
         if self._cluster is None:
             self.say("starting Ray")
-            self._cluster = self._child("rkserve.bench.cluster", {"RAY_USAGE_STATS_ENABLED": "0"})
+            self._cluster = self._child("rkserve.bench.cluster", self._cluster_environ())
             self._stack.callback(self._cluster.close)
             folder, port = str(self._folder), self._port
             self._cluster.ask({"do": "start", "folder": folder, "port": port}, START_S)
         return self._cluster
+
+    def _cluster_environ(self) -> dict[str, str]:
+        if not self._front:
+            return {**RAY_ENVIRON, FLAG: "0"}
+        place = self._folder / "f"  # short: the path of HAProxy's socket may have 97 characters
+        place.mkdir(exist_ok=True)
+        return {**RAY_ENVIRON, **environ(place, free_port)}
 
     def _child(self, module: str, environ: dict[str, str] | None = None) -> Child:
         return Child(module, self._folder / f"{module.rpartition('.')[2]}.log", environ)

@@ -128,6 +128,14 @@ def read(root: Path, pids: Iterable[int]) -> Reading:
     )
 
 
+def read_named(root: Path, roots: Mapping[str, Iterable[int]]) -> Reading:
+    """Read the processes below ``roots``, each part named by its caller, and the machine."""
+    found = {
+        stat.identity: (name, stat) for name, pids in roots.items() for stat in _tree(root, pids)
+    }
+    return Reading(time.monotonic(), found, parse_machine((root / "stat").read_text()))
+
+
 def is_alive(root: Path, identity: Identity) -> bool:
     """Whether this very process still runs."""
     stat = _stat(root, identity.pid)
@@ -149,14 +157,34 @@ def snapshot(root: Path, pids: Iterable[int]) -> dict[Identity, tuple[str, Stat]
 
 def memory(root: Path, pids: Iterable[int]) -> dict[str, list[Memory]]:
     """Memory of the processes ``pids`` and all below them, by part."""
+    return memory_of(root, snapshot(root, pids))
+
+
+def memory_of(
+    root: Path, processes: Mapping[Identity, tuple[str, Stat]]
+) -> dict[str, list[Memory]]:
+    """Memory of processes that were read before, by part."""
     found: dict[str, list[Memory]] = {}
-    for identity, (part, _) in snapshot(root, pids).items():
+    for identity, (part, _) in processes.items():
         try:
             text = (root / str(identity.pid) / "smaps_rollup").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended since
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # it has ended since, or it is somebody else's
         found.setdefault(part, []).append(parse_rollup(text))
     return found
+
+
+def pids_with(root: Path, text: str) -> list[int]:
+    """All processes in whose command line there is ``text``.
+
+    But for this one and those above it: whose shell names the text only asks for it.
+    """
+    asking, pid = set(), os.getpid()
+    while pid not in asking and (stat := _stat(root, pid)) is not None:
+        asking.add(pid)
+        pid = stat.parent
+    pids = (int(entry.name) for entry in root.iterdir() if entry.name.isdigit())
+    return [pid for pid in pids if pid not in asking and text in _command_line(root, pid)]
 
 
 def _tree(root: Path, pids: Iterable[int]) -> list[Stat]:

@@ -13,6 +13,15 @@ from typing import Any
 from rkserve.bench.child import BenchFailed
 
 OK = 200
+BODILESS = (204, 304)
+LONGEST_HEAD = 64 << 10
+# What no model says: a server that sends without end, which must not fill the client's memory.
+LONGEST_EVENT = 8 << 20
+LONGEST_ANSWER = 64 << 20
+
+
+class NotHttp(BenchFailed):
+    """A server sent bytes that are no answer of HTTP/1.1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,44 +106,90 @@ class Incoming:
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     events: list[tuple[float, bytes]] = field(default_factory=list)
+    head_s: float | None = None
+    last_s: float | None = None
     done_s: float | None = None
     _raw: bytes = b""
     _body: bytes = b""
+    _chunked: bool = False
+    _length: int | None = None
+    _size: int = 0
 
     @property
     def done(self) -> bool:
         """Whether the whole answer is there."""
         return self.done_s is not None
 
-    def feed(self, data: bytes, now_s: float) -> None:
-        """Take what the socket brought at ``now_s``."""
-        self._raw += data
-        if not self.status and not self._take_head():
-            return
-        if self.headers.get("transfer-encoding", "").lower() == "chunked":
-            self._take_chunks(now_s)
-        elif len(self._raw) >= int(self.headers.get("content-length", "0")):
-            self._body, self.done_s = self._raw, now_s
-        *events, self._body = self._body.split(b"\n\n")
-        self.events += [(now_s, event) for event in events]
-        if self.done and self._body:
-            self.events.append((now_s, self._body))
+    @property
+    def reusable(self) -> bool:
+        """Whether the connection that brought it may be asked again."""
+        bounded = self._chunked or self._length is not None or self.status in BODILESS
+        return self.done and bounded and self.headers.get("connection", "").lower() != "close"
 
-    def _take_head(self) -> bool:
+    def feed(self, data: bytes, now_s: float) -> None:
+        """Take what the socket brought at ``now_s``. Raises ``NotHttp``."""
+        self.last_s = now_s
+        self._raw += data
+        self._size += len(data)
+        try:
+            if self.status or self._take_head(now_s):
+                self._take_body(now_s)
+        except ValueError:
+            raise NotHttp(f"no answer of HTTP/1.1: {self._raw[:80]!r}") from None
+
+    def eof(self, now_s: float) -> None:
+        """The server has closed, which is how an answer without a length ends. See ``done``."""
+        if self.status and not self.done and not self._chunked and self._length is None:
+            self._end(now_s)
+
+    def _take_body(self, now_s: float) -> None:
+        if self._chunked:
+            self._take_chunks(now_s)
+        elif self._length is None:
+            self._body, self._raw = self._body + self._raw, b""
+        elif len(self._raw) >= self._length:
+            self._body, self.done_s = self._raw, now_s
+        if b"\r" in self._body:
+            self._body = self._body.replace(b"\r\n", b"\n")
+        *events, self._body = self._body.split(b"\n\n")
+        if len(self._body) > LONGEST_EVENT or self._size > LONGEST_ANSWER:
+            raise ValueError
+        self.events += [(now_s, event) for event in events]
+        if self.done:
+            self._end(now_s)
+
+    def _end(self, now_s: float) -> None:
+        self.done_s = now_s
+        if self._body:
+            self.events.append((now_s, self._body))
+            self._body = b""
+
+    def _take_head(self, now_s: float) -> bool:
+        if not self._raw.startswith(b"HTTP/1."[: len(self._raw)]):
+            raise ValueError
         head, end, rest = self._raw.partition(b"\r\n\r\n")
         if not end:
+            if len(head) > LONGEST_HEAD:
+                raise ValueError
             return False
         first, *lines = head.decode("latin-1").split("\r\n")
-        self.status = int(first.split()[1])
+        _, status, *_ = first.split()
         pairs = (line.partition(":") for line in lines)
         self.headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
-        self._raw = rest
+        self.status, self.head_s, self._raw = int(status), now_s, rest
+        self._chunked = self.headers.get("transfer-encoding", "").lower() == "chunked"
+        if (length := self.headers.get("content-length")) is not None:
+            self._length = int(length)
+        elif self.status in BODILESS:
+            self._length = 0
         return True
 
     def _take_chunks(self, now_s: float) -> None:
         raw, at, body = self._raw, 0, [self._body]
         while (line_end := raw.find(b"\r\n", at)) >= 0:
             size = int(raw[at:line_end].partition(b";")[0], 16)
+            if size < 0:
+                raise ValueError
             start = line_end + 2
             if len(raw) < start + size + 2:
                 break
@@ -143,6 +198,9 @@ class Incoming:
                 self.done_s = now_s
                 break
             body.append(raw[start : start + size])
+        else:
+            if len(raw) - at > LONGEST_HEAD:
+                raise ValueError
         self._raw, self._body = raw[at:], b"".join(body)
 
 

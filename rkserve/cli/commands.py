@@ -8,6 +8,7 @@ import typer
 
 from rkserve.cli import show
 from rkserve.cli.bars import progress
+from rkserve.cli.bench import bench
 from rkserve.cli.link import EXIT_CODES, Exit, Link, connected
 from rkserve.cli.lora import lora
 from rkserve.cli.options import Boards, Mode, Models, Modes, Timeout
@@ -22,6 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench, name="bench", short_help="Measure any OpenAI server, or simulated boards.")
 app.add_typer(lora, name="lora", short_help="Bring LoRA adapters to the boards.")
 app.add_typer(models, name="models", short_help="Show the models, load and unload them.")
 app.add_typer(weights, name="weights", short_help="Show base weights, and change them.")

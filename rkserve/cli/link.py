@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeAlias
 import typer
 from rich.console import Console
 
+from rkserve.cli.options import keyword, own_options, signed
 from rkserve.client import (
     CallError,
     Client,
@@ -142,7 +143,7 @@ def connected(command: Callable[..., None]) -> Callable[..., None]:
         url, key_file = given.pop("url"), given.pop("admin_key_file")
         key, as_json = given.pop("admin_key"), given.pop("as_json")
         try:
-            client = context.obj(url, key if key_file is None else _first_line(key_file))
+            client = context.obj(url, key if key_file is None else first_line(key_file))
         except ValueError as exc:
             raise typer.BadParameter(str(exc)) from exc
         with client:
@@ -155,20 +156,16 @@ def connected(command: Callable[..., None]) -> Callable[..., None]:
                 link.err.print("Interrupted; what was begun goes on: see rkserve operations")
                 raise typer.Exit(Exit.INTERRUPTED) from exc
 
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    own = own_options(command, without="link")
     added = [
-        _option("context", typer.Context, inspect.Parameter.empty),
-        *(one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own),
-        _option("url", Url, DEFAULT_URL),
-        _option("admin_key_file", KeyFile, None),
-        _option("admin_key", Key, None),
-        _option("as_json", AsJson, False),
+        keyword("context", typer.Context, inspect.Parameter.empty),
+        *own,
+        keyword("url", Url, DEFAULT_URL),
+        keyword("admin_key_file", KeyFile, None),
+        keyword("admin_key", Key, None),
+        keyword("as_json", AsJson, False),
     ]
-    # What typer reads; typeshed knows the attribute on no function.
-    run.__signature__ = inspect.Signature(added)  # type: ignore[attr-defined] # see above
-    run.__annotations__ = {one.name: one.annotation for one in added}
-    run.__doc__, run.__name__ = command.__doc__, command.__name__
-    return run
+    return signed(run, command, added)
 
 
 def _page() -> Console:
@@ -177,12 +174,8 @@ def _page() -> Console:
     return page if page.is_terminal else Console(highlight=False, width=max(page.width, PIPED))
 
 
-def _option(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, annotation=annotation, default=default)
-
-
-def _first_line(path: Path) -> str:
+def first_line(path: Path) -> str:
+    """Return the first line with a key in it. Raises ``ValueError``."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as exc:

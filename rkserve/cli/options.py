@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -43,3 +45,27 @@ LoadTimeout = Annotated[
 Running = Annotated[
     InFlight, typer.Option(help="Running requests keep their version, change it, or end.")
 ]
+
+
+def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    """Return an option, as a parameter of the function that is its command."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, annotation=annotation, default=default)
+
+
+def signed(
+    run: Callable[..., Any], command: Callable[..., Any], options: Sequence[inspect.Parameter]
+) -> Callable[..., Any]:
+    """Make ``run`` look to typer like ``command`` with these options."""
+    # What typer reads; typeshed knows the attribute on no function.
+    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined] # see above
+    run.__annotations__ = {one.name: one.annotation for one in options}
+    run.__doc__, run.__name__ = command.__doc__, command.__name__
+    return run
+
+
+def own_options(command: Callable[..., Any], without: str) -> list[inspect.Parameter]:
+    """Return the options that a command declares itself: its parameters but for one."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    declared = inspect.signature(command, eval_str=True).parameters.values()
+    return [one.replace(kind=kind) for one in declared if one.name != without]

@@ -1,0 +1,40 @@
+"""What a case is asked for, and what it has beside its runs: values only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rkserve.bench.child import Json
+from rkserve.bench.load.figures import Comparison
+from rkserve.bench.load.play import Plan
+from rkserve.bench.load.slo import Slo
+from rkserve.bench.verdict import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a preset is told. ``sessions`` and ``seconds`` replace its own size where given.
+
+    Of ``overload``, ``sessions`` is the requests of which the capacity is found.
+    """
+
+    seed: int = 1
+    sessions: int | None = None
+    seconds: float | None = None
+    clients: int | None = None
+    slo: Slo | None = None
+    tell_deadline: bool = True
+    plan: Plan = field(default_factory=Plan)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a preset has beside its runs."""
+
+    title: str
+    trace: str
+    comparisons: Sequence[Comparison] = ()
+    verdicts: Sequence[Verdict] = ()
+    appendix: str = ""
+    more: Json = field(default_factory=dict)

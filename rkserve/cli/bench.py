@@ -1,0 +1,146 @@
+"""``rkserve bench``: load on any OpenAI server, or on simulated boards that it starts itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rkserve.bench.load.asked import Found
+from rkserve.bench.load.making import Shape, make_trace
+from rkserve.bench.load.trace import Trace, lines_of, read_trace, write_trace
+from rkserve.cli.given import Seed
+from rkserve.cli.loading import EXIT_CODES, Session, loading
+from rkserve.cli.shaping import shaped
+
+bench = typer.Typer(
+    name="bench",
+    help="Measure any OpenAI server, or simulated boards that are started for it. " + EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+TraceFile = Annotated[
+    Path | None,
+    typer.Option("--trace", exists=True, dir_okay=False, help="Play this one, as it was saved."),
+]
+Clients = Annotated[
+    int | None,
+    typer.Option(min=1, help="Closed loop: so many clients, each with one session at a time."),
+]
+Sessions = Annotated[int | None, typer.Option(min=1, help="So many sessions.")]
+Duration = Annotated[
+    float | None, typer.Option(min=0.001, help="Seconds; then nothing new is asked.")
+]
+
+
+@bench.command()
+@loading
+@shaped
+def run(
+    load: Session,
+    *,
+    shape: Shape,
+    trace: TraceFile = None,
+    clients: Clients = None,
+    duration: Duration = None,
+    warmup: Annotated[float, typer.Option(min=0, help="Seconds that do not count.")] = 0.0,
+    time_factor: Annotated[
+        float, typer.Option(min=0, help="Stretches arrivals and pauses of the trace.")
+    ] = 1.0,
+    deadline: Annotated[
+        float | None, typer.Option(min=0.001, help="Seconds, told to the server.")
+    ] = None,
+) -> Found:
+    """Play a trace, one that is made or one from a file; open loop unless --clients."""
+    from rkserve.bench.load.presets import play_all
+
+    plan = replace(
+        load.given.plan(),
+        time_factor=time_factor,
+        duration_s=duration,
+        warmup_s=warmup,
+        deadline_s=deadline,
+    )
+    asked = replace(load.asked(clients=clients), plan=plan)
+    return play_all(load.bench, _trace(trace, shape, load.given.seed), asked, "Load")
+
+
+@bench.command()
+@loading
+def smoke(load: Session, *, sessions: Sessions = None, clients: Clients = None) -> Found:
+    """Ask a few questions: seconds, to see that a server can be measured."""
+    from rkserve.bench.load import presets
+
+    return presets.smoke(load.bench, load.asked(sessions=sessions, clients=clients))
+
+
+@bench.command("multi-turn")
+@loading
+def multi_turn(load: Session, *, sessions: Sessions = None, clients: Clients = None) -> Found:
+    """Play 200 conversations with shared system prompts; policies are compared on the same ones."""
+    from rkserve.bench.load import presets
+
+    return presets.multi_turn(load.bench, load.asked(sessions=sessions, clients=clients))
+
+
+@bench.command()
+@loading
+def overload(
+    load: Session,
+    *,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Of each of the two loads.")] = 60.0,
+    sessions: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests for the capacity; else half of --seconds."),
+    ] = None,
+    clients: Clients = None,
+    tell_deadline: Annotated[
+        bool, typer.Option(help="Tell the server the end-to-end limit as its deadline.")
+    ] = True,
+) -> Found:
+    """Measure the capacity, then ask that much and three times as much; compare the goodput."""
+    from rkserve.bench.load import presets
+
+    asked = load.asked(
+        seconds=seconds, sessions=sessions, clients=clients, tell_deadline=tell_deadline
+    )
+    return presets.overload(load.bench, asked)
+
+
+@bench.command()
+@loading
+@shaped
+def compare(
+    load: Session, *, shape: Shape, trace: TraceFile = None, clients: Clients = None
+) -> Found:
+    """Have several servers, models or adapters answer the same prompts; show where they differ."""
+    from rkserve.bench.load import presets
+
+    played = _trace(trace, shape, load.given.seed)
+    return presets.side_by_side(load.bench, played, load.asked(clients=clients))
+
+
+@bench.command("trace")
+@shaped
+def make(
+    *,
+    shape: Shape,
+    seed: Seed = 1,
+    output: Annotated[
+        Path | None, typer.Option("--output", dir_okay=False, help="Else it is printed.")
+    ] = None,
+) -> None:
+    """Make a trace and save it; the same seed and options make the same one."""
+    made = make_trace(shape, seed)
+    if output is None:
+        for line in lines_of(made):
+            typer.echo(line)
+    else:
+        write_trace(made, output)
+
+
+def _trace(path: Path | None, shape: Shape, seed: int) -> Trace:
+    return make_trace(shape, seed) if path is None else read_trace(path)

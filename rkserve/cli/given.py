@@ -1,0 +1,259 @@
+"""Which servers or boards a command of ``rkserve bench`` loads, and how, as it was given.
+
+It knows the command line; most of what it makes of that is imported only when a command runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from rkserve.cli.link import first_line
+
+if TYPE_CHECKING:
+    from rkserve.bench.load.play import Plan
+    from rkserve.bench.load.slo import Slo
+    from rkserve.bench.load.target import Target
+
+NAMED = re.compile(r"([\w .-]+)=(https?://.*)")
+_A = TypeVar("_A")
+_B = TypeVar("_B")
+PROFILE = "rk3588-qwen2.5-1.5b-w8a8"
+
+Urls = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--url",
+        metavar="[NAME=]URL",
+        help="Base URL of an OpenAI server that runs, such as http://host:8000/v1; may be "
+        "repeated.",
+    ),
+]
+Models = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model",
+        help="What to ask for: one for all URLs, one for each, or several of one URL. Else the "
+        "first that the server lists.",
+    ),
+]
+Api = Annotated[str, typer.Option(help="chat or completions.")]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option("--key-file", exists=True, dir_okay=False, help="Its first line is the API key."),
+]
+KeyEnv = Annotated[
+    str | None, typer.Option("--key-env", metavar="NAME", help="Variable that holds the API key.")
+]
+Headers = Annotated[
+    list[str] | None,
+    typer.Option("--header", metavar="NAME: VALUE", help="Sent with each request; repeatable."),
+]
+Body = Annotated[
+    str | None, typer.Option(metavar="JSON", help="Added to the body of each request.")
+]
+Watches = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--watch",
+        metavar="NAME=PID|TEXT",
+        help="Measure CPU and memory of a process of this machine and of all below it, by its "
+        "number or by a part of its command line; may be repeated.",
+    ),
+]
+BoardCount = Annotated[
+    int | None,
+    typer.Option("--boards", min=1, max=256, help="Start so many simulated boards, and load them."),
+]
+ProfileName = Annotated[str, typer.Option("--profile", help="Whose speed they have.")]
+TimeScale = Annotated[
+    float,
+    typer.Option(min=0, help="Factor on their times, and on those of the trace; 0.1 is ten times."),
+]
+Policies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy",
+        help="router.policy; each that is given is played the same trace, and compared with the "
+        "first.",
+    ),
+]
+Limits = Annotated[
+    str | None,
+    typer.Option(
+        "--slo",
+        metavar="ttft=MS,itl=MS,gap=MS,e2e=MS",
+        help="What an answer must hold to count for goodput: time to first token, mean time per "
+        "token, longest gap, whole answer.",
+    ),
+]
+Seed = Annotated[int, typer.Option(help="Of the trace.")]
+Salt = Annotated[
+    str | None,
+    typer.Option(help="Text in front of each prompt that keeps caches of earlier runs out."),
+]
+Timeout = Annotated[
+    float, typer.Option("--timeout", min=0.001, help="Seconds for an answer; then it hangs up.")
+]
+Stall = Annotated[float, typer.Option("--stall", min=0.001, help="Seconds without a byte.")]
+MaxErrors = Annotated[
+    float, typer.Option(min=0, max=1, help="Share of requests that may end in errors.")
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        file_okay=False,
+        help="Folder for report.md, its plots, results.json and outcomes.jsonl; it is made.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
+
+
+@dataclass(frozen=True)
+class Given:
+    """The options that all commands have."""
+
+    url: list[str] | None = None
+    model: list[str] | None = None
+    api: str = "chat"
+    key_file: Path | None = None
+    key_env: str | None = None
+    header: list[str] | None = None
+    body: str | None = None
+    watch: list[str] | None = None
+    boards: int | None = None
+    profile: str = PROFILE
+    time_scale: float = 1.0
+    policy: list[str] | None = None
+    slo: str | None = None
+    seed: int = 1
+    salt: str | None = None
+    timeout: float = 300.0
+    stall: float = 60.0
+    max_errors: float = 0.0
+    out: Path | None = None
+    as_json: bool = False
+
+    def plan(self) -> Plan:
+        """Return how traces are played, as far as these options say."""
+        from rkserve.bench.load.play import Limits as ClientLimits
+        from rkserve.bench.load.play import Plan
+
+        limits = ClientLimits(stall_s=self.stall, total_s=self.timeout)
+        return Plan(salt=self.salt or "", limits=limits)
+
+    def limits(self) -> Slo | None:
+        """Return the limits that answers are held to, if there are any."""
+        from rkserve.bench.load.slo import parse_slo
+
+        return None if self.slo is None else usage(parse_slo, self.slo)
+
+
+ANNOTATIONS: Mapping[str, Any] = {
+    "url": Urls,
+    "model": Models,
+    "api": Api,
+    "key_file": KeyFile,
+    "key_env": KeyEnv,
+    "header": Headers,
+    "body": Body,
+    "watch": Watches,
+    "boards": BoardCount,
+    "profile": ProfileName,
+    "time_scale": TimeScale,
+    "policy": Policies,
+    "slo": Limits,
+    "seed": Seed,
+    "salt": Salt,
+    "timeout": Timeout,
+    "stall": Stall,
+    "max_errors": MaxErrors,
+    "out": Out,
+    "as_json": AsJson,
+}
+
+
+def targets(given: Given) -> list[Target]:
+    """Return the servers that were named. Raises ``BadParameter``, ``BenchFailed``."""
+    from rkserve.bench.load.target import CHAT, COMPLETIONS, Target, base_path, first_model
+
+    if given.api not in (CHAT, COMPLETIONS):
+        raise typer.BadParameter(f"--api is {CHAT} or {COMPLETIONS}")
+    key, headers, body = _key(given), dict(map(_header, given.header or ())), _body(given.body)
+    found = []
+    for name, url, model in _paired(given.url or [], given.model or []):
+        usage(base_path, url)
+        asked = model or first_model(url, key)
+        found.append(Target(name, url.rstrip("/"), asked, given.api, key, headers, body))
+    if len({one.name for one in found}) != len(found):
+        raise typer.BadParameter("two targets have the same name: --url NAME=URL")
+    return found
+
+
+def _paired(urls: Sequence[str], models: Sequence[str]) -> list[tuple[str, str, str | None]]:
+    named = [match.groups() if (match := NAMED.fullmatch(one)) else ("", one) for one in urls]
+    if len(named) == 1 and len(models) > 1:
+        return [(model, named[0][1], model) for model in models]
+    if len(models) not in (0, 1, len(named)):
+        raise typer.BadParameter(f"{len(models)} models for {len(named)} URLs")
+    chosen: list[str | None] = [*models] if len(models) == len(named) else [*models] * len(named)
+    chosen = chosen or [None] * len(named)
+    plain = [
+        name or (f"server {number + 1}" if len(named) > 1 else "server")
+        for number, (name, _) in enumerate(named)
+    ]
+    return [(name, url, model) for name, (_, url), model in zip(plain, named, chosen, strict=True)]
+
+
+def _key(given: Given) -> str | None:
+    if given.key_file is not None:
+        return usage(first_line, given.key_file)
+    if given.key_env is None:
+        return None
+    key = os.environ.get(given.key_env, "").strip()
+    if not key:
+        raise typer.BadParameter(f"the environment has no {given.key_env}")
+    return key
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, colon, value = text.partition(":")
+    if not colon or not re.fullmatch(r"[\w-]+", name) or not value.isprintable():
+        raise typer.BadParameter(f"{text!r} is not NAME: VALUE")
+    return name.lower(), value.strip()
+
+
+def _body(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError as exc:
+        raise typer.BadParameter(f"--body is no JSON: {exc}") from exc
+    if not isinstance(value, dict):
+        raise typer.BadParameter("--body is no JSON object")
+    return value
+
+
+def known_profile(name: str) -> None:
+    from rkserve.native.sim.profiles import load
+
+    names = [one.name for one in load()]
+    if name not in names:
+        close = ", ".join(one for one in names if one.startswith(name[:6]))
+        raise typer.BadParameter(f"there is no profile {name}; there are {close or names[0]} ...")
+
+
+def usage(read: Callable[[_A], _B], given: _A) -> _B:
+    """Call something that raises ``ValueError`` for what was given wrongly."""
+    try:
+        return read(given)
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc)) from exc

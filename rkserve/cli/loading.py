@@ -1,0 +1,262 @@
+"""What all commands of ``rkserve bench`` have: what is loaded, where results go, exit codes.
+
+It knows the command line and files; what is asked and measured is in ``rkserve.bench.load``, most
+of which is imported only when one of the commands runs: the others need none of it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from rkserve.cli.given import ANNOTATIONS, Given, known_profile, targets, usage
+from rkserve.cli.link import Exit
+from rkserve.cli.options import keyword, own_options, signed
+from rkserve.errors import RkserveError
+
+if TYPE_CHECKING:
+    from rkserve.bench.load.asked import Asked, Found
+    from rkserve.bench.load.bench import Bench
+    from rkserve.bench.load.play import Told
+    from rkserve.bench.load.results import Results
+    from rkserve.bench.load.site import Site
+    from rkserve.bench.load.slo import Slo
+
+EXIT_CODES = (
+    "Exit codes: 0 measured; 1 failed, or nothing was answered; 2 wrong usage; 3 measured, but a "
+    "target was missed or there were more errors than --max-errors; 4 nobody answers at the URL; "
+    "130 Ctrl-C, after the figures of what there was."
+)
+ENDS = (signal.SIGINT, signal.SIGTERM)
+Command = Callable[..., "Found"]
+
+
+def loading(command: Command) -> Callable[..., None]:
+    """Give a command a ``Session`` for its first parameter, and the options of ``Given``."""
+
+    def run(**options: Any) -> None:
+        given = Given(**{name: options.pop(name) for name in ANNOTATIONS})
+        raise typer.Exit(carry_out(given, lambda loaded: command(loaded, **options)))
+
+    options = [keyword(name, of, getattr(Given, name)) for name, of in ANNOTATIONS.items()]
+    return signed(run, command, [*own_options(command, without="load"), *options])
+
+
+@dataclass
+class Session:
+    """A command at work: its options, and what plays its traces."""
+
+    given: Given
+    bench: Bench
+
+    def asked(self, **own: Any) -> Asked:
+        """Return what a preset is told: these options, and those of the command."""
+        from rkserve.bench.load.asked import Asked
+
+        given = self.given
+        return Asked(seed=given.seed, slo=given.limits(), plan=given.plan(), **own)
+
+
+def carry_out(given: Given, command: Callable[[Session], Found]) -> Exit:
+    """Run a command, deliver what it found, and return the exit code."""
+    from rkserve.bench.load.bench import Bench
+
+    err, limits = Console(stderr=True), given.limits() or _no_limits()
+    folder = Path(tempfile.mkdtemp(prefix="rkbench-"))  # short: sockets' paths have a limit
+    shown = Shown(err)
+    try:
+        with opened(given, folder, shown.say) as site:
+            bench = Bench(site, limits, shown.show)
+            with shown:
+                found, failure = _attempt(lambda: command(Session(given, bench)), bench)
+            # Before what was started is ended, which takes a while.
+            results = results_of(bench, found)
+            if bench.runs:
+                deliver(given, results)
+    except RkserveError as exc:
+        return _failed(err, exc)
+    except KeyboardInterrupt:
+        return Exit.INTERRUPTED
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if failure is not None:
+        code = _failed(err, failure)
+        return code if results.complete else Exit.INTERRUPTED
+    return exit_of(given, results)
+
+
+def _attempt(
+    command: Callable[[], Found], bench: Bench
+) -> tuple[Found | None, RkserveError | None]:
+    """Return what a command found, or why it could not go on; what it had is in the bench."""
+    try:
+        return command(), None
+    except RkserveError as exc:
+        return None, exc
+    except KeyboardInterrupt:
+        bench.interrupted = True
+        return None, None
+
+
+def _failed(err: Console, exc: RkserveError) -> Exit:
+    from rkserve.bench.load.target import Unreachable
+
+    err.print(f"rkserve bench: {exc}", markup=False, highlight=False, soft_wrap=True)
+    return Exit.UNREACHABLE if isinstance(exc, Unreachable) else Exit.FAILED
+
+
+def exit_of(given: Given, results: Results) -> Exit:
+    """Return what scripts can go by."""
+    if not results.complete:
+        return Exit.INTERRUPTED
+    if not results.answered:
+        return Exit.UNREACHABLE if results.unreachable else Exit.FAILED
+    missed = results.missed or results.error_share > given.max_errors
+    return Exit.PARTLY if missed else Exit.DONE
+
+
+def results_of(bench: Bench, found: Found | None) -> Results:
+    """Put together what there is."""
+    from rkserve.bench.load.results import Results
+    from rkserve.bench.measure import machine
+
+    title, trace = ("Interrupted", "") if found is None else (found.title, found.trace)
+    return Results(
+        title=title,
+        machine=machine(),
+        about={**({"trace": trace} if trace else {}), **bench.site.about},
+        slo=bench.slo,
+        runs=bench.runs,
+        comparisons=() if found is None else found.comparisons,
+        verdicts=() if found is None else found.verdicts,
+        complete=not bench.interrupted,
+        appendix="" if found is None else found.appendix,
+        more={} if found is None else found.more,
+    )
+
+
+def deliver(given: Given, results: Results) -> None:
+    """Print the results, and write them where that was asked for."""
+    from rkserve.bench.load.charts import svg
+    from rkserve.bench.load.plots import charts
+    from rkserve.bench.load.report import render, summary
+    from rkserve.bench.load.results import outcome_lines
+
+    if given.as_json:
+        typer.echo(json.dumps(results.to_json(), ensure_ascii=False, indent=2))
+    else:
+        typer.echo(summary(results))
+    if given.out is None:
+        return
+    given.out.mkdir(parents=True, exist_ok=True)
+    drawn = charts([run.played for run in results.runs])
+    for name, chart in drawn.items():
+        (given.out / f"{name}.svg").write_text(svg(chart), encoding="utf-8")
+    (given.out / "report.md").write_text(render(results, drawn), encoding="utf-8")
+    text = json.dumps(results.to_json(), ensure_ascii=False, indent=1)
+    (given.out / "results.json").write_text(text + "\n", encoding="utf-8")
+    with (given.out / "outcomes.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(line + "\n" for line in outcome_lines(results.runs))
+
+
+# -- what is loaded -------------------------------------------------------------------------------
+
+
+@contextmanager
+def opened(given: Given, folder: Path, say: Callable[[str], None]) -> Iterator[Site]:
+    """Give what is loaded, and end what was started for it, also on Ctrl-C."""
+    site = _site(given, folder, say)
+    # A shell without job control starts its background jobs with Ctrl-C ignored.
+    before = {number: signal.signal(number, _as_interrupt) for number in ENDS}
+    try:
+        yield site
+    finally:
+        for number in ENDS:
+            signal.signal(number, signal.SIG_IGN)  # impatience must leave no cluster behind
+        try:
+            site.close()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _site(given: Given, folder: Path, say: Callable[[str], None]) -> Site:
+    from rkserve.bench.load.site import DEFAULT_POLICY, Boards, Servers, Simulated
+    from rkserve.bench.load.watch import parse_watched
+
+    if (given.boards is None) == (not given.url):
+        raise typer.BadParameter("either --url, or --boards to start some")
+    if given.boards is None:
+        if given.policy:
+            raise typer.BadParameter("--policy is for --boards; a server has the one that it has")
+        watched = [usage(parse_watched, one) for one in given.watch or ()]
+        return Servers(targets(given), watched)
+    names = list(dict.fromkeys(given.policy or [DEFAULT_POLICY]))
+    known_profile(given.profile)
+    return Boards(Simulated(given.boards, given.profile, given.time_scale, names), folder, say)
+
+
+def _no_limits() -> Slo:
+    from rkserve.bench.load.slo import Slo
+
+    return Slo()
+
+
+def _as_interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+# -- progress -------------------------------------------------------------------------------------
+
+
+class Shown:
+    """How far a run is, and what else goes on; on a terminal only.
+
+    It draws when it is told to, from the thread that measures: a thread of its own would wake at
+    moments of its own.
+    """
+
+    def __init__(self, err: Console) -> None:
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.fields[count]}", markup=False),
+            TimeElapsedColumn(),
+        )
+        hidden = not err.is_terminal
+        self._bar = Progress(*columns, console=err, auto_refresh=False, disable=hidden)
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Shown:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, name: str, told: Told) -> None:
+        """Show how far a run is."""
+        failed = f", {told.failed} failed" if told.failed else ""
+        count = f"{told.done} of {told.total}, {told.running} running{failed}"
+        self._update(name, told.total, told.done, count)
+
+    def say(self, text: str) -> None:
+        """Say what becomes of the cluster."""
+        self._update("cluster", None, 0, text)
+
+    def _update(self, name: str, total: int | None, done: int, count: str) -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self._bar.add_task(name, total=total, count="")
+        self._bar.update(self._tasks[name], completed=done, count=count)
+        self._bar.refresh()
