@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit unit-1 unit-2 cluster check format bench bench-control docs lock sim sanitize clean
+.PHONY: help demo test unit unit-1 unit-2 cluster check format bench bench-control bench-scale bench-kills docs lock sim sanitize clean
 
 help:
 	@echo "make demo    three simulated boards behind an OpenAI endpoint, until Ctrl-C"
@@ -20,6 +20,8 @@ help:
 	@echo "make sanitize  the binding's and the simulator's tests under ASan and UBSan"
 	@echo "make bench   measure, and write docs/benchmarks.md"
 	@echo "make bench-control  measure pauses, adapter switches and faults, and write docs/benchmarks-control.md"
+	@echo "make bench-scale  simulate clusters of up to 1,000 boards, and write docs/benchmarks-scale.md"
+	@echo "make bench-kills  kill a thousand boards under load, and write docs/benchmarks-kills.md"
 	@echo "make docs    write the generated pages of docs/"
 	@echo "make lock    resolve the dependencies anew"
 	@echo "make clean   remove what the above made"
@@ -59,6 +61,12 @@ bench: $(READY) sim
 
 bench-control: $(READY) sim
 	$(BIN)/python -m rkserve.bench.control
+
+bench-scale: $(READY)
+	$(BIN)/python -m rkserve.bench.scale
+
+bench-kills: $(READY) sim
+	$(BIN)/python -m rkserve.bench.kills
 
 sanitize: $(READY)
 	$(BIN)/python scripts/sanitize.py

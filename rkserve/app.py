@@ -120,7 +120,7 @@ def _boards(group: BoardGroupConfig, config: RkserveConfig) -> DeploymentHandle:
         ),
         **_placement(group),
     )
-    return deployment.bind(group, config.state_dir)
+    return deployment.bind(group, config.state_dir, config.channel)
 
 
 def _placement(group: BoardGroupConfig) -> dict[str, Any]:

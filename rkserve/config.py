@@ -10,22 +10,26 @@ from __future__ import annotations
 import getpass
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import (
     Field,
     SecretStr,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
+from rkserve.chains import FILES
 from rkserve.errors import ConfigError
 from rkserve.groupconfig import BoardGroupConfig, Settings
 from rkserve.settingwords import explain
 
 ADMIN_KEY_VARIABLE = "RKSERVE_ADMIN_KEY"
 PROJECT = Path(__file__).resolve().parents[1]
+MAX_PORT = 65535
 ROUNDING = 1e-9  # three shares of a third, say
 
 
@@ -48,11 +52,44 @@ class RouterConfig(Settings):
     report_s: float = Field(
         1.0, gt=0, description="How often the boards' reports are collected, outside of requests."
     )
+    policy: Literal["prefix", "least_load", "round_robin", "session"] = Field(
+        "prefix",
+        description="Which board takes a request: `prefix` where it should have its first token "
+        "soonest, by what boards hold in their KV caches, how busy and how fast they are; "
+        "`least_load` the one with the least to do; `round_robin` one after the other; `session` "
+        "always the same for the requests of one session ([routing.md](routing.md)).",
+    )
+    board_wait_s: float = Field(
+        20.0,
+        ge=0,
+        description="How long a request may wait for the board that has its KV cache, or its "
+        "session's board, while others are free. With `prefix` it does so only where it is "
+        "thought to have its first token sooner by that.",
+    )
+    prefix_files_per_board: int = Field(
+        FILES,
+        ge=1,
+        le=FILES,
+        description="Parked conversations of each board that a Router remembers with `prefix`, "
+        f"about 1 KB each; the longest unused go first. Boards tell of the last {FILES}.",
+    )
     accept_timeout_s: float = Field(
         10.0,
         gt=0,
         description="How long a board may take to accept or queue a request; then "
         "another board is asked.",
+    )
+    max_continuations: int = Field(
+        8,
+        ge=0,
+        description="How many boards may be lost to one generation that another one goes on with; "
+        "then it ends with the error.",
+    )
+    restart_wait_s: float = Field(
+        60.0,
+        ge=0,
+        description="How long a generation that has lost its board waits where no other one can "
+        "take it, such as for the restart of the only one.",
     )
     report_timeout_s: float = Field(
         2.0, gt=0, description="How long a board may take to report before it counts as lost."
@@ -79,8 +116,88 @@ class RouterConfig(Settings):
     api_keys_file: Path | None = Field(
         None,
         description="File with the keys that inference calls need, one on each line, `#` before "
-        "comments. Without it everybody may call. It is read when a Router starts, and not again.",
+        "comments; behind a key there may be what its owner may use "
+        "([admission.md](admission.md#keys)). Without the file everybody may call. It is read when "
+        "a Router starts, and not again.",
     )
+    queue_limit: int | None = Field(
+        None,
+        ge=0,
+        le=100_000,
+        description="Requests that may wait at one Router for boards of one model; then 429. "
+        "Empty: as many as its boards' own queues hold, shared by the Routers.",
+    )
+    queue_timeout_s: float = Field(
+        300.0, gt=0, description="Longest wait in that queue; then the request is given up."
+    )
+    request_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        le=3600,
+        description="How long an answer is of use where the request does not say "
+        "(`x-request-timeout`, `timeout`). Empty: for ever.",
+    )
+    priority_min: int = Field(
+        -10, description="The most urgent `priority` that a request may have; lower goes first."
+    )
+    priority_max: int = Field(10, description="The least urgent one.")
+    headers_after_s: float = Field(
+        10.0,
+        gt=0,
+        description="When a streamed answer that still waits for a board gets its headers, and "
+        "pings from then on.",
+    )
+
+    @model_validator(mode="after")
+    def _priorities_make_sense(self) -> RouterConfig:
+        if not self.priority_min <= 0 <= self.priority_max:
+            raise ValueError(
+                "priority_min is 0 at most and priority_max 0 at least: 0 is that of a request "
+                "which does not say"
+            )
+        return self
+
+
+class ChannelConfig(Settings):
+    """The connections over which boards send tokens to Routers. `channel: off` does without."""
+
+    enabled: bool = Field(
+        True, description="Whether boards listen for Routers. Without, tokens come through Ray."
+    )
+    ports: tuple[int, int] | None = Field(
+        None,
+        description="First and last port that boards may listen on, at their node's address, such "
+        "as `[10100, 10131]` for a firewall: one for each board of a node. Without it any port.",
+    )
+    heartbeat_s: float = Field(
+        1.0, gt=0, le=60, description="How often both ends of a connection say that they live."
+    )
+    silence_s: float = Field(
+        10.0,
+        gt=0,
+        le=600,
+        description="How long the other end may be silent, or may take to be reached, before it "
+        "counts as lost.",
+    )
+    retry_s: float = Field(
+        15.0,
+        gt=0,
+        description="How often a Router tries again to reach a board to which it has no "
+        "connection; its tokens come through Ray until then.",
+    )
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> ChannelConfig:
+        first, last = self.ports or (1, 1)
+        if not 0 < first <= last <= MAX_PORT:
+            raise ValueError(f"ports: {first} to {last} is no range of ports")
+        if self.silence_s < 2 * self.heartbeat_s:
+            raise ValueError("silence_s must be twice heartbeat_s at least")
+        return self
+
+    def candidates(self) -> Iterable[int]:
+        """Ports to try; 0 is any."""
+        return (0,) if self.ports is None else range(self.ports[0], self.ports[1] + 1)
 
 
 def default_data_dir() -> Path:
@@ -162,6 +279,10 @@ class RkserveConfig(Settings):
     coordinator: CoordinatorConfig = Field(
         default_factory=CoordinatorConfig, description="The keeper of what the cluster shall be."
     )
+    channel: ChannelConfig = Field(
+        ChannelConfig(),
+        description="How tokens get from boards to Routers; `off` leaves that to Ray.",
+    )
     state_dir: Path = Field(
         default_factory=default_state_dir,
         description="Folder for lock files on every node; it must be on a local disk. `~` is the "
@@ -173,6 +294,11 @@ class RkserveConfig(Settings):
     def deployed(self) -> tuple[BoardGroupConfig, ...]:
         """Every group as it is deployed, instances apart."""
         return tuple(one for group in self.boards for one in group.deployed())
+
+    @field_validator("channel", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        return {"enabled": value} if isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _names_differ(self) -> RkserveConfig:

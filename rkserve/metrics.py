@@ -5,7 +5,7 @@ Labels are few by design: group, model, board and status; never a request, user 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -19,6 +19,10 @@ TTFT_BUCKETS_S = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.2, 2, 4, 8, 15, 30, 60, 
 DURATION_BUCKETS_S = (0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
 # Published rows decode 2.5 to 45 tokens/s and prefill 28 to 946.
 DECODE_RATE_BUCKETS = (0.5, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 75, 100)
+# From a few boards to a thousand, and one that was held up.
+DECISION_BUCKETS_S = (2e-5, 5e-5, 1e-4, 2e-4, 4e-4, 1e-3, 5e-3, 0.02, 0.1)
+# From a free board to the longest wait that a queue allows.
+WAIT_BUCKETS_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
 # From a broadcast over loopback to a slow decode step, a drain and a large adapter on a slow disk.
 CONTROL_BUCKETS_S = (
     0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 15, 60, 300, 900,
@@ -112,6 +116,7 @@ class RouterMetrics:
     """What the Router itself sees."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
         self.requests = Counter(
             "rkserve_requests",
             "HTTP requests by route and status.",
@@ -135,6 +140,24 @@ class RouterMetrics:
             buckets=DURATION_BUCKETS_S,
             registry=registry,
         )
+        self.continuations = Counter(
+            "rkserve_continuations",
+            "Times that a generation lost its board and went on, by how it was lost: crashed, "
+            "hung, run_failed, gone, silent, out_of_order, unreachable, busy or lacking.",
+            ("why",),
+            registry=registry,
+        )
+        self.continuation = Histogram(
+            "rkserve_continuation_seconds",
+            "From the loss of a generation's board to its next token.",
+            buckets=CONTROL_BUCKETS_S,
+            registry=registry,
+        )
+        self.circuits = Counter(
+            "rkserve_circuits_opened",
+            "Times that a board was left alone for a while because requests kept failing there.",
+            registry=registry,
+        )
         self.hang_ups = Counter(
             "rkserve_hang_ups", "Answers whose client left before the end.", registry=registry
         )
@@ -142,6 +165,50 @@ class RouterMetrics:
             "rkserve_generation_errors",
             "Generations that ended with an error, by its code.",
             ("code",),
+            registry=registry,
+        )
+        self.queue_wait = Histogram(
+            "rkserve_queue_wait_seconds",
+            "Time that a generation waited in the Router's queue for a place at a board.",
+            ("model",),
+            buckets=WAIT_BUCKETS_S,
+            registry=registry,
+        )
+        self.turned_away = Counter(
+            "rkserve_turned_away",
+            "Generations that got no place at a board, by the error's code; shed ones were in the "
+            "queue and left it for more urgent ones, or for those of others.",
+            ("model", "reason"),
+            registry=registry,
+        )
+        self.rate_limited = Counter(
+            "rkserve_rate_limited", "Calls beyond the limits of their key.", registry=registry
+        )
+        self.goodput = Counter(
+            "rkserve_goodput_tokens",
+            "Tokens of answers that ended in order and in time; others that boards generated were "
+            "for nobody.",
+            ("model",),
+            registry=registry,
+        )
+        self.prefix_tokens = Counter(
+            "rkserve_prefix_tokens",
+            "Prompt tokens of generations that ended: what the Router expected to be found in "
+            "their boards' KV caches (expected), and what was (found).",
+            ("model", "what"),
+            registry=registry,
+        )
+        self.decisions = Counter(
+            "rkserve_routing_decisions",
+            "Choices of a board by what it should hold of the prompt: its live context (live), a "
+            "file (file), nothing (none); or that waiting for one costs less time (wait).",
+            ("model", "reuse"),
+            registry=registry,
+        )
+        self.decision = Histogram(
+            "rkserve_routing_decision_seconds",
+            "Time that one choice of a board took.",
+            buckets=DECISION_BUCKETS_S,
             registry=registry,
         )
         self._prefill = Histogram(
@@ -165,6 +232,26 @@ class RouterMetrics:
             buckets=DECODE_RATE_BUCKETS,
             registry=registry,
         )
+
+    def continued(self, word: str) -> None:
+        """A generation lost its board and goes on; ``word`` says how it was lost."""
+        self.continuations.labels(word).inc()
+
+    def opened(self) -> None:
+        """A board is left alone for a while."""
+        self.circuits.inc()
+
+    def back(self, took_s: float) -> None:
+        """So long after that its next token has come."""
+        self.continuation.observe(took_s)
+
+    def waited(self, model: str, waited_s: float) -> None:
+        """A request got a place at a board after so long."""
+        self.queue_wait.labels(model).observe(waited_s)
+
+    def refused(self, model: str, reason: str) -> None:
+        """A request got none."""
+        self.turned_away.labels(model, reason).inc()
 
     def observe(self, model: str, timings: Timings) -> None:
         """Count what the board measured of one finished generation.
@@ -275,6 +362,48 @@ class CoordinatorMetrics:
         )
         self.behind = Gauge(
             "rkserve_boards_behind", "Boards that do not obey that epoch yet.", registry=registry
+        )
+
+
+class QueueCollector(Collector):
+    """Exports how many wait at this Router; that is counted when it is scraped."""
+
+    def __init__(self, depths: Callable[[], Mapping[str, Mapping[int, int]]]) -> None:
+        self._depths = depths
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield one figure for each model and priority that is waited with."""
+        waiting = GaugeMetricFamily(
+            "rkserve_queue_depth",
+            "Generations that wait at the Router for a place at a board, by priority.",
+            labels=("model", "priority"),
+        )
+        for model, counts in self._depths().items():
+            for priority, count in sorted({0: 0, **counts}.items()):
+                waiting.add_metric((model, str(priority)), count)
+        yield waiting
+
+
+class StreamCollector(Collector):
+    """Exports how tokens get from boards to this Router."""
+
+    def __init__(self, counts: Callable[[], tuple[Mapping[str, int], int]]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """Yield both figures."""
+        streams, connections = self._counts()
+        taken = CounterMetricFamily(
+            "rkserve_token_streams",
+            "Generations by the way that their tokens took from the board: "
+            "a connection of its own (channel), or Ray (ray).",
+            labels=("path",),
+        )
+        for path, count in streams.items():
+            taken.add_metric((path,), count)
+        yield taken
+        yield GaugeMetricFamily(
+            "rkserve_channels", "Boards that send tokens over a connection.", value=connections
         )
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import BinaryIO
 
 import yaml
 
 from rkserve.config import parse_config
+from rkserve.deployments.front import FLAG, available, environ
 from rkserve.errors import ConfigError
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -60,14 +64,21 @@ def main() -> int:
     # inherit that: nothing could stop it in order.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _as_interrupt)
-    with LOG.open("wb") as log:
-        serve = subprocess.Popen(
-            [Path(sys.executable).parent / "serve", "run", str(CONFIG)],
-            cwd=PROJECT,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches it through us, once
-        )
+    with tempfile.TemporaryDirectory(prefix="rkserve-") as folder, LOG.open("wb") as log:
+        return _serve(url, log, Path(folder))
+
+
+def _serve(url: str, log: BinaryIO, folder: Path) -> int:
+    """Run the cluster until Ctrl-C, with HAProxy in front of it where Ray has that."""
+    front = environ(folder, _free_port) if available() and FLAG not in os.environ else {}
+    serve = subprocess.Popen(
+        [Path(sys.executable).parent / "serve", "run", str(CONFIG)],
+        cwd=PROJECT,
+        env={**os.environ, **front},
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C reaches it through us, once
+    )
     try:
         return _watch(serve, url)
     except KeyboardInterrupt:
@@ -135,6 +146,12 @@ def _dashboard() -> str:
 def _is_taken(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _as_interrupt(*_: object) -> None:

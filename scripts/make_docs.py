@@ -19,7 +19,13 @@ from rkserve.board.interrupt import TRANSITIONS as GENERATION_TRANSITIONS
 from rkserve.board.lifecycle import TRANSITIONS as BOARD_TRANSITIONS
 from rkserve.config import RkserveConfig
 from rkserve.messages import BoardReport, BoardState, Hardware
-from rkserve.metrics import BoardCollector, CoordinatorMetrics, RouterMetrics
+from rkserve.metrics import (
+    BoardCollector,
+    CoordinatorMetrics,
+    QueueCollector,
+    RouterMetrics,
+    StreamCollector,
+)
 from rkserve.modelfolder import FolderSettings
 from rkserve.native.quirks import TABLE as QUIRKS
 from rkserve.native.releases import ACCEPTED
@@ -113,6 +119,8 @@ def metrics() -> str:
         ),
     )
     registry.register(BoardCollector(lambda: [example]))
+    registry.register(QueueCollector(lambda: {"sim-chat": {0: 0}}))
+    registry.register(StreamCollector(lambda: ({"channel": 0, "ray": 0}, 0)))
     lines = [
         "# Metrics",
         "",

@@ -232,6 +232,13 @@ class App:
 
         wait_for(f"{self.name} to be ready", ready, START_S)
 
+    def waiting(self) -> int:
+        """Return how many generations wait at the Router for a place."""
+        with self.http_sync() as http:
+            text = http.get("/metrics").text
+        samples = (one for family in text_string_to_metric_families(text) for one in family.samples)
+        return int(sum(one.value for one in samples if one.name == "rkserve_queue_depth"))
+
     def settled(self) -> list[BoardReport]:
         """Wait until every board is ready and idle, and the Router has heard so."""
 

@@ -13,14 +13,15 @@ import httpx
 from fake_boards import FakeBoards, Step, report
 from fake_head import FakeHead
 from own_time import run_loop
+from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from rkserve.config import RouterConfig
 from rkserve.deployments.cluster import Cluster
-from rkserve.deployments.dispatch import Dispatch
-from rkserve.deployments.fleet import Fleet
 from rkserve.deployments.http import make_app
 from rkserve.deployments.service import ServedModel, Service
+from rkserve.deployments.wiring import open_dispatch, open_fleet
+from rkserve.metrics import RouterMetrics
 from rkserve.modelfolder import open_model_folder
 
 CHAT = "/v1/chat/completions"
@@ -46,10 +47,13 @@ class House:
 
     def __post_init__(self) -> None:
         model_id = self.served.folder.id
-        fleet = Fleet({"only": self.boards}, {"only": model_id})
+        fleet = open_fleet(self.config, {"only": self.boards}, {"only": model_id})
         self.cluster = Cluster(self.head, fleet.obey)
-        dispatch = Dispatch(fleet, random.Random(5))
-        self.service = Service(self.config, {model_id: self.served}, dispatch, self.cluster)
+        metrics = RouterMetrics(CollectorRegistry())
+        dispatch = open_dispatch(self.config, fleet, metrics, random.Random(5))
+        self.service = Service(
+            self.config, {model_id: self.served}, dispatch, self.cluster, metrics
+        )
         self.app: ASGIApp = make_app(self.service, MAX_ADAPTER_BYTES, MAX_MODEL_BYTES)
 
     async def __call__(

@@ -45,8 +45,8 @@ def test_a_prompt_that_cannot_be_so_short_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "cases", "writes"),
     [
-        pytest.param([], "abcdefg", REPORT, id="a full run writes the page"),
-        pytest.param(["--quick"], "abcdefg", None, id="a quick one does not"),
+        pytest.param([], "abcdefgh", REPORT, id="a full run writes the page"),
+        pytest.param(["--quick"], "abcdefgh", None, id="a quick one does not"),
         pytest.param(["--cases", "d,a"], "ad", None, id="neither do some of the cases"),
         pytest.param(["--cases", "c", "--output", "x.md"], "c", Path("x.md"), id="unless asked"),
     ],
@@ -66,9 +66,9 @@ def test_the_window_can_be_chosen_and_nothing_else_changes() -> None:
 
 def test_a_case_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        options(["--cases", "a,h"])
+        options(["--cases", "a,z"])
 
-    assert "is not some of a,b,c,d,e,f,g" in capsys.readouterr().err
+    assert "is not some of a,b,c,d,e,f,g,h" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -352,3 +352,45 @@ def test_stop_ends_the_engine_and_everyone_who_waits(
             assert isinstance(outcome, BoardFailed)
 
     run_loop(main())
+
+
+# -- what was not its fault -------------------------------------------------------------------
+
+
+CRASHES = Script(tokens_of("a"), die_at=0)
+RESTS = replace(SETTINGS, crash_limit=2, quarantine_s=3600.0)
+
+
+@board_test(lambda: Bench(CRASHES, CRASHES, settings=RESTS))
+async def test_a_quarantine_for_what_is_forgiven_ends_at_once(bench: Bench) -> None:
+    for _ in range(2):
+        with pytest.raises(EngineDied):
+            await answer(bench.board)
+        await until(lambda: bench.state is not BoardState.RECOVERING)
+    assert bench.state is BoardState.QUARANTINED
+    bench.board.forgive()
+    await until(lambda: bench.state is BoardState.READY)
+
+
+@board_test(lambda: Bench(CRASHES, CRASHES, settings=RESTS))
+async def test_a_crash_that_is_forgiven_does_not_count_with_the_next(bench: Bench) -> None:
+    for _ in range(2):
+        with pytest.raises(EngineDied):
+            await answer(bench.board)
+        await until(lambda: bench.state is BoardState.READY)
+        bench.board.forgive()
+    bench.board.forgive()  # once more does no harm
+
+
+@board_test(
+    lambda: Bench(
+        replace(CRASHES, die_at=None, hang_at=0),
+        settings=replace(RESTS, crash_limit=1),
+    )
+)
+async def test_a_hang_is_forgiven_before_it_is_over(bench: Bench) -> None:
+    with pytest.raises(EngineHung):
+        await answer(bench.board)
+    assert bench.state is BoardState.HUNG
+    bench.board.forgive()
+    await until(lambda: bench.state is BoardState.READY)

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from rkserve.board.generation import Generation, Want
 from rkserve.errors import ContextOverflow, RequestError, RkserveError
-from rkserve.messages import Delta, Edit, FinishReason, GenerateRequest
+from rkserve.messages import (
+    Delta,
+    Edit,
+    FinishReason,
+    GenerateRequest,
+    Kind,
+    Slot,
+    Splice,
+)
 
 EOS = 2
 
@@ -110,7 +118,7 @@ def test_what_piles_up_is_taken_as_one_delta_and_only_once() -> None:
     assert made.take() is None
     made.accept(10, b"a")
     made.accept(11, b"b")
-    assert made.take() == Delta("ab", (10, 11))
+    assert made.take() == Delta("ab", (10, 11), lengths=(1, 1))
     assert made.take() is None
 
 
@@ -211,7 +219,9 @@ def test_tokens_that_wait_are_given_out_at_the_end() -> None:
     assert made.accept(11, b"", waiting=True)  # the limit is news
     assert made.want is Want.STOP
     assert made.ended(context_full=False) is FinishReason.LENGTH
-    assert made.take() == Delta("a", (10, 11))
+    # The second one has no text of its own, and never will.
+    slots = (Slot(10, b"a"), Slot(11, b"", waiting=True))
+    assert made.take() == Delta("a", (10, 11), splice=Splice(0, slots))
 
 
 def test_the_limit_is_the_runtimes_only_in_the_runs_that_were_given_it() -> None:
@@ -229,7 +239,8 @@ def test_an_aborted_answer_takes_no_more() -> None:
     assert made.want is Want.STOP
     assert not made.accept(11, b"x")
     assert made.ended(context_full=False) is FinishReason.ABORT
-    assert made.take() == Delta("ab", (10,))
+    # What was held back is the answer's, and all of the token's own.
+    assert made.take() == Delta("ab", (10,), splice=Splice(0, (Slot(10, b"ab"),)))
 
 
 def test_an_abort_after_the_end_changes_nothing() -> None:
@@ -458,19 +469,21 @@ def test_what_was_cleared_is_said_in_an_order_in_which_it_can_be_done() -> None:
 
 def test_text_that_was_given_out_and_then_taken_back_is_retracted_once() -> None:
     made = paused("abcd")
-    assert made.take() == Delta("abcd", (A, B, C, D))
+    assert made.take() == Delta("abcd", (A, B, C, D), lengths=(1, 1, 1, 1))
     apply(made, Edit(replace_last=2, ids=(40,), text="cX"))
     apply(made, Edit(replace_last=1, ids=(41,), text="ce"))
-    assert made.take() == Delta("e", (41,), retract=1)
+    put_in = Slot(41, b"ce", Kind.APPENDED)
+    assert made.take() == Delta("e", (41,), retract=1, splice=Splice(2, (put_in,)))
     assert made.take() is None
     apply(made, Edit(replace_last=1))
-    assert made.take() == Delta("", (), retract=2)
+    assert made.take() == Delta("", (), retract=2, splice=Splice(2, ()))
 
 
 def test_nothing_is_retracted_of_what_nobody_has_read() -> None:
     made = paused("abcd")
     apply(made, Edit(replace_last=2, ids=(40,), text="X"))
-    assert made.take() == Delta("abX", (A, B, 40))
+    slots = (Slot(A, b"a"), Slot(B, b"b"), Slot(40, b"X", Kind.APPENDED))
+    assert made.take() == Delta("abX", (A, B, 40), splice=Splice(0, slots))
 
 
 def test_a_stop_string_is_found_across_the_border_of_an_edit_and_can_be_taken_back() -> None:

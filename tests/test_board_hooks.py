@@ -28,7 +28,7 @@ from rkserve.board.hooks import (
     Stop,
 )
 from rkserve.errors import HookFailed
-from rkserve.messages import Delta, Edit, FinishReason, GenerateRequest
+from rkserve.messages import Delta, Edit, FinishReason, GenerateRequest, Splice
 
 
 class MaskCards:
@@ -384,7 +384,8 @@ def test_what_a_hook_held_back_goes_through_those_behind_it_at_the_end() -> None
     letters(generation, "ab")
     assert Client(generation).read() == "A"
     assert generation.ended(context_full=False) is FinishReason.STOP
-    assert generation.take() == Delta("BB", ())
+    # Text that belongs to no token of its own: nothing comes after the two that were given out.
+    assert generation.take() == Delta("BB", (), splice=Splice(2, ()))
 
 
 def test_a_stop_string_in_what_was_held_back_still_ends_the_answer() -> None:

@@ -8,9 +8,24 @@ import pytest
 from own_time import run_loop
 
 from rkserve.board.generation import Generation
+from rkserve.board.interrupt import GenerationEvent
 from rkserve.board.job import Job
 from rkserve.errors import EngineDied
-from rkserve.messages import Delta, Finished, FinishReason, GenerateRequest, Timings, Usage
+from rkserve.messages import (
+    Delta,
+    Edit,
+    Event,
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    Kind,
+    Kv,
+    Paused,
+    Slot,
+    Splice,
+    Timings,
+    Usage,
+)
 
 FAILED = EngineDied("b", "it was killed")
 ENDED = Finished(FinishReason.STOP, Usage(1, 1, 0), Timings(0.0, 0.0, 1, 0.0, 1, 0.0))
@@ -68,5 +83,47 @@ def test_a_failure_that_nothing_holds_is_told_after_the_text_before_it() -> None
         assert isinstance(await made.next_event(), Delta)
         with pytest.raises(EngineDied):
             await made.next_event()
+
+    run_loop(main())
+
+
+def pause(made: Job) -> Paused:
+    """Let it rest now; nobody has read what was said before."""
+    made.advance(GenerationEvent.PAUSE_ASKED)
+    made.interrupted()
+    made.advance(GenerationEvent.PAUSED)
+    paused = Paused(None, made.generation.tokens, Kv.RECOMPUTED)
+    made.announce(paused)
+    return paused
+
+
+def resume(made: Job) -> None:
+    made.unpause(0.0)
+    made.advance(GenerationEvent.RESUME_ASKED)
+    made.start()
+
+
+def test_who_reads_late_hears_of_each_pause_where_it_was() -> None:
+    """Else the end of an old pause would be taken for that of the one that goes on."""
+
+    async def main() -> None:
+        made = job()
+        first = pause(made)
+        made.generation.apply(Edit(ids=(9,), text="!"), kv_positions=0, context_len=16)
+        resume(made)
+        made.token(8, b" more", waiting=False)
+        second = pause(made)
+        edit = Splice(1, (Slot(9, b"!", Kind.APPENDED),))
+        expected: list[Event] = [
+            Delta("word", (7,)),
+            first,
+            Delta("!", (9,), splice=edit, paused=True),
+            Delta("", ()),
+            Delta(" more", (8,)),
+            second,
+        ]
+        assert made.pending  # who waits until all is given out waits for what nobody has read
+        assert [await made.next_event() for _ in expected] == expected
+        assert not made.pending
 
     run_loop(main())

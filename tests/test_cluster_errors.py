@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from local_cluster import App
+from local_cluster import App, wait_for
 from talk import CHAT, ENDLESS, MODEL, chat_body, streaming
 
 pytestmark = pytest.mark.ray
@@ -145,17 +144,16 @@ def test_the_openai_client_raises_its_own_classes(boards: App) -> None:
 
 
 def test_a_full_queue_is_a_429_that_says_when_to_come_back(old_board: App) -> None:
-    """The board runs one request and lets one wait; the third is turned away, then not."""
+    """The board runs one request and one waits at the Router; the third is turned away."""
 
     async def crowd() -> tuple[httpx.Response, httpx.Response]:
         async with old_board.http() as http:
-            async with AsyncExitStack() as stack:
-                # Both are accepted once their headers are there; the second waits.
-                held = [await stack.enter_async_context(streaming(http, ENDLESS)) for _ in "12"]
+            async with streaming(http, ENDLESS):
+                waits = asyncio.create_task(http.post(CHAT, json=chat_body("Hello")))
+                await asyncio.to_thread(wait_for, "one waits", lambda: old_board.waiting() == 1)
                 full = await http.post(CHAT, json=chat_body("Hello"))
-                assert held[1].deltas == 0
-            await asyncio.to_thread(old_board.settled)
-            return full, await http.post(CHAT, json=chat_body("Hello"))
+                assert not waits.done()
+            return full, await waits
 
     full, later = asyncio.run(crowd())
     assert full.status_code == 429

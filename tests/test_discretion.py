@@ -77,7 +77,7 @@ def test_lists_of_boards_and_models_hold_no_folders() -> None:
     report = BoardReport("b", "m", BoardState.FAILED, reason=SAID)
     broken = Adapter("a", "1", broken=f"adapter.rkllm leads out of the model folder, to {SAID}")
     listed = [
-        board_entry(report),
+        board_entry(report, ("open", report.reason)),
         model_entry("m", 0, 64, [report], Desired()),
         adapter_entry("m", 0, 64, [broken]),
     ]

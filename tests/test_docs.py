@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from rkserve.config import RkserveConfig
 from rkserve.errors import RkserveError
 from rkserve.messages import BoardReport, BoardState
-from rkserve.metrics import BoardCollector, CoordinatorMetrics, RouterMetrics
+from rkserve.metrics import BoardCollector, CoordinatorMetrics, RouterMetrics, StreamCollector
 from rkserve.modelfolder import FolderSettings
 from rkserve.native.quirks import NAMES as QUIRKS
 from rkserve.native.sim import profiles
@@ -77,6 +77,7 @@ def metric_names() -> set[str]:
     CoordinatorMetrics(registry)
     example = BoardReport(board_id="sim-0", model="sim-chat", state=BoardState.READY)
     registry.register(BoardCollector(lambda: [example]))
+    registry.register(StreamCollector(lambda: ({"channel": 0, "ray": 0}, 0)))
     return {family.name for family in registry.collect()}
 
 

@@ -333,12 +333,13 @@ def test_boards_tell_what_they_are_and_how_they_fare() -> None:
         hardware = Hardware(soc="RK3588", npu_load=(10.0, 20.0, 0.0), temperature_c=61.5)
         house = house_of("a")
         house.boards.reported = [
-            report("sim/a@node", hardware=hardware, kv_positions=7),
+            report("sim/a@node", hardware=hardware, kv_positions=7, holdings=b"\xff\0"),
             report("b", state=BoardState.FAILED, reason="no such library"),
         ]
         first, second = (await house("GET", "/v1/boards", host="192.0.2.7")).json()["data"]
         assert (first["id"], first["state"], first["reason"]) == ("b", "failed", "no such library")
         assert (second["kv_positions"], second["hardware"]["npu_load"]) == (7, [10.0, 20.0, 0.0])
+        assert "holdings" not in second
         assert (await house("GET", "/v1/boards/sim/a@node")).json() == second
         gone = await house("GET", "/v1/boards/z")
         assert (gone.status_code, gone.json()["error"]["code"]) == (404, "board_not_found")

@@ -14,6 +14,7 @@ from fakes import run_loop
 from pydantic import SecretStr
 from router_house import CHAT, House, chat, events
 
+from rkserve.chains import Holdings, pack
 from rkserve.config import RouterConfig
 from rkserve.control import sleeping
 from rkserve.control.calls import Call, Outcome
@@ -239,12 +240,16 @@ def test_to_change_what_sleeps_needs_the_admin_key(path: str) -> None:
 
 def test_the_prefixes_of_boards_that_sleep_are_forgotten() -> None:
     of = house("a", "b")
+    of.boards.reported = [
+        replace(one, holdings=pack(Holdings(appends=True))) for one in of.boards.reported
+    ]
     assert send(of, "POST", CHAT, json=chat()).status_code == 200
-    candidates = of.service.fleet.listing.candidates["only"]
-    assert any(one.last_prompt for one in candidates.values())
+    index = of.service.fleet.listing.boards[MODEL].index
+    assert index is not None
+    assert len(index) == 1
     of.head.desired = slept()
     run_loop(of.cluster.refresh())
-    assert not any(one.last_prompt for one in candidates.values())
+    assert len(index) == 0
 
 
 # -- requests -------------------------------------------------------------------------------------
@@ -416,12 +421,13 @@ def test_a_board_that_fell_asleep_a_moment_ago_sends_requests_on_to_one_that_is_
     of = house("a", "b")
     asleep = BoardAsleep("a", "its model is unloaded")
     of.boards.scripts["replica of a"] = [[asleep]]
-    for _ in range(8):
-        assert send(of, "POST", CHAT, json=chat()).status_code == 200
+    for number in range(8):  # of their own each: the same one would go where its KV cache is
+        assert send(of, "POST", CHAT, json=chat(f"{number} is my number.")).status_code == 200
     first = [request for replica, request in of.boards.opened if replica == "replica of a"]
     assert first, "none was sent there first"
     assert not any(request.patient for request in first)
-    candidate = of.service.fleet.listing.candidates["only"]["replica of a"]
+    candidate = of.service.fleet.listing.boards[MODEL].get("replica of a")
+    assert candidate is not None
     assert candidate.ready  # it is well
 
 

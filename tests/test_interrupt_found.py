@@ -21,6 +21,7 @@ from rkserve.messages import (
     FinishReason,
     GenerateRequest,
     Kv,
+    Splice,
 )
 
 PAUSE, EDIT, RESUME, ABORT = ControlAction
@@ -46,7 +47,7 @@ def test_what_follows_an_answer_that_was_taken_back_as_a_whole_is_given_out() ->
     assert generation.take() == Delta("five", (5,))
     generation.interrupted()
     generation.apply(Edit(replace_last=1), kv_positions=0, context_len=64)
-    assert generation.take() == Delta("", (), retract=4)
+    assert generation.take() == Delta("", (), retract=4, splice=Splice(keep=0, slots=()))
     generation.accept(6, b"six")
     assert generation.take() == Delta("six", (6,))
 

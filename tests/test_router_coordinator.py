@@ -13,18 +13,19 @@ import httpx
 import pytest
 from fake_cluster import Control, FakeCluster, FakeStore
 from own_time import run_loop
+from prometheus_client import CollectorRegistry
 from router_house import model
 
 from rkserve.config import RouterConfig
 from rkserve.control.codec import plain
 from rkserve.deployments.cluster import Cluster
 from rkserve.deployments.coordinator import Coordinator
-from rkserve.deployments.dispatch import Dispatch
-from rkserve.deployments.fleet import Fleet
 from rkserve.deployments.http import make_app
 from rkserve.deployments.service import Service
+from rkserve.deployments.wiring import open_dispatch, open_fleet
 from rkserve.desired import AdapterVersion
 from rkserve.errors import ArtifactRefused
+from rkserve.metrics import RouterMetrics
 
 BOARDS = ("a", "b")
 
@@ -56,11 +57,11 @@ def with_both(folder: Path, work: Callable[[Ask, Control], Awaitable[None]]) -> 
         control = Control(folder, FakeCluster.of(*BOARDS))
         version = control.store.add("v1", b"x" * 300)
         link = Direct(await control.open(), version, control.store)
-        fleet = Fleet({"only": control.cluster}, {"only": "sim-chat"})
+        config, metrics = RouterConfig(), RouterMetrics(CollectorRegistry())
+        fleet = open_fleet(config, {"only": control.cluster}, {"only": "sim-chat"})
         cluster = Cluster(link, fleet.obey)
-        service = Service(
-            RouterConfig(), {"sim-chat": model()}, Dispatch(fleet, random.Random(5)), cluster
-        )
+        dispatch = open_dispatch(config, fleet, metrics, random.Random(5))
+        service = Service(config, {"sim-chat": model()}, dispatch, cluster, metrics)
         app = make_app(service, 10_000, 10_000)
         await asyncio.gather(fleet.refresh(), cluster.refresh())
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))

@@ -42,7 +42,9 @@ def options(arguments: Sequence[str]) -> Options:
         type=_cases,
         help=f"some of {','.join(CASES)}; (b) and (c) are held to (a), which runs with them",
     )
-    parser.add_argument("--quick", action="store_true", help="six minutes, for a first look")
+    parser.add_argument(
+        "--quick", action="store_true", help="a quarter of an hour, for a first look"
+    )
     parser.add_argument("--seconds", type=float, help="length of a measured window")
     parser.add_argument(
         "--output",

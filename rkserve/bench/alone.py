@@ -77,6 +77,8 @@ def run(runtime: Runtime, ids: tuple[int, ...], max_tokens: int) -> Exchange:
         end_s=end_s,
         prompt_tokens=len(ids),
         completion_tokens=tokens,
+        prefill_ms=outcome.perf.prefill_ms,
+        prefill_tokens=outcome.perf.prefill_tokens,
     )
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rkserve.bench.child import Child, hold
 from rkserve.bench.crew import ANSWER_S, SLACK_S, Crew, Deployment, chat_body
@@ -37,6 +38,7 @@ class Load:
     clients: int
     time_scale: float
     new_tokens: int = NEW_TOKENS
+    args: Mapping[str, Any] = field(default_factory=dict)  # of the application, besides
 
     @property
     def name(self) -> str:
@@ -54,7 +56,8 @@ class Load:
     @property
     def deployment(self) -> Deployment:
         """What it needs. Boards that are faster than real ones would only measure the disk."""
-        return Deployment(PROFILE, self.boards, self.time_scale, park=self.time_scale == 1)
+        park = self.time_scale == 1
+        return Deployment(PROFILE, self.boards, self.time_scale, park=park, args=self.args)
 
     @property
     def case(self) -> str:

@@ -29,7 +29,8 @@ class Answer:
     """One streamed answer. ``prompt`` is the number of its prompt.
 
     ``stamp`` is what its headers say of its version, ``version`` what its last chunk says, and
-    ``spans`` which tokens were whose; each is empty where nothing was said.
+    ``spans`` which tokens were whose; each is empty where nothing was said. It was ``continued`` so
+    often on another board, and waited ``lost_ms`` for that from when the losses were noticed.
     """
 
     exchange: Exchange
@@ -40,6 +41,8 @@ class Answer:
     version: str = ""
     spans: tuple[Span, ...] = ()
     paused_ms: float = 0.0
+    continued: int = 0
+    lost_ms: float = 0.0
 
     @property
     def whole(self) -> bool:
@@ -102,6 +105,8 @@ def read_answer(incoming: Incoming, prompt: int) -> Answer:
             for one in last.get("weight_versions", ())
         ),
         paused_ms=last.get("timings", {}).get("paused_ms", 0.0),
+        continued=last.get("timings", {}).get("continued", 0),
+        lost_ms=last.get("timings", {}).get("lost_ms", 0.0),
     )
 
 

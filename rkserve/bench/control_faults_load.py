@@ -34,15 +34,22 @@ class _Endless(Load):
 class Streams:
     """So many clients, each with one answer at a time, from ``start`` to ``stop``."""
 
-    def __init__(self, address: tuple[str, int], bodies: Sequence[Json], clients: int) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        bodies: Sequence[Json],
+        clients: int,
+        limit_s: float = LIMIT_S,
+    ) -> None:
         host, port = address
+        self._limit_s = limit_s
         command = {
             "host": host,
             "port": port,
             "bodies": list(bodies),
             "clients": clients,
             "stagger_s": 0.5,
-            "until_s": time.monotonic() + LIMIT_S,
+            "until_s": time.monotonic() + limit_s,
             "warm_s": 0.0,
             "after_s": 0.0,
         }
@@ -61,7 +68,7 @@ class Streams:
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # it has ended just now
                 self._loop.call_soon_threadsafe(self._leave_off)
-        self._thread.join(LIMIT_S)
+        self._thread.join(self._limit_s)
         if self._failure is not None:
             raise BenchFailed(f"the clients failed: {self._failure}") from self._failure
         return self._answers

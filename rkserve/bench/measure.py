@@ -28,8 +28,10 @@ from rkserve.bench.summary import (
     pair_figures,
     verdicts,
 )
+from rkserve.bench.tokenpath import TokenPath, TokenPaths, ways
+from rkserve.bench.tokenpath_figures import WayFigures, path_figures, path_verdicts
 
-CASES = "abcdefg"
+CASES = "abcdefgh"
 BESIDE_ALONE = "abc"  # (b) and (c) are held to (a), which therefore runs with them
 FEWEST_ROUNDS = 3
 CEILING = (
@@ -51,17 +53,32 @@ class Size:
     paced_boards: Sequence[int]
     parked_rounds: int
     paused_answers: int
+    every_way: bool  # of tokens, also those between the plain and the fast one
 
 
-FULL = Size(seconds=40.0, hang_ups=40, paced_boards=(1, 3, 8), parked_rounds=8, paused_answers=6)
-QUICK = Size(seconds=8.0, hang_ups=20, paced_boards=(1, 3), parked_rounds=3, paused_answers=2)
+FULL = Size(
+    seconds=40.0,
+    hang_ups=40,
+    paced_boards=(1, 3, 8),
+    parked_rounds=8,
+    paused_answers=6,
+    every_way=True,
+)
+QUICK = Size(
+    seconds=8.0,
+    hang_ups=20,
+    paced_boards=(1, 3),
+    parked_rounds=3,
+    paused_answers=2,
+    every_way=False,
+)
 
 
 class Measurement:
     """The cases on one crew."""
 
     def __init__(self, crew: Crew, progress: Progress, size: Size) -> None:
-        self._bench, self._one_board = Bench(crew), OneBoard(crew)
+        self._crew, self._bench, self._one_board = crew, Bench(crew), OneBoard(crew)
         self._progress, self._size = progress, size
 
     def measure(self, cases: str) -> Results:
@@ -79,22 +96,26 @@ class Measurement:
         ]
         parked = self._parked() if "e" in cases else None
         pauses = [self._pauses(kept=kept) for kept in ((True, False) if "f" in cases else ())]
+        batches = self._batches() if "g" in cases else None
+        paths = self._paths() if "h" in cases else None
+        found = verdicts(
+            pair and pair[1],
+            hang_ups and hang_ups[1],
+            [*paced, *ceiling],
+            parked and parked[1],
+            [figures for _, figures in pauses],
+        )
         return Results(
             machine=machine(),
-            verdicts=verdicts(
-                pair and pair[1],
-                hang_ups and hang_ups[1],
-                [*paced, *ceiling],
-                parked and parked[1],
-                [figures for _, figures in pauses],
-            ),
+            verdicts=[*found, *(path_verdicts(paths[1]) if paths else ())],
             pair=pair,
             hang_ups=hang_ups,
             paced=paced,
             ceiling=ceiling,
             parked=parked,
             pauses=pauses,
-            batches=self._batches() if "g" in cases else None,
+            batches=batches,
+            paths=paths,
             one_board_cpu=self._one_board.cpu,
         )
 
@@ -160,6 +181,21 @@ class Measurement:
         costs = ", ".join(f"{one.us_per_token:.2f} us ({one.n_batch})" for one in found.costs)
         self._progress.end(f"CPU per token {costs}")
         return found
+
+    def _paths(self) -> tuple[TokenPaths, list[WayFigures]]:
+        """Case (h): each way has a Ray of its own, and no other one may work meanwhile."""
+        self._progress.begin("(h) the token path")
+        self._crew.rest()
+        found = TokenPath(self._crew.folder, self._progress.say).measure(
+            ways(all_of_them=self._size.every_way),
+            self._size.seconds,
+            lambda taken: self._progress.say(f"{taken.way.name} is done"),
+        )
+        figures = path_figures(found)
+        plain, fast = figures[0], figures[-1]
+        costs = (plain.many.cost.gross, fast.many.cost.gross)
+        self._progress.end(f"CPU per token {costs[0]:.3f} ms, and {costs[1]:.3f} ms the fast way")
+        return found, figures
 
 
 def machine() -> Machine:

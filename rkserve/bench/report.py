@@ -16,9 +16,12 @@ from rkserve.bench.pace import NEW_TOKENS, PROFILE, PROMPT_TOKENS, profile
 from rkserve.bench.parked import ParkedFigures, ParkedRound
 from rkserve.bench.procfs import PARTS, Memory
 from rkserve.bench.report_oneboard import batches_section, parked_section, pauses_section
+from rkserve.bench.report_tokenpath import tokenpath_section
 from rkserve.bench.stream import HangUp, Interrupted
 from rkserve.bench.summary import HangUpFigures, LoadFigures, PairFigures, RunFigures
 from rkserve.bench.tables import MISSING, figure, megabytes, percent, table
+from rkserve.bench.tokenpath import TokenPaths
+from rkserve.bench.tokenpath_figures import WayFigures
 from rkserve.bench.verdict import Verdict
 
 
@@ -46,6 +49,7 @@ class Results:
     pauses: Sequence[tuple[Sequence[Interrupted], PauseFigures]] = ()
     batches: Batches | None = None
     one_board_cpu: Mapping[str, CpuUse] = field(default_factory=dict)
+    paths: tuple[TokenPaths, Sequence[WayFigures]] | None = None
 
 
 def render(results: Results) -> str:
@@ -245,6 +249,8 @@ def _one_board(results: Results) -> str:
         parts.append(pauses_section([figures for _, figures in results.pauses]))
     if results.batches is not None:
         parts.append(batches_section(results.batches))
+    if results.paths is not None:
+        parts.append(tokenpath_section(results.paths[1]))
     return "\n".join(parts)
 
 

@@ -27,6 +27,7 @@ from rkserve.board.engine import EngineFacts
 from rkserve.board.figures import Figures
 from rkserve.board.generation import Generation
 from rkserve.board.holding import Holding
+from rkserve.board.holdings import HoldingsReport
 from rkserve.board.hooks import HookFactory
 from rkserve.board.interrupt import GenerationEvent
 from rkserve.board.job import Errand, Job
@@ -108,6 +109,7 @@ class Board:
             hold_s=settings.pause_hold_s,
         )
         self.caching = Caching(settings.cache_rules, settings.caches, self.figures)
+        self._holdings = HoldingsReport(self.caching)
         self.staged = Staged(settings.staged_dir, settings.board_id, settings.model)
         self.adapting = Adapting(settings.model_dir, self.staged.shelf)
         self.charge = Charge(
@@ -165,9 +167,20 @@ class Board:
         """Raise ``BoardFailed`` with the reason while the board cannot help itself."""
         self._keeper.check()
 
+    def forgive(self) -> None:
+        """The last loss of the engine was a request's fault, and does not count."""
+        self._keeper.forgive()
+
     def report(self) -> BoardReport:
         """Return what the board is doing and what it has done."""
-        return reporting.report(self._settings, self._keeper, self._sleeping, self._bases, self)
+        return reporting.report(
+            self._settings,
+            self._keeper,
+            self._sleeping,
+            self._bases,
+            self,
+            holdings=self._holdings.packed(self._keeper.live),
+        )
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -197,7 +210,7 @@ class Board:
         self.jobs[job.ticket] = job
         self.asked_s = clock.now_s()
         try:
-            ahead = self.admission.offer(job.ticket, clock.now_s(), job.key)
+            ahead = self._line_up(job)
         except QueueFull:
             del self.jobs[job.ticket]
             raise
@@ -211,6 +224,8 @@ class Board:
                 ignored,
                 self.charge.label(job.ref),
                 self.charge.epoch or 0,
+                job.ref,
+                job.line_epoch,
             )
             yield event
             while not isinstance(event, Finished):
@@ -236,6 +251,10 @@ class Board:
     ) -> list[GenerationInfo]:
         """Pause, edit, resume or abort; see ``Control.control``."""
         return await self._control.control(generation, action, edit, choice)
+
+    async def given_out(self, done: Sequence[GenerationInfo], action: ControlAction) -> None:
+        """Wait until the streams tell of what was just done; see ``Control.given_out``."""
+        await self._control.given_out(done, action)
 
     def abort_all(self, request_ids: Sequence[str] | None) -> int:
         """Abort these generations, or all there are; return how many that were."""
@@ -299,10 +318,26 @@ class Board:
         )
         sampling = request.sampling if facts.per_run_sampling else None
         job = Job(next(self._tickets), generation, clock.now_s(), sampling)
-        line = self.charge.line(request)
-        job.bind(self.charge.bind(request), line.epoch if line is not None else 0)
+        bound = None if request.continued is None else request.continued.bound
+        if bound is not None:
+            job.take_over(bound)
+        else:
+            line = self.charge.line(request)
+            job.bind(self.charge.bind(request), line.epoch if line is not None else 0)
+            job.introduce(self.charge.label(job.ref))
         self._holding.admit(job)
         return job
+
+    def _line_up(self, job: Job) -> int:
+        """Queue a job, and return how many are ahead of it. Raises ``QueueFull``.
+
+        One that goes on had a board before, and goes first.
+        """
+        if job.request.continued is None:
+            return self.admission.offer(job.ticket, clock.now_s(), job.key)
+        if not self._conductor.arrive(job):
+            self.admission.readmit(job.ticket, clock.now_s(), job.key)
+        return len(self.admission.running)
 
     def _leave(self, job: Job) -> None:
         """The consumer is gone, after the last event or before it."""
@@ -386,7 +421,8 @@ class Board:
                 work.seated = False
                 unbegun = work.state in (GenerationState.QUEUED, GenerationState.RESUMING)
                 lost = isinstance(error, EngineDied | EngineHung | BoardOutOfOrder)
-                if unbegun and lost and not work.retried and not work.over:
+                rests = self._keeper.state is BoardState.QUARANTINED
+                if unbegun and lost and not rests and not work.retried and not work.over:
                     work.retried = True  # what killed the engine was not its own run
                     self.requeue(work)
                 else:
@@ -474,7 +510,9 @@ class Board:
         """Nobody who waits is served here: say so now, while another board may still do it."""
         for ticket, job in self.jobs.items():
             self.admission.withdraw(ticket)
-            if not (spare_paused and job.state is GenerationState.PAUSED):
+            # Those who have the board are told what became of their own run; see ``lose``.
+            spared = job.seated or job.state is GenerationState.PAUSED
+            if not (spare_paused and spared):
                 job.end(self._keeper.failed())
         for ticket, errand in self._errands.items():
             self.admission.withdraw(ticket)

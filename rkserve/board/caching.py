@@ -119,6 +119,10 @@ class Caching:
 
     # -- what is asked from outside -----------------------------------------------------------
 
+    def files(self) -> list[Entry]:
+        """Return the files that there are, the oldest first."""
+        return self.store.entries() if self.store is not None else []
+
     def check(self, request: GenerateRequest) -> None:
         """Raise ``CacheUnsupported`` or ``CacheNotFound`` where ``use_cache`` cannot be served."""
         name = request.use_cache
@@ -136,8 +140,7 @@ class Caching:
 
     def entries(self, now_s: float) -> list[CacheEntry]:
         """Return what the store holds."""
-        found = self.store.entries() if self.store is not None else []
-        return [self._told(entry, now_s) for entry in found]
+        return [self._told(entry, now_s) for entry in self.files()]
 
     def _told(self, entry: Entry, now_s: float) -> CacheEntry:
         return CacheEntry(
@@ -166,6 +169,23 @@ class Caching:
         if figures.prefill_tokens == 0:
             return False
         return saved * figures.prefill_ms / figures.prefill_tokens > live.facts.load_s * 1e3
+
+    def worth_from(self, live: LiveEngine) -> int:
+        """Return from how many tokens on a displaced context is parked, and restored later, with
+        this handle; 0: never.
+        """
+        if not self._parks or not live.quirk("prompt_cache_save_with_history"):
+            return 0
+        if not (live.context.append and live.facts.per_run_sampling):
+            return 0
+        least, figures = self._rules.park_min_tokens, self._figures
+        if self.usable(live):
+            return least
+        if figures.prefill_tokens == 0 or figures.prefill_ms <= 0:
+            return 0
+        # Then each restore costs a load of the model.
+        paid = live.facts.load_s * 1e3 * figures.prefill_tokens / figures.prefill_ms
+        return max(least, int(paid) + 1)
 
     async def choose(
         self, live: LiveEngine, wanted: Ids, adapter: str | None, name: str | None, reused: int

@@ -63,6 +63,14 @@ class Conductor:
 
     # -- what is asked of a job ---------------------------------------------------------------
 
+    def arrive(self, job: Job) -> bool:
+        """Settle a job that comes from another board; False where it needs a run now."""
+        if self._closed(job):
+            return True
+        if job.generation.rests:
+            self.pauses.arrive(job)
+        return job.generation.rests
+
     def pause(self, job: Job) -> None:
         """Pause a job that generates; its state says when it is done.
 
@@ -70,6 +78,7 @@ class Conductor:
         """
         if job.state is _S.PAUSED:
             job.goes_on, job.paused_by = False, BY_REQUEST
+            job.announce_by(None)
             self.pauses.watch(job)
             return
         job.pause_asked = True
@@ -131,6 +140,7 @@ class Conductor:
         """
         if job.frozen:
             job.goes_on, job.paused_by = True, BY_CLUSTER
+            job.announce_by(BY_CLUSTER)
             return
         job.unpause(clock.now_s())
         job.advance(_E.RESUME_ASKED)

@@ -19,6 +19,8 @@ from rkserve.errors import GenerationNotFound, RequestError, StateConflict
 from rkserve.messages import ControlAction, Edit, Emitted, GenerationInfo, GenerationState, Kv
 
 ENDED_REMEMBERED = 256
+HEARD_S = 0.5
+_LOST = "Its connection to this board was lost meanwhile; if another one has it, ask again."
 
 _S = GenerationState
 
@@ -71,6 +73,18 @@ class Control:
         else:
             jobs = await self._pause(jobs)
         return [self._info(job) for job in jobs]
+
+    async def given_out(self, done: Sequence[GenerationInfo], action: ControlAction) -> None:
+        """Wait until whoever streams what this was just done to knows of it, or does not read.
+
+        Then another board that goes on with it knows of it too. Raises ``StateConflict`` where it
+        is lost to this board before that.
+        """
+        ids = {info.request_id for info in done}
+        jobs = [job for job in self._stage.jobs.values() if job.request.request_id in ids]
+        heard = [await job.heard(HEARD_S) for job in jobs]
+        if jobs and not any(heard):
+            raise StateConflict(action.value, _S.QUEUED.value, _LOST)
 
     def abort_all(self, request_ids: Sequence[str] | None) -> int:
         """Abort the generations of these ids, of a completion or of a choice; None means all."""

@@ -155,16 +155,28 @@ class Charge:
         if (self.epoch or 0) < request.min_epoch:
             reason = f"it obeys epoch {self.epoch}, and {request.min_epoch} is asked for"
             raise BoardBehind(self._board_id, reason)
+        self._check_weights(request)
         name, level = adapter_name(request), None if self.duty is None else self.duty.level
         if level is not None and not request.patient:
             raise BoardAsleep(self._board_id, f"it sleeps at level {level:d}")
         hold = self.hold(name)
         if hold is None or hold.mode is PauseMode.KEEP:
             return
+        if hold.mode is PauseMode.WAIT and request.continued is not None:
+            return  # it was accepted before, and is to run to its end
         refused = EnginePaused if level is None else EngineAsleep
         whole = self.duty is not None and hold is self.duty.hold
         what = f"board {self._board_id}" if whole else f"adapter {name}"
         raise refused(what, _retry_after_s(hold, now_s))
+
+    def _check_weights(self, request: GenerateRequest) -> None:
+        """Raise ``BoardBehind`` where one that shall keep its version would get other weights."""
+        begun = None if request.continued is None else request.continued.bound
+        if begun is None or begun.adapter is not None or not request.keep_version:
+            return
+        if begun.marks and begun.marks[-1][1] != self._label:
+            reason = f"it has the weights {self._label}, and {begun.marks[-1][1]} are asked for"
+            raise BoardBehind(self._board_id, reason)
 
     def bind(self, request: GenerateRequest) -> AdapterRef | None:
         """Return the version of the adapter that the request would begin with now.

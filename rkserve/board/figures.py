@@ -58,16 +58,19 @@ class Tally:
     batch: int = 1
     batch_wait_s: float = 0.0
     runs: int = 0
+    continued: int = 0
+    begun_tokens: int = 0  # of the answer, which came with the request
 
     def add(self, perf: Perf, reused: int) -> None:
         """Add a run. ``reused`` ids of its context were planned to be in the KV cache already."""
         if self.runs == 0:
             # In text mode only the runtime knows how many tokens the prompt became.
-            self.prompt_tokens = self.prompt_tokens or perf.prefill_tokens
+            sent = max(0, perf.prefill_tokens - self.begun_tokens)
+            self.prompt_tokens = self.prompt_tokens or sent
             # The runtime's own count where it is less than planned: what it prefilled again was
             # not reused. A run without figures (no FINISH) is left with the plan.
-            unread = self.prompt_tokens - perf.prefill_tokens
-            self.cached_tokens = max(0, min(reused, unread))
+            unread = self.prompt_tokens + self.begun_tokens - perf.prefill_tokens
+            self.cached_tokens = max(0, min(reused, unread, self.prompt_tokens))
         self.runs += 1
         self.prefill_ms += perf.prefill_ms
         self.prefill_tokens += perf.prefill_tokens
@@ -91,4 +94,5 @@ class Tally:
             paused_ms=self.paused_s * 1e3,
             batch=self.batch,
             batch_wait_ms=self.batch_wait_s * 1e3,
+            continued=self.continued,
         )

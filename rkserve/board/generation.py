@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
-from rkserve.board.chain import Chain, Outcome, Piece
+from rkserve.board.chain import Chain, Piece
+from rkserve.board.handout import Handout
 from rkserve.board.hooks import HookFactory, Replace, pause_on, stop_strings
 from rkserve.board.kv import Ids, Range, common_prefix
 from rkserve.board.text import Characters
-from rkserve.board.transcript import Kind, Slot, Transcript, ordered
+from rkserve.board.transcript import Transcript, ordered
 from rkserve.errors import ContextOverflow, HookFailed, RequestError, StateConflict
-from rkserve.messages import Delta, Edit, FinishReason, GenerateRequest
+from rkserve.messages import Continued, Delta, Edit, FinishReason, GenerateRequest, Kind, Slot
 
 # A hook that takes back its way out of an answer gets so many tries before it has to get further.
 REWINDS_WITHOUT_PROGRESS = 64
@@ -56,7 +57,10 @@ class Generation:
         vocab_size: int | None = None,
         context_len: int | None = None,
     ) -> None:
-        """Raises ``HookFailed`` where a hook cannot be made."""
+        """One that was begun elsewhere is what the request says that it became there.
+
+        Raises ``HookFailed`` where a hook cannot be made.
+        """
         self.request = request
         self.runtime_counts = runtime_counts
         self._eos_ids = eos_ids
@@ -69,12 +73,9 @@ class Generation:
         self._chain = Chain(self._factories, request)
         self._characters = Characters()
         self._transcript = Transcript(request.prompt_ids)
+        self._handout = Handout(request.prompt_ids)
         self._open: list[Slot] = []  # tokens that wait for their text
         self.token_ids: list[int] = []  # of the answer
-        self._certain = 0  # tokens of the answer that have their text
-        self._taken = 0
-        self._given: list[str] = []
-        self._pending, self._retract = "", 0
         self._rewinding = False
         self._pause: str | None = None
         self._rewinds, self._furthest = 0, 0
@@ -82,9 +83,12 @@ class Generation:
         # Ranges that edits cleared since the last interruption, in an order to clear them in.
         self.cuts: tuple[Range, ...] = ()
         self.paused_by: str | None = None  # the hook's word, if one led to the last interruption
+        self.rests = False  # it came from another board paused
         self.failure: HookFailed | None = None
         self.reason: FinishReason | None = None
         self._left = self.budget  # tokens that the run may still give
+        if request.continued is not None:
+            self._take_over(request.continued)
 
     # -- what it is ---------------------------------------------------------------------------
 
@@ -156,7 +160,7 @@ class Generation:
         self._open.append(slot)
         if not waiting:
             with self._hooked():
-                self._follow(self._chain.feed(self._close(self.tokens)))
+                self._feed_newest()
         if not self.complete and not self._rewinding and self._left <= 0:
             self.reason, self._runtime_ends = FinishReason.LENGTH, self.runtime_counts
         return not waiting or self.complete
@@ -197,7 +201,7 @@ class Generation:
             raise self.failure
         if self.reason is None:
             self.reason = FinishReason.LENGTH if context_full else FinishReason.STOP
-        self._certain = self.tokens
+        self._all_certain()
         with self._hooked():
             if self._chain.end().stop:
                 self.reason = FinishReason.STOP
@@ -209,23 +213,14 @@ class Generation:
     @property
     def pending(self) -> bool:
         """Whether ``take`` has something to return."""
-        return bool(self._taken < self._certain or self._pending or self._retract)
+        return self._handout.pending
 
     def take(self) -> Delta | None:
         """Return what came since the last call, or None.
 
-        Ids are given out with their text. Those that an edit took back are not taken back here:
-        ``tokens`` says how many count.
+        Ids that an edit took back are not taken back here: ``tokens`` says how many count.
         """
-        if not self.pending:
-            return None
-        fresh = tuple(self.token_ids[self._taken : self._certain])
-        delta = Delta(self._pending, fresh, self._retract)
-        if self._retract:
-            self._given = ["".join(self._given)[: -self._retract]]
-        self._given.append(self._pending)
-        self._taken, self._pending, self._retract = self._certain, "", 0
-        return delta
+        return self._handout.take(self._transcript, self.token_ids)
 
     # -- an edit ------------------------------------------------------------------------------
 
@@ -259,9 +254,9 @@ class Generation:
             raise RequestError("the edit would leave nothing of the context", "clear")
         if size >= context_len:
             raise ContextOverflow(size, context_len, "ids")
-        self._transcript, self.cuts = changed, (*self.cuts, *cuts)
+        self.cuts = (*self.cuts, *cuts)
         with self._hooked():
-            self._replay()
+            self._become(changed)
         self._beyond = False
         self._make_room()
 
@@ -296,25 +291,32 @@ class Generation:
     def _end_of_sequence(self) -> None:
         # Its text, if any, is markup and not the answer.
         self.reason, self._runtime_ends = FinishReason.STOP, True
-        self._certain = self.tokens
+        self._handout.add_silent()
+        self._all_certain()
+
+    def _all_certain(self) -> None:
+        """Nothing waits for its text any more."""
+        self._handout.certain, self._handout.ids = len(self._transcript.slots), self.tokens
 
     def _close(self, tokens: int) -> Piece:
         """Make one piece of the tokens that had to wait for each other."""
         text = self._characters.feed(b"".join(slot.data for slot in self._open))
         piece = Piece(tokens - 1, tuple(slot.token_id for slot in self._open), text)
         self._open.clear()
-        self._certain = tokens
         return piece
 
-    def _follow(self, outcome: Outcome) -> None:
-        """Do what the hooks say of the newest piece."""
+    def _feed_newest(self) -> None:
+        """Lead the newest tokens through the hooks, and do what these say."""
+        piece = self._close(self.tokens)
+        outcome = self._chain.feed(piece)
         if outcome.rewind is not None:
             self._rewind(*outcome.rewind)
             return
+        self._handout.add(len(piece.ids), piece.text, self._chain.shown[-1])
+        if self._characters.whole:  # ids are given out with all of their text
+            self._all_certain()
         if outcome.rewritten:
             self._show()
-        else:
-            self._pending += self._chain.shown[-1]
         self._pause = outcome.pause
         if outcome.stop:
             self.reason = FinishReason.STOP
@@ -327,11 +329,11 @@ class Generation:
             reason = f"it replaced {self._rewinds} times and the answer got no further"
             raise HookFailed(name, reason)
         try:
-            self._transcript = self._replaced(action)
+            changed = self._replaced(action)
         except RequestError as exc:
             raise HookFailed(name, exc.message) from exc
         self._rewinding = True
-        self._replay()
+        self._become(changed)
 
     def _replaced(self, action: Replace) -> Transcript:
         if self.request.prompt_text is not None:
@@ -341,37 +343,71 @@ class Generation:
         self._check_ids(action.ids)
         return self._transcript.spliced(action.last, action.ids, action.text, Kind.APPENDED)
 
-    def _replay(self) -> None:
-        """Lead the whole answer through fresh hooks, after what it consists of has changed."""
-        before, self.token_ids = self.token_ids, self._transcript.answer
-        self._taken = min(self._taken, common_prefix(before, self.token_ids))
+    def _become(self, changed: Transcript) -> None:
+        """Take over what an edit, or a hook, has made of the transcript."""
+        before, self._transcript = self._transcript, changed
+        same_slots = common_prefix(before.slots, changed.slots)
+        self._handout.rewrite(common_prefix(self.token_ids, changed.answer), same_slots)
+        self._replay()
+
+    def _take_over(self, continued: Continued) -> None:
+        """Be what the generation has become on another board.
+
+        The last piece may have asked for a pause that nobody has heard of: that holds here. Any
+        other word of a hook has been followed there.
+        """
+        request = self.request
+        prompt = request.prompt_ids if continued.prompt_ids is None else continued.prompt_ids
+        self._transcript = Transcript(prompt, continued.slots)
+        given = len(self._transcript.answer)
+        self._handout = Handout(prompt, continued.slots, given, continued.text)
+        heard = continued.pause_over or continued.paused is not None
+        with self._hooked():
+            self._replay(newest=not heard)
+        self.paused_by = self._pause if continued.paused is None else continued.paused.by
+        self.rests = not self.complete and not (self._pause is None and continued.paused is None)
+        self._pause, self._rewinding = None, False
+        self._make_room()
+
+    def _replay(self, *, newest: bool = False) -> None:
+        """Lead the whole answer through fresh hooks, after what it consists of has changed.
+
+        ``newest``: the last piece has just come, as far as anybody knows.
+        """
+        self.token_ids = self._transcript.answer
         self.reason, self._runtime_ends = None, False
         self._chain, self._characters = Chain(self._factories, self.request), Characters()
         self._open.clear()
-        tokens = self._certain = 0
+        tokens, slots = 0, list(self._transcript.slots)
         try:
-            for slot in self._transcript.slots:
+            for at, slot in enumerate(slots):
                 tokens += slot.kind is not Kind.INJECTED
-                self._replay_slot(slot, tokens)
+                live = newest and at == len(slots) - 1 and slot.kind is Kind.GENERATED
+                self._replay_slot(slot, tokens, live=live)
         finally:
+            self._handout.certain = len(self._transcript.slots) - len(self._open)
+            self._handout.ids = self.tokens - len(self._open)
             self._show()
         if self.reason is None and self.tokens >= self.request.max_tokens:
             self.reason = FinishReason.LENGTH
 
-    def _replay_slot(self, slot: Slot, tokens: int) -> None:
+    def _replay_slot(self, slot: Slot, tokens: int, *, live: bool) -> None:
         if slot.kind is not Kind.GENERATED and not self._open:
             self._characters.drop()  # nothing completes a character across this border
         if slot.kind is Kind.INJECTED:
             return
         if slot.kind is Kind.GENERATED and slot.token_id in self._eos_ids:
-            self.reason, self._certain = FinishReason.STOP, tokens
+            self.reason = FinishReason.STOP
+            self._open.clear()
             return
         self._open.append(slot)
-        if not slot.waiting and self._chain.feed(self._close(tokens), replayed=True).stop:
+        if slot.waiting:
+            return
+        if live:
+            self._feed_newest()
+        elif self._chain.feed(self._close(tokens), replayed=True).stop:
             self.reason = FinishReason.STOP
 
     def _show(self) -> None:
         """Compare what is shown with what was given out."""
-        shown, given = self.partial_output, "".join(self._given)
-        same = common_prefix(given, shown)
-        self._retract, self._pending = len(given) - same, shown[same:]
+        self._handout.show(self.partial_output)

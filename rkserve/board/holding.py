@@ -63,9 +63,14 @@ class Holding:
         self._told: asyncio.Future[None] | None = None  # completes when it is told anew
 
     def admit(self, job: Job) -> None:
-        """A new request: it waits where its part of the board is held."""
+        """A new request: it waits where its part of the board is held.
+
+        One that has begun elsewhere follows its line, which may have changed meanwhile.
+        """
         hold = self._hold(job)
         job.frozen = hold is not None and hold.mode is PauseMode.KEEP
+        if job.begun:
+            self._follow_line(job, Done())
 
     async def adopt(self, desired: Desired) -> Adoption:
         """Obey, at once; return when what is held rests. Safe to be called many times at once.

@@ -15,6 +15,7 @@ class GenerationEvent(Enum):
     """What happens to a generation."""
 
     STARTED = "a run of it is started"
+    ARRIVED = "it comes from another board, where it was paused"
     TOKEN = "a token"
     PAUSE_ASKED = "a pause is asked for, by a call or by a hook"
     HELD = "the cluster stops it, whatever it is doing"
@@ -32,6 +33,7 @@ _S, _E = GenerationState, GenerationEvent
 
 TRANSITIONS: dict[tuple[GenerationState, GenerationEvent], GenerationState] = {
     (_S.QUEUED, _E.STARTED): _S.PREFILLING,
+    (_S.QUEUED, _E.ARRIVED): _S.PAUSED,
     (_S.QUEUED, _E.ABORT_ASKED): _S.ABORTING,
     (_S.QUEUED, _E.ENDED): _S.ENDED,
     (_S.PREFILLING, _E.TOKEN): _S.GENERATING,

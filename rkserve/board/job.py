@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from rkserve.board.figures import Tally
@@ -17,6 +18,7 @@ from rkserve.board.versions import Spans
 from rkserve.errors import RkserveError
 from rkserve.messages import (
     AdapterRef,
+    Bound,
     Delta,
     Finished,
     GenerateRequest,
@@ -25,6 +27,7 @@ from rkserve.messages import (
 )
 
 _S, _E = GenerationState, GenerationEvent
+GOES_ON = Delta("", ())  # the end of a pause
 
 
 class Job:
@@ -39,11 +42,15 @@ class Job:
     ) -> None:
         self.ticket = ticket
         self.generation = generation
-        self._mates = mates
         self.ref: AdapterRef | None = self.request.adapter
         self.line_epoch = 0  # of the line that chose ``ref``
         self.spans = Spans()
         self.begun = False  # some run of it was started
+        self._told: Bound | None = None  # what the consumer knows of the weights
+        self._told_begun = 0  # with so many beginnings of spans
+        continued = self.request.continued
+        # Of those that a board was lost with it shall show which one does that.
+        self._mates = ("alone", ticket) if continued is not None and continued.suspect else mates
         self.frozen = False  # the cluster is paused: no run of it may begin
         self.goes_on = False  # it is paused by the cluster alone
         self.yields = False  # it leaves its run for an errand, and goes on by itself after that
@@ -59,12 +66,17 @@ class Job:
         self.held_s = 0.0  # how long others have waited while it held the board, paused
         self.released = False  # it was to let go of the board for them
         self.tally = Tally(len(self.request.prompt_ids))
+        if continued is not None:
+            self.tally.continued, self.tally.begun_tokens = continued.times, continued.tokens
         self.state = _S.QUEUED
         self.seated = False  # the board is its own: from admission's word until it lets go
         self.retried = False  # the engine failed before its run began, and it was queued again
         self.abandoned = False  # the consumer is gone
         self.outcome: Finished | RkserveError | None = None
-        self._pauses: deque[Paused] = deque()  # that the consumer has not heard of
+        # What the consumer has not heard of, up to the last pause or end of one.
+        self._said: deque[Paused | Delta] = deque()
+        self._given = 0  # so many events of these it was given
+        self._paused: Paused | None = None  # the pause that the consumer is, or will be, told of
         self._news = asyncio.Event()
         self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -86,6 +98,16 @@ class Job:
     def bind(self, ref: AdapterRef | None, line_epoch: int) -> None:
         """Let its next run be with this version."""
         self.ref, self.line_epoch = ref, line_epoch
+
+    def introduce(self, label: str) -> None:
+        """The consumer is told that it would begin with this version now."""
+        self._told = Bound(((0, label),), self.ref, self.line_epoch)
+
+    def take_over(self, bound: Bound) -> None:
+        """It has begun on another board, with these weights."""
+        self.bind(bound.adapter, bound.line_epoch)
+        self.spans, self._told = Spans(list(bound.marks)), bound
+        self.begun = True
 
     @property
     def over(self) -> bool:
@@ -124,8 +146,15 @@ class Job:
 
     def announce(self, paused: Paused) -> None:
         """Let the consumer know of a pause, after the text before it."""
-        self._pauses.append(paused)
+        self._say()
+        self._paused = paused
+        self._said.append(paused)
         self._news.set()
+
+    def announce_by(self, by: str | None) -> None:
+        """Let the consumer know that the pause is another one's now."""
+        if self._paused is not None and self._paused.by != by:
+            self.announce(replace(self._paused, by=by))
 
     def unpause(self, now_s: float) -> None:
         """The pause is over, by a resumption or by the end."""
@@ -135,6 +164,11 @@ class Job:
             self.expiry.cancel()
         self.paused_s = self.expiry = self.paused_by = None
         self.goes_on = False
+        if self._paused is not None:
+            self._say()
+            self._paused = None
+            self._said.append(GOES_ON)
+            self._news.set()
 
     def end(self, outcome: Finished | RkserveError) -> None:
         """Settle how the request ended; the first word counts."""
@@ -152,7 +186,7 @@ class Job:
         self.wake()
 
     async def next_event(self) -> Delta | Paused | Finished:
-        """Return what came since the last call as one delta, then pauses, last ``Finished``.
+        """Return what came since the last call, as one delta between two pauses; last ``Finished``.
 
         Raises the ``RkserveError`` that ended the request, after the text before it; what is kept
         back for a hold is lost with it, for nothing is given out that is held.
@@ -164,22 +198,58 @@ class Job:
             if self.muted:
                 await self._news.wait()
                 continue
-            delta = self.generation.take()
-            if delta is not None:
+            if not self._said:
+                self._say()
+            if self._said:
+                self._given += 1
                 self.wake()
-                return delta
-            if self._pauses:
-                return self._pauses.popleft()
+                return self._said.popleft()
             if isinstance(self.outcome, RkserveError):
                 raise self.outcome
             if self.outcome is not None:
                 return self.outcome
             await self._news.wait()
 
+    async def heard(self, limit_s: float) -> bool:
+        """Wait until the consumer has all that was said up to now; False where it left before that.
+
+        One that does not read, or is kept from it, is not waited for: it gets that later.
+        """
+        self._say()
+        self._news.set()
+        loop, due = asyncio.get_running_loop(), self._given + len(self._said)
+        until_s = loop.time() + limit_s
+        while self._given < due and not self.muted and (left_s := until_s - loop.time()) > 0:
+            if self.abandoned:
+                return False
+            await asyncio.wait({self.changed()}, timeout=left_s)
+        return True
+
+    def _say(self) -> None:
+        """Put what came of the answer behind what was said before: a later pause comes after it."""
+        delta = self.generation.take()
+        if delta is not None:
+            self._said.append(self._whole(delta))
+
+    def _whole(self, delta: Delta) -> Delta:
+        """Return the delta with what it does not know of the generation's weights and state."""
+        if self._told_begun != self.spans.begun:
+            self._told_begun = self.spans.begun
+            bound = Bound(self.spans.marks, self.ref, self.line_epoch)
+            if bound != self._told:
+                self._told = bound
+                delta = replace(delta, bound=bound)
+        if self._paused is not None:
+            delta = replace(delta, paused=True)
+        return delta
+
     @property
     def pending(self) -> bool:
         """Whether something of the answer was not given out yet, and still will be."""
-        return not self.abandoned and not self.muted and self.generation.pending
+        if self.abandoned or self.muted:
+            return False
+        said = any(isinstance(event, Delta) and event != GOES_ON for event in self._said)
+        return said or self.generation.pending
 
     def mute(self, *, muted: bool) -> None:
         """Keep back, or give out, what there is for a consumer that did not take it in time."""

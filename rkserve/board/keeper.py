@@ -6,6 +6,7 @@ It owns the state of the board. Whose requests suffer from what happens is for t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
@@ -59,6 +60,7 @@ class Keeper:
         self._recovery: asyncio.Task[None] | None = None
         self._giving_up: asyncio.Future[None] | None = None
         self._crashes = CrashLog(settings.crash_limit, settings.crash_window_s)
+        self._forgiven = asyncio.Event()  # the loss that is being recovered from, or the next one
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- what there is ------------------------------------------------------------------------
@@ -240,6 +242,15 @@ class Keeper:
         else:
             self._tenants.fail_all()
 
+    def forgive(self) -> None:
+        """The last loss of an engine was not the board's fault: a quarantine for it ends."""
+        if self.state is BoardState.HUNG:
+            self._forgiven.set()  # it is not counted yet
+            return
+        self._crashes.forgive()
+        if self.state is BoardState.QUARANTINED:
+            self._forgiven.set()
+
     async def gave_up(self) -> None:
         """Return once an engine that is being given up has ended, or will not."""
         if self._giving_up is not None:
@@ -247,11 +258,13 @@ class Keeper:
 
     async def _recover(self) -> None:
         """Start a fresh engine, after a quarantine where the last ones died too quickly."""
-        if self._crashes.crashed(clock.now_s()):
+        if not self._forgiven.is_set() and self._crashes.crashed(clock.now_s()):
             self._advance(BoardEvent.TOO_MANY_CRASHES, self.reason)
             self._tenants.fail_all(spare_paused=True)
-            await asyncio.sleep(self._settings.quarantine_s)
+            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+                await asyncio.wait_for(self._forgiven.wait(), self._settings.quarantine_s)
             self._advance(BoardEvent.COOLED, self.reason)
+        self._forgiven.clear()
         try:
             await self._load()
         except (RkserveError, OSError) as exc:

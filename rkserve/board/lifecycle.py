@@ -103,3 +103,8 @@ class CrashLog:
         while self._times[0] <= now_s - self._window_s:
             self._times.popleft()
         return len(self._times) >= self._limit
+
+    def forgive(self) -> None:
+        """The last crash does not count."""
+        if self._times:
+            self._times.pop()

@@ -79,6 +79,17 @@ class Pauses:
         self._stage.figures.pauses += 1
         self.watch(job)
 
+    def arrive(self, job: Job) -> None:
+        """A job comes from another board, where it was paused, and rests here as it did there."""
+        now_s = asyncio.get_running_loop().time()
+        job.waited(now_s)
+        job.advance(_E.ARRIVED)
+        job.paused_s = now_s
+        by = job.generation.paused_by
+        job.paused_by = by or BY_REQUEST
+        job.announce(Paused(by, job.generation.tokens, Kv.RECOMPUTED))
+        self.watch(job)
+
     def watch(self, job: Job) -> None:
         """Let the time run that a client may leave its generation paused; not under a hold."""
         if job.expiry is not None:

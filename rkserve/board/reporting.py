@@ -15,7 +15,13 @@ from rkserve.messages import BoardReport, BoardState, GenerationState
 
 
 def report(
-    settings: BoardSettings, keeper: Keeper, sleeping: Sleeping, bases: Bases, board: Stage
+    settings: BoardSettings,
+    keeper: Keeper,
+    sleeping: Sleeping,
+    bases: Bases,
+    board: Stage,
+    *,
+    holdings: bytes,
 ) -> BoardReport:
     """Return what the board is doing and what it has done."""
     live, charge = keeper.live, board.charge
@@ -52,6 +58,7 @@ def report(
         versions=board.versions.figures,
         level=sleeping.level,
         base=bases.digest,
+        holdings=holdings,
         idle_s=_idle_s(keeper, board),
         **asdict(board.figures),
     )

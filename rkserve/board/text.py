@@ -18,6 +18,11 @@ class Characters:
         """Return the characters that ``data`` completes."""
         return self._decoder.decode(data)
 
+    @property
+    def whole(self) -> bool:
+        """Whether no character waits for its last byte."""
+        return not self._decoder.getstate()[0]
+
     def drop(self) -> None:
         """Forget the bytes of a character that was cut in two."""
         self._decoder.reset()

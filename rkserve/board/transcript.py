@@ -6,40 +6,12 @@ It checks what an edit asks for and knows nothing of text, hooks or runs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from itertools import compress, pairwise
 
 from rkserve.board.kv import Ids, Range
 from rkserve.errors import RequestError
-
-
-class Kind(Enum):
-    """Where a token after the prompt comes from."""
-
-    GENERATED = "the model"
-    APPENDED = "the answer's own words, by an edit or a hook"
-    INJECTED = "context that is not part of the answer"
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """One token after the prompt.
-
-    ``waiting``: its text comes with that of the tokens behind it. ``cleared``: a range clear took
-    it out of the context; what it says in the answer stays.
-    """
-
-    token_id: int
-    data: bytes
-    kind: Kind = Kind.GENERATED
-    waiting: bool = False
-    cleared: bool = False
-
-    @property
-    def unfinished(self) -> bool:
-        """The model's beginning of a character, of which nothing was shown."""
-        return self.waiting and self.kind is Kind.GENERATED
+from rkserve.messages import Kind, Slot
 
 
 class Transcript:
@@ -53,6 +25,11 @@ class Transcript:
     def context(self) -> Ids:
         """What a run that goes on has to hold."""
         return (*self._prompt, *(slot.token_id for slot in self.slots if not slot.cleared))
+
+    @property
+    def prompt(self) -> Ids:
+        """The prompt, less what edits have cleared of it."""
+        return self._prompt
 
     @property
     def answer(self) -> list[int]:

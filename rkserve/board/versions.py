@@ -18,6 +18,12 @@ class Spans:
     """The versions of one answer's tokens, which edits may take back."""
 
     _marks: list[tuple[int, str]] = field(default_factory=list)  # from which token on, which one
+    begun: int = 0  # how often ``begin`` was told something
+
+    @property
+    def marks(self) -> tuple[tuple[int, str], ...]:
+        """From which token on it is which version."""
+        return tuple(self._marks)
 
     @property
     def label(self) -> str | None:
@@ -26,6 +32,7 @@ class Spans:
 
     def begin(self, label: str, tokens: int) -> None:
         """From token ``tokens`` on it is this version; there are not more than so many now."""
+        self.begun += 1
         while self._marks and self._marks[-1][0] >= tokens:
             self._marks.pop()
         if self.label != label:

@@ -14,7 +14,9 @@ import ray
 from ray import serve
 
 from rkserve.board.slots import Slot, claim_slot
+from rkserve.config import ChannelConfig
 from rkserve.deployments.assemble import Place, assemble
+from rkserve.deployments.channel_board import Address, Outlet
 from rkserve.deployments.hardware import HardwareView
 from rkserve.deployments.logs import log_with_serve
 from rkserve.deployments.naming import Node, board_name, find_node
@@ -96,7 +98,7 @@ class BoardReplica:
     """
 
     async def __init__(  # type: ignore[misc] # Ray awaits an async constructor
-        self, group: BoardGroupConfig, state_dir: Path
+        self, group: BoardGroupConfig, state_dir: Path, channel: ChannelConfig
     ) -> None:
         log_with_serve()
         self._replica = serve.get_replica_context().replica_id.unique_id
@@ -116,6 +118,7 @@ class BoardReplica:
             failures.add(time.time())
             self._slot.release()
             raise BoardStartFailed(board_id, str(exc)) from None
+        self._outlet = await _listen(board_id, channel)
         failures.clear()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
@@ -127,11 +130,23 @@ class BoardReplica:
         finally:
             await events.aclose()
 
+    async def generate_on(self, request: GenerateRequest, line: int, stream: int) -> bool:
+        """Generate, and send the events over a Router's connection; see ``Outlet.carry``."""
+        return await self._outlet.carry(line, stream, self._board.generate(request))
+
+    async def channel(self) -> Address | None:
+        """Return where Routers can connect to; None where they cannot."""
+        return self._outlet.address
+
     async def report(self) -> BoardReport:
         """Return the board's report, with the replica that wrote it."""
         report = self._board.report()
         hardware = await self._hardware.read(busy=report.running > 0)
         return replace(report, replica=self._replica, hardware=hardware)
+
+    async def forgive(self) -> None:
+        """The last loss of the engine does not count; see ``Board.forgive``."""
+        self._board.forgive()
 
     async def generations(self) -> list[GenerationInfo]:
         """Return what the board holds; see ``Board.generations``."""
@@ -144,8 +159,14 @@ class BoardReplica:
     async def control(
         self, generation: str, action: ControlAction, edit: Edit | None, choice: int | None
     ) -> list[GenerationInfo]:
-        """Pause, edit, resume or abort; see ``Board.control``."""
-        return await self._board.control(generation, action, edit, choice)
+        """Pause, edit, resume or abort; see ``Board.control``.
+
+        What was done, but for an abort, has left the board on return.
+        """
+        done = await self._board.control(generation, action, edit, choice)
+        if action is not ControlAction.ABORT:
+            await self._board.given_out(done, action)
+        return done
 
     async def kv(self) -> KvReport:
         """Return what the KV cache holds."""
@@ -209,12 +230,25 @@ class BoardReplica:
 
     async def __del__(self) -> None:
         """Ray's farewell: end the engine in order."""
+        if hasattr(self, "_outlet"):
+            await self._outlet.close()
         if hasattr(self, "_board"):
             await self._board.stop()
 
 
 def _on_this_node(path: Path) -> Path:
     return path.expanduser()  # not earlier: the head's home may be another one
+
+
+async def _listen(board_id: str, config: ChannelConfig) -> Outlet:
+    """Let Routers connect; where no port can be had, their tokens come through Ray."""
+    outlet = Outlet(board_id, config)
+    if config.enabled:
+        try:
+            await outlet.listen(ray.util.get_node_ip_address())
+        except OSError as exc:
+            log.warning("board %s: Routers cannot connect to it: %s", board_id, exc)
+    return outlet
 
 
 async def _claim(group: BoardGroupConfig, state_dir: Path, node: Node) -> Slot:

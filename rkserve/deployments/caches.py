@@ -54,6 +54,7 @@ class Caches:
     async def _clear_boards(self, call: ClearCall) -> tuple[int, JsonObject]:
         seats = self._some(await self._seats(call.model, call.boards, "boards"), call.model)
         answers = await self._ask(seats, "clear_kv", call.keep_system_prompt)
+        self._service.fleet.forget_prompts(lambda board, _: board in answers.said, files=False)
         answers.require_one()
         results = {
             board: {"status": report.status, "latency_ms": round(answers.took_ms[board], 3)}

@@ -66,17 +66,24 @@ class BoardLink(Protocol):
 class Fleet:
     """All boards of an application. Use it from one event loop."""
 
-    def __init__(self, links: Mapping[str, BoardLink], groups: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        links: Mapping[str, BoardLink],
+        groups: Mapping[str, str],
+        files_per_board: int | None = None,
+    ) -> None:
         """``groups`` maps a group's name to the model that it serves.
 
+        What boards hold of contexts is kept track of, up to ``files_per_board``; None: it is not.
         ``entries`` says which boards hold requests of this Router.
         """
         self.links = links
         self.groups = groups
         self._refreshed_s = float("-inf")
         self._looking = asyncio.Lock()
-        self.listing = Listing(groups)
+        self.listing = Listing(groups, files_per_board=files_per_board)
         self.entries = Holders()
+        self.changed: list[Callable[[], None]] = []  # who wants to know when anything may be new
         self.unknown = set(links)  # groups of which some board may never have been heard
 
     @property
@@ -99,10 +106,14 @@ class Fleet:
     def obey(self, desired: Desired) -> None:
         """Choose boards by what they shall be from now on."""
         self.listing.obey(desired)
+        self._tell()
 
-    def forget_prompts(self, meant: Callable[[str, str], bool]) -> None:
-        """Forget what boards hold of their last prompts; ``meant`` takes board and model."""
-        self.listing.forget_prompts(meant)
+    def forget_prompts(self, meant: Callable[[str, str], bool], *, files: bool = True) -> None:
+        """Forget what boards hold of contexts; ``meant`` takes board and model.
+
+        Without ``files`` those stay that they have on their disks.
+        """
+        self.listing.forget_prompts(meant, files=files)
 
     def holders(self, generation: str, choice: int | None = None) -> list[Seat]:
         """Return the boards that hold this Router's generation; none for that of another one."""
@@ -192,10 +203,14 @@ class Fleet:
         """Collect the boards' reports; what a group's boards fail to say is logged."""
         await asyncio.gather(*(self._refresh(group) for group in self.links))
         self._refreshed_s = asyncio.get_running_loop().time()
+        self._tell()
+
+    def _tell(self) -> None:
+        for tell in self.changed:
+            tell()
 
     async def _refresh(self, group: str) -> None:
-        for candidate in self.listing.candidates[group].values():
-            candidate.asked()
+        self.listing.asked(group)
         try:
             self.listing.update(group, await self.links[group].reports())
             if self.links[group].complete:
@@ -209,7 +224,7 @@ class Fleet:
         while True:
             await self.refresh()
             if (
-                all(self.listing.candidates.values())
+                all(self.listing.has_board(group) for group in self.links)
                 or asyncio.get_running_loop().time() >= deadline_s
             ):
                 return

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from rkserve.deployments.fleet import Fleet
 from rkserve.deployments.seats import Answers, Seat, merged
@@ -34,8 +35,22 @@ from rkserve.wire.generations import (
 from rkserve.wire.jsonbody import JsonObject
 
 OK, MULTI_STATUS = 200, 207
+# They stand where a board's name would: for choices that no board has, and for who may know them.
+_QUEUE, ROUTERS = "queue", "other Routers"
+_NO_BOARD_YET = "It waits for a board; try again once it has one, or hang up."
 # As answers are named. Whatever else is in a path asks no board.
 _ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
+
+
+class Peers(Protocol):
+    """The Routers of one application."""
+
+    async def homeless(self) -> list[GenerationInfo]:
+        """Return the generations of all of them that no board has.
+
+        Raises:
+            BoardFailed: they did not answer.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,32 +66,53 @@ class _Found:
     failed: dict[str, RkserveError]
 
 
+@dataclass(frozen=True, slots=True)
+class _Others:
+    """What Routers said of generations that no board has, or why they did not."""
+
+    homeless: list[GenerationInfo] = field(default_factory=list)
+    failed: dict[str, RkserveError] = field(default_factory=dict)
+
+    def of(self, generation: str, choice: int | None) -> list[GenerationInfo]:
+        """Return those of one generation."""
+        return [one for one in self.homeless if _is_of(one, generation, choice)]
+
+
 class Generations:
     """The generations of all boards, also those that other Routers started."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, peers: Peers | None = None) -> None:
+        """``peers`` are all Routers, where there are several."""
         self._service = service
+        self._peers = peers
         self._fleet: Fleet = service.fleet
         self._config = service.config
 
     async def listed(self) -> JsonObject:
-        """Return all of them, without their words."""
-        answers = await self._held(self._fleet.seats())
+        """Return all of them, without their words, also those that no board has."""
+        answers, others = await asyncio.gather(self._held(self._fleet.seats()), self._others())
+        homeless = {one.request_id: one for one in [*others.homeless, *self._service.homeless()]}
         return {
-            **generations_list(merged(answers.said.values())),
-            "failed": failures(answers.failed),
+            **generations_list([*merged(answers.said.values()), *homeless.values()]),
+            "failed": failures({**answers.failed, **others.failed}),
         }
 
     async def one(self, generation: str) -> JsonObject:
         """Return one of them. Raises ``GenerationNotFound``, ``BoardFailed``."""
         _check_id(generation)
-        held = self._fleet.holders(generation)
-        _, answers = (
-            (held, await self._held(held)) if held else await self._survey(generation, None)
-        )
-        found = [i for i in merged(answers.said.values()) if _is_of(i, generation, None)]
+        held, waiting = self._fleet.holders(generation), self._waiting(generation, None)
+        failed: dict[str, RkserveError] = {}
+        if held or waiting:
+            answers = await self._held(held)
+        else:
+            (_, answers), others = await asyncio.gather(
+                self._survey(generation, None), self._others()
+            )
+            waiting, failed = others.of(generation, None), others.failed
+        found = [i for i in merged(answers.said.values()) if _is_of(i, generation, None)] + waiting
         if not found:
-            raise _worst([*answers.failed.values(), GenerationNotFound(generation)])
+            failed = {**answers.failed, **failed}
+            raise _worst([*failed.values(), GenerationNotFound(generation)])
         return generation_entry(found)
 
     async def control(
@@ -98,6 +134,16 @@ class Generations:
     async def _act(
         self, generation: str, action: ControlAction, choice: int | None, call: EditCall | None
     ) -> tuple[int, JsonObject]:
+        _check_id(generation)
+        queued = StateConflict(action.value, GenerationState.QUEUED.value, _NO_BOARD_YET)
+        waiting = self._waiting(generation, choice)
+        held = self._fleet.holders(generation, choice)
+        others = _Others()
+        if not held and not waiting:
+            others = await self._others()
+            waiting = others.of(generation, choice)
+        if waiting and not held and choice is not None:
+            raise queued
         found = await self._find(generation, choice)
         edit = None if call is None else await self._edit(found, call)
         answers = await self._fleet.ask(
@@ -111,18 +157,34 @@ class Generations:
         )
         done: list[GenerationInfo] = merged(answers.said.values())
         if not done:
-            failed = {**found.failed, **answers.failed}
+            if waiting:
+                raise queued
+            failed = {**found.failed, **answers.failed, **others.failed}
             raise _worst([*failed.values(), GenerationNotFound(generation)])
         # Choices on other boards that have ended need nothing any more.
         failed = {board: exc for board, exc in answers.failed.items() if not _is_over(exc)}
+        if waiting:
+            failed[_QUEUE] = queued
         answer = control_answer(action, done)
         if not failed:
             return OK, answer
         return MULTI_STATUS, {**answer, "failed": failures(failed)}
 
+    def _waiting(self, generation: str, choice: int | None) -> list[GenerationInfo]:
+        """Return what no board has: yet, or any more."""
+        return [one for one in self._service.homeless() if _is_of(one, generation, choice)]
+
+    async def _others(self) -> _Others:
+        """Ask the other Routers for what no board has."""
+        if self._peers is None:
+            return _Others()
+        try:
+            return _Others(await self._peers.homeless())
+        except BoardFailed as exc:
+            return _Others(failed={ROUTERS: exc})
+
     async def _find(self, generation: str, choice: int | None) -> _Found:
         """Look in this Router's own table, and ask all boards where it knows nothing."""
-        _check_id(generation)
         held = self._fleet.holders(generation, choice)
         if held:
             return _Found(held, True, {})

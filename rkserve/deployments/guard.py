@@ -6,7 +6,7 @@ import ipaddress
 
 from starlette.requests import Request
 
-from rkserve.deployments.keys import Keys
+from rkserve.deployments.keys import ClientKey, Keys
 from rkserve.errors import Forbidden, InvalidApiKey
 
 # What tells of another machine behind a local connection: a proxy in front of the Router, or a
@@ -35,14 +35,21 @@ def check_operator(request: Request, keys: Keys) -> str:
     return f"admin {_host(request)}"
 
 
-def check_client(request: Request, keys: Keys) -> None:
+def check_client(request: Request, keys: Keys) -> ClientKey | None:
     """Let a client pass: by an API key, or the admin key, where API keys are configured.
+
+    Returns its key; None is the operator, or anybody where no keys are configured.
 
     Raises:
         InvalidApiKey: it sent none of those.
     """
-    if keys.clients is not None and not keys.is_client(_sent(request)):
+    if keys.clients is None:
+        return None
+    sent = _sent(request)
+    client = keys.client(sent)
+    if client is None and not keys.is_admin(sent):
         raise InvalidApiKey("Incorrect API key: send yours as 'Authorization: Bearer <key>'.")
+    return client
 
 
 def _sent(request: Request) -> bytes:

@@ -33,6 +33,7 @@ class HardwareView:
         self._is_simulated = is_simulated
         self._reading: asyncio.Task[Hardware] | None = None
         self._latest: Hardware | None = None
+        self._shown: int | None = None  # the simulated load
 
     @classmethod
     def of(cls, group: BoardGroupConfig, folder: Path) -> HardwareView:
@@ -65,8 +66,11 @@ class HardwareView:
         return read_telemetry(self._root)
 
     def _show_load(self, percent: int) -> None:
+        if percent == self._shown:
+            return  # each report would write a file
         soc = read_soc(self._root)
         try:
             simulated.show_load(self._root, soc, percent)
+            self._shown = percent
         except (ConfigError, OSError) as exc:
             log.debug("the simulated load is not shown: %s", exc)

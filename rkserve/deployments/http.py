@@ -5,8 +5,10 @@ It knows FastAPI and a ``Service``; no Ray, so that it is tested in process.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from functools import partial
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -17,21 +19,31 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rkserve import __version__
 from rkserve.deployments.bodies import read_body
+from rkserve.deployments.generations import Peers
 from rkserve.deployments.guard import check_client
 from rkserve.deployments.http_cluster import add_cluster
 from rkserve.deployments.http_control import add_control
-from rkserve.deployments.service import Opened, Service
+from rkserve.deployments.late import give_up, stream_late
+from rkserve.deployments.service import Service, read_call
 from rkserve.errors import MethodNotAllowed, NoBoard, RequestError, RkserveError, RouteNotFound
 from rkserve.wire import sse
 from rkserve.wire.failures import error_object
+from rkserve.wire.headers import TIMEOUT, read_timeout
 from rkserve.wire.openai import ChatCall, CompletionCall, parse_chat, parse_completion
 from rkserve.wire.versions import POLICY, SESSION, read_policy
 
 log = logging.getLogger(__name__)
 
+DIRECT = "rkserve.send"  # in a scope: the server's own ``send``, past all layers
 
-def make_app(service: Service, max_adapter_bytes: int, max_model_bytes: int) -> ASGIApp:
-    """Return the ASGI application of one Router; weights alone may be longer than other bodies."""
+
+def make_app(
+    service: Service, max_adapter_bytes: int, max_model_bytes: int, peers: Peers | None = None
+) -> ASGIApp:
+    """Return the ASGI application of one Router; weights alone may be longer than other bodies.
+
+    ``peers`` are all Routers of the application, where there are several.
+    """
     # Without redirects a trailing slash is a 404 in OpenAI's shape and not an empty 307.
     # The framework's own pages about the API would load scripts from elsewhere; docs/api.md has it.
     app = FastAPI(
@@ -47,7 +59,7 @@ def make_app(service: Service, max_adapter_bytes: int, max_model_bytes: int) -> 
     app.add_exception_handler(Exception, _on_error)
     _add_calls(app, service)
     _add_lookups(app, service)
-    add_control(app, service)
+    add_control(app, service, peers)
     add_cluster(app, service, max_adapter_bytes, max_model_bytes)
     return _Counted(app, service)  # outside of everything, so that a 500 counts as well
 
@@ -105,13 +117,26 @@ def _add_lookups(app: FastAPI, service: Service) -> None:
 async def _respond(
     service: Service, request: Request, parse: Callable[[bytes], ChatCall | CompletionCall]
 ) -> Response:
-    check_client(request, service.keys)
+    client = check_client(request, service.keys)
     policy = read_policy(request.headers.get(POLICY))
+    timeout_s = read_timeout(request.headers.get(TIMEOUT))
     body = await read_body(request, service.config.max_body_bytes, service.config.body_timeout_s)
-    opened = await service.open(body, parse, policy, request.headers.get(SESSION))
-    if opened.call.stream:
-        return _Stream(service, opened)
-    answer = await service.whole(opened)  # only then it is known what it was generated with
+    session, caller = request.headers.get(SESSION), service.callers.of(client)
+    opening = asyncio.get_running_loop().create_task(
+        service.open(body, parse, policy, session, caller=caller, timeout_s=timeout_s)
+    )
+    try:
+        await asyncio.wait({opening}, timeout=service.config.headers_after_s)
+        if not opening.done() and (await read_call(body, parse)).stream:
+            return _Stream(stream_late(service, opening), partial(give_up, service, opening), {})
+        opened = await opening
+        if opened.call.stream:
+            events, end = service.stream(opened), partial(service.close, opened)
+            return _Stream(events, end, opened.headers)
+        answer = await service.whole(opened)  # only then it is known what it was generated with
+    except BaseException:
+        await give_up(service, opening)
+        raise
     return JSONResponse(answer, headers=opened.headers)
 
 
@@ -122,19 +147,37 @@ class _Stream(StreamingResponse):
     would go on until then.
     """
 
-    def __init__(self, service: Service, opened: Opened) -> None:
-        self._service, self._opened = service, opened
-        self._events = service.stream(opened)
-        super().__init__(self._events, headers={**sse.HEADERS, **opened.headers})
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        end: Callable[[], Awaitable[None]],
+        headers: Mapping[str, str],
+    ) -> None:
+        self._events, self._end = events, end
+        self._direct: Send | None = None
+        super().__init__(events, headers={**sse.HEADERS, **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._direct = scope.get(DIRECT)
         try:
             await super().__call__(scope, receive, send)
         except ClientDisconnect:
             log.debug("a client left in the middle of its answer")
         finally:
             await self._events.aclose()
-            await self._service.close(self._opened)
+            await self._end()
+
+    async def stream_response(self, send: Send) -> None:
+        """Send the answer; the framework hears of its start and of its end.
+
+        Each layer of it would pass every token on, and none has anything to do with them.
+        """
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+        direct = self._direct or send
+        async for chunk in self._events:
+            await direct({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class _Counted:
@@ -147,6 +190,8 @@ class _Counted:
         self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[DIRECT] = send
+
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 route = getattr(scope.get("route"), "path", "unknown")

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from rkserve.config import RouterConfig
 from rkserve.deployments.bodies import read_body
 from rkserve.deployments.caches import Caches
-from rkserve.deployments.generations import Generations
+from rkserve.deployments.generations import Generations, Peers
 from rkserve.deployments.guard import check_client, check_operator
 from rkserve.deployments.keys import Keys
 from rkserve.deployments.service import Service
@@ -20,9 +20,9 @@ from rkserve.messages import ControlAction
 from rkserve.wire.jsonbody import JsonObject
 
 
-def add_control(app: FastAPI, service: Service) -> None:
-    """Add the routes to the Router's application."""
-    generations = Generations(service)
+def add_control(app: FastAPI, service: Service, peers: Peers | None = None) -> None:
+    """Add the routes to the Router's application; ``peers`` are all Routers, if several."""
+    generations = Generations(service, peers)
     _add_generations(app, service.config, service.keys, generations)
     caches = Caches(service, generations)
     _add_kv(app, service.config, service.keys, caches)

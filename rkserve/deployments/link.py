@@ -1,7 +1,9 @@
-"""The token path over Ray: one group's boards behind a deployment handle.
+"""The token path: one group's boards behind a deployment handle, and what carries their tokens.
 
 The only place that knows how requests and events travel between Router and Board, and that turns
-Ray's exceptions into ours.
+Ray's exceptions into ours. Calls are Ray's, and so are their limits, cancellation and errors. The
+events of an answer come over a connection to its board (``channel_router``), or through Ray where
+there is none.
 """
 
 from __future__ import annotations
@@ -11,15 +13,19 @@ import contextlib
 import contextvars
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from ray import serve
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
+from rkserve.deployments.channel_board import Address
+from rkserve.deployments.channel_inbox import Inbox
+from rkserve.deployments.channel_router import Channels, RouterLine
 from rkserve.deployments.replicas import Replicas
 from rkserve.errors import BoardFailed, BoardGone, BoardSilent, BoardStartFailed, RkserveError
-from rkserve.messages import Accepted, BoardReport, Event, GenerateRequest
+from rkserve.messages import Accepted, BoardReport, Event, Finished, GenerateRequest
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +39,16 @@ class _Unlisted(BoardFailed):
 class RayLink:
     """``BoardLink`` over Ray's handle of a Board deployment."""
 
-    def __init__(self, handle: Any, group: str, report_timeout_s: float) -> None:
+    def __init__(
+        self,
+        handle: Any,
+        group: str,
+        report_timeout_s: float,
+        channels: Channels | None = None,
+    ) -> None:
+        """Without ``channels`` events come through Ray, which whoever only asks has no need of."""
+        self._channels = channels
+        self._answers: set[asyncio.Task[bool]] = set()  # of calls that go on; see ``_carried``
         self._streams = handle.options(stream=True)
         self._handle = handle
         self._group = group
@@ -48,6 +63,85 @@ class RayLink:
 
     async def open(self, request: GenerateRequest, replica: str) -> AsyncGenerator[Event, None]:
         """Generate on that replica; see ``BoardLink``."""
+        channels = self._channels
+        line = None if channels is None else channels.line(replica)
+        if channels is not None and line is not None:
+            # The connection may end before the board has read the call: then nothing was run.
+            async with aclosing(self._carried(request, replica, line)) as carried:
+                async for event in carried:
+                    if event is None:
+                        break
+                    yield event
+                else:
+                    return
+        if channels is not None:
+            channels.streams["ray"] += 1
+        async with aclosing(self._streamed(request, replica)) as streamed:
+            async for event in streamed:
+                yield event
+
+    async def _carried(
+        self, request: GenerateRequest, replica: str, line: RouterLine
+    ) -> AsyncGenerator[Event | None, None]:
+        """Yield the events that come over the connection; None where the board has lost that."""
+        inbox = line.enter()
+        call = self._handle.options(session_id=replica).generate_on
+        response = contextvars.Context().run(call.remote, request, line.number, inbox.stream)
+        answer = asyncio.ensure_future(self._answer(response, line.board_id, inbox))
+        taken = finished = False
+        try:
+            while (event := await inbox.next()) is not None:
+                if not taken and self._channels is not None:
+                    taken = True
+                    self._channels.streams["channel"] += 1
+                finished = isinstance(event, Finished)
+                yield event
+            if answer.done() and not answer.result():
+                yield None
+        finally:
+            line.leave(inbox)
+            if finished:
+                # The call is about to end by itself: nobody need wait for that.
+                self._answers.add(answer)
+                answer.add_done_callback(self._answers.discard)
+            else:
+                answer.cancel()
+                with contextlib.suppress(RayError, RayServeException):
+                    response.cancel()
+
+    async def _answer(self, response: Any, where: str, inbox: Inbox) -> bool:
+        """Wait for the end of a call, and let the reader of its events know of it."""
+        reached = True
+
+        async def answered() -> bool:
+            nonlocal reached
+            try:
+                found: bool = await response
+            except RayTaskError:
+                raise
+            except BaseException:
+                reached = False
+                raise
+            return found
+
+        try:
+            carried = await self._translated(answered, where)
+        except RkserveError as exc:
+            inbox.answered(exc, reached=reached)
+            return True
+        except BaseException as exc:  # whoever reads must not wait for ever
+            reason = f"its call ended unheard ({type(exc).__name__})"
+            inbox.answered(BoardFailed(where, reason), reached=False)
+            raise
+        inbox.answered(None, reached=carried)
+        if not carried:
+            inbox.end()
+        return carried
+
+    async def _streamed(
+        self, request: GenerateRequest, replica: str
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events that come through Ray."""
         method = self._streams.options(session_id=replica).generate
         # In a context of its own: Ray's request routers match waiting calls by the id of the HTTP
         # request, and the calls of one request for several choices would be mixed up.
@@ -98,7 +192,22 @@ class RayLink:
         later, _ = await asyncio.gather(self._ask_each(left), self._replicas.forget_dead())
         reports += [answer for answer in later if isinstance(answer, BoardReport)]
         self._complete = all(isinstance(answer, BoardReport | BoardGone) for answer in later)
+        for report in reports:
+            self._seek(report.replica)
         return reports
+
+    def _seek(self, replica: str) -> None:
+        """Have a connection to that replica before a request needs it."""
+        if self._channels is None:
+            return
+
+        async def find() -> Address | None:
+            found: Address | None = await self.ask(
+                replica, "channel", timeout_s=self._report_timeout_s
+            )
+            return found
+
+        self._channels.seek(replica, find)
 
     async def _ask_each(self, replicas: Iterable[str]) -> list[BoardReport | BaseException]:
         limit_s = self._report_timeout_s

@@ -107,7 +107,7 @@ class Operations:
             # The Coordinator's limit is not touched: all boards have stopped.
             await self._service.flows.at_rest(scope, AT_REST_S, outcome.emitted)
             if call.clear_cache:
-                self._fleet.forget_prompts(scope.covers)
+                self._fleet.forget_prompts(scope.covers, files=False)
         return outcome
 
     async def _resumed(self, call: ResumeCall, asked: Asked) -> Outcome:
@@ -136,7 +136,7 @@ class Operations:
             "reset_running_requests": call.running,
         }
         outcome = await self.perform(_K.CACHE_RESET, params, call.terms, asked)
-        self._fleet.forget_prompts(scope.covers)
+        self._fleet.forget_prompts(scope.covers, files=False)
         return made({"success": outcome.status == OK}, outcome)
 
     async def label(self, asked: Asked) -> Made:

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from typing import Any
 
+from prometheus_client import CollectorRegistry
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
+from ray.serve.context import _get_global_client
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rkserve.config import RkserveConfig, resolve_folder
+from rkserve.deployments.channel_router import Channels
 from rkserve.deployments.cluster import Cluster
-from rkserve.deployments.dispatch import Dispatch
-from rkserve.deployments.fleet import Fleet
+from rkserve.deployments.front import is_loopback
 from rkserve.deployments.headlink import RayHeadLink
 from rkserve.deployments.http import make_app
 from rkserve.deployments.link import RayLink
 from rkserve.deployments.logs import log_with_serve
+from rkserve.deployments.peers import RayPeers
 from rkserve.deployments.service import ServedModel, Service
+from rkserve.deployments.wiring import open_dispatch, open_fleet
+from rkserve.messages import GenerationInfo
+from rkserve.metrics import RouterMetrics, StreamCollector
 from rkserve.modelfolder import open_model_folder
 
+SWITCH_S = 0.001
 FIND_BOARDS_S = 3.0  # boards that are there answer at once; new ones may load for minutes
 
 
@@ -31,8 +40,21 @@ class _Handover:
         if scope["type"] == "lifespan":
             await _acknowledge_lifespan(receive, send)
             return
-        app = serve.get_replica_context().servable_object.asgi
-        await app(scope, _until_gone(receive), send)
+        replica: RouterReplica = serve.get_replica_context().servable_object
+        if replica.hides_clients:
+            scope = {**scope, "client": None}
+        await replica.asgi(scope, _until_gone(receive), send)
+
+
+def hides_clients() -> bool:
+    """Whether whoever calls looks like Ray's HAProxy, and so like a program of this machine.
+
+    HAProxy says nothing of its clients. Where it listens to this machine only they are just that.
+    """
+    if not RAY_SERVE_ENABLE_HA_PROXY:
+        return False
+    client = _get_global_client()  # no public way
+    return client is None or not is_loopback(client.http_config.host)
 
 
 def _until_gone(receive: Receive) -> Receive:
@@ -78,24 +100,29 @@ class RouterReplica:
         self, config: RkserveConfig, handles: dict[str, Any], coordinator: Any
     ) -> None:
         log_with_serve()
+        # A thread that reads a long prompt lets go of the interpreter this often at the latest; a
+        # token waits for that at every call into the kernel.
+        sys.setswitchinterval(SWITCH_S)
         folders = {g.name: open_model_folder(resolve_folder(g.model)) for g in config.deployed}
+        self._channels = channels = Channels(config.channel)
         links = {
-            name: RayLink(handle, name, config.router.report_timeout_s)
+            name: RayLink(handle, name, config.router.report_timeout_s, channels)
             for name, handle in handles.items()
         }
-        fleet = Fleet(
-            links,
-            {name: f.id for name, f in folders.items()},
-        )
-        dispatch = Dispatch(fleet, random.Random(), config.router.accept_timeout_s)
+        fleet = open_fleet(config.router, links, {name: f.id for name, f in folders.items()})
+        metrics = RouterMetrics(CollectorRegistry())
+        dispatch = open_dispatch(config.router, fleet, metrics, random.Random())
         models = {folder.id: ServedModel.open(folder) for folder in folders.values()}
         cluster = Cluster(RayHeadLink(coordinator), fleet.obey)
-        self._service = Service(config.router, models, dispatch, cluster)
+        self._service = Service(config.router, models, dispatch, cluster, metrics)
+        self._service.registry.register(StreamCollector(channels.counts))
         self.asgi: ASGIApp = make_app(
             self._service,
             config.coordinator.max_adapter_bytes,
             config.coordinator.max_model_bytes,
+            RayPeers(config.router.report_timeout_s) if config.router.replicas > 1 else None,
         )
+        self.hides_clients = await asyncio.to_thread(hides_clients)
         # A Router that takes over from another one should know the boards, and what they shall be,
         # before its first request.
         await asyncio.gather(fleet.find_boards(FIND_BOARDS_S), cluster.find(FIND_BOARDS_S))
@@ -105,7 +132,13 @@ class RouterReplica:
             loop.create_task(cluster.follow(), name="follow the Coordinator"),
         ]
 
+    async def homeless(self) -> list[GenerationInfo]:
+        """Return this Router's generations that no board has."""
+        return self._service.homeless()
+
     async def __del__(self) -> None:
         """Ray's farewell, also after a constructor that failed."""
         for task in getattr(self, "_follows", ()):
             task.cancel()
+        if hasattr(self, "_channels"):
+            await self._channels.close()

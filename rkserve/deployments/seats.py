@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from rkserve.errors import RkserveError
-from rkserve.messages import Event, Kv, Paused
-from rkserve.routing.least_load import Candidate
 
 T = TypeVar("T")
 
@@ -82,27 +80,3 @@ class Holders:
 def merged(lists: Iterable[Sequence[T]]) -> list[T]:
     """Return the boards' lists as one."""
     return [item for one in lists for item in one]
-
-
-class Stay:
-    """One request on one board, as it counts in that board's load."""
-
-    def __init__(self, candidate: Candidate, prompt: tuple[int, ...], adapter: str | None) -> None:
-        self._candidate = candidate
-        self._resting = False
-        candidate.began(prompt, adapter)
-
-    def heard(self, event: Event) -> None:
-        """Count it as what it is now: at work or paused."""
-        paused = isinstance(event, Paused)
-        if paused and not self._resting:
-            self._candidate.rested(held=isinstance(event, Paused) and event.kv is Kv.KEPT)
-        elif self._resting and not paused:
-            self._candidate.went_on()
-        self._resting = paused
-
-    def ended(self, *, left: bool) -> None:
-        """It is over; ``left`` says that its client went before the board was done."""
-        if self._resting:
-            self._candidate.went_on()
-        self._candidate.ended(left=left)

@@ -10,11 +10,10 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from prometheus_client import CollectorRegistry
-
 from rkserve.config import RouterConfig
 from rkserve.deployments.catalog import Catalog
 from rkserve.deployments.choices import Choices
+from rkserve.deployments.claims import Caller, Callers, claim_of
 from rkserve.deployments.cluster import Cluster
 from rkserve.deployments.dispatch import Dispatch
 from rkserve.deployments.flows import Flows
@@ -24,14 +23,26 @@ from rkserve.errors import (
     BoardAsleep,
     BoardNotFound,
     CoordinatorAway,
+    DeadlineExceeded,
     EnginePaused,
     ModelNotFound,
     NoBoard,
+    RateLimited,
     RkserveError,
 )
-from rkserve.messages import FIRST_LABEL, Accepted, Delta, Finished, GenerateRequest, Paused
+from rkserve.messages import (
+    FIRST_LABEL,
+    Accepted,
+    BoardReport,
+    Delta,
+    Finished,
+    GenerateRequest,
+    GenerationInfo,
+    Paused,
+)
 from rkserve.metrics import BoardCollector, RouterMetrics
 from rkserve.modelfolder import ModelFolder
+from rkserve.routing.admission import Claim
 from rkserve.wire import sse
 from rkserve.wire.answers import ChatAnswer, CompletionAnswer, Stamp, completion_id
 from rkserve.wire.failures import error_event, error_object
@@ -56,6 +67,13 @@ Answer = ChatAnswer | CompletionAnswer
 # Shorter bodies are parsed and tokenized in about a millisecond: less than a thread's detour costs
 # the token streams of others.
 INLINE_BODY_BYTES = 8192
+
+
+async def read_call(
+    body: bytes, parse: Callable[[bytes], ChatCall | CompletionCall]
+) -> ChatCall | CompletionCall:
+    """Return what a body asks for. Raises ``RequestError``."""
+    return parse(body) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse, body)
 
 
 @dataclass(frozen=True)
@@ -85,7 +103,10 @@ class Opened:
     choices: Choices
     accepted: list[Accepted]
     requests: list[GenerateRequest]
+    caller: Caller
     started_s: float = field(default_factory=time.monotonic)
+    waits_for_first: bool = True  # token
+    tokens: int = 0  # given out, also those of an answer that does not come to its end
     closed: bool = False
 
     @property
@@ -103,10 +124,12 @@ class Service:
         models: dict[str, ServedModel],
         dispatch: Dispatch,
         cluster: Cluster,
+        metrics: RouterMetrics,
     ) -> None:
         """Raises ``ConfigError``: a file of keys cannot be used."""
         self.config = config
         self.keys = open_keys(config)
+        self.callers = Callers(self.keys)
         self.fleet = fleet = dispatch.fleet
         self._dispatch = dispatch
         self.cluster = cluster
@@ -117,8 +140,8 @@ class Service:
             lambda: cluster.desired,
         )
         self._models = models
-        self.registry = CollectorRegistry()
-        self.metrics = RouterMetrics(self.registry)
+        self.metrics = metrics
+        self.registry = metrics.registry
         self.registry.register(BoardCollector(fleet.reports))
 
     # -- models -------------------------------------------------------------------------------
@@ -183,14 +206,18 @@ class Service:
 
     def boards(self) -> JsonObject:
         """Return what all boards said of themselves last."""
-        return boards_list(self.fleet.reports())
+        return boards_list((report, self._circuit(report)) for report in self.fleet.reports())
 
     def board(self, board_id: str) -> JsonObject:
         """Return what one board said of itself last. Raises ``BoardNotFound``."""
         for report in self.fleet.reports():
             if report.board_id == board_id:
-                return board_entry(report)
+                return board_entry(report, self._circuit(report))
         raise BoardNotFound(board_id)
+
+    def _circuit(self, report: BoardReport) -> tuple[str, str]:
+        state, reason = self._dispatch.circuit(report.replica)
+        return state.value, reason
 
     def _model_entry(self, model_id: str) -> JsonObject:
         desired, reports = self.cluster.desired, self.fleet.reports(model_id)
@@ -205,6 +232,10 @@ class Service:
         served = self._models[model_id]
         return served.created, served.folder.settings.context_length
 
+    def homeless(self) -> list[GenerationInfo]:
+        """Return this Router's generations that no board has."""
+        return self._dispatch.homeless()
+
     # -- calls --------------------------------------------------------------------------------
 
     async def open(
@@ -213,41 +244,68 @@ class Service:
         parse: Callable[[bytes], ChatCall | CompletionCall],
         policy: Policy = ANY,
         session: str | None = None,
+        *,
+        caller: Caller | None = None,
+        timeout_s: float | None = None,
     ) -> Opened:
         """Read a call and have boards accept it. Raises ``RkserveError``; then nothing runs.
 
-        ``session`` is what the call's headers say of it.
+        ``session`` and ``timeout_s`` are what the call's headers say of it.
         """
         started_s = time.monotonic()
-        short = len(body) <= INLINE_BODY_BYTES
-        call = parse(body) if short else await asyncio.to_thread(parse, body)
-        meant = await self.meant(call.model, policy)
-        completion = completion_id(call, uuid.uuid4().hex)
-        of = read_session(session, call.session, completion)
-        work = partial(self._plan, call, meant, completion, of)
-        requests = work() if short else await asyncio.to_thread(work)
-        # Only what can be served wakes a model.
-        if epoch := await self.waking.ready(meant.model):
-            requests = [replace(one, min_epoch=max(one.min_epoch, epoch)) for one in requests]
+        caller = caller or self.callers.anybody
         try:
-            choices, accepted = await self._accepted(requests)
-        except (EnginePaused, NoBoard, BoardAsleep):
-            # It may have gone to sleep a moment ago, and a request ends that.
-            if not self.waking.needed(meant.model):
-                raise
-            epoch = await self.waking.ready(meant.model)
-            requests = [replace(one, min_epoch=max(one.min_epoch, epoch)) for one in requests]
-            choices, accepted = await self._accepted(requests)
+            caller.enter()
+        except RateLimited:
+            self.metrics.rate_limited.inc()
+            raise
+        try:
+            call = await read_call(body, parse)
+            claim = claim_of(call, caller, timeout_s, self.config, started_s)
+            meant = await self.meant(call.model, policy)
+            completion = completion_id(call, uuid.uuid4().hex)
+            of = read_session(session, call.session, completion)
+            work = partial(self._plan, call, meant, completion, of)
+            short = len(body) <= INLINE_BODY_BYTES
+            requests = work() if short else await asyncio.to_thread(work)
+            choices, accepted = await self._woken(meant.model, requests, claim)
+        except BaseException:
+            caller.leave()
+            raise
+        caller.spend(sum(len(one.prompt_ids) for one in requests) // call.n)
         kind = ChatAnswer if isinstance(call, ChatCall) else CompletionAnswer
         answer = kind(call, completion, int(time.time()), self._stamp(meant, accepted))
         self.metrics.in_flight.inc()
-        return Opened(call, meant.model, answer, choices, accepted, requests, started_s)
+        return Opened(call, meant.model, answer, choices, accepted, requests, caller, started_s)
 
-    async def _accepted(self, requests: list[GenerateRequest]) -> tuple[Choices, list[Accepted]]:
-        """Have boards take all requests of a call, or none."""
-        choices = Choices(self._dispatch.generate, requests)
+    async def _woken(
+        self, model: str, requests: list[GenerateRequest], claim: Claim
+    ) -> tuple[Choices, list[Accepted]]:
+        """Have boards take the requests of a call, which ends the sleep of a model."""
+        epoch = await self.waking.ready(model)  # only what can be served wakes it
         try:
-            return choices, await choices.accepted()
+            return await self._accepted(requests, epoch, claim)
+        except (EnginePaused, NoBoard, BoardAsleep):
+            # It may have gone to sleep a moment ago, and a request ends that.
+            if not self.waking.needed(model):
+                raise
+        epoch = await self.waking.ready(model)
+        return await self._accepted(requests, epoch, claim)
+
+    async def _accepted(
+        self, requests: list[GenerateRequest], epoch: int, claim: Claim
+    ) -> tuple[Choices, list[Accepted]]:
+        """Have boards that are as late as ``epoch`` take all requests of a call, or none."""
+        if epoch:
+            requests = [replace(one, min_epoch=max(one.min_epoch, epoch)) for one in requests]
+        choices = Choices(partial(self._dispatch.generate, claim=claim), requests)
+        if claim.deadline_s is not None:
+            # As it waits it may be told earlier, once it is certain; from here on it is stopped.
+            choices.fail_at(claim.deadline_s, DeadlineExceeded(claim.timeout_s))
+        try:
+            places = self._dispatch.places
+            waits = [partial(places.waits, one.request_id) for one in requests]
+            return choices, await choices.accepted(lambda index: waits[index]())
         except BaseException:
             await choices.aclose()
             raise
@@ -258,18 +316,19 @@ class Service:
             return
         opened.closed = True
         self.metrics.in_flight.dec()
+        opened.caller.spend(opened.tokens)
+        opened.caller.leave()
         await opened.choices.aclose()
 
     async def whole(self, opened: Opened) -> JsonObject:
         """Return the answer in one piece. Raises ``RkserveError``. Closes the call."""
         answer = opened.answer
-        waits_for_first = True
         try:
             while (item := await opened.choices.next()) is not None:
                 index, event = item
                 if isinstance(event, Delta):
-                    if waits_for_first:
-                        waits_for_first = self._first_token(opened)
+                    self._first_token(opened, event)
+                    opened.tokens += len(event.token_ids)
                     answer.add(index, event)
                 elif isinstance(event, Finished):
                     self.metrics.observe(opened.model, event.timings)
@@ -288,26 +347,24 @@ class Service:
         An error after the headers were sent ends the stream with an error event.
         """
         answer = opened.answer
-        waits_for_first = True
         for request in opened.requests:
             self.flows.enter(request)
         try:
             yield b"".join(answer.opening(index) for index in range(opened.call.choices))
             while True:
                 try:
-                    item = await opened.choices.next(self.config.ping_s)
+                    events = await opened.choices.batch(self.config.ping_s)
                 except TimeoutError:
                     yield sse.PING
                     continue
-                if item is None:
+                if not events:
                     break
-                index, event = item
-                if waits_for_first and isinstance(event, Delta):
-                    waits_for_first = self._first_token(opened)
-                if chunk := self._chunk(opened, index, event):
+                # What has piled up goes out at once.
+                if chunk := b"".join([self._chunk(opened, *item) for item in events]):
                     yield chunk
                 # Whoever asks for the next chunk has sent this one.
-                self.flows.sent(opened.requests[index].request_id, event)
+                for index, event in events:
+                    self.flows.sent(opened.requests[index].request_id, event)
             self._done(opened)
             yield answer.usage_chunk() + sse.DONE
         except Exception as exc:
@@ -324,6 +381,8 @@ class Service:
 
     def _chunk(self, opened: Opened, index: int, event: Delta | Paused | Finished) -> bytes:
         if isinstance(event, Delta):
+            self._first_token(opened, event)
+            opened.tokens += len(event.token_ids)
             return opened.answer.delta(index, event)
         if isinstance(event, Paused):
             return opened.answer.paused(index, event)
@@ -369,14 +428,16 @@ class Service:
             session=session,
         )
 
-    def _first_token(self, opened: Opened) -> bool:
-        """Record TTFT; returns that nothing is waited for any more."""
-        self.metrics.ttft.labels(opened.model).observe(time.monotonic() - opened.started_s)
-        return False
+    def _first_token(self, opened: Opened, delta: Delta) -> None:
+        """Record TTFT at the first delta that brings something."""
+        if opened.waits_for_first and (delta.text or delta.token_ids):
+            opened.waits_for_first = False
+            self.metrics.ttft.labels(opened.model).observe(time.monotonic() - opened.started_s)
 
     def _done(self, opened: Opened) -> None:
         took_s = time.monotonic() - opened.started_s
         self.metrics.duration.labels(opened.model).observe(took_s)
+        self.metrics.goodput.labels(opened.model).inc(opened.tokens)
 
     def _broken(self, exc: BaseException) -> None:
         if isinstance(exc, (asyncio.CancelledError, GeneratorExit)):

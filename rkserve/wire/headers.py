@@ -1,10 +1,14 @@
-"""Names and values of rkserve's own response headers; it knows what a board accepted."""
+"""Names and values of rkserve's own headers; it knows what a board accepted."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
+from rkserve.errors import RequestError
 from rkserve.messages import Accepted
+from rkserve.wire.fields import Range, quoted
+from rkserve.wire.limits import MAX_TIMEOUT_S
 
 BOARD = "x-rkserve-board"
 RELEASE = "x-rkserve-release"
@@ -12,6 +16,22 @@ QUEUED_AHEAD = "x-rkserve-queued-ahead"
 SAMPLING_IGNORED = "x-rkserve-sampling-ignored"
 EPOCH = "x-rkserve-epoch"
 WEIGHT_VERSION = "x-weight-version"
+TIMEOUT = "x-request-timeout"
+_TIMEOUT = Range(0, MAX_TIMEOUT_S, above=True)
+
+
+def read_timeout(header: str | None) -> float | None:
+    """Return the seconds of an x-request-timeout header. Raises ``RequestError``."""
+    if header is None:
+        return None
+    try:
+        seconds = float(header)
+    except ValueError:
+        seconds = math.nan
+    complaint = "it is no number" if math.isnan(seconds) else _TIMEOUT.complaint(seconds)
+    if complaint is not None:
+        raise RequestError(f"Invalid '{TIMEOUT}': {complaint}, but got {quoted(header)}.", TIMEOUT)
+    return seconds
 
 
 def answer_headers(accepted: Sequence[Accepted], versions: Sequence[str]) -> dict[str, str]:

@@ -125,17 +125,22 @@ def models_list(entries: Sequence[JsonObject]) -> JsonObject:
     return {"object": "list", "data": list(entries)}
 
 
-def board_entry(board: BoardReport) -> JsonObject:
-    """Return all that a board says of itself, under the names of its report."""
+def board_entry(board: BoardReport, circuit: tuple[str, str]) -> JsonObject:
+    """Return all that a board says of itself, under the names of its report.
+
+    ``circuit`` is what the Router sends it, and why not all.
+    """
     told = asdict(board)
     del told["holdings"]  # hashes, and of use to Routers only
     told |= {"state": board.state.value, "reason": without_folders(board.reason)}
+    state, reason = circuit
+    told["circuit"] = {"state": state, "reason": without_folders(reason)}
     return {"id": told.pop("board_id"), "object": "board", **told}
 
 
-def boards_list(boards: Iterable[BoardReport]) -> JsonObject:
-    """Return the answer of GET /v1/boards."""
-    return {"object": "list", "data": [board_entry(board) for board in boards]}
+def boards_list(boards: Iterable[tuple[BoardReport, tuple[str, str]]]) -> JsonObject:
+    """Return the answer of GET /v1/boards: each board with its circuit."""
+    return {"object": "list", "data": [board_entry(*board) for board in boards]}
 
 
 def _version(adapter: Adapter) -> JsonObject:

@@ -23,6 +23,7 @@ from rkserve.wire.limits import (
     MAX_REPEAT_PENALTY,
     MAX_STOP,
     MAX_STOP_CHARS,
+    MAX_TIMEOUT_S,
 )
 
 TextOrIds = str | tuple[int, ...]
@@ -40,6 +41,7 @@ _NUMBERS = {
 _MIROSTAT = Range(0, 2)
 _REPEAT = Range(0, MAX_REPEAT_PENALTY, above=True)
 TOP_K_OFF = 0
+TIMEOUT = Range(0, MAX_TIMEOUT_S, above=True)
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Call:
     ``top_k`` of ``TOP_K_OFF`` means the whole vocabulary. ``max_tokens`` of None is the rest of
     the context. ``pause_on`` are texts and token ids after which the generation pauses.
     ``keep_version`` forbids to switch it to other weights on its way, and ``session`` is what the
-    client keeps its requests together by.
+    client keeps its requests together by. A lower ``priority`` goes first, and the answer is of use
+    for ``timeout_s``.
     """
 
     model: str
@@ -67,6 +70,8 @@ class Call:
     return_weight_versions: bool = False
     keep_version: bool = False
     session: str | None = None
+    priority: int | None = None
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,8 @@ def _shared(fields: Fields) -> dict[str, Any]:
         "return_weight_versions": fields.flag("return_weight_versions"),
         "keep_version": fields.flag("keep_version"),
         "session": _session(fields),
+        "priority": fields.integer("priority"),
+        "timeout_s": fields.number("timeout", TIMEOUT),
     }
 
 

@@ -1,0 +1,160 @@
+"""How boards are lost in the kill run, and the cluster as whoever does it sees it.
+
+It finds a board that works, ends it in one of four ways, and makes sure that it was hit. What
+clients see of it is not known here.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rkserve.bench.child import BenchFailed, Child, Json
+from rkserve.bench.control_faults_site import Site, kill, wait_for
+
+HIT_S = 20.0
+JOIN_S = 60.0
+BACK_S = 120.0
+BETWEEN_S = (0.02, 0.3)
+EARLIEST, LATEST = 4, 24  # token of a run at which the library fails
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A board that serves, and where it is."""
+
+    board: str
+    replica: int
+    engine: int
+    node: int
+    control: Path
+
+
+class Ground:
+    """The cluster, whose boards are lost and come back."""
+
+    def __init__(self, site: Site, cluster: Child, boards: int, rng: random.Random) -> None:
+        self._site, self._cluster = site, cluster
+        self._boards = boards
+        self._rng = rng
+        self._gone: set[int] = set()  # processes that were killed, which reports may still name
+
+    def victim(self) -> Victim:
+        """Wait until more than half of the boards serve, and choose one of them."""
+
+        def look() -> Victim | None:
+            ready = self._ready()
+            if 2 * len(ready) <= self._boards:
+                return None
+            return _located(self._rng.choice(ready))
+
+        return wait_for("boards to come back", look, BACK_S)
+
+    def breathe(self) -> None:
+        """Let a moment pass, so that kills come at any moment of what the last one led to."""
+        time.sleep(self._rng.uniform(*BETWEEN_S))
+
+    def all_back(self) -> None:
+        """Wait until every board serves."""
+        wait_for("all boards", lambda: len(self._ready()) == self._boards, BACK_S)
+
+    def _ready(self) -> list[Json]:
+        told = (self._site.get("/v1/boards") or {"data": []})["data"]
+        return [
+            one
+            for one in told
+            if one["state"] == "ready" and not {one["pid"], one["engine_pid"]} & self._gone
+        ]
+
+    # -- the ways -----------------------------------------------------------------------------
+
+    def kill_replica(self, victim: Victim) -> bool:
+        """End the board's replica by SIGKILL; its engine ends with it."""
+        return self._killed(victim.replica)
+
+    def abort_library(self, victim: Victim) -> bool:
+        """Let the library call abort() in the middle of a run."""
+        return self._struck(victim, "abort_at_token")
+
+    def hang_library(self, victim: Victim) -> bool:
+        """Let the library never call back again, deaf to aborts, in the middle of a run."""
+        return self._struck(victim, "hang_at_token")
+
+    def lose_node(self, victim: Victim) -> bool:
+        """Cut the board's node off as a power failure would, and join another one in its place."""
+        self._gone |= {victim.replica, victim.engine}
+        self._cluster.ask({"do": "lose", "node": victim.node}, JOIN_S)
+        self._cluster.ask({"do": "join", "node": victim.node}, JOIN_S)
+        return True
+
+    def _killed(self, pid: int) -> bool:
+        there = Path(f"/proc/{pid}").exists()
+        kill(pid)
+        self._gone.add(pid)
+        return there
+
+    def _struck(self, victim: Victim, fault: str) -> bool:
+        """Arm a fault and wait until it has struck; False where the engine ended without it."""
+        fired = victim.control.with_name(f"{victim.control.name}.fired")
+        before = _stamp(fired)
+        fresh = victim.control.with_name("control.new")
+        at = self._rng.randint(EARLIEST, LATEST)
+        fresh.write_text(f"fault={fault}:{at}\n", encoding="utf-8")
+        fresh.replace(victim.control)
+        deadline_s = time.monotonic() + HIT_S
+        while _stamp(fired) == before:
+            if time.monotonic() > deadline_s or not Path(f"/proc/{victim.engine}").exists():
+                victim.control.unlink()
+                return _stamp(fired) != before
+            time.sleep(0.01)
+        self._gone.add(victim.engine)
+        return True
+
+
+def _located(board: Json) -> Victim | None:
+    """Return where a board is; None where its engine is gone already."""
+    pid = int(board["engine_pid"])
+    try:
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    environ = dict(pair.decode().partition("=")[::2] for pair in pairs if pair)
+    control = Path(environ["RKSIM_CONTROL"])
+    node = int(control.parent.name.rpartition("-")[2])
+    return Victim(board["id"], int(board["pid"]), pid, node, control)
+
+
+def _stamp(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def ways(ground: Ground) -> dict[str, Callable[[Victim], bool]]:
+    """Return all ways, by what is killed."""
+    return {
+        "abort() in the library": ground.abort_library,
+        "replica, SIGKILL": ground.kill_replica,
+        "library hangs": ground.hang_library,
+        "node": ground.lose_node,
+    }
+
+
+def strike(ground: Ground, way: Callable[[Victim], bool], times: int) -> Iterator[int]:
+    """Lose so many boards, and yield how many it have been after each.
+
+    The next one does not wait until the last is back: several are away at a time, as long as more
+    than half of them serve. Raises ``BenchFailed`` where none can be hit.
+    """
+    missed = done = 0
+    while done < times:
+        if way(ground.victim()):
+            done += 1
+            yield done
+            ground.breathe()
+        elif (missed := missed + 1) > times + HIT_S:
+            raise BenchFailed("boards cannot be hit")

@@ -1,0 +1,1 @@
+"""A cluster on paper: real routing, admission and rollouts over boards that are formulas."""

@@ -1,0 +1,155 @@
+"""Both ends of the channel over real sockets, with a call in place of Ray's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Sequence
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from fake_boards import Step, report
+from ray.exceptions import RayTaskError, TaskCancelledError
+
+from rkserve.config import ChannelConfig
+from rkserve.deployments.channel_board import Address, Outlet
+from rkserve.deployments.channel_router import Channels
+from rkserve.deployments.link import RayLink
+from rkserve.errors import RkserveError
+from rkserve.messages import Event, GenerateRequest
+
+# Silence that nobody takes for a loss, however slow the machine is.
+PATIENT = ChannelConfig(silence_s=120.0, retry_s=0.01)
+HASTY = ChannelConfig(heartbeat_s=0.05, silence_s=0.5, retry_s=0.01)
+
+
+class Call:
+    """A call of Ray's: it goes on by itself, is awaited, and may be cancelled."""
+
+    def __init__(self, work: Awaitable[Any]) -> None:
+        self.task = asyncio.ensure_future(work)
+        self.cancelled = False
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._answer().__await__()
+
+    async def _answer(self) -> Any:
+        await asyncio.wait({self.task})
+        if self.task.cancelled():
+            raise TaskCancelledError
+        error = self.task.exception()
+        if isinstance(error, RkserveError):
+            raise RayTaskError("generate_on", "a traceback", error)
+        if error is not None:
+            raise error
+        return self.task.result()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self.task.cancel()
+
+
+class Board:
+    """One scripted board with an outlet. ``running`` are its generations."""
+
+    def __init__(self, name: str, config: ChannelConfig = PATIENT) -> None:
+        self.name = name
+        self.outlet = Outlet(name, config)
+        self.steps: list[Step] = []
+        self.running = 0
+        self.streamed = 0  # through Ray
+        self.calls: list[Call] = []
+        self.offers: Callable[[], Address | None] = lambda: self.outlet.address
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """What a generation brings."""
+        self.running += 1
+        try:
+            for step in list(self.steps):
+                if isinstance(step, asyncio.Event):
+                    await step.wait()
+                elif isinstance(step, Exception):
+                    raise step
+                else:
+                    await asyncio.sleep(0)  # the loop goes round
+                    yield step
+        finally:
+            self.running -= 1
+
+    # -- as the handle of its deployment ------------------------------------------------------
+
+    _router = None
+
+    def options(self, **_: Any) -> Board:
+        return self
+
+    @property
+    def generate(self) -> Any:
+        return SimpleNamespace(remote=self._stream)
+
+    @property
+    def generate_on(self) -> Any:
+        return SimpleNamespace(remote=self._carry)
+
+    @property
+    def channel(self) -> Any:
+        return SimpleNamespace(remote=lambda: Call(self._offer()))
+
+    def broadcast(self, _: str) -> Any:
+        async def results_async(**_: Any) -> list[Any]:
+            return [report(self.name)]
+
+        return SimpleNamespace(results_async=results_async)
+
+    def _stream(self, _: GenerateRequest) -> Any:
+        self.streamed += 1
+        events = self.events()
+        return SimpleNamespace(__anext__=events.__anext__, cancel=lambda: None)
+
+    def _carry(self, _: GenerateRequest, line: int, stream: int) -> Call:
+        call = Call(self.outlet.carry(line, stream, self.events()))
+        self.calls.append(call)
+        return call
+
+    async def _offer(self) -> Address | None:
+        return self.offers()
+
+
+@asynccontextmanager
+async def router(
+    *boards: Board, config: ChannelConfig = PATIENT, connected: bool = True
+) -> AsyncIterator[tuple[Channels, list[RayLink]]]:
+    """A Router with a link to each board; both ends are closed behind it."""
+    channels = Channels(config)
+    links = [RayLink(board, board.name, 60.0, channels) for board in boards]
+    for board in boards:
+        if board.outlet.address is None and config.enabled:
+            await board.outlet.listen("127.0.0.1")
+    try:
+        if connected:
+            await connect(channels, boards, links)
+        yield channels, links
+    finally:
+        await channels.close()
+        for board in boards:
+            await board.outlet.close()
+
+
+async def connect(channels: Channels, boards: Sequence[Board], links: Sequence[RayLink]) -> None:
+    """Have reports collected until there is a connection to every board."""
+    while any(channels.line(f"replica of {board.name}") is None for board in boards):
+        for link in links:
+            await link.reports()
+        await asyncio.sleep(0.005)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait until something holds; the test's own limit is the only one."""
+    while not holds():  # noqa: ASYNC110 # nothing tells of it
+        await asyncio.sleep(0.005)
+
+
+async def read(link: RayLink, board: Board) -> list[Event]:
+    """Generate on a board and return all events."""
+    request = GenerateRequest("r/0", "m", (1,), 4)
+    return [event async for event in link.open(request, f"replica of {board.name}")]

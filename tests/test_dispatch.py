@@ -1,0 +1,407 @@
+"""What becomes of a request whose boards refuse it, or are lost: who is asked next, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import pytest
+from continued_house import InTurn
+from fake_boards import FakeBoards, Step, accepted, answer, eventually, finished, report
+from own_time import run_loop
+
+from rkserve.deployments.dispatch import Dispatch, Persistence
+from rkserve.deployments.fleet import Fleet
+from rkserve.errors import (
+    AdapterBroken,
+    BoardFailed,
+    BoardGone,
+    BoardOutOfOrder,
+    BoardSilent,
+    ContextOverflow,
+    EngineDied,
+    EngineHung,
+    HookFailed,
+    NoBoard,
+    PoisonRequest,
+    QueueFull,
+    QueueTimeout,
+    RkserveError,
+    RunFailed,
+)
+from rkserve.messages import (
+    Accepted,
+    Delta,
+    Event,
+    Finished,
+    GenerateRequest,
+    GenerationState,
+    Slot,
+)
+from rkserve.routing.breaker import Circuit
+
+REQUEST = GenerateRequest("r/0", "sim-chat", (1, 2, 3), 10)
+PATIENCE = Persistence(accept_timeout_s=0.2, continuations=3, restart_wait_s=30.0)
+
+
+@dataclass
+class Counted:
+    """What would be in the metrics."""
+
+    words: list[str] = field(default_factory=list)
+    took_s: list[float] = field(default_factory=list)
+
+    def continued(self, word: str) -> None:
+        self.words.append(word)
+
+    def back(self, took_s: float) -> None:
+        self.took_s.append(took_s)
+
+    def opened(self) -> None:
+        self.words.append("opened")
+
+
+class Talk:
+    """A Router's dispatch on scripted boards a, b, ..., which it asks in turn."""
+
+    def __init__(self, *scripts: Sequence[Step], rules: Persistence = PATIENCE) -> None:
+        names = "abcdef"[: len(scripts)]
+        replicas = {f"replica of {n}": [one] for n, one in zip(names, scripts, strict=True)}
+        says = {("", "forgive"): lambda: None}
+        self.boards = FakeBoards([report(n) for n in names], replicas, says=says)
+        self.usher = InTurn(list(replicas))
+        self.counted = Counted()
+        fleet = Fleet({"g": self.boards}, {"g": "sim-chat"})
+        self.dispatch = Dispatch(fleet, self.usher, random.Random(3), rules, losses=self.counted)
+        self.events: list[Event] = []
+
+    async def __call__(self) -> list[Event]:
+        await self.dispatch.fleet.refresh()
+        async with aclosing(self.dispatch.generate(REQUEST)) as events:
+            async for event in events:
+                self.events.append(event)
+        assert all(len(seat.ends) == 1 for seat in self.usher.seats)
+        return self.events
+
+    @property
+    def asked(self) -> list[str]:
+        return [replica[-1] for replica, _ in self.boards.opened]
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events if isinstance(event, Delta))
+
+
+def half(board: str, *after: Step) -> list[Step]:
+    """A board says a first word, and then this."""
+    return [accepted(board), Delta("Hel", (100,)), *after]
+
+
+def rest(board: str) -> list[Step]:
+    """A board goes on with it."""
+    return [accepted(board), Delta("lo", (101,)), finished(2)]
+
+
+LOSSES = [
+    pytest.param(EngineDied("a", "SIGSEGV"), "crashed", id="the library crashed"),
+    pytest.param(EngineHung("a", "silent"), "hung", id="the library hangs"),
+    pytest.param(RunFailed("a", "refused"), "run_failed", id="the run failed"),
+    pytest.param(BoardGone("a", "died"), "gone", id="the replica ended"),
+    pytest.param(BoardSilent("a", "frozen"), "silent", id="no sign of life"),
+    pytest.param(BoardOutOfOrder("a", "stopped"), "out_of_order", id="it is drained"),
+    pytest.param(BoardFailed("a", "cut"), "unreachable", id="the connection is lost"),
+    pytest.param(AdapterBroken("x@1", "gone"), "lacking", id="an adapter is missing"),
+]
+
+
+@pytest.mark.parametrize(("loss", "word"), LOSSES)
+def test_another_board_goes_on_with_an_answer(loss: RkserveError, word: str) -> None:
+    async def main() -> None:
+        talk = Talk(half("a", loss), rest("b"))
+        events = await talk()
+        assert [type(event) for event in events] == [Accepted, Delta, Delta, Finished]
+        assert (talk.text, talk.asked) == ("Hello", ["a", "b"])
+        first, second = (request for _, request in talk.boards.opened)
+        assert first == REQUEST
+        assert second.continued is not None
+        assert second.continued.slots == (Slot(100, b"Hel"),)
+        assert (second.continued.text, second.continued.times) == ("Hel", 1)
+        assert talk.counted.words == [word]
+        assert len(talk.counted.took_s) == 1
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize(("loss", "word"), LOSSES)
+def test_what_was_accepted_and_has_no_token_yet_goes_first_elsewhere(
+    loss: RkserveError, word: str
+) -> None:
+    async def main() -> None:
+        talk = Talk([accepted("a"), loss], answer("b", "Hello"))
+        events = await talk()
+        assert [type(event) for event in events] == [Accepted, Delta, Finished]
+        assert events[0] == accepted("a")
+        continued = talk.boards.opened[1][1].continued
+        assert continued is not None
+        assert (continued.slots, continued.bound) == ((), None)
+        assert talk.counted.words == [word]
+
+    run_loop(main())
+
+
+def test_the_last_event_tells_how_often_and_for_how_long_it_was_lost() -> None:
+    async def main() -> None:
+        talk = Talk(half("a", BoardGone("a", "died")), half("b", BoardGone("b", "died")), rest("c"))
+        events = await talk()
+        end = events[-1]
+        assert isinstance(end, Finished)
+        assert end.timings.continued == 2
+        assert end.timings.lost_ms == pytest.approx(1e3 * sum(talk.counted.took_s))
+        assert end.timings.lost_ms > 0
+        assert talk.counted.words == ["gone", "gone"]
+
+    run_loop(main())
+
+
+def test_a_stream_that_ends_without_an_end_is_a_loss() -> None:
+    async def main() -> None:
+        talk = Talk(half("a"), rest("b"))
+        await talk()
+        assert (talk.text, talk.asked) == ("Hello", ["a", "b"])
+
+    run_loop(main())
+
+
+def test_a_generation_goes_on_so_often_and_no_more() -> None:
+    async def main() -> None:
+        scripts = [half(name, BoardGone(name, "its node died")) for name in "abcde"]
+        talk = Talk(*scripts)
+        with pytest.raises(BoardGone, match="Board d "):
+            await talk()
+        assert talk.asked == ["a", "b", "c", "d"]
+        assert talk.counted.words == ["gone"] * 3
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize(
+    "death", [EngineDied, EngineHung], ids=["which crashes", "which makes it hang"]
+)
+@pytest.mark.parametrize("first", [[], [Delta("Hel", (100,))]], ids=["at once", "on its way"])
+def test_a_request_that_two_boards_die_of_ends_and_they_are_not_to_blame(
+    death: Callable[[str, str], RkserveError], first: list[Step]
+) -> None:
+    async def main() -> None:
+        talk = Talk(
+            [accepted("a"), *first, death("a", "SIGSEGV")],
+            [accepted("b"), death("b", "SIGSEGV")],
+            answer("c", "never"),
+        )
+        with pytest.raises(PoisonRequest, match="2 boards failed"):
+            await talk()
+        assert talk.asked == ["a", "b"]
+        await asyncio.sleep(1)
+        forgiven = [replica for replica, method, _ in talk.boards.asked if method == "forgive"]
+        assert forgiven == ["replica of a", "replica of b"]
+        assert talk.dispatch.breaker.blocked(0.0) == []
+        second = talk.boards.opened[1][1].continued
+        assert second is not None
+        assert second.suspect  # so that it shares its run with nobody
+
+    run_loop(main())
+
+
+def test_a_request_that_gets_further_is_not_what_the_boards_died_of() -> None:
+    async def main() -> None:
+        talk = Talk(
+            half("a", EngineDied("a", "SIGSEGV")),
+            [accepted("b"), Delta("l", (101,)), EngineDied("b", "SIGSEGV")],
+            [accepted("c"), Delta("o", (102,)), finished(3)],
+        )
+        await talk()
+        assert talk.text == "Hello"
+
+    run_loop(main())
+
+
+def test_replicas_that_end_one_after_the_other_are_no_word_against_a_request() -> None:
+    async def main() -> None:
+        gone: list[list[Step]]
+        gone = [[accepted(name), BoardGone(name, "its node died")] for name in "abc"]
+        talk = Talk(*gone, answer("d", "Hello"))
+        await talk()
+        assert talk.text == "Hello"
+
+    run_loop(main())
+
+
+def test_a_run_that_two_boards_refuse_is_the_client_s_to_know() -> None:
+    async def main() -> None:
+        refused: list[list[Step]]
+        refused = [[accepted(name), RunFailed(name, "no")] for name in "abc"]
+        talk = Talk(*refused)
+        with pytest.raises(RunFailed):
+            await talk()
+        assert talk.asked == ["a", "b"]
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize(
+    "error", [ContextOverflow(9, 8), HookFailed("h", "raised")], ids=["the request", "a hook"]
+)
+def test_what_is_no_fault_of_a_board_ends_the_answer(error: RkserveError) -> None:
+    async def main() -> None:
+        talk = Talk(half("a", error), rest("b"))
+        with pytest.raises(type(error)):
+            await talk()
+        assert talk.asked == ["a"]
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        pytest.param(NoBoard("sim-chat", "none is left"), id="no board is left"),
+        pytest.param(QueueTimeout(30.0, 1), id="all boards are busy with long answers"),
+    ],
+)
+def test_where_no_board_takes_it_it_waits_for_one(refusal: RkserveError) -> None:
+    async def main() -> None:
+        talk = Talk(half("a", EngineDied("a", "SIGSEGV")))
+        talk.usher.refusal = refusal
+        talk.boards.scripts["replica of a"].append(rest("a"))
+        loop = asyncio.get_running_loop()
+        back_s = loop.time() + 20
+        talk.usher.away = lambda: bool(talk.boards.opened) and loop.time() < back_s
+        await talk()
+        assert (talk.text, talk.asked) == ("Hello", ["a", "a"])
+        assert 20 <= talk.counted.took_s[0] < 22
+
+    run_loop(main())
+
+
+def test_an_answer_that_waits_too_long_at_the_next_board_goes_on_at_another() -> None:
+    async def main() -> None:
+        busy: list[Step] = [accepted("b"), QueueTimeout(30.0, 1)]
+        talk = Talk(half("a", EngineDied("a", "SIGSEGV")), busy, rest("c"))
+        await talk()
+        assert (talk.text, talk.asked) == ("Hello", ["a", "b", "c"])
+        assert talk.counted.words == ["crashed", "busy"]
+
+    run_loop(main())
+
+
+def test_who_has_no_word_of_an_answer_is_told_that_it_waited_too_long() -> None:
+    async def main() -> None:
+        talk = Talk([accepted("a"), QueueTimeout(30.0, 1)], answer("b", "never"))
+        with pytest.raises(QueueTimeout):
+            await talk()
+        assert talk.asked == ["a"]
+
+    run_loop(main())
+
+
+def test_it_does_not_wait_for_ever() -> None:
+    async def main() -> None:
+        talk = Talk(half("a", EngineDied("a", "SIGSEGV")))
+        talk.usher.away = lambda: bool(talk.boards.opened)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        with pytest.raises(NoBoard):
+            await talk()
+        assert 30 <= loop.time() - began_s < 32
+
+    run_loop(main())
+
+
+def test_a_request_that_no_board_has_accepted_does_not_wait_here() -> None:
+    async def main() -> None:
+        talk = Talk(answer("a", "never"))
+        talk.usher.away = lambda: True
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        with pytest.raises(NoBoard):
+            await talk()
+        assert loop.time() - began_s < 1
+
+    run_loop(main())
+
+
+def test_whoever_reads_an_answer_waits_for_no_back_off_at_first() -> None:
+    async def main() -> None:
+        rules = Persistence(pause_s=1.0, longest_pause_s=8.0)
+        loss = BoardGone("a", "died")
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        await Talk(half("a", loss), rest("b"), rules=rules)()
+        assert loop.time() - began_s < 0.1
+        # Before the first token nobody knows how many others lost the same board.
+        began_s = loop.time()
+        await Talk([loss], [QueueFull(1, 1)], [loss], answer("d", "x"), rules=rules)()
+        assert 0.5 + 1 + 2 <= loop.time() - began_s <= 1 + 2 + 4.1
+
+    run_loop(main())
+
+
+def test_a_board_that_keeps_failing_is_left_alone_until_a_probe_succeeds() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        talk = Talk([accepted("a"), BoardSilent("a", "no sign of life")], answer("b", "Hello"))
+        key = "replica of a"
+        for _ in range(3):
+            talk.usher.replicas.sort()
+            await talk()
+        assert talk.counted.words == ["silent"] * 2 + ["opened", "silent"]
+        assert talk.dispatch.breaker.blocked(loop.time()) == [key]
+        assert "no sign of life" in talk.dispatch.breaker.reason(key, loop.time())
+        await asyncio.sleep(3)
+        assert talk.dispatch.breaker.circuit(key, loop.time()) is Circuit.HALF_OPEN
+        talk.boards.scripts[key] = [answer("a", "well")]
+        talk.usher.replicas.sort()
+        await talk()
+        assert talk.dispatch.breaker.circuit(key, loop.time()) is Circuit.CLOSED
+
+    run_loop(main())
+
+
+def test_leaving_closes_the_board_s_stream_wherever_it_goes_on() -> None:
+    async def main() -> None:
+        talk = Talk(half("a", BoardGone("a", "died")), half("b", asyncio.Event()))
+        listening = asyncio.create_task(talk())
+        await eventually(lambda: len(talk.events) == 3)
+        assert len(talk.dispatch.fleet.entries) == 1
+        listening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await listening
+        assert talk.boards.running == 0
+        assert [seat.ends for seat in talk.usher.seats] == [[True], [True]]
+        assert len(talk.dispatch.fleet.entries) == 0
+
+    run_loop(main())
+
+
+def test_what_no_board_has_accepted_or_has_any_more_is_told_by_the_router() -> None:
+    """Between a place and the board's word nobody else could say what became of it."""
+
+    async def main() -> None:
+        comes, goes_on = asyncio.Event(), asyncio.Event()
+        talk = Talk(half("a", comes, EngineDied("a", "SIGSEGV")), [goes_on, *rest("b")])
+        task = asyncio.create_task(talk())
+        await eventually(lambda: len(talk.events) == 2)
+        assert talk.dispatch.homeless() == []  # a has it
+        comes.set()
+        await eventually(lambda: talk.asked == ["a", "b"])
+        (told,) = talk.dispatch.homeless()
+        assert (told.request_id, told.board_id) == ("r/0", "")
+        assert (told.state, told.tokens, told.partial_output) == (GenerationState.QUEUED, 1, "Hel")
+        assert talk.dispatch.fleet.holders("r") == []
+        goes_on.set()
+        await task
+        assert talk.dispatch.homeless() == []
+
+    run_loop(main())
