@@ -97,6 +97,16 @@ async def the_only(http: httpx.AsyncClient, seen: Callable[[dict[str, Any]], boo
     raise AssertionError(f"these generations: {found}")
 
 
+async def generated(http: httpx.AsyncClient, reply: Reply, tokens: int) -> None:
+    """Wait until the board has that many tokens of it; what its client has read may be older."""
+    for _ in range(600):
+        state = await state_of(http, reply)
+        if state["state"] == "generating" and state["tokens"] >= tokens:
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"it is {state}")
+
+
 async def state_of(http: httpx.AsyncClient, reply: Reply) -> dict[str, Any]:
     response = await http.get(f"/v1/generations/{reply.id}")
     assert response.status_code == 200, response.text

@@ -23,6 +23,7 @@ from pausing import (
     SLOW,
     WITH_USAGE,
     engines,
+    generated,
     is_free,
     listed,
     pace,
@@ -157,7 +158,7 @@ def test_it_can_be_paused_again_and_again(boards: App) -> None:
             tokens = told["tokens"]
             for _ in range(4):
                 await act(http, reply.id, "resume")
-                await reply.read(deltas=reply.deltas + 2)
+                await generated(http, reply, tokens + 2)
                 again = await act(http, reply.id, "pause")
                 assert again["tokens"] > tokens
                 assert again["kv"] == "kept"
