@@ -345,7 +345,7 @@ def test_a_board_that_does_not_accept_is_passed_over(script: Sequence[Step]) -> 
         boards = boards_with(script, answer("b", "hello"))
         it = fleet(only=boards)
         await it.refresh()
-        for _ in range(6):
+        for _ in range(24):
             assert text_of(await talk(it)) == "hello"
         assert [replica for replica, _ in boards.opened].count("replica of a") == 1
         assert boards.running == 0
@@ -392,8 +392,8 @@ def test_a_request_that_waited_at_a_board_which_gave_up_goes_to_another() -> Non
         boards = boards_with(GIVES_UP, answer("b", "hello"))
         it = fleet(only=boards)
         await it.refresh()
-        answers = [await talk(it) for _ in range(4)]
-        assert [text_of(events) for events in answers] == ["hello"] * 4
+        answers = [await talk(it) for _ in range(24)]
+        assert [text_of(events) for events in answers] == ["hello"] * 24
         assert all(sum(isinstance(e, Accepted) for e in events) == 1 for events in answers)
         assert [replica for replica, _ in boards.opened].count("replica of a") == 1
 
@@ -607,7 +607,7 @@ def test_a_board_that_is_behind_or_paused_is_passed_over_for_another() -> None:
             boards.scripts["replica of a"] = [[refusal]]
             of = fleet(only=boards)
             await of.refresh()
-            for _ in range(8):
+            for _ in range(24):
                 events = await talk(of)
                 assert isinstance(events[0], Accepted)
                 assert events[0].board_id == "b"
@@ -727,7 +727,7 @@ def test_where_all_are_held_one_that_is_full_is_left_for_another() -> None:
         of = fleet(only=boards)
         of.obey(hold(PauseMode.KEEP))
         await of.refresh()
-        for _ in range(8):
+        for _ in range(24):
             assert text_of(await talk(of)) == "hello"
         assert any(replica == "replica of a" for replica, _ in boards.opened)
 

@@ -421,7 +421,7 @@ def test_a_board_that_fell_asleep_a_moment_ago_sends_requests_on_to_one_that_is_
     of = house("a", "b")
     asleep = BoardAsleep("a", "its model is unloaded")
     of.boards.scripts["replica of a"] = [[asleep]]
-    for number in range(8):  # of their own each: the same one would go where its KV cache is
+    for number in range(24):  # of their own each: the same one would go where its KV cache is
         assert send(of, "POST", CHAT, json=chat(f"{number} is my number.")).status_code == 200
     first = [request for replica, request in of.boards.opened if replica == "replica of a"]
     assert first, "none was sent there first"
