@@ -95,6 +95,15 @@ def test_a_failure_that_is_forgiven_never_was() -> None:
     assert made.circuit(KEY, 0.2) is Circuit.CLOSED
 
 
+def test_a_probe_that_told_nothing_makes_room_for_the_next_one() -> None:
+    made = failed(3)
+    now_s = RULES.open_s + 1.0
+    made.sent(KEY, now_s)
+    assert made.circuit(KEY, now_s) is Circuit.OPEN
+    made.undecided(KEY)
+    assert made.circuit(KEY, now_s) is Circuit.HALF_OPEN
+
+
 def test_boards_that_are_there_no_more_are_forgotten() -> None:
     made = failed(3)
     made.keep(frozenset({"another"}))
@@ -110,7 +119,7 @@ class Step:
 STEPS = st.lists(
     st.builds(
         Step,
-        st.sampled_from(["failed", "worked", "forgive", "sent"]),
+        st.sampled_from(["failed", "worked", "forgive", "sent", "undecided"]),
         st.floats(0, 20, allow_nan=False),
     ),
     max_size=40,

@@ -361,7 +361,10 @@ def test_a_board_that_keeps_failing_is_left_alone_until_a_probe_succeeds() -> No
         assert "no sign of life" in talk.dispatch.breaker.reason(key, loop.time())
         await asyncio.sleep(3)
         assert talk.dispatch.breaker.circuit(key, loop.time()) is Circuit.HALF_OPEN
-        talk.boards.scripts[key] = [answer("a", "well")]
+        talk.boards.scripts[key] = [[QueueFull(1, 1)], answer("a", "well")]
+        talk.usher.replicas.sort()
+        await talk()  # a probe that the board had no room for
+        assert talk.dispatch.breaker.circuit(key, loop.time()) is Circuit.HALF_OPEN
         talk.usher.replicas.sort()
         await talk()
         assert talk.dispatch.breaker.circuit(key, loop.time()) is Circuit.CLOSED

@@ -562,7 +562,9 @@ def test_a_board_that_joins_takes_what_waits() -> None:
     run_loop(main())
 
 
-def test_boards_that_are_left_alone_get_nothing_and_the_reason_is_told() -> None:
+def test_boards_that_are_left_alone_get_nothing_and_are_waited_for() -> None:
+    """For a while only, so that nobody is turned away because of it."""
+
     async def main() -> None:
         of = await hall("a", "b", limit=9)
         of.avoided.keys = {"replica of a"}
@@ -571,11 +573,26 @@ def test_boards_that_are_left_alone_get_nothing_and_the_reason_is_told() -> None
         await of.settle()
         assert not waiting.done()
         of.avoided.keys = {"replica of a", "replica of b"}
-        with pytest.raises(NoBoard, match="replica of a failed three times"):
-            await of.ask()
+        fresh = of.ask()
+        await of.hear(report("a"), report("b", running=1))
+        await of.settle()
+        assert not fresh.done()
         of.avoided.keys = {"replica of b"}
         await of.hear(report("a"), report("b", running=1))
-        assert board_of(await waiting) == "a"
+        (place, other) = (await waiting, fresh)
+        assert board_of(place) == "a"
+        place.ended(left=False)
+        assert board_of(await other) == "a"
+
+
+def test_where_no_board_is_there_but_one_that_is_left_alone_is_down_the_reason_is_told() -> None:
+    async def main() -> None:
+        of = await hall("a", report("b", state=BoardState.FAILED), limit=9)
+        of.avoided.keys = {"replica of a"}
+        of.boards.reported = [report("b", state=BoardState.FAILED)]
+        tried = Tried({"replica of a": BoardFailed("a", "cut")})
+        with pytest.raises(NoBoard, match="replica of a failed three times"):
+            await of.ask(tried=tried)
 
     run_loop(main())
 

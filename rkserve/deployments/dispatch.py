@@ -250,6 +250,7 @@ class Dispatch:
                 else:
                     return
                 finally:
+                    self.breaker.undecided(place.replica)
                     place.ended(left=one.left)
                 home.leave()
                 await self._pause(course, failures)

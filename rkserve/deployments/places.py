@@ -166,6 +166,10 @@ class Places:
         waiter.barred = waiter.ask.tried = found.barred
         waiter.ask.most = found.most
         if found.nobody:
+            soon = prospect(waiter.request, queue.boards, listing.desired, tried, ())
+            if blocked and not soon.nobody and soon.asks is None:
+                # They are there, and only left alone for a while: no reason to turn it away.
+                return await queue.aside(waiter)
             raise refusal(self._fleet, waiter.request.model, tried, self._avoided(blocked))
         if found.asks is not None:
             return queue.at_once(waiter, found.asks)

@@ -90,6 +90,12 @@ class Breaker:
             return self._open(board, now_s, rules.open_s)
         return False
 
+    def undecided(self, key: str) -> None:
+        """A request ended there without a word of the board's health: another may be the probe."""
+        board = self._boards.get(key)
+        if board is not None:
+            board.probe_s = None
+
     def forgive(self, key: str) -> None:
         """The last failure was not the board's fault."""
         board = self._boards.get(key)
