@@ -43,10 +43,13 @@ class Ground:
         self._gone: set[int] = set()  # processes that were killed, which reports may still name
 
     def victim(self) -> Victim:
-        """Wait until more than half of the boards serve, and choose one of them."""
+        """Wait until more than half of the boards are sent requests, and choose one of them.
+
+        One whose circuit is open gets none: it would only be lost by its probe, again and again.
+        """
 
         def look() -> Victim | None:
-            ready = self._ready()
+            ready = [one for one in self._ready() if one["circuit"]["state"] == "closed"]
             if 2 * len(ready) <= self._boards:
                 return None
             return _located(self._rng.choice(ready))
