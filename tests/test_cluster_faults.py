@@ -46,9 +46,10 @@ def well(boards: App) -> Iterator[App]:
 async def one_on_each(http: httpx.AsyncClient, text: str) -> AsyncIterator[dict[str, Reply]]:
     """Open one stream on each of the three boards.
 
-    The least load makes sure of that, once the Router has heard of a board that has come back.
+    The least load makes sure of that, once the Router has heard of a board that has come back, and
+    no longer leaves it alone for what it did in the tests before: a minute at most.
     """
-    for _ in range(30):
+    for _ in range(300):
         async with AsyncExitStack() as stack:
             streams = [await stack.enter_async_context(streaming(http, text)) for _ in range(3)]
             replies = {stream.board: stream for stream in streams}
