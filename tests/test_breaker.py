@@ -27,6 +27,7 @@ def test_a_board_that_nobody_complained_of_is_sent_everything() -> None:
     assert made.allows(KEY, 0.0)
     assert made.reason(KEY, 0.0) == ""
     assert made.blocked(0.0) == []
+    assert made.soonest_s(0.0) is None
 
 
 @pytest.mark.parametrize(("times", "allowed"), [(2, True), (3, False), (9, False)])
@@ -34,6 +35,7 @@ def test_enough_failures_open_it(times: int, allowed: bool) -> None:
     made = failed(times)
     assert made.allows(KEY, 1.9) is allowed
     assert (made.blocked(1.9) == [KEY]) is not allowed
+    assert made.soonest_s(1.9) == (None if allowed else 2.0)
     assert made.allows("another", 1.9)
 
 
@@ -56,6 +58,7 @@ def test_after_a_while_one_probe_is_let_through() -> None:
     assert made.circuit(KEY, 2.0) is Circuit.HALF_OPEN
     made.sent(KEY, 2.0)
     assert made.circuit(KEY, 2.1) is Circuit.OPEN
+    assert made.soonest_s(2.1) == 2.0 + RULES.probe_s
     made.worked(KEY)
     assert made.circuit(KEY, 2.2) is Circuit.CLOSED
 

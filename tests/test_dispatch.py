@@ -306,13 +306,21 @@ def test_who_has_no_word_of_an_answer_is_told_that_it_waited_too_long() -> None:
     run_loop(main())
 
 
-def test_it_does_not_wait_for_ever() -> None:
+@pytest.mark.parametrize(
+    ("refusal", "told"),
+    [
+        pytest.param(NoBoard("sim-chat", "a: crashed"), NoBoard, id="no board is left"),
+        pytest.param(QueueTimeout(30.0, 1), EngineDied, id="others are busy: the loss is told"),
+    ],
+)
+def test_it_does_not_wait_for_ever(refusal: RkserveError, told: type[RkserveError]) -> None:
     async def main() -> None:
         talk = Talk(half("a", EngineDied("a", "SIGSEGV")))
+        talk.usher.refusal = refusal
         talk.usher.away = lambda: bool(talk.boards.opened)
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        with pytest.raises(NoBoard):
+        with pytest.raises(told):
             await talk()
         assert 30 <= loop.time() - began_s < 32
 

@@ -69,9 +69,13 @@ class Avoided:
     """Boards that are left alone."""
 
     keys: set[str] = field(default_factory=set)
+    until_s: float | None = None
 
-    def blocked(self, _now_s: float) -> Collection[str]:
-        return self.keys
+    def blocked(self, now_s: float) -> Collection[str]:
+        return self.keys if self.until_s is None or now_s < self.until_s else ()
+
+    def soonest_s(self, _now_s: float) -> float | None:
+        return self.until_s
 
     def reason(self, key: str, _now_s: float) -> str:
         return f"{key} failed three times"
@@ -583,6 +587,21 @@ def test_boards_that_are_left_alone_get_nothing_and_are_waited_for() -> None:
         assert board_of(place) == "a"
         place.ended(left=False)
         assert board_of(await other) == "a"
+
+    run_loop(main())
+
+
+def test_who_waits_for_boards_that_are_left_alone_waits_no_longer_than_that() -> None:
+    """Also where no report comes that would wake it."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        of = await hall("a", limit=9)
+        of.avoided.keys, of.avoided.until_s = {"replica of a"}, loop.time() + 2.0
+        assert board_of(await of.ask()) == "a"
+        assert loop.time() == pytest.approx(of.avoided.until_s, abs=0.01)
+
+    run_loop(main())
 
 
 def test_where_no_board_is_there_but_one_that_is_left_alone_is_down_the_reason_is_told() -> None:

@@ -267,8 +267,12 @@ class Dispatch:
         while True:
             try:
                 place = await self.places.take(course.request, tried, claim)
-            except _LATER:
-                if not course.accepted or time.monotonic() >= until_s:
+            except _LATER as exc:
+                if not course.accepted:
+                    raise
+                if time.monotonic() >= until_s:
+                    if course.cause is not None and isinstance(exc, QueueTimeout):
+                        raise course.cause from exc  # that it had to wait is not what went wrong
                     raise
                 if not course.begun and self._is_hopeless(course.request.model):
                     raise

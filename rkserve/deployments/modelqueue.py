@@ -142,8 +142,10 @@ class ModelQueue:
             self.waiters.pop(waiter.ask.request_id, None)
             self._picky.pop(waiter, None)
 
-    async def aside(self, waiter: Waiter) -> Place | None:
+    async def aside(self, waiter: Waiter, again_s: float | None = None) -> Place | None:
         """Wait until boards or what they shall be have changed, without a turn in the queue.
+
+        At ``again_s`` of the monotonic clock, too, it must be looked at again.
 
         Raises as ``wait``.
         """
@@ -158,8 +160,11 @@ class ModelQueue:
         self.waiters[waiter.ask.request_id] = waiter
         try:
             limit_s = until_s if deadline_s is None else min(until_s, deadline_s)
-            return await asyncio.wait_for(granted, max(0.0, limit_s - now_s))
+            wake_s = limit_s if again_s is None else min(limit_s, again_s)
+            return await asyncio.wait_for(granted, max(0.0, wake_s - now_s))
         except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+            if wake_s < limit_s:
+                return None
             waited_s = time.monotonic() - waiter.since_s
             if deadline_s is not None and deadline_s <= until_s:
                 raise DeadlineUnreachable(waiter.claim.timeout_s, waited_s) from None

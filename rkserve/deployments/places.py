@@ -49,6 +49,9 @@ class Avoid(Protocol):
     def blocked(self, now_s: float) -> Collection[str]:
         """Return the keys of boards that are sent nothing now."""
 
+    def soonest_s(self, now_s: float) -> float | None:
+        """Return when the first of them may be sent a request; None: there is none."""
+
     def reason(self, key: str, now_s: float) -> str:
         """Say why."""
 
@@ -169,7 +172,7 @@ class Places:
             soon = prospect(waiter.request, queue.boards, listing.desired, tried, ())
             if blocked and not soon.nobody and soon.asks is None:
                 # They are there, and only left alone for a while: no reason to turn it away.
-                return await queue.aside(waiter)
+                return await queue.aside(waiter, self._soonest_s())
             raise refusal(self._fleet, waiter.request.model, tried, self._avoided(blocked))
         if found.asks is not None:
             return queue.at_once(waiter, found.asks)
@@ -177,6 +180,9 @@ class Places:
 
     def _blocked(self) -> Collection[str]:
         return () if self._avoid is None else self._avoid.blocked(time.monotonic())
+
+    def _soonest_s(self) -> float | None:
+        return None if self._avoid is None else self._avoid.soonest_s(time.monotonic())
 
     def _avoided(self, blocked: Collection[str]) -> list[str]:
         if self._avoid is None:

@@ -67,6 +67,10 @@ class Breaker:
         """Return the keys of the boards that are sent nothing now."""
         return [key for key in self._boards if self.circuit(key, now_s) is Circuit.OPEN]
 
+    def soonest_s(self, now_s: float) -> float | None:
+        """Return when the first of ``blocked`` may be sent something; None: there is none."""
+        return min([self._again_s(self._boards[key]) for key in self.blocked(now_s)], default=None)
+
     def sent(self, key: str, now_s: float) -> None:
         """The board is sent a request; the first one after a while is the probe."""
         board = self._boards.get(key)
@@ -127,3 +131,9 @@ class Breaker:
 
     def _is_probed(self, board: _Board, now_s: float) -> bool:
         return board.probe_s is not None and now_s < board.probe_s + self._rules.probe_s
+
+    def _again_s(self, board: _Board) -> float:
+        """Return until when an open circuit stays open, if nothing is heard of the board."""
+        assert board.until_s is not None
+        probed_s = 0.0 if board.probe_s is None else board.probe_s + self._rules.probe_s
+        return max(board.until_s, probed_s)

@@ -88,6 +88,7 @@ class Course:
         self.accepted = False  # by any board
         self.queued_ms = 0.0  # that it has waited for boards at this Router
         self.times = 0
+        self.cause: RkserveError | None = None  # what it lost a board by, if not by waiting
         self.strikes: list[Strike] = []
 
     # -- what boards say ----------------------------------------------------------------------
@@ -208,6 +209,8 @@ class Course:
         One that rests, or waits elsewhere, is not what the board died of.
         """
         self.times += 1
+        if not isinstance(exc, QueueTimeout):
+            self.cause = exc
         self._arrived = False
         if self._lost_s is None:
             self._lost_s = now_s
