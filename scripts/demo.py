@@ -21,6 +21,7 @@ import yaml
 from rkserve.config import parse_config
 from rkserve.deployments.front import FLAG, available, environ
 from rkserve.errors import ConfigError
+from rkserve.ports import free_ports
 
 PROJECT = Path(__file__).resolve().parents[1]
 CONFIG = PROJECT / "serve_config.yaml"
@@ -70,7 +71,7 @@ def main() -> int:
 
 def _serve(url: str, log: BinaryIO, folder: Path) -> int:
     """Run the cluster until Ctrl-C, with HAProxy in front of it where Ray has that."""
-    front = environ(folder, _free_port) if available() and FLAG not in os.environ else {}
+    front = environ(folder, free_ports()) if available() and FLAG not in os.environ else {}
     serve = subprocess.Popen(
         [Path(sys.executable).parent / "serve", "run", str(CONFIG)],
         cwd=PROJECT,
@@ -146,12 +147,6 @@ def _dashboard() -> str:
 def _is_taken(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _as_interrupt(*_: object) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from rkserve.messages import BoardReport, BoardState
+from rkserve.ports import free_port
 
 T = TypeVar("T")
 
@@ -49,14 +49,6 @@ def wait_for(what: str, look: Callable[[], T | None], timeout_s: float = 60.0) -
             raise AssertionError(f"within {timeout_s:.0f} s: {what}")
         time.sleep(0.05)
     return found
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 # What tells an old report of a board from its latest one.

@@ -14,8 +14,10 @@ from typing import IO
 import httpx
 import pytest
 import yaml
-from local_cluster import PROJECT, START_S, expect_no_process_of, free_port, wait_for
+from local_cluster import PROJECT, START_S, expect_no_process_of, wait_for
 from talk import CHAT, MODEL, chat_body
+
+from rkserve.ports import free_port
 
 pytestmark = pytest.mark.ray
 

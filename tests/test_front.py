@@ -36,7 +36,7 @@ def test_only_addresses_of_this_machine_hide_nobody(host: str | None, alone: boo
 
 def test_two_rays_of_a_machine_share_neither_files_nor_ports(tmp_path: Path) -> None:
     ports = itertools.count(1)
-    one, two = (environ(tmp_path / name, lambda: next(ports)) for name in ("one", "two"))
+    one, two = (environ(tmp_path / name, ports) for name in ("one", "two"))
     assert one[FLAG] == two[FLAG] == "1"
     own = {name for name in one if one[name] != two[name]}
     assert own == {name for name in one if any(w in name for w in ("PATH", "LOC", "STATE", "PORT"))}

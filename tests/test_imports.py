@@ -28,6 +28,7 @@ GROUND = frozenset(
         "metrics",
         "names",
         "parameters",
+        "ports",
     }
 )
 MAY_IMPORT: dict[str, frozenset[str]] = {

@@ -5,7 +5,6 @@ It knows how each one is started and what it is told, and nothing of what is mea
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,7 @@ from rkserve.deployments.front import FLAG, available, environ
 from rkserve.groupconfig import BoardGroupConfig, SimulatedConfig
 from rkserve.modelfolder import open_model_folder
 from rkserve.native.sim.build import ensure_built
+from rkserve.ports import free_port, free_ports
 from rkserve.wire.renderer import Renderer
 
 HOST = "127.0.0.1"
@@ -233,7 +233,7 @@ class Crew:
             return {**RAY_ENVIRON, FLAG: "0"}
         place = self._folder / "f"  # short: the path of HAProxy's socket may have 97 characters
         place.mkdir(exist_ok=True)
-        return {**RAY_ENVIRON, **environ(place, free_port)}
+        return {**RAY_ENVIRON, **environ(place, free_ports())}
 
     def _child(self, module: str, environ: dict[str, str] | None = None) -> Child:
         return Child(module, self._folder / f"{module.rpartition('.')[2]}.log", environ)
@@ -250,10 +250,3 @@ def chat_body(model: str, messages: Sequence[Json], new_tokens: int, **more: Any
         "stream_options": {"include_usage": True},
         **more,
     }
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])

