@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -33,7 +33,6 @@ from rkserve.native.runtime import Perf, RunEnd
 
 log = logging.getLogger(__name__)
 
-READ_SIZE = 1 << 16
 STDERR_LINES = 40
 ERROR_LINES = 3
 MAX_LINE = 1 << 16
@@ -42,6 +41,23 @@ WORDS_LAG_S = 0.05
 REFUSALS: Mapping[str, type[NativeError]] = {
     refusal.__name__: refusal for refusal in (LibraryMissing, ReleaseRefused, LoadFailed, Misuse)
 }
+
+
+class _Pipe(asyncio.Protocol):
+    """Where the engine's frames come out. A stream's reader would be woken for every token."""
+
+    def __init__(self, take: Callable[[bytes], None]) -> None:
+        self._take = take
+        self.over = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        """Take what the engine says."""
+        self._take(data)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        """It says nothing any more."""
+        if not self.over.done():
+            self.over.set_result(None)
 
 
 class EngineProcess:
@@ -61,8 +77,10 @@ class EngineProcess:
         self.died: asyncio.Future[str] = loop.create_future()
         self.pid = process.pid
         self.facts = EngineFacts("", per_run_sampling=False, quirks={}, load_s=0.0)
+        self._pipe = _Pipe(self._take)
+        self._transport: asyncio.ReadTransport | None = None
         self._tasks = (
-            asyncio.create_task(self._read_frames(), name="engine frames"),
+            asyncio.create_task(self._follow(), name="engine frames"),
             asyncio.create_task(self._read_log(), name="engine log"),
         )
 
@@ -74,25 +92,43 @@ class EngineProcess:
             NativeError: ``LibraryMissing``, ``ReleaseRefused`` or ``LoadFailed``, with the words
                 of the library where it said any.
         """
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "rkserve.native.engine",
-            str(spec.beat_s),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=_environ(spec),
-            # Ctrl-C in the terminal of `serve run` must reach the engine through its board only.
-            start_new_session=True,
-        )
+        outlet, inlet = os.pipe()
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, outlet)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "rkserve.native.engine",
+                    str(spec.beat_s),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=inlet,
+                    stderr=asyncio.subprocess.PIPE,
+                    env=_environ(spec),
+                    # Ctrl-C in the terminal of `serve run` must reach the engine through its board.
+                    start_new_session=True,
+                )
+            finally:
+                os.close(inlet)
+            stack.pop_all()  # from here on the transport closes it
         engine = cls(board_id, process)
         try:
+            await engine._listen(outlet)
             await engine._load(spec)
         except BaseException:
             await engine.kill()
             raise
         return engine
+
+    async def _listen(self, outlet: int) -> None:
+        """Read the engine's frames from a pipe, which is closed behind them."""
+        file = os.fdopen(outlet, "rb", buffering=0)
+        loop = asyncio.get_running_loop()
+        try:
+            self._transport, _ = await loop.connect_read_pipe(lambda: self._pipe, file)
+        except BaseException:
+            self._pipe.connection_lost(None)  # or nobody would hear of the engine's end
+            raise
 
     async def _load(self, spec: EngineSpec) -> None:
         if (spec.params.tokenize, spec.params.embed) != (None, None):
@@ -200,20 +236,23 @@ class EngineProcess:
         if stdin is not None and not stdin.is_closing():
             stdin.write(frame)
 
-    async def _read_frames(self) -> None:
-        stdout = self._process.stdout
-        assert stdout is not None
+    def _take(self, chunk: bytes) -> None:
+        """Read what the engine says."""
         try:
-            while chunk := await stdout.read(READ_SIZE):
-                self._last_sign_s = asyncio.get_running_loop().time()
-                for kind, payload in self._reader.feed(chunk):
-                    self._dispatch(kind, payload)
+            self._last_sign_s = asyncio.get_running_loop().time()
+            for kind, payload in self._reader.feed(chunk):
+                self._dispatch(kind, payload)
         except Exception:
-            # A corrupt stream, or a bug in a token's receiver. Without this task nobody would
-            # ever learn of the engine's end, so it is ended here.
+            # A corrupt stream, or a bug in a token's receiver. What comes behind it makes no sense.
             log.exception("board %s: the engine's frames cannot be read", self._board_id)
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
+            if self._transport is not None:
+                self._transport.close()
+
+    async def _follow(self) -> None:
+        """Wait for the engine's end, and tell all who wait for it."""
+        await self._pipe.over
         self._bury(await self._epitaph())
 
     def _dispatch(self, kind: Kind, payload: bytes) -> None:
