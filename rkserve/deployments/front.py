@@ -17,6 +17,8 @@ ONE_LOOP = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
+# Ray's own 0.1 s wakes every replica ten times a second, which on a board is never idle then.
+METRICS_MS = 5000
 DRAIN_S = 1  # on one machine nobody need be told for 30 s that a Router leaves
 
 
@@ -33,6 +35,7 @@ def environ(folder: Path, ports: Iterator[int]) -> dict[str, str]:
     return {
         FLAG: "1",
         **ONE_LOOP,
+        "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": str(METRICS_MS),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(next(ports)),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(next(ports)),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
