@@ -183,7 +183,7 @@ class ChannelConfig(Settings):
         15.0,
         gt=0,
         description="How often a Router tries again to reach a board to which it has no "
-        "connection; its tokens come through Ray until then.",
+        "connection; its generations go through Ray until then.",
     )
 
     @model_validator(mode="after")

@@ -1,52 +1,24 @@
-"""Both ends of the channel over real sockets, with a call in place of Ray's."""
+"""Both ends of the channel over real sockets, with calls in place of Ray's."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
 from fake_boards import Step, report
-from ray.exceptions import RayTaskError, TaskCancelledError
 
 from rkserve.config import ChannelConfig
 from rkserve.deployments.channel_board import Address, Outlet
 from rkserve.deployments.channel_router import Channels
 from rkserve.deployments.link import RayLink
-from rkserve.errors import RkserveError
-from rkserve.messages import Event, GenerateRequest
+from rkserve.messages import BoardReport, Event, GenerateRequest
 
 # Silence that nobody takes for a loss, however slow the machine is.
 PATIENT = ChannelConfig(silence_s=120.0, retry_s=0.01)
 HASTY = ChannelConfig(heartbeat_s=0.05, silence_s=0.5, retry_s=0.01)
-
-
-class Call:
-    """A call of Ray's: it goes on by itself, is awaited, and may be cancelled."""
-
-    def __init__(self, work: Awaitable[Any]) -> None:
-        self.task = asyncio.ensure_future(work)
-        self.cancelled = False
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        return self._answer().__await__()
-
-    async def _answer(self) -> Any:
-        await asyncio.wait({self.task})
-        if self.task.cancelled():
-            raise TaskCancelledError
-        error = self.task.exception()
-        if isinstance(error, RkserveError):
-            raise RayTaskError("generate_on", "a traceback", error)
-        if error is not None:
-            raise error
-        return self.task.result()
-
-    def cancel(self) -> None:
-        self.cancelled = True
-        self.task.cancel()
 
 
 class Board:
@@ -54,12 +26,17 @@ class Board:
 
     def __init__(self, name: str, config: ChannelConfig = PATIENT) -> None:
         self.name = name
-        self.outlet = Outlet(name, config)
+        self.outlet = Outlet(name, config, Callee(self))
         self.steps: list[Step] = []
         self.running = 0
+        self.requests: list[GenerateRequest] = []
         self.streamed = 0  # through Ray
-        self.calls: list[Call] = []
+        self.reports: list[str] = []  # the ways by which it was asked for one
+        self.mute: asyncio.Event | None = None  # it says nothing of itself until then
         self.offers: Callable[[], Address | None] = lambda: self.outlet.address
+        table = SimpleNamespace(curr_replicas={})
+        self._router = SimpleNamespace(_asyncio_router=SimpleNamespace(_request_router=table))
+        self.listed: dict[str, Any] = table.curr_replicas
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """What a generation brings."""
@@ -78,8 +55,6 @@ class Board:
 
     # -- as the handle of its deployment ------------------------------------------------------
 
-    _router = None
-
     def options(self, **_: Any) -> Board:
         return self
 
@@ -88,16 +63,18 @@ class Board:
         return SimpleNamespace(remote=self._stream)
 
     @property
-    def generate_on(self) -> Any:
-        return SimpleNamespace(remote=self._carry)
-
-    @property
     def channel(self) -> Any:
         return SimpleNamespace(remote=lambda: Call(self._offer()))
 
+    @property
+    def report(self) -> Any:
+        return SimpleNamespace(remote=lambda: Call(self._report()))
+
     def broadcast(self, _: str) -> Any:
         async def results_async(**_: Any) -> list[Any]:
-            return [report(self.name)]
+            replica = f"replica of {self.name}"
+            self.listed[replica] = SimpleNamespace(replica_id=SimpleNamespace(unique_id=replica))
+            return [await self._report()]
 
         return SimpleNamespace(results_async=results_async)
 
@@ -106,22 +83,56 @@ class Board:
         events = self.events()
         return SimpleNamespace(__anext__=events.__anext__, cancel=lambda: None)
 
-    def _carry(self, _: GenerateRequest, line: int, stream: int) -> Call:
-        call = Call(self.outlet.carry(line, stream, self.events()))
-        self.calls.append(call)
-        return call
+    async def _report(self) -> BoardReport:
+        self.reports.append("ray")
+        return report(self.name)
 
     async def _offer(self) -> Address | None:
         return self.offers()
 
 
+class Call:
+    """A call of Ray's: it goes on by itself, is awaited, and may be cancelled."""
+
+    def __init__(self, work: Awaitable[Any]) -> None:
+        self._task = asyncio.ensure_future(work)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._task.__await__()
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+
+class Callee:
+    """What Routers call over their connections."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
+        self._board.requests.append(request)
+        async with aclosing(self._board.events()) as events:
+            async for event in events:
+                yield event
+
+    async def report(self) -> BoardReport:
+        self._board.reports.append("channel")
+        if self._board.mute is not None:
+            await self._board.mute.wait()
+        return report(self._board.name)
+
+
 @asynccontextmanager
 async def router(
-    *boards: Board, config: ChannelConfig = PATIENT, connected: bool = True
+    *boards: Board,
+    config: ChannelConfig = PATIENT,
+    connected: bool = True,
+    report_timeout_s: float = 60.0,
 ) -> AsyncIterator[tuple[Channels, list[RayLink]]]:
     """A Router with a link to each board; both ends are closed behind it."""
     channels = Channels(config)
-    links = [RayLink(board, board.name, 60.0, channels) for board in boards]
+    links = [RayLink(board, board.name, report_timeout_s, channels) for board in boards]
     for board in boards:
         if board.outlet.address is None and config.enabled:
             await board.outlet.listen("127.0.0.1")

@@ -44,9 +44,9 @@ def test_an_answer_comes_over_the_connection_and_not_through_ray() -> None:
             assert (found[0], spoken(found)) == (accepted("sim-0"), "Hello there")
             assert isinstance(found[-1], Finished)
             assert channels.counts() == ({"channel": 1, "ray": 0}, 1)
-            assert (board.streamed, board.running) == (0, 0)
-            await until(board.calls[0].task.done)
-            assert not board.calls[0].cancelled
+            await until(lambda: board.running == 0)
+            assert board.streamed == 0
+            assert board.requests == [REQUEST]
 
     run_loop(main())
 
@@ -118,7 +118,6 @@ def test_hanging_up_frees_the_board() -> None:
             events = link.open(REQUEST, "replica of sim-0")
             await anext(events)
             assert board.running == 1
-            board.calls[0].cancel = lambda: None  # type: ignore[method-assign] # Ray is slow
             await events.aclose()
             await until(lambda: board.running == 0)
             board.steps = words("next")
@@ -134,12 +133,7 @@ def test_a_reader_who_leaves_before_the_call_is_there_never_has_the_board() -> N
         async with router(board) as (channels, [link]):
             line = channels.line("replica of sim-0")
             assert line is not None
-            inbox = line.enter()
-            line.leave(inbox)
-            (guest,) = board.outlet._lines.values()
-            await until(lambda: bool(guest._left))
-            assert await board.outlet.carry(line.number, inbox.stream, board.events())
-            assert board.running == 0
+            line.leave(line.generate(REQUEST))
             board.steps = words("next")
             assert spoken(await read(link, board)) == "next"
 
@@ -157,7 +151,6 @@ def test_a_reader_who_is_cancelled_frees_the_board() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await reading
             await until(lambda: board.running == 0)
-            assert board.calls[0].cancelled
 
     run_loop(main())
 
@@ -254,7 +247,8 @@ def test_a_connection_that_ends_before_the_board_reads_the_call_costs_nothing() 
         board = Board("sim-0")
         board.steps = words("Hello")
         async with router(board) as (channels, [link]):
-            board.outlet._lines.clear()  # it is lost there, and the Router has not heard yet
+            for line in list(board.outlet._open):
+                line._transport.abort()  # type: ignore[union-attr] # the Router has not heard yet
             assert spoken(await read(link, board)) == "Hello"
             assert (board.streamed, channels.streams) == (1, {"channel": 0, "ray": 1})
 
@@ -273,7 +267,7 @@ def test_a_frozen_board_is_noticed_by_its_silence() -> None:
                 line._transport.pause_reading()  # type: ignore[union-attr]
             with pytest.raises(BoardSilent, match="no sign of life"):
                 await anext(events)
-            await until(lambda: board.calls[0].cancelled)
+            assert board.streamed == 0, "Ray would say nothing for long"
 
     run_loop(main())
 
@@ -327,7 +321,7 @@ def test_a_router_that_does_not_read_fills_no_memory_and_misses_nothing() -> Non
             await until(lambda: board.running == 1)
             ends[0].pause_reading()  # type: ignore[union-attr]
             go.set()
-            await until(board.calls[0].task.done)
+            await until(lambda: not guest.tasks)
             assert guest._line is not None
             assert guest._line.full
             assert len(guest._waiting) <= 3, "what waits has been merged"
@@ -467,6 +461,126 @@ def test_half_a_frame_is_waited_for() -> None:
             go.set()
             assert await anext(events) == Delta("b", (2,))
             await events.aclose()
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param([[7, 0]], id="a call without a request"),
+        pytest.param([[7, 0, "r", "m", "no ids"]], id="a request that is none"),
+        pytest.param([[7, 9]], id="an unknown call"),
+        pytest.param([[7, 0, "r", "m", [1], 4], [7, 0, "r", "m", [1], 4]], id="one number twice"),
+    ],
+)
+def test_a_router_that_talks_nonsense_is_cut_off(said: list[list[object]]) -> None:
+    async def main() -> None:
+        board = Board("sim-0")
+        board.steps = [accepted("sim-0"), asyncio.Event()]
+        async with router(board) as (channels, [link]):
+            line = channels.line("replica of sim-0")
+            assert line is not None
+            line.line.send(said)
+            await until(lambda: not line.open)
+            await until(lambda: board.running == 0 and not board.outlet._open)
+            await connect(channels, [board], [link])
+            board.steps = words("again")
+            assert spoken(await read(link, board)) == "again"
+
+    run_loop(main())
+
+
+def test_a_bug_of_the_board_is_told_as_one_and_costs_no_other_stream(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        board, go = Board("sim-0"), asyncio.Event()
+        board.steps = [accepted("sim-0"), go, Delta("a", (1,)), finished(1)]
+        async with router(board) as (_, [link]):
+            reading = asyncio.ensure_future(read(link, board))
+            await until(lambda: board.running == 1)
+            board.steps = [accepted("sim-0"), ZeroDivisionError("secret")]
+            with pytest.raises(BoardFailed, match="an internal error; see the board's log"):
+                await read(link, board)
+            go.set()
+            assert spoken(await reading) == "a"
+
+    run_loop(main())
+    assert "ZeroDivisionError: secret" in caplog.text
+
+
+def test_reports_come_over_connections_once_they_are_there() -> None:
+    async def main() -> None:
+        board = Board("sim-0")
+        async with router(board) as (_, [link]):
+            board.reports.clear()
+            assert [one.board_id for one in await link.reports()] == ["sim-0"]
+            assert board.reports == ["channel"]
+            assert link.complete
+
+    run_loop(main())
+
+
+def test_who_does_not_report_over_its_connection_is_asked_by_ray() -> None:
+    async def main() -> None:
+        board = Board("sim-0")
+        async with router(board, report_timeout_s=0.2) as (_, [link]):
+            board.reports.clear()
+            board.mute = asyncio.Event()
+            assert [one.board_id for one in await link.reports()] == ["sim-0"]
+            assert board.reports == ["channel", "ray"]
+
+    run_loop(main())
+
+
+def test_a_connection_that_is_lost_ends_the_wait_for_a_report() -> None:
+    async def main() -> None:
+        board = Board("sim-0")
+        async with router(board) as (channels, _):
+            line = channels.line("replica of sim-0")
+            assert line is not None
+            board.mute = asyncio.Event()
+            asked = asyncio.ensure_future(line.report())
+            await until(lambda: board.reports[-1] == "channel")
+            for one in list(board.outlet._open):
+                one._transport.abort()  # type: ignore[union-attr] # as its kernel does
+            with pytest.raises(BoardFailed):
+                await asked
+
+    run_loop(main())
+
+
+def test_a_board_that_is_ended_finishes_its_answers_and_takes_no_others() -> None:
+    async def main() -> None:
+        board, go = Board("sim-0"), asyncio.Event()
+        board.steps = [accepted("sim-0"), go, Delta("a", (1,)), finished(1)]
+        async with router(board) as (_, [link]):
+            reading = asyncio.ensure_future(read(link, board))
+            await until(lambda: board.running == 1)
+            drained = asyncio.ensure_future(board.outlet.drain(120.0))
+            with pytest.raises(BoardFailed, match="its replica is being ended"):
+                await read(link, board)
+            assert not drained.done()
+            go.set()
+            await drained
+            assert spoken(await reading) == "a"
+            assert len(board.requests) == 1
+
+    run_loop(main())
+
+
+def test_a_board_that_is_ended_waits_no_longer_than_it_may() -> None:
+    async def main() -> None:
+        board = Board("sim-0")
+        board.steps = [accepted("sim-0"), asyncio.Event()]
+        async with router(board) as (_, [link]):
+            reading = asyncio.ensure_future(read(link, board))
+            await until(lambda: board.running == 1)
+            await board.outlet.drain(0.05)
+            await board.outlet.close()
+            with pytest.raises(BoardFailed):
+                await reading
 
     run_loop(main())
 

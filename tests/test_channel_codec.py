@@ -83,8 +83,6 @@ def test_an_event_comes_back_as_it_was(event: Event) -> None:
 
 def value_of(hint: Any) -> st.SearchStrategy[Any]:
     """Any value of a field's type."""
-    if hint is float:
-        return st.floats(allow_nan=False)  # which equals nothing
     if hint is str:
         return st.text(st.characters())
     if hint is tuple[tuple[int, str], ...]:
@@ -104,7 +102,8 @@ def value_of(hint: Any) -> st.SearchStrategy[Any]:
     )
 )
 def test_whatever_an_event_says_survives(event: Event) -> None:
-    assert codec.unpack(sent(event)) == event
+    # What is no number equals nothing, not even itself.
+    assert repr(codec.unpack(sent(event))) == repr(event)
 
 
 def test_the_usual_delta_is_short() -> None:

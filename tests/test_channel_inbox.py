@@ -1,4 +1,4 @@
-"""A stream at the Router: events and the call's end overtake each other, and nothing is lost."""
+"""A stream at the Router: every event is read, and then how it ended."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import pytest
 from fake_boards import accepted, finished
 from own_time import run_loop
 
-from rkserve.deployments.channel_inbox import STRAGGLERS_S, VERDICT_S, Inbox
-from rkserve.errors import BoardFailed, BoardGone, BoardSilent, QueueFull, RkserveError
+from rkserve.deployments.channel_inbox import Inbox
+from rkserve.errors import BoardFailed, RkserveError
 from rkserve.messages import Delta, Event
 
 HELLO: list[Event] = [accepted("sim-0"), Delta("a", (1,))]
 LOST = BoardFailed("sim-0", "the connection ended")
-SILENT = BoardSilent("sim-0", "no sign of life")
-GONE = BoardGone("sim-0", "its replica died")
 OWN = BoardFailed("sim-0", "SIGSEGV")
 
 
@@ -45,41 +43,28 @@ def _events(inbox: Inbox) -> None:
 _DOES: Mapping[str, Callable[[Inbox], None]] = {
     "events": _events,
     "finished": lambda inbox: inbox.put(finished(1)),
-    "mark": lambda inbox: inbox.end(),
+    "end": lambda inbox: inbox.end(),
+    "raised": lambda inbox: inbox.fail(OWN),
     "lost": lambda inbox: inbox.cut(LOST),
-    "silent": lambda inbox: inbox.cut(SILENT, 0.0),
-    "ok": lambda inbox: inbox.answered(None, reached=True),
-    "raised": lambda inbox: inbox.answered(OWN, reached=True),
-    "full": lambda inbox: inbox.answered(QueueFull(1, 2), reached=True),
-    "died": lambda inbox: inbox.answered(GONE, reached=False),
 }
 
 
 @pytest.mark.parametrize(
-    ("steps", "events", "error"),
+    ("steps", "events", "error", "lost"),
     [
-        pytest.param("events finished mark ok", 3, None, id="in order"),
-        pytest.param("ok events finished mark", 3, None, id="the call's end comes first"),
-        pytest.param("events finished ok mark", 3, None, id="the call's end before the mark"),
-        pytest.param("events mark raised", 2, OWN, id="an error behind the events"),
-        pytest.param("raised events mark", 2, OWN, id="an error that overtakes the events"),
-        pytest.param("mark full", 0, QueueFull, id="a refusal"),
-        pytest.param("full mark", 0, QueueFull, id="a refusal that overtakes its mark"),
-        pytest.param("died", 0, GONE, id="it never got there"),
-        pytest.param("events died lost", 2, GONE, id="Ray says first that it died"),
-        pytest.param("events lost died", 2, GONE, id="the connection says first that it died"),
-        pytest.param("events lost", 2, LOST, id="only the connection is lost"),
-        pytest.param("lost", 0, LOST, id="lost before anything"),
-        pytest.param("events silent", 2, SILENT, id="a frozen board"),
-        pytest.param("events died", 2, GONE, id="Ray alone says that it died"),
-        pytest.param("events ok lost", 2, LOST, id="it ended well, and the rest was lost"),
-        pytest.param("events mark lost raised", 2, OWN, id="lost behind the last event"),
-        pytest.param("events finished lost", 3, LOST, id="lost behind the end"),
+        pytest.param("events finished end", 3, None, False, id="in order"),
+        pytest.param("events raised end", 2, OWN, False, id="an error behind the events"),
+        pytest.param("raised end", 0, OWN, False, id="a refusal"),
+        pytest.param("events lost", 2, LOST, True, id="the connection is lost"),
+        pytest.param("lost", 0, LOST, True, id="lost before anything"),
+        pytest.param("events raised lost", 2, OWN, False, id="lost behind the error"),
+        pytest.param("events finished lost", 3, None, True, id="lost behind the last event"),
+        pytest.param("events finished end lost", 3, None, False, id="lost behind the end"),
     ],
 )
 @pytest.mark.parametrize("waits", [False, True], ids=["read later", "read meanwhile"])
 def test_every_event_is_read_and_then_the_end(
-    steps: str, events: int, error: RkserveError | type[RkserveError] | None, waits: bool
+    steps: str, events: int, error: RkserveError | None, lost: bool, waits: bool
 ) -> None:
     async def main() -> None:
         inbox = Inbox(1)
@@ -90,31 +75,10 @@ def test_every_event_is_read_and_then_the_end(
                 await asyncio.sleep(0)
         found, raised = await (reading or everything(inbox))
         assert [*HELLO, finished(1)][:events] == found
-        if isinstance(error, type):
-            assert type(raised) is error
-        else:
-            assert raised is error
-
-    run_loop(main())
-
-
-@pytest.mark.parametrize(
-    ("steps", "waited_s"),
-    [
-        pytest.param("lost", VERDICT_S, id="for Ray's verdict on a lost connection"),
-        pytest.param("silent", 0.0, id="not for that on a frozen board"),
-        pytest.param("events died", STRAGGLERS_S, id="for the events of a board that Ray lost"),
-        pytest.param("died", 0.0, id="not for those of one that was never reached"),
-        pytest.param("events lost raised", 0.0, id="for nothing once both have spoken"),
-    ],
-)
-def test_how_long_the_end_is_waited_for(steps: str, waited_s: float) -> None:
-    async def main() -> None:
-        inbox = Inbox(1)
-        play(inbox, steps.split())
-        began_s = asyncio.get_running_loop().time()
-        await everything(inbox)
-        assert asyncio.get_running_loop().time() - began_s == pytest.approx(waited_s, abs=0.01)
+        assert raised is error
+        assert inbox.lost is lost
+        assert inbox.heard is (steps != "lost")
+        assert inbox.over
 
     run_loop(main())
 
@@ -127,7 +91,7 @@ def test_what_nobody_reads_becomes_one_delta() -> None:
             inbox.put(Delta("x", (number,)))
         inbox.put(Delta("!", (), retract=3))
         inbox.put(finished(1000))
-        play(inbox, ["mark", "ok"])
+        play(inbox, ["end"])
         found, _ = await everything(inbox)
         assert len(found) == 4
         assert found[1] == Delta("x" * 1000, tuple(range(1000)), lengths=(1,) * 1000)
@@ -144,6 +108,6 @@ def test_a_reader_who_leaves_is_not_waited_for() -> None:
         with pytest.raises(asyncio.CancelledError):
             await reading
         inbox.close()
-        play(inbox, ["events", "mark", "died"])
+        play(inbox, ["events", "end", "lost"])
 
     run_loop(main())

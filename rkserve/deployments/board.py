@@ -118,7 +118,8 @@ class BoardReplica:
             failures.add(time.time())
             self._slot.release()
             raise BoardStartFailed(board_id, str(exc)) from None
-        self._outlet = await _listen(board_id, channel)
+        self._drain_s = group.drain_timeout_s
+        self._outlet = await _listen(board_id, channel, self)
         failures.clear()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
@@ -129,10 +130,6 @@ class BoardReplica:
                 yield event
         finally:
             await events.aclose()
-
-    async def generate_on(self, request: GenerateRequest, line: int, stream: int) -> bool:
-        """Generate, and send the events over a Router's connection; see ``Outlet.carry``."""
-        return await self._outlet.carry(line, stream, self._board.generate(request))
 
     async def channel(self) -> Address | None:
         """Return where Routers can connect to; None where they cannot."""
@@ -231,6 +228,7 @@ class BoardReplica:
     async def __del__(self) -> None:
         """Ray's farewell: end the engine in order."""
         if hasattr(self, "_outlet"):
+            await self._outlet.drain(self._drain_s)
             await self._outlet.close()
         if hasattr(self, "_board"):
             await self._board.stop()
@@ -240,9 +238,9 @@ def _on_this_node(path: Path) -> Path:
     return path.expanduser()  # not earlier: the head's home may be another one
 
 
-async def _listen(board_id: str, config: ChannelConfig) -> Outlet:
-    """Let Routers connect; where no port can be had, their tokens come through Ray."""
-    outlet = Outlet(board_id, config)
+async def _listen(board_id: str, config: ChannelConfig, board: BoardReplica) -> Outlet:
+    """Let Routers connect; where no port can be had, their calls come through Ray."""
+    outlet = Outlet(board_id, config, board)
     if config.enabled:
         try:
             await outlet.listen(ray.util.get_node_ip_address())

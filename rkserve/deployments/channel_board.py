@@ -1,7 +1,7 @@
-"""The board's end of the channel: it listens for Routers, and sends each the events of its streams.
+"""The board's end of the channel: it listens for Routers, and does what they call for.
 
 It knows sockets and the events of generations, neither Ray nor boards: what it carries is any
-stream of events. The call that began a stream comes another way, and so does how it ended.
+stream of events, and any report.
 """
 
 from __future__ import annotations
@@ -9,22 +9,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from rkserve.config import ChannelConfig
+from rkserve.deployments import channel_calls as calls
 from rkserve.deployments import channel_codec as codec
 from rkserve.deployments.channel_codec import Garbled
 from rkserve.deployments.channel_frames import BoardSide, new_key
 from rkserve.deployments.channel_line import Line, Loss, Pulse
-from rkserve.messages import Delta, Event, merged
+from rkserve.errors import BoardFailed, RkserveError
+from rkserve.messages import BoardReport, Delta, Event, GenerateRequest, merged
 
 log = logging.getLogger(__name__)
 
 ITEMS = 32  # of a frame: of that many whole answers it is not too long
-MAX_LEFT = 1024
 MAX_UNPROVEN = 64  # connections of which nobody knows yet whose they are
 
 
@@ -38,28 +40,29 @@ class Address:
     key: bytes = field(repr=False)  # no log may show it
 
 
-class BoardLine:
-    """The streams of one Router."""
+class Callee(Protocol):
+    """What Routers call."""
 
-    def __init__(self, number: int) -> None:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
+        """Yield the events of one generation. Raises ``RkserveError``."""
+
+    def report(self) -> Awaitable[BoardReport]:
+        """Return what the board says of itself. Raises ``RkserveError``."""
+
+
+class BoardLine:
+    """The calls of one Router. Each is a task, which is ended where its reader leaves."""
+
+    def __init__(self, number: int, board_id: str, callee: Callee) -> None:
         self.number = number
+        self._board_id, self._callee = board_id, callee
         self._line: Line | None = None
-        self._tasks: dict[int, asyncio.Task[Any]] = {}
-        self._waiting: list[tuple[int, Event | None]] = []  # None ends a stream
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        # Events, what else is said of a stream, and None for its end.
+        self._waiting: list[tuple[int, Event | list[Any] | None]] = []
         self._last: dict[int, int] = {}  # of a stream in what waits
         self._due = False
-        self._left: set[int] = set()  # streams whose reader has left, and that have not begun
-
-    def enter(self, stream: int, task: asyncio.Task[Any]) -> bool:
-        """A stream begins; the task is ended where its reader leaves. False: it has left already.
-
-        Word of that overtakes a call that is still on its way.
-        """
-        if stream in self._left:
-            self._left.remove(stream)
-            return False
-        self._tasks[stream] = task
-        return True
+        self.ends = False  # no generation is taken any more
 
     def put(self, stream: int, event: Event | None) -> None:
         """Send an event, or the end of the stream, with what else this round of the loop brings.
@@ -75,29 +78,18 @@ class BoardLine:
                 self._waiting[at] = (stream, whole)
                 return
         self._last[stream] = len(self._waiting)
-        self._waiting.append((stream, event))
-        if not self._due:
-            self._due = True
-            asyncio.get_running_loop().call_soon(self._flush)
-
-    def leave(self, stream: int) -> None:
-        """The stream is over here."""
-        self._tasks.pop(stream, None)
-        self.put(stream, None)
+        self._say(stream, event)
 
     @property
-    def over(self) -> bool:
-        """Whether nothing can be sent any more."""
-        return self._line is None or not self._line.open
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """What is called for now."""
+        return list(self._tasks.values())
 
     def _flush(self) -> None:
         self._due = False
         if self._line is None or self._line.full or not self._waiting:
             return
-        items = [
-            [stream] if event is None else codec.pack(stream, event)
-            for stream, event in self._waiting
-        ]
+        items = [_item(stream, said) for stream, said in self._waiting]
         self._waiting.clear()
         self._last.clear()
         for start in range(0, len(items), ITEMS):
@@ -108,17 +100,23 @@ class BoardLine:
         self._line = line
 
     def heard(self, items: list[list[Any]]) -> None:
-        """The Router leaves streams. Raises ``Garbled``."""
+        """The Router calls, or leaves a stream, which may have ended. Raises ``Garbled``."""
         for item in items:
-            if len(item) != 1:
-                raise Garbled("not the number of a stream")
-            task = self._tasks.pop(item[0], None)
-            if task is not None:
-                task.cancel()
+            stream = item[0]
+            if len(item) == 1:
+                if (task := self._tasks.pop(stream, None)) is not None:
+                    task.cancel()
+            elif stream in self._tasks:
+                raise Garbled(f"stream {stream} is called for twice")
+            elif item[1] == calls.GENERATE and self.ends:
+                self._fail(stream, BoardFailed(self._board_id, "its replica is being ended"))
+            elif item[1] == calls.GENERATE:
+                request = calls.unpack_request(item)
+                self._begin(stream, partial(self._generate, stream, request))
+            elif item[1] == calls.REPORT:
+                self._begin(stream, partial(self._report, stream))
             else:
-                self._left.add(item[0])
-        if len(self._left) > MAX_LEFT:
-            self._left.clear()  # mostly of calls that ended at the same moment, or never came
+                raise Garbled("not a call")
 
     def drained(self) -> None:
         """The Router reads again."""
@@ -134,17 +132,64 @@ class BoardLine:
             task.cancel()
         self._tasks.clear()
 
+    # -- calls --------------------------------------------------------------------------------
+
+    def _begin(self, stream: int, work: Callable[[], Awaitable[None]]) -> None:
+        self._tasks[stream] = asyncio.get_running_loop().create_task(self._called(stream, work))
+
+    async def _called(self, stream: int, work: Callable[[], Awaitable[None]]) -> None:
+        """Do what is called for; the end of the stream follows, and before it what went wrong."""
+        try:
+            await work()
+        except RkserveError as exc:
+            self._fail(stream, exc)
+        except Exception:
+            log.exception("board %s raised what it should not", self._board_id)
+            self._fail(stream, calls.internal(self._board_id))
+        # Where its reader has left, or was lost, nobody waits for its end.
+        if self._tasks.pop(stream, None) is not None:
+            self.put(stream, None)
+
+    async def _generate(self, stream: int, request: GenerateRequest) -> None:
+        async with aclosing(self._callee.generate(request)) as events:
+            async for event in events:
+                self.put(stream, event)
+
+    async def _report(self, stream: int) -> None:
+        self._say(stream, calls.pack_report(stream, await self._callee.report()))
+
+    def _fail(self, stream: int, exc: RkserveError) -> None:
+        """Say how a call ended, behind what it brought."""
+        self._last.pop(stream, None)
+        self._say(stream, calls.pack_error(stream, exc))
+
+    def _say(self, stream: int, said: Event | list[Any] | None) -> None:
+        """Send it: at once where it is the only stream, else with what this round brings of all."""
+        self._waiting.append((stream, said))
+        if len(self._tasks) == 1:
+            self._flush()
+        elif not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+
+def _item(stream: int, said: Event | list[Any] | None) -> list[Any]:
+    if said is None:
+        return [stream]
+    return said if isinstance(said, list) else codec.pack(stream, said)
+
 
 class Outlet:
     """All Routers of one board. Use it from one event loop; close it."""
 
-    def __init__(self, board_id: str, config: ChannelConfig) -> None:
-        self._board_id, self._config = board_id, config
+    def __init__(self, board_id: str, config: ChannelConfig, callee: Callee) -> None:
+        self._board_id, self._config, self._callee = board_id, config, callee
         self._pulse = Pulse(config.heartbeat_s, config.silence_s)
         self._key = new_key()
         self._numbers = itertools.count(1)
         self._lines: dict[int, BoardLine] = {}
         self._open: set[Line] = set()
+        self._ends = False  # no generation is taken any more
         self._server: asyncio.Server | None = None
         self.address: Address | None = None  # None where nobody can come
 
@@ -164,26 +209,17 @@ class Outlet:
             return
         raise failure or OSError(f"no port to listen on in {self._config.ports}")
 
-    async def carry(self, number: int, stream: int, events: AsyncGenerator[Event, None]) -> bool:
-        """Send events to that Router as they come; False where its connection is not there.
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more generations, and wait until those that came are over, or for so long.
 
-        Raises what the events raise, after the end of the stream was sent; ``CancelledError`` where
-        the Router left the stream, or was lost.
+        Ray knows nothing of them, and so it does not wait.
         """
-        line = self._lines.get(number)
-        if line is None or line.over:
-            return False
-        task = asyncio.current_task()
-        assert task is not None  # a coroutine runs in one
-        if not line.enter(stream, task):
-            return True
-        try:
-            async with aclosing(events):
-                async for event in events:
-                    line.put(stream, event)
-        finally:
-            line.leave(stream)
-        return True
+        self._ends = True
+        for line in self._lines.values():
+            line.ends = True
+        tasks = [task for line in self._lines.values() for task in line.tasks]
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
 
     async def close(self) -> None:
         """Let nobody come any more, and cut those who are there."""
@@ -197,7 +233,7 @@ class Outlet:
 
     def _admit(self) -> Line:
         number = next(self._numbers)
-        owner = _Guest(self, number)
+        owner = _Guest(self, number, self._board_id, self._callee)
         line = Line(BoardSide(self._key, number), self._pulse, owner)
         owner.line = line
         self._open.add(line)
@@ -207,6 +243,7 @@ class Outlet:
 
     def enroll(self, line: BoardLine) -> None:
         """A Router has proven who it is."""
+        line.ends = self._ends
         self._lines[line.number] = line
 
     def dismiss(self, number: int, line: Line) -> None:
@@ -220,8 +257,8 @@ class _Guest(BoardLine):
 
     line: Line
 
-    def __init__(self, outlet: Outlet, number: int) -> None:
-        super().__init__(number)
+    def __init__(self, outlet: Outlet, number: int, board_id: str, callee: Callee) -> None:
+        super().__init__(number, board_id, callee)
         self._outlet = outlet
 
     def opened(self, line: Line) -> None:

@@ -1,23 +1,28 @@
 """Events of generations as JSON values and back, for the channel between board and Router.
 
-It derives the form of each event from its dataclass, so that a new field needs nothing here. It
-knows no sockets. What it reads can only become those dataclasses: nothing in it runs.
+It derives the form of each event from its dataclass, so that a new field needs nothing here, and
+has that for other dataclasses too. It knows no sockets. What it reads can only become those
+dataclasses: nothing in it runs.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import hashlib
 import json
+import sys
 import types
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from operator import attrgetter
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from rkserve.messages import Accepted, Delta, Event, Finished, Paused
 
-_EVENTS: tuple[type[Any], ...] = (Delta, Accepted, Paused, Finished)
+EVENTS: tuple[type[Any], ...] = (Delta, Accepted, Paused, Finished)
+MANY_IDS = 64  # and more, of a prompt say: a million digits would hold up the tokens of others
 _PLAIN = (str, int, float, bool, type(None))
 _Turn = Callable[[Any], Any]
 _Coder = tuple[_Turn, _Turn]  # to JSON, and from it
@@ -39,6 +44,24 @@ def _bytes_of(value: str) -> bytes:
     return value.encode("latin-1")
 
 
+def _ids_of(value: tuple[int, ...]) -> Sequence[int] | str:
+    if len(value) < MANY_IDS:
+        return value
+    try:
+        packed = array("i", value)
+    except OverflowError:  # no token's id, and JSON has room for it
+        return value
+    return base64.b64encode(packed).decode("ascii")
+
+
+def _ids_from(value: Sequence[int] | str) -> tuple[int, ...]:
+    if not isinstance(value, str):
+        return tuple(value)
+    packed = array("i")
+    packed.frombytes(base64.b64decode(value, validate=True))
+    return tuple(packed)
+
+
 def _coder(kind: Any) -> _Coder:
     """Return what turns values of a type hint into JSON, and back."""
     if kind in _PLAIN:
@@ -53,9 +76,9 @@ def _coder(kind: Any) -> _Coder:
     if _is_enum(kind):
         return attrgetter("value"), kind
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        record = _Record(kind)
+        record = Record(kind)
         return record.pack, record.unpack
-    raise TypeError(f"an event may not hold {kind!r}: the channel has no form for it")
+    raise TypeError(f"a message may not hold {kind!r}: the channel has no form for it")
 
 
 def _is_enum(kind: Any) -> bool:
@@ -64,7 +87,7 @@ def _is_enum(kind: Any) -> bool:
 
 def _optional(kind: Any, *others: Any) -> _Coder:
     if others:
-        raise TypeError(f"an event may not hold one of several types: {kind!r}, {others!r}")
+        raise TypeError(f"a message may not hold one of several types: {kind!r}, {others!r}")
     pack, unpack = _coder(kind)
     if unpack is _same:
         return _same, _same
@@ -76,6 +99,8 @@ def _optional(kind: Any, *others: Any) -> _Coder:
 
 def _sequence(kinds: Sequence[Any]) -> _Coder:
     if len(kinds) == 2 and kinds[1] is Ellipsis:  # noqa: PLR2004 # tuple[X, ...]
+        if kinds[0] is int:
+            return _ids_of, _ids_from
         pack, unpack = _coder(kinds[0])
         if unpack is _same:
             return _same, tuple
@@ -90,7 +115,7 @@ def _sequence(kinds: Sequence[Any]) -> _Coder:
     )
 
 
-class _Record:
+class Record:
     """One dataclass: its fields in order, without those at the end that have their defaults."""
 
     def __init__(self, kind: type[Any]) -> None:
@@ -114,7 +139,10 @@ class _Record:
         if len(fields) > len(self._coders):
             raise Garbled(f"{self._kind.__name__} with {len(fields)} fields")
         named = zip(self._coders, fields, strict=False)
-        return self._kind(*(unpack(one) for (_, _, unpack), one in named))
+        try:
+            return self._kind(*[unpack(one) for (_, _, unpack), one in named])
+        except (TypeError, ValueError) as exc:
+            raise Garbled(f"not a {self._kind.__name__}: {exc}") from exc
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -132,12 +160,13 @@ def _plain_fields() -> tuple[Callable[[Delta], tuple[Any, ...]], tuple[Any, ...]
     return attrgetter(*names, names[0]), (*values, values[0])
 
 
-_RECORDS = [_Record(kind) for kind in _EVENTS]
-_TAGS = {kind: tag for tag, kind in enumerate(_EVENTS)}
+_RECORDS = [Record(kind) for kind in EVENTS]
+_TAGS = {kind: tag for tag, kind in enumerate(EVENTS)}
 _DELTA = _TAGS[Delta]
 _PLAIN_LENGTH = 4  # of an item: stream, tag, text, ids
 _rest_of, _NOTHING_MORE = _plain_fields()
 _encode = json.JSONEncoder(separators=(",", ":")).encode
+_decode = json.JSONDecoder().decode
 
 
 def _is_plain(delta: Delta) -> bool:
@@ -176,14 +205,16 @@ def to_bytes(items: Sequence[Sequence[Any]]) -> bytes:
 def from_bytes(payload: bytes) -> list[list[Any]]:
     """Return the items of ``to_bytes``. Raises ``Garbled``."""
     try:
-        items = json.loads(payload)
+        items = _decode(payload.decode("ascii"))
     except (ValueError, RecursionError) as exc:
         raise Garbled(f"not JSON: {exc}") from exc
-    if not isinstance(items, list) or not all(
-        isinstance(item, list) and item and type(item[0]) is int for item in items
-    ):
-        raise Garbled("not a list of items that begin with a stream's number")
-    return items
+    if items.__class__ is not list:
+        raise Garbled("not a list of items")
+    for item in items:
+        if item.__class__ is not list or not item or item[0].__class__ is not int:
+            raise Garbled("not a list of items that begin with a stream's number")
+    found: list[list[Any]] = items
+    return found
 
 
 def _described(kind: Any, seen: set[Any]) -> str:
@@ -200,10 +231,8 @@ def _described(kind: Any, seen: set[Any]) -> str:
     return f"{getattr(kind, '__name__', kind)}({','.join(fields)})"
 
 
-def _seal() -> bytes:
+def seal(kinds: Iterable[Any]) -> bytes:
+    """Return what two ends have in common that give these types the same form; 16 bytes."""
     seen: set[Any] = set()
-    words = ";".join(_described(kind, seen) for kind in _EVENTS)
-    return hashlib.sha256(words.encode()).digest()[:16]
-
-
-SEAL = _seal()  # of two ends that understand each other
+    words = ";".join(_described(kind, seen) for kind in kinds)
+    return hashlib.sha256(f"{sys.byteorder};{words}".encode()).digest()[:16]

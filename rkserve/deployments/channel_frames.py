@@ -12,7 +12,7 @@ import hmac
 import secrets
 import struct
 
-from rkserve.deployments.channel_codec import SEAL
+from rkserve.deployments.channel_calls import SEAL
 
 MAGIC = b"rkserve1"
 NONCE_BYTES = PROOF_BYTES = 32

@@ -1,8 +1,4 @@
-"""One stream at the Router: its events, which come by a connection, and its end, which Ray tells.
-
-The two overtake each other. Whoever reads gets every event first, then the end. It knows neither
-sockets nor Ray.
-"""
+"""One stream at the Router: its events, and how it ended. It knows neither sockets nor Ray."""
 
 from __future__ import annotations
 
@@ -11,11 +7,6 @@ from collections import deque
 
 from rkserve.errors import RkserveError
 from rkserve.messages import Delta, Event, Finished, merged
-
-# Ray has lost sight of a board, and events of it may be under way still.
-STRAGGLERS_S = 2.0
-# A process that dies closes its connections before Ray can say that it has died.
-VERDICT_S = 0.25
 
 
 def add(events: deque[Event], event: Event) -> None:
@@ -36,50 +27,35 @@ class Inbox:
         self._loop = asyncio.get_running_loop()
         self._events: deque[Event] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._heard = False  # the board has taken it
+        self._error: RkserveError | None = None  # how it ended
+        self._ended = False  # nothing comes any more
         self._finished = False  # the answer has ended well
-        self._ended = False  # the board has sent its last event
-        self._answered = False  # the call is over
-        self._error: RkserveError | None = None  # of the call
-        self._lost: RkserveError | None = None  # of the connection
-        self._settled = False  # nothing comes any more
+        self.heard = False  # anything, of the board
+        self.lost = False  # with its connection
 
     # -- from the connection ------------------------------------------------------------------
 
     def put(self, event: Event) -> None:
         """An event came. What nobody has read yet is merged, so that it stays short."""
-        self._heard = True
+        self.heard = True
         self._finished = isinstance(event, Finished)
         add(self._events, event)
         self._wake()
 
+    def fail(self, error: RkserveError) -> None:
+        """The board says how the call failed: that comes behind all events."""
+        self.heard = True
+        self._end(error)
+
     def end(self) -> None:
         """The board has sent its last event."""
-        self._ended = True
-        if self._answered or self._lost is not None:
-            self._settle()
+        self._end(None)
 
-    def cut(self, error: RkserveError, verdict_s: float = VERDICT_S) -> None:
-        """The connection is lost: no event comes; Ray may say why within ``verdict_s``."""
-        self._lost = error
-        if self._answered or not verdict_s:
-            self._settle()
-        else:
-            self._settle_in(verdict_s)
-
-    # -- from the call ------------------------------------------------------------------------
-
-    def answered(self, error: RkserveError | None, *, reached: bool) -> None:
-        """The call is over. ``reached``: it is the board itself that says so, and it says so to
-        the connection, too; otherwise Ray does.
-        """
-        self._answered, self._error = True, error
-        never_there = error is not None and not reached and not self._heard
-        if never_there or self._ended or self._lost is not None:
-            self._settle()
-        elif error is not None and not reached:
-            self._settle_in(STRAGGLERS_S)
+    def cut(self, error: RkserveError) -> None:
+        """The connection is lost: no event comes."""
+        if not self._ended:
+            self.lost = True
+            self._end(None if self._finished else error)
 
     # -- to the reader ------------------------------------------------------------------------
 
@@ -90,8 +66,9 @@ class Inbox:
             RkserveError: how the stream ended, after its events.
         """
         while not self._events:
-            if self._settled:
-                self._raise()
+            if self._ended:
+                if self._error is not None:
+                    raise self._error
                 return None
             self._waiter = self._loop.create_future()
             try:
@@ -103,29 +80,18 @@ class Inbox:
     @property
     def over(self) -> bool:
         """Whether the board sends nothing more: there is nothing to leave."""
-        return self._finished or self._ended or self._lost is not None
+        return self._finished or self._ended
 
     def close(self) -> None:
         """Nobody reads any more."""
-        self._settle()
+        self._end(None)
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
-        if self._lost is not None and not (self._ended and self._answered):
-            raise self._lost
-
-    def _settle_in(self, seconds: float) -> None:
-        if not self._settled and self._timer is None:
-            self._timer = self._loop.call_later(seconds, self._settle)
-
-    def _settle(self) -> None:
-        self._settled = True
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _end(self, error: RkserveError | None) -> None:
+        if self._ended:
+            return
+        self._ended, self._error = True, error
         self._wake()
 
     def _wake(self) -> None:

@@ -1,8 +1,7 @@
 """The Router's end of the channel: a connection to every board that can be had, and their streams.
 
-It knows sockets and streams of events. How a board says where it listens is handed in, and the
-calls that begin streams are made by others. Where there is no connection, it says so: streams go
-another way then, and it tries again from time to time.
+It knows sockets and streams of events. How a board says where it listens is handed in. Where there
+is no connection, it says so: calls go another way then, and it tries again from time to time.
 """
 
 from __future__ import annotations
@@ -14,12 +13,15 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rkserve.config import ChannelConfig
+from rkserve.deployments import channel_calls as calls
 from rkserve.deployments import channel_codec as codec
 from rkserve.deployments.channel_board import Address
+from rkserve.deployments.channel_codec import Garbled
 from rkserve.deployments.channel_frames import RouterSide
-from rkserve.deployments.channel_inbox import VERDICT_S, Inbox
+from rkserve.deployments.channel_inbox import Inbox
 from rkserve.deployments.channel_line import Line, Loss, Pulse
 from rkserve.errors import BoardFailed, BoardSilent, RkserveError
+from rkserve.messages import BoardReport, GenerateRequest
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ class RouterLine:
         self._side = RouterSide(address.key)
         self._numbers = itertools.count(1)
         self._inboxes: dict[int, Inbox] = {}
+        self._asked: dict[int, asyncio.Future[BoardReport]] = {}  # for reports
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Who has given up waiting need not hear of it.
         self._opened.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -43,26 +46,33 @@ class RouterLine:
         self.line = Line(self._side, pulse, self)
 
     @property
-    def number(self) -> int:
-        """The board's number of this connection."""
-        return self._side.number
-
-    @property
     def open(self) -> bool:
         """Whether streams can be carried."""
         return self.line.open
 
-    def enter(self) -> Inbox:
-        """Begin a stream: a call may now name its number, and that of this connection."""
+    def generate(self, request: GenerateRequest) -> Inbox:
+        """Call for a generation, and begin to read its events; ``leave`` it in any case."""
         inbox = Inbox(next(self._numbers))
         self._inboxes[inbox.stream] = inbox
+        self.line.send([calls.pack_request(inbox.stream, request)])
         return inbox
+
+    async def report(self) -> BoardReport:
+        """Return the board's report. Raises ``RkserveError``: it says why not, or is lost."""
+        stream = next(self._numbers)
+        answer: asyncio.Future[BoardReport] = asyncio.get_running_loop().create_future()
+        self._asked[stream] = answer
+        self.line.send([[stream, calls.REPORT]])
+        try:
+            return await answer
+        finally:
+            del self._asked[stream]
 
     def leave(self, inbox: Inbox) -> None:
         """Read a stream no further; the board ends it, unless it has already."""
-        inbox.close()
         if self._inboxes.pop(inbox.stream, None) is not None and not inbox.over:
             self.line.send([[inbox.stream]])
+        inbox.close()
 
     async def ready(self) -> None:
         """Wait for the greeting. Raises ``ConnectionError``."""
@@ -80,16 +90,30 @@ class RouterLine:
             self._opened.set_result(None)
 
     def heard(self, items: list[list[Any]]) -> None:
-        """Events came. Raises ``Garbled``."""
+        """Events came, and how calls ended. Raises ``Garbled``."""
         inboxes = self._inboxes
         for item in items:
             inbox = inboxes.get(item[0])
             if inbox is None:
-                continue  # its reader has left
-            if len(item) == 1:
+                self._answered(item)
+            elif len(item) == 1:
                 inbox.end()
+            elif item[1] == calls.FAILED:
+                inbox.fail(calls.unpack_error(item, self.board_id))
             else:
                 inbox.put(codec.unpack(item))
+
+    def _answered(self, item: list[Any]) -> None:
+        """Whoever asked for a report gets it, if it was for that, and waits still."""
+        answer = self._asked.get(item[0])
+        if answer is None or answer.done() or len(item) == 1:
+            return
+        if item[1] == calls.FAILED:
+            answer.set_exception(calls.unpack_error(item, self.board_id))
+        elif item[1] == calls.REPORTED:
+            answer.set_result(calls.unpack_report(item))
+        else:
+            raise Garbled("not a report")
 
     def drained(self) -> None:
         """The board reads again: it only gets what is short."""
@@ -98,12 +122,12 @@ class RouterLine:
         """It is over: all of its streams are."""
         if not self._opened.done():
             self._opened.set_exception(ConnectionError(loss.reason))
+        kind = BoardSilent if loss.silent else BoardFailed
         for inbox in self._inboxes.values():
-            if loss.silent:
-                # Ray would say no more for a long time.
-                inbox.cut(BoardSilent(self.board_id, loss.reason), 0.0)
-            else:
-                inbox.cut(BoardFailed(self.board_id, loss.reason), VERDICT_S)
+            inbox.cut(kind(self.board_id, loss.reason))
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(kind(self.board_id, loss.reason))
         self._inboxes.clear()
         self._over.set()
 
@@ -198,4 +222,4 @@ class Channels:
     def _tell(self, replica: str, what: str) -> None:
         if replica not in self._told:
             self._told.add(replica)
-            log.warning("%s: its tokens come through Ray, which is slower", what)
+            log.warning("%s: its generations go through Ray, which is slower", what)

@@ -23,6 +23,7 @@ from rkserve.control.rest import SleepPolicy
 from rkserve.deployments.artifactclaims import Claim
 from rkserve.deployments.artifactfacts import FoundWeights
 from rkserve.deployments.artifacts import ArtifactRules, ArtifactStore
+from rkserve.deployments.channel_router import Channels
 from rkserve.deployments.coordinator import Coordinator, Outside
 from rkserve.deployments.fetching import Fetching
 from rkserve.deployments.fleet import Fleet
@@ -57,8 +58,9 @@ class CoordinatorReplica:
         log_with_serve()
         settings = config.coordinator
         folder = settings.data_dir.expanduser()
+        self._channels = channels = Channels(config.channel)
         links = {
-            name: RayLink(handle, name, config.router.report_timeout_s)
+            name: RayLink(handle, name, config.router.report_timeout_s, channels)
             for name, handle in handles.items()
         }
         folders = {
@@ -169,6 +171,8 @@ class CoordinatorReplica:
             await self._coordinator.stop()
         if hasattr(self, "_fetching"):
             self._fetching.close()
+        if hasattr(self, "_channels"):
+            await self._channels.close()
         if hasattr(self, "_ledger"):
             self._ledger.close()
 

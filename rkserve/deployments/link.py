@@ -1,9 +1,8 @@
 """The token path: one group's boards behind a deployment handle, and what carries their tokens.
 
 The only place that knows how requests and events travel between Router and Board, and that turns
-Ray's exceptions into ours. Calls are Ray's, and so are their limits, cancellation and errors. The
-events of an answer come over a connection to its board (``channel_router``), or through Ray where
-there is none.
+Ray's exceptions into ours. Generations and reports take a connection to their board
+(``channel_router``), and Ray's way where there is none. All other calls are Ray's.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
 from rkserve.deployments.channel_board import Address
-from rkserve.deployments.channel_inbox import Inbox
 from rkserve.deployments.channel_router import Channels, RouterLine
 from rkserve.deployments.replicas import Replicas
 from rkserve.errors import BoardFailed, BoardGone, BoardSilent, BoardStartFailed, RkserveError
-from rkserve.messages import Accepted, BoardReport, Event, Finished, GenerateRequest
+from rkserve.messages import Accepted, BoardReport, Event, GenerateRequest
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +44,8 @@ class RayLink:
         report_timeout_s: float,
         channels: Channels | None = None,
     ) -> None:
-        """Without ``channels`` events come through Ray, which whoever only asks has no need of."""
+        """Without ``channels`` everything goes through Ray."""
         self._channels = channels
-        self._answers: set[asyncio.Task[bool]] = set()  # of calls that go on; see ``_carried``
         self._streams = handle.options(stream=True)
         self._handle = handle
         self._group = group
@@ -66,77 +63,24 @@ class RayLink:
         channels = self._channels
         line = None if channels is None else channels.line(replica)
         if channels is not None and line is not None:
-            # The connection may end before the board has read the call: then nothing was run.
-            async with aclosing(self._carried(request, replica, line)) as carried:
-                async for event in carried:
-                    if event is None:
-                        break
+            inbox = line.generate(request)
+            try:
+                while (event := await inbox.next()) is not None:
                     yield event
-                else:
-                    return
+            except BoardFailed as exc:
+                # What broke before a word was heard may be the connection alone.
+                if inbox.heard or not inbox.lost or isinstance(exc, BoardSilent):
+                    raise
+            else:
+                return
+            finally:
+                line.leave(inbox)
+                channels.streams["channel"] += inbox.heard
         if channels is not None:
             channels.streams["ray"] += 1
         async with aclosing(self._streamed(request, replica)) as streamed:
             async for event in streamed:
                 yield event
-
-    async def _carried(
-        self, request: GenerateRequest, replica: str, line: RouterLine
-    ) -> AsyncGenerator[Event | None, None]:
-        """Yield the events that come over the connection; None where the board has lost that."""
-        inbox = line.enter()
-        call = self._handle.options(session_id=replica).generate_on
-        response = contextvars.Context().run(call.remote, request, line.number, inbox.stream)
-        answer = asyncio.ensure_future(self._answer(response, line.board_id, inbox))
-        taken = finished = False
-        try:
-            while (event := await inbox.next()) is not None:
-                if not taken and self._channels is not None:
-                    taken = True
-                    self._channels.streams["channel"] += 1
-                finished = isinstance(event, Finished)
-                yield event
-            if answer.done() and not answer.result():
-                yield None
-        finally:
-            line.leave(inbox)
-            if finished:
-                # The call is about to end by itself: nobody need wait for that.
-                self._answers.add(answer)
-                answer.add_done_callback(self._answers.discard)
-            else:
-                answer.cancel()
-                with contextlib.suppress(RayError, RayServeException):
-                    response.cancel()
-
-    async def _answer(self, response: Any, where: str, inbox: Inbox) -> bool:
-        """Wait for the end of a call, and let the reader of its events know of it."""
-        reached = True
-
-        async def answered() -> bool:
-            nonlocal reached
-            try:
-                found: bool = await response
-            except RayTaskError:
-                raise
-            except BaseException:
-                reached = False
-                raise
-            return found
-
-        try:
-            carried = await self._translated(answered, where)
-        except RkserveError as exc:
-            inbox.answered(exc, reached=reached)
-            return True
-        except BaseException as exc:  # whoever reads must not wait for ever
-            reason = f"its call ended unheard ({type(exc).__name__})"
-            inbox.answered(BoardFailed(where, reason), reached=False)
-            raise
-        inbox.answered(None, reached=carried)
-        if not carried:
-            inbox.end()
-        return carried
 
     async def _streamed(
         self, request: GenerateRequest, replica: str
@@ -165,11 +109,48 @@ class RayLink:
     async def reports(self) -> list[BoardReport]:
         """Collect one report from every board that answers in time.
 
-        One broadcast asks them all. Ray collects its answers as a whole: a single replica that
-        is silent fails it. Then every replica that Ray lists now is asked by itself, also one that
-        was never heard.
+        Whoever has a connection is asked there; where nobody has, one broadcast of Ray's asks them
+        all. Ray collects its answers as a whole: a single replica that is silent fails it. Then
+        every replica that Ray lists now is asked by itself, also one that was never heard.
         """
         self._complete = False
+        listed = self._replicas.listed()
+        lines = self._lines_to(listed)
+        near = await asyncio.gather(*(self._reported(line) for line in lines.values()))
+        reports = [report for report in near if report is not None]
+        if len(reports) < len(listed) or not listed:
+            reports += await self._reports_by_ray(frozenset(one.replica for one in reports))
+        else:
+            await self._replicas.forget_dead()
+            self._complete = True
+        for report in reports:
+            self._seek(report.replica)
+        return reports
+
+    def _lines_to(self, replicas: Iterable[str]) -> dict[str, RouterLine]:
+        if self._channels is None:
+            return {}
+        found = {replica: self._channels.line(replica) for replica in replicas}
+        return {replica: line for replica, line in found.items() if line is not None}
+
+    async def _reported(self, line: RouterLine) -> BoardReport | None:
+        """Return a report that came over a connection; None: Ray is to be asked for it."""
+        try:
+            return await asyncio.wait_for(line.report(), self._report_timeout_s)
+        except (RkserveError, TimeoutError, asyncio.TimeoutError):  # two before Python 3.11
+            return None
+
+    async def _reports_by_ray(self, known: frozenset[str]) -> list[BoardReport]:
+        """Collect the reports of all replicas but those that are ``known``."""
+        reports = [] if known else await self._broadcast()
+        heard = known | {report.replica for report in reports}
+        left = self._replicas.listed() - heard
+        later, _ = await asyncio.gather(self._ask_each(left), self._replicas.forget_dead())
+        self._complete = all(isinstance(answer, BoardReport | BoardGone) for answer in later)
+        return [*reports, *(answer for answer in later if isinstance(answer, BoardReport))]
+
+    async def _broadcast(self) -> list[BoardReport]:
+        """Return what all replicas say at once; nothing where one of them is silent."""
         broadcast = contextvars.Context().run(self._handle.broadcast, "report")
 
         async def collect() -> list[Any]:
@@ -184,17 +165,10 @@ class RayLink:
         try:
             answers = await self._translated(collect, self._group)
         except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
-            answers = []
             if not self._replicas.listed():
                 raise BoardFailed(self._group, "no report within the time limit") from None
-        reports = [answer for answer in answers if isinstance(answer, BoardReport)]
-        left = self._replicas.listed() - {report.replica for report in reports}
-        later, _ = await asyncio.gather(self._ask_each(left), self._replicas.forget_dead())
-        reports += [answer for answer in later if isinstance(answer, BoardReport)]
-        self._complete = all(isinstance(answer, BoardReport | BoardGone) for answer in later)
-        for report in reports:
-            self._seek(report.replica)
-        return reports
+            return []
+        return [answer for answer in answers if isinstance(answer, BoardReport)]
 
     def _seek(self, replica: str) -> None:
         """Have a connection to that replica before a request needs it."""
