@@ -39,7 +39,9 @@ def test_two_rays_of_a_machine_share_neither_files_nor_ports(tmp_path: Path) -> 
     one, two = (environ(tmp_path / name, ports) for name in ("one", "two"))
     assert one[FLAG] == two[FLAG] == "1"
     own = {name for name in one if one[name] != two[name]}
-    assert own == {name for name in one if any(w in name for w in ("PATH", "LOC", "STATE", "_PORT"))}
+    assert own == {
+        name for name in one if any(w in name for w in ("PATH", "LOC", "STATE", "_PORT"))
+    }
 
 
 def request(client: tuple[str, int] | None) -> Request:
