@@ -14,7 +14,8 @@ from rkserve.config import ChannelConfig
 from rkserve.deployments.channel_board import Address, Outlet
 from rkserve.deployments.channel_router import Channels
 from rkserve.deployments.link import RayLink
-from rkserve.messages import BoardReport, Event, GenerateRequest
+from rkserve.desired import Adoption, Desired
+from rkserve.messages import BoardReport, Emitted, Event, GenerateRequest
 
 # Silence that nobody takes for a loss, however slow the machine is.
 PATIENT = ChannelConfig(silence_s=120.0, retry_s=0.01)
@@ -32,6 +33,7 @@ class Board:
         self.requests: list[GenerateRequest] = []
         self.streamed = 0  # through Ray
         self.reports: list[str] = []  # the ways by which it was asked for one
+        self.told: list[int] = []  # epochs; those whose call was given up a second time, negative
         self.mute: asyncio.Event | None = None  # it says nothing of itself until then
         self.offers: Callable[[], Address | None] = lambda: self.outlet.address
         table = SimpleNamespace(curr_replicas={})
@@ -69,6 +71,10 @@ class Board:
     @property
     def report(self) -> Any:
         return SimpleNamespace(remote=lambda: Call(self._report()))
+
+    @property
+    def adopt(self) -> Any:
+        return SimpleNamespace(remote=lambda one: Call(Callee(self).adopt(one)))
 
     def broadcast(self, _: str) -> Any:
         async def results_async(**_: Any) -> list[Any]:
@@ -121,6 +127,22 @@ class Callee:
         if self._board.mute is not None:
             await self._board.mute.wait()
         return report(self._board.name)
+
+    async def emitted(self) -> Emitted:
+        return Emitted(self._board.name, (("r", 7),))
+
+    async def adopt(self, desired: Desired) -> Adoption:
+        """Wait for the end of what is told, as a pause does."""
+        self._board.told.append(desired.epoch)
+        try:
+            if self._board.mute is not None:
+                await self._board.mute.wait()
+        except asyncio.CancelledError:
+            self._board.told.append(-desired.epoch)
+            raise
+        if self._board.steps and isinstance(refusal := self._board.steps[0], Exception):
+            raise refusal
+        return Adoption(self._board.name, desired.epoch, emitted=(("r", 7),))
 
 
 @asynccontextmanager

@@ -16,10 +16,11 @@ from fakes import run_loop
 from rkserve.config import ChannelConfig
 from rkserve.deployments.channel_board import MAX_UNPROVEN, Address
 from rkserve.deployments.channel_frames import HEARTBEAT, NONCE_BYTES, RouterSide, frame
-from rkserve.deployments.channel_router import Channels
+from rkserve.deployments.channel_router import Channels, LineLost
 from rkserve.deployments.link import RayLink
-from rkserve.errors import BoardFailed, BoardSilent, QueueFull
-from rkserve.messages import Delta, Event, Finished, GenerateRequest
+from rkserve.desired import Adoption, Desired
+from rkserve.errors import BoardFailed, BoardSilent, QueueFull, StageFailed
+from rkserve.messages import Delta, Emitted, Event, Finished, GenerateRequest
 
 REQUEST = GenerateRequest("r/0", "m", (1,), 4)
 
@@ -471,6 +472,9 @@ def test_half_a_frame_is_waited_for() -> None:
         pytest.param([[7, 0]], id="a call without a request"),
         pytest.param([[7, 0, "r", "m", "no ids"]], id="a request that is none"),
         pytest.param([[7, 9]], id="an unknown call"),
+        pytest.param([[7, "stop"]], id="a method that is not offered"),
+        pytest.param([[7, "adopt"]], id="a call without its argument"),
+        pytest.param([[7, "adopt", [1, "x"]]], id="an argument that is none"),
         pytest.param([[7, 0, "r", "m", [1], 4], [7, 0, "r", "m", [1], 4]], id="one number twice"),
     ],
 )
@@ -541,12 +545,58 @@ def test_a_connection_that_is_lost_ends_the_wait_for_a_report() -> None:
             line = channels.line("replica of sim-0")
             assert line is not None
             board.mute = asyncio.Event()
-            asked = asyncio.ensure_future(line.report())
+            asked = asyncio.ensure_future(line.ask("report"))
             await until(lambda: board.reports[-1] == "channel")
             for one in list(board.outlet._open):
                 one._transport.abort()  # type: ignore[union-attr] # as its kernel does
-            with pytest.raises(BoardFailed):
+            with pytest.raises(LineLost):
                 await asked
+
+    run_loop(main())
+
+
+def test_boards_are_told_what_the_cluster_shall_be_over_their_connections() -> None:
+    async def main() -> None:
+        board = Board("sim-0")
+        async with router(board) as (_, [link]):
+            said = await link.ask("replica of sim-0", "adopt", Desired(7), timeout_s=60.0)
+            assert said == Adoption("sim-0", 7, emitted=(("r", 7),))
+            board.steps = [StageFailed("sim-0", "no room")]
+            with pytest.raises(StageFailed, match="no room"):
+                await link.ask("replica of sim-0", "adopt", Desired(8), timeout_s=60.0)
+            heard: list[Emitted] = []
+            await link.ask_all("emitted", timeout_s=60.0, heard=heard.append)
+            assert heard == [Emitted("sim-0", (("r", 7),))]
+
+    run_loop(main())
+
+
+def test_a_call_that_nobody_waits_for_any_more_ends_at_the_board() -> None:
+    async def main() -> None:
+        board = Board("sim-0")
+        async with router(board) as (_, [link]):
+            board.mute = asyncio.Event()
+            with pytest.raises(BoardSilent, match="nothing came within 0"):
+                await link.ask("replica of sim-0", "adopt", Desired(7), timeout_s=0.05)
+            await until(lambda: board.told == [7, -7])
+
+    run_loop(main())
+
+
+def test_a_call_whose_connection_is_lost_goes_through_ray() -> None:
+    async def main() -> None:
+        board = Board("sim-0")
+        async with router(board) as (_, [link]):
+            board.mute = asyncio.Event()
+            asked = asyncio.ensure_future(
+                link.ask("replica of sim-0", "adopt", Desired(7), timeout_s=60.0)
+            )
+            await until(lambda: board.told == [7])
+            board.mute = None
+            for one in list(board.outlet._open):
+                one._transport.abort()  # type: ignore[union-attr] # as its kernel does
+            assert (await asked).epoch == 7
+            assert board.told[-1] == 7
 
     run_loop(main())
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from fake_boards import report
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rkserve import errors
 from rkserve.deployments import channel_calls as calls
@@ -90,9 +92,27 @@ def test_a_report_comes_back_as_it_was() -> None:
         versions=(VersionFigures("default", 3),),
         holdings=bytes(range(256)),
     )
-    item = crossed(calls.pack_report(3, one))
-    assert item[:2] == [3, calls.REPORTED]
-    assert calls.unpack_report(item) == one
+    item = crossed(calls.pack_answer(3, "report", one))
+    assert item[:2] == [3, calls.ANSWERED]
+    assert calls.unpack_answer(item, "report") == one
+
+
+# A float of these may be what is no number, which equals nothing, not even itself.
+@pytest.mark.parametrize("method", calls.METHODS)
+@given(data=st.data())
+def test_whatever_is_told_and_answered_survives(method: str, data: st.DataObject) -> None:
+    kinds, answer = calls.METHODS[method]
+    args = [data.draw(st.from_type(kind)) for kind in kinds]
+    name, found = calls.unpack_call(crossed(calls.pack_call(3, method, args)))
+    assert (name, repr(found)) == (method, repr(args))
+    said = data.draw(st.from_type(answer))
+    item = crossed(calls.pack_answer(3, method, said))
+    assert repr(calls.unpack_answer(item, method)) == repr(said)
+
+
+def test_what_is_no_answer_is_refused() -> None:
+    with pytest.raises(Garbled, match="not an answer to 'report'"):
+        calls.unpack_answer([3, 0, "x", [1]], "report")
 
 
 ERRORS = [

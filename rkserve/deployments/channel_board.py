@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,8 +21,9 @@ from rkserve.deployments import channel_codec as codec
 from rkserve.deployments.channel_codec import Garbled
 from rkserve.deployments.channel_frames import BoardSide, new_key
 from rkserve.deployments.channel_line import Line, Loss, Pulse
+from rkserve.desired import Adoption, Desired
 from rkserve.errors import BoardFailed, RkserveError
-from rkserve.messages import BoardReport, Delta, Event, GenerateRequest, merged
+from rkserve.messages import BoardReport, Delta, Emitted, Event, GenerateRequest, merged
 
 log = logging.getLogger(__name__)
 
@@ -41,13 +42,19 @@ class Address:
 
 
 class Callee(Protocol):
-    """What Routers call."""
+    """What Routers and the Coordinator call. Each raises ``RkserveError``."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
-        """Yield the events of one generation. Raises ``RkserveError``."""
+        """Yield the events of one generation."""
 
     def report(self) -> Awaitable[BoardReport]:
-        """Return what the board says of itself. Raises ``RkserveError``."""
+        """Return what the board says of itself."""
+
+    def emitted(self) -> Awaitable[Emitted]:
+        """Return how far its generations are."""
+
+    def adopt(self, desired: Desired) -> Awaitable[Adoption]:
+        """Be what the cluster shall be."""
 
 
 class BoardLine:
@@ -113,10 +120,9 @@ class BoardLine:
             elif item[1] == calls.GENERATE:
                 request = calls.unpack_request(item)
                 self._begin(stream, partial(self._generate, stream, request))
-            elif item[1] == calls.REPORT:
-                self._begin(stream, partial(self._report, stream))
             else:
-                raise Garbled("not a call")
+                method, args = calls.unpack_call(item)
+                self._begin(stream, partial(self._ask, stream, method, args))
 
     def drained(self) -> None:
         """The Router reads again."""
@@ -155,8 +161,9 @@ class BoardLine:
             async for event in events:
                 self.put(stream, event)
 
-    async def _report(self, stream: int) -> None:
-        self._say(stream, calls.pack_report(stream, await self._callee.report()))
+    async def _ask(self, stream: int, method: str, args: Sequence[Any]) -> None:
+        answer = await getattr(self._callee, method)(*args)
+        self._say(stream, calls.pack_answer(stream, method, answer))
 
     def _fail(self, stream: int, exc: RkserveError) -> None:
         """Say how a call ended, behind what it brought."""

@@ -1,6 +1,6 @@
 """What crosses the channel besides the events of answers: calls, and how they end.
 
-A call is a request to generate, or for a report. It ends by itself, by an error, or by the report.
+A call is a request to generate, or names a method. It ends by itself, by an error, or by an answer.
 All of it is JSON that can only become the dataclasses and errors that are named here.
 """
 
@@ -11,22 +11,33 @@ from typing import Any
 
 from rkserve import errors
 from rkserve.deployments.channel_codec import EVENTS, Garbled, Record, seal
+from rkserve.desired import Adoption, Desired
 from rkserve.errors import BoardFailed, RkserveError
-from rkserve.messages import BoardReport, GenerateRequest
+from rkserve.messages import BoardReport, Emitted, GenerateRequest
 
-# Second in an item, where an event has its number. What a Router sends:
-GENERATE, REPORT = 0, 1
+# Second in an item, where an event has its number. What a Router sends, beside names of methods:
+GENERATE = 0
 # And what a board sends beside events:
-FAILED, REPORTED = -1, -2
+FAILED, ANSWERED = -1, -2
 
-_REQUEST, _REPORT = Record(GenerateRequest), Record(BoardReport)
+# What is asked often, or must be quick: a pause waits for two of them. By name: the arguments'
+# types, and the answer's.
+METHODS: dict[str, tuple[tuple[type[Any], ...], type[Any]]] = {
+    "report": ((), BoardReport),
+    "emitted": ((), Emitted),
+    "adopt": ((Desired,), Adoption),
+}
+_ARGS = {name: tuple(Record(kind) for kind in kinds) for name, (kinds, _) in METHODS.items()}
+_ANSWERS = {name: Record(kind) for name, (_, kind) in METHODS.items()}
+_REQUEST = Record(GenerateRequest)
 _ERRORS = {
     name: kind
     for name, kind in vars(errors).items()
     if isinstance(kind, type) and issubclass(kind, RkserveError)
 }
 _PLAIN = (str, int, float, bool, type(None))
-SEAL = seal((*EVENTS, GenerateRequest, BoardReport))  # of two ends that understand each other
+_KINDS = [kind for args, answer in METHODS.values() for kind in (*args, answer)]
+SEAL = seal((*EVENTS, GenerateRequest, *_KINDS))  # of two ends that understand each other
 
 
 def pack_request(stream: int, request: GenerateRequest) -> list[Any]:
@@ -40,15 +51,32 @@ def unpack_request(item: Sequence[Any]) -> GenerateRequest:
     return request
 
 
-def pack_report(stream: int, report: BoardReport) -> list[Any]:
-    """Return the answer to a call for a report."""
-    return [stream, REPORTED, *_REPORT.pack(report)]
+def pack_call(stream: int, method: str, args: Sequence[Any]) -> list[Any]:
+    """Return a call of one of ``METHODS``."""
+    packed = [kind.pack(one) for kind, one in zip(_ARGS[method], args, strict=True)]
+    return [stream, method, *packed]
 
 
-def unpack_report(item: Sequence[Any]) -> BoardReport:
-    """Return the report of such an answer. Raises ``Garbled``."""
-    report: BoardReport = _REPORT.unpack(item[2:])
-    return report
+def unpack_call(item: Sequence[Any]) -> tuple[str, list[Any]]:
+    """Return the method and the arguments of such a call. Raises ``Garbled``."""
+    try:
+        method = item[1]
+        args = zip(_ARGS[method], item[2:], strict=True)
+        return method, [kind.unpack(one) for kind, one in args]
+    except (KeyError, TypeError, ValueError) as exc:
+        raise Garbled(f"not a call: {exc!r}") from exc
+
+
+def pack_answer(stream: int, method: str, answer: Any) -> list[Any]:
+    """Return how a method was answered."""
+    return [stream, ANSWERED, *_ANSWERS[method].pack(answer)]
+
+
+def unpack_answer(item: Sequence[Any], method: str) -> Any:
+    """Return such an answer. Raises ``Garbled``."""
+    if item[1] != ANSWERED:
+        raise Garbled(f"not an answer to '{method}'")
+    return _ANSWERS[method].unpack(item[2:])
 
 
 def pack_error(stream: int, exc: RkserveError) -> list[Any]:

@@ -16,18 +16,21 @@ from rkserve.config import ChannelConfig
 from rkserve.deployments import channel_calls as calls
 from rkserve.deployments import channel_codec as codec
 from rkserve.deployments.channel_board import Address
-from rkserve.deployments.channel_codec import Garbled
 from rkserve.deployments.channel_frames import RouterSide
 from rkserve.deployments.channel_inbox import Inbox
 from rkserve.deployments.channel_line import Line, Loss, Pulse
 from rkserve.errors import BoardFailed, BoardSilent, RkserveError
-from rkserve.messages import BoardReport, GenerateRequest
+from rkserve.messages import GenerateRequest
 
 log = logging.getLogger(__name__)
 
 REMEMBERED = 4096  # replicas that could not be reached
 
 Find = Callable[[], Awaitable[Address | None]]
+
+
+class LineLost(Exception):
+    """The connection was lost with a call."""
 
 
 class RouterLine:
@@ -38,7 +41,7 @@ class RouterLine:
         self._side = RouterSide(address.key)
         self._numbers = itertools.count(1)
         self._inboxes: dict[int, Inbox] = {}
-        self._asked: dict[int, asyncio.Future[BoardReport]] = {}  # for reports
+        self._asked: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # by which method
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Who has given up waiting need not hear of it.
         self._opened.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -57,16 +60,23 @@ class RouterLine:
         self.line.send([calls.pack_request(inbox.stream, request)])
         return inbox
 
-    async def report(self) -> BoardReport:
-        """Return the board's report. Raises ``RkserveError``: it says why not, or is lost."""
+    async def ask(self, method: str, *args: Any) -> Any:
+        """Call one of ``channel_calls.METHODS``; the board ends it where nobody waits any more.
+
+        Raises:
+            LineLost: the connection is; what became of the call is not known.
+            RkserveError: what the board raised.
+        """
         stream = next(self._numbers)
-        answer: asyncio.Future[BoardReport] = asyncio.get_running_loop().create_future()
-        self._asked[stream] = answer
-        self.line.send([[stream, calls.REPORT]])
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._asked[stream] = method, answer
+        self.line.send([calls.pack_call(stream, method, args)])
         try:
             return await answer
         finally:
             del self._asked[stream]
+            if answer.cancelled():
+                self.line.send([[stream]])
 
     def leave(self, inbox: Inbox) -> None:
         """Read a stream no further; the board ends it, unless it has already."""
@@ -104,16 +114,14 @@ class RouterLine:
                 inbox.put(codec.unpack(item))
 
     def _answered(self, item: list[Any]) -> None:
-        """Whoever asked for a report gets it, if it was for that, and waits still."""
-        answer = self._asked.get(item[0])
+        """Whoever asked gets it, and waits still."""
+        method, answer = self._asked.get(item[0], ("", None))
         if answer is None or answer.done() or len(item) == 1:
             return
         if item[1] == calls.FAILED:
             answer.set_exception(calls.unpack_error(item, self.board_id))
-        elif item[1] == calls.REPORTED:
-            answer.set_result(calls.unpack_report(item))
         else:
-            raise Garbled("not a report")
+            answer.set_result(calls.unpack_answer(item, method))
 
     def drained(self) -> None:
         """The board reads again: it only gets what is short."""
@@ -125,9 +133,9 @@ class RouterLine:
         kind = BoardSilent if loss.silent else BoardFailed
         for inbox in self._inboxes.values():
             inbox.cut(kind(self.board_id, loss.reason))
-        for answer in self._asked.values():
+        for _, answer in self._asked.values():
             if not answer.done():
-                answer.set_exception(kind(self.board_id, loss.reason))
+                answer.set_exception(LineLost(loss.reason))
         self._inboxes.clear()
         self._over.set()
 

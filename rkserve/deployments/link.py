@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import contextvars
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -20,7 +20,8 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
 from rkserve.deployments.channel_board import Address
-from rkserve.deployments.channel_router import Channels, RouterLine
+from rkserve.deployments.channel_calls import METHODS
+from rkserve.deployments.channel_router import Channels, LineLost, RouterLine
 from rkserve.deployments.replicas import Replicas
 from rkserve.errors import BoardFailed, BoardGone, BoardSilent, BoardStartFailed, RkserveError
 from rkserve.messages import Accepted, BoardReport, Event, GenerateRequest
@@ -136,9 +137,10 @@ class RayLink:
     async def _reported(self, line: RouterLine) -> BoardReport | None:
         """Return a report that came over a connection; None: Ray is to be asked for it."""
         try:
-            return await asyncio.wait_for(line.report(), self._report_timeout_s)
-        except (RkserveError, TimeoutError, asyncio.TimeoutError):  # two before Python 3.11
+            found: BoardReport = await asyncio.wait_for(line.ask("report"), self._report_timeout_s)
+        except (LineLost, RkserveError, TimeoutError, asyncio.TimeoutError):  # two before 3.11
             return None
+        return found
 
     async def _reports_by_ray(self, known: frozenset[str]) -> list[BoardReport]:
         """Collect the reports of all replicas but those that are ``known``."""
@@ -185,13 +187,25 @@ class RayLink:
 
     async def _ask_each(self, replicas: Iterable[str]) -> list[BoardReport | BaseException]:
         limit_s = self._report_timeout_s
-        asked = (self.ask(replica, "report", timeout_s=limit_s) for replica in sorted(replicas))
+        asked = (self._ask_by_ray(one, "report", timeout_s=limit_s) for one in sorted(replicas))
         answers: list[BoardReport | BaseException]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return answers
 
     async def ask(self, replica: str, method: str, *args: Any, timeout_s: float) -> Any:
         """Call a method of that replica's board; see ``BoardLink``."""
+        channels = self._channels
+        line = None if channels is None else channels.line(replica)
+        if line is not None and method in METHODS:
+            try:
+                return await asyncio.wait_for(line.ask(method, *args), timeout_s)
+            except LineLost:
+                log.debug("%s of replica %s goes through Ray", method, replica)
+            except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+                raise BoardSilent(replica, f"nothing came within {timeout_s:g} s") from None
+        return await self._ask_by_ray(replica, method, *args, timeout_s=timeout_s)
+
+    async def _ask_by_ray(self, replica: str, method: str, *args: Any, timeout_s: float) -> Any:
         call = getattr(self._handle.options(session_id=replica), method)
         response = contextvars.Context().run(call.remote, *args)
 
@@ -219,11 +233,20 @@ class RayLink:
         async def one(answer: Awaitable[Any]) -> None:
             heard(await answer)
 
+        listed = self._replicas.listed()
+        lines = self._lines_to(listed)
+        if listed and len(lines) == len(listed) and method in METHODS:
+            await self._wait([one(line.ask(method, *args)) for line in lines.values()], timeout_s)
+            return
         try:
             answers = await asyncio.wait_for(self._replicas.broadcast(method, *args), timeout_s)
-            waits_for = [asyncio.ensure_future(one(answer)) for answer in answers]
         except (RayError, RayServeException, TimeoutError, asyncio.TimeoutError):
             return  # nobody was heard; asked by itself, each says why
+        await self._wait([one(answer) for answer in answers], timeout_s)
+
+    async def _wait(self, calls: Iterable[Coroutine[Any, Any, None]], timeout_s: float) -> None:
+        """Wait for calls, or for so long. Who fails is not heard; asked by itself, it says why."""
+        waits_for = [asyncio.ensure_future(one) for one in calls]
         try:
             await asyncio.wait(waits_for, timeout=timeout_s)
         finally:
