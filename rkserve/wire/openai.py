@@ -142,6 +142,20 @@ def parse_completion(body: bytes) -> CompletionCall:
 
 
 def _model(fields: Fields) -> str:
+    model = read_model(fields)
+    if model is None:
+        raise missing("model")
+    return model
+
+
+def read_model(fields: Fields) -> str | None:
+    """Read the name of a model; None where the call names none.
+
+    Raises:
+        RequestError: it cannot be a name.
+    """
+    if fields.get("model") is None:
+        return None
     model = fields.required_text("model")
     if len(model) > MAX_MODEL_CHARS:
         raise RequestError(

@@ -106,6 +106,31 @@ class Renderer:
         typed: list[str] = []
         return self._joined(tokenizer, pieces(self._shield.hide(text, typed), typed))
 
+    def counted(self, text: str, *, special: bool) -> tuple[int, ...]:
+        """Return the ids of any text, however long; control tokens in it are control tokens.
+
+        ``special`` lets the tokenizer add what it adds to a whole text.
+
+        Raises:
+            UnsupportedParameter: in text mode.
+        """
+        return self._needed("prompt").encode(text, add_special_tokens=special)
+
+    def strings(self, ids: tuple[int, ...]) -> list[str]:
+        """Return how the vocabulary spells each token. Raises ``UnsupportedParameter``."""
+        return self._needed("return_token_strs").strings(ids)
+
+    def whole_text(self, ids: tuple[int, ...], path: str) -> str:
+        """Return what token ids say as a text of their own; control tokens say their names.
+
+        Raises:
+            RequestError: an id that is no token.
+            UnsupportedParameter: in text mode.
+        """
+        tokenizer = self._needed(path)
+        tokenizer.check(ids, path)
+        return tokenizer.whole_text(ids)
+
     def check_id(self, token_id: int, path: str) -> None:
         """Hold a token id to the vocabulary.
 

@@ -82,6 +82,14 @@ class Tokenizer:
         whole = self._hf.decode([*self._anchor, *ids], skip_special_tokens=True)
         return str(whole[len(before) :])
 
+    def whole_text(self, ids: Sequence[int]) -> str:
+        """Return what token ids say as a text of their own; control tokens say their names."""
+        return str(self._hf.decode(list(ids), skip_special_tokens=False))
+
+    def strings(self, ids: Sequence[int]) -> list[str]:
+        """Return how the vocabulary spells each token."""
+        return [self._hf.id_to_token(token_id) or "" for token_id in ids]
+
     def _spell(self, text: str) -> tuple[int, ...]:
         ids = self._plain(text[:1]) + self._plain(text[1:])
         if self._control_ids.isdisjoint(ids):

@@ -1,0 +1,100 @@
+"""Bodies and answers of /tokenize and /detokenize in vLLM's shapes; it knows keys, not models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rkserve.errors import RequestError, UnsupportedParameter
+from rkserve.wire import refusals
+from rkserve.wire.conversation import Message, read_messages
+from rkserve.wire.fields import Fields, missing, wrong_type
+from rkserve.wire.jsonbody import JsonObject, parse_object
+from rkserve.wire.openai import read_model
+
+# What would change the ids of a conversation and is not read here.
+_CONVERSATION: dict[str, refusals.Harmless] = {
+    name: refusals.CHAT[name]
+    for name in ("tools", "chat_template", "chat_template_kwargs", "continue_final_message")
+}
+
+
+@dataclass(frozen=True)
+class TokenizeCall:
+    """A text or a conversation whose token ids somebody wants. ``text`` of None: ``messages``.
+
+    ``special`` lets the tokenizer add what it adds to a whole text, a BOS for some models;
+    ``answer`` adds the header of the answer to a conversation. ``strings`` asks how the vocabulary
+    spells each token.
+    """
+
+    model: str | None
+    text: str | None = None
+    messages: tuple[Message, ...] = ()
+    special: bool = True
+    answer: bool = True
+    strings: bool = False
+
+
+@dataclass(frozen=True)
+class DetokenizeCall:
+    """Token ids whose text somebody wants."""
+
+    model: str | None
+    ids: tuple[int, ...]
+
+
+def parse_tokenize(body: bytes) -> TokenizeCall:
+    """Read the body of POST /tokenize.
+
+    Raises:
+        RequestError: with the ``param`` at fault.
+    """
+    fields = Fields(parse_object(body))
+    model, strings = read_model(fields), fields.flag("return_token_strs")
+    special = fields.maybe_flag("add_special_tokens")
+    text = fields.text("prompt")
+    if fields.get("messages") is None:
+        if text is None:
+            raise missing("prompt")
+        return TokenizeCall(model, text, special=special is not False, strings=strings)
+    if text is not None:
+        raise RequestError("Send either 'prompt' or 'messages', not both.", "messages")
+    if special:
+        raise UnsupportedParameter(
+            "Unsupported parameter: a conversation gets the special tokens that its chat template "
+            "writes, and no others.",
+            "add_special_tokens",
+        )
+    refusals.refuse(fields, _CONVERSATION)
+    answer = fields.maybe_flag("add_generation_prompt") is not False
+    return TokenizeCall(model, messages=read_messages(fields), answer=answer, strings=strings)
+
+
+def parse_detokenize(body: bytes) -> DetokenizeCall:
+    """Read the body of POST /detokenize.
+
+    Raises:
+        RequestError: with the ``param`` at fault.
+    """
+    fields = Fields(parse_object(body))
+    model, ids = read_model(fields), fields.get("tokens")
+    if ids is None:
+        raise missing("tokens")
+    if not isinstance(ids, list):
+        raise wrong_type("tokens", "an array of integers", ids)
+    return DetokenizeCall(model, fields.integers("tokens") or ())
+
+
+def tokenized(ids: tuple[int, ...], max_model_len: int, strings: list[str] | None) -> JsonObject:
+    """Return the answer of POST /tokenize."""
+    return {
+        "count": len(ids),
+        "max_model_len": max_model_len,
+        "tokens": list(ids),
+        "token_strs": strings,
+    }
+
+
+def detokenized(text: str) -> JsonObject:
+    """Return the answer of POST /detokenize."""
+    return {"prompt": text}

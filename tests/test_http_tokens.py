@@ -1,0 +1,146 @@
+"""/tokenize and /detokenize over HTTP: vLLM's shapes, by the same tokenizer as prompts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_boards import FakeBoards
+from router_house import CHAT, House, chat, house, send
+from wire_folders import make_folder
+
+from rkserve.config import RouterConfig
+from rkserve.deployments.service import ServedModel
+
+TEXT = "A cat sat on a mat. äöü 日本語 🙂"
+
+
+def post(path: str, of: House | None = None, **body: Any) -> Any:
+    return send(of or house(), "POST", path, json=body)
+
+
+def folder_house(path: Path, **kinds: Any) -> House:
+    served = ServedModel.open(make_folder(path / "m", **kinds))
+    return House(FakeBoards.answering("a"), RouterConfig(), served)
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+def test_a_text_becomes_ids_and_the_ids_that_text(prefix: str) -> None:
+    answer = post(f"{prefix}/tokenize", model="sim-chat", prompt=TEXT).json()
+    assert answer["count"] == len(answer["tokens"]) > 0
+    assert answer["max_model_len"] == 4096
+    assert answer["token_strs"] is None
+    back = post(f"{prefix}/detokenize", model="sim-chat", tokens=answer["tokens"])
+    assert back.json() == {"prompt": TEXT}
+
+
+def test_the_ids_of_a_conversation_are_those_that_its_board_gets() -> None:
+    of, messages = house(), chat()["messages"]
+    counted = post("/tokenize", of, model="sim-chat", messages=messages).json()
+    usage = send(of, "POST", CHAT, json=chat()).json()["usage"]
+    ((_, request),) = of.boards.opened
+    assert tuple(counted["tokens"]) == request.prompt_ids
+    assert counted["count"] == len(request.prompt_ids)
+    assert usage is not None
+    without = post(
+        "/tokenize", of, model="sim-chat", messages=messages, add_generation_prompt=False
+    )
+    assert tuple(without.json()["tokens"]) == request.prompt_ids[: without.json()["count"]]
+    assert without.json()["count"] < counted["count"]
+
+
+def test_tokens_are_spelled_where_that_is_asked_for() -> None:
+    answer = post("/tokenize", model="sim-chat", prompt="<|im_start|>cat", return_token_strs=True)
+    strings = answer.json()["token_strs"]
+    assert strings[0] == "<|im_start|>"
+    assert "".join(strings[1:]) == "cat"
+    assert len(strings) == answer.json()["count"]
+
+
+def test_control_tokens_are_written_out_in_the_text_of_ids() -> None:
+    ids = post("/tokenize", model="sim-chat", prompt="<|im_start|>cat").json()["tokens"]
+    assert post("/detokenize", model="sim-chat", tokens=ids).json() == {"prompt": "<|im_start|>cat"}
+
+
+def test_what_a_tokenizer_adds_to_a_text_can_be_left_out(tmp_path: Path) -> None:
+    of = folder_house(tmp_path, bos=True)
+    whole = post("/tokenize", of, prompt="cat").json()["tokens"]
+    bare = post("/tokenize", of, prompt="cat", add_special_tokens=False).json()["tokens"]
+    assert whole == [0, *bare]
+
+
+def test_the_only_model_need_not_be_named_and_an_empty_text_has_no_tokens() -> None:
+    assert post("/tokenize", prompt="").json()["count"] == 0
+    assert post("/detokenize", tokens=[]).json() == {"prompt": ""}
+
+
+def test_a_long_text_is_counted_beyond_the_context() -> None:
+    answer = post("/tokenize", prompt="word " * 20000).json()
+    assert answer["count"] >= 20000 > answer["max_model_len"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        pytest.param("/tokenize", {"model": "m?", "prompt": "x"}, 404, "model", id="unknown model"),
+        pytest.param("/tokenize", {"model": 3, "prompt": "x"}, 400, "model", id="no name"),
+        pytest.param("/tokenize", {}, 400, "prompt", id="nothing to tokenize"),
+        pytest.param("/tokenize", {"prompt": ["x"]}, 400, "prompt", id="a list"),
+        pytest.param("/tokenize", {"prompt": "x", "messages": []}, 400, "messages", id="both"),
+        pytest.param("/tokenize", {"messages": []}, 400, "messages", id="no message"),
+        pytest.param(
+            "/tokenize",
+            {"messages": [{"role": "user", "content": "x"}], "add_special_tokens": True},
+            400,
+            "add_special_tokens",
+            id="special tokens around a template's own",
+        ),
+        pytest.param(
+            "/tokenize",
+            {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 1 }}"},
+            400,
+            "chat_template",
+            id="a template",
+        ),
+        pytest.param(
+            "/tokenize", {"prompt": "x", "return_token_strs": 1}, 400, "return_token_strs"
+        ),
+        pytest.param("/detokenize", {}, 400, "tokens", id="no ids"),
+        pytest.param("/detokenize", {"tokens": "x"}, 400, "tokens", id="a text"),
+        pytest.param("/detokenize", {"tokens": [1, True]}, 400, "tokens[1]", id="a boolean"),
+        pytest.param("/detokenize", {"tokens": [1, -1]}, 400, "tokens[1]", id="negative"),
+        pytest.param("/detokenize", {"tokens": [10**30]}, 400, "tokens[0]", id="a huge id"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(
+    path: str, body: dict[str, Any], status: int, param: str
+) -> None:
+    answer = post(path, **body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        pytest.param("/tokenize", {"prompt": "x"}, id="a text"),
+        pytest.param("/tokenize", {"messages": [{"role": "user", "content": "x"}]}, id="a chat"),
+        pytest.param("/detokenize", {"tokens": [1]}, id="ids"),
+    ],
+)
+def test_a_model_without_a_tokenizer_has_none_to_offer(
+    tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    answer = post(path, folder_house(tmp_path, tokenizer=False), **body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "unsupported_parameter"
+
+
+def test_only_clients_with_a_key_may_ask_where_there_are_keys(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret-key-of-a-client\n", encoding="utf-8")
+    of = house()
+    of = replace(of, config=RouterConfig(api_keys_file=keys))
+    assert post("/tokenize", of, prompt="x").status_code == 401
+    assert post("/detokenize", of, tokens=[1]).status_code == 401
