@@ -175,6 +175,27 @@ class GenerateRequest:
     continued: Continued | None = None
 
 
+class Pooling(str, Enum):
+    """How hidden states of all positions become one vector of a text."""
+
+    LAST = "last"  # that of the last token, which has seen all others
+    MEAN = "mean"
+    CLS = "cls"  # that of the first token
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedRequest(GenerateRequest):
+    """Vectors of texts instead of an answer; it is sent, queued and bound as a generation is.
+
+    Each of ``inputs`` has at least one token id. In text mode ``texts`` are there in their place.
+    ``prompt_ids`` are empty, and ``max_tokens`` is 0.
+    """
+
+    inputs: tuple[tuple[int, ...], ...] = ()
+    texts: tuple[str, ...] = ()
+    pooling: Pooling = Pooling.LAST
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of one generation. ``cached_tokens`` of the prompt were not prefilled again."""
@@ -321,7 +342,16 @@ class Finished:
     versions: tuple[VersionSpan, ...] = ()
 
 
-Event = Accepted | Delta | Paused | Finished
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """One vector per text of an ``EmbedRequest``, in their order: float32 raw bytes, pooled, and
+    otherwise as they were computed. ``Finished`` follows.
+    """
+
+    vectors: tuple[bytes, ...]
+
+
+Event = Accepted | Delta | Paused | Embedded | Finished
 
 
 class GenerationState(str, Enum):

@@ -8,14 +8,21 @@ from contextlib import aclosing, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from fake_boards import Step, report
+from fake_boards import Step, accepted, finished, report
 
 from rkserve.config import ChannelConfig
 from rkserve.deployments.channel_board import Address, Outlet
 from rkserve.deployments.channel_router import Channels
 from rkserve.deployments.link import RayLink
 from rkserve.desired import Adoption, Desired
-from rkserve.messages import BoardReport, Emitted, Event, GenerateRequest
+from rkserve.messages import (
+    BoardReport,
+    Embedded,
+    EmbedRequest,
+    Emitted,
+    Event,
+    GenerateRequest,
+)
 
 # Silence that nobody takes for a loss, however slow the machine is.
 PATIENT = ChannelConfig(silence_s=120.0, retry_s=0.01)
@@ -121,6 +128,12 @@ class Callee:
         async with aclosing(self._board.events()) as events:
             async for event in events:
                 yield event
+
+    async def embed(self, request: EmbedRequest) -> AsyncGenerator[Event, None]:
+        self._board.requests.append(request)
+        yield accepted(self._board.name)
+        yield Embedded(tuple(bytes(4 * len(ids)) for ids in request.inputs))
+        yield finished(0)
 
     async def report(self) -> BoardReport:
         self._board.reports.append("channel")

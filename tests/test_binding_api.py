@@ -567,6 +567,16 @@ def test_m9_rows_are_copied_at_normal_and_complete_on_return(
     assert (fake.seen.mode, fake.replies()[-2:]) == (0, [0, 0])
 
 
+def test_only_the_last_row_is_copied_where_that_is_all_that_is_wanted(
+    fake: Fake, handle: Binding
+) -> None:
+    fake.rows((0, 0), (3, 4))
+    matrix = handle.evaluate(TokenInput((1, 2, 3)), Mode.HIDDEN, last=True)
+    assert matrix == Matrix(1, 4, floats(*range(8, 12)))
+    fake.rows((1, 4))
+    assert handle.evaluate(TokenInput((1,)), Mode.HIDDEN, last=True).rows == 1
+
+
 @pytest.mark.parametrize(
     ("steps", "code", "error", "words"),
     [

@@ -20,7 +20,15 @@ from rkserve.deployments.channel_router import Channels, LineLost
 from rkserve.deployments.link import RayLink
 from rkserve.desired import Adoption, Desired
 from rkserve.errors import BoardFailed, BoardSilent, QueueFull, StageFailed
-from rkserve.messages import Delta, Emitted, Event, Finished, GenerateRequest
+from rkserve.messages import (
+    Delta,
+    Embedded,
+    EmbedRequest,
+    Emitted,
+    Event,
+    Finished,
+    GenerateRequest,
+)
 
 REQUEST = GenerateRequest("r/0", "m", (1,), 4)
 
@@ -68,6 +76,19 @@ def test_tokens_come_one_by_one_as_they_are_made() -> None:
                 gate.set()
                 assert await anext(events) == Delta(str(number), (number,))
             assert isinstance(await anext(events), Finished)
+
+    run_loop(main())
+
+
+def test_vectors_come_over_the_connection_too() -> None:
+    async def main() -> None:
+        board = Board("sim-0")
+        asked = EmbedRequest("e/0", "m", (), 0, inputs=((1, 2), (3,)))
+        async with router(board) as (channels, [link]):
+            found = [event async for event in link.open(asked, "replica of sim-0")]
+            assert found == [accepted("sim-0"), Embedded((bytes(8), bytes(4))), finished(0)]
+            assert board.requests == [asked]
+            assert channels.streams == {"channel": 1, "ray": 0}
 
     run_loop(main())
 

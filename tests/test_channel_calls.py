@@ -21,8 +21,10 @@ from rkserve.messages import (
     BoardState,
     Bound,
     Continued,
+    EmbedRequest,
     GenerateRequest,
     Kind,
+    Pooling,
     Sampling,
     Slot,
     VersionFigures,
@@ -76,6 +78,20 @@ def test_a_request_comes_back_as_it_was(request_: GenerateRequest) -> None:
     item = crossed(calls.pack_request(3, request_))
     assert item[:2] == [3, calls.GENERATE]
     assert calls.unpack_request(item) == request_
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param({"inputs": ((1, 2), tuple(range(300)))}, id="ids"),
+        pytest.param({"texts": ("a", "\ud800"), "pooling": Pooling.MEAN}, id="texts"),
+    ],
+)
+def test_a_request_for_vectors_comes_back_as_it_was(asked: dict[str, Any]) -> None:
+    request = EmbedRequest("e/0", "m", (), 0, session="s", **asked)
+    item = crossed(calls.pack_request(3, request))
+    assert item[:2] == [3, calls.EMBED]
+    assert calls.unpack_request(item) == request
 
 
 def test_the_ids_of_a_long_prompt_are_no_list_of_digits() -> None:

@@ -17,6 +17,7 @@ from rkserve.messages import (
     AdapterRef,
     Bound,
     Delta,
+    Embedded,
     Event,
     Finished,
     FinishReason,
@@ -55,6 +56,7 @@ EVENTS = [
     ),
     pytest.param(Paused(None, 4, Kv.KEPT), id="paused by a call"),
     pytest.param(Paused("###", 4, Kv.RECOMPUTED), id="paused by a text"),
+    pytest.param(Embedded((bytes(range(256)), b"")), id="vectors"),
     pytest.param(Finished(FinishReason.LENGTH, Usage(1, 2), TIMINGS), id="finished"),
     pytest.param(
         Finished(
@@ -87,20 +89,16 @@ def value_of(hint: Any) -> st.SearchStrategy[Any]:
         return st.text(st.characters())
     if hint is tuple[tuple[int, str], ...]:
         return st.lists(st.tuples(st.integers(0), st.text())).map(tuple)
-    return st.from_type(hint)
+    return builds(hint) if hint is Timings else st.from_type(hint)
 
 
-@given(
-    st.one_of(
-        *(
-            st.builds(
-                kind,
-                **{name: value_of(hint) for name, hint in typing.get_type_hints(kind).items()},
-            )
-            for kind in (Delta, Accepted, Paused, Finished)
-        )
-    )
-)
+def builds(kind: type[Any]) -> st.SearchStrategy[Any]:
+    """Any value of a dataclass."""
+    hints = typing.get_type_hints(kind)
+    return st.builds(kind, **{name: value_of(hint) for name, hint in hints.items()})
+
+
+@given(st.one_of(*map(builds, (Delta, Accepted, Paused, Embedded, Finished))))
 def test_whatever_an_event_says_survives(event: Event) -> None:
     # What is no number equals nothing, not even itself.
     assert repr(codec.unpack(sent(event))) == repr(event)

@@ -30,6 +30,8 @@ SAMPLES: list[RkserveError] = [
     errors.AdapterBroken("pirate@2", "its file is damaged"),
     errors.CacheNotFound("policy"),
     errors.CacheUnsupported("There is no store."),
+    errors.EmbeddingUnsupported("The model does not embed."),
+    errors.CallAborted("board sim-0"),
     errors.GenerationNotFound("chatcmpl-1"),
     errors.BoardNotFound("sim-9"),
     errors.StateConflict("resume", "ended", "It ended first."),

@@ -19,7 +19,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from rkserve.deployments.link import RayLink
 from rkserve.deployments.pick_replica import ReplicaGone
 from rkserve.errors import BoardFailed, BoardGone, QueueFull, StateConflict
-from rkserve.messages import BoardReport, Delta, Event, GenerateRequest
+from rkserve.messages import BoardReport, Delta, Embedded, EmbedRequest, Event, GenerateRequest
 
 REQUEST = GenerateRequest("r", "m", (1,), 4)
 UNAVAILABLE = DeploymentUnavailableError(DeploymentID(name="Board-x"))
@@ -72,6 +72,7 @@ class Handle:
         self.response = Response(steps)
         self.asked_for: list[str] = []
         self.generate = SimpleNamespace(remote=lambda _: self.response)
+        self.embed = SimpleNamespace()
         self._answers = answers if answers is not None else []
         self._router = None  # nothing has come from Serve's controller
 
@@ -100,6 +101,18 @@ def test_events_come_through_and_the_chosen_replica_is_asked() -> None:
         events: list[Event] = [accepted("sim-0"), Delta("x", (1,)), finished(1)]
         handle = Handle(*events)
         assert [e async for e in link(handle).open(REQUEST, "abc")] == events
+        assert handle.asked_for == ["abc"]
+
+    run_loop(main())
+
+
+def test_a_request_for_vectors_is_a_call_of_its_own() -> None:
+    async def main() -> None:
+        events: list[Event] = [accepted("sim-0"), Embedded((b"1234",)), finished(0)]
+        handle = Handle(*events)
+        handle.embed, handle.generate = handle.generate, SimpleNamespace()
+        asked = EmbedRequest("e/0", "m", (), 0, inputs=((1, 2),))
+        assert [e async for e in link(handle).open(asked, "abc")] == events
         assert handle.asked_for == ["abc"]
 
     run_loop(main())

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_desk import Desk
 
-from rkserve.errors import CallFailed, FrameCorrupt, LoadFailed, Misuse, NativeError
+from rkserve.errors import (
+    CallFailed,
+    FrameCorrupt,
+    LoadFailed,
+    Misuse,
+    NativeError,
+    NothingComputed,
+)
 from rkserve.messages import Sampling
+from rkserve.native import frames
 from rkserve.native.frames import Kind
 from rkserve.native.runtime import (
     LoadParams,
+    Matrix,
+    Mode,
     Piece,
     PromptInput,
     RunParams,
@@ -196,6 +207,33 @@ def test_positions_that_the_library_does_not_tell_are_unknown(desk: Desk) -> Non
     desk.runtime.errors["kv_cache_sizes"] = CallFailed("rkllm_get_kv_cache_size", -1)
     ended = desk.run()
     assert (ended["end"], ended["kv_positions"]) == ("finished", [])
+
+
+@pytest.mark.parametrize(
+    ("pooling", "last", "vector"),
+    [("last", True, [5.0, 6.0]), ("cls", False, [1.0, 2.0]), ("mean", False, [3.0, 4.0])],
+)
+def test_hidden_states_leave_as_one_vector_before_the_end(
+    desk: Desk, pooling: str, last: bool, vector: list[float]
+) -> None:
+    rows = [[5.0, 6.0]] if last else [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
+    data = array("f", [value for row in rows for value in row]).tobytes()
+    desk.runtime.values["evaluate"] = Matrix(len(rows), 2, data)
+    ended = desk.run(3, (7, 8, 9), pooling=pooling, adapter="a")
+    ((_, asked),) = desk.runtime.made("evaluate")
+    assert asked == (TokenInput((7, 8, 9)), Mode.HIDDEN, {"adapter": "a", "last": last})
+    [(kind, payload)] = desk.puts[-2]
+    assert kind is Kind.VECTOR
+    assert frames.unpack_vector(payload) == (3, 3, array("f", vector).tobytes())
+    assert (ended["end"], ended["kv_positions"]) == ("finished", [7])
+    assert desk.runtime.made("run") == []
+
+
+def test_hidden_states_that_do_not_come_fail_the_run_and_send_no_vector(desk: Desk) -> None:
+    desk.runtime.errors["evaluate"] = NothingComputed(Mode.HIDDEN.value, "it was aborted")
+    ended = desk.run(pooling="last")
+    assert (ended["end"], "it was aborted" in ended["error"]) == ("failed", True)
+    assert all(kind is not Kind.VECTOR for put in desk.puts for kind, _ in put)
 
 
 def test_a_run_that_fails_says_why_and_the_next_one_begins(desk: Desk) -> None:

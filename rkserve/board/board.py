@@ -13,6 +13,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from typing import TypeVar
 
 from rkserve.board import clock, reporting
@@ -23,6 +24,7 @@ from rkserve.board.caching import Caching
 from rkserve.board.conduct import Conductor
 from rkserve.board.control import Control
 from rkserve.board.duty import Charge
+from rkserve.board.embedding import Embedding
 from rkserve.board.engine import EngineFacts
 from rkserve.board.figures import Figures
 from rkserve.board.generation import Generation
@@ -37,6 +39,7 @@ from rkserve.board.probing import Probing
 from rkserve.board.rebasing import Rebasing
 from rkserve.board.settings import BoardSettings
 from rkserve.board.sleeping import Sleeping
+from rkserve.board.stage import Vectors
 from rkserve.board.staged import Staged
 from rkserve.board.stagedweights import Intake, StagedWeights
 from rkserve.board.unloaded import SleepMark
@@ -48,6 +51,7 @@ from rkserve.errors import (
     BoardFailed,
     BoardOutOfOrder,
     ContextOverflow,
+    EmbeddingUnsupported,
     EngineDied,
     EngineHung,
     QueueFull,
@@ -64,6 +68,7 @@ from rkserve.messages import (
     CacheEntry,
     ControlAction,
     Edit,
+    EmbedRequest,
     Emitted,
     Event,
     Finished,
@@ -132,6 +137,7 @@ class Board:
         self._conductor = Conductor(self)
         self._control = Control(self, self._conductor)
         self._upkeep = Upkeep(self)
+        self.embedding: Vectors = Embedding(self)
         self._probing = Probing(self, self._conductor, settings.load_patience_s)
         self._tickets = itertools.count(1)
         self._failed_in_a_row = 0
@@ -196,10 +202,7 @@ class Board:
             BoardFailed: the board is out of order, or its engine was lost during the answer.
             BoardBehind, EnginePaused, BoardAsleep: it takes no such request now.
         """
-        live = self._keeper.open()
-        self.charge.check(request, time.time())
-        if self._keeper.state in UNLOADED and not request.patient:
-            raise BoardAsleep(self.board_id, "its model is being loaded again")
+        live = self._open_for(request)
         ignored = () if live.facts.per_run_sampling else self._settings.ignored(request)
         if ignored and request.strict_sampling:
             raise SamplingFixed(live.facts.release, ignored)
@@ -233,6 +236,29 @@ class Board:
                 yield event
         finally:
             self._leave(job)
+
+    async def embed(self, request: EmbedRequest) -> AsyncGenerator[Event, None]:
+        """Yield ``Accepted``, ``Embedded`` and ``Finished``; see ``Embedding.events``."""
+        self._open_for(request)
+        if self.n_batch > 1:
+            raise EmbeddingUnsupported(
+                "The model's boards serve batches (n_batch > 1), and the runtime computes no "
+                "hidden states then."
+            )
+        longest = max(map(len, request.inputs), default=0)
+        if longest > self.context_len:
+            raise ContextOverflow(longest, self.context_len, "input")
+        async with aclosing(self.embedding.events(request)) as events:
+            async for event in events:
+                yield event
+
+    def _open_for(self, request: GenerateRequest) -> LiveEngine:
+        """Return the engine, where the board takes such a request. Raises as ``generate``."""
+        live = self._keeper.open()
+        self.charge.check(request, time.time())
+        if self._keeper.state in UNLOADED and not request.patient:
+            raise BoardAsleep(self.board_id, "its model is being loaded again")
+        return live
 
     def generations(self) -> list[GenerationInfo]:
         """Return the generations that have not ended, with the text of each so far."""
@@ -440,21 +466,36 @@ class Board:
         self.admission.readmit(job.ticket, job.queued_s, job.key, yields=yields)
         self.pump()
 
-    def errand(self, work: Callable[[], Awaitable[T]], *, first: bool) -> asyncio.Future[T]:
+    def errand(
+        self,
+        work: Callable[[], Awaitable[T]],
+        *,
+        first: bool,
+        barred: Callable[[], bool] = lambda: False,
+    ) -> asyncio.Future[T]:
         """Do ``work`` when the board is free: ``first`` before others, or in turn (QueueFull).
 
-        Cancelling the future withdraws what waits.
+        It does not begin while it is ``barred``. Cancelling the future withdraws what waits.
         """
-        errand = Errand(next(self._tickets), work)
+        errand = Errand(next(self._tickets), work, barred)
         key = ("errand", errand.ticket)  # it shares no run
-        if first:
-            self.admission.readmit(errand.ticket, clock.now_s(), key)
-        else:
-            self.admission.offer(errand.ticket, clock.now_s(), key)
         self._errands[errand.ticket] = errand
+        try:
+            if first:
+                self.admission.readmit(errand.ticket, clock.now_s(), key)
+            else:
+                self.admission.offer(errand.ticket, clock.now_s(), key)
+        except QueueFull:
+            del self._errands[errand.ticket]
+            raise
         errand.done.add_done_callback(lambda _: self._withdraw(errand))
         self.pump()
         return errand.done
+
+    def is_barred(self, ticket: int) -> bool:
+        """Whether that errand may not begin now."""
+        errand = self._errands.get(ticket)
+        return errand is not None and errand.barred()
 
     def _withdraw(self, errand: Errand) -> None:
         if errand.done.cancelled() and self.admission.withdraw(errand.ticket):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from rkserve.messages import Pooling
 from rkserve.native.runtime import LoadParams, Perf, RunEnd
 
 # What a run gives for every token: entry of the batch, token id, text, and whether the library
@@ -75,7 +76,8 @@ class RunCommand:
     stays for later runs. If one of the first two fails, there is no run. A cache is a convenience:
     one that cannot be loaded or released leaves its reason in ``RunEnded.cache_refused``.
 
-    ``resume`` goes on with the paused run, under a new ``run_id``.
+    ``resume`` goes on with the paused run, under a new ``run_id``. With ``pooling`` nothing is
+    generated: the hidden states of the one entry become the ``vector`` of ``RunEnded``.
     """
 
     run_id: int
@@ -90,6 +92,7 @@ class RunCommand:
     load_cache: str | None = None
     release_cache: bool = False
     save_cache: str | None = None
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,7 @@ class RunEnded:
 
     ``end`` is None for a run that was aborted before it began. ``kv_positions`` is what the runtime
     says each entry's KV cache holds now, and empty where it would not say. ``perf`` is zeros for a
-    run that was paused.
+    run that was paused. ``vector`` are float32 values, of a text with so many ``tokens``.
     """
 
     end: RunEnd | None
@@ -107,6 +110,8 @@ class RunEnded:
     kv_positions: tuple[int, ...]
     error: str | None
     cache_refused: str | None = None
+    vector: bytes = b""
+    tokens: int = 0
 
     @property
     def in_order(self) -> bool:

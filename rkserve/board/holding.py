@@ -138,6 +138,7 @@ class Holding:
         jobs = list(stage.jobs.values())
         thawed = [job for job in jobs if self._mark(job)]
         self._note_run()
+        stage.embedding.told()
         stage.admission.bar(self._is_barred, clock.now_s())
         for job in jobs:
             if not job.over:
@@ -167,7 +168,7 @@ class Holding:
 
     def _is_barred(self, ticket: int) -> bool:
         job = self._stage.jobs.get(ticket)
-        return job is not None and job.frozen
+        return self._stage.is_barred(ticket) if job is None else job.frozen
 
     def _note_run(self) -> None:
         """Remember a run of those that are held: it may go on when they have left it."""
@@ -260,6 +261,7 @@ class Holding:
 
     def _unrested(self) -> Iterator[asyncio.Future[None]]:
         """Yield what may change with those that are held and do not rest yet."""
+        yield from self._stage.embedding.awaited()
         self._note_run()
         held = [(job, hold) for job in self._stage.jobs.values() if (hold := self._hold(job))]
         for job, hold in held:

@@ -280,10 +280,19 @@ def emitted(jobs: Iterable[Job]) -> tuple[tuple[str, int], ...]:
 
 
 class Errand:
-    """Work for the engine between runs that is no generation; it waits its turn as one."""
+    """Work for the engine between runs that is no generation; it waits its turn as one.
 
-    def __init__(self, ticket: int, work: Callable[[], Awaitable[Any]]) -> None:
+    ``barred`` says whether it may not begin now.
+    """
+
+    def __init__(
+        self,
+        ticket: int,
+        work: Callable[[], Awaitable[Any]],
+        barred: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.ticket = ticket
+        self.barred = barred
         self._work = work
         self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         # Whoever sent it may have left: an error that nobody hears of is no event of the loop's.

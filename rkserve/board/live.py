@@ -200,6 +200,7 @@ class LiveEngine:
             load_cache=str(begin.hit.path) if begin.hit is not None else None,
             release_cache=release,
             save_cache=str(begin.save) if begin.save is not None else None,
+            pooling=begin.pooling,
         )
 
     async def _supervise(self, run: Run, command: RunCommand, receive: Receiver) -> RunEnded:
@@ -259,8 +260,10 @@ class LiveEngine:
     def _settle_context(self, run: Run, ended: RunEnded, *, spliced: bool) -> None:
         began = run.beginning
         stopped = run.stopping and (run.unheard or not self.quirk("kv_valid_after_abort"))
-        in_text_mode = began.entries[0].prompt_text is not None
-        if not ended.in_order or in_text_mode or stopped:
+        in_text_mode = began.entries[0].prompt_text is not None and began.pooling is None
+        # FINISH may not come after hidden states, so what follows from it is not taken for granted.
+        left = began.pooling is not None and self.positions[0] > 0
+        if not ended.in_order or in_text_mode or stopped or left:
             self.context.forget()
         elif not began.history:
             self.context.reset()  # without history the runtime drops the context by itself

@@ -69,6 +69,7 @@ class EngineProcess:
         self._process = process
         self._reader = frames.FrameReader()
         self._runs: dict[int, tuple[OnToken, asyncio.Future[RunEnded]]] = {}
+        self._vectors: dict[int, tuple[int, bytes]] = {}  # of runs whose end is about to come
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count(1)
         self._loaded: asyncio.Future[EngineFacts] = loop.create_future()
@@ -171,6 +172,7 @@ class EngineProcess:
             "load_cache": command.load_cache,
             "release_cache": command.release_cache,
             "save_cache": command.save_cache,
+            "pooling": None if command.pooling is None else command.pooling.value,
         }
         ids = tuple(entry.ids for entry in command.entries)
         frame = frames.pack_run(command.run_id, params, ids)
@@ -260,6 +262,10 @@ class EngineProcess:
             run_id, entry, token_id, text, waiting = frames.unpack_token(payload)
             if run_id in self._runs:
                 self._runs[run_id][0](entry, token_id, text, waiting)
+        elif kind is Kind.VECTOR:
+            run_id, tokens, vector = frames.unpack_vector(payload)
+            if run_id in self._runs:
+                self._vectors[run_id] = (tokens, vector)
         elif kind is Kind.ENDED:
             self._end(frames.unpack(payload))
         elif kind is Kind.RESULT:
@@ -272,6 +278,7 @@ class EngineProcess:
 
     def _end(self, facts: dict[str, Any]) -> None:
         end = None if facts["end"] == "unstarted" else RunEnd(facts["end"])
+        tokens, vector = self._vectors.pop(facts["run_id"], (0, b""))
         ended = RunEnded(
             end=end,
             perf=Perf(**facts.get("perf", {})),
@@ -279,6 +286,8 @@ class EngineProcess:
             kv_positions=tuple(facts.get("kv_positions", ())),
             error=facts.get("error"),
             cache_refused=facts.get("cache_refused"),
+            vector=vector,
+            tokens=tokens,
         )
         if end is RunEnd.FAILED:
             loop = asyncio.get_running_loop()

@@ -66,6 +66,6 @@ def report(
 
 def _idle_s(keeper: Keeper, board: Stage) -> float:
     """Since when nobody has used it; one that was just loaded was loaded for somebody."""
-    if board.jobs:
+    if board.jobs or board.embedding.busy:
         return 0.0
     return clock.now_s() - max(board.asked_s, keeper.loaded_s)

@@ -153,6 +153,8 @@ class Sleeping:
     @property
     def _awaits_jobs(self) -> bool:
         charge, jobs = self._stage.charge, self._stage.jobs.values()
+        if any(self._stage.embedding.awaited()):
+            return True
         return any(
             hold.mode is PauseMode.WAIT
             for job in jobs

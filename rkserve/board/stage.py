@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import Protocol, TypeVar
 
 from rkserve.board.adapting import Adapting
@@ -14,8 +14,26 @@ from rkserve.board.figures import Figures
 from rkserve.board.job import Job
 from rkserve.board.live import LiveEngine
 from rkserve.board.versions import VersionBook
+from rkserve.messages import EmbedRequest, Event
 
 T = TypeVar("T")
+
+
+class Vectors(Protocol):
+    """Those who wait for vectors; see ``embedding.Embedding``."""
+
+    def events(self, request: EmbedRequest) -> AsyncGenerator[Event, None]:
+        """Yield what becomes of a request."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anybody."""
+
+    def told(self) -> None:
+        """The board was told something new."""
+
+    def awaited(self) -> Iterable[asyncio.Future[None]]:
+        """Yield what may change with those that a pause waits for."""
 
 
 class Stage(Protocol):
@@ -37,6 +55,7 @@ class Stage(Protocol):
     admission: Admission
     caching: Caching
     adapting: Adapting
+    embedding: Vectors
     jobs: dict[int, Job]
     position_bytes: int | None
 
@@ -57,8 +76,20 @@ class Stage(Protocol):
     def requeue(self, job: Job) -> None:
         """Let the job wait for the board again, in front of those that never had it."""
 
-    def errand(self, work: Callable[[], Awaitable[T]], *, first: bool) -> asyncio.Future[T]:
-        """Do ``work`` when the board is free: ``first`` before others, or in turn (QueueFull)."""
+    def errand(
+        self,
+        work: Callable[[], Awaitable[T]],
+        *,
+        first: bool,
+        barred: Callable[[], bool] = lambda: False,
+    ) -> asyncio.Future[T]:
+        """Do ``work`` when the board is free: ``first`` before others, or in turn (QueueFull).
+
+        ``barred`` says whether it may not begin now.
+        """
+
+    def is_barred(self, ticket: int) -> bool:
+        """Whether that errand may not begin now."""
 
     def require_awake(self) -> None:
         """Raise ``BoardAsleep`` where the model is unloaded, or about to be."""

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from rkserve.messages import (
     CacheEntry,
     ControlAction,
     Edit,
+    EmbedRequest,
     Emitted,
     Event,
     GenerateRequest,
@@ -130,6 +132,12 @@ class BoardReplica:
                 yield event
         finally:
             await events.aclose()
+
+    async def embed(self, request: EmbedRequest) -> AsyncGenerator[Event, None]:
+        """Yield the events of one request for vectors; see ``Board.embed``."""
+        async with aclosing(self._board.embed(request)) as events:
+            async for event in events:
+                yield event
 
     async def channel(self) -> Address | None:
         """Return where Routers can connect to; None where they cannot."""

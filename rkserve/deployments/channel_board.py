@@ -23,7 +23,15 @@ from rkserve.deployments.channel_frames import BoardSide, new_key
 from rkserve.deployments.channel_line import Line, Loss, Pulse
 from rkserve.desired import Adoption, Desired
 from rkserve.errors import BoardFailed, RkserveError
-from rkserve.messages import BoardReport, Delta, Emitted, Event, GenerateRequest, merged
+from rkserve.messages import (
+    BoardReport,
+    Delta,
+    EmbedRequest,
+    Emitted,
+    Event,
+    GenerateRequest,
+    merged,
+)
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +54,9 @@ class Callee(Protocol):
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Yield the events of one generation."""
+
+    def embed(self, request: EmbedRequest) -> AsyncGenerator[Event, None]:
+        """Yield the events of one request for vectors."""
 
     def report(self) -> Awaitable[BoardReport]:
         """Return what the board says of itself."""
@@ -115,9 +126,9 @@ class BoardLine:
                     task.cancel()
             elif stream in self._tasks:
                 raise Garbled(f"stream {stream} is called for twice")
-            elif item[1] == calls.GENERATE and self.ends:
+            elif item[1] in (calls.GENERATE, calls.EMBED) and self.ends:
                 self._fail(stream, BoardFailed(self._board_id, "its replica is being ended"))
-            elif item[1] == calls.GENERATE:
+            elif item[1] in (calls.GENERATE, calls.EMBED):
                 request = calls.unpack_request(item)
                 self._begin(stream, partial(self._generate, stream, request))
             else:
@@ -157,7 +168,12 @@ class BoardLine:
             self.put(stream, None)
 
     async def _generate(self, stream: int, request: GenerateRequest) -> None:
-        async with aclosing(self._callee.generate(request)) as events:
+        callee = self._callee
+        if isinstance(request, EmbedRequest):
+            made = callee.embed(request)
+        else:
+            made = callee.generate(request)
+        async with aclosing(made) as events:
             async for event in events:
                 self.put(stream, event)
 

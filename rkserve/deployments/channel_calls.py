@@ -1,7 +1,8 @@
 """What crosses the channel besides the events of answers: calls, and how they end.
 
-A call is a request to generate, or names a method. It ends by itself, by an error, or by an answer.
-All of it is JSON that can only become the dataclasses and errors that are named here.
+A call is a request to generate or for vectors, or names a method. It ends by itself, by an error,
+or by an answer. All of it is JSON that can only become the dataclasses and errors that are named
+here.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from rkserve import errors
 from rkserve.deployments.channel_codec import EVENTS, Garbled, Record, seal
 from rkserve.desired import Adoption, Desired
 from rkserve.errors import BoardFailed, RkserveError
-from rkserve.messages import BoardReport, Emitted, GenerateRequest
+from rkserve.messages import BoardReport, EmbedRequest, Emitted, GenerateRequest
 
 # Second in an item, where an event has its number. What a Router sends, beside names of methods:
-GENERATE = 0
+GENERATE, EMBED = 0, 1
 # And what a board sends beside events:
 FAILED, ANSWERED = -1, -2
 
@@ -29,7 +30,7 @@ METHODS: dict[str, tuple[tuple[type[Any], ...], type[Any]]] = {
 }
 _ARGS = {name: tuple(Record(kind) for kind in kinds) for name, (kinds, _) in METHODS.items()}
 _ANSWERS = {name: Record(kind) for name, (_, kind) in METHODS.items()}
-_REQUEST = Record(GenerateRequest)
+_REQUESTS = {GENERATE: Record(GenerateRequest), EMBED: Record(EmbedRequest)}
 _ERRORS = {
     name: kind
     for name, kind in vars(errors).items()
@@ -37,17 +38,19 @@ _ERRORS = {
 }
 _PLAIN = (str, int, float, bool, type(None))
 _KINDS = [kind for args, answer in METHODS.values() for kind in (*args, answer)]
-SEAL = seal((*EVENTS, GenerateRequest, *_KINDS))  # of two ends that understand each other
+# Of two ends that understand each other.
+SEAL = seal((*EVENTS, GenerateRequest, EmbedRequest, *_KINDS))
 
 
 def pack_request(stream: int, request: GenerateRequest) -> list[Any]:
-    """Return a call for a generation."""
-    return [stream, GENERATE, *_REQUEST.pack(request)]
+    """Return a call for a generation, or for vectors."""
+    kind = EMBED if isinstance(request, EmbedRequest) else GENERATE
+    return [stream, kind, *_REQUESTS[kind].pack(request)]
 
 
 def unpack_request(item: Sequence[Any]) -> GenerateRequest:
     """Return the request of such a call. Raises ``Garbled``."""
-    request: GenerateRequest = _REQUEST.unpack(item[2:])
+    request: GenerateRequest = _REQUESTS[item[1]].unpack(item[2:])
     return request
 
 

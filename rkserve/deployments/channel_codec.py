@@ -19,9 +19,9 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from rkserve.messages import Accepted, Delta, Event, Finished, Paused
+from rkserve.messages import Accepted, Delta, Embedded, Event, Finished, Paused
 
-EVENTS: tuple[type[Any], ...] = (Delta, Accepted, Paused, Finished)
+EVENTS: tuple[type[Any], ...] = (Delta, Accepted, Paused, Embedded, Finished)
 MANY_IDS = 64  # and more, of a prompt say: a million digits would hold up the tokens of others
 _PLAIN = (str, int, float, bool, type(None))
 _Turn = Callable[[Any], Any]
@@ -37,11 +37,11 @@ def _same(value: Any) -> Any:
 
 
 def _text_of(value: bytes) -> str:
-    return value.decode("latin-1")  # one character each
+    return base64.b64encode(value).decode("ascii")
 
 
 def _bytes_of(value: str) -> bytes:
-    return value.encode("latin-1")
+    return base64.b64decode(value, validate=True)
 
 
 def _ids_of(value: tuple[int, ...]) -> Sequence[int] | str:

@@ -11,7 +11,16 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from rkserve.errors import RkserveError
-from rkserve.messages import Accepted, Delta, Event, Finished, GenerateRequest, Paused, merged
+from rkserve.messages import (
+    Accepted,
+    Delta,
+    Embedded,
+    Event,
+    Finished,
+    GenerateRequest,
+    Paused,
+    merged,
+)
 
 Generate = Callable[[GenerateRequest], AsyncGenerator[Event, None]]
 _Item = tuple[int, Event | BaseException]
@@ -109,7 +118,7 @@ class Choices:
         index, event = self._waiting.popleft()
         if isinstance(event, BaseException):
             raise event
-        assert not isinstance(event, Accepted)  # accepted() took them all
+        assert not isinstance(event, Accepted | Embedded)  # accepted() took those; no vectors here
         if isinstance(event, Finished):
             self._open -= 1
         return index, event

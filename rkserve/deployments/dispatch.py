@@ -36,6 +36,7 @@ from rkserve.errors import (
 )
 from rkserve.messages import (
     BoardState,
+    EmbedRequest,
     Event,
     Finished,
     GenerateRequest,
@@ -194,7 +195,11 @@ class Dispatch:
         They wait for their turn, are on their way to a board, or between two.
         """
         now_s = time.monotonic()
-        return [_queued(course, now_s - since) for course, since in self._homeless.values()]
+        return [
+            _queued(course, now_s - since)
+            for course, since in self._homeless.values()
+            if not isinstance(course.asked, EmbedRequest)  # it is nothing that can be controlled
+        ]
 
     def _forget_boards(self) -> None:
         """Replicas that are there no more come back under other names."""

@@ -24,7 +24,7 @@ from rkserve.deployments.channel_calls import METHODS
 from rkserve.deployments.channel_router import Channels, LineLost, RouterLine
 from rkserve.deployments.replicas import Replicas
 from rkserve.errors import BoardFailed, BoardGone, BoardSilent, BoardStartFailed, RkserveError
-from rkserve.messages import Accepted, BoardReport, Event, GenerateRequest
+from rkserve.messages import Accepted, BoardReport, EmbedRequest, Event, GenerateRequest
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,8 @@ class RayLink:
         self, request: GenerateRequest, replica: str
     ) -> AsyncGenerator[Event, None]:
         """Yield the events that come through Ray."""
-        method = self._streams.options(session_id=replica).generate
+        handle = self._streams.options(session_id=replica)
+        method = handle.embed if isinstance(request, EmbedRequest) else handle.generate
         # In a context of its own: Ray's request routers match waiting calls by the id of the HTTP
         # request, and the calls of one request for several choices would be mixed up.
         response = contextvars.Context().run(method.remote, request)

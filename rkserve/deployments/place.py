@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from rkserve.errors import RkserveError
-from rkserve.messages import Delta, Event, Finished, GenerateRequest, Paused
+from rkserve.messages import Delta, EmbedRequest, Event, Finished, GenerateRequest, Paused
 from rkserve.routing.asks import Ask
 from rkserve.routing.boards import Boards, Candidate
 from rkserve.routing.expect import Took
@@ -89,6 +89,8 @@ class Place:
         # What was interrupted or begun elsewhere tells nothing of one that is not.
         if self._interrupted or self.request.continued is not None:
             return None
+        if isinstance(self.request, EmbedRequest):
+            return None  # nor do vectors tell anything of answers
         timings = finished.timings
         return Took(
             timings.prefill_tokens,

@@ -15,6 +15,7 @@
     |   +-- AdapterBroken            400  adapter_broken
     |   +-- CacheNotFound            404  cache_not_found
     |   +-- CacheUnsupported         400  cache_unsupported
+    |   +-- EmbeddingUnsupported     400  embedding_unsupported
     |   +-- GenerationNotFound       404  generation_not_found
     |   +-- BoardNotFound            404  board_not_found
     |   +-- StateConflict            409  state_conflict
@@ -39,6 +40,7 @@
     +-- EnginePaused                 503  engine_paused
     +-- ModelAsleep                  503  model_asleep
     |   +-- EngineAsleep             503  engine_paused
+    +-- CallAborted                  503  aborted
     +-- VersionUnavailable           503  version_unavailable
     +-- CoordinatorAway              503  coordinator_unavailable
     +-- OperationTimeout             504  operation_timeout
@@ -101,6 +103,7 @@ from rkserve.errors.cluster import (
     ArtifactRefused,
     BoardAsleep,
     BoardBehind,
+    CallAborted,
     CoordinatorAway,
     EngineAsleep,
     EnginePaused,
@@ -134,6 +137,7 @@ from rkserve.errors.requests import (
     CacheNotFound,
     CacheUnsupported,
     ContextOverflow,
+    EmbeddingUnsupported,
     Forbidden,
     GenerationNotFound,
     MethodNotAllowed,
@@ -163,12 +167,14 @@ __all__ = [
     "BodyTooSlow",
     "CacheNotFound",
     "CacheUnsupported",
+    "CallAborted",
     "CallFailed",
     "ConfigError",
     "ContextOverflow",
     "CoordinatorAway",
     "DeadlineExceeded",
     "DeadlineUnreachable",
+    "EmbeddingUnsupported",
     "EngineAsleep",
     "EngineDied",
     "EngineHung",

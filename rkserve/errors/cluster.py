@@ -88,6 +88,24 @@ class EnginePaused(RkserveError):
         return f"Paused: {self.what}. New requests are not taken until it is resumed."
 
 
+class CallAborted(RkserveError):
+    """It was ended with all that ran, by a pause that aborts; another board would do the same."""
+
+    http_status = 503
+    kind = "server_error"
+    code = "aborted"
+    retry_after_s = 5  # nobody knows how long the pause lasts
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"Aborted: {self.what} was paused, and what ran there was ended with that."
+
+
 class EngineAsleep(EnginePaused):
     """What the request needs sleeps in a way that takes no new requests, and none wakes it."""
 

@@ -153,6 +153,12 @@ class CacheUnsupported(RequestError):
     code = "cache_unsupported"
 
 
+class EmbeddingUnsupported(RequestError):
+    """The model makes no vectors of texts, or not with its boards' settings."""
+
+    code = "embedding_unsupported"
+
+
 class GenerationNotFound(RequestError):
     """No board holds a generation of that id: it never was, or it has ended."""
 

@@ -162,10 +162,13 @@ class Binding:
         *,
         keep_history: bool = False,
         adapter: str | None = None,
+        last: bool = False,
     ) -> Matrix:
         """Compute one row per position of ``given``; see ``Runtime``."""
         with self._owned(HandleEvent.EVALUATE) as started:
-            return self._runs.evaluate(given, mode, started, history=keep_history, adapter=adapter)
+            return self._runs.evaluate(
+                given, mode, started, history=keep_history, adapter=adapter, last=last
+            )
 
     def abort(self) -> None:
         """Ask a run to end at the next token; does nothing where none is running."""

@@ -221,8 +221,10 @@ class Callback:
         if not start or rows < 1 or columns < 1:
             return _GO_ON
         if run.matrix is None:  # what might follow is of the token that nobody asked for
-            data = bytes(self._ffi.buffer(start, rows * columns * _FLOAT))
-            run.matrix = Matrix(rows, columns, data)
+            skipped = rows - 1 if run.last else 0
+            kept = rows - skipped
+            data = bytes(self._ffi.buffer(start + skipped * columns, kept * columns * _FLOAT))
+            run.matrix = Matrix(kept, columns, data)
         return self._freeing
 
     def _on_async_end(self, run: Run) -> None:

@@ -12,8 +12,9 @@ from inspect import signature
 from typing import Any
 
 from rkserve.errors import Misuse, NativeError
-from rkserve.messages import Sampling
-from rkserve.native.runtime import LoadParams, PromptInput, RunParams, Runtime, TokenInput
+from rkserve.messages import Pooling, Sampling
+from rkserve.native.pooling import pooled
+from rkserve.native.runtime import LoadParams, Mode, PromptInput, RunParams, Runtime, TokenInput
 
 
 def load_params(given: Mapping[str, Any]) -> LoadParams:
@@ -72,6 +73,20 @@ def run_params(params: Mapping[str, Any], entries: tuple[tuple[int, ...], ...]) 
         adapter=params["adapter"],
         save_cache=params["save_cache"],
     )
+
+
+def embed(runtime: Runtime, run: RunParams, pooling: Pooling) -> tuple[int, bytes]:
+    """Return how many tokens the run's text has, and its vector as float32 raw bytes.
+
+    Only that is kept of the hidden states, which take megabytes. Raises ``NativeError``.
+    """
+    (given, *_) = run.inputs  # a batch is refused by the binding
+    ids = given.ids if isinstance(given, TokenInput) else None
+    # Who knows the ids need not count the rows.
+    last = pooling is Pooling.LAST and ids is not None
+    matrix = runtime.evaluate(given, Mode.HIDDEN, adapter=run.adapter, last=last)
+    tokens = matrix.rows if ids is None else len(ids)
+    return tokens, pooled(matrix, pooling, None if ids is None else tokens)
 
 
 def positions(runtime: Runtime) -> tuple[int, ...]:

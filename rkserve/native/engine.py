@@ -24,11 +24,12 @@ from queue import SimpleQueue
 from typing import Any, NoReturn, Protocol
 
 from rkserve.errors import LoadFailed, NativeError, RkserveError
+from rkserve.messages import Pooling
 from rkserve.native import commands, frames
 from rkserve.native.fence import Fence
 from rkserve.native.frames import Kind
 from rkserve.native.outbox import Outbox
-from rkserve.native.runtime import Runtime, Sink, Step, Verdict
+from rkserve.native.runtime import Perf, RunEnd, RunOutcome, Runtime, Sink, Step, Verdict
 
 READ_SIZE = 1 << 16
 STDERR = 2
@@ -176,7 +177,12 @@ class Engine:
             run = commands.run_params(params, entries)
             if not self._begins(run_id):  # an abort came while the handle was being prepared
                 return {"end": "unstarted", "cache_refused": cache_refused}
-            outcome = runtime.run(run, self._sink(run_id))
+            if params["pooling"] is not None:
+                tokens, vector = commands.embed(runtime, run, Pooling(params["pooling"]))
+                self._outbox.put(frames.pack_vector(run_id, tokens, vector))
+                outcome = RunOutcome(RunEnd.FINISHED, Perf(), 0)  # it brings no figures
+            else:
+                outcome = runtime.run(run, self._sink(run_id))
         finally:
             self._is_over(run_id)
         return {

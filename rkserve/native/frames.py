@@ -1,7 +1,7 @@
 """Frames between a board and its engine process: length-prefixed bytes, and nothing of pipes.
 
 A frame is ``<u32 length><u8 kind><payload>``, little-endian, the length counting kind and payload.
-Tokens, the only frequent frame, are packed; everything else is JSON.
+Tokens, the only frequent frame, and vectors are packed; everything else is JSON.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from rkserve.errors import FrameCorrupt
 
 MAX_FRAME = 16 * 1024 * 1024  # far above the largest prompt; a larger one is a corrupt stream
 
+_FLOAT = 4
 _HEAD = struct.Struct("<IB")
 _TOKEN = struct.Struct("<IBIBBi")  # the head of a token frame, then what its body holds
 _TOKEN_BODY = struct.Struct("<IBBi")  # run id, entry of the batch, whether text waits, token id
 _TOKEN_SIZE = 1 + _TOKEN_BODY.size
 _RUN = struct.Struct("<III")  # run id, bytes of JSON, entries; then the entries' lengths, u32 each
+
+_VECTOR = struct.Struct("<II")  # run id, tokens of the text; then float32 values
 
 MAX_ENTRIES = 256  # an entry is one byte of a token frame
 
@@ -42,6 +45,7 @@ class Kind(IntEnum):
     ENDED = 19
     BEAT = 20
     RESULT = 21
+    VECTOR = 22
 
 
 def pack(kind: Kind, value: dict[str, Any]) -> bytes:
@@ -76,6 +80,20 @@ def unpack_token(payload: bytes) -> tuple[int, int, int, bytes, bool]:
         raise FrameCorrupt(f"a token frame holds only {len(payload)} bytes")
     run_id, entry, waiting, token_id = _TOKEN_BODY.unpack_from(payload)
     return run_id, entry, token_id, payload[_TOKEN_BODY.size :], waiting != 0
+
+
+def pack_vector(run_id: int, tokens: int, vector: bytes) -> bytes:
+    """Return the frame of what a text became. Raises ``FrameCorrupt`` where it is too long."""
+    body = _VECTOR.pack(run_id, tokens) + vector
+    return _head(1 + len(body), Kind.VECTOR) + body
+
+
+def unpack_vector(payload: bytes) -> tuple[int, int, bytes]:
+    """Return run id, tokens and float32 values of a vector's frame. Raises ``FrameCorrupt``."""
+    if len(payload) < _VECTOR.size or (len(payload) - _VECTOR.size) % _FLOAT:
+        raise FrameCorrupt(f"a vector's frame holds {len(payload)} bytes")
+    run_id, tokens = _VECTOR.unpack_from(payload)
+    return run_id, tokens, payload[_VECTOR.size :]
 
 
 def pack_run(run_id: int, params: dict[str, Any], entries: Sequence[tuple[int, ...]]) -> bytes:

@@ -28,6 +28,7 @@ class Run:
     params: RunParams
     sink: Sink
     mode: Mode | None = None  # what is evaluated; None generates
+    last: bool = False  # of what is evaluated only the last row is wanted
     ended: list[Ended] | None = None
     keep: list[Any] = field(default_factory=list)  # what C points to
     tokens: int = 0

@@ -105,12 +105,14 @@ class Runs:
         *,
         history: bool,
         adapter: str | None,
+        last: bool = False,
     ) -> Matrix:
         """Compute rows; see ``Runtime.evaluate``."""
         n_batch = self._callback.n_batch
         checks.check_evaluate(given, mode, n_batch, keep_history=history, quirks=self._quirks)
         params = RunParams((given,), keep_history=history, adapter=adapter)
         run = self._prepared(params, _no_sink, mode)
+        run.last = last
         code, end = self._make(run, started)
         if run.failure is not None:
             raise run.failure

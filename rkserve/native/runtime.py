@@ -289,9 +289,13 @@ class Runtime(Protocol):
         *,
         keep_history: bool = False,
         adapter: str | None = None,
+        last: bool = False,
     ) -> Matrix:
-        """Compute one row per position of ``given``. Raises ``CallFailed``, and ``Misuse`` with
-        a batch, or where a quirk forbids the combination."""
+        """Compute one row per position of ``given``, of which only the ``last`` may be wanted.
+
+        Raises ``CallFailed``, ``NothingComputed``, and ``Misuse`` with a batch, or where a quirk
+        forbids the combination.
+        """
 
     def abort(self) -> None:
         """Ask a run to end at the next token; does nothing where none is running."""

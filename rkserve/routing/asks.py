@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from rkserve.chains import Chain, seed_of
-from rkserve.messages import GenerateRequest
+from rkserve.messages import EmbedRequest, GenerateRequest
 from rkserve.routing.boards import Candidate, Held
 
 CHARS_OF_A_TOKEN = 4  # where nobody has counted the tokens
@@ -66,6 +66,12 @@ class Ask:
         Without ``hashed`` nobody wants to know what boards hold. What was generated elsewhere
         already is part of what the board has to prefill.
         """
+        if isinstance(request, EmbedRequest):
+            # Nothing of it is left on the board, nor was there before.
+            tokens = (
+                sum(map(len, request.inputs)) or sum(map(len, request.texts)) // CHARS_OF_A_TOKEN
+            )
+            return cls(request.request_id, request.model, tokens, 0, None, request.session)
         ids, spoken = request.prompt_ids, ""
         before = request.continued
         if before is not None:

@@ -72,7 +72,7 @@ class Course:
     """What one Router knows of a generation. It may be continued ``limit`` times."""
 
     def __init__(self, request: GenerateRequest, limit: int) -> None:
-        self._asked = request
+        self.asked = request
         self._limit = limit
         self._prompt_ids: tuple[int, ...] | None = None
         self._slots: list[Slot] = []  # without what ``_news`` has
@@ -111,7 +111,7 @@ class Course:
             return self._rested(event)
         elif isinstance(event, Accepted):
             return self._taken(event)
-        else:
+        elif isinstance(event, Finished):
             timings = replace(
                 event.timings,
                 queue_ms=event.timings.queue_ms + self.queued_ms,
@@ -226,7 +226,7 @@ class Course:
     def request(self) -> GenerateRequest:
         """What the next board gets."""
         if self.times == 0:
-            return self._asked
+            return self.asked
         self._settle()
         text = "".join(self._text)
         self._text = [text]
@@ -241,8 +241,8 @@ class Course:
             suspect=bool(self.strikes),
         )
         # What a named prompt cache was to save is saved already, or lost.
-        cache = None if self.begun else self._asked.use_cache
-        return replace(self._asked, continued=continued, use_cache=cache)
+        cache = None if self.begun else self.asked.use_cache
+        return replace(self.asked, continued=continued, use_cache=cache)
 
 
 def _slots(delta: Delta) -> list[Slot]:

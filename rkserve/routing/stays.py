@@ -86,7 +86,7 @@ class Stay:
             self._resting = False
             self.candidate.went_on()
         self.candidate.ended(self, left=left)
-        if self._finished:
+        if self._finished and self._ask.max_tokens:  # else it was no answer
             self._boards.answered(self._tokens)
         if self._boards.index is not None:
             file = self.expected.tokens > 0 and not self.expected.live

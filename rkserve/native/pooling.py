@@ -1,0 +1,53 @@
+"""Hidden states of all positions to one vector of a text. Pure, and without any numerics library.
+
+What is done with the vector (its length, its dimensions) is decided where it is given out.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from operator import add
+
+from rkserve.errors import NothingComputed
+from rkserve.messages import Pooling
+from rkserve.native.runtime import Matrix, Mode
+
+_FLOAT = 4
+
+
+def pooled(matrix: Matrix, pooling: Pooling, expected: int | None = None) -> bytes:
+    """Return one vector, float32 raw bytes.
+
+    ``expected`` are the positions that were computed, where that is known: of what is averaged, or
+    begins with the first, none may be missing.
+
+    Raises:
+        NothingComputed: rows are missing, or hold no numbers.
+    """
+    if pooling is not Pooling.LAST and expected is not None and matrix.rows != expected:
+        found = f"it gave {matrix.rows} rows for {expected} tokens"
+        raise NothingComputed(Mode.HIDDEN.value, found)
+    vector = _mean(matrix) if pooling is Pooling.MEAN else _row(matrix, pooling)
+    if not all(map(math.isfinite, vector)):
+        raise NothingComputed(Mode.HIDDEN.value, "it gave what is no number (NaN or infinite)")
+    return vector.tobytes()
+
+
+def _row(matrix: Matrix, pooling: Pooling) -> array[float]:
+    row = matrix.rows - 1 if pooling is Pooling.LAST else 0
+    return _floats(matrix, row)
+
+
+def _mean(matrix: Matrix) -> array[float]:
+    total = [0.0] * matrix.columns
+    for row in range(matrix.rows):
+        total = list(map(add, total, _floats(matrix, row)))
+    return array("f", [value / matrix.rows for value in total])
+
+
+def _floats(matrix: Matrix, row: int) -> array[float]:
+    size = matrix.columns * _FLOAT
+    floats = array("f")
+    floats.frombytes(memoryview(matrix.data)[row * size : (row + 1) * size])
+    return floats
