@@ -102,7 +102,15 @@ def _check_quirks(config: RkserveConfig) -> None:
 
 
 def _boards(group: BoardGroupConfig, config: RkserveConfig) -> DeploymentHandle:
-    open_model_folder(resolve_folder(group.model))  # a wrong path fails here, in one sentence
+    folder = open_model_folder(
+        resolve_folder(group.model)
+    )  # a wrong path fails here, in one sentence
+    if group.n_batch > 1 and folder.settings.embedding is not None:
+        raise ConfigError(
+            f"n_batch: group {group.name} cannot serve batches, because {folder.path} says that "
+            "its model makes embeddings, and the runtime computes no hidden states in batches. Set "
+            "n_batch to 1, or take the 'embedding' section out of rkserve.yaml."
+        )
     deployment = serve.deployment(
         BoardReplica,
         name=f"Board-{group.name}",

@@ -191,6 +191,12 @@ class RouterMetrics:
             ("model",),
             registry=registry,
         )
+        self.embedded_texts = Counter(
+            "rkserve_embedded_texts", "Texts that became vectors.", ("model",), registry=registry
+        )
+        self.embedded_tokens = Counter(
+            "rkserve_embedded_tokens", "Tokens of these texts.", ("model",), registry=registry
+        )
         self.prefix_tokens = Counter(
             "rkserve_prefix_tokens",
             "Prompt tokens of generations that ended: what the Router expected to be found in "

@@ -13,7 +13,7 @@ import struct
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
@@ -80,6 +80,30 @@ class SamplingDefaults(BaseModel):
         return Sampling(**self.model_dump())
 
 
+class EmbeddingSettings(BaseModel):
+    """How a model's hidden states become the vector of a text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    pooling: Literal["last", "mean", "cls"] = Field(
+        "last",
+        description="Which hidden state it is: `last` that of the last token, as decoders are "
+        "trained, `mean` of all, `cls` that of the first token. The model's card says which.",
+    )
+    normalize: bool = Field(True, description="Whether vectors are given the length 1.")
+    dimensions: int | None = Field(
+        None,
+        ge=1,
+        description="How many dimensions the model's vectors have; a request that asks for just "
+        "those is served then. Empty: not known before a text is computed.",
+    )
+    matryoshka: bool = Field(
+        False,
+        description="Whether the model was trained so that the first dimensions of its vectors are "
+        "of use alone, and requests may ask for fewer.",
+    )
+
+
 class FolderSettings(BaseModel):
     """What rkserve needs to know about a model beyond its files; every key is optional."""
 
@@ -134,6 +158,9 @@ class FolderSettings(BaseModel):
         "is shifted; -1 leaves it to the runtime.",
     )
     sampling: SamplingDefaults = SamplingDefaults()
+    embedding: EmbeddingSettings | None = Field(
+        None, description="How texts become vectors. Without it the model makes none."
+    )
 
 
 class ModelFolder(BaseModel):

@@ -5,6 +5,11 @@ sources. It refuses to depend on anything else, so that the folder only changes 
 
     python scripts/make_sim_chat.py [--out models/sim-chat]
 
+With --embedding it makes models/sim-embed: the same vocabulary in a smaller model without a chat
+template, whose folder says that it makes embeddings:
+
+    python scripts/make_sim_chat.py --embedding [--out models/sim-embed]
+
 With --adapter it writes a simulated LoRA adapter for that model instead:
 
     python scripts/make_sim_chat.py --adapter Pirate --out pirate_lora.rkllm [--seed 7] [--mib 32]
@@ -37,6 +42,9 @@ PROFILE = "rk3588-qwen2.5-1.5b-w8a8"
 MEMORY_MB = 1690
 LOAD_MS = 1500
 TOOLKIT = "1.2.3"
+EMBEDDING_ID = "sim-embed"
+EMBEDDING_PROFILE = "rk3588-qwen3-0.6b-w8a8"
+EMBEDDING_MEMORY_MB = 791
 
 # Some text has to be hidden, some has to be visible: as in Qwen's vocabulary, the tags of thinking
 # and of tool calls are single tokens, and still belong to the text.
@@ -120,6 +128,19 @@ sampling:
 """
 
 
+EMBEDDING_SETTINGS = """\
+# What rkserve needs to know about this model beyond its files.
+context_length: 4096
+eos_token_ids: [{im_end}, {end_of_text}]
+kv_bytes_per_token: 114688 # of Qwen3-0.6B, whose speed it imitates unless told otherwise
+embedding:
+  pooling: last
+  normalize: true
+  dimensions: 64
+  matryoshka: true
+"""
+
+
 def read_lines(name: str) -> list[str]:
     return (TEXTS / name).read_text(encoding="utf-8").splitlines()
 
@@ -179,8 +200,13 @@ def check_first_tokens(first_tokens: list[int]) -> None:
             raise SystemExit(f"bank.txt: lines {at + 1} to {at + ahead} need different beginnings")
 
 
-def render_model(tokenizer: Tokenizer) -> bytes:
+def render_model(tokenizer: Tokenizer, *, embedding: bool = False) -> bytes:
     """The simulated .rkllm: header, pieces, bank, strings, then what they point at."""
+    model_id, profile, memory_mb = (
+        (EMBEDDING_ID, EMBEDDING_PROFILE, EMBEDDING_MEMORY_MB)
+        if embedding
+        else (MODEL_ID, PROFILE, MEMORY_MB)
+    )
     pieces = piece_bytes(tokenizer)
     names = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
     bank = [
@@ -211,8 +237,8 @@ def render_model(tokenizer: Tokenizer) -> bytes:
         b"RKSIMLLM",
         1,
         bytes_at + len(blob),
-        *(text.encode() for text in (MODEL_ID, "any", PROFILE, TOOLKIT, "W8A8")),
-        *(CONTEXT, 3, MEMORY_MB, LOAD_MS),
+        *(text.encode() for text in (model_id, "any", profile, TOOLKIT, "W8A8")),
+        *(CONTEXT, 3, memory_mb, LOAD_MS),
         *(len(pieces), pieces_at, len(bank), bank_at, strings_at, len(strings)),
         *(marker[name] for name in ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|pad|>")),
         marker["</think>"],
@@ -223,7 +249,7 @@ def render_model(tokenizer: Tokenizer) -> bytes:
 HEADER = "<8sII64s16s64s16s16s4I6I5i"
 
 
-def write(out: Path) -> None:
+def write(out: Path, *, embedding: bool = False) -> None:
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = train()
     (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=False) + "\n", encoding="utf-8")
@@ -235,12 +261,12 @@ def write(out: Path) -> None:
         "eos_token": "<|im_end|>",
         "pad_token": "<|pad|>",
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        **({} if embedding else {"chat_template": CHAT_TEMPLATE}),
     }
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     (out / "tokenizer_config.json").write_text(text, encoding="utf-8")
-    (out / "model.rkllm").write_bytes(render_model(tokenizer))
-    settings = SETTINGS.format(
+    (out / "model.rkllm").write_bytes(render_model(tokenizer, embedding=embedding))
+    settings = (EMBEDDING_SETTINGS if embedding else SETTINGS).format(
         im_end=tokenizer.token_to_id("<|im_end|>"),
         end_of_text=tokenizer.token_to_id("<|endoftext|>"),
     )
@@ -257,6 +283,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--base", default=MODEL_ID, help="id of the adapter's model, or any")
     parser.add_argument("--mib", type=int, default=1, help="size of the adapter")
     parser.add_argument("--reseed", type=int, help="write base weights that answer otherwise")
+    parser.add_argument("--embedding", action="store_true", help="make the model for embeddings")
     given = parser.parse_args(argv)
     if given.reseed is not None:
         if given.out is None:
@@ -265,7 +292,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         given.out.write_bytes(sim_models.reseed(content, given.reseed))
         return
     if given.adapter is None:
-        write(given.out or ROOT / "models" / MODEL_ID)
+        made = EMBEDDING_ID if given.embedding else MODEL_ID
+        write(given.out or ROOT / "models" / made, embedding=given.embedding)
         return
     if given.out is None:
         parser.error("--adapter needs --out")

@@ -69,6 +69,11 @@ def test_no_request_is_refused_by_serve_before_the_board_has_seen_it() -> None:
     ("changes", "words"),
     [
         pytest.param({"model": "models/nowhere"}, "models/nowhere does not exist", id="no model"),
+        pytest.param(
+            {"model": "models/sim-embed", "n_batch": 2},
+            "n_batch: group sim cannot serve batches.*makes embeddings.*Set n_batch to 1",
+            id="a batch of embeddings",
+        ),
         pytest.param({"quue_limit": 1}, "did you mean 'queue_limit'", id="an unknown key"),
         pytest.param(
             {"simulated": {"profile": "RK3588-Qwen2.5-1.5B"}},

@@ -27,10 +27,10 @@ from rkserve.desired import PauseMode
 from rkserve.errors import (
     BoardAsleep,
     CallAborted,
-    ContextOverflow,
     EmbeddingUnsupported,
     EngineDied,
     EnginePaused,
+    InputTooLong,
     QueueFull,
     RkserveError,
     RunFailed,
@@ -214,7 +214,7 @@ def test_vectors_of_an_adapter_are_its_own(tmp_path: Path) -> None:
     ("changes", "inputs", "error"),
     [
         pytest.param({"n_batch": 2}, [CATS], EmbeddingUnsupported, id="a board of batches"),
-        pytest.param({}, [CATS, (100,) * 4097], ContextOverflow, id="a text that is too long"),
+        pytest.param({}, [CATS, (100,) * 4097], InputTooLong, id="a text that is too long"),
     ],
 )
 def test_what_no_run_could_do_is_refused_before_it_waits(

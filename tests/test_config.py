@@ -26,7 +26,7 @@ from rkserve.groupconfig import (
     PromptCacheConfig,
     SimulatedConfig,
 )
-from rkserve.modelfolder import FolderSettings, SamplingDefaults
+from rkserve.modelfolder import FolderSettings, SamplingDefaults, open_model_folder
 from rkserve.settingwords import explain
 
 SETTINGS: tuple[type[BaseModel], ...] = (
@@ -61,6 +61,13 @@ def test_the_shipped_configuration_simulates_three_boards() -> None:
     assert (group.simulated.boards, group.simulated.time_scale) == (3, 1.0)
     assert group.simulated.profile == "rk3588-qwen2.5-1.5b-w8a8"
     assert resolve_folder(group.model).is_dir()
+
+
+def test_the_configuration_with_embeddings_has_a_model_for_each() -> None:
+    groups = shipped("serve_config.embeddings.yaml").boards
+    folders = [open_model_folder(resolve_folder(group.model)) for group in groups]
+    assert [folder.id for folder in folders] == ["sim-chat", "sim-embed"]
+    assert [folder.settings.embedding is not None for folder in folders] == [False, True]
 
 
 def test_the_configuration_for_real_boards_takes_a_whole_npu_each() -> None:

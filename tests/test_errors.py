@@ -26,6 +26,8 @@ SAMPLES: list[RkserveError] = [
     errors.BodyTooSlow("The body came too slowly."),
     errors.ContextOverflow(5000, 4096, "prompt"),
     errors.ContextOverflow(5000, 4096, "messages", at_least=True),
+    errors.InputTooLong(5000, 4096, "input[3]"),
+    errors.InputTooLong(5000, 4096, "input", at_least=True),
     errors.SamplingFixed("1.2.3", ("top_k", "temperature")),
     errors.AdapterBroken("pirate@2", "its file is damaged"),
     errors.CacheNotFound("policy"),

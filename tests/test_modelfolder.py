@@ -80,6 +80,12 @@ def test_the_weights_are_found(tmp_path: Path, files: dict[str, str], chosen: st
             r"eos_token_ids\[1\]: must be a whole number of at least 0, not -1\.$",
             id="an id that no token has",
         ),
+        pytest.param(
+            "m",
+            {"rkserve__yaml": "embedding: {pooling: max}"},
+            r"embedding\.pooling: must be last or mean or cls, not 'max'\.$",
+            id="a pooling that is none",
+        ),
         pytest.param("m", {"rkserve__yaml": "a: [1"}, "cannot be read", id="no YAML"),
         pytest.param("m", {"rkserve__yaml": "- 1"}, "block of keys, not a list", id="a list"),
     ],
@@ -103,6 +109,17 @@ def test_settings_are_read_and_the_rest_keeps_its_default(tmp_path: Path) -> Non
     settings = open_model_folder(folder(tmp_path / "m", rkserve__yaml=text)).settings
     assert (settings.context_length, settings.eos_token_ids) == (2048, (7, 9))
     assert settings.sampling.values() == Sampling(temperature=0.1)
+
+
+def test_a_model_makes_embeddings_where_its_folder_says_so(tmp_path: Path) -> None:
+    plain = open_model_folder(folder(tmp_path / "m"))
+    assert plain.settings.embedding is None
+    said = open_model_folder(folder(tmp_path / "e", rkserve__yaml="embedding: {pooling: mean}"))
+    assert said.settings.embedding is not None
+    assert (said.settings.embedding.pooling, said.settings.embedding.normalize) == ("mean", True)
+    shipped = open_model_folder(Path(__file__).resolve().parents[1] / "models" / "sim-embed")
+    assert shipped.settings.embedding is not None
+    assert shipped.settings.embedding.dimensions == 64
 
 
 def test_an_empty_settings_file_is_no_error(tmp_path: Path) -> None:

@@ -183,6 +183,7 @@ def test_the_client_reads_models(strict: bool) -> None:
         "rkserve": {
             "context_length": 4096,
             "state": "ready",
+            "embedding": None,
             "boards": [
                 {
                     "id": "b1",

@@ -54,6 +54,7 @@ from rkserve.errors import (
     EmbeddingUnsupported,
     EngineDied,
     EngineHung,
+    InputTooLong,
     QueueFull,
     QueueTimeout,
     RkserveError,
@@ -247,7 +248,7 @@ class Board:
             )
         longest = max(map(len, request.inputs), default=0)
         if longest > self.context_len:
-            raise ContextOverflow(longest, self.context_len, "input")
+            raise InputTooLong(longest, self.context_len, "input")
         async with aclosing(self.embedding.events(request)) as events:
             async for event in events:
                 yield event

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 from rkserve.config import RouterConfig
 from rkserve.deployments.keys import ClientKey, Keys
@@ -14,7 +15,6 @@ from rkserve.errors import RequestError
 from rkserve.routing.admission import ANONYMOUS, Claim
 from rkserve.routing.limits import Limits, Meter
 from rkserve.wire.fields import quoted
-from rkserve.wire.openai import ChatCall, CompletionCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,20 @@ class Callers:
         return self.anybody if key is None else self._known[key.name]
 
 
+class Urgent(Protocol):
+    """What a call says of its urgency."""
+
+    @property
+    def priority(self) -> int | None:
+        """Lower goes first."""
+
+    @property
+    def timeout_s(self) -> float | None:
+        """How long its answer is of use."""
+
+
 def claim_of(
-    call: ChatCall | CompletionCall,
+    call: Urgent,
     caller: Caller,
     timeout_s: float | None,
     config: RouterConfig,

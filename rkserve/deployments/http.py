@@ -23,6 +23,7 @@ from rkserve.deployments.generations import Peers
 from rkserve.deployments.guard import check_client
 from rkserve.deployments.http_cluster import add_cluster
 from rkserve.deployments.http_control import add_control
+from rkserve.deployments.http_embeddings import add_embeddings
 from rkserve.deployments.http_tokens import add_tokens
 from rkserve.deployments.late import give_up, stream_late
 from rkserve.deployments.service import Service, read_call
@@ -60,6 +61,7 @@ def make_app(
     app.add_exception_handler(Exception, _on_error)
     _add_calls(app, service)
     _add_lookups(app, service)
+    add_embeddings(app, service)
     add_tokens(app, service)
     add_control(app, service, peers)
     add_cluster(app, service, max_adapter_bytes, max_model_bytes)

@@ -35,6 +35,7 @@ from rkserve.messages import (
     Accepted,
     BoardReport,
     Delta,
+    Event,
     Finished,
     GenerateRequest,
     GenerationInfo,
@@ -221,7 +222,9 @@ class Service:
 
     def _model_entry(self, model_id: str) -> JsonObject:
         desired, reports = self.cluster.desired, self.fleet.reports(model_id)
-        return model_entry(model_id, *self._ages(model_id), reports, desired)
+        embedding = self._models[model_id].folder.settings.embedding
+        ages = self._ages(model_id)
+        return model_entry(model_id, *ages, reports, desired, embedding=embedding)
 
     def position_bytes(self, model_id: str) -> int | None:
         """Return the bytes of one position of the model's KV cache, where its folder says that."""
@@ -235,6 +238,10 @@ class Service:
     def homeless(self) -> list[GenerationInfo]:
         """Return this Router's generations that no board has."""
         return self._dispatch.homeless()
+
+    def events(self, request: GenerateRequest, claim: Claim) -> AsyncGenerator[Event, None]:
+        """Yield what boards make of one request; see ``Dispatch.generate``."""
+        return self._dispatch.generate(request, claim)
 
     # -- calls --------------------------------------------------------------------------------
 

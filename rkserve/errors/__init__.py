@@ -11,6 +11,7 @@
     |   +-- BodyTooLarge             413  body_too_large
     |   +-- BodyTooSlow              408  body_too_slow
     |   +-- ContextOverflow          400  context_length_exceeded
+    |   +-- InputTooLong             400  context_length_exceeded
     |   +-- SamplingFixed            400  sampling_fixed
     |   +-- AdapterBroken            400  adapter_broken
     |   +-- CacheNotFound            404  cache_not_found
@@ -140,6 +141,7 @@ from rkserve.errors.requests import (
     EmbeddingUnsupported,
     Forbidden,
     GenerationNotFound,
+    InputTooLong,
     MethodNotAllowed,
     ModelNotFound,
     RateLimited,
@@ -183,6 +185,7 @@ __all__ = [
     "FrameCorrupt",
     "GenerationNotFound",
     "HookFailed",
+    "InputTooLong",
     "InvalidApiKey",
     "LedgerFailed",
     "LibraryMissing",

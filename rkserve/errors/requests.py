@@ -95,6 +95,26 @@ class ContextOverflow(RequestError):
         )
 
 
+class InputTooLong(RequestError):
+    """A text that is to become a vector is longer than the model's context."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, tokens: int, context_len: int, param: str, at_least: bool = False) -> None:
+        RkserveError.__init__(self, tokens, context_len, param, at_least)
+        self.tokens, self.context_len = tokens, context_len
+        self.param, self.at_least = param, at_least
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        size = f"at least {self.tokens}" if self.at_least else f"{self.tokens}"
+        return (
+            f"This model's maximum context length is {self.context_len} tokens; "
+            f"'{self.param}' has {size}."
+        )
+
+
 class SamplingFixed(RequestError):
     """``strict_sampling`` was asked for, and the board's runtime fixes sampling at load."""
 

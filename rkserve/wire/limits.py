@@ -6,6 +6,8 @@ Body size and time are not here: they are bounded before a body reaches this roo
 from __future__ import annotations
 
 MAX_CHOICES = 16  # n times the number of prompts: each keeps a board busy for a while
+MAX_INPUTS = 2048  # texts of one call for vectors, as OpenAI
+MAX_DIMENSIONS = 65536  # of a vector; no model has so many
 MAX_STOP = 4  # as OpenAI
 MAX_STOP_CHARS = 512  # every token of the answer is compared with them
 MAX_PAUSE_ON = 16  # entries of pause_on; each may have as many characters as a stop string

@@ -9,6 +9,7 @@ from rkserve.adapterfolder import Adapter
 from rkserve.desired import AdapterLine, AdapterVersion, Desired, SleepLevel
 from rkserve.discretion import without_folders
 from rkserve.messages import BoardReport, BoardState
+from rkserve.modelfolder import EmbeddingSettings
 from rkserve.wire.jsonbody import JsonObject
 
 OWNER = "rkserve"
@@ -20,10 +21,13 @@ def model_entry(
     context_length: int,
     boards: Iterable[BoardReport],
     desired: Desired,
+    *,
+    embedding: EmbeddingSettings | None = None,
 ) -> JsonObject:
     """Return OpenAI's Model object, with what is rkserve's own under one key.
 
-    ``created`` is in seconds since 1970. A board that does not serve is listed with its reason.
+    ``embedding`` says how it makes embeddings, if it does. ``created`` is in seconds since 1970. A
+    board that does not serve is listed with its reason.
     """
     ordered = sorted(boards, key=lambda board: board.board_id)
     return {
@@ -34,6 +38,7 @@ def model_entry(
         "rkserve": {
             "context_length": context_length,
             "state": model_state(desired, ordered),
+            "embedding": None if embedding is None else embedding.model_dump(),
             "boards": [_board(board) for board in ordered],
         },
     }

@@ -107,7 +107,7 @@ def parse_chat(body: bytes) -> ChatCall:
         RequestError: with the ``param`` at fault.
     """
     fields = Fields(parse_object(body))
-    model = _model(fields)
+    model = read_required_model(fields)
     messages = read_messages(fields)
     refusals.refuse(fields, refusals.CHAT)
     older = fields.integer("max_tokens", _AT_LEAST_ONE)
@@ -128,7 +128,7 @@ def parse_completion(body: bytes) -> CompletionCall:
         RequestError: with the ``param`` at fault.
     """
     fields = Fields(parse_object(body))
-    model = _model(fields)
+    model = read_required_model(fields)
     prompts = _prompts(fields)
     refusals.refuse(fields, refusals.COMPLETION)
     asked = fields.integer("max_tokens", _AT_LEAST_ONE)
@@ -141,7 +141,8 @@ def parse_completion(body: bytes) -> CompletionCall:
     )
 
 
-def _model(fields: Fields) -> str:
+def read_required_model(fields: Fields) -> str:
+    """Read the name of a model, which must be there. Raises ``RequestError``."""
     model = read_model(fields)
     if model is None:
         raise missing("model")
@@ -187,13 +188,13 @@ def _shared(fields: Fields) -> dict[str, Any]:
         "include_usage": _include_usage(fields, stream),
         "return_weight_versions": fields.flag("return_weight_versions"),
         "keep_version": fields.flag("keep_version"),
-        "session": _session(fields),
+        "session": read_session_key(fields),
         "priority": fields.integer("priority"),
         "timeout_s": fields.number("timeout", TIMEOUT),
     }
 
 
-def _session(fields: Fields) -> str | None:
+def read_session_key(fields: Fields) -> str | None:
     """OpenAI's key for prompts that belong together, else its name of the user.
 
     Both were never looked at; what is no text stays ignored.

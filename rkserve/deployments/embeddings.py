@@ -1,0 +1,283 @@
+"""Texts to vectors over all boards of a model: cut into requests, sent, collected, answered.
+
+A call has as many requests on their way as its model has boards, so that its batches use them all
+and leave the queue to others. It knows neither HTTP nor Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from rkserve.deployments.claims import Caller, claim_of
+from rkserve.deployments.service import INLINE_BODY_BYTES, Service
+from rkserve.errors import (
+    BoardAsleep,
+    DeadlineExceeded,
+    EmbeddingUnsupported,
+    EnginePaused,
+    NoBoard,
+    QueueFull,
+    RateLimited,
+    RkserveError,
+    RunFailed,
+)
+from rkserve.messages import (
+    FIRST_LABEL,
+    Accepted,
+    BoardState,
+    Embedded,
+    EmbedRequest,
+    Finished,
+)
+from rkserve.modelfolder import EmbeddingSettings
+from rkserve.routing.admission import Claim
+from rkserve.wire.embeddings import (
+    Chunk,
+    Wanted,
+    check_dimensions,
+    chunks_of,
+    embeddings_answer,
+    finished_vector,
+    parse_embeddings,
+    texts_of,
+)
+from rkserve.wire.failures import error_object
+from rkserve.wire.headers import answer_headers
+from rkserve.wire.renderer import Prompt, Renderer
+from rkserve.wire.versions import ANY, Meant, Policy, read_session
+
+T = TypeVar("T")
+# The rest of a call that has begun waits so long before it asks again for a place in the queue.
+QUEUE_FULL_S = 0.2
+EMBEDDING = "embd-"
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """Whose call it is, and what its headers ask for."""
+
+    caller: Caller
+    policy: Policy = ANY
+    session: str | None = None
+    timeout_s: float | None = None
+    started_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model that embeds, as one call means it."""
+
+    meant: Meant
+    settings: EmbeddingSettings
+    renderer: Renderer
+    context_len: int
+
+
+@dataclass(slots=True)
+class Collected:
+    """What the boards have made of a call: raw vectors in the order of its texts."""
+
+    vectors: list[bytes]
+    accepted: list[Accepted] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    tokens: int = 0
+
+    def take(self, chunk: Chunk, made: Made) -> None:
+        """Add what one board has made."""
+        for at, vector in zip(chunk.at, made.vectors, strict=True):
+            self.vectors[at] = vector
+        self.accepted.append(made.accepted)
+        spans = made.finished.versions
+        self.versions.append(spans[-1].version if spans else made.accepted.version or FIRST_LABEL)
+        self.tokens += made.finished.usage.prompt_tokens
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Response headers that tell who answered, with which weights."""
+        return answer_headers(self.accepted, self.versions)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """One request, made."""
+
+    accepted: Accepted
+    vectors: tuple[bytes, ...]
+    finished: Finished
+
+
+class Embeddings:
+    """Use it from the Router's event loop."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def create(self, body: bytes, visit: Visit) -> tuple[bytes, dict[str, str]]:
+        """Answer POST /v1/embeddings: the body and the headers. Raises ``RkserveError``."""
+        with self.entered(visit):
+            call = await beside(len(body), lambda: parse_embeddings(body))
+            model = await self.model(call.wanted, visit)
+            check_dimensions(call.dimensions, model.settings)
+            texts = await beside(
+                len(body),
+                lambda: texts_of(call.inputs, call.paths, model.renderer, model.context_len),
+            )
+            made = await self.vectors(call.wanted, model, texts, visit)
+
+            def answer() -> bytes:
+                vectors = [
+                    finished_vector(one, model.settings, call.dimensions) for one in made.vectors
+                ]
+                return embeddings_answer(call, vectors, made.tokens)
+
+            return await beside(sum(map(len, made.vectors)), answer), made.headers
+
+    @contextmanager
+    def entered(self, visit: Visit) -> Iterator[None]:
+        """Count a call from its beginning to its end. Raises ``RateLimited``."""
+        metrics = self._service.metrics
+        try:
+            visit.caller.enter()
+        except RateLimited:
+            metrics.rate_limited.inc()
+            raise
+        metrics.in_flight.inc()
+        try:
+            yield
+        except asyncio.CancelledError:
+            metrics.hang_ups.inc()
+            raise
+        except RkserveError as exc:
+            code = error_object(exc)[2]["error"]["code"]
+            if code is not None:
+                metrics.generation_errors.labels(code).inc()
+            raise
+        finally:
+            metrics.in_flight.dec()
+            visit.caller.leave()
+
+    async def model(self, wanted: Wanted, visit: Visit) -> Model:
+        """Return what a call's model means.
+
+        Raises:
+            EmbeddingUnsupported: it makes no vectors.
+            RkserveError: as ``Service.meant``.
+        """
+        meant = await self._service.meant(wanted.model, visit.policy)
+        served = self._service.served(meant.model)
+        settings = served.folder.settings.embedding
+        if settings is None:
+            raise EmbeddingUnsupported(
+                f"The model '{meant.model}' makes no embeddings: the rkserve.yaml of its folder "
+                "has no 'embedding' section.",
+                "model",
+            )
+        return Model(meant, settings, served.renderer, served.folder.settings.context_length)
+
+    async def vectors(
+        self, wanted: Wanted, model: Model, texts: Sequence[Prompt], visit: Visit
+    ) -> Collected:
+        """Have boards make vectors of all texts.
+
+        Raises:
+            DeadlineExceeded: not in time.
+            RkserveError: what a request raised; none of them goes on then.
+        """
+        service, name = self._service, model.meant.model
+        claim = claim_of(wanted, visit.caller, visit.timeout_s, service.config, visit.started_s)
+        call_id = EMBEDDING + uuid.uuid4().hex
+        boards = sum(report.state is BoardState.READY for report in service.fleet.reports(name))
+        chunks = chunks_of(
+            texts,
+            model.meant,
+            model.settings,
+            call_id,
+            session=read_session(visit.session, wanted.session, call_id),
+            boards=boards,
+        )
+        sending = _Sending(service, chunks, claim, Collected([b""] * len(texts)))
+        limit_s = None if claim.deadline_s is None else claim.deadline_s - time.monotonic()
+        try:
+            made = await asyncio.wait_for(sending.run(max(1, boards)), limit_s)
+        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+            raise DeadlineExceeded(claim.timeout_s) from None
+        visit.caller.spend(made.tokens)
+        service.metrics.embedded_texts.labels(name).inc(len(texts))
+        service.metrics.embedded_tokens.labels(name).inc(made.tokens)
+        return made
+
+
+class _Sending:
+    """The requests of one call, some of which are on their way."""
+
+    def __init__(
+        self, service: Service, chunks: Sequence[Chunk], claim: Claim, made: Collected
+    ) -> None:
+        self._service, self._claim, self._made = service, claim, made
+        self._left = deque(chunks)
+        self._begun = False  # some board has made something of it
+
+    async def run(self, most: int) -> Collected:
+        """Send all, so many at a time. Raises what the first to fail raised."""
+        workers = [asyncio.ensure_future(self._work()) for _ in range(min(most, len(self._left)))]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+        return self._made
+
+    async def _work(self) -> None:
+        while self._left:
+            chunk = self._left.popleft()
+            self._made.take(chunk, await self._awake(chunk.request))
+            self._begun = True
+
+    async def _awake(self, request: EmbedRequest) -> Made:
+        """Send a request, which ends the sleep of its model."""
+        waking = self._service.waking
+        request = _as_late_as(request, await waking.ready(request.model))
+        while True:
+            try:
+                return await self._sent(request)
+            except (EnginePaused, NoBoard, BoardAsleep):
+                if not waking.needed(request.model):
+                    raise
+                request = _as_late_as(request, await waking.ready(request.model))
+            except QueueFull:
+                if not self._begun:
+                    raise
+                # What was made of the others is not thrown away for that.
+                await asyncio.sleep(QUEUE_FULL_S)
+
+    async def _sent(self, request: EmbedRequest) -> Made:
+        accepted: Accepted | None = None
+        vectors: tuple[bytes, ...] = ()
+        async with aclosing(self._service.events(request, self._claim)) as events:
+            async for event in events:
+                if isinstance(event, Accepted):
+                    accepted = event
+                elif isinstance(event, Embedded):
+                    vectors = event.vectors
+                elif isinstance(event, Finished) and accepted is not None:
+                    if len(vectors) != len(request.inputs) + len(request.texts):
+                        raise RunFailed(accepted.board_id, f"it made {len(vectors)} vectors")
+                    return Made(accepted, vectors, event)
+        raise NoBoard(request.model, "an answer ended before its end")
+
+
+def _as_late_as(request: EmbedRequest, epoch: int) -> EmbedRequest:
+    return replace(request, min_epoch=max(request.min_epoch, epoch)) if epoch else request
+
+
+async def beside(size: int, work: Callable[[], T]) -> T:
+    """Do work on so many bytes; beyond a few it would hold up the token streams of others."""
+    return work() if size <= INLINE_BODY_BYTES else await asyncio.to_thread(work)

@@ -1,0 +1,44 @@
+"""The routes of embeddings; it knows FastAPI and no Ray."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from rkserve.deployments.bodies import read_body
+from rkserve.deployments.embeddings import Embeddings, Visit
+from rkserve.deployments.guard import check_client
+from rkserve.deployments.service import Service
+from rkserve.wire.headers import TIMEOUT, read_timeout
+from rkserve.wire.versions import POLICY, SESSION, read_policy
+
+JSON = "application/json"
+
+
+def add_embeddings(app: FastAPI, service: Service) -> None:
+    """Add the routes to the Router's application."""
+    embeddings = Embeddings(service)
+
+    @app.post("/v1/embeddings")
+    async def create(request: Request) -> Response:
+        """Make vectors of texts."""
+        visit = visit_of(service, request)
+        body, headers = await embeddings.create(await body_of(service, request), visit)
+        return Response(body, media_type=JSON, headers=headers)
+
+
+def visit_of(service: Service, request: Request) -> Visit:
+    """Let a client in. Raises ``InvalidApiKey``, ``RequestError``."""
+    client = check_client(request, service.keys)
+    return Visit(
+        service.callers.of(client),
+        read_policy(request.headers.get(POLICY)),
+        request.headers.get(SESSION),
+        read_timeout(request.headers.get(TIMEOUT)),
+    )
+
+
+async def body_of(service: Service, request: Request) -> bytes:
+    """Read the body within its limits."""
+    config = service.config
+    return await read_body(request, config.max_body_bytes, config.body_timeout_s)
