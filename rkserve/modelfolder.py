@@ -102,6 +102,15 @@ class EmbeddingSettings(BaseModel):
         description="Whether the model was trained so that the first dimensions of its vectors are "
         "of use alone, and requests may ask for fewer.",
     )
+    query_prefix: str = Field(
+        "",
+        max_length=4096,
+        description="What is put before a query in `/v1/rerank`, and before the first text in "
+        "`/score`: many models were trained with an instruction there.",
+    )
+    document_prefix: str = Field(
+        "", max_length=4096, description="What is put before a document there."
+    )
 
 
 class FolderSettings(BaseModel):

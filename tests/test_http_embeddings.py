@@ -7,6 +7,7 @@ import base64
 import json
 import math
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from router_house import House, house, send
 
 from rkserve.config import RouterConfig
 from rkserve.errors import BoardAsleep, BoardFailed, EngineDied, QueueFull, RunFailed
-from rkserve.messages import EmbedRequest
+from rkserve.messages import BoardState, EmbedRequest
 
 PATH = "/v1/embeddings"
 
@@ -224,6 +225,16 @@ def test_a_batch_is_spread_over_all_boards_and_never_waits_in_more_places_than_t
         of.expect_nothing_left()
 
     run_loop(main())
+
+
+def test_boards_that_are_about_to_be_loaded_get_their_share_and_broken_ones_none() -> None:
+    boards = VectorBoards.of("a", "b", "c")
+    states = (BoardState.READY, BoardState.LOADING, BoardState.FAILED)
+    boards.reported = [
+        replace(one, state=state) for one, state in zip(boards.reported, states, strict=True)
+    ]
+    post(embed_house(boards), input=["one", "two", "three", "four"])
+    assert sorted(len(request.inputs) for _, request in boards.served) == [2, 2]
 
 
 def test_few_texts_go_to_as_many_boards() -> None:

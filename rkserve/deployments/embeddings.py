@@ -57,6 +57,8 @@ T = TypeVar("T")
 # The rest of a call that has begun waits so long before it asks again for a place in the queue.
 QUEUE_FULL_S = 0.2
 EMBEDDING = "embd-"
+# Boards that make vectors now, or will when a request wakes them.
+_AT_WORK = (BoardState.READY, BoardState.ASLEEP, BoardState.LOADING, BoardState.RECOVERING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,7 @@ class Embeddings:
         service, name = self._service, model.meant.model
         claim = claim_of(wanted, visit.caller, visit.timeout_s, service.config, visit.started_s)
         call_id = EMBEDDING + uuid.uuid4().hex
-        boards = sum(report.state is BoardState.READY for report in service.fleet.reports(name))
+        boards = sum(report.state in _AT_WORK for report in service.fleet.reports(name))
         chunks = chunks_of(
             texts,
             model.meant,

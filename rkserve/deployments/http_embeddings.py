@@ -1,13 +1,14 @@
-"""The routes of embeddings; it knows FastAPI and no Ray."""
+"""The routes of embeddings, and of what is compared by them; it knows FastAPI and no Ray."""
 
 from __future__ import annotations
 
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 
 from rkserve.deployments.bodies import read_body
 from rkserve.deployments.embeddings import Embeddings, Visit
 from rkserve.deployments.guard import check_client
+from rkserve.deployments.ranking import Ranking
 from rkserve.deployments.service import Service
 from rkserve.wire.headers import TIMEOUT, read_timeout
 from rkserve.wire.versions import POLICY, SESSION, read_policy
@@ -19,12 +20,31 @@ def add_embeddings(app: FastAPI, service: Service) -> None:
     """Add the routes to the Router's application."""
     embeddings = Embeddings(service)
 
+    ranking = Ranking(embeddings)
+
     @app.post("/v1/embeddings")
     async def create(request: Request) -> Response:
         """Make vectors of texts."""
         visit = visit_of(service, request)
         body, headers = await embeddings.create(await body_of(service, request), visit)
         return Response(body, media_type=JSON, headers=headers)
+
+    @app.post("/v1/rerank")
+    @app.post("/v2/rerank")
+    @app.post("/rerank")
+    async def rerank(request: Request) -> Response:
+        """Order documents by how near they are to a query."""
+        visit = visit_of(service, request)
+        answer, headers = await ranking.rerank(await body_of(service, request), visit)
+        return JSONResponse(answer, headers=headers)
+
+    @app.post("/v1/score")
+    @app.post("/score")
+    async def score(request: Request) -> Response:
+        """Say how near texts are to each other."""
+        visit = visit_of(service, request)
+        answer, headers = await ranking.score(await body_of(service, request), visit)
+        return JSONResponse(answer, headers=headers)
 
 
 def visit_of(service: Service, request: Request) -> Visit:
