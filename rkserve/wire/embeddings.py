@@ -20,7 +20,7 @@ from rkserve.wire import refusals
 from rkserve.wire.fields import Fields, Range, missing, wrong_type
 from rkserve.wire.jsonbody import parse_object
 from rkserve.wire.limits import MAX_DIMENSIONS, MAX_INPUTS
-from rkserve.wire.openai import TIMEOUT, TextOrIds, read_required_model, read_session_key
+from rkserve.wire.openai import TIMEOUT, TextOrIds, read_model, read_session_key
 from rkserve.wire.renderer import Prompt, Renderer
 from rkserve.wire.versions import Meant
 
@@ -31,9 +31,8 @@ CHUNK_TOKENS = 2048
 BASE64 = "base64"
 
 _REFUSED: dict[str, refusals.Harmless] = {
-    "truncate_prompt_tokens": refusals.never,
-    "prompt_embeds": refusals.never,
-    "messages": refusals.never,
+    name: lambda _value, _body: False
+    for name in ("truncate_prompt_tokens", "prompt_embeds", "messages")
 }
 
 
@@ -90,7 +89,7 @@ def parse_embeddings(body: bytes) -> EmbeddingCall:
 def read_wanted(fields: Fields) -> Wanted:
     """Read what such calls share."""
     return Wanted(
-        read_required_model(fields),
+        read_model(fields),
         read_session_key(fields),
         fields.integer("priority"),
         fields.number("timeout", TIMEOUT),

@@ -107,7 +107,7 @@ def parse_chat(body: bytes) -> ChatCall:
         RequestError: with the ``param`` at fault.
     """
     fields = Fields(parse_object(body))
-    model = read_required_model(fields)
+    model = read_model(fields)
     messages = read_messages(fields)
     refusals.refuse(fields, refusals.CHAT)
     older = fields.integer("max_tokens", _AT_LEAST_ONE)
@@ -128,7 +128,7 @@ def parse_completion(body: bytes) -> CompletionCall:
         RequestError: with the ``param`` at fault.
     """
     fields = Fields(parse_object(body))
-    model = read_required_model(fields)
+    model = read_model(fields)
     prompts = _prompts(fields)
     refusals.refuse(fields, refusals.COMPLETION)
     asked = fields.integer("max_tokens", _AT_LEAST_ONE)
@@ -141,15 +141,15 @@ def parse_completion(body: bytes) -> CompletionCall:
     )
 
 
-def read_required_model(fields: Fields) -> str:
+def read_model(fields: Fields) -> str:
     """Read the name of a model, which must be there. Raises ``RequestError``."""
-    model = read_model(fields)
+    model = read_maybe_model(fields)
     if model is None:
         raise missing("model")
     return model
 
 
-def read_model(fields: Fields) -> str | None:
+def read_maybe_model(fields: Fields) -> str | None:
     """Read the name of a model; None where the call names none.
 
     Raises:

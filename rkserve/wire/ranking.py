@@ -17,9 +17,8 @@ from rkserve.wire.fields import Fields, Range, missing, wrong_type
 from rkserve.wire.jsonbody import JsonObject, parse_object
 
 _REFUSED: dict[str, refusals.Harmless] = {
-    "truncate_prompt_tokens": refusals.never,
-    "max_chunks_per_doc": refusals.never,
-    "max_tokens_per_doc": refusals.never,
+    name: lambda _value, _body: False
+    for name in ("truncate_prompt_tokens", "max_chunks_per_doc", "max_tokens_per_doc")
 }
 # The older name of each of the two keys goes first, as in vLLM.
 _FIRST, _SECOND = ("text_1", "queries", "data_1"), ("text_2", "documents", "data_2")

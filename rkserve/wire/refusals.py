@@ -15,8 +15,7 @@ from rkserve.wire.fields import Fields, quoted
 Harmless = Callable[[Any, Fields], bool]
 
 
-def never(_value: Any, _body: Fields) -> bool:
-    """No value asks for nothing."""
+def _never(_value: Any, _body: Fields) -> bool:
     return False
 
 
@@ -54,17 +53,17 @@ _BOTH: dict[str, Harmless] = {
     "use_beam_search": _only(False),
     "stop_token_ids": _empty,
     "bad_words": _empty,
-    "allowed_token_ids": never,
+    "allowed_token_ids": _never,
     "logits_processors": _empty,
     "include_stop_str_in_output": _only(False),
     "skip_special_tokens": _only(True),
     "prompt_logprobs": _only(False),
-    "truncate_prompt_tokens": never,
-    "guided_json": never,
-    "guided_regex": never,
-    "guided_choice": never,
-    "guided_grammar": never,
-    "structured_outputs": never,
+    "truncate_prompt_tokens": _never,
+    "guided_json": _never,
+    "guided_regex": _never,
+    "guided_choice": _never,
+    "guided_grammar": _never,
+    "structured_outputs": _never,
     "grammar": _empty,
     "response_format": _plain_text,
 }
@@ -78,9 +77,9 @@ CHAT: dict[str, Harmless] = {
     "functions": _no_call_wanted("function_call"),
     "function_call": _only("none", "auto"),
     "modalities": _only(["text"]),
-    "audio": never,
-    "web_search_options": never,
-    "chat_template": never,
+    "audio": _never,
+    "web_search_options": _never,
+    "chat_template": _never,
     "chat_template_kwargs": _empty,
     "documents": _empty,
     "add_generation_prompt": _only(True),
@@ -94,7 +93,7 @@ COMPLETION: dict[str, Harmless] = {
     "echo": _only(False),
     "suffix": _empty,
     "best_of": _no_more_than_n,
-    "prompt_embeds": never,
+    "prompt_embeds": _never,
 }
 
 

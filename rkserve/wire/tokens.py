@@ -9,12 +9,14 @@ from rkserve.wire import refusals
 from rkserve.wire.conversation import Message, read_messages
 from rkserve.wire.fields import Fields, missing, wrong_type
 from rkserve.wire.jsonbody import JsonObject, parse_object
-from rkserve.wire.openai import read_model
+from rkserve.wire.openai import read_maybe_model
 
 # What would change the ids of a conversation and is not read here.
 _CONVERSATION: dict[str, refusals.Harmless] = {
-    name: refusals.CHAT[name]
-    for name in ("tools", "chat_template", "chat_template_kwargs", "continue_final_message")
+    "tools": lambda value, _body: value == [],
+    "chat_template": lambda _value, _body: False,
+    "chat_template_kwargs": lambda value, _body: value == {},
+    "continue_final_message": lambda value, _body: value is False,
 }
 
 
@@ -50,7 +52,7 @@ def parse_tokenize(body: bytes) -> TokenizeCall:
         RequestError: with the ``param`` at fault.
     """
     fields = Fields(parse_object(body))
-    model, strings = read_model(fields), fields.flag("return_token_strs")
+    model, strings = read_maybe_model(fields), fields.flag("return_token_strs")
     special = fields.maybe_flag("add_special_tokens")
     text = fields.text("prompt")
     if fields.get("messages") is None:
@@ -77,7 +79,7 @@ def parse_detokenize(body: bytes) -> DetokenizeCall:
         RequestError: with the ``param`` at fault.
     """
     fields = Fields(parse_object(body))
-    model, ids = read_model(fields), fields.get("tokens")
+    model, ids = read_maybe_model(fields), fields.get("tokens")
     if ids is None:
         raise missing("tokens")
     if not isinstance(ids, list):
