@@ -263,9 +263,7 @@ class EngineProcess:
             if run_id in self._runs:
                 self._runs[run_id][0](entry, token_id, text, waiting)
         elif kind is Kind.VECTOR:
-            run_id, tokens, vector = frames.unpack_vector(payload)
-            if run_id in self._runs:
-                self._vectors[run_id] = (tokens, vector)
+            self._note_vector(*frames.unpack_vector(payload))
         elif kind is Kind.ENDED:
             self._end(frames.unpack(payload))
         elif kind is Kind.RESULT:
@@ -275,6 +273,11 @@ class EngineProcess:
         elif kind is Kind.LOAD_FAILED:
             loop = asyncio.get_running_loop()
             loop.call_later(WORDS_LAG_S, self._refuse, frames.unpack(payload))
+
+    def _note_vector(self, run_id: int, tokens: int, vector: bytes) -> None:
+        """Keep it until the end of its run comes."""
+        if run_id in self._runs:
+            self._vectors[run_id] = (tokens, vector)
 
     def _end(self, facts: dict[str, Any]) -> None:
         end = None if facts["end"] == "unstarted" else RunEnd(facts["end"])
