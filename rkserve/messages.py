@@ -313,12 +313,16 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Last event of an answer that ended well. ``versions`` cover all of its tokens, in order."""
+    """Last event of an answer that ended well. ``versions`` cover all of its tokens, in order.
+
+    ``stopped_by`` is the stop string that ended it, None where something else did.
+    """
 
     reason: FinishReason
     usage: Usage
     timings: Timings
     versions: tuple[VersionSpan, ...] = ()
+    stopped_by: str | None = None
 
 
 Event = Accepted | Delta | Paused | Finished

@@ -478,7 +478,8 @@ class Conductor:
         usage, timings = job.tally.usage(generation.tokens), job.tally.timings()
         if job.tally.runs > 0:
             stage.figures.count(usage, timings)
-        job.end(Finished(reason, usage, timings, job.spans.of(generation.tokens)))
+        spans = job.spans.of(generation.tokens)
+        job.end(Finished(reason, usage, timings, spans, generation.stopped_by))
 
 
 def _is_for(planned: tuple[LiveEngine, Beginning] | None, jobs: Sequence[Job]) -> bool:

@@ -211,6 +211,11 @@ class Generation:
         return self.reason
 
     @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the answer, None where something else did."""
+        return self._chain.stopped_by if self.reason is FinishReason.STOP else None
+
+    @property
     def pending(self) -> bool:
         """Whether ``take`` has something to return."""
         return self._handout.pending

@@ -107,7 +107,7 @@ def parse_chat(body: bytes) -> ChatCall:
         RequestError: with the ``param`` at fault.
     """
     fields = Fields(parse_object(body))
-    model = _model(fields)
+    model = read_model(fields)
     messages = read_messages(fields)
     refusals.refuse(fields, refusals.CHAT)
     older = fields.integer("max_tokens", _AT_LEAST_ONE)
@@ -117,7 +117,7 @@ def parse_chat(body: bytes) -> ChatCall:
         max_tokens=older if newer is None else newer,
         messages=messages,
         n=_choices(fields, prompts=1),
-        **_shared(fields),
+        **read_shared(fields),
     )
 
 
@@ -128,7 +128,7 @@ def parse_completion(body: bytes) -> CompletionCall:
         RequestError: with the ``param`` at fault.
     """
     fields = Fields(parse_object(body))
-    model = _model(fields)
+    model = read_model(fields)
     prompts = _prompts(fields)
     refusals.refuse(fields, refusals.COMPLETION)
     asked = fields.integer("max_tokens", _AT_LEAST_ONE)
@@ -137,11 +137,12 @@ def parse_completion(body: bytes) -> CompletionCall:
         max_tokens=DEFAULT_COMPLETION_TOKENS if asked is None else asked,
         prompts=prompts,
         n=_choices(fields, prompts=len(prompts)),
-        **_shared(fields),
+        **read_shared(fields),
     )
 
 
-def _model(fields: Fields) -> str:
+def read_model(fields: Fields) -> str:
+    """Read the name of the model or adapter that is asked."""
     model = fields.required_text("model")
     if len(model) > MAX_MODEL_CHARS:
         raise RequestError(
@@ -150,7 +151,11 @@ def _model(fields: Fields) -> str:
     return model
 
 
-def _shared(fields: Fields) -> dict[str, Any]:
+def read_shared(fields: Fields) -> dict[str, Any]:
+    """Read what chat and completion calls share but for the model and the length.
+
+    Other dialects use it for rkserve's own keys, which have the same names in all of them.
+    """
     strict = fields.flag("strict_sampling")
     if strict and fields.get("seed") is not None:
         raise UnsupportedParameter(
@@ -162,9 +167,9 @@ def _shared(fields: Fields) -> dict[str, Any]:
     pause_on = _pause_on(fields)
     native_pause = fields.maybe_flag("native_pause")
     return {
-        "sampling": _sampling(fields),
+        "sampling": read_sampling(fields),
         "strict_sampling": strict,
-        "stop": _stop(fields),
+        "stop": read_stop(fields, "stop", MAX_STOP),
         "pause_on": pause_on,
         # A function call in mid-stream is no use if it costs a prefill each time.
         "native_pause": bool(pause_on) if native_pause is None else native_pause,
@@ -188,7 +193,8 @@ def _session(fields: Fields) -> str | None:
     return next((value for value in given if isinstance(value, str) and value), None)
 
 
-def _sampling(fields: Fields) -> dict[str, Any]:
+def read_sampling(fields: Fields) -> dict[str, Any]:
+    """Read the sampling values that a client set itself."""
     asked = {name: fields.number(name, within) for name, within in _NUMBERS.items()}
     top_k = fields.integer("top_k", Range(-1))
     asked["top_k"] = TOP_K_OFF if top_k == -1 else top_k
@@ -209,21 +215,22 @@ def _repeat_penalty(fields: Fields) -> float | None:
     return alias if own is None else own
 
 
-def _stop(fields: Fields) -> tuple[str, ...]:
-    value = fields.get("stop")
+def read_stop(fields: Fields, name: str, most: int) -> tuple[str, ...]:
+    """Read stop strings: one, or up to ``most``."""
+    value, path = fields.get(name), fields.path(name)
     if value is None:
         return ()
     if not isinstance(value, str | list):
-        raise wrong_type("stop", "a string or an array of strings", value)
+        raise wrong_type(path, "a string or an array of strings", value)
     one = isinstance(value, str)
     stops = [value] if one else value
-    if len(stops) > MAX_STOP:
+    if len(stops) > most:
         raise RequestError(
-            f"Invalid 'stop': array too long. Expected at most {MAX_STOP} strings, "
+            f"Invalid '{path}': array too long. Expected at most {most} strings, "
             f"but got {len(stops)}.",
-            "stop",
+            path,
         )
-    return tuple(_watched(s, "stop" if one else f"stop[{i}]") for i, s in enumerate(stops))
+    return tuple(_watched(s, path if one else f"{path}[{i}]") for i, s in enumerate(stops))
 
 
 def _watched(value: object, path: str) -> str:
