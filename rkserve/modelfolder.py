@@ -13,10 +13,10 @@ import struct
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator
 
 from rkserve.digests import content_digest
 from rkserve.errors import ConfigError
@@ -80,6 +80,45 @@ class SamplingDefaults(BaseModel):
         return Sampling(**self.model_dump())
 
 
+class ThinkingSettings(BaseModel):
+    """How a model thinks before it answers, where its template does not tell."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    marks: tuple[str, str] | None = Field(
+        None,
+        description="What begins and ends its thoughts. Empty: `<think>` and `</think>`, if its "
+        "template or its tokenizer knows them.",
+    )
+    separate: bool = Field(
+        True,
+        description="Whether answers give thoughts as `reasoning_content`. Otherwise they are part "
+        "of the answer's text, with their marks, and cannot be limited.",
+    )
+    enabled: bool | None = Field(
+        None,
+        description="Whether it thinks for requests that do not say. Empty: as its template has "
+        "it.",
+    )
+    history: Literal["template", "strip", "keep"] = Field(
+        "template",
+        description="What becomes of thoughts in earlier turns: left to the template, taken out, "
+        "or put before the turn's words, as the model's card demands.",
+    )
+    budgets: dict[str, NonNegativeInt] = Field(
+        {},
+        description="Tokens of thoughts by `reasoning_effort`, for requests without "
+        "`max_reasoning_tokens`; for example `{low: 256, medium: 1024}`.",
+    )
+
+    @field_validator("marks")
+    @classmethod
+    def _say_something(cls, marks: tuple[str, str] | None) -> tuple[str, str] | None:
+        if marks is not None and not all(mark.strip() for mark in marks):
+            raise ValueError("a mark must not be blank")
+        return marks
+
+
 class FolderSettings(BaseModel):
     """What rkserve needs to know about a model beyond its files; every key is optional."""
 
@@ -102,6 +141,11 @@ class FolderSettings(BaseModel):
         None,
         description="A built-in chat template in the place of the folder's own; docs/api.md lists "
         "their names.",
+    )
+    tool_format: Literal["hermes", "llama", "mistral", "mistral-args", "pythonic"] | None = Field(
+        None,
+        description="The form in which the model calls tools; docs/api.md describes them. Empty: "
+        "guessed from its chat template.",
     )
     max_adapters: int = Field(
         4,
@@ -134,6 +178,7 @@ class FolderSettings(BaseModel):
         "is shifted; -1 leaves it to the runtime.",
     )
     sampling: SamplingDefaults = SamplingDefaults()
+    thinking: ThinkingSettings = ThinkingSettings()
 
 
 class ModelFolder(BaseModel):

@@ -55,8 +55,9 @@ from rkserve.wire.models import (
     model_entry,
     models_list,
 )
-from rkserve.wire.plan import plan
+from rkserve.wire.plan import plan, reading
 from rkserve.wire.renderer import Renderer
+from rkserve.wire.speech import Reading
 from rkserve.wire.tally import Stamp
 from rkserve.wire.versions import ANY, Meant, Policy, bind, find_line, read_session
 
@@ -270,7 +271,8 @@ class Service:
             caller.leave()
             raise
         caller.spend(sum(len(one.prompt_ids) for one in requests) // call.n)
-        stamp = self._stamp(meant, accepted, requests)
+        read = reading(call, self._models[meant.model].renderer, requests[0])
+        stamp = self._stamp(meant, accepted, requests, read)
         answer = dialect.answer(call, completion, int(time.time()), stamp)
         self.metrics.in_flight.inc()
         return Opened(
@@ -389,7 +391,11 @@ class Service:
         return opened.answer.finish(index, event)
 
     def _stamp(
-        self, meant: Meant, accepted: list[Accepted], requests: list[GenerateRequest]
+        self,
+        meant: Meant,
+        accepted: list[Accepted],
+        requests: list[GenerateRequest],
+        read: Reading,
     ) -> Stamp:
         """Say what an answer comes from, in its boards' words."""
         return Stamp(
@@ -398,6 +404,7 @@ class Service:
             tuple(one.version or FIRST_LABEL for one in accepted),
             self._key_of(meant),
             len(requests[0].prompt_ids),
+            read,
         )
 
     def _key_of(self, meant: Meant) -> Callable[[str], str | None]:

@@ -16,6 +16,8 @@ from rkserve.wire.dialect import Dialect
 from rkserve.wire.failures import error_event
 from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.openai import ChatCall, CompletionCall, parse_chat, parse_completion
+from rkserve.wire.parts import CallBegun, CallMore, Part, Thought, Void, Words
+from rkserve.wire.speech import TOOL_CALLS
 from rkserve.wire.tally import Stamp, Tally, timings_of
 
 
@@ -30,9 +32,10 @@ class _Answer(Tally, ABC):
     ) -> None:
         super().__init__(call, answer_id, created, stamp)
         self._fingerprint = stamp.fingerprint(stamp.accepted)
+        self._call = call
         self._include_usage = call.include_usage
         self._tells_of_pauses = bool(call.pause_on)
-        self._frames: dict[int, sse.Frame] = {}
+        self._frames: dict[tuple[int, str], sse.Frame] = {}
 
     def opening(self, index: int) -> bytes:  # noqa: ARG002 - completions open with nothing
         """Return what comes before the first delta of a choice."""
@@ -43,13 +46,7 @@ class _Answer(Tally, ABC):
         if delta.retract:
             piece = self._piece(index, delta.text, None)
             return sse.data({**self._chunk([piece]), "rkserve": {"retract": delta.retract}})
-        if not delta.text:
-            return b""
-        frame = self._frames.get(index)
-        if frame is None:
-            piece = self._piece(index, sse.Frame.HOLE, None)
-            frame = self._frames[index] = sse.Frame(self._chunk([piece]))
-        return frame.fill(delta.text)
+        return self._filled(index, "content", delta.text) if delta.text else b""
 
     def paused(self, index: int, paused: Paused) -> bytes:
         """Return what tells of a pause: a comment, and a chunk to clients that asked for pauses."""
@@ -66,10 +63,16 @@ class _Answer(Tally, ABC):
 
     def finish(self, index: int, finished: Finished) -> bytes:
         """Return the chunk that ends a choice."""
-        self._ends[index] = finished
-        piece = self._piece(index, "", finished.reason.value) | self._spans(index)
+        held_back = b"".join(self._part(index, part) for part in self.end(index, finished))
+        reason = self.speech(index).reason(finished)
+        piece = self._piece(index, "", reason) | self._spans(index)
         told = {**self._seal([self._version(index)]), "timings": timings_of([finished])}
-        return sse.data({**self._chunk([piece]), **told})
+        return held_back + sse.data({**self._chunk([piece]), **told})
+
+    def _part(self, index: int, part: Part) -> bytes:
+        """Return the chunk of a part."""
+        assert isinstance(part, Words)  # raw prompts offer no tools, and nobody looks for thoughts
+        return self._filled(index, "content", part.text)
 
     def usage_chunk(self) -> bytes:
         """Return the last chunk, which has no choices; nothing unless the client asked for it."""
@@ -86,11 +89,7 @@ class _Answer(Tally, ABC):
         return {
             **self._head(self._whole_object),
             **self._seal(self.versions),
-            "choices": [
-                self._choice(i, "".join(self._texts[i]), self._ends[i].reason.value)
-                | self._spans(i)
-                for i in range(self._choices)
-            ],
+            "choices": [self._choice(i) | self._spans(i) for i in range(self._choices)],
             "usage": self.usage(),
             "timings": timings_of([self._ends[i] for i in range(self._choices)]),
         }
@@ -109,12 +108,22 @@ class _Answer(Tally, ABC):
         # As OpenAI: with include_usage every chunk has the key, and only the last one a value.
         return {**chunk, "usage": None} if self._include_usage else chunk
 
+    def _filled(self, index: int, kind: str, text: str) -> bytes:
+        """Return a chunk of which only the text is new."""
+        frame = self._frames.get((index, kind))
+        if frame is None:
+            piece = self._piece(index, sse.Frame.HOLE, None, kind)
+            frame = self._frames[index, kind] = sse.Frame(self._chunk([piece]))
+        return frame.fill(text)
+
     @abstractmethod
-    def _piece(self, index: int, text: str, reason: str | None) -> JsonObject:
+    def _piece(
+        self, index: int, text: str, reason: str | None, kind: str = "content"
+    ) -> JsonObject:
         """One choice of a chunk."""
 
     @abstractmethod
-    def _choice(self, index: int, text: str, reason: str) -> JsonObject:
+    def _choice(self, index: int) -> JsonObject:
         """One choice of a whole answer."""
 
 
@@ -129,16 +138,80 @@ class ChatAnswer(_Answer):
         role = {"role": "assistant", "content": "", "refusal": None}
         return sse.data(self._chunk([_chat_piece(index, role, None)]))
 
-    def _piece(self, index: int, text: str, reason: str | None) -> JsonObject:
-        return _chat_piece(index, {"content": text} if text else {}, reason)
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """Return the chunks of a delta."""
+        if self._stamp.reading.plain:  # most tokens go this way, and nobody has to read them
+            return super().delta(index, delta)
+        return b"".join([self._part(index, part) for part in self.add(index, delta)])
 
-    def _choice(self, index: int, text: str, reason: str) -> JsonObject:
+    def _part(self, index: int, part: Part) -> bytes:
+        match part:
+            case Words(text=text):
+                return self._filled(index, "content", text)
+            case Thought(text=text):
+                return self._filled(index, "reasoning_content", text)
+            case CallBegun() | CallMore():
+                piece = _chat_piece(index, self._called(part), None)
+                return sse.data(self._chunk([piece]))
+            case Void(words=words, thoughts=thoughts, calls=calls):
+                void = {
+                    "retract": words,
+                    "retract_reasoning": thoughts,
+                    "retract_tool_calls": calls,
+                }
+                told = {key: count for key, count in void.items() if count}
+                return sse.data({**self._chunk([_chat_piece(index, {}, None)]), "rkserve": told})
+
+    def _called(self, part: CallBegun | CallMore) -> JsonObject:
+        """Say of a call what is new: its name first, then its arguments."""
+        if isinstance(part, CallMore):
+            function = {"arguments": part.arguments}
+            return (
+                {"function_call": function}
+                if self._legacy
+                else {"tool_calls": [{"index": part.index, "function": function}]}
+            )
+        function = {"name": part.name, "arguments": ""}
+        if self._legacy:
+            return {"function_call": function}
+        call = {"index": part.index, "id": part.call_id, "type": "function", "function": function}
+        return {"tool_calls": [call]}
+
+    def _piece(
+        self, index: int, text: str, reason: str | None, kind: str = "content"
+    ) -> JsonObject:
+        return _chat_piece(index, {kind: text} if text else {}, self._reason(reason))
+
+    def _choice(self, index: int) -> JsonObject:
+        speech = self.speech(index)
+        message: JsonObject = {
+            "role": "assistant",
+            "content": speech.words or (None if speech.calls else ""),
+            "refusal": None,
+        }
+        if speech.thoughts:
+            message["reasoning_content"] = speech.thoughts
+        functions = [{"name": one.name, "arguments": one.arguments} for one in speech.calls]
+        if functions and self._legacy:
+            message["function_call"] = functions[0]
+        elif functions:
+            message["tool_calls"] = [
+                {"id": one.call_id, "type": "function", "function": function}
+                for one, function in zip(speech.calls, functions, strict=True)
+            ]
         return {
             "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": message,
             "logprobs": None,
-            "finish_reason": reason,
+            "finish_reason": self._reason(speech.reason(self._ends[index])),
         }
+
+    @property
+    def _legacy(self) -> bool:
+        return isinstance(self._call, ChatCall) and self._call.tools.legacy
+
+    def _reason(self, reason: str | None) -> str | None:
+        return "function_call" if reason == TOOL_CALLS and self._legacy else reason
 
 
 class CompletionAnswer(_Answer):
@@ -146,11 +219,17 @@ class CompletionAnswer(_Answer):
 
     _whole_object = _chunk_object = "text_completion"
 
-    def _piece(self, index: int, text: str, reason: str | None) -> JsonObject:
+    def _piece(
+        self,
+        index: int,
+        text: str,
+        reason: str | None,
+        kind: str = "content",  # noqa: ARG002 - it has one kind of text
+    ) -> JsonObject:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
 
-    def _choice(self, index: int, text: str, reason: str) -> JsonObject:
-        return self._piece(index, text, reason)
+    def _choice(self, index: int) -> JsonObject:
+        return self._piece(index, self.speech(index).words, self._ends[index].reason.value)
 
 
 def _chat_piece(index: int, delta: dict[str, Any], reason: str | None) -> JsonObject:

@@ -46,10 +46,10 @@ class Answer(Protocol):
     def closing(self) -> bytes:
         """Return what comes after the last choice has ended."""
 
-    def add(self, index: int, delta: Delta) -> None:
+    def add(self, index: int, delta: Delta) -> object:
         """Take a delta of a whole answer."""
 
-    def end(self, index: int, finished: Finished) -> None:
+    def end(self, index: int, finished: Finished) -> object:
         """Take the end of a choice of a whole answer."""
 
     def whole(self) -> JsonObject:

@@ -25,6 +25,8 @@ from rkserve.wire.limits import (
     MAX_STOP_CHARS,
     MAX_TIMEOUT_S,
 )
+from rkserve.wire.thinking import NO_WISH, Wish, read_wish
+from rkserve.wire.tooling import NO_TOOLS, Tools, read_tools
 
 TextOrIds = str | tuple[int, ...]
 
@@ -79,6 +81,8 @@ class ChatCall(Call):
     """A call of /v1/chat/completions. ``messages`` are ready for a template."""
 
     messages: tuple[Message, ...] = ()
+    tools: Tools = NO_TOOLS
+    wish: Wish = NO_WISH
 
     @property
     def choices(self) -> int:
@@ -116,6 +120,8 @@ def parse_chat(body: bytes) -> ChatCall:
         model=model,
         max_tokens=older if newer is None else newer,
         messages=messages,
+        tools=read_tools(fields),
+        wish=read_wish(fields),
         n=_choices(fields, prompts=1),
         **read_shared(fields),
     )

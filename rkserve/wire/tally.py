@@ -15,6 +15,8 @@ from typing import Any
 from rkserve.messages import FIRST_LABEL, Delta, Finished, Timings
 from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.openai import ChatCall, CompletionCall
+from rkserve.wire.parts import Part
+from rkserve.wire.speech import PLAIN, Reading, Speech
 
 
 def fingerprint(model_id: str, release: str, adapter: str | None = None) -> str:
@@ -34,6 +36,7 @@ class Stamp:
     version, which one that was made anew does not share, and None of one that it does not know. It
     is asked when a version is met: a long answer may end with one that was not there before.
     ``prompt_tokens`` are those of the first prompt, 0 where only its board can count them.
+    ``reading`` says what their text may be beside words.
     """
 
     model: str
@@ -41,6 +44,7 @@ class Stamp:
     accepted: tuple[str, ...] = (FIRST_LABEL,)
     key_of: Callable[[str], str | None] = lambda _version: None
     prompt_tokens: int = 0
+    reading: Reading = PLAIN
 
     def fingerprint(self, versions: Iterable[str]) -> str:
         """Return ``system_fingerprint`` of what comes from these versions."""
@@ -67,19 +71,21 @@ class Tally:
         self._return_versions = call.return_weight_versions
         self._n = call.n
         self._choices = call.choices
-        self._texts: list[list[str]] = [[] for _ in range(call.choices)]
+        self._speeches = [Speech(stamp.reading) for _ in range(call.choices)]
         self._ends: dict[int, Finished] = {}
 
-    def add(self, index: int, delta: Delta) -> None:
-        """Take a delta of an answer that is sent whole."""
-        texts = self._texts[index]
-        if delta.retract:
-            texts[:] = ["".join(texts)[: -delta.retract]]
-        texts.append(delta.text)
+    def speech(self, index: int) -> Speech:
+        """Return what a choice says: its words, thoughts and calls."""
+        return self._speeches[index]
 
-    def end(self, index: int, finished: Finished) -> None:
-        """Take the end of a choice of an answer that is sent whole."""
+    def add(self, index: int, delta: Delta) -> list[Part]:
+        """Take a delta of a choice, and return what it means."""
+        return self._speeches[index].feed(delta)
+
+    def end(self, index: int, finished: Finished) -> list[Part]:
+        """Take the end of a choice, and return what was held back of it."""
         self._ends[index] = finished
+        return self._speeches[index].end()
 
     @property
     def versions(self) -> list[str]:
@@ -119,12 +125,16 @@ class Tally:
         prompt = sum(ends[0].usage.prompt_tokens for ends in prompts.values())
         cached = sum(min(e.usage.cached_tokens for e in ends) for ends in prompts.values())
         completion = sum(end.usage.completion_tokens for end in self._ends.values())
-        return {
+        counts: JsonObject = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        if self._stamp.reading.thinking is not None:
+            thoughts = sum(end.usage.reasoning_tokens for end in self._ends.values())
+            counts["completion_tokens_details"] = {"reasoning_tokens": thoughts}
+        return counts
 
 
 def timings_of(ends: list[Finished]) -> JsonObject:
