@@ -154,6 +154,16 @@ def test_a_run_that_ends_with_the_thoughts_is_gone_on_with() -> None:
     assert not generation.end_thinking(), "once is enough"
 
 
+def test_in_text_mode_it_goes_on_with_text() -> None:
+    request = GenerateRequest("r", "m", (), 99, thinking=THINK, prompt_text="Hi")
+    generation = Generation(request, frozenset({EOS}), runtime_counts=True)
+    say(generation, "<t>a\n")
+    assert generation.end_thinking()
+    generation.interrupted(prompt_tokens=2)
+    assert generation.spoken == "<t>a\n</t>"
+    assert generation.thought == Thought(6)
+
+
 @pytest.mark.parametrize(
     ("thinking", "said", "max_tokens"),
     [
@@ -161,7 +171,6 @@ def test_a_run_that_ends_with_the_thoughts_is_gone_on_with() -> None:
         pytest.param(THINK, "yes", 99, id="there were none"),
         pytest.param(THINK, "<t>a</t>yes", 99, id="they were over"),
         pytest.param(THINK, "<t>ab", 9, id="no room for what follows"),
-        pytest.param(replace(THINK, mark_ids=()), "<t>a", 99, id="in text mode"),
     ],
 )
 def test_any_other_run_that_ends_is_the_answers_end(

@@ -203,9 +203,11 @@ class Generation:
         thinking = self.request.thinking
         if self.complete or thinking is None or not self.thought.unended:
             return False
-        if self.budget <= len(thinking.mark_ids) or not thinking.mark_ids:
+        # In text mode no id is ever sent: any will do for the token that it was.
+        ids = thinking.mark_ids if self.request.prompt_text is None else (0,)
+        if self.budget <= len(ids):
             return False
-        changed = self._transcript.spliced(0, thinking.mark_ids, thinking.close, Kind.APPENDED)
+        changed = self._transcript.spliced(0, ids, thinking.close, Kind.APPENDED)
         with self._hooked():
             self._become(changed)
         return not self.complete
