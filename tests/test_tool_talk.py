@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from board_bench import collect, until
 from fakes import run_loop
 from sim_board import CONTEXT_LEN, Sim, words
 from tool_talk import TIME, WEATHER, Talk, function, gathered, message, result, user
+from wire_folders import make_folder
 
+from rkserve.board.engine import EngineSpec
 from rkserve.messages import ControlAction, Delta
 from rkserve.wire.generations import edit_of, parse_edit
 from rkserve.wire.parts import Void
@@ -284,6 +287,56 @@ def test_thoughts_are_ended_when_their_tokens_are_used_up(sim: Sim) -> None:
             assert counted <= 1 + most + len(closing)  # with what ended them, which is one piece
 
     talked(limited, sim)
+
+
+def test_a_native_pause_keeps_the_kv_cache_where_thoughts_are_ended(tmp_path: Path) -> None:
+    sim = Sim(tmp_path)
+
+    async def limited(talk: Talk) -> None:
+        computed = []
+        for native in (False, True):
+            sim.hold(6)  # the mark, and the last token of the five
+            answer, _ = await talk.say(
+                messages=RAIN, enable_thinking=True, max_reasoning_tokens=5, native_pause=native
+            )
+            assert message(answer)["content"] == "Rain on the hills."
+            computed.append(answer["timings"]["prefill_tokens"] - answer["usage"]["prompt_tokens"])
+        assert talk.renderer.marks is not None
+        assert computed[0] > answer["usage"]["prompt_tokens"], "all of it, once more"
+        assert computed[1] <= 1 + len(talk.renderer.marks.closing_ids)
+
+    talked(limited, sim)
+
+
+class TextSim(Sim):
+    """Of a model folder without a tokenizer."""
+
+    def spec(self, n_batch: int = 1) -> EngineSpec:
+        return replace(super().spec(n_batch), text_mode=True)
+
+
+def test_text_mode_has_tools_and_thoughts_too(tmp_path: Path) -> None:
+    folder = make_folder(
+        tmp_path / "textual",
+        tokenizer=False,
+        template=None,
+        settings="chat_template: chatml\nthinking: {marks: [<think>, </think>]}",
+    )
+    sim = TextSim(tmp_path, environ={"RKSIM_THINK_FINISH": "always"})
+
+    async def text(talk: Talk) -> None:
+        talk = Talk(talk.board, folder)
+        called, stream = await talk.say(messages=ASKED, tools=TOOLS, tool_choice="required")
+        assert functions(called) == [OSLO]
+        assert gathered(stream)["calls"][0]["arguments"] == OSLO["arguments"]
+        results = [result(one, "3") for one in message(called)["tool_calls"]]
+        told, _ = await talk.say(messages=[*ASKED, message(called), *results], tools=TOOLS)
+        assert message(told)["content"] == "The tool answered: 3"
+        thinking, _ = await talk.say(messages=[user("Repeat after me: rain /think")])
+        assert message(thinking)["reasoning_content"].startswith("The user wrote: ")
+        assert message(thinking)["content"] == "rain"
+
+    talked(text, sim)
 
 
 def test_a_call_may_follow_thoughts(sim: Sim) -> None:

@@ -283,6 +283,7 @@ def test_a_streamed_chat_chunk_by_chunk() -> None:
                 "completion_tokens": 2,
                 "total_tokens": 8,
                 "prompt_tokens_details": {"cached_tokens": 2},
+                "completion_tokens_details": {"reasoning_tokens": 0},
             },
         },
     ]
@@ -429,6 +430,7 @@ def test_a_prompt_and_its_cached_tokens_count_once_for_all_its_choices() -> None
         "completion_tokens": 10,
         "total_tokens": 40,
         "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

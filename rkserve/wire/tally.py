@@ -125,16 +125,14 @@ class Tally:
         prompt = sum(ends[0].usage.prompt_tokens for ends in prompts.values())
         cached = sum(min(e.usage.cached_tokens for e in ends) for ends in prompts.values())
         completion = sum(end.usage.completion_tokens for end in self._ends.values())
-        counts: JsonObject = {
+        thoughts = sum(end.usage.reasoning_tokens for end in self._ends.values())
+        return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"reasoning_tokens": thoughts},
         }
-        if self._stamp.reading.thinking is not None:
-            thoughts = sum(end.usage.reasoning_tokens for end in self._ends.values())
-            counts["completion_tokens_details"] = {"reasoning_tokens": thoughts}
-        return counts
 
 
 def timings_of(ends: list[Finished]) -> JsonObject:
