@@ -246,10 +246,23 @@ class ModelFolder(BaseModel):
         separate = self.path / "chat_template.jinja"
         if separate.is_file():
             return separate.read_text(encoding="utf-8")
+        return self._named_template("default")
+
+    @cached_property
+    def tool_template(self) -> str | None:
+        """The folder's own template for conversations with tools, where that is another one."""
+        separate = self.path / "additional_chat_templates" / "tool_use.jinja"
+        if separate.is_file():
+            return separate.read_text(encoding="utf-8")
+        several = isinstance(self.tokenizer_config.get("chat_template"), list)
+        return self._named_template("tool_use") if several else None
+
+    def _named_template(self, name: str) -> str | None:
+        """The template of tokenizer_config.json, or one of several there by its name."""
         template = self.tokenizer_config.get("chat_template")
-        if isinstance(template, list):  # several named ones; "default" is the plain chat
+        if isinstance(template, list):
             named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-            template = named.get("default")
+            template = named.get(name)
         return template if isinstance(template, str) else None
 
 

@@ -18,7 +18,7 @@ from wire_json import JSON
 
 from rkserve.errors import RequestError, RkserveError, UnsupportedParameter
 from rkserve.messages import Delta, FinishReason, GenerateRequest, Sampling, Thinking
-from rkserve.modelfolder import FolderSettings, ModelFolder
+from rkserve.modelfolder import FolderSettings, ModelFolder, open_model_folder
 from rkserve.wire import sse
 from rkserve.wire.answers import ChatAnswer
 from rkserve.wire.jsonbody import JsonText
@@ -237,6 +237,27 @@ def test_the_template_decides_whether_tools_can_be_offered(tmp_path: Path) -> No
     )
     text = read_back(said, planned(said, tools=[WEATHER]).prompt_ids)
     assert text == f"{json.dumps([WEATHER])}Hello"
+
+
+@pytest.mark.parametrize("separate", [False, True], ids=["in the config", "a file of its own"])
+def test_a_template_of_its_own_shows_the_tools(tmp_path: Path, separate: bool) -> None:
+    """Where the folder has one; other conversations have the plain one."""
+    plain = "Plain: {{ messages[0].content }}"
+    shows = "{{ tools[0].function.name }}<tool_call>{{ messages[0].content }}"
+    path = tmp_path / "m"
+    make_folder(path, template=None)
+    named = [{"name": "default", "template": plain}]
+    if separate:
+        (path / "additional_chat_templates").mkdir()
+        (path / "additional_chat_templates" / "tool_use.jinja").write_text(shows)
+    else:
+        named.append({"name": "tool_use", "template": shows})
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    folder = open_model_folder(path)
+    assert read_back(folder, planned(folder).prompt_ids) == "Plain: Hello"
+    shown = read_back(folder, planned(folder, tools=[TIME]).prompt_ids)
+    assert shown == "get_time<tool_call>Hello"
+    assert Renderer(folder).form() is FORMATS["hermes"]
 
 
 def test_a_demanded_call_begins_in_the_prompt(tmp_path: Path) -> None:

@@ -143,11 +143,12 @@ class Renderer:
         Raises:
             UnsupportedParameter: its template shows it no tools, or nobody knows how it calls them.
         """
-        if not self._template.mentions("tools"):
+        source = self._template.tool_source
+        if "tools" not in source:  # what a template does not mention it cannot show
             raise UnsupportedParameter(
                 "Unsupported parameter: the chat template of this model knows no tools.", "tools"
             )
-        name = self._form or guess(self._template.source)
+        name = self._form or guess(source)
         if name is None:
             raise UnsupportedParameter(
                 "Unsupported parameter: how this model calls tools is not known. Its operator can "
@@ -170,8 +171,8 @@ class Renderer:
             return None
         begin, end = self.thinking.marks or _USUAL_MARKS
         known = frozenset() if self.tokenizer is None else self.tokenizer.added
-        mentioned = self._template.mentions(begin) or self._template.mentions(end)
-        guessed = mentioned or known.issuperset((begin, end))
+        source = self._template.source
+        guessed = begin in source or end in source or known.issuperset((begin, end))
         if self.thinking.marks is None and not guessed:
             return None
         if self.tokenizer is None:

@@ -36,7 +36,7 @@ def local_time() -> datetime:
 
 
 class ChatTemplate:
-    """The chat template of one model folder.
+    """The chat template of one model folder, and another one for tools where it has that.
 
     A name in rkserve.yaml wins over the folder's own template: whoever sets it means it.
     ``markers`` are those of a built-in template, for whoever has no tokenizer to ask.
@@ -45,16 +45,18 @@ class ChatTemplate:
     def __init__(self, folder: ModelFolder, now: Clock = local_time) -> None:
         self.markers: tuple[str, ...] = ()
         source, name = folder.chat_template, folder.settings.chat_template
+        tool_source = folder.tool_template
         if name is not None:
             source, self.markers = named_template(name)
+            tool_source = None
         self._model = folder.id
         self._tokens = _special_tokens(folder)
         self.source = source or ""
+        self.tool_source = tool_source or self.source
         self._template = None if source is None else _compile(source, folder, now)
-
-    def mentions(self, word: str) -> bool:
-        """Whether the template has a word in it: what it does not mention it cannot print."""
-        return word in self.source
+        self._tool_template = self._template
+        if tool_source is not None:
+            self._tool_template = _compile(tool_source, folder, now)
 
     def render(
         self,
@@ -73,7 +75,8 @@ class ChatTemplate:
             RequestError: the model has no template, or it refuses these messages.
             ContextOverflow: the text is too long for any tokenization to fit.
         """
-        if self._template is None:
+        template = self._tool_template if tools else self._template
+        if template is None:
             raise RequestError(
                 f"The model '{self._model}' has no chat template. Use /v1/completions, or name a "
                 "built-in one as 'chat_template' in the rkserve.yaml of its folder.",
@@ -81,7 +84,7 @@ class ChatTemplate:
             )
         try:
             return self._joined(
-                self._template,
+                template,
                 context_len,
                 {
                     **(variables or {}),
