@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,15 @@ from tool_talk import TIME, WEATHER, Talk, function, gathered, message, result, 
 from wire_folders import make_folder
 
 from rkserve.board.engine import EngineSpec
-from rkserve.messages import ControlAction, Delta
+from rkserve.errors import BoardFailed
+from rkserve.messages import ControlAction, Delta, Finished, GenerateRequest
+from rkserve.routing.continuing import Course
+from rkserve.wire.answers import ChatAnswer
 from rkserve.wire.generations import edit_of, parse_edit
 from rkserve.wire.parts import Void
 from rkserve.wire.plan import reading
 from rkserve.wire.speech import Speech
+from rkserve.wire.tally import Stamp
 
 ASKED = [user("What is the weather in Oslo?")]
 TOOLS = [WEATHER, TIME]
@@ -236,6 +241,56 @@ def test_a_call_goes_on_after_a_pause_and_is_read_anew_after_an_edit(tmp_path: P
         assert speech.words, "the model goes on behind words that are not its own"
 
     talked(edited, Sim(tmp_path))
+
+
+# --- going on elsewhere ---
+
+
+@pytest.mark.parametrize("most", [None, 12], ids=["as long as it likes", "limited thoughts"])
+def test_an_answer_that_goes_on_elsewhere_is_the_same(tmp_path: Path, most: int | None) -> None:
+    """Wherever its board is lost: in its thoughts, at their end, in a call, behind it."""
+    sim = Sim(tmp_path)
+    body = {"messages": ASKED, "tools": TOOLS, "enable_thinking": True}
+    if most is not None:
+        body["max_reasoning_tokens"] = most
+
+    async def lost(talk: Talk) -> None:
+        whole, _ = await talk.say(**body)
+        tokens = whole["usage"]["completion_tokens"]
+        # The mark and twelve tokens make the first run of limited thoughts.
+        for at in range(1, tokens, 3) if most is None else (1, 4, 9, 12, 13):
+            call, (request,) = talk.planned(**body)
+            course = Course(request, limit=1)
+            answer = ChatAnswer(
+                call, "c", 1, Stamp("m", "1", reading=reading(call, talk.renderer, request))
+            )
+            sim.hold(at)
+            await follow(talk, request, course, answer, until=at)
+            assert course.lost("b", BoardFailed("b", "it burned"), 0.0) is None
+            await follow(talk, course.request, course, answer)
+            found = answer.whole()
+            assert functions(found) == functions(whole) == [OSLO], at
+            assert message(found)["reasoning_content"] == message(whole)["reasoning_content"]
+            assert found["choices"][0]["finish_reason"] == "tool_calls"
+            details = "completion_tokens_details"
+            assert found["usage"][details] == whole["usage"][details]
+
+    talked(lost, sim)
+
+
+async def follow(
+    talk: Talk, request: GenerateRequest, course: Course, answer: ChatAnswer, until: int = 9999
+) -> None:
+    """Hear a generation until it has so many tokens, and leave it then."""
+    async with aclosing(talk.board.generate(request)) as events:
+        async for event in events:
+            told = course.heard(event)
+            if isinstance(told, Delta):
+                answer.add(0, told)
+            elif isinstance(told, Finished):
+                answer.end(0, told)
+            if course.tokens >= until:
+                return
 
 
 # --- thoughts ---
