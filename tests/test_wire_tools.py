@@ -361,6 +361,69 @@ def test_an_edit_may_take_back_thoughts() -> None:
     assert told == [Void(words=3, thoughts=6), Thought("snows."), Words("No")]
 
 
+class Client:
+    """Whoever adds up what is told, and follows what is taken back."""
+
+    def __init__(self) -> None:
+        self.words = self.thoughts = ""
+        self.calls: list[list[str]] = []
+        self.indexes: list[int] = []
+
+    def take(self, part: Part) -> None:
+        match part:
+            case Words(text=text):
+                self.words += text
+            case Thought(text=text):
+                self.thoughts += text
+            case CallBegun(name=name, index=index):
+                assert index == len(self.indexes), "indexes are used once, in order"
+                self.indexes.append(index)
+                self.calls.append([name, ""])
+            case CallMore(arguments=arguments):
+                self.calls[-1][1] += arguments
+            case Void(words=words, thoughts=thoughts, calls=calls):
+                assert words <= len(self.words)
+                assert thoughts <= len(self.thoughts)
+                self.words = self.words[: len(self.words) - words]
+                self.thoughts = self.thoughts[: len(self.thoughts) - thoughts]
+                del self.calls[len(self.calls) - calls :]
+
+
+PIECES = (
+    *("<think>", "</think>", "\n", "Hm.", "<tool_call>", '{"name": "add", "arguments": {"a": 1'),
+    *("}}", ', "b": 2', "</tool_call>", HERMES_CALL, "x", " "),
+)
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 60), st.sampled_from(PIECES)), max_size=10),
+    begun=st.booleans(),
+    parallel=st.booleans(),
+)
+def test_whoever_follows_retractions_has_what_the_answer_became(
+    steps: list[tuple[int, str]], begun: bool, parallel: bool
+) -> None:
+    reading = Reading(
+        thinking=Thinking("<think>", "</think>", begun=begun),
+        form=FORMATS["hermes"],
+        names=NAMES,
+        parallel=parallel,
+    )
+    speech, client, raw = Speech(reading), Client(), ""
+    for number, (back, text) in enumerate(steps):
+        retract = min(back, len(raw)) if number % 2 else 0
+        raw = raw[: len(raw) - retract] + text
+        for part in speech.feed(Delta(text, (1,), retract=retract)):
+            client.take(part)
+    for part in speech.end():
+        client.take(part)
+    fresh, _ = heard(reading, [raw])
+    expected = (fresh.words, fresh.thoughts, calls_of(fresh))
+    assert (speech.words, speech.thoughts, calls_of(speech)) == expected
+    told = [(name, arguments) for name, arguments in client.calls]
+    assert (client.words, client.thoughts, told) == expected
+
+
 # --- forms of model folders ---
 
 
