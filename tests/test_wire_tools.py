@@ -125,6 +125,8 @@ CASES = [
         '<tool_call>{"name": "add", "arguments": {"text": "two\nlines"}}</tool_call>',
         [],
     ),
+    # What is no call ends where that shows, and what comes behind it may be one.
+    ("hermes", f'<tool_call>{{"name": "a\nb{HERMES_CALL}', '<tool_call>{"name": "a\nb', [OSLO]),
     # Llama
     ("llama", '{"name": "get_weather", "parameters": {"city": "Oslo"}}', "", [OSLO]),
     (
@@ -146,6 +148,7 @@ CASES = [
     ("llama", '{"name": "get_weather", "par', '{"name": "get_weather", "par', []),
     ("llama", "It rains.", "It rains.", []),
     ("llama", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    ("llama", "<|python_tag|> ", "<|python_tag|> ", []),
     # Mistral
     (
         "mistral",

@@ -57,10 +57,10 @@ class Calls(ABC):
 
     def end(self) -> list[Part]:
         """The answer is over: whatever was held back is words, or was between two calls."""
-        if self._raw or self._state not in (self._starting, self._talking):
-            if self._raw:
-                self._void()
-            self._left = "" if self._left.isspace() else self._left
+        if self._raw:
+            self._void()
+        elif self._state not in (self._starting, self._talking) and self._left.isspace():
+            self._left = ""
         self._say(self._left)
         self._left = ""
         return self._taken()

@@ -137,8 +137,8 @@ class ObjectScan:
             return None
 
     def _value_end(self, text: str, at: int) -> int:
-        """Return where the value ends, or the text does."""
-        while at < len(text):
+        """Return where the value ends, or turns out to be none, or the text ends."""
+        while at < len(text) and not self.bad:
             character = text[at]
             if self._in_string:
                 at += 1
