@@ -26,7 +26,7 @@ from rkserve.wire.limits import MAX_TOOL_NAME_CHARS, MAX_TOOLS
 from rkserve.wire.openai import ChatCall, parse_chat
 from rkserve.wire.plan import plan, reading
 from rkserve.wire.renderer import Renderer
-from rkserve.wire.speech import Reading
+from rkserve.wire.speech import Reading, Speech
 from rkserve.wire.tally import Stamp
 from rkserve.wire.tooling import NO_TOOLS
 from rkserve.wire.tools import FORMATS
@@ -51,6 +51,13 @@ def planned(folder: ModelFolder, **keys: Any) -> GenerateRequest:
         completion="c",
     )
     return request
+
+
+def sim_template() -> str:
+    """The chat template of the simulated model."""
+    folder = Path(__file__).parents[1] / "models" / "sim-chat"
+    found: str = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
+    return found
 
 
 # --- what is read ---
@@ -302,6 +309,42 @@ def test_arguments_are_printed_as_they_came(tmp_path: Path) -> None:
     assert text == '{\n "city": "Oslo",\n "n": 1.0\n}Oslo'
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        '<tool_call>\n{"name": "get_time", "arguments": {"zone": "UTC"}}\n</tool_call>',
+        '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "get_time", "arguments": {"zone":"UTC" ,"n":1.50}}\n</tool_call>',
+        'Wait.\n<tool_call>\n{"name": "get_time", "arguments": {"z": "\\u00e9é<b>"}}\n</tool_call>',
+        'Wait. \n\n<tool_call>\n{"name": "get_time", "arguments": {"a": [1,\n2]}}\n</tool_call>',
+        "\n Nothing to call.\n",
+    ],
+    ids=["one", "two, compact", "behind words", "behind an empty line", "none"],
+)
+@pytest.mark.parametrize("own", [False, True], ids=["built in", "the model's own"])
+def test_what_a_model_said_is_rendered_as_it_said_it(tmp_path: Path, said: str, own: bool) -> None:
+    """A client sends back what it got, and that has to be what the KV cache holds."""
+    folder = make_folder(
+        tmp_path / "m",
+        template=sim_template() if own else None,
+        settings="" if own else "chat_template: chatml",
+    )
+    tools = {"tools": [TIME]}
+    request = planned(folder, **tools)
+    speech = Speech(reading(chat(**tools), Renderer(folder), request))
+    speech.feed(Delta(said, (1,)))
+    speech.end()
+    calls = [
+        {"id": one.call_id, "function": {"name": one.name, "arguments": one.arguments}}
+        for one in speech.calls
+    ]
+    turn = {"role": "assistant", "content": speech.words or None}
+    history = [*HELLO, {**turn, **({"tool_calls": calls} if calls else {})}, *HELLO]
+    text = read_back(folder, planned(folder, messages=history, **tools).prompt_ids)
+    before = read_back(folder, request.prompt_ids)
+    assert text.startswith(f"{before}{said}<|im_end|>\n")
+
+
 def test_arguments_hide_no_control_tokens(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "m", template=CHATML)
     renderer = Renderer(folder)
@@ -350,10 +393,7 @@ def test_text_mode_shows_tools_by_its_built_in_template(tmp_path: Path) -> None:
 def test_built_in_templates_write_what_the_models_own_would(tmp_path: Path) -> None:
     """The simulated model's template is that of Qwen2.5, with one switch for thinking."""
     own = Renderer(make_folder(tmp_path / "own", template=None, settings="chat_template: chatml"))
-    source = json.loads(
-        (Path(__file__).parents[1] / "models" / "sim-chat" / "tokenizer_config.json").read_text()
-    )["chat_template"]
-    theirs = Renderer(make_folder(tmp_path / "theirs", template=source))
+    theirs = Renderer(make_folder(tmp_path / "theirs", template=sim_template()))
     call = {
         "id": "c",
         "type": "function",
