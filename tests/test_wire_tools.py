@@ -167,6 +167,13 @@ CASES = [
     ),
     ("mistral", 'get_weather{"city": "Oslo"}', "", [OSLO]),
     ("mistral", 'Yes.[TOOL_CALLS] [{"name": "add", "arguments": {}}]', "Yes.", [("add", "{}")]),
+    (
+        "mistral",
+        '[TOOL_CALLS]add[ARGS]{a}[TOOL_CALLS] [{"name": "get_weather", "arguments": '
+        '{"city": "Oslo"}}, {"name": "get_time", "arguments": {"zone": "UTC"}}]',
+        "[TOOL_CALLS]add[ARGS]{a}",
+        [OSLO, NOON],
+    ),
     ("mistral", "[1, 2] are numbers", "[1, 2] are numbers", []),
     ("mistral", '[{"name": "Ada"}]', '[{"name": "Ada"}]', []),
     ("mistral", "get_weather is a tool", "get_weather is a tool", []),
@@ -183,6 +190,7 @@ CASES = [
     ),
     ("pythonic", "[add()]", "", [("add", "{}")]),
     ("pythonic", "[add(a='it\\'s, (ok)',)]", "", [("add", '{"a": "it\'s, (ok)"}')]),
+    ("pythonic", "[add(a='\\d')]", "", [("add", '{"a": "\\\\d"}')]),
     ("pythonic", "[add(1, 2)]", "[add(1, 2)]", []),
     ("pythonic", "[add(a=open('x'))]", "[add(a=open('x'))]", []),
     ("pythonic", "[add(a=1", "[add(a=1", []),

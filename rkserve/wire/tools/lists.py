@@ -75,6 +75,7 @@ class Mistral(_List):
     marker = "[TOOL_CALLS]"
     _ARGUMENTS = "[ARGS]"
     _NAME = re.compile(r"[\w.:/-]+")
+    _alone = False  # the call stands in no list
 
     @classmethod
     def opening(cls, name: str | None) -> str:
@@ -95,6 +96,7 @@ class Mistral(_List):
             return False
         if text[0] != "{":
             return self._void()
+        self._alone = False
         return self._open(ObjectCall(), len(self._left) - len(text))
 
     def _unlisted(self, text: str) -> bool:
@@ -116,12 +118,9 @@ class Mistral(_List):
         self._alone = True
         return self._open(NamedCall(name), used)
 
-    _alone = False  # the call stands in no list
-
     def _after_call(self) -> bool:
         if not self._alone:
             return super()._after_call()
-        self._alone = False
         self._state = self._after_list
         return True
 

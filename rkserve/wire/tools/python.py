@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from typing import Any
 
 _CLOSERS = {"{": "}", "[": "]", "(": ")"}
@@ -92,7 +93,10 @@ def python_value(text: str) -> Any:
         ValueError: it is none, or none that JSON has.
     """
     try:
-        return _value(ast.parse(text, mode="eval").body)
+        # Of an escape that Python does not know it would warn on the server's own output.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _value(ast.parse(text, mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError) as exc:
         raise ValueError(f"not a literal: {exc}") from exc
 
