@@ -130,6 +130,25 @@ class Continued:
 
 
 @dataclass(frozen=True, slots=True)
+class Thinking:
+    """How a model marks what it thinks before it answers, at the beginning of an answer.
+
+    ``begun``: the prompt has opened the block already. After ``max_tokens`` within it
+    ``closing_ids`` end it, which say ``closing``; None lets the model think for as long as it
+    likes. ``mark_ids`` are those of the mark ``close`` alone. In text mode nobody knows ids, and
+    both are empty.
+    """
+
+    open: str
+    close: str
+    begun: bool = False
+    mark_ids: tuple[int, ...] = ()
+    max_tokens: int | None = None
+    closing: str = ""
+    closing_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One generation: a transcript to continue and how.
 
@@ -149,8 +168,8 @@ class GenerateRequest:
     ``min_epoch`` refuses it. ``keep_version`` forbids to switch it to another version later. One
     that is not ``patient`` is refused by a board that sleeps: another one is awake.
 
-    ``continued`` is what was generated of it elsewhere. All limits and counts are those of the
-    whole answer.
+    ``thinking`` is there where the model may think before it answers. ``continued`` is what was
+    generated of it elsewhere. All limits and counts are those of the whole answer.
     """
 
     request_id: str
@@ -173,6 +192,7 @@ class GenerateRequest:
     keep_version: bool = False
     patient: bool = True
     continued: Continued | None = None
+    thinking: Thinking | None = None
 
 
 class Pooling(str, Enum):
@@ -198,11 +218,15 @@ class EmbedRequest(GenerateRequest):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one generation. ``cached_tokens`` of the prompt were not prefilled again."""
+    """Token counts of one generation. ``cached_tokens`` of the prompt were not prefilled again.
+
+    ``reasoning_tokens`` of the answer are what the model thought first, with the marks around it.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,12 +358,16 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Last event of an answer that ended well. ``versions`` cover all of its tokens, in order."""
+    """Last event of an answer that ended well. ``versions`` cover all of its tokens, in order.
+
+    ``stopped_by`` is the stop string that ended it, None where something else did.
+    """
 
     reason: FinishReason
     usage: Usage
     timings: Timings
     versions: tuple[VersionSpan, ...] = ()
+    stopped_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

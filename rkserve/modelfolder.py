@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator
 
 from rkserve.digests import content_digest
 from rkserve.errors import ConfigError
@@ -80,6 +80,45 @@ class SamplingDefaults(BaseModel):
         return Sampling(**self.model_dump())
 
 
+class ThinkingSettings(BaseModel):
+    """How a model thinks before it answers, where its template does not tell."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    marks: tuple[str, str] | None = Field(
+        None,
+        description="What begins and ends its thoughts. Empty: `<think>` and `</think>`, if its "
+        "template or its tokenizer knows them.",
+    )
+    separate: bool = Field(
+        True,
+        description="Whether answers give thoughts as `reasoning_content`. Otherwise they are part "
+        "of the answer's text, with their marks, and cannot be limited.",
+    )
+    enabled: bool | None = Field(
+        None,
+        description="Whether it thinks for requests that do not say. Empty: as its template has "
+        "it.",
+    )
+    history: Literal["template", "strip", "keep"] = Field(
+        "template",
+        description="What becomes of thoughts in earlier turns: left to the template, taken out, "
+        "or put before the turn's words, as the model's card demands.",
+    )
+    budgets: dict[str, NonNegativeInt] = Field(
+        {},
+        description="Tokens of thoughts by `reasoning_effort`, for requests without "
+        "`max_reasoning_tokens`; for example `{low: 256, medium: 1024}`.",
+    )
+
+    @field_validator("marks")
+    @classmethod
+    def _say_something(cls, marks: tuple[str, str] | None) -> tuple[str, str] | None:
+        if marks is not None and not all(mark.strip() for mark in marks):
+            raise ValueError("a mark must not be blank")
+        return marks
+
+
 class EmbeddingSettings(BaseModel):
     """How a model's hidden states become the vector of a text."""
 
@@ -136,6 +175,11 @@ class FolderSettings(BaseModel):
         description="A built-in chat template in the place of the folder's own; docs/api.md lists "
         "their names.",
     )
+    tool_format: Literal["hermes", "llama", "mistral", "mistral-args", "pythonic"] | None = Field(
+        None,
+        description="The form in which the model calls tools; docs/api.md describes them. Empty: "
+        "guessed from its chat template.",
+    )
     max_adapters: int = Field(
         4,
         ge=1,
@@ -167,6 +211,7 @@ class FolderSettings(BaseModel):
         "is shifted; -1 leaves it to the runtime.",
     )
     sampling: SamplingDefaults = SamplingDefaults()
+    thinking: ThinkingSettings = ThinkingSettings()
     embedding: EmbeddingSettings | None = Field(
         None, description="How texts become vectors. Without it the model makes none."
     )
@@ -237,10 +282,23 @@ class ModelFolder(BaseModel):
         separate = self.path / "chat_template.jinja"
         if separate.is_file():
             return separate.read_text(encoding="utf-8")
+        return self._named_template("default")
+
+    @cached_property
+    def tool_template(self) -> str | None:
+        """The folder's own template for conversations with tools, where that is another one."""
+        separate = self.path / "additional_chat_templates" / "tool_use.jinja"
+        if separate.is_file():
+            return separate.read_text(encoding="utf-8")
+        several = isinstance(self.tokenizer_config.get("chat_template"), list)
+        return self._named_template("tool_use") if several else None
+
+    def _named_template(self, name: str) -> str | None:
+        """The template of tokenizer_config.json, or one of several there by its name."""
         template = self.tokenizer_config.get("chat_template")
-        if isinstance(template, list):  # several named ones; "default" is the plain chat
+        if isinstance(template, list):
             named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-            template = named.get("default")
+            template = named.get(name)
         return template if isinstance(template, str) else None
 
 

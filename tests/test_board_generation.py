@@ -232,6 +232,27 @@ def test_the_limit_is_the_runtimes_only_in_the_runs_that_were_given_it() -> None
     assert made.want is Want.STOP
 
 
+@pytest.mark.parametrize(
+    ("tokens", "by"),
+    [
+        pytest.param([(10, b"a##b")], "##", id="one came"),
+        pytest.param([(10, b"a#"), (11, b"#b")], "##", id="over the border of two tokens"),
+        pytest.param([(10, b"a!##")], "!", id="the one that is complete first"),
+        pytest.param([(10, b"a"), (EOS, b"##")], None, id="the model ended"),
+        pytest.param([(10, b"a#")] * 3, None, id="the limit was reached"),
+    ],
+)
+def test_the_stop_string_that_ended_an_answer_is_told(
+    tokens: list[tuple[int, bytes]], by: str | None
+) -> None:
+    made = generation(max_tokens=3, stop=("##", "!"))
+    for token in tokens:
+        made.accept(*token)
+    assert made.complete
+    made.ended(context_full=False)
+    assert made.stopped_by == by
+
+
 def test_an_aborted_answer_takes_no_more() -> None:
     made = generation(stop=("bc",))
     made.accept(10, b"ab")
@@ -493,9 +514,11 @@ def test_a_stop_string_is_found_across_the_border_of_an_edit_and_can_be_taken_ba
     apply(made, Edit(ids=(40,), text="D and more"))
     assert made.reason is FinishReason.STOP
     assert made.complete
+    assert made.stopped_by == "END"
     assert reader.read() == "ab "
     apply(made, Edit(replace_last=1))
     assert not made.complete
+    assert made.stopped_by is None
     made.accept(ord("x"), b"x")
     assert made.want is None
     assert reader.read() == "ab ENx"

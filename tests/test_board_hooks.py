@@ -517,6 +517,7 @@ class BrokenEnd(Scripted):
         pytest.param(lambda _: Continue(ODD), "Continue has a wrong show", id="no text"),
         pytest.param(lambda _: Continue("\ud800"), "wrong show", id="shown: half a character"),
         pytest.param(lambda _: Stop(ODD), "Stop has a wrong show", id="stop without a text"),
+        pytest.param(lambda _: Stop("", ODD), "Stop has a wrong by", id="stopped by no text"),
         pytest.param(lambda _: Pause(reason=ODD), "Pause has a wrong reason", id="no reason"),
         pytest.param(lambda _: Replace((1,), ODD), "Replace has a wrong text", id="no new text"),
         pytest.param(lambda _: Replace(ODD, "x"), "Replace has a wrong ids", id="no tuple"),

@@ -14,7 +14,7 @@ import openai
 import pytest
 import tokenizers
 from local_cluster import App
-from openai.types.chat import ChatCompletionMessageParam
+from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 from talk import ENDLESS, MODEL, chat_body, streaming
 
 pytestmark = pytest.mark.ray
@@ -133,6 +133,44 @@ def test_a_stream_has_one_role_then_text_then_one_reason_then_the_usage(
     assert usage.usage.completion_tokens > len(middle) - 1
     assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+WEATHER: ChatCompletionToolParam = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "What the sky does",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_a_tool_is_called_after_thoughts_and_its_result_is_told(
+    client: openai.OpenAI, streamed: bool
+) -> None:
+    asked: list[ChatCompletionMessageParam] = user("What is the weather in Oslo?")
+    keys: dict[str, Any] = {"model": MODEL, "tools": [WEATHER], "reasoning_effort": "low"}
+    if streamed:
+        with client.chat.completions.stream(messages=asked, **keys) as stream:
+            answer: Any = stream.get_final_completion()
+    else:
+        answer = client.chat.completions.create(messages=asked, **keys)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None or choice.message.content == ""
+    assert choice.message.to_dict()["reasoning_content"].startswith("The user wrote: What is")
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Oslo"}')
+    called: Any = choice.message.to_dict()
+    result: ChatCompletionMessageParam = {
+        "role": "tool",
+        "tool_call_id": call.id,
+        "content": '{"celsius": 3}',
+    }
+    last = client.chat.completions.create(messages=[*asked, called, result], **keys)
+    assert last.choices[0].message.content == 'The tool answered: {"celsius": 3}'
+    assert last.choices[0].finish_reason == "stop"
 
 
 def test_a_stream_says_what_a_whole_answer_says(client: openai.OpenAI) -> None:

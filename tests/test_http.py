@@ -39,6 +39,18 @@ def test_a_whole_answer_carries_text_usage_and_who_gave_it() -> None:
     run_loop(main())
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "prefix"),
+    [
+        pytest.param(CHAT, chat(), "chatcmpl-", id="chat"),
+        pytest.param("/v1/completions", {"model": "sim-chat", "prompt": "a"}, "cmpl-", id="raw"),
+    ],
+)
+def test_an_id_tells_what_it_is_the_id_of(path: str, body: dict[str, Any], prefix: str) -> None:
+    answered = run_loop(House(FakeBoards.answering("a"))("POST", path, json=body)).json()
+    assert answered["id"].startswith(prefix)
+
+
 def test_a_stream_is_the_same_answer_in_pieces() -> None:
     async def main() -> None:
         house = House(FakeBoards.answering("a", text="Hel|lo"))

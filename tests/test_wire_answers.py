@@ -27,17 +27,12 @@ from rkserve.messages import (
     Usage,
 )
 from rkserve.wire import sse
-from rkserve.wire.answers import (
-    ChatAnswer,
-    CompletionAnswer,
-    Stamp,
-    completion_id,
-    fingerprint,
-)
+from rkserve.wire.answers import ChatAnswer, CompletionAnswer
 from rkserve.wire.failures import error_event, error_object
 from rkserve.wire.headers import answer_headers
 from rkserve.wire.models import model_entry, models_list
 from rkserve.wire.openai import ChatCall, CompletionCall
+from rkserve.wire.tally import Stamp, fingerprint
 
 MESSAGES = ({"role": "user", "content": "Hi"},)
 STAMP = Stamp("tiny", "1.3.0")
@@ -289,6 +284,7 @@ def test_a_streamed_chat_chunk_by_chunk() -> None:
                 "completion_tokens": 2,
                 "total_tokens": 8,
                 "prompt_tokens_details": {"cached_tokens": 2},
+                "completion_tokens_details": {"reasoning_tokens": 0},
             },
         },
     ]
@@ -421,17 +417,6 @@ def test_timings_tell_of_pauses_and_batches_where_there_were_any(extra: dict[str
     assert {k: v for k, v in told if k in {*extra, "batch", "paused_ms", "continued"}} == extra
 
 
-@pytest.mark.parametrize(
-    ("call", "expected"),
-    [
-        pytest.param(ChatCall("m", None), "chatcmpl-7", id="chat"),
-        pytest.param(CompletionCall("m", None), "cmpl-7", id="completion"),
-    ],
-)
-def test_an_id_tells_what_it_is_the_id_of(call: ChatCall | CompletionCall, expected: str) -> None:
-    assert completion_id(call, "7") == expected
-
-
 # --- counting ---
 
 
@@ -446,6 +431,7 @@ def test_a_prompt_and_its_cached_tokens_count_once_for_all_its_choices() -> None
         "completion_tokens": 10,
         "total_tokens": 40,
         "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

@@ -105,7 +105,13 @@ CALL = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
     [
         pytest.param(5, "messages[1]", id="not an object"),
         pytest.param({"content": "x"}, "messages[1].role", id="no role"),
-        pytest.param({"role": "function", "content": "x"}, "messages[1].role", id="unknown role"),
+        pytest.param({"role": "critic", "content": "x"}, "messages[1].role", id="unknown role"),
+        pytest.param({"role": "function", "content": "x"}, "messages[1].name", id="whose result"),
+        pytest.param(
+            {"role": "assistant", "reasoning_content": 5},
+            "messages[1].reasoning_content",
+            id="thoughts are 5",
+        ),
         pytest.param({"role": ["user"]}, "messages[1].role", id="role is a list"),
         pytest.param({"role": "user"}, "messages[1].content", id="no content"),
         pytest.param({"role": "user", "content": None}, "messages[1].content", id="null content"),
@@ -187,9 +193,16 @@ def test_a_tool_call_of_another_type_is_refused(change: dict[str, Any], param: s
     assert caught.value.param == param
 
 
-def test_the_deprecated_function_call_is_refused() -> None:
-    with pytest.raises(UnsupportedParameter):
-        messages({"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}})
+def test_the_deprecated_function_call_becomes_a_tools() -> None:
+    """The result finds its call by the function's name, which is all that it has."""
+    call, result = messages(
+        {"role": "assistant", "function_call": {"name": "f", "arguments": '{"a": 1}'}},
+        {"role": "function", "name": "f", "content": "3"},
+    )
+    (made,) = call["tool_calls"]
+    assert made["function"] == {"name": "f", "arguments": {"a": 1}}
+    assert (result["role"], result["content"]) == ("tool", "3")
+    assert result["tool_call_id"] == made["id"]
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_a_parameter_is_read(read: Any, keys: dict[str, Any], field: str, value:
     [
         {"seed": 7},
         {"user": 7, "metadata": {"a": "b"}, "store": True, "service_tier": "auto"},
-        {"parallel_tool_calls": True, "prediction": None, "reasoning_effort": "low"},
+        {"parallel_tool_calls": True, "prediction": None, "verbosity": "low"},
         {"some_new_parameter": [1, {"x": None}]},
         {"ignore_eos": False, "logit_bias": {}, "logprobs": False},
         {"response_format": {"type": "text"}},
@@ -182,10 +182,7 @@ def test_what_changes_no_answer_is_accepted(read: Any, keys: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     "keys",
     [
-        {"tools": []},
-        {"tools": [{"type": "function"}], "tool_choice": "none"},
-        {"tool_choice": "auto"},
-        {"functions": [{"name": "f"}], "function_call": "none"},
+        {"chat_template_kwargs": {}},
         {"modalities": ["text"]},
         {"top_logprobs": 0},
     ],
@@ -360,14 +357,9 @@ REFUSED_BY_BOTH = [
 REFUSED_IN_CHAT = [
     ("top_logprobs", 3),
     ("logprobs", 1),
-    ("tools", [{"type": "function", "function": {"name": "f"}}]),
-    ("tool_choice", "required"),
-    ("functions", [{"name": "f"}]),
-    ("function_call", {"name": "f"}),
     ("modalities", ["text", "audio"]),
     ("audio", {"voice": "alloy"}),
     ("web_search_options", {}),
-    ("chat_template_kwargs", {"enable_thinking": False}),
     ("continue_final_message", True),
 ]
 REFUSED_IN_COMPLETIONS = [("logprobs", 0), ("logprobs", 5), ("best_of", 2), ("suffix", "end")]

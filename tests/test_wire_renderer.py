@@ -16,7 +16,7 @@ from rkserve.errors import ConfigError, ContextOverflow, RequestError, Unsupport
 from rkserve.modelfolder import ModelFolder
 from rkserve.wire.limits import CHARS_PER_TOKEN
 from rkserve.wire.named_templates import NAMED
-from rkserve.wire.renderer import Renderer
+from rkserve.wire.renderer import Header, Renderer
 from rkserve.wire.shield import Shield, pieces
 from rkserve.wire.templates import ChatTemplate
 from rkserve.wire.tokenizer import Tokenizer
@@ -427,7 +427,7 @@ WITHOUT_TOOLS = CHATML.replace(
 def test_a_conversation_without_the_header_of_an_answer(
     renderer: Renderer, folder: ModelFolder
 ) -> None:
-    begins = renderer.chat(TALK, answer=False).ids
+    begins = renderer.chat(TALK, header=Header(answer=False)).ids
     assert read_back(folder, begins) == TALK_IN_CHATML.removesuffix("<|im_start|>assistant\n")
     assert renderer.chat(TALK).ids[: len(begins)] == begins
 

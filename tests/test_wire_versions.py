@@ -7,7 +7,7 @@ from fake_head import line, version
 
 from rkserve.desired import AdapterLine, Desired
 from rkserve.errors import RequestError, VersionUnavailable
-from rkserve.wire.answers import Stamp
+from rkserve.wire.tally import Stamp
 from rkserve.wire.versions import ANY, Meant, Policy, Wanted, bind, find_line, read_policy
 
 OLD, NEW = version("tone", "v9"), version("tone", "v10")

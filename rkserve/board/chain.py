@@ -65,6 +65,7 @@ class Chain:
         # What stage i gets of each piece is at i; the last list is what is shown.
         self._texts: list[list[str]] = [[] for _ in range(len(self._stages) + 1)]
         self._stopped: tuple[int, int] | None = None  # by which stage, at which piece
+        self.stopped_by: str | None = None  # the text that a hook stopped at
 
     @property
     def shown(self) -> list[str]:
@@ -126,8 +127,8 @@ class Chain:
         match action:
             case Continue(show=text):
                 pass
-            case Stop(show=text):
-                self._stopped, outcome.stop = (depth, at), True
+            case Stop(show=text, by=by):
+                self._stopped, self.stopped_by, outcome.stop = (depth, at), by, True
             case Pause(show=text, reason=reason):
                 if not replayed and outcome.pause is None:
                     outcome.pause = reason or stage.name
@@ -211,6 +212,8 @@ def _check(name: str, action: object) -> None:
         fits = {"show": optional or _is_text(action.show)}
         if isinstance(action, Pause):
             fits["reason"] = _is_text(action.reason)
+        if isinstance(action, Stop):
+            fits["by"] = action.by is None or _is_text(action.by)
     for key, fit in fits.items():
         if not fit:
             raise _wrong(name, f"its {kind} has a wrong {key}", action)

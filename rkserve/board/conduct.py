@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from rkserve.board import clock
 from rkserve.board.engine import RunEnded
-from rkserve.board.generation import Want
+from rkserve.board.generation import Generation, Want
 from rkserve.board.interrupt import GenerationEvent
 from rkserve.board.job import Job
 from rkserve.board.leaving import abandon, keep, perf
@@ -254,7 +254,8 @@ class Conductor:
         if not self._is_interrupted(job, run, paused=paused):
             self._finish(job)
             return False
-        rewinds = job.generation.want is Want.REWIND and job.state is _S.GENERATING
+        # What is left is to go on at once: a hook has changed its context, or its thoughts ended.
+        rewinds = job.generation.want in (Want.REWIND, None) and job.state is _S.GENERATING
         job.interrupted()
         if rewinds:
             job.advance(_E.REWOUND)
@@ -278,7 +279,15 @@ class Conductor:
             return False
         if generation.want in (Want.PAUSE, Want.REWIND):
             return True
-        return job.state is _S.PAUSING and (paused or run.stopping)
+        if job.state is _S.PAUSING:
+            return paused or run.stopping
+        return job.state is _S.GENERATING and self._thoughts_ended_it(generation, run)
+
+    def _thoughts_ended_it(self, generation: Generation, run: Run) -> bool:
+        """Whether the runtime ended the run where the thoughts end, with the answer to come."""
+        if run.stopping or run.pausing or not self._stage.live.quirk("thinking_ends_run"):
+            return False
+        return generation.end_thinking()
 
     async def _failed(self, job: Job, begin: Beginning, run: Run, ended: RunEnded) -> bool:
         """The runtime refused a run, or gave it up. Raises ``RunFailed``.
@@ -475,10 +484,12 @@ class Conductor:
         except HookFailed as exc:
             self.fail(job, exc)
             return
-        usage, timings = job.tally.usage(generation.tokens), job.tally.timings()
+        usage = job.tally.usage(generation.tokens, generation.thought.tokens)
+        timings = job.tally.timings()
         if job.tally.runs > 0:
             stage.figures.count(usage, timings)
-        job.end(Finished(reason, usage, timings, job.spans.of(generation.tokens)))
+        spans = job.spans.of(generation.tokens)
+        job.end(Finished(reason, usage, timings, spans, generation.stopped_by))
 
 
 def _is_for(planned: tuple[LiveEngine, Beginning] | None, jobs: Sequence[Job]) -> bool:

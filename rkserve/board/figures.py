@@ -78,9 +78,9 @@ class Tally:
         self.decode_tokens += perf.decode_tokens
         self.memory_mb = perf.memory_mb or self.memory_mb
 
-    def usage(self, completion_tokens: int) -> Usage:
+    def usage(self, completion_tokens: int, reasoning_tokens: int = 0) -> Usage:
         """Return the token counts of the whole generation."""
-        return Usage(self.prompt_tokens, completion_tokens, self.cached_tokens)
+        return Usage(self.prompt_tokens, completion_tokens, self.cached_tokens, reasoning_tokens)
 
     def timings(self) -> Timings:
         """Return the times of the whole generation."""

@@ -16,6 +16,7 @@ from rkserve.board.handout import Handout
 from rkserve.board.hooks import HookFactory, Replace, pause_on, stop_strings
 from rkserve.board.kv import Ids, Range, common_prefix
 from rkserve.board.text import Characters
+from rkserve.board.thinking import Thought, thinking_limit, thought
 from rkserve.board.transcript import Transcript, ordered
 from rkserve.errors import ContextOverflow, HookFailed, RequestError, StateConflict
 from rkserve.messages import Continued, Delta, Edit, FinishReason, GenerateRequest, Kind, Slot
@@ -69,7 +70,7 @@ class Generation:
         self._unseen = 0  # tokens of a prompt in text mode, which only the runtime has counted
         # A pause is asked for by what the model says. Stop strings are about what is shown, and
         # they hold text back, which other hooks must not be made to wait for.
-        self._factories = (pause_on, *hooks, stop_strings)
+        self._factories = (thinking_limit, pause_on, *hooks, stop_strings)
         self._chain = Chain(self._factories, request)
         self._characters = Characters()
         self._transcript = Transcript(request.prompt_ids)
@@ -139,6 +140,11 @@ class Generation:
         data = b"".join(slot.data for slot in self._transcript.slots)
         return data.decode(errors="replace")
 
+    @property
+    def thought(self) -> Thought:
+        """What the model has thought so far, before its answer."""
+        return thought(self._transcript.slots, self.request.thinking)
+
     # -- a run --------------------------------------------------------------------------------
 
     def accept(self, token_id: int, data: bytes, waiting: bool = False) -> bool:
@@ -188,6 +194,24 @@ class Generation:
         self._beyond = False
         self._make_room()
 
+    def end_thinking(self) -> bool:
+        """Say the mark that ends the thoughts, which the runtime kept to itself with the run's end.
+
+        False where that is not how the run ended, or where nothing can follow. See the quirk
+        ``thinking_ends_run``.
+        """
+        thinking = self.request.thinking
+        if self.complete or thinking is None or not self.thought.unended:
+            return False
+        # In text mode no id is ever sent: any will do for the token that it was.
+        ids = thinking.mark_ids if self.request.prompt_text is None else (0,)
+        if self.budget <= len(ids):
+            return False
+        changed = self._transcript.spliced(0, ids, thinking.close, Kind.APPENDED)
+        with self._hooked():
+            self._become(changed)
+        return not self.complete
+
     def ended(self, *, context_full: bool) -> FinishReason:
         """The generation is over: settle the reason, release what was held back.
 
@@ -209,6 +233,11 @@ class Generation:
         if self.failure is not None:
             raise self.failure
         return self.reason
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the answer, None where something else did."""
+        return self._chain.stopped_by if self.reason is FinishReason.STOP else None
 
     @property
     def pending(self) -> bool:

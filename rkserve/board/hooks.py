@@ -56,9 +56,13 @@ class Continue:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The answer ends here, with finish reason ``stop``; of this piece ``show`` is given out."""
+    """The answer ends here, with finish reason ``stop``; of this piece ``show`` is given out.
+
+    ``by`` is the text that ended it, for dialects that tell their clients.
+    """
 
     show: str = ""
+    by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,8 @@ class StopStrings:
     def on_piece(self, piece: Decoded) -> Action:
         """Hold back what may be the beginning of a stop string."""
         certain = self._search.feed(piece.text)
-        return Stop(certain) if self._search.stopped else Continue(certain)
+        found = self._search.found
+        return Continue(certain) if found is None else Stop(certain, found)
 
     def on_end(self) -> str:
         """Release it: no stop string came."""

@@ -40,18 +40,23 @@ class StopSearch:
             raise ValueError("a stop string must not be empty")
         self._stops = stops
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None  # the stop string that came
+
+    @property
+    def stopped(self) -> bool:
+        """Whether one came."""
+        return self.found is not None
 
     def feed(self, text: str) -> str:
         """Return the text that became certain with ``text``."""
         if self.stopped:
             return ""
         held = self._held + text
-        found = [(i + len(s), i) for s in self._stops if (i := held.find(s)) >= 0]
+        found = [(i + len(s), i, s) for s in self._stops if (i := held.find(s)) >= 0]
         if found:
             # The one that is complete first, so that it does not matter how tokens cut the text.
-            _, at = min(found)
-            self._held, self.stopped = "", True
+            _, at, self.found = min(found)
+            self._held = ""
             return held[:at]
         keep = max((_overlap(held, stop) for stop in self._stops), default=0)
         cut = len(held) - keep

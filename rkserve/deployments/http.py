@@ -5,38 +5,28 @@ It knows FastAPI and a ``Service``; no Ray, so that it is tested in process.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from functools import partial
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rkserve import __version__
-from rkserve.deployments.bodies import read_body
+from rkserve.deployments.answering import DIRECT, respond
 from rkserve.deployments.generations import Peers
 from rkserve.deployments.guard import check_client
 from rkserve.deployments.http_cluster import add_cluster
 from rkserve.deployments.http_control import add_control
 from rkserve.deployments.http_embeddings import add_embeddings
 from rkserve.deployments.http_tokens import add_tokens
-from rkserve.deployments.late import give_up, stream_late
-from rkserve.deployments.service import Service, read_call
+from rkserve.deployments.service import Service
 from rkserve.errors import MethodNotAllowed, NoBoard, RequestError, RkserveError, RouteNotFound
-from rkserve.wire import sse
+from rkserve.wire.answers import CHAT, COMPLETION
 from rkserve.wire.failures import error_object
-from rkserve.wire.headers import TIMEOUT, read_timeout
-from rkserve.wire.openai import ChatCall, CompletionCall, parse_chat, parse_completion
-from rkserve.wire.versions import POLICY, SESSION, read_policy
 
 log = logging.getLogger(__name__)
-
-DIRECT = "rkserve.send"  # in a scope: the server's own ``send``, past all layers
 
 
 def make_app(
@@ -72,12 +62,12 @@ def _add_calls(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
-        return await _respond(service, request, parse_chat)
+        return await respond(service, request, CHAT)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         """Continue a prompt."""
-        return await _respond(service, request, parse_completion)
+        return await respond(service, request, COMPLETION)
 
 
 def _add_lookups(app: FastAPI, service: Service) -> None:
@@ -116,72 +106,6 @@ def _add_lookups(app: FastAPI, service: Service) -> None:
             head = b""
         text = (generate_latest(service.registry) + head).decode()
         return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
-
-
-async def _respond(
-    service: Service, request: Request, parse: Callable[[bytes], ChatCall | CompletionCall]
-) -> Response:
-    client = check_client(request, service.keys)
-    policy = read_policy(request.headers.get(POLICY))
-    timeout_s = read_timeout(request.headers.get(TIMEOUT))
-    body = await read_body(request, service.config.max_body_bytes, service.config.body_timeout_s)
-    session, caller = request.headers.get(SESSION), service.callers.of(client)
-    opening = asyncio.get_running_loop().create_task(
-        service.open(body, parse, policy, session, caller=caller, timeout_s=timeout_s)
-    )
-    try:
-        await asyncio.wait({opening}, timeout=service.config.headers_after_s)
-        if not opening.done() and (await read_call(body, parse)).stream:
-            return _Stream(stream_late(service, opening), partial(give_up, service, opening), {})
-        opened = await opening
-        if opened.call.stream:
-            events, end = service.stream(opened), partial(service.close, opened)
-            return _Stream(events, end, opened.headers)
-        answer = await service.whole(opened)  # only then it is known what it was generated with
-    except BaseException:
-        await give_up(service, opening)
-        raise
-    return JSONResponse(answer, headers=opened.headers)
-
-
-class _Stream(StreamingResponse):
-    """A streamed answer that ends with its exchange, also where that never came to a first byte.
-
-    The framework leaves a generator that it stopped reading to the garbage collector; the board
-    would go on until then.
-    """
-
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        end: Callable[[], Awaitable[None]],
-        headers: Mapping[str, str],
-    ) -> None:
-        self._events, self._end = events, end
-        self._direct: Send | None = None
-        super().__init__(events, headers={**sse.HEADERS, **headers})
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._direct = scope.get(DIRECT)
-        try:
-            await super().__call__(scope, receive, send)
-        except ClientDisconnect:
-            log.debug("a client left in the middle of its answer")
-        finally:
-            await self._events.aclose()
-            await self._end()
-
-    async def stream_response(self, send: Send) -> None:
-        """Send the answer; the framework hears of its start and of its end.
-
-        Each layer of it would pass every token on, and none has anything to do with them.
-        """
-        start = {"type": "http.response.start", "status": self.status_code}
-        await send({**start, "headers": self.raw_headers})
-        direct = self._direct or send
-        async for chunk in self._events:
-            await direct({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class _Counted:

@@ -13,19 +13,18 @@ from contextlib import aclosing
 
 from rkserve.deployments.service import Opened, Service
 from rkserve.errors import RkserveError
-from rkserve.wire import sse
-from rkserve.wire.failures import error_event
+from rkserve.wire.dialect import AnyCall, Dialect
 
 log = logging.getLogger(__name__)
 
 
 async def stream_late(
-    service: Service, opening: asyncio.Task[Opened]
+    service: Service, opening: asyncio.Task[Opened], dialect: Dialect, call: AnyCall
 ) -> AsyncGenerator[bytes, None]:
     """Yield pings while a call is being opened, and then its answer. Closes the call."""
     try:
         while not opening.done():
-            yield sse.PING
+            yield dialect.ping(call)
             await asyncio.wait({opening}, timeout=service.config.ping_s)
         async with aclosing(service.stream(opening.result())) as events:
             async for chunk in events:
@@ -33,7 +32,7 @@ async def stream_late(
     except Exception as exc:
         if not isinstance(exc, RkserveError):
             log.exception("a call could not be opened, in a way that should not happen")
-        yield error_event(exc) + sse.DONE
+        yield dialect.broken(exc)
     finally:
         await give_up(service, opening)
 

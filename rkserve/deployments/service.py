@@ -44,9 +44,8 @@ from rkserve.messages import (
 from rkserve.metrics import BoardCollector, RouterMetrics
 from rkserve.modelfolder import ModelFolder
 from rkserve.routing.admission import Claim
-from rkserve.wire import sse
-from rkserve.wire.answers import ChatAnswer, CompletionAnswer, Stamp, completion_id
-from rkserve.wire.failures import error_event, error_object
+from rkserve.wire.dialect import Answer, AnyCall, Dialect
+from rkserve.wire.failures import error_object
 from rkserve.wire.headers import answer_headers
 from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.models import (
@@ -57,22 +56,20 @@ from rkserve.wire.models import (
     model_entry,
     models_list,
 )
-from rkserve.wire.openai import ChatCall, CompletionCall
-from rkserve.wire.plan import plan
+from rkserve.wire.plan import plan, reading
 from rkserve.wire.renderer import Renderer
+from rkserve.wire.speech import Reading
+from rkserve.wire.tally import Stamp
 from rkserve.wire.versions import ANY, Meant, Policy, bind, find_line, read_session
 
 log = logging.getLogger(__name__)
 
-Answer = ChatAnswer | CompletionAnswer
 # Shorter bodies are parsed and tokenized in about a millisecond: less than a thread's detour costs
 # the token streams of others.
 INLINE_BODY_BYTES = 8192
 
 
-async def read_call(
-    body: bytes, parse: Callable[[bytes], ChatCall | CompletionCall]
-) -> ChatCall | CompletionCall:
+async def read_call(body: bytes, parse: Callable[[bytes], AnyCall]) -> AnyCall:
     """Return what a body asks for. Raises ``RequestError``."""
     return parse(body) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse, body)
 
@@ -98,8 +95,9 @@ class Opened:
     ``model`` is the base model: metrics count by it, and never by what a client typed.
     """
 
-    call: ChatCall | CompletionCall
+    call: AnyCall
     model: str
+    dialect: Dialect
     answer: Answer
     choices: Choices
     accepted: list[Accepted]
@@ -248,7 +246,7 @@ class Service:
     async def open(
         self,
         body: bytes,
-        parse: Callable[[bytes], ChatCall | CompletionCall],
+        dialect: Dialect,
         policy: Policy = ANY,
         session: str | None = None,
         *,
@@ -267,10 +265,10 @@ class Service:
             self.metrics.rate_limited.inc()
             raise
         try:
-            call = await read_call(body, parse)
+            call = await read_call(body, dialect.parse)
             claim = claim_of(call, caller, timeout_s, self.config, started_s)
             meant = await self.meant(call.model, policy)
-            completion = completion_id(call, uuid.uuid4().hex)
+            completion = f"{dialect.prefix}{uuid.uuid4().hex}"
             of = read_session(session, call.session, completion)
             work = partial(self._plan, call, meant, completion, of)
             short = len(body) <= INLINE_BODY_BYTES
@@ -280,10 +278,13 @@ class Service:
             caller.leave()
             raise
         caller.spend(sum(len(one.prompt_ids) for one in requests) // call.n)
-        kind = ChatAnswer if isinstance(call, ChatCall) else CompletionAnswer
-        answer = kind(call, completion, int(time.time()), self._stamp(meant, accepted))
+        read = reading(call, self._models[meant.model].renderer, requests[0])
+        stamp = self._stamp(meant, accepted, requests, read)
+        answer = dialect.answer(call, completion, int(time.time()), stamp)
         self.metrics.in_flight.inc()
-        return Opened(call, meant.model, answer, choices, accepted, requests, caller, started_s)
+        return Opened(
+            call, meant.model, dialect, answer, choices, accepted, requests, caller, started_s
+        )
 
     async def _woken(
         self, model: str, requests: list[GenerateRequest], claim: Claim
@@ -349,9 +350,9 @@ class Service:
             await self.close(opened)
 
     async def stream(self, opened: Opened) -> AsyncGenerator[bytes, None]:
-        """Yield the answer as server-sent events. Closes the call.
+        """Yield the answer piece by piece, in its dialect's words. Closes the call.
 
-        An error after the headers were sent ends the stream with an error event.
+        An error after the headers were sent ends the stream, which says so.
         """
         answer = opened.answer
         for request in opened.requests:
@@ -362,7 +363,7 @@ class Service:
                 try:
                     events = await opened.choices.batch(self.config.ping_s)
                 except TimeoutError:
-                    yield sse.PING
+                    yield opened.dialect.ping(opened.call)
                     continue
                 if not events:
                     break
@@ -373,12 +374,12 @@ class Service:
                 for index, event in events:
                     self.flows.sent(opened.requests[index].request_id, event)
             self._done(opened)
-            yield answer.usage_chunk() + sse.DONE
+            yield answer.closing()
         except Exception as exc:
             self._broken(exc)
             if not isinstance(exc, RkserveError):
                 log.exception("an answer failed in a way that it should not")
-            yield error_event(exc) + sse.DONE
+            yield opened.dialect.broken(exc)
         except BaseException as exc:
             self._broken(exc)
             raise
@@ -396,13 +397,21 @@ class Service:
         self.metrics.observe(opened.model, event.timings)
         return opened.answer.finish(index, event)
 
-    def _stamp(self, meant: Meant, accepted: list[Accepted]) -> Stamp:
+    def _stamp(
+        self,
+        meant: Meant,
+        accepted: list[Accepted],
+        requests: list[GenerateRequest],
+        read: Reading,
+    ) -> Stamp:
         """Say what an answer comes from, in its boards' words."""
         return Stamp(
             meant.model,
             accepted[0].release,
             tuple(one.version or FIRST_LABEL for one in accepted),
             self._key_of(meant),
+            len(requests[0].prompt_ids),
+            read,
         )
 
     def _key_of(self, meant: Meant) -> Callable[[str], str | None]:
@@ -421,7 +430,7 @@ class Service:
         return key_of
 
     def _plan(
-        self, call: ChatCall | CompletionCall, meant: Meant, completion: str, session: str
+        self, call: AnyCall, meant: Meant, completion: str, session: str
     ) -> list[GenerateRequest]:
         served = self._models[meant.model]
         settings = served.folder.settings

@@ -13,6 +13,7 @@ from typing import TypeVar
 from rkserve.deployments.service import INLINE_BODY_BYTES, ServedModel, Service
 from rkserve.errors import RequestError
 from rkserve.wire.jsonbody import JsonObject
+from rkserve.wire.renderer import Header
 from rkserve.wire.tokens import (
     TokenizeCall,
     detokenized,
@@ -69,7 +70,7 @@ def _tokenize(served: ServedModel, call: TokenizeCall) -> JsonObject:
         ids = renderer.counted(call.text, special=call.special)
     else:
         # In text mode that is a text, and asking for its ids says so.
-        prompt = renderer.chat(call.messages, answer=call.answer)
+        prompt = renderer.chat(call.messages, header=Header(answer=call.answer))
         ids = prompt.ids if prompt.text is None else renderer.counted(prompt.text, special=False)
     strings = renderer.strings(ids) if call.strings else None
     return tokenized(ids, served.folder.settings.context_length, strings)

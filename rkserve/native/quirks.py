@@ -184,7 +184,8 @@ TABLE = (
     Quirk(
         "thinking_ends_run",
         "With `enable_thinking` FINISH arrives at `</think>`, which is swallowed, and the answer "
-        "needs a second run.",
+        "needs a second run. Where True the board takes a run that ends by itself among the "
+        "model's thoughts for such a one, and goes on behind the mark.",
         Evidence.ONE_REPORT,
         default=False,
         by_release=MappingProxyType({"1.3.0": True}),

@@ -1,71 +1,28 @@
 """Events of boards to OpenAI's answers, streamed or whole; it knows JSON shapes, not transport.
 
-One object belongs to one call. Per choice it is fed ``Delta`` values and one ``Finished``; the
-usage of the whole call adds up in it. Prompt tokens count once per prompt, however many choices
-answer it, and so do its cached tokens: those that every choice found in the cache. Streams tell of
-pauses, and of words that an edit took back from a client that has them already; an answer in one
-piece is just what it became.
+One object belongs to one call; what it counts is in ``tally``. Streams tell of pauses, and of words
+that an edit took back from a client that has them already; an answer in one piece is just what it
+became.
 """
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rkserve.messages import FIRST_LABEL, Delta, Finished, Paused, Timings
+from rkserve.messages import Delta, Finished, Paused
 from rkserve.wire import sse
+from rkserve.wire.dialect import Dialect
+from rkserve.wire.failures import error_event
 from rkserve.wire.jsonbody import JsonObject
-from rkserve.wire.openai import ChatCall, CompletionCall
+from rkserve.wire.openai import ChatCall, CompletionCall, parse_chat, parse_completion
+from rkserve.wire.parts import CallBegun, CallMore, Part, Thought, Void, Words
+from rkserve.wire.speech import TOOL_CALLS
+from rkserve.wire.tally import Stamp, Tally, timings_of
 
 
-def fingerprint(model_id: str, release: str, adapter: str | None = None) -> str:
-    """Return ``system_fingerprint``: equal for the same model, runtime release and adapter."""
-    # The lengths keep ("ab", "c") and ("a", "bc") apart.
-    parts = (model_id, release, adapter or "")
-    content = "".join(f"{len(part)}:{part}" for part in parts)
-    return f"fp_{hashlib.sha256(content.encode()).hexdigest()[:10]}"
-
-
-@dataclass(frozen=True)
-class Stamp:
-    """What an answer comes from: the model, the runtime's release and versions of the weights.
-
-    ``accepted`` has for each choice the version that its board would have begun with when it took
-    it; what it was really generated with is known at its end. ``key_of`` returns the content of a
-    version, which one that was made anew does not share, and None of one that it does not know. It
-    is asked when a version is met: a long answer may end with one that was not there before.
-    """
-
-    model: str
-    release: str
-    accepted: tuple[str, ...] = (FIRST_LABEL,)
-    key_of: Callable[[str], str | None] = lambda _version: None
-
-    def fingerprint(self, versions: Iterable[str]) -> str:
-        """Return ``system_fingerprint`` of what comes from these versions."""
-        contents = dict.fromkeys(self._content(version) for version in versions)
-        return fingerprint(self.model, self.release, ",".join(sorted(contents)))
-
-    def _content(self, version: str) -> str:
-        key = self.key_of(version)
-        if key is not None:
-            return key
-        return "" if version == FIRST_LABEL else version
-
-
-def completion_id(call: ChatCall | CompletionCall, unique: str) -> str:
-    """Return the id of the answer to a call, which is also that of its generations."""
-    return f"chatcmpl-{unique}" if isinstance(call, ChatCall) else f"cmpl-{unique}"
-
-
-class _Answer(ABC):
-    """What chat and completion answers share.
-
-    ``created`` is in seconds since 1970.
-    """
+class _Answer(Tally, ABC):
+    """What chat and completion answers share."""
 
     _whole_object: ClassVar[str]
     _chunk_object: ClassVar[str]
@@ -73,19 +30,12 @@ class _Answer(ABC):
     def __init__(
         self, call: ChatCall | CompletionCall, answer_id: str, created: int, stamp: Stamp
     ) -> None:
-        self.id = answer_id
-        self._model = call.model
-        self._created = created
-        self._stamp = stamp
+        super().__init__(call, answer_id, created, stamp)
         self._fingerprint = stamp.fingerprint(stamp.accepted)
-        self._return_versions = call.return_weight_versions
-        self._n = call.n
-        self._choices = call.choices
+        self._call = call
         self._include_usage = call.include_usage
         self._tells_of_pauses = bool(call.pause_on)
-        self._texts: list[list[str]] = [[] for _ in range(call.choices)]
-        self._ends: dict[int, Finished] = {}
-        self._frames: dict[int, sse.Frame] = {}
+        self._frames: dict[tuple[int, str], sse.Frame] = {}
 
     def opening(self, index: int) -> bytes:  # noqa: ARG002 - completions open with nothing
         """Return what comes before the first delta of a choice."""
@@ -96,13 +46,7 @@ class _Answer(ABC):
         if delta.retract:
             piece = self._piece(index, delta.text, None)
             return sse.data({**self._chunk([piece]), "rkserve": {"retract": delta.retract}})
-        if not delta.text:
-            return b""
-        frame = self._frames.get(index)
-        if frame is None:
-            piece = self._piece(index, sse.Frame.HOLE, None)
-            frame = self._frames[index] = sse.Frame(self._chunk([piece]))
-        return frame.fill(delta.text)
+        return self._filled(index, "content", delta.text) if delta.text else b""
 
     def paused(self, index: int, paused: Paused) -> bytes:
         """Return what tells of a pause: a comment, and a chunk to clients that asked for pauses."""
@@ -119,10 +63,16 @@ class _Answer(ABC):
 
     def finish(self, index: int, finished: Finished) -> bytes:
         """Return the chunk that ends a choice."""
-        self._ends[index] = finished
-        piece = self._piece(index, "", finished.reason.value) | self._spans(index)
-        told = {**self._seal([self._version(index)]), "timings": _timings([finished])}
-        return sse.data({**self._chunk([piece]), **told})
+        held_back = b"".join(self._part(index, part) for part in self.end(index, finished))
+        reason = self.speech(index).reason(finished)
+        piece = self._piece(index, "", reason) | self._spans(index)
+        told = {**self._seal([self._version(index)]), "timings": timings_of([finished])}
+        return held_back + sse.data({**self._chunk([piece]), **told})
+
+    def _part(self, index: int, part: Part) -> bytes:
+        """Return the chunk of a part."""
+        assert isinstance(part, Words)  # raw prompts offer no tools, and nobody looks for thoughts
+        return self._filled(index, "content", part.text)
 
     def usage_chunk(self) -> bytes:
         """Return the last chunk, which has no choices; nothing unless the client asked for it."""
@@ -130,74 +80,18 @@ class _Answer(ABC):
             return b""
         return sse.data({**self._chunk([]), "usage": self.usage()})
 
-    def add(self, index: int, delta: Delta) -> None:
-        """Take a delta of an answer that is sent whole."""
-        texts = self._texts[index]
-        if delta.retract:
-            texts[:] = ["".join(texts)[: -delta.retract]]
-        texts.append(delta.text)
-
-    def end(self, index: int, finished: Finished) -> None:
-        """Take the end of a choice of an answer that is sent whole."""
-        self._ends[index] = finished
+    def closing(self) -> bytes:
+        """Return what comes after the last choice has ended."""
+        return self.usage_chunk() + sse.DONE
 
     def whole(self) -> JsonObject:
         """Return the answer. Every choice must have ended."""
         return {
             **self._head(self._whole_object),
             **self._seal(self.versions),
-            "choices": [
-                self._choice(i, "".join(self._texts[i]), self._ends[i].reason.value)
-                | self._spans(i)
-                for i in range(self._choices)
-            ],
+            "choices": [self._choice(i) | self._spans(i) for i in range(self._choices)],
             "usage": self.usage(),
-            "timings": _timings([self._ends[i] for i in range(self._choices)]),
-        }
-
-    @property
-    def versions(self) -> list[str]:
-        """The version of each choice's last token, or the one it was accepted with until then."""
-        return [self._version(index) for index in range(self._choices)]
-
-    def _version(self, index: int) -> str:
-        end = self._ends.get(index)
-        if end is not None and end.versions:
-            return end.versions[-1].version
-        return self._stamp.accepted[min(index, len(self._stamp.accepted) - 1)]
-
-    def _seal(self, versions: list[str]) -> JsonObject:
-        """What tells of the weights: a board may have begun with others than it accepted with."""
-        return {
-            "system_fingerprint": self._stamp.fingerprint(versions),
-            "weight_version": ", ".join(dict.fromkeys(versions)),
-        }
-
-    def _spans(self, index: int) -> JsonObject:
-        """Which version each token of a choice that has ended comes from, where that was asked."""
-        if not self._return_versions:
-            return {}
-        end = self._ends[index]
-        spans = [
-            {"version": span.version, "start": span.start, "end": span.end} for span in end.versions
-        ]
-        tokens = end.usage.completion_tokens
-        whole = [{"version": self._version(index), "start": 0, "end": tokens}] if tokens else []
-        return {"weight_versions": spans or whole}
-
-    def usage(self) -> JsonObject:
-        """Return the counts of the choices that have ended."""
-        prompts: dict[int, list[Finished]] = {}
-        for index, end in self._ends.items():
-            prompts.setdefault(index // self._n, []).append(end)
-        prompt = sum(ends[0].usage.prompt_tokens for ends in prompts.values())
-        cached = sum(min(e.usage.cached_tokens for e in ends) for ends in prompts.values())
-        completion = sum(end.usage.completion_tokens for end in self._ends.values())
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "timings": timings_of([self._ends[i] for i in range(self._choices)]),
         }
 
     def _head(self, kind: str) -> JsonObject:
@@ -214,12 +108,22 @@ class _Answer(ABC):
         # As OpenAI: with include_usage every chunk has the key, and only the last one a value.
         return {**chunk, "usage": None} if self._include_usage else chunk
 
+    def _filled(self, index: int, kind: str, text: str) -> bytes:
+        """Return a chunk of which only the text is new."""
+        frame = self._frames.get((index, kind))
+        if frame is None:
+            piece = self._piece(index, sse.Frame.HOLE, None, kind)
+            frame = self._frames[index, kind] = sse.Frame(self._chunk([piece]))
+        return frame.fill(text)
+
     @abstractmethod
-    def _piece(self, index: int, text: str, reason: str | None) -> JsonObject:
+    def _piece(
+        self, index: int, text: str, reason: str | None, kind: str = "content"
+    ) -> JsonObject:
         """One choice of a chunk."""
 
     @abstractmethod
-    def _choice(self, index: int, text: str, reason: str) -> JsonObject:
+    def _choice(self, index: int) -> JsonObject:
         """One choice of a whole answer."""
 
 
@@ -234,16 +138,80 @@ class ChatAnswer(_Answer):
         role = {"role": "assistant", "content": "", "refusal": None}
         return sse.data(self._chunk([_chat_piece(index, role, None)]))
 
-    def _piece(self, index: int, text: str, reason: str | None) -> JsonObject:
-        return _chat_piece(index, {"content": text} if text else {}, reason)
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """Return the chunks of a delta."""
+        if self._stamp.reading.plain:  # most tokens go this way, and nobody has to read them
+            return super().delta(index, delta)
+        return b"".join([self._part(index, part) for part in self.add(index, delta)])
 
-    def _choice(self, index: int, text: str, reason: str) -> JsonObject:
+    def _part(self, index: int, part: Part) -> bytes:
+        match part:
+            case Words(text=text):
+                return self._filled(index, "content", text)
+            case Thought(text=text):
+                return self._filled(index, "reasoning_content", text)
+            case CallBegun() | CallMore():
+                piece = _chat_piece(index, self._called(part), None)
+                return sse.data(self._chunk([piece]))
+            case Void(words=words, thoughts=thoughts, calls=calls):
+                void = {
+                    "retract": words,
+                    "retract_reasoning": thoughts,
+                    "retract_tool_calls": calls,
+                }
+                told = {key: count for key, count in void.items() if count}
+                return sse.data({**self._chunk([_chat_piece(index, {}, None)]), "rkserve": told})
+
+    def _called(self, part: CallBegun | CallMore) -> JsonObject:
+        """Say of a call what is new: its name first, then its arguments."""
+        if isinstance(part, CallMore):
+            function = {"arguments": part.arguments}
+            return (
+                {"function_call": function}
+                if self._legacy
+                else {"tool_calls": [{"index": part.index, "function": function}]}
+            )
+        function = {"name": part.name, "arguments": ""}
+        if self._legacy:
+            return {"function_call": function}
+        call = {"index": part.index, "id": part.call_id, "type": "function", "function": function}
+        return {"tool_calls": [call]}
+
+    def _piece(
+        self, index: int, text: str, reason: str | None, kind: str = "content"
+    ) -> JsonObject:
+        return _chat_piece(index, {kind: text} if text else {}, self._reason(reason))
+
+    def _choice(self, index: int) -> JsonObject:
+        speech = self.speech(index)
+        message: JsonObject = {
+            "role": "assistant",
+            "content": speech.words or (None if speech.calls else ""),
+            "refusal": None,
+        }
+        if speech.thoughts:
+            message["reasoning_content"] = speech.thoughts
+        functions = [{"name": one.name, "arguments": one.arguments} for one in speech.calls]
+        if functions and self._legacy:
+            message["function_call"] = functions[0]
+        elif functions:
+            message["tool_calls"] = [
+                {"id": one.call_id, "type": "function", "function": function}
+                for one, function in zip(speech.calls, functions, strict=True)
+            ]
         return {
             "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": message,
             "logprobs": None,
-            "finish_reason": reason,
+            "finish_reason": self._reason(speech.reason(self._ends[index])),
         }
+
+    @property
+    def _legacy(self) -> bool:
+        return isinstance(self._call, ChatCall) and self._call.tools.legacy
+
+    def _reason(self, reason: str | None) -> str | None:
+        return "function_call" if reason == TOOL_CALLS and self._legacy else reason
 
 
 class CompletionAnswer(_Answer):
@@ -251,41 +219,30 @@ class CompletionAnswer(_Answer):
 
     _whole_object = _chunk_object = "text_completion"
 
-    def _piece(self, index: int, text: str, reason: str | None) -> JsonObject:
+    def _piece(
+        self,
+        index: int,
+        text: str,
+        reason: str | None,
+        kind: str = "content",  # noqa: ARG002 - it has one kind of text
+    ) -> JsonObject:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
 
-    def _choice(self, index: int, text: str, reason: str) -> JsonObject:
-        return self._piece(index, text, reason)
+    def _choice(self, index: int) -> JsonObject:
+        return self._piece(index, self.speech(index).words, self._ends[index].reason.value)
 
 
 def _chat_piece(index: int, delta: dict[str, Any], reason: str | None) -> JsonObject:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
 
-def _timings(ends: list[Finished]) -> JsonObject:
-    """Board time as measured, added up over choices."""
-    measured = [end.timings for end in ends]
-    decode_ms, decode_tokens = _total(measured, "decode_ms"), _total(measured, "decode_tokens")
-    told: JsonObject = {
-        "queue_ms": round(_total(measured, "queue_ms"), 3),
-        "prefill_ms": round(_total(measured, "prefill_ms"), 3),
-        "prefill_tokens": _total(measured, "prefill_tokens"),
-        "decode_ms": round(decode_ms, 3),
-        "decode_tokens": decode_tokens,
-        "tokens_per_s": round(decode_tokens * 1000 / decode_ms, 2) if decode_ms > 0 else None,
-        "cached": sum(end.usage.cached_tokens for end in ends),
-    }
-    if paused_ms := _total(measured, "paused_ms"):
-        told["paused_ms"] = round(paused_ms, 3)
-    if (batch := max(timings.batch for timings in measured)) > 1:
-        told["batch"] = batch
-    if batch_wait_ms := _total(measured, "batch_wait_ms"):
-        told["batch_wait_ms"] = round(batch_wait_ms, 3)
-    if continued := _total(measured, "continued"):
-        told["continued"] = continued
-        told["lost_ms"] = round(_total(measured, "lost_ms"), 3)
-    return told
+def _ping(_call: ChatCall | CompletionCall) -> bytes:
+    return sse.PING
 
 
-def _total(measured: list[Timings], name: str) -> Any:
-    return sum(getattr(timings, name) for timings in measured)
+def _broken(exc: BaseException) -> bytes:
+    return error_event(exc) + sse.DONE
+
+
+CHAT = Dialect(parse_chat, ChatAnswer, "chatcmpl-", _ping, _broken)
+COMPLETION = Dialect(parse_completion, CompletionAnswer, "cmpl-", _ping, _broken)

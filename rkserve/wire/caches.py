@@ -16,7 +16,7 @@ from rkserve.wire.fields import Fields, missing, wrong_type
 from rkserve.wire.generations import Ranges, choice_of, ranges_of
 from rkserve.wire.jsonbody import JsonObject, parse_object
 from rkserve.wire.openai import TextOrIds, read_prompt
-from rkserve.wire.renderer import Renderer
+from rkserve.wire.renderer import Header, Renderer
 
 Failures = Mapping[str, RkserveError]  # by board
 
@@ -119,7 +119,7 @@ def ids_of(call: BuildCall, renderer: Renderer, context_len: int) -> tuple[int, 
             param,
         )
     if call.prompt is None:
-        found = renderer.chat(call.messages, context_len, answer=False)
+        found = renderer.chat(call.messages, context_len, Header(answer=False))
     else:
         found = renderer.text(call.prompt, "prompt", context_len)
     if len(found.ids) >= context_len:

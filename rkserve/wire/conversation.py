@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 
 from pydantic_core import from_json
 
 from rkserve.errors import RequestError, UnsupportedParameter
 from rkserve.wire.fields import Fields, as_fields, missing, quoted, wrong_type
-from rkserve.wire.jsonbody import JsonObject
+from rkserve.wire.jsonbody import JsonObject, JsonText
 
 Message = JsonObject
+LEGACY_ID_CHARS = 9  # as templates of Mistral demand
 
 # The text of a part is under this key. A refusal is what a model once said instead of an answer.
 _TEXT_PARTS = {"text": "text", "refusal": "refusal"}
@@ -21,7 +23,7 @@ def read_messages(body: Fields) -> tuple[Message, ...]:
 
     Content parts become one string, ``developer`` becomes ``system``, and an assistant's call
     arguments become the object that their JSON text says, since templates print them with
-    ``tojson``.
+    ``tojson``. The deprecated ``function_call``, and the role of its result, become a tool's.
     """
     found = body.items("messages")
     return tuple(
@@ -56,14 +58,24 @@ def _tool(fields: Fields) -> Message:
     return {"role": "tool", "content": _content(fields), "tool_call_id": call_id}
 
 
+def _function(fields: Fields) -> Message:
+    name = fields.required_text("name")
+    content = "" if fields.get("content") is None else _content(fields)
+    return {"role": "tool", "content": content, "tool_call_id": _legacy_id(name)}
+
+
 def _assistant(fields: Fields) -> Message:
     content = "" if fields.get("content") is None else _content(fields)
     message: Message = {"role": "assistant", "content": content}
-    if fields.get("function_call") is not None:
-        raise UnsupportedParameter(
-            "Unsupported parameter: 'function_call' of a message. Send 'tool_calls' instead.",
-            fields.path("function_call"),
-        )
+    thoughts = fields.text("reasoning_content") or fields.text("reasoning")
+    if thoughts:
+        message["reasoning_content"] = thoughts
+    function = fields.child("function_call")
+    if function is not None and fields.get("tool_calls") is None:
+        called = _called(function)
+        message["tool_calls"] = [
+            {"id": _legacy_id(called["name"]), "type": "function", "function": called}
+        ]
     if fields.get("tool_calls") is not None:
         path = fields.path("tool_calls")
         message["tool_calls"] = [
@@ -79,6 +91,7 @@ _READERS: dict[str, Callable[[Fields], Message]] = {
     "user": _user,
     "assistant": _assistant,
     "tool": _tool,
+    "function": _function,
 }
 
 
@@ -92,11 +105,16 @@ def _tool_call(call: Fields) -> Message:
     function = call.child("function")
     if function is None:
         raise missing(call.path("function"))
-    return {
-        "id": call.required_text("id"),
-        "type": "function",
-        "function": {"name": function.required_text("name"), "arguments": _arguments(function)},
-    }
+    return {"id": call.required_text("id"), "type": "function", "function": _called(function)}
+
+
+def _called(function: Fields) -> Message:
+    return {"name": function.required_text("name"), "arguments": _arguments(function)}
+
+
+def _legacy_id(name: str) -> str:
+    """The id of a call that came without one: its result names the function only."""
+    return hashlib.sha256(name.encode()).hexdigest()[:LEGACY_ID_CHARS]
 
 
 def _arguments(function: Fields) -> JsonObject:
@@ -110,7 +128,8 @@ def _arguments(function: Fields) -> JsonObject:
         raise RequestError(f"Invalid '{path}': not valid JSON: {exc}.", path) from exc
     if not isinstance(found, dict):
         raise RequestError(f"Invalid '{path}': its JSON text must be an object.", path)
-    return found
+    # As it came: what the model wrote itself is found in the KV cache again to the last blank.
+    return JsonText(found, text) if text.strip() else found
 
 
 def _content(fields: Fields) -> str:

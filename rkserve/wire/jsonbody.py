@@ -11,6 +11,14 @@ from rkserve.errors import RequestError
 JsonObject = dict[str, Any]
 
 
+class JsonText(JsonObject):
+    """An object that remembers the text that it was read from, for whoever has to repeat it."""
+
+    def __init__(self, found: JsonObject, text: str) -> None:
+        super().__init__(found)
+        self.text = text
+
+
 def parse_object(body: bytes) -> JsonObject:
     """Read a request body.
 

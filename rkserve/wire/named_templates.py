@@ -1,7 +1,7 @@
 """Built-in chat templates for model folders that bring none, by the name used in rkserve.yaml.
 
-Each is written from the published prompt format of its family, for plain conversations: tool calls
-need the model's own template.
+Each is written from the published prompt format of its family. Only ``chatml`` shows tools, as
+Qwen2.5 does; those of other families need the model's own template.
 """
 
 from __future__ import annotations
@@ -19,8 +19,37 @@ class NamedTemplate(NamedTuple):
 
 
 _CHATML = """\
-{%- for message in messages -%}
-{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' -}}
+{%- set turns = messages -%}
+{%- if tools -%}
+{%- set system = 'You are a helpful assistant.' -%}
+{%- if messages[0].role == 'system' -%}
+{%- set system = messages[0].content -%}
+{%- set turns = messages[1:] -%}
+{%- endif -%}
+{{- '<|im_start|>system\n' + system + '\n\n# Tools\n\nYou may call one or more functions to' -}}
+{{- ' assist with the user query.\n\nYou are provided with function signatures within' -}}
+{{- ' <tools></tools> XML tags:\n<tools>' -}}
+{%- for tool in tools -%}
+{{- '\n' + tool | tojson -}}
+{%- endfor -%}
+{{- '\n</tools>\n\nFor each function call, return a json object with function name and' -}}
+{{- ' arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{"name": ' -}}
+{{- '<function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n' -}}
+{%- endif -%}
+{%- for message in turns -%}
+{%- if message.role == 'tool' -%}
+{{- '<|im_start|>user' if loop.first or turns[loop.index0 - 1].role != 'tool' else '' -}}
+{{- '\n<tool_response>\n' + message.content + '\n</tool_response>' -}}
+{{- '<|im_end|>\n' if loop.last or turns[loop.index0 + 1].role != 'tool' else '' -}}
+{%- else -%}
+{{- '<|im_start|>' + message.role -}}
+{{- '\n' + message.content if message.content or not message.tool_calls else '' -}}
+{%- for call in message.tool_calls or [] -%}
+{{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' -}}
+{{- call.function.arguments | tojson + '}\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\n' -}}
+{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{- '<|im_start|>assistant\n' -}}

@@ -25,6 +25,8 @@ from rkserve.wire.limits import (
     MAX_STOP_CHARS,
     MAX_TIMEOUT_S,
 )
+from rkserve.wire.thinking import NO_WISH, Wish, read_wish
+from rkserve.wire.tooling import NO_TOOLS, Tools, read_tools
 
 TextOrIds = str | tuple[int, ...]
 
@@ -79,6 +81,8 @@ class ChatCall(Call):
     """A call of /v1/chat/completions. ``messages`` are ready for a template."""
 
     messages: tuple[Message, ...] = ()
+    tools: Tools = NO_TOOLS
+    wish: Wish = NO_WISH
 
     @property
     def choices(self) -> int:
@@ -116,8 +120,10 @@ def parse_chat(body: bytes) -> ChatCall:
         model=model,
         max_tokens=older if newer is None else newer,
         messages=messages,
+        tools=read_tools(fields),
+        wish=read_wish(fields),
         n=_choices(fields, prompts=1),
-        **_shared(fields),
+        **read_shared(fields),
     )
 
 
@@ -137,7 +143,7 @@ def parse_completion(body: bytes) -> CompletionCall:
         max_tokens=DEFAULT_COMPLETION_TOKENS if asked is None else asked,
         prompts=prompts,
         n=_choices(fields, prompts=len(prompts)),
-        **_shared(fields),
+        **read_shared(fields),
     )
 
 
@@ -165,7 +171,11 @@ def read_maybe_model(fields: Fields) -> str | None:
     return model
 
 
-def _shared(fields: Fields) -> dict[str, Any]:
+def read_shared(fields: Fields) -> dict[str, Any]:
+    """Read what chat and completion calls share but for the model and the length.
+
+    Other dialects use it for rkserve's own keys, which have the same names in all of them.
+    """
     strict = fields.flag("strict_sampling")
     if strict and fields.get("seed") is not None:
         raise UnsupportedParameter(
@@ -177,9 +187,9 @@ def _shared(fields: Fields) -> dict[str, Any]:
     pause_on = _pause_on(fields)
     native_pause = fields.maybe_flag("native_pause")
     return {
-        "sampling": _sampling(fields),
+        "sampling": read_sampling(fields),
         "strict_sampling": strict,
-        "stop": _stop(fields),
+        "stop": read_stop(fields, "stop", MAX_STOP),
         "pause_on": pause_on,
         # A function call in mid-stream is no use if it costs a prefill each time.
         "native_pause": bool(pause_on) if native_pause is None else native_pause,
@@ -203,7 +213,8 @@ def read_session_key(fields: Fields) -> str | None:
     return next((value for value in given if isinstance(value, str) and value), None)
 
 
-def _sampling(fields: Fields) -> dict[str, Any]:
+def read_sampling(fields: Fields) -> dict[str, Any]:
+    """Read the sampling values that a client set itself."""
     asked = {name: fields.number(name, within) for name, within in _NUMBERS.items()}
     top_k = fields.integer("top_k", Range(-1))
     asked["top_k"] = TOP_K_OFF if top_k == -1 else top_k
@@ -224,21 +235,22 @@ def _repeat_penalty(fields: Fields) -> float | None:
     return alias if own is None else own
 
 
-def _stop(fields: Fields) -> tuple[str, ...]:
-    value = fields.get("stop")
+def read_stop(fields: Fields, name: str, most: int) -> tuple[str, ...]:
+    """Read stop strings: one, or up to ``most``."""
+    value, path = fields.get(name), fields.path(name)
     if value is None:
         return ()
     if not isinstance(value, str | list):
-        raise wrong_type("stop", "a string or an array of strings", value)
+        raise wrong_type(path, "a string or an array of strings", value)
     one = isinstance(value, str)
     stops = [value] if one else value
-    if len(stops) > MAX_STOP:
+    if len(stops) > most:
         raise RequestError(
-            f"Invalid 'stop': array too long. Expected at most {MAX_STOP} strings, "
+            f"Invalid '{path}': array too long. Expected at most {most} strings, "
             f"but got {len(stops)}.",
-            "stop",
+            path,
         )
-    return tuple(_watched(s, "stop" if one else f"stop[{i}]") for i, s in enumerate(stops))
+    return tuple(_watched(s, path if one else f"{path}[{i}]") for i, s in enumerate(stops))
 
 
 def _watched(value: object, path: str) -> str:

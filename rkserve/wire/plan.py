@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from rkserve.errors import ContextOverflow, UnsupportedParameter
-from rkserve.messages import GenerateRequest, Sampling
+from rkserve.messages import GenerateRequest, Sampling, Thinking
 from rkserve.wire.limits import TEXT_MODE_MAX_TOP_K
 from rkserve.wire.openai import TOP_K_OFF, ChatCall, CompletionCall
-from rkserve.wire.renderer import Prompt, Renderer
+from rkserve.wire.renderer import Header, Prompt, Renderer
+from rkserve.wire.speech import Reading
 from rkserve.wire.versions import Meant
 
 
@@ -37,6 +38,7 @@ def plan(
     """
     sampling = replace(defaults, **_sampling(call, renderer))
     prompts, param = _prompts(call, renderer, context_len)
+    thinking = _thinking(call, renderer, prompts[0])
     _check_pause_ids(call, renderer)
     each = [prompt for prompt in prompts for _ in range(call.n)]
     return [
@@ -60,6 +62,7 @@ def plan(
             min_epoch=meant.min_epoch,
             # Who names a version wants that one to the end.
             keep_version=call.keep_version or meant.named,
+            thinking=thinking,
         )
         for index, prompt in enumerate(each)
     ]
@@ -69,13 +72,75 @@ def _prompts(
     call: ChatCall | CompletionCall, renderer: Renderer, context_len: int
 ) -> tuple[list[Prompt], str]:
     if isinstance(call, ChatCall):
-        return [renderer.chat(call.messages, context_len)], "messages"
+        return [renderer.chat(call.messages, context_len, _header(call, renderer))], "messages"
     one = len(call.prompts) == 1
     rendered = [
         renderer.text(prompt, "prompt" if one else f"prompt[{index}]", context_len)
         for index, prompt in enumerate(call.prompts)
     ]
     return rendered, "prompt"
+
+
+def _header(call: ChatCall, renderer: Renderer) -> Header:
+    tools, opening = call.tools, ""
+    if tools.given:
+        form = renderer.form()
+        opening = form.opening(tools.named) if tools.forced else ""
+    return Header(
+        tools=tools.given,
+        variables=call.wish.given(renderer.thinking.enabled),
+        opening=opening,
+        # A call that has begun leaves no time to think about it.
+        thoughtless=bool(opening) or _most_thoughts(call, renderer) == 0,
+    )
+
+
+def _most_thoughts(call: ChatCall, renderer: Renderer) -> int | None:
+    wish = call.wish
+    if wish.max_tokens is not None or wish.effort is None:
+        return wish.max_tokens
+    return renderer.thinking.budgets.get(wish.effort)
+
+
+def _thinking(
+    call: ChatCall | CompletionCall, renderer: Renderer, prompt: Prompt
+) -> Thinking | None:
+    """Return how the model marks its thoughts, None where it can have none."""
+    marks = renderer.marks
+    if not isinstance(call, ChatCall) or marks is None or call.tools.forced:
+        return None
+    most = _most_thoughts(call, renderer)
+    if most is not None and prompt.text is not None:
+        raise UnsupportedParameter(
+            "Unsupported parameter: this model is served without a tokenizer, so its thoughts "
+            "cannot be ended after so many tokens.",
+            "max_reasoning_tokens",
+        )
+    return Thinking(
+        open=marks.open,
+        close=marks.close,
+        begun=prompt.thinks,
+        mark_ids=marks.close_ids,
+        max_tokens=most,
+        closing=marks.closing,
+        closing_ids=marks.closing_ids,
+    )
+
+
+def reading(
+    call: ChatCall | CompletionCall, renderer: Renderer, request: GenerateRequest
+) -> Reading:
+    """Return how the answers to a call are to be read; ``request`` is one of its plan."""
+    if not isinstance(call, ChatCall) or not call.tools.given:
+        return Reading(thinking=request.thinking)
+    form, tools = renderer.form(), call.tools
+    return Reading(
+        thinking=request.thinking,
+        form=form,
+        names=tools.names,
+        opening=form.opening(tools.named) if tools.forced else "",
+        parallel=tools.parallel,
+    )
 
 
 def _check_pause_ids(call: ChatCall | CompletionCall, renderer: Renderer) -> None:

@@ -31,10 +31,6 @@ def _empty(value: Any, _body: Fields) -> bool:
     return value in ([], {}, "")
 
 
-def _no_call_wanted(chooser: str) -> Harmless:
-    return lambda value, body: value == [] or body.get(chooser) == "none"
-
-
 def _plain_text(value: Any, _body: Fields) -> bool:
     return isinstance(value, dict) and value.get("type") == "text"
 
@@ -72,15 +68,10 @@ CHAT: dict[str, Harmless] = {
     **_BOTH,
     "logprobs": _only(False),
     "top_logprobs": _only(0),
-    "tools": _no_call_wanted("tool_choice"),
-    "tool_choice": _only("none", "auto"),
-    "functions": _no_call_wanted("function_call"),
-    "function_call": _only("none", "auto"),
     "modalities": _only(["text"]),
     "audio": _never,
     "web_search_options": _never,
     "chat_template": _never,
-    "chat_template_kwargs": _empty,
     "documents": _empty,
     "add_generation_prompt": _only(True),
     "continue_final_message": _only(False),

@@ -5,16 +5,21 @@ In text mode (a folder without tokenizer.json) the prompt stays text and the run
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rkserve.errors import ContextOverflow, RequestError, UnsupportedParameter
 from rkserve.modelfolder import CONTEXT_MAX, ModelFolder
 from rkserve.wire.conversation import Message
+from rkserve.wire.history import with_thoughts
+from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.openai import TextOrIds
 from rkserve.wire.shield import Piece, Shield, pieces
 from rkserve.wire.templates import ChatTemplate, Clock, hold_to_context, local_time
 from rkserve.wire.tokenizer import Tokenizer
+from rkserve.wire.tools import FORMATS, guess
+from rkserve.wire.tools.calls import Calls
 
 # Where a turn of the assistant is left off; no template changes it.
 _LEFT_OFF = "\ufdd2"
@@ -22,16 +27,60 @@ _LEFT_OFF = "\ufdd2"
 # templates demand of the id of a call.
 _PROBE = "probe4711"
 _TOOL_PARAM = "role"
+_USUAL_MARKS = ("<think>", "</think>")
 # Splits a marker for a tokenizer that is out of our reach, and is invisible in print.
 _ZERO_WIDTH_SPACE = "\u200b"
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A rendered prompt: ids, or in text mode no ids and the text."""
+    """A rendered prompt: ids, or in text mode no ids and the text.
+
+    ``thinks``: the template has begun the thoughts of the answer.
+    """
 
     ids: tuple[int, ...]
     text: str | None = None
+    thinks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What begins and ends a model's thoughts, and the ids of the end; none in text mode.
+
+    ``closing`` ends thoughts that would have gone on.
+    """
+
+    open: str
+    close: str
+    close_ids: tuple[int, ...] = ()
+    closing_ids: tuple[int, ...] = ()
+
+    @property
+    def closing(self) -> str:
+        """As models write it that were trained to."""
+        return f"\n{self.close}\n\n"
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        """Both of them."""
+        return self.open, self.close
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a prompt has beside the conversation.
+
+    The answer begins with ``opening``, and without thoughts if it is ``thoughtless``. Without
+    ``answer`` there is none: the prompt is what conversations that begin like this one have in
+    common.
+    """
+
+    answer: bool = True
+    tools: Sequence[JsonObject] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    opening: str = ""
+    thoughtless: bool = False
 
 
 class Renderer:
@@ -48,6 +97,9 @@ class Renderer:
         self._shield = Shield(
             self._template.markers if self.tokenizer is None else self.tokenizer.control
         )
+        self.thinking = folder.settings.thinking
+        self.marks = self._marks()
+        self._form = folder.settings.tool_format
 
     @property
     def vocab_size(self) -> int | None:
@@ -58,24 +110,76 @@ class Renderer:
         self,
         messages: Sequence[Message],
         context_len: int = CONTEXT_MAX,
-        *,
-        answer: bool = True,
+        header: Header | None = None,
     ) -> Prompt:
-        """Render a conversation. Markers inside messages stay text.
-
-        ``answer`` adds the header of the answer; without it the prompt is what conversations that
-        begin like this one have in common.
+        """Render a conversation. Markers inside messages and tools stay text.
 
         Raises:
             RequestError: the template refuses the messages.
             ContextOverflow: the text is hopelessly long.
         """
+        header = header or Header()
         typed: list[str] = []
-        shielded = [self._shield.hide(message, typed) for message in messages]
-        parts = pieces(self._template.render(shielded, context_len, answer=answer), typed)
+        marks = None if self.marks is None else self.marks.pair
+        told = with_thoughts(messages, self.thinking.history, marks)
+        rendered = self._template.render(
+            [self._shield.hide(message, typed) for message in told],
+            context_len,
+            answer=header.answer,
+            tools=[self._shield.hide(tool, typed) for tool in header.tools],
+            variables=self._shield.hide(dict(header.variables), typed),
+        )
+        rendered, thinks = self._opened(rendered, header)
+        parts = pieces(rendered, typed)
         if self.tokenizer is None:
-            return _as_text("".join(_split_marker(part) for part in parts), "messages")
-        return _as_ids(self._joined(self.tokenizer, parts), "messages")
+            prompt = _as_text("".join(_split_marker(part) for part in parts), "messages")
+        else:
+            prompt = _as_ids(self._joined(self.tokenizer, parts), "messages")
+        return replace(prompt, thinks=thinks)
+
+    def form(self) -> type[Calls]:
+        """Return the form in which the model calls tools.
+
+        Raises:
+            UnsupportedParameter: its template shows it no tools, or nobody knows how it calls them.
+        """
+        source = self._template.tool_source
+        if "tools" not in source:  # what a template does not mention it cannot show
+            raise UnsupportedParameter(
+                "Unsupported parameter: the chat template of this model knows no tools.", "tools"
+            )
+        name = self._form or guess(source)
+        if name is None:
+            raise UnsupportedParameter(
+                "Unsupported parameter: how this model calls tools is not known. Its operator can "
+                "say it as 'tool_format' in the rkserve.yaml of its folder.",
+                "tools",
+            )
+        return FORMATS[name]
+
+    def _opened(self, rendered: str, header: Header) -> tuple[str, bool]:
+        """Begin the answer; return the prompt, and whether it ends among thoughts."""
+        marks = self.marks
+        thinks = marks is not None and header.answer and rendered.rstrip().endswith(marks.open)
+        if marks is not None and thinks and header.thoughtless:
+            return f"{rendered.rstrip()}{marks.closing}{header.opening}", False
+        return rendered + header.opening, thinks
+
+    def _marks(self) -> Marks | None:
+        """Return how the model marks its thoughts, None where it has none or nobody asks."""
+        if not self.thinking.separate:
+            return None
+        begin, end = self.thinking.marks or _USUAL_MARKS
+        known = frozenset() if self.tokenizer is None else self.tokenizer.added
+        source = self._template.source
+        guessed = begin in source or end in source or known.issuperset((begin, end))
+        if self.thinking.marks is None and not guessed:
+            return None
+        if self.tokenizer is None:
+            return Marks(begin, end)
+        marks = Marks(begin, end, self.tokenizer.encode(end, add_special_tokens=False))
+        closing = self.tokenizer.encode(marks.closing, add_special_tokens=False)
+        return replace(marks, closing_ids=closing)
 
     def text(
         self, prompt: TextOrIds, path: str = "prompt", context_len: int = CONTEXT_MAX

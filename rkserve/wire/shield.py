@@ -12,8 +12,11 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from rkserve.wire.jsonbody import JsonText
+
 # Unicode noncharacters: no text in interchange holds them. A client's own are shielded as markers.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+VERBATIM = "\ufdd3"  # a template's own stand-in for JSON text that it prints as it came
 _STAND_IN = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 
 
@@ -29,13 +32,16 @@ class Shield:
 
     def __init__(self, markers: Iterable[str]) -> None:
         # Longest first: a marker may begin with another.
-        names = sorted({*markers, _OPEN, _CLOSE}, key=lambda name: (-len(name), name))
+        names = sorted({*markers, _OPEN, _CLOSE, VERBATIM}, key=lambda name: (-len(name), name))
         self._markers = re.compile("|".join(map(re.escape, names)))
 
     def hide(self, value: Any, typed: list[str]) -> Any:
         """Return a JSON value with stand-ins for its markers, which are appended to ``typed``."""
         if isinstance(value, str):
             return self._markers.sub(lambda found: _stand_in(found[0], typed), value)
+        if isinstance(value, JsonText):
+            items = {self.hide(key, typed): self.hide(item, typed) for key, item in value.items()}
+            return JsonText(items, self.hide(value.text, typed))
         if isinstance(value, dict):
             return {self.hide(key, typed): self.hide(item, typed) for key, item in value.items()}
         if isinstance(value, list):

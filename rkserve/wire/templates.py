@@ -7,7 +7,7 @@ folders are written: its whitespace rules, its globals and its ``tojson``.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -20,8 +20,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from rkserve.errors import ConfigError, ContextOverflow, RequestError
 from rkserve.modelfolder import ModelFolder
 from rkserve.wire.conversation import Message
+from rkserve.wire.jsonbody import JsonObject, JsonText
 from rkserve.wire.limits import CHARS_PER_TOKEN
 from rkserve.wire.named_templates import named_template
+from rkserve.wire.shield import VERBATIM
 
 Clock = Callable[[], datetime]
 
@@ -34,7 +36,7 @@ def local_time() -> datetime:
 
 
 class ChatTemplate:
-    """The chat template of one model folder.
+    """The chat template of one model folder, and another one for tools where it has that.
 
     A name in rkserve.yaml wins over the folder's own template: whoever sets it means it.
     ``markers`` are those of a built-in template, for whoever has no tokenizer to ask.
@@ -43,27 +45,56 @@ class ChatTemplate:
     def __init__(self, folder: ModelFolder, now: Clock = local_time) -> None:
         self.markers: tuple[str, ...] = ()
         source, name = folder.chat_template, folder.settings.chat_template
+        tool_source = folder.tool_template
         if name is not None:
             source, self.markers = named_template(name)
+            tool_source = None
         self._model = folder.id
         self._tokens = _special_tokens(folder)
+        self.source = source or ""
+        self.tool_source = tool_source or self.source
         self._template = None if source is None else _compile(source, folder, now)
+        self._tool_template = self._template
+        if tool_source is not None:
+            self._tool_template = _compile(tool_source, folder, now)
 
-    def render(self, messages: Sequence[Message], context_len: int, *, answer: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        context_len: int,
+        *,
+        answer: bool = True,
+        tools: Sequence[JsonObject] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return the prompt of a conversation; ``answer`` adds the header of the answer to it.
+
+        ``variables`` are for the template, beside those that rkserve sets.
 
         Raises:
             RequestError: the model has no template, or it refuses these messages.
             ContextOverflow: the text is too long for any tokenization to fit.
         """
-        if self._template is None:
+        template = self._tool_template if tools else self._template
+        if template is None:
             raise RequestError(
                 f"The model '{self._model}' has no chat template. Use /v1/completions, or name a "
                 "built-in one as 'chat_template' in the rkserve.yaml of its folder.",
                 "messages",
             )
         try:
-            return self._joined(self._template, messages, context_len, answer)
+            return self._joined(
+                template,
+                context_len,
+                {
+                    **(variables or {}),
+                    "messages": list(messages),
+                    "tools": list(tools) or None,
+                    "documents": None,
+                    "add_generation_prompt": answer,
+                    **self._tokens,
+                },
+            )
         except RequestError:
             raise
         except Exception as exc:  # a template is foreign code and raises what it likes
@@ -71,22 +102,12 @@ class ChatTemplate:
                 f"The chat template of '{self._model}' refuses these messages: {exc}", "messages"
             ) from exc
 
-    def _joined(
-        self,
-        template: jinja2.Template,
-        messages: Sequence[Message],
-        context_len: int,
-        answer: bool,
-    ) -> str:
+    @staticmethod
+    def _joined(template: jinja2.Template, context_len: int, variables: Mapping[str, Any]) -> str:
         parts, size = [], 0
-        stream = template.generate(
-            messages=list(messages),
-            tools=None,
-            documents=None,
-            add_generation_prompt=answer,
-            **self._tokens,
-        )
-        for part in stream:  # piece by piece, so that a template that runs away is stopped
+        for part in template.generate(
+            variables
+        ):  # piece by piece, so that a template that runs away is stopped
             parts.append(part)
             size += len(part)
             hold_to_context(size, context_len, "messages")
@@ -141,13 +162,33 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes <, > and & for HTML, and models were not trained on that.
-    return json.dumps(
+    as_it_came: list[str] = []
+    if not (ensure_ascii or indent or separators or sort_keys):
+        value = _with_stand_ins(value, as_it_came)
+    text = json.dumps(
         value,
         ensure_ascii=ensure_ascii,
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
     )
+    for index, given in enumerate(as_it_came):
+        text = text.replace(f'"{VERBATIM}{index}{VERBATIM}"', given, 1)
+    return text
+
+
+def _with_stand_ins(value: Any, as_it_came: list[str]) -> Any:
+    """Replace objects whose text is known: arguments of a call are printed as the model wrote
+    them, so that the conversation is found in the KV cache again.
+    """
+    if isinstance(value, JsonText):
+        as_it_came.append(value.text)
+        return f"{VERBATIM}{len(as_it_came) - 1}{VERBATIM}"
+    if isinstance(value, dict):
+        return {key: _with_stand_ins(item, as_it_came) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_stand_ins(item, as_it_came) for item in value]
+    return value
 
 
 def _raise_exception(message: str) -> NoReturn:

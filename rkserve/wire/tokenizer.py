@@ -13,7 +13,8 @@ from rkserve.errors import ConfigError, RequestError
 class Tokenizer:
     """A read-only tokenizer; one serves any number of threads.
 
-    ``control`` are the texts of the special tokens. ``encode`` reads them as control tokens
+    ``added`` are the texts of tokens beside the learned ones, and ``control`` those of the special
+    ones among them. ``encode`` reads them as control tokens
     wherever they stand; ``literal`` never does.
     """
 
@@ -26,7 +27,9 @@ class Tokenizer:
         self._hf.no_truncation()
         self._hf.no_padding()
         self.vocab_size: int = self._hf.get_vocab_size(with_added_tokens=True)
-        special = {i: t for i, t in self._hf.get_added_tokens_decoder().items() if t.special}
+        added = self._hf.get_added_tokens_decoder()
+        special = {i: t for i, t in added.items() if t.special}
+        self.added = frozenset(token.content for token in added.values())
         self.control = frozenset(token.content for token in special.values())
         self._control_ids = frozenset(special)
         self._spelled: dict[str, tuple[int, ...]] = {}

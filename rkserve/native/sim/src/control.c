@@ -82,6 +82,13 @@ static bool read_seed(uint64_t *out) {
     return true;
 }
 
+/* "always": not only where the library itself was asked to think. */
+static bool read_think_finish(struct settings *s) {
+    const char *text = getenv("RKSIM_THINK_FINISH");
+    s->think_finish_always = text && strcmp(text, "always") == 0;
+    return s->think_finish_always || env_flag("RKSIM_THINK_FINISH", &s->think_finish);
+}
+
 bool settings_read(struct settings *s) {
     memset(s, 0, sizeof *s);
     s->time_scale = 1;
@@ -98,7 +105,7 @@ bool settings_read(struct settings *s) {
               env_flag("RKSIM_PAUSED_IS_RUNNING", &s->paused_is_running) &&
               env_flag("RKSIM_RANGE_CLEAR_FAILS", &s->range_clear_fails) &&
               env_flag("RKSIM_DESTROY_FAILS", &s->destroy_fails) &&
-              env_flag("RKSIM_THINK_FINISH", &s->think_finish) &&
+              read_think_finish(s) &&
               env_flag("RKSIM_PAUSE_WITH_HISTORY", &s->pause_with_history) &&
               env_flag("RKSIM_PAUSE_WITH_BATCH", &s->pause_with_batch) &&
               env_flag("RKSIM_ASYNC_PAUSE", &s->async_pause) &&

@@ -140,7 +140,9 @@ static void choose(struct job *job, struct slot *slot) {
     responder_next(&slot->responder, &h->model, &slot->kv, !h->ignore_eos_token, &candidates);
     slot->id = sample(&job->sampling, slot, &candidates);
     slot->eos = is_eos(&h->model, slot->id) && !h->ignore_eos_token;
-    if (slot->thinking && h->settings.think_finish && slot->id == h->model.header->think_close)
+    bool ends = (slot->thinking && h->settings.think_finish) ||
+                (IS_1_3 && h->settings.think_finish_always);
+    if (ends && slot->id == h->model.header->think_close)
         end_slot(job, slot);
     else
         slot->generated++;

@@ -73,9 +73,27 @@ static void begin_reply(struct responder *r) {
     r->phase = PHASE_REPLY;
     r->current = (struct span){r->reply.exact.at, r->reply.exact.n};
     r->cursor = 0;
+    r->in_thought = r->reply.thought > 0;
     r->silent_next = false;
     r->opener_next = r->reply.n_openers > 0;
     r->sentences_left = r->reply.sentences + (r->opener_next ? 1 : 0);
+}
+
+/* An id that was not expected. Whoever ends the thoughts gets the answer that was to follow them,
+ * and whoever begins a call gets the rest of it. */
+static void stray(struct responder *r, const struct model *model, const struct kv *kv,
+                  uint32_t at) {
+    if (r->in_thought && kv->ids[at] == model->header->think_close) {
+        begin_reply(r);
+        r->cursor = r->reply.thought;
+        r->in_thought = false;
+    } else if (r->answer_at <= at &&
+               reply_forced_call(&r->reply, model, kv, r->answer_at, at + 1)) {
+        begin_reply(r);
+        r->cursor = at + 1 - r->answer_at;
+    } else {
+        lose_thread(r, kv, at + 1);
+    }
 }
 
 /* ---- the fold ---- */
@@ -84,8 +102,13 @@ static void read_in_reply(struct responder *r, const struct model *model, const 
                           uint32_t at) {
     int32_t id = kv->ids[at];
     if (r->cursor < r->current.n) {
-        if (id == r->current.ids[r->cursor]) r->cursor++;
-        else lose_thread(r, kv, at + 1);
+        if (id != r->current.ids[r->cursor]) {
+            stray(r, model, kv, at);
+            return;
+        }
+        r->cursor++;
+        if (r->current.ids == r->reply.exact.at && r->cursor >= r->reply.thought)
+            r->in_thought = false;
         return;
     }
     if (r->silent_next && id == model->header->silent) {
@@ -105,7 +128,7 @@ static void read_in_reply(struct responder *r, const struct model *model, const 
         if (r->sentences_left) r->sentences_left--;
         return;
     }
-    lose_thread(r, kv, at + 1);
+    stray(r, model, kv, at);
 }
 
 static void read_header(struct responder *r, const struct model *model, const struct kv *kv,
@@ -117,6 +140,7 @@ static void read_header(struct responder *r, const struct model *model, const st
     r->phase = PHASE_TURN;
     if (strncmp(role.at, "assistant\n", 10) == 0) {
         reply_to_chat(&r->reply, model, kv, at + 1);
+        r->answer_at = at + 1;
         begin_reply(r);
     }
     text_free(&role);
@@ -141,6 +165,7 @@ static uint32_t start_raw(struct responder *r, const struct model *model, const 
     detokenize(model, kv->ids, kv->n, &text);
     size_t end = kv_is_mixed(kv, kv->n) ? 0 : raw_request_end(text.at ? text.at : "", text.n);
     uint32_t at = 0;
+    r->answer_at = START_OVER;
     lose_thread(r, kv, 0);
     if (end > 0 && text.at[end - 1] != '\n') {
         r->phase = PHASE_RAW_LINE;

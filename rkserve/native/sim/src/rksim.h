@@ -156,16 +156,17 @@ struct reply { /* what a rule decided to say */
     struct ids openers[MAX_CANDIDATES]; /* then one of these, if there are any */
     int n_openers;
     uint32_t sentences; /* then so many sentences of the bank, then EOS */
+    uint32_t thought;   /* so much of `exact` comes before the answer */
 };
 enum phase { PHASE_REPLY, PHASE_HEADER, PHASE_TURN, PHASE_RAW_LINE };
 struct responder { /* a left fold over the ids of the context; forget it, and it folds again */
     uint32_t pos;  /* ids read so far; UINT32_MAX: start over */
     enum phase phase;
-    uint32_t header_at;
+    uint32_t header_at, answer_at;
     struct reply reply;
     struct span current;
     uint32_t cursor;
-    bool silent_next, opener_next;
+    bool silent_next, opener_next, in_thought;
     uint32_t sentences_left;
 };
 void responder_forget(struct responder *responder);
@@ -182,7 +183,10 @@ void reply_to_chat(struct reply *reply, const struct model *model, const struct 
 /* The end of the line that asks for something, or 0 if no line does. */
 size_t raw_request_end(const char *text, size_t n);
 void reply_to_line(struct reply *reply, const struct model *model, const char *line, uint64_t hash);
-void tool_call_add(struct text *out, const char *tools, const char *user);
+/* What has been said of the answer is the beginning of a call: call that tool. */
+bool reply_forced_call(struct reply *reply, const struct model *model, const struct kv *kv,
+                       uint32_t answer_at, uint32_t end);
+bool tool_call_add(struct text *out, const char *tools, const char *user, int nth, bool fitting);
 
 /* ---- clock.c: how long a board takes ---- */
 
@@ -230,7 +234,7 @@ struct settings { /* read once, at init */
     char profile[64], platform[16];
     double time_scale, load_ms, memory_mb, async_read_ms;
     bool strict, resume_with_template, paused_is_running, range_clear_fails, destroy_fails;
-    bool think_finish;
+    bool think_finish, think_finish_always;
     bool pause_with_history, pause_with_batch, async_pause, hidden_empty_first, hidden_finish;
     double batch_gain; /* of four entries */
     uint64_t seed;

@@ -8,7 +8,7 @@
 #include <string.h>
 #include <strings.h>
 
-enum { MAX_COUNT = 10000, MAX_TOKENS = 65536, QUOTED_WORDS = 6, QUOTED_BYTES = 80 };
+enum { MAX_CALLS = 16, MAX_COUNT = 10000, MAX_TOKENS = 65536, QUOTED_WORDS = 6, QUOTED_BYTES = 80 };
 
 struct question { /* what a rule may look at */
     const struct model *model;
@@ -24,7 +24,7 @@ void reply_clear(struct reply *reply) {
     reply->exact.n = 0;
     for (int i = 0; i < MAX_CANDIDATES; i++) reply->openers[i].n = 0;
     reply->n_openers = 0;
-    reply->sentences = 0;
+    reply->sentences = reply->thought = 0;
 }
 
 void reply_free(struct reply *reply) {
@@ -185,19 +185,32 @@ static bool who_are_you(const struct question *q, struct reply *reply) {
 
 /* ---- tools ---- */
 
+/* The line break belongs to the braces before it: so the tokenizer cuts the whole, and so would a
+ * model that was trained on it. */
+static void say_call(struct reply *reply, const struct model *model, struct text *call) {
+    text_say(call, "\n");
+    say_with_markers(reply, model, "<tool_call>\n");
+    say(reply, model, call->at, call->n);
+    say_with_markers(reply, model, "</tool_call>");
+}
+
+static const char *tools_of(const char *system) {
+    const char *tools = strstr(system, "<tools>\n");
+    return tools ? tools + strlen("<tools>\n") : NULL;
+}
+
 static bool call_tool(const struct question *q, struct reply *reply) {
-    const char *tools = strstr(q->system, "<tools>\n");
+    const char *tools = tools_of(q->system);
     if (!tools || strstr(q->user, "<tool_response>")) return false;
-    struct text call = {0};
-    tool_call_add(&call, tools + strlen("<tools>\n"), q->user);
-    bool called = call.n > 0;
-    if (called) {
-        say_with_markers(reply, q->model, "<tool_call>\n");
-        say(reply, q->model, call.at, call.n);
-        say_with_markers(reply, q->model, "\n</tool_call>");
+    int called = 0, most = find(q->user, "in parallel") ? MAX_CALLS : 1;
+    for (bool more = true; more && called < most; called += more) {
+        struct text call = {0};
+        more = tool_call_add(&call, tools, q->user, called, true);
+        if (more && called) say_with_markers(reply, q->model, "\n");
+        if (more) say_call(reply, q->model, &call);
+        text_free(&call);
     }
-    text_free(&call);
-    return called;
+    return called > 0;
 }
 
 static bool report_tool(const struct question *q, struct reply *reply) {
@@ -279,6 +292,8 @@ static void think_first(const struct question *q, struct reply *reply) {
     text_say(&text, "<think>\nThe user wrote: %s. I should answer briefly.\n</think>\n\n",
              words.at);
     say_with_markers(reply, q->model, text.at);
+    for (uint32_t i = 0; i < reply->exact.n; i++)
+        if (reply->exact.at[i] == q->model->header->think_close) reply->thought = i + 1;
     text_free(&words);
     text_free(&text);
 }
@@ -354,6 +369,37 @@ void reply_to_chat(struct reply *reply, const struct model *model, const struct 
     text_free(&turns.system);
     text_free(&turns.first_user);
     text_free(&turns.user);
+}
+
+/* Somebody put the beginning of a call into the answer. It is gone on with, by the first tool that
+ * it may be the call of, whatever was asked. */
+static bool is_begun_by(const struct ids *whole, const int32_t *ids, uint32_t n) {
+    return n <= whole->n && memcmp(whole->at, ids, n * sizeof *ids) == 0;
+}
+
+bool reply_forced_call(struct reply *reply, const struct model *model, const struct kv *kv,
+                       uint32_t answer_at, uint32_t end) {
+    struct text first = {0};
+    detokenize(model, kv->ids + answer_at, 1, &first);
+    bool begun = first.n && strncmp(first.at, "<tool_call>", first.n) == 0, found = false;
+    text_free(&first);
+    if (!begun) return false;
+    struct turns turns = {0};
+    read_turns(&turns, model, kv, answer_at);
+    const char *tools = tools_of(turns.system.at ? turns.system.at : "");
+    bool more = tools != NULL;
+    for (int nth = 0; more && !found; nth++) {
+        struct text call = {0};
+        more = tool_call_add(&call, tools, turns.user.at ? turns.user.at : "", nth, false);
+        reply_clear(reply);
+        if (more) say_call(reply, model, &call);
+        found = more && is_begun_by(&reply->exact, kv->ids + answer_at, end - answer_at);
+        text_free(&call);
+    }
+    text_free(&turns.system);
+    text_free(&turns.first_user);
+    text_free(&turns.user);
+    return found;
 }
 
 /* ---- finding the question in raw text ---- */

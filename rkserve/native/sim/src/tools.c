@@ -129,19 +129,22 @@ static void call_add(struct text *out, struct slice name, struct slice parameter
 }
 
 /* `tools`: one {"type": "function", "function": {...}} (or the inner object) after another, until
- * "</tools>". Nothing is added when no tool fits the request. */
-void tool_call_add(struct text *out, const char *tools, const char *user) {
+ * "</tools>". The call of the nth of them is added, or of the nth that fits the request; false, and
+ * nothing is added, where there is none. */
+bool tool_call_add(struct text *out, const char *tools, const char *user, int nth, bool fitting) {
     const char *end = strstr(tools, "</tools>");
     if (!end) end = tools + strlen(tools);
     while ((tools = memchr(tools, '{', (size_t)(end - tools)))) {
         const char *next = after_value(tools, end);
         struct slice tool = {tools, (size_t)(next - tools)}, inner, name, parameters;
         if (member(tool, "function", &inner)) tool = inner;
-        if (member(tool, "name", &name) && is_asked_for(tool, unquoted(name), user)) {
+        if (member(tool, "name", &name) &&
+            (!fitting || is_asked_for(tool, unquoted(name), user)) && nth-- == 0) {
             if (!member(tool, "parameters", &parameters)) parameters = (struct slice){"", 0};
             call_add(out, unquoted(name), parameters, user);
-            return;
+            return true;
         }
         tools = next;
     }
+    return false;
 }
