@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from rkserve.deployments.bodies import read_body
+from rkserve.deployments.claims import Caller
 from rkserve.deployments.guard import check_client
 from rkserve.deployments.late import give_up, stream_late
 from rkserve.deployments.service import Service, read_call
@@ -25,16 +26,24 @@ from rkserve.wire.versions import POLICY, SESSION, read_policy
 
 log = logging.getLogger(__name__)
 
+Aside = Callable[[bytes, Caller], Awaitable[Response | None]]
 DIRECT = "rkserve.send"  # in a scope: the server's own ``send``, past all layers
 
 
-async def respond(service: Service, request: Request, dialect: Dialect) -> Response:
-    """Answer a call of a dialect: whole, or as a stream."""
+async def respond(
+    service: Service, request: Request, dialect: Dialect, aside: Aside | None = None
+) -> Response:
+    """Answer a call of a dialect: whole, or as a stream.
+
+    ``aside`` answers bodies that do not want anything generated, and returns None of others.
+    """
     client = check_client(request, service.keys)
     policy = read_policy(request.headers.get(POLICY))
     timeout_s = read_timeout(request.headers.get(TIMEOUT))
     body = await read_body(request, service.config.max_body_bytes, service.config.body_timeout_s)
     session, caller = request.headers.get(SESSION), service.callers.of(client)
+    if aside is not None and (said := await aside(body, caller)) is not None:
+        return said
     opening = asyncio.get_running_loop().create_task(
         service.open(body, dialect, policy, session, caller=caller, timeout_s=timeout_s)
     )

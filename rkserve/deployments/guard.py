@@ -12,6 +12,7 @@ from rkserve.errors import Forbidden, InvalidApiKey
 # What tells of another machine behind a local connection: a proxy in front of the Router, or a
 # browser in which some page makes the call.
 _FROM_ELSEWHERE = ("forwarded", "x-forwarded-for", "x-real-ip", "origin")
+_ANTHROPIC = "x-api-key"
 
 
 def check_operator(request: Request, keys: Keys) -> str:
@@ -45,7 +46,8 @@ def check_client(request: Request, keys: Keys) -> ClientKey | None:
     """
     if keys.clients is None:
         return None
-    sent = _sent(request)
+    # Anthropic's clients have a header of their own for it.
+    sent = _sent(request) or request.headers.get(_ANTHROPIC, "").strip().encode("latin-1")
     client = keys.client(sent)
     if client is None and not keys.is_admin(sent):
         raise InvalidApiKey("Incorrect API key: send yours as 'Authorization: Bearer <key>'.")

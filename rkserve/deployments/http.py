@@ -1,4 +1,4 @@
-"""The Router's routes: HTTP in, HTTP out, every failure as OpenAI's error object.
+"""The Router's routes: HTTP in, HTTP out, every failure as its dialect's error object.
 
 It knows FastAPI and a ``Service``; no Ray, so that it is tested in process.
 """
@@ -19,12 +19,12 @@ from rkserve.deployments.generations import Peers
 from rkserve.deployments.guard import check_client
 from rkserve.deployments.http_cluster import add_cluster
 from rkserve.deployments.http_control import add_control
+from rkserve.deployments.http_dialects import add_dialects, error_of
 from rkserve.deployments.http_embeddings import add_embeddings
 from rkserve.deployments.http_tokens import add_tokens
 from rkserve.deployments.service import Service
 from rkserve.errors import MethodNotAllowed, NoBoard, RequestError, RkserveError, RouteNotFound
 from rkserve.wire.answers import CHAT, COMPLETION
-from rkserve.wire.failures import error_object
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ def make_app(
     _add_lookups(app, service)
     add_embeddings(app, service)
     add_tokens(app, service)
+    add_dialects(app, service)
     add_control(app, service, peers)
     add_cluster(app, service, max_adapter_bytes, max_model_bytes)
     return _Counted(app, service)  # outside of everything, so that a 500 counts as well
@@ -129,9 +130,9 @@ class _Counted:
         await self._app(scope, receive, counted if scope["type"] == "http" else send)
 
 
-async def _on_error(_: Request, exc: Exception) -> JSONResponse:
+async def _on_error(request: Request, exc: Exception) -> JSONResponse:
     # What is not ours is raised once more by the framework after this answer, and logged there.
-    status, headers, body = error_object(exc)
+    status, headers, body = error_of(request)(exc)
     return JSONResponse(body, status, headers)
 
 
@@ -144,5 +145,5 @@ async def _on_http_error(request: Request, exc: Exception) -> JSONResponse:
         refusal = MethodNotAllowed(f"{request.method} is not allowed on {path}.")
     elif exc.status_code == RouteNotFound.http_status:
         refusal = RouteNotFound(f"There is nothing at {path}.")
-    _, headers, body = error_object(refusal)
+    _, headers, body = error_of(request)(refusal)
     return JSONResponse(body, exc.status_code, {**(exc.headers or {}), **headers})

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
 from rkserve.config import RouterConfig
 from rkserve.deployments.catalog import Catalog
@@ -67,9 +68,10 @@ log = logging.getLogger(__name__)
 # Shorter bodies are parsed and tokenized in about a millisecond: less than a thread's detour costs
 # the token streams of others.
 INLINE_BODY_BYTES = 8192
+CallT = TypeVar("CallT", bound=AnyCall)
 
 
-async def read_call(body: bytes, parse: Callable[[bytes], AnyCall]) -> AnyCall:
+async def read_call(body: bytes, parse: Callable[[bytes], CallT]) -> CallT:
     """Return what a body asks for. Raises ``RequestError``."""
     return parse(body) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse, body)
 

@@ -18,7 +18,7 @@ from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.openai import ChatCall, CompletionCall, parse_chat, parse_completion
 from rkserve.wire.parts import CallBegun, CallMore, Part, Thought, Void, Words
 from rkserve.wire.speech import TOOL_CALLS
-from rkserve.wire.tally import Stamp, Tally, timings_of
+from rkserve.wire.tally import Stamp, Tally, pause_status, timings_of
 
 
 class _Answer(Tally, ABC):
@@ -34,7 +34,6 @@ class _Answer(Tally, ABC):
         self._fingerprint = stamp.fingerprint(stamp.accepted)
         self._call = call
         self._include_usage = call.include_usage
-        self._tells_of_pauses = bool(call.pause_on)
         self._frames: dict[tuple[int, str], sse.Frame] = {}
 
     def opening(self, index: int) -> bytes:  # noqa: ARG002 - completions open with nothing
@@ -52,14 +51,7 @@ class _Answer(Tally, ABC):
         """Return what tells of a pause: a comment, and a chunk to clients that asked for pauses."""
         if not self._tells_of_pauses:
             return sse.PAUSED
-        status = {
-            "status": "paused",
-            "choice": index,
-            "by": paused.by,
-            "tokens": paused.tokens,
-            "kv": paused.kv.value,
-        }
-        return sse.PAUSED + sse.data({**self._chunk([]), "rkserve": status})
+        return sse.PAUSED + sse.data({**self._chunk([]), "rkserve": pause_status(index, paused)})
 
     def finish(self, index: int, finished: Finished) -> bytes:
         """Return the chunk that ends a choice."""

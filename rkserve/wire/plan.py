@@ -72,7 +72,7 @@ def _prompts(
     call: ChatCall | CompletionCall, renderer: Renderer, context_len: int
 ) -> tuple[list[Prompt], str]:
     if isinstance(call, ChatCall):
-        return [renderer.chat(call.messages, context_len, _header(call, renderer))], "messages"
+        return [renderer.chat(call.messages, context_len, header(call, renderer))], "messages"
     one = len(call.prompts) == 1
     rendered = [
         renderer.text(prompt, "prompt" if one else f"prompt[{index}]", context_len)
@@ -81,7 +81,8 @@ def _prompts(
     return rendered, "prompt"
 
 
-def _header(call: ChatCall, renderer: Renderer) -> Header:
+def header(call: ChatCall, renderer: Renderer) -> Header:
+    """Return what a chat's prompt has beside its conversation."""
     tools, opening = call.tools, ""
     if tools.given:
         form = renderer.form()

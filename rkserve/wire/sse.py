@@ -17,6 +17,11 @@ HEADERS = {
 }
 
 
+def event(name: str, value: Any) -> bytes:
+    """Frame a JSON value as an event that has a name."""
+    return f"event: {name}\ndata: {dumps(value)}\n\n".encode()
+
+
 def data(value: Any) -> bytes:
     """Frame a JSON value. JSON escapes line breaks, so one ``data:`` line holds it."""
     return f"data: {dumps(value)}\n\n".encode()
@@ -31,14 +36,15 @@ class Frame:
     """An event of which only one string changes, rendered around that string in advance.
 
     ``value`` holds the string ``HOLE`` where the changing one goes, and no other behind it.
+    ``before`` and ``after`` frame the JSON value.
     """
 
     HOLE = "\ufdd0"
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, before: str = "data: ", after: str = "\n\n") -> None:
         # The last one: a client may have named its model like this, and names come first.
         head, _, tail = dumps(value).rpartition(encode_basestring(self.HOLE))
-        self._head, self._tail = f"data: {head}", f"{tail}\n\n"
+        self._head, self._tail = f"{before}{head}", f"{tail}{after}"
 
     def fill(self, text: str) -> bytes:
         """Return the event with ``text``."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rkserve.messages import FIRST_LABEL, Delta, Finished, Timings
+from rkserve.messages import FIRST_LABEL, Delta, Finished, Paused, Timings
 from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.openai import ChatCall, CompletionCall
 from rkserve.wire.parts import Part
@@ -69,6 +69,7 @@ class Tally:
         self._created = created
         self._stamp = stamp
         self._return_versions = call.return_weight_versions
+        self._tells_of_pauses = bool(call.pause_on)
         self._n = call.n
         self._choices = call.choices
         self._speeches = [Speech(stamp.reading) for _ in range(call.choices)]
@@ -133,6 +134,17 @@ class Tally:
             "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {"reasoning_tokens": thoughts},
         }
+
+
+def pause_status(index: int, paused: Paused) -> JsonObject:
+    """Return what a stream says of a pause of one of its choices."""
+    return {
+        "status": "paused",
+        "choice": index,
+        "by": paused.by,
+        "tokens": paused.tokens,
+        "kv": paused.kv.value,
+    }
 
 
 def timings_of(ends: list[Finished]) -> JsonObject:

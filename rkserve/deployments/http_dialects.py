@@ -1,0 +1,129 @@
+"""Routes of other APIs than OpenAI's: Anthropic's and Ollama's. The words are in ``wire/dialects``.
+
+Errors on these routes, also those of the framework, are that API's own: ``error_of`` knows which.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from rkserve import __version__
+from rkserve.deployments.answering import respond
+from rkserve.deployments.asides import count_prompt, folder_facts, let_in, make_ready
+from rkserve.deployments.bodies import read_body
+from rkserve.deployments.claims import Caller
+from rkserve.deployments.guard import check_client
+from rkserve.deployments.service import Service
+from rkserve.wire.dialect import Dialect
+from rkserve.wire.dialects import anthropic_answers, ollama_answers, ollama_models
+from rkserve.wire.dialects.anthropic import parse_count
+from rkserve.wire.dialects.ollama import parse_load
+from rkserve.wire.failures import error_object
+from rkserve.wire.jsonbody import JsonObject
+
+ErrorOf = Callable[[BaseException], tuple[int, dict[str, str], JsonObject]]
+
+_MESSAGES = "/v1/messages"
+_OLLAMA = "/api"
+_ERRORS: dict[str, ErrorOf] = {
+    _MESSAGES: anthropic_answers.anthropic_error,
+    _OLLAMA: ollama_answers.ollama_error,
+}
+
+
+def error_of(request: Request) -> ErrorOf:
+    """Return what makes status, headers and body of an exception of a request."""
+    # The application may stand below a prefix, which is no part of its routes.
+    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    for root, made in _ERRORS.items():
+        if path == root or path.startswith(f"{root}/"):
+            return made
+    return error_object
+
+
+def add_dialects(app: FastAPI, service: Service) -> None:
+    """Add the routes."""
+    _add_anthropic(app, service)
+    _add_ollama(app, service)
+    _add_ollama_models(app, service)
+
+
+def _add_anthropic(app: FastAPI, service: Service) -> None:
+    @app.post(_MESSAGES)
+    async def messages(request: Request) -> Response:
+        """Answer a conversation as Anthropic does."""
+        return await respond(service, request, anthropic_answers.MESSAGES)
+
+    @app.post(f"{_MESSAGES}/count_tokens")
+    async def count_tokens(request: Request) -> JSONResponse:
+        """Count the tokens of a conversation's prompt."""
+        caller = service.callers.of(check_client(request, service.keys))
+        with let_in(service, caller):
+            body = await _body(service, request)
+            tokens = await count_prompt(service, body, parse_count)
+        return JSONResponse(anthropic_answers.tokens_counted(tokens))
+
+
+def _add_ollama(app: FastAPI, service: Service) -> None:
+    @app.post(f"{_OLLAMA}/chat")
+    async def chat(request: Request) -> Response:
+        """Answer a conversation as Ollama does."""
+        return await _ollama(service, request, ollama_answers.CHAT, "messages")
+
+    @app.post(f"{_OLLAMA}/generate")
+    async def generate(request: Request) -> Response:
+        """Answer a prompt as Ollama does."""
+        return await _ollama(service, request, ollama_answers.GENERATE, "prompt")
+
+
+async def _ollama(service: Service, request: Request, dialect: Dialect, needs: str) -> Response:
+    async def load(body: bytes, caller: Caller) -> Response | None:
+        asked = parse_load(body, needs)
+        if asked is None:
+            return None
+        with let_in(service, caller):
+            await make_ready(service, asked.model)
+        chat = dialect is ollama_answers.CHAT
+        return JSONResponse(ollama_answers.loaded(asked, int(time.time()), chat=chat))
+
+    return await respond(service, request, dialect, load)
+
+
+def _add_ollama_models(app: FastAPI, service: Service) -> None:
+    @app.get(f"{_OLLAMA}/tags")
+    async def tags(request: Request) -> JSONResponse:
+        """List the models."""
+        check_client(request, service.keys)
+        facts = await folder_facts(service, service.fleet.models)
+        return JSONResponse(ollama_models.tags((await service.models())["data"], facts))
+
+    @app.post(f"{_OLLAMA}/show")
+    async def show(request: Request) -> JSONResponse:
+        """Describe one model."""
+        check_client(request, service.keys)
+        asked = ollama_models.parse_show(await _body(service, request))
+        entry = await service.model(asked)
+        base = ollama_models.base_of(entry)
+        facts = await folder_facts(service, [base])
+        return JSONResponse(ollama_models.show(entry, facts[base]))
+
+    @app.get(f"{_OLLAMA}/ps")
+    async def running(request: Request) -> JSONResponse:
+        """List the models that are loaded."""
+        check_client(request, service.keys)
+        facts = await folder_facts(service, service.fleet.models)
+        entries, reports = (await service.models())["data"], service.fleet.reports()
+        return JSONResponse(ollama_models.running(entries, facts, reports))
+
+    @app.api_route(f"{_OLLAMA}/version", methods=["GET", "HEAD"])
+    async def version() -> JSONResponse:
+        """Say which release of Ollama's API this is."""
+        return JSONResponse(ollama_models.version(__version__))
+
+
+async def _body(service: Service, request: Request) -> bytes:
+    return await read_body(request, service.config.max_body_bytes, service.config.body_timeout_s)

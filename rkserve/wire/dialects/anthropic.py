@@ -1,0 +1,278 @@
+"""Bodies of Anthropic's Messages API as chat calls; it knows that API's words and no models.
+
+A conversation becomes what OpenAI's becomes, so that templates, prompt caches and everything behind
+them are the same. What blocks can be read is in ``_BLOCKS``, and what is refused in ``_REFUSED``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from rkserve.errors import RequestError, UnsupportedParameter
+from rkserve.wire import refusals
+from rkserve.wire.conversation import Message
+from rkserve.wire.fields import Fields, Range, as_fields, missing, quoted, wrong_type
+from rkserve.wire.jsonbody import JsonObject, parse_object
+from rkserve.wire.limits import MAX_STOP_SEQUENCES, MAX_TOOLS
+from rkserve.wire.openai import ChatCall, read_model, read_shared, read_stop
+from rkserve.wire.thinking import EFFORTS, Wish, read_wish
+from rkserve.wire.tooling import NO_TOOLS, Tools, check_name
+
+_AT_LEAST_ONE = Range(1)
+_ROLES = ("user", "assistant", "system")
+
+
+def parse_messages(body: bytes) -> ChatCall:
+    """Read the body of POST /v1/messages. Raises ``RequestError``."""
+    fields = Fields(parse_object(body))
+    call = _conversation(fields)
+    max_tokens = fields.integer("max_tokens", _AT_LEAST_ONE)
+    if max_tokens is None:
+        raise missing("max_tokens")
+    return replace(call, max_tokens=max_tokens)
+
+
+def parse_count(body: bytes) -> ChatCall:
+    """Read the body of POST /v1/messages/count_tokens. Raises ``RequestError``."""
+    return _conversation(Fields(parse_object(body)))
+
+
+def _conversation(fields: Fields) -> ChatCall:
+    model = read_model(fields)
+    messages = (*_system(fields), *_messages(fields))
+    refusals.refuse(fields, _REFUSED)
+    shared = read_shared(fields)
+    shared["stop"] = read_stop(fields, "stop_sequences", MAX_STOP_SEQUENCES)
+    shared["session"] = _session(fields) or shared["session"]
+    return ChatCall(
+        model=model,
+        max_tokens=None,
+        messages=messages,
+        tools=_tools(fields),
+        wish=_wish(fields),
+        **shared,
+    )
+
+
+def _session(fields: Fields) -> str | None:
+    """Anthropic's name of the user; what is no text is ignored there, and so it is here."""
+    metadata = fields.get("metadata")
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None
+    return user if isinstance(user, str) and user else None
+
+
+def _no_format(value: Any, _: Fields) -> bool:
+    # The rest of it ("effort") says how long the model may think.
+    return isinstance(value, dict) and value.get("format") is None
+
+
+def _empty(value: Any, _: Fields) -> bool:
+    return value in ([], {})
+
+
+def _never(_value: Any, _: Fields) -> bool:
+    return False
+
+
+# As ``refusals``: what would change the answer and cannot be honoured, with what asks for nothing.
+_REFUSED: dict[str, refusals.Harmless] = {
+    "output_config": _no_format,
+    "output_format": _never,
+    "mcp_servers": _empty,
+    "context_management": _empty,
+    "container": _never,
+}
+
+
+def _tools(fields: Fields) -> Tools:
+    """Read ``tools`` and ``tool_choice``: those that the client itself carries out."""
+    found = fields.get("tools")
+    given = [] if found in (None, []) else fields.items("tools")
+    if len(given) > MAX_TOOLS:
+        raise RequestError(f"Invalid 'tools': at most {MAX_TOOLS} are read.", "tools")
+    tools = tuple(_tool(as_fields(one, f"tools[{at}]")) for at, one in enumerate(given))
+    choice = fields.child("tool_choice")
+    kind = None if choice is None else choice.choice("type", "auto", "any", "tool", "none")
+    if choice is None or kind is None:
+        return Tools(tools)
+    parallel = not choice.flag("disable_parallel_tool_use")
+    if kind == "none":
+        return NO_TOOLS
+    named = choice.required_text("name") if kind == "tool" else None
+    if kind != "auto" and not tools:
+        raise RequestError("'tool_choice' asks for a call, but there are no tools.", "tool_choice")
+    if named is not None and all(tool["function"]["name"] != named for tool in tools):
+        path = choice.path("name")
+        raise RequestError(f"Invalid '{path}': there is no tool {quoted(named)}.", path)
+    return Tools(tools, forced=kind != "auto", named=named, parallel=parallel)
+
+
+def _tool(tool: Fields) -> JsonObject:
+    """One tool as templates expect it, which is as OpenAI describes it."""
+    if (kind := tool.text("type") or "custom") != "custom":
+        raise UnsupportedParameter(
+            f"Unsupported tool: {quoted(kind)}. Only tools that the client itself carries out are "
+            "known, with 'name', 'description' and 'input_schema'.",
+            tool.path("type"),
+        )
+    function: JsonObject = {"name": check_name(tool.required_text("name"), tool.path("name"))}
+    if (description := tool.text("description")) is not None:
+        function["description"] = description
+    empty: JsonObject = {"type": "object", "properties": {}}
+    given = tool.child("input_schema")
+    function["parameters"] = empty if given is None else tool.get("input_schema")
+    return {"type": "function", "function": function}
+
+
+def _wish(fields: Fields) -> Wish:
+    """What is asked of thoughts: none, where a call does not say, as at Anthropic."""
+    own = read_wish(fields)
+    config, thinking = fields.child("output_config"), fields.child("thinking")
+    effort = None if config is None else config.choice("effort", *EFFORTS)
+    kind = None if thinking is None else thinking.required_text("type")
+    if thinking is None or kind == "disabled":
+        return own if own.enabled is not None else Wish(enabled=False, variables=own.variables)
+    if kind not in ("enabled", "adaptive"):
+        raise RequestError(
+            f"Invalid '{thinking.path('type')}': {quoted(kind)}. Supported values are: 'enabled', "
+            "'adaptive', 'disabled'.",
+            thinking.path("type"),
+        )
+    most = thinking.integer("budget_tokens", _AT_LEAST_ONE)
+    return Wish(enabled=True, effort=effort, max_tokens=most, variables=own.variables)
+
+
+def _system(fields: Fields) -> Iterator[Message]:
+    if fields.get("system") is not None:
+        yield {"role": "system", "content": _text(fields, "system")}
+
+
+def _messages(fields: Fields) -> Iterator[Message]:
+    found = fields.items("messages")
+    for index, value in enumerate(found):
+        message = as_fields(value, f"messages[{index}]")
+        role = message.choice("role", *_ROLES)
+        if role is None:
+            raise missing(message.path("role"))
+        if message.get("content") is None:
+            raise missing(message.path("content"))
+        yield from _read_message(message, role)
+    if role == "assistant":
+        raise UnsupportedParameter(
+            "Unsupported conversation: it ends with words of the assistant, which a model here "
+            "cannot be made to continue. End it with a message of the user.",
+            message.path("role"),
+        )
+
+
+def _read_message(message: Fields, role: str) -> Iterator[Message]:
+    """Return a message as templates want it: results of tools become messages of their own."""
+    if isinstance(message.get("content"), str):
+        yield {"role": role, "content": message.get("content")}
+        return
+    turn: Message = {"role": role, "content": ""}
+    begun = False
+    for block in _blocks(message, "content"):
+        result = _read_block(block, role, turn)
+        if result is None:
+            begun = True
+            continue
+        if begun:
+            yield turn
+            turn, begun = {"role": role, "content": ""}, False
+        yield result
+    if begun:
+        yield turn
+
+
+def _blocks(fields: Fields, name: str) -> Iterator[Fields]:
+    path = fields.path(name)
+    if not isinstance(fields.get(name), list):
+        raise wrong_type(path, "a string or an array of content blocks", fields.get(name))
+    for index, block in enumerate(fields.items(name)):
+        yield as_fields(block, f"{path}[{index}]")
+
+
+def _read_block(block: Fields, role: str, turn: Message) -> Message | None:
+    """Add a block to a turn; return what is a message of its own instead."""
+    kind = block.required_text("type")
+    read = _BLOCKS.get((role, kind))
+    if read is None:
+        raise UnsupportedParameter(
+            f"Unsupported content block: {quoted(kind)} in a message of the role '{role}'. This "
+            f"server reads {_readable(role)} there.",
+            block.path("type"),
+        )
+    return read(block, turn)
+
+
+def _readable(role: str) -> str:
+    return ", ".join(repr(kind) for of, kind in _BLOCKS if of == role)
+
+
+def _text_block(block: Fields, turn: Message) -> None:
+    turn["content"] += _needed_text(block)
+
+
+def _needed_text(block: Fields) -> str:
+    text = block.text("text")
+    if text is None:
+        raise missing(block.path("text"))
+    return text
+
+
+def _tool_use(block: Fields, turn: Message) -> None:
+    given = block.child("input")
+    function = {
+        "name": block.required_text("name"),
+        "arguments": {} if given is None else block.get("input"),
+    }
+    call = {"id": block.required_text("id"), "type": "function", "function": function}
+    turn.setdefault("tool_calls", []).append(call)
+
+
+def _tool_result(block: Fields, _: Message) -> Message:
+    content = "" if block.get("content") is None else _text(block, "content")
+    call_id = block.required_text("tool_use_id")
+    return {"role": "tool", "content": content, "tool_call_id": call_id}
+
+
+def _thoughts(block: Fields, turn: Message) -> None:
+    """What becomes of earlier thoughts is the model folder's business."""
+    text = block.text("thinking")
+    if text:
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+
+
+def _hidden_thoughts(_block: Fields, _turn: Message) -> None:
+    """Nobody here can read them."""
+
+
+_BLOCKS: dict[tuple[str, str], Callable[[Fields, Message], Message | None]] = {
+    ("user", "text"): _text_block,
+    ("user", "tool_result"): _tool_result,
+    ("assistant", "text"): _text_block,
+    ("assistant", "tool_use"): _tool_use,
+    ("assistant", "thinking"): _thoughts,
+    ("assistant", "redacted_thinking"): _hidden_thoughts,
+    ("system", "text"): _text_block,
+}
+
+
+def _text(fields: Fields, name: str) -> str:
+    """Read a string or a list of text blocks, which are joined without anything between them."""
+    value = fields.get(name)
+    if isinstance(value, str):
+        return value
+    found: list[str] = []
+    for block in _blocks(fields, name):
+        kind = block.required_text("type")
+        if kind != "text":
+            raise UnsupportedParameter(
+                f"Unsupported content block: {quoted(kind)}. This server reads text only.",
+                block.path("type"),
+            )
+        found.append(_needed_text(block))
+    return "".join(found)

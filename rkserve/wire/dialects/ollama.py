@@ -1,0 +1,208 @@
+"""Bodies of Ollama's chat and generate as calls; it knows that API's words and nothing of models.
+
+What changes the answer and cannot be honoured is in ``_REFUSED`` and ``_OPTIONS_REFUSED``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rkserve.errors import RequestError, UnsupportedParameter
+from rkserve.wire import refusals
+from rkserve.wire.conversation import Message
+from rkserve.wire.dialect import AnyCall
+from rkserve.wire.fields import Fields, as_fields, missing
+from rkserve.wire.jsonbody import parse_object
+from rkserve.wire.limits import MAX_STOP_SEQUENCES
+from rkserve.wire.openai import (
+    ChatCall,
+    CompletionCall,
+    read_model,
+    read_prompt,
+    read_sampling,
+    read_shared,
+    read_stop,
+)
+from rkserve.wire.thinking import EFFORTS, Wish, read_wish
+from rkserve.wire.tooling import read_tools
+
+_TAG = ":latest"  # what Ollama's clients put behind a name that has none
+
+
+@dataclass(frozen=True)
+class Load:
+    """A call without a prompt: the model shall be ready, and nothing is generated."""
+
+    model: str
+
+
+def parse_chat(body: bytes) -> ChatCall:
+    """Read the body of POST /api/chat. Raises ``RequestError``."""
+    fields = Fields(parse_object(body))
+    model = asked_model(fields)
+    messages = tuple(_messages(fields))
+    refusals.refuse(fields, _REFUSED)
+    return ChatCall(
+        model=model,
+        messages=messages,
+        tools=read_tools(fields),
+        wish=_wish(fields),
+        **_shared(fields),
+    )
+
+
+def parse_generate(body: bytes) -> AnyCall:
+    """Read the body of POST /api/generate: a prompt for the model's template, or a raw one.
+
+    Raises:
+        RequestError: with the ``param`` at fault.
+    """
+    fields = Fields(parse_object(body))
+    model = asked_model(fields)
+    prompt = fields.required_text("prompt")
+    refusals.refuse(fields, _REFUSED)
+    system = fields.text("system")
+    if fields.flag("raw"):
+        if system:
+            raise RequestError("A 'raw' prompt is taken as it is, without 'system'.", "system")
+        prompts = (read_prompt(prompt, "prompt"),)
+        return CompletionCall(model=model, prompts=prompts, **_shared(fields))
+    messages = [{"role": "user", "content": prompt}]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    return ChatCall(model=model, messages=tuple(messages), wish=_wish(fields), **_shared(fields))
+
+
+def _wish(fields: Fields) -> Wish:
+    """What is asked of thoughts: by ``think``, or by rkserve's own keys."""
+    own, think = read_wish(fields), fields.get("think")
+    if think is None:
+        return own
+    if isinstance(think, bool):
+        return replace(own, enabled=think)
+    effort = fields.choice("think", *EFFORTS)
+    return replace(own, enabled=True, effort=effort)
+
+
+def parse_load(body: bytes, what: str) -> Load | None:
+    """Return what a call asks that has nothing under ``what``; None where there is something.
+
+    Raises:
+        RequestError: also where the model is to be unloaded: that is not its clients' business.
+    """
+    fields = Fields(parse_object(body))
+    if fields.get(what) not in (None, "", []):
+        return None
+    model = asked_model(fields)
+    if fields.get("keep_alive") in (0, "0", "0s") and fields.get("keep_alive") is not False:
+        raise UnsupportedParameter(
+            "Unsupported parameter: a model is not unloaded by 'keep_alive', but by the operator: "
+            "POST /v1/models/unload.",
+            "keep_alive",
+        )
+    return Load(model)
+
+
+def asked_model(fields: Fields, name: str = "model") -> str:
+    """Read the name of a model as Ollama's clients say it."""
+    asked = read_model(fields) if name == "model" else fields.required_text(name)
+    return asked.removesuffix(_TAG) or asked
+
+
+def _shared(fields: Fields) -> dict[str, Any]:
+    """What chat and generate share: Ollama's options, and rkserve's own keys beside them."""
+    shared = read_shared(fields)
+    options = fields.child("options") or Fields({}, "options")
+    refusals.refuse(options, _OPTIONS_REFUSED)
+    stream = fields.maybe_flag("stream")
+    limit = options.integer("num_predict")
+    return {
+        **shared,
+        "max_tokens": limit if limit is not None and limit > 0 else None,
+        "sampling": read_sampling(options),
+        "stop": read_stop(options, "stop", MAX_STOP_SEQUENCES),
+        "stream": True if stream is None else stream,
+    }
+
+
+def _only(*harmless: Any) -> refusals.Harmless:
+    return lambda value, _: not isinstance(value, bool) and value in harmless
+
+
+def _off(value: Any, _: Fields) -> bool:
+    return value is False
+
+
+def _empty(value: Any, _: Fields) -> bool:
+    return value in ([], {}, "")
+
+
+# As ``refusals``: what would change the answer and cannot be honoured, with what asks for nothing.
+_REFUSED: dict[str, refusals.Harmless] = {
+    "format": _empty,
+    "images": _empty,
+    "suffix": _empty,
+    "template": _empty,
+    "context": _empty,
+    "logprobs": _off,
+    "top_logprobs": _only(0),
+}
+_OPTIONS_REFUSED: dict[str, refusals.Harmless] = {
+    "min_p": _only(0),
+    "typical_p": _only(1),
+    "tfs_z": _only(1),
+}
+
+
+def _messages(fields: Fields) -> Iterator[Message]:
+    calls = results = 0
+    for index, value in enumerate(fields.items("messages")):
+        fields_of = as_fields(value, f"messages[{index}]")
+        role = fields_of.choice("role", "system", "user", "assistant", "tool")
+        if role is None:
+            raise missing(fields_of.path("role"))
+        if fields_of.get("images") not in (None, []):
+            raise UnsupportedParameter(
+                "Unsupported message: this server reads text only.", fields_of.path("images")
+            )
+        message: Message = {"role": role, "content": fields_of.text("content") or ""}
+        if role == "tool":
+            message |= _result(fields_of, results)
+            results += 1
+        if role == "assistant" and fields_of.get("tool_calls") not in (None, []):
+            message["tool_calls"] = list(_tool_calls(fields_of, calls))
+            calls += len(message["tool_calls"])
+        if role == "assistant" and (thoughts := fields_of.text("thinking")):
+            message["reasoning_content"] = thoughts
+        yield message
+
+
+def _result(message: Fields, number: int) -> Message:
+    """What tells which call a tool answers: results come in the order of the calls."""
+    name = message.text("tool_name") or message.text("name")
+    call_id = message.text("tool_call_id") or _call_id(number)
+    return {"tool_call_id": call_id} if name is None else {"tool_call_id": call_id, "name": name}
+
+
+def _tool_calls(message: Fields, before: int) -> Iterator[Message]:
+    path = message.path("tool_calls")
+    for index, value in enumerate(message.items("tool_calls")):
+        call = as_fields(value, f"{path}[{index}]")
+        function = call.child("function")
+        if function is None:
+            raise missing(call.path("function"))
+        given = function.child("arguments")
+        yield {
+            "id": call.text("id") or _call_id(before + index),
+            "type": "function",
+            "function": {
+                "name": function.required_text("name"),
+                "arguments": {} if given is None else function.get("arguments"),
+            },
+        }
+
+
+def _call_id(number: int) -> str:
+    return f"call{number:05d}"  # nine letters and digits, as some templates demand

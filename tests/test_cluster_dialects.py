@@ -1,0 +1,92 @@
+"""Anthropic's and Ollama's API on a cluster of simulated boards: what a real board tells them."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+from local_cluster import App
+from talk import ENDLESS, MODEL, chat_body
+
+pytestmark = pytest.mark.ray
+
+SAYS = "Repeat after me: crème 你好 👋🏽 and the end"
+TURNS = chat_body(SAYS)["messages"]
+
+
+def ask(boards: App, path: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{boards.url}{path}", json={"model": MODEL, **body}, timeout=60)
+
+
+def reports(boards: App) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = httpx.get(f"{boards.url}/v1/boards", timeout=60).json()["data"]
+    return found
+
+
+def test_every_dialect_says_the_same_and_a_board_tells_its_stop_sequence(boards: App) -> None:
+    said = ask(boards, "/v1/chat/completions", {"messages": TURNS, "stop": [" the"]}).json()
+    text, usage = said["choices"][0]["message"]["content"], said["usage"]
+    message = {"messages": TURNS, "max_tokens": 99, "stop_sequences": ["xyz", " the"]}
+    told = ask(boards, "/v1/messages", message).json()
+    assert told["content"][0]["text"] == text == "crème 你好 👋🏽 and"
+    assert (told["stop_reason"], told["stop_sequence"]) == ("stop_sequence", " the")
+    counted = told["usage"]["input_tokens"] + told["usage"]["cache_read_input_tokens"]
+    assert counted == usage["prompt_tokens"]
+    count = ask(boards, "/v1/messages/count_tokens", {"messages": TURNS}).json()
+    assert count == {"input_tokens": usage["prompt_tokens"]}
+    lines = ask(boards, "/api/chat", {"messages": TURNS, "options": {"stop": " the"}}).text
+    *pieces, last = [json.loads(line) for line in lines.splitlines()]
+    assert "".join(one["message"]["content"] for one in pieces) == text
+    assert (last["done_reason"], last["prompt_eval_count"]) == ("stop", usage["prompt_tokens"])
+    assert last["eval_duration"] > 0
+
+
+def test_the_model_calls_a_tool_in_every_dialect(boards: App) -> None:
+    turns = chat_body("What is the weather in Oslo?")["messages"]
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tool = {"name": "get_weather", "input_schema": schema}
+    message = {"messages": turns, "max_tokens": 99, "tools": [tool]}
+    told = ask(boards, "/v1/messages", message).json()
+    call = told["content"][-1]
+    assert (told["stop_reason"], call["name"]) == ("tool_use", "get_weather")
+    assert call["input"] == {"city": "Oslo"}
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": "It rains."}
+    turns += [
+        {"role": "assistant", "content": told["content"]},
+        {"role": "user", "content": [result]},
+    ]
+    again = ask(boards, "/v1/messages", {**message, "messages": turns}).json()
+    assert again["usage"]["input_tokens"] > 0
+    function = {"name": "get_weather", "parameters": schema}
+    tools = [{"type": "function", "function": function}]
+    lines = ask(boards, "/api/chat", {"messages": turns[:1], "tools": tools}).text
+    messages = [json.loads(line)["message"] for line in lines.splitlines()]
+    (called,) = [one for message in messages for one in message.get("tool_calls", [])]
+    assert called["function"] == {"name": "get_weather", "arguments": {"city": "Oslo"}}
+
+
+def test_errors_of_an_application_with_a_prefix_speak_the_dialect(boards: App) -> None:
+    refused = ask(boards, "/v1/messages", {"messages": TURNS})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+    assert refused.json()["type"] == "error"
+    unknown = httpx.get(f"{boards.url}/api/nothing", timeout=60)
+    assert (unknown.status_code, unknown.json()["code"]) == (404, "not_found")
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/api/chat"])
+def test_a_client_that_hangs_up_frees_its_board(boards: App, path: str) -> None:
+    body = {**chat_body(ENDLESS), "max_tokens": 4000, "stream": True}
+    before = {one["id"]: one["aborted"] for one in reports(boards)}
+    with httpx.stream("POST", f"{boards.url}{path}", json=body, timeout=60) as response:
+        board = response.headers["x-rkserve-board"]
+        assert next(response.iter_bytes())
+    patience_s = time.monotonic() + 60
+    while time.monotonic() < patience_s:
+        (report,) = (one for one in reports(boards) if one["id"] == board)
+        if report["running"] == 0 and report["aborted"] > before[board]:
+            return
+        time.sleep(0.1)
+    pytest.fail(f"{board} goes on")
