@@ -8,13 +8,14 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit unit-1 unit-2 unit-3 cluster check format bench bench-control bench-scale bench-kills docs lock sim sanitize clean
+.PHONY: help demo test unit unit-1 unit-2 unit-3 cluster page-test check format bench bench-control bench-scale bench-kills docs lock sim sanitize clean
 
 help:
 	@echo "make demo    three simulated boards behind an OpenAI endpoint, until Ctrl-C"
 	@echo "make test    checks and all tests (what CI runs)"
 	@echo "make unit    tests that need no Ray"
 	@echo "make cluster tests on a local Ray cluster"
+	@echo "make page-test  the chat page in a real Chromium, with axe"
 	@echo "make check   ruff, mypy and generated docs"
 	@echo "make format  reformat the code"
 	@echo "make sanitize  the binding's and the simulator's tests under ASan and UBSan"
@@ -52,6 +53,15 @@ unit-3: $(READY) sim
 
 cluster: $(READY) sim
 	$(BIN)/python -m pytest -m ray
+
+# What it needs is pinned here: nobody else needs it, and CI has no browser.
+PAGE_TOOLS := playwright==1.65.2 axe-playwright-python==0.1.8
+
+page-test: $(READY)
+	@command -v chromium > /dev/null || \
+		{ echo "make page-test needs a browser: apt-get install chromium"; exit 1; }
+	@$(PIP) install $(PAGE_TOOLS)
+	$(BIN)/python -m pytest --page tests/test_page_browser.py
 
 check: $(READY) sim
 	$(BIN)/ruff format --check .

@@ -148,6 +148,8 @@ class RouterConfig(Settings):
         "pings from then on.",
     )
 
+    page: bool = Field(True, description="Whether `/` is the [chat page](page.md).")
+
     @model_validator(mode="after")
     def _priorities_make_sense(self) -> RouterConfig:
         if not self.priority_min <= 0 <= self.priority_max:

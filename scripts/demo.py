@@ -34,6 +34,7 @@ The cluster is ready. Try it in another terminal:
   curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{{
     "model": "{model}", "messages": [{{"role": "user", "content": "Hello! Who are you?"}}]}}'
 
+  chat       {url}/
   state      {bin}/rkserve status
   models     {url}/v1/models
   metrics    {url}/metrics

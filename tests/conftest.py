@@ -24,6 +24,7 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 NO_BOARD = f"needs a real board; run with --board and {' and '.join(BOARD_OPTIONS)}"
+NO_PAGE = "drives Chromium; run by make page-test"
 NOTES: pytest.StashKey[list[str]] = pytest.StashKey()
 FIGURES: pytest.StashKey[list[str]] = pytest.StashKey()
 
@@ -35,6 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for option, variable in BOARD_OPTIONS.items():
         text = f"path of {what[option]} for --board (or ${variable})"
         group.addoption(option, metavar="PATH", default=os.environ.get(variable), help=text)
+    group = parser.getgroup("the chat page")
+    group.addoption("--page", action="store_true", help="also drive Chromium (make page-test)")
     group = parser.getgroup("interruptions")
     for option, default, text in (
         ("--cycles", 30, "random pauses for each n_batch"),
@@ -46,6 +49,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--page"):
+        for item in items:
+            if item.get_closest_marker("page"):
+                item.add_marker(pytest.mark.skip(reason=NO_PAGE))
     on_boards = [item for item in items if item.get_closest_marker("board")]
     if config.getoption("--board"):
         missing = [f"{o} (or ${v})" for o, v in BOARD_OPTIONS.items() if not config.getoption(o)]

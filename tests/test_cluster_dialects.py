@@ -1,4 +1,4 @@
-"""Anthropic's and Ollama's API on a cluster of simulated boards: what a real board tells them."""
+"""What else than OpenAI's API a cluster serves: Anthropic's, Ollama's, and the chat page."""
 
 from __future__ import annotations
 
@@ -90,3 +90,10 @@ def test_a_client_that_hangs_up_frees_its_board(boards: App, path: str) -> None:
             return
         time.sleep(0.1)
     pytest.fail(f"{board} goes on")
+
+
+def test_the_chat_page_and_its_files_are_found_below_a_prefix(boards: App) -> None:
+    for path, kind in (("/", "text/html"), ("/page/main.js", "text/javascript")):
+        sent = httpx.get(f"{boards.url}{path}", timeout=60)
+        assert (sent.status_code, sent.headers["content-type"].split(";")[0]) == (200, kind)
+        assert "script-src 'self'" in sent.headers["content-security-policy"]

@@ -47,12 +47,14 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "wire",
         "routing",
         "control",
+        "page",
     },
     # The one place that knows every part, and the two programs beside it.
     "app": GROUND | {"native", "board", "wire", "routing", "control", "deployments"},
     "cli": GROUND
     | {"native", "board", "wire", "routing", "control", "deployments", "app", "client", "bench"},
     "client": GROUND,
+    "page": frozenset(),
     "bench": GROUND | {"native", "board", "wire", "routing", "control", "deployments", "app"},
     "__init__": frozenset(),
     "__main__": frozenset({"cli"}),

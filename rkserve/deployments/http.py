@@ -21,6 +21,7 @@ from rkserve.deployments.http_cluster import add_cluster
 from rkserve.deployments.http_control import add_control
 from rkserve.deployments.http_dialects import add_dialects, error_of
 from rkserve.deployments.http_embeddings import add_embeddings
+from rkserve.deployments.http_page import add_page
 from rkserve.deployments.http_tokens import add_tokens
 from rkserve.deployments.service import Service
 from rkserve.errors import MethodNotAllowed, NoBoard, RequestError, RkserveError, RouteNotFound
@@ -54,6 +55,8 @@ def make_app(
     add_embeddings(app, service)
     add_tokens(app, service)
     add_dialects(app, service)
+    if service.config.page:
+        add_page(app)
     add_control(app, service, peers)
     add_cluster(app, service, max_adapter_bytes, max_model_bytes)
     return _Counted(app, service)  # outside of everything, so that a 500 counts as well

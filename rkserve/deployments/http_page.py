@@ -1,0 +1,36 @@
+"""Routes of the chat page: files that are sent as they are, to anybody.
+
+There is no secret in them; what the page then asks for needs a key as any other client does.
+"""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from rkserve.errors import RouteNotFound
+from rkserve.page import FRONT, PageFile, page_files
+
+
+def add_page(app: FastAPI) -> None:
+    """Add the routes. The files are read once."""
+    found = page_files()
+
+    @app.api_route("/", methods=["GET", "HEAD"])
+    async def page(request: Request) -> Response:
+        """Send the page."""
+        return _send(request, found[FRONT])
+
+    @app.api_route("/page/{name}", methods=["GET", "HEAD"])
+    async def file(request: Request, name: str) -> Response:
+        """Send one of the page's files."""
+        if name not in found:
+            raise RouteNotFound(f"There is nothing at {request.url.path}.")
+        return _send(request, found[name])
+
+
+def _send(request: Request, file: PageFile) -> Response:
+    known = request.headers.get("if-none-match", "")
+    if file.etag in known:  # a proxy may have made it a weak one, or sent several
+        return Response(status_code=304, headers={**file.headers})
+    return Response(file.content, headers=file.headers)

@@ -1,0 +1,72 @@
+"""The chat page as files: what a browser is sent, and what it may do with it.
+
+It knows files and headers, and neither routes nor the server behind them; the page itself is in
+``files/``: HTML, CSS and JavaScript modules as they are sent, without a build step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+
+FRONT = "index.html"
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+
+# The page is given nothing from elsewhere, sends nothing elsewhere and stands in no frame, and no
+# text can become markup: it makes elements only (which is what trusted types enforce).
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+    # After an update the files belong together: a browser asks each time whether it has the latest.
+    "cache-control": "no-cache",
+}
+
+
+@dataclass(frozen=True)
+class PageFile:
+    """One file of the page. ``etag`` is another one where the content is."""
+
+    content: bytes
+    media_type: str
+    etag: str
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Everything that a browser is told of it."""
+        return {**HEADERS, "content-type": self.media_type, "etag": self.etag}
+
+
+def page_files() -> Mapping[str, PageFile]:
+    """Return the files of the page by their names."""
+    found = files(__package__).joinpath("files").iterdir()
+    return {one.name: _page_file(one.name, one.read_bytes()) for one in found}
+
+
+def _page_file(name: str, content: bytes) -> PageFile:
+    digest = hashlib.sha256(content).hexdigest()[:20]
+    return PageFile(content, _TYPES[name.rpartition(".")[2]], f'"{digest}"')

@@ -1,0 +1,244 @@
+/** The chat page: what is asked, what is shown, and what is kept. */
+
+import { answer, models } from "./api.js";
+import { make } from "./draw.js";
+import * as panels from "./panels.js";
+import * as store from "./store.js";
+import { Answer, figures_of, question } from "./talk.js";
+
+const at = (id) => document.getElementById(id);
+const [log, input, picker] = [at("log"), at("input"), at("model")];
+
+let chat = store.new_chat();
+let last = null; // the answer at the end, which may be asked for again
+let running = null; // the answer that comes, with what hangs up on it
+const forgotten = new Set(); // conversations that are not to be kept, though an answer still comes
+let following = true; // the end of the conversation is kept in view
+
+// -- the conversation ----------------------------------------------------------------------------
+
+function show_chat(chosen) {
+  hang_up();
+  chat = chosen;
+  last = null;
+  log.replaceChildren();
+  for (const message of chat.messages) {
+    if (message.role === "user") {
+      log.append(question(message.text));
+    } else {
+      last = new Answer(message.model);
+      log.append(last.element);
+      last.restore(message);
+    }
+  }
+  last?.offer_again(again);
+  greet();
+  following = true;
+  follow();
+  list_chats();
+  panels.close_side();
+}
+
+function greet() {
+  if (chat.messages.length) return;
+  const words = make("p", {}, "Whatever you ask, a board of this cluster answers.");
+  log.append(make("div", { class: "greeting" }, make("h2", {}, "A new conversation"), words));
+}
+
+function list_chats() {
+  panels.list_chats(store.chats(), chat, {
+    open: show_chat,
+    forget: (one) => {
+      forgotten.add(one.id);
+      store.forget(one);
+      if (one.id === chat.id) show_chat(store.new_chat());
+      else list_chats();
+    },
+  });
+}
+
+function follow() {
+  if (following) log.scrollTop = log.scrollHeight;
+}
+
+// -- asking --------------------------------------------------------------------------------------
+
+function ask(text) {
+  if (!chat.messages.length) {
+    log.replaceChildren();
+    chat.title = text.trim().replace(/\s+/g, " ").slice(0, 60);
+  }
+  chat.messages.push({ role: "user", text });
+  log.append(question(text));
+  store.keep(chat);
+  list_chats();
+  void respond();
+}
+
+function body() {
+  const { system, temperature, limit } = store.settings();
+  const asked = { model: picker.value, messages: turns(), prompt_cache_key: chat.id };
+  if (system.trim()) asked.messages.unshift({ role: "system", content: system });
+  if (temperature !== "") asked.temperature = Number(temperature);
+  if (limit !== "") asked.max_tokens = Number(limit);
+  return asked;
+}
+
+/** The conversation as models want it: answers that never came leave no gap between two turns. */
+function turns() {
+  const found = [];
+  for (const { role, text } of chat.messages.filter((one) => one.text)) {
+    if (found.at(-1)?.role === role) found.at(-1).content += `\n\n${text}`;
+    else found.push({ role, content: text });
+  }
+  return found;
+}
+
+/** Ask for the answer to the conversation as it is, and show it while it comes. */
+async function respond() {
+  const shown = new Answer(picker.value);
+  const call = { hung_up: false, abort: new AbortController(), chat, model: picker.value };
+  running = call;
+  last?.take_back_offer();
+  last = shown;
+  log.append(shown.element);
+  following = true;
+  follow();
+  panels.set_busy(true);
+  const told = { reason: null, timings: null, usage: null, board: "", first_ms: 0 };
+  let failure = null;
+  try {
+    await read(shown, told, call.abort.signal);
+  } catch (error) {
+    failure = error;
+  }
+  settle(shown, told, call, failure);
+}
+
+async function read(shown, told, signal) {
+  const began = performance.now();
+  shown.wait("Waiting for a board");
+  panels.say("Waiting for a board.");
+  for await (const event of answer(body(), store.key(), signal)) {
+    if (event.kind === "taken") {
+      told.board = event.board;
+      const { ahead } = event;
+      shown.wait(ahead ? `Queued: ${ahead} before you on ${event.board}` : "Reading the prompt");
+    } else if (event.kind === "paused") {
+      shown.wait("Paused by the operator");
+    } else if (event.kind === "end") {
+      const { reason, timings, usage } = event;
+      Object.assign(told, { reason, timings, usage });
+    } else if (event.kind === "delta") {
+      if (event.text || event.thinking || event.retract || event.unthought) {
+        told.first_ms ||= performance.now() - began;
+        shown.wait(event.text ? "" : "Thinking");
+        shown.add(event);
+      } else if (!told.board) {
+        shown.wait("Reading the prompt"); // it waited so long that its headers came before a board
+      }
+    }
+  }
+}
+
+/** An answer is over, in whichever way: show and keep what became of it. */
+function settle(shown, told, call, failure) {
+  if (call.hung_up) told.reason = "left";
+  const words = failure && !call.hung_up ? sentence(failure) : "";
+  const figures = figures_of(told);
+  shown.end(figures, words);
+  const { text, thinking } = shown;
+  const { model } = call;
+  call.chat.messages.push({ role: "assistant", model, text, thinking, figures, failure: words });
+  if (!forgotten.has(call.chat.id)) store.keep(call.chat);
+  running = null;
+  panels.set_busy(false);
+  list_chats();
+  if (call.chat !== chat) return; // another conversation is open by now
+  panels.say(words || (call.hung_up ? "Stopped." : "The answer is complete."));
+  if (failure?.status === 401) panels.ask_key();
+  shown.offer_again(again);
+  follow();
+}
+
+function again() {
+  if (running) return;
+  chat.messages.pop();
+  last.element.remove();
+  last = null;
+  input.focus(); // the button is gone
+  void respond();
+}
+
+function sentence(error) {
+  if (error.status === 401) return "The server asks for an API key: enter it in the settings.";
+  if (error.retry_after_s) return `${error.message} (Worth another try in ${error.retry_after_s} s.)`;
+  return error.message;
+}
+
+/** Leave an answer that comes: its board becomes free. */
+function hang_up() {
+  if (!running) return;
+  const call = running;
+  call.hung_up = true;
+  call.abort.abort();
+}
+
+// -- models --------------------------------------------------------------------------------------
+
+async function find_models() {
+  try {
+    panels.list_models(await models(store.key()), store.settings().model);
+    panels.notice("");
+  } catch (error) {
+    panels.notice(sentence(error));
+    if (error.status === 401) panels.ask_key();
+    else setTimeout(() => void find_models(), 5000);
+  }
+}
+
+// -- wiring --------------------------------------------------------------------------------------
+
+function send() {
+  const text = input.value;
+  if (!text.trim() || running || picker.disabled) return;
+  input.value = "";
+  panels.fit(input);
+  ask(text);
+}
+
+at("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  send();
+});
+input.addEventListener("keydown", (event) => {
+  // While an input method composes, Enter is its own.
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  send();
+});
+input.addEventListener("input", () => panels.fit(input));
+at("stop").addEventListener("click", () => {
+  hang_up();
+  input.focus();
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || at("settings").open) return;
+  if (!panels.close_side()) hang_up();
+});
+at("new").addEventListener("click", () => {
+  show_chat(store.new_chat());
+  input.focus();
+});
+picker.addEventListener("change", () => store.set({ model: picker.value }));
+log.addEventListener("scroll", () => {
+  following = log.scrollHeight - log.scrollTop - log.clientHeight < 48;
+});
+log.addEventListener("grown", follow);
+new ResizeObserver(follow).observe(log);
+window.addEventListener("pagehide", hang_up);
+
+panels.open_settings_with(find_models);
+show_chat(store.chats()[0] ?? chat);
+void find_models();
+input.focus();
