@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 import time
 from typing import Any
 
 import httpx
 import pytest
-from local_cluster import App
+from local_cluster import PROJECT, App
 from talk import ENDLESS, MODEL, chat_body
 
 pytestmark = pytest.mark.ray
@@ -37,6 +40,9 @@ def test_every_dialect_says_the_same_and_a_board_tells_its_stop_sequence(boards:
     assert counted == usage["prompt_tokens"]
     count = ask(boards, "/v1/messages/count_tokens", {"messages": TURNS}).json()
     assert count == {"input_tokens": usage["prompt_tokens"]}
+    response = ask(boards, "/v1/responses", {"input": SAYS, "stop": [" the"]}).json()
+    assert response["output"][0]["content"][0]["text"] == text
+    assert response["usage"]["input_tokens"] == usage["prompt_tokens"]
     lines = ask(boards, "/api/chat", {"messages": TURNS, "options": {"stop": " the"}}).text
     *pieces, last = [json.loads(line) for line in lines.splitlines()]
     assert "".join(one["message"]["content"] for one in pieces) == text
@@ -97,3 +103,24 @@ def test_the_chat_page_and_its_files_are_found_below_a_prefix(boards: App) -> No
         sent = httpx.get(f"{boards.url}{path}", timeout=60)
         assert (sent.status_code, sent.headers["content-type"].split(";")[0]) == (200, kind)
         assert "script-src 'self'" in sent.headers["content-security-policy"]
+
+
+PAGE = (PROJECT / "docs" / "api.md").read_text(encoding="utf-8")
+DIALECTS = PAGE.partition("## Other dialects\n")[2].partition("\n## ")[0]
+EXAMPLES = re.findall(r"```sh\n(.*?)```", DIALECTS, re.S)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the examples call curl")
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda text: str(text).split()[1][21:])
+def test_the_examples_of_the_page_are_answered(boards: App, example: str) -> None:
+    here = example.replace("http://127.0.0.1:8000", boards.url)
+    assert here != example
+    done = subprocess.run(
+        ["sh", "-c", here.replace("curl ", "curl -sS --fail-with-body ", 1)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert MODEL in json.loads(done.stdout)["model"]

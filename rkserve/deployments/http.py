@@ -26,6 +26,7 @@ from rkserve.deployments.http_tokens import add_tokens
 from rkserve.deployments.service import Service
 from rkserve.errors import MethodNotAllowed, NoBoard, RequestError, RkserveError, RouteNotFound
 from rkserve.wire.answers import CHAT, COMPLETION
+from rkserve.wire.dialects.responses_answers import RESPONSES
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,11 @@ def _add_calls(app: FastAPI, service: Service) -> None:
     async def completions(request: Request) -> Response:
         """Continue a prompt."""
         return await respond(service, request, COMPLETION)
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        """Answer a conversation as OpenAI's newer API does."""
+        return await respond(service, request, RESPONSES)
 
 
 def _add_lookups(app: FastAPI, service: Service) -> None:

@@ -381,7 +381,7 @@ class Service:
             self._broken(exc)
             if not isinstance(exc, RkserveError):
                 log.exception("an answer failed in a way that it should not")
-            yield opened.dialect.broken(exc)
+            yield answer.broken(exc)
         except BaseException as exc:
             self._broken(exc)
             raise

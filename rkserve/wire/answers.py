@@ -76,6 +76,10 @@ class _Answer(Tally, ABC):
         """Return what comes after the last choice has ended."""
         return self.usage_chunk() + sse.DONE
 
+    def broken(self, exc: BaseException) -> bytes:
+        """Return the error event that ends a stream which breaks."""
+        return _broken(exc)
+
     def whole(self) -> JsonObject:
         """Return the answer. Every choice must have ended."""
         return {

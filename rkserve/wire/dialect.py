@@ -46,6 +46,9 @@ class Answer(Protocol):
     def closing(self) -> bytes:
         """Return what comes after the last choice has ended."""
 
+    def broken(self, exc: BaseException) -> bytes:
+        """Return what ends a stream that has begun and breaks."""
+
     def add(self, index: int, delta: Delta) -> object:
         """Take a delta of a whole answer."""
 
@@ -62,7 +65,7 @@ class Dialect:
 
     ``parse`` reads a body, or raises ``RequestError``. ``answer`` is made of a call, its id (which
     begins with ``prefix``), the time in seconds since 1970 and what it comes from. ``ping`` keeps a
-    silent stream open, also one that no board has taken yet; ``broken`` ends one that has begun.
+    silent stream open, also one that no board has taken yet; ``broken`` ends one without an answer.
     """
 
     parse: Callable[[bytes], AnyCall]

@@ -1,1 +1,1 @@
-"""The words of other APIs than OpenAI's, one file each: bodies to calls, events to answers."""
+"""The words of other APIs than OpenAI's chats: bodies to calls, events to answers."""

@@ -13,12 +13,13 @@ from typing import Any
 from rkserve.errors import RequestError, UnsupportedParameter
 from rkserve.wire import refusals
 from rkserve.wire.conversation import Message
+from rkserve.wire.dialects.offered import offered
 from rkserve.wire.fields import Fields, Range, as_fields, missing, quoted, wrong_type
 from rkserve.wire.jsonbody import JsonObject, parse_object
 from rkserve.wire.limits import MAX_STOP_SEQUENCES, MAX_TOOLS
 from rkserve.wire.openai import ChatCall, read_model, read_shared, read_stop
 from rkserve.wire.thinking import EFFORTS, Wish, read_wish
-from rkserve.wire.tooling import NO_TOOLS, Tools, check_name
+from rkserve.wire.tooling import NO_TOOLS, Tools
 
 _AT_LEAST_ONE = Range(1)
 _ROLES = ("user", "assistant", "system")
@@ -117,13 +118,7 @@ def _tool(tool: Fields) -> JsonObject:
             "known, with 'name', 'description' and 'input_schema'.",
             tool.path("type"),
         )
-    function: JsonObject = {"name": check_name(tool.required_text("name"), tool.path("name"))}
-    if (description := tool.text("description")) is not None:
-        function["description"] = description
-    empty: JsonObject = {"type": "object", "properties": {}}
-    given = tool.child("input_schema")
-    function["parameters"] = empty if given is None else tool.get("input_schema")
-    return {"type": "function", "function": function}
+    return offered(tool, "input_schema")
 
 
 def _wish(fields: Fields) -> Wish:

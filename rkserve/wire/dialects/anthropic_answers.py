@@ -95,6 +95,10 @@ class MessageAnswer(Tally):
         """Return the last event."""
         return sse.event("message_stop", {"type": "message_stop"})
 
+    def broken(self, exc: BaseException) -> bytes:
+        """Return the event that ends a message which breaks off."""
+        return _broken(exc)
+
     def whole(self) -> JsonObject:
         """Return the message."""
         speech = self.speech(0)

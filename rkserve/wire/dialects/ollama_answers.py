@@ -82,6 +82,10 @@ class _Lines(Tally, ABC):
         """Return the last line."""
         return line(self._last(self._said()))
 
+    def broken(self, exc: BaseException) -> bytes:
+        """Return the line that ends an answer which breaks off."""
+        return _broken(exc)
+
     def whole(self) -> JsonObject:
         """Return the answer."""
         speech = self.speech(0)
