@@ -63,6 +63,34 @@ class AdapterRef:
         return f"{self.label}-{self.digest[:12]}-{self.scale:g}"
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What the model gave a token: the natural logarithm of its probability.
+
+    ``top`` are the likeliest ids at that position with theirs, the likeliest first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stepwise:
+    """What a generation needs that the runtime's own sampling does not have.
+
+    ``seed``, ``choice`` and the place of a token in the answer decide every draw. Logprobs come
+    with the tokens where ``top_logprobs`` is a number: those of the chosen ones, and of so many of
+    the likeliest; ``prompt_logprobs`` are those of the prompt as well.
+    """
+
+    seed: int
+    choice: int = 0
+    min_p: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    top_logprobs: int | None = None
+    prompt_logprobs: bool = False
+
+
 class Kind(str, Enum):
     """Where a token after the prompt comes from."""
 
@@ -76,7 +104,8 @@ class Slot:
     """One token after the prompt.
 
     ``waiting``: its text comes with that of the tokens behind it. ``cleared``: a range clear took
-    it out of the context; what it says in the answer stays.
+    it out of the context; what it says in the answer stays. ``scored`` is there where logprobs were
+    asked for and the model has chosen it.
     """
 
     token_id: int
@@ -84,6 +113,7 @@ class Slot:
     kind: Kind = Kind.GENERATED
     waiting: bool = False
     cleared: bool = False
+    scored: Scored | None = None
 
     @property
     def unfinished(self) -> bool:
@@ -111,7 +141,8 @@ class Continued:
     client has ``text`` of the answer, and all ids of the slots that belong to it. ``bound`` of None
     has no token yet. ``paused`` is how it rests; with ``pause_over`` the last token's own pause, if
     it asks for one, was made already. It goes on for the ``times``-th time. One that is a
-    ``suspect`` had the run that a board was lost in: it shares its next one with nobody.
+    ``suspect`` had the run that a board was lost in: it shares its next one with nobody. The
+    client has the logprobs of the prompt if it was ``scored``.
     """
 
     slots: tuple[Slot, ...] = ()
@@ -122,6 +153,7 @@ class Continued:
     pause_over: bool = False
     times: int = 1
     suspect: bool = False
+    scored: bool = False
 
     @property
     def tokens(self) -> int:
@@ -156,7 +188,11 @@ class GenerateRequest:
     tokenizer is served in text mode: ``prompt_ids`` is empty then and ``prompt_text`` is the whole
     rendered prompt, tokenized by the runtime. ``sampling`` is complete;
     ``sampling_asked`` names the fields that the client set itself, so that a runtime which cannot
-    change them says so. ``max_tokens`` counts generated tokens. ``stop`` holds non-empty strings.
+    change them says so. ``max_tokens`` counts generated tokens; it is 0 where only the prompt's
+    logprobs are wanted. ``stop`` holds non-empty strings.
+
+    ``stepwise`` is there where the runtime's own sampling cannot do what was asked for: the answer
+    is then made of single steps, with all of ``sampling`` but mirostat, on every release.
 
     ``adapter`` of None is the base model. ``native_pause`` starts the run so that the runtime
     itself can pause it with its KV cache kept, at the price of no reuse of the live context. It
@@ -193,6 +229,7 @@ class GenerateRequest:
     patient: bool = True
     continued: Continued | None = None
     thinking: Thinking | None = None
+    stepwise: Stepwise | None = None
 
 
 class Pooling(str, Enum):
@@ -300,6 +337,9 @@ class Delta:
     transcript has become. ``bound`` is there where the weights have changed. A delta that is made
     while the generation is ``paused``, by an edit, does not end the pause; any other one does, also
     an empty one.
+
+    ``logprobs`` were asked for: one for each id, None for one that the model has not chosen.
+    ``prompt`` has those of the prompt's ids from its second on, once.
     """
 
     text: str
@@ -309,11 +349,13 @@ class Delta:
     splice: Splice | None = None
     bound: Bound | None = None
     paused: bool = False
+    logprobs: tuple[Scored | None, ...] = ()
+    prompt: tuple[Scored, ...] = ()
 
     @property
     def plain(self) -> bool:
         """Whether it only adds ids, each with its own part of the text."""
-        return not (self.retract or self.splice or self.bound or self.paused)
+        return not (self.retract or self.splice or self.bound or self.paused or self.prompt)
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -331,7 +373,8 @@ def merged(first: Delta, second: Delta) -> Delta | None:
         return None
     ids = (*first.token_ids, *second.token_ids)
     lengths = (*first.parts, *second.parts) if len(ids) > 1 else ()
-    return Delta(first.text + second.text, ids, lengths=lengths)
+    logprobs = (*first.logprobs, *second.logprobs)
+    return Delta(first.text + second.text, ids, lengths=lengths, logprobs=logprobs)
 
 
 @dataclass(frozen=True, slots=True)

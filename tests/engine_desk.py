@@ -149,6 +149,7 @@ class Desk:
             "load_cache": None,
             "release_cache": False,
             "save_cache": None,
+            "steps": None,
             "pooling": None,
         }
         [(kind, payload)] = FrameReader().feed(frames.pack_run(run_id, plain | changes, entries))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rkserve.board.engine import EngineFacts, OnToken, RunCommand, RunEnded
+from rkserve.board.engine import EngineFacts, OnScores, OnToken, RunCommand, RunEnded
 from rkserve.errors import CallFailed, EngineDied, Misuse, NativeError
 from rkserve.native.runtime import Perf, RunEnd
 
@@ -150,7 +150,12 @@ class FakeEngine:
 
     # -- runs ---------------------------------------------------------------------------------
 
-    def run(self, command: RunCommand, on_token: OnToken) -> asyncio.Future[RunEnded]:
+    def run(
+        self,
+        command: RunCommand,
+        on_token: OnToken,
+        on_scores: OnScores | None = None,
+    ) -> asyncio.Future[RunEnded]:
         self.commands.append(command)
         play = self._paused if command.resume else None
         if play is None:

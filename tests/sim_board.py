@@ -23,6 +23,7 @@ from rkserve.board.board import Board, BoardSettings
 from rkserve.board.engine import (
     EngineFacts,
     EngineSpec,
+    OnScores,
     OnToken,
     RunCommand,
     RunEnded,
@@ -96,7 +97,9 @@ class Tap:
         self._hold, self._held = count, asyncio.get_running_loop().create_future()
         return self._held
 
-    def run(self, command: RunCommand, on_token: OnToken) -> asyncio.Future[RunEnded]:
+    def run(
+        self, command: RunCommand, on_token: OnToken, on_scores: OnScores | None = None
+    ) -> asyncio.Future[RunEnded]:
         """See ``Engine``."""
         self.commands.append(command)
         heard, hold, held = 0, self._hold, self._held
@@ -134,7 +137,7 @@ class Tap:
             end()
 
         self._flush = flush
-        self._inner = inner = self.engine.run(command, count)
+        self._inner = inner = self.engine.run(command, count, on_scores)
         # The board may have given the run up, as it does with one that hangs.
         inner.add_done_callback(lambda done: done.cancelled() or done.exception())
         inner.add_done_callback(lambda _: self.over())

@@ -24,6 +24,7 @@ from rkserve.messages import (
     Kind,
     Kv,
     Paused,
+    Scored,
     Slot,
     Splice,
     Timings,
@@ -67,6 +68,11 @@ EVENTS = [
         ),
         id="finished with versions",
     ),
+    pytest.param(
+        Delta("ab", (1, 2), lengths=(1, 1), logprobs=(Scored(-0.5, ((1, -0.5),)), None)),
+        id="logprobs",
+    ),
+    pytest.param(Delta("", (), prompt=(Scored(-9999.0), Scored(-1.0))), id="of a prompt"),
 ]
 
 

@@ -86,6 +86,7 @@ SAMPLES: list[RkserveError] = [
     errors.NothingComputed("logits", "it was aborted"),
     errors.FrameCorrupt("a frame claims 0 bytes"),
     errors.Misuse("run while RUNNING."),
+    errors.StepsRefused("no token may follow"),
 ]
 
 each_sample = pytest.mark.parametrize("error", SAMPLES, ids=lambda e: type(e).__name__)

@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rkserve.errors import FrameCorrupt
+from rkserve.messages import Scored
 from rkserve.native import frames
 from rkserve.native.frames import FrameReader, Kind
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 RUN_ID = st.integers(0, 2**32 - 1)
 ENTRY = st.integers(0, frames.MAX_ENTRIES - 1)
-PACKED_KINDS = {Kind.RUN, Kind.TOKEN}
+PACKED_KINDS = {Kind.RUN, Kind.TOKEN, Kind.SCORES}
 JSON_KINDS = st.sampled_from(sorted(set(Kind) - PACKED_KINDS))
 JSON = st.dictionaries(st.text(max_size=5), st.one_of(st.text(max_size=20), INT32, st.none()))
 Token = tuple[int, int, int, bytes, bool]
@@ -39,6 +40,24 @@ TOKEN = st.tuples(RUN_ID, ENTRY, INT32, st.binary(max_size=50), st.booleans())
 def test_a_token_comes_back(token: Token) -> None:
     [(kind, payload)] = read(frames.pack_token(*token))
     assert (kind, frames.unpack_token(payload)) == (Kind.TOKEN, token)
+
+
+LOGPROB = st.floats(-9999, 0)
+SCORED = st.builds(Scored, LOGPROB, st.lists(st.tuples(INT32, LOGPROB), max_size=4).map(tuple))
+
+
+@given(run_id=RUN_ID, found=st.lists(SCORED, max_size=5).map(tuple), prompt=st.booleans())
+def test_logprobs_come_back(run_id: int, found: tuple[Scored, ...], prompt: bool) -> None:
+    [(kind, payload)] = read(frames.pack_scores(run_id, found, prompt=prompt))
+    assert (kind, frames.unpack_scores(payload)) == (Kind.SCORES, (run_id, prompt, found))
+
+
+@pytest.mark.parametrize("size", [0, 6, 12, 25, 30])
+def test_logprobs_that_are_cut_or_too_long_are_corrupt(size: int) -> None:
+    [(_, payload)] = read(frames.pack_scores(1, [Scored(-1.0, ((5, -2.0),))], prompt=False))
+    assert len(payload) == 29
+    with pytest.raises(FrameCorrupt):
+        frames.unpack_scores((payload + b"x")[:size])
 
 
 ENTRIES = st.lists(st.lists(INT32, max_size=20).map(tuple), max_size=9).map(tuple)

@@ -29,15 +29,17 @@ GROUND = frozenset(
         "names",
         "parameters",
         "ports",
+        "vocabulary",
     }
 )
 MAY_IMPORT: dict[str, frozenset[str]] = {
     **dict.fromkeys(GROUND, GROUND),
-    "native": GROUND,
+    "native": GROUND | {"sampling"},
+    "sampling": GROUND,
     "wire": GROUND,
     "routing": GROUND,
     "control": GROUND,
-    "board": GROUND | {"native.runtime", "native.states", "native.frames"},
+    "board": GROUND | {"native.runtime", "native.states", "native.frames", "native.stepparams"},
     "deployments": GROUND
     | {
         "native.runtime",
@@ -62,6 +64,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 OWNERS = {
     "asyncio": {"board", "deployments", "app", "cli", "bench", "client"},
     "cffi": {"native"},
+    "numpy": {"native", "sampling"},
     "ray": {"deployments", "app", "cli", "bench"},
     "fastapi": {"deployments"},
     "starlette": {"deployments"},

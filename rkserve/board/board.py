@@ -102,6 +102,7 @@ class Board:
         self.board_id, self.model = settings.board_id, settings.model
         self.context_len, self.n_batch = settings.context_len, settings.n_batch
         self.text_mode = settings.text_mode
+        self.eos_ids, self.tokenizer_file = settings.eos_ids, settings.tokenizer_file
         self.position_bytes = settings.kv_position_bytes
         self.pause_timeout_s, self.max_paused = settings.pause_timeout_s, settings.max_paused
         self.batch_window_s = settings.batch_window_s
@@ -210,6 +211,7 @@ class Board:
         if len(request.prompt_ids) + request.max_tokens > self.context_len:
             raise ContextOverflow(len(request.prompt_ids), self.context_len)
         self.caching.check(request)
+        self._settings.check_steps(request)
         job = self._job(request, live.facts, hooks)
         self.jobs[job.ticket] = job
         self.asked_s = clock.now_s()

@@ -25,6 +25,7 @@ from rkserve.errors import (
     BoardFailed,
     EngineDied,
     HookFailed,
+    RequestError,
     RkserveError,
     RunFailed,
 )
@@ -217,7 +218,7 @@ class Conductor:
 
     async def _once(self, job: Job, live: LiveEngine, begin: Beginning) -> bool:
         """Make one run of the job; return whether it needs another one at once."""
-        job.generation.runtime_counts = live.facts.per_run_sampling
+        job.generation.runtime_counts = live.facts.per_run_sampling or begin.steps is not None
         try:
             live.require()
             self._start(job)
@@ -227,8 +228,13 @@ class Conductor:
             raise
         if job not in run.seats:
             return await self._unheard(begin, ended)
+        if ended.refused:
+            self.fail(job, RequestError(_reason(ended)))
+            return False
         if ended.end is RunEnd.FAILED:
             return await self._failed(job, begin, run, ended)
+        if ended.cut:
+            job.generation.cut()
         if ended.end is not None:
             self._count(job, perf(begin, run, ended), begin.reused)
         # First: whoever waits for the pause is told of it when the board is held.
@@ -245,7 +251,7 @@ class Conductor:
         """A muted run has returned: the board is free. Whose it was goes on by itself."""
         await abandon(self._stage, begin)
         await self._opening.drain()
-        if ended.end is RunEnd.FAILED and not begin.resume:
+        if ended.end is RunEnd.FAILED and not begin.resume and not ended.refused:
             raise RunFailed(self._stage.board_id, _reason(ended))
         return False
 

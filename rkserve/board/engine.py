@@ -11,12 +11,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from rkserve.messages import Pooling
+from rkserve.messages import Pooling, Scored
 from rkserve.native.runtime import LoadParams, Perf, RunEnd
+from rkserve.native.stepparams import StepParams
 
 # What a run gives for every token: entry of the batch, token id, text, and whether the library
 # still holds text back (``waiting``). See ``Piece``.
 OnToken = Callable[[int, int, bytes, bool], None]
+# What a run of single steps gives before a token, or of its prompt (True): logprobs.
+OnScores = Callable[[bool, tuple[Scored, ...]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +79,10 @@ class RunCommand:
     stays for later runs. If one of the first two fails, there is no run. A cache is a convenience:
     one that cannot be loaded or released leaves its reason in ``RunEnded.cache_refused``.
 
-    ``resume`` goes on with the paused run, under a new ``run_id``. With ``pooling`` nothing is
-    generated: the hidden states of the one entry become the ``vector`` of ``RunEnded``.
+    ``resume`` goes on with the paused run, under a new ``run_id``. With ``steps`` the engine makes
+    the run of single steps; ``sampling`` and ``max_new_tokens`` are the library's, and not used.
+    With ``pooling`` nothing is generated: the hidden states of the one entry become the ``vector``
+    of ``RunEnded``.
     """
 
     run_id: int
@@ -92,6 +97,7 @@ class RunCommand:
     load_cache: str | None = None
     release_cache: bool = False
     save_cache: str | None = None
+    steps: StepParams | None = None
     pooling: Pooling | None = None
 
 
@@ -101,7 +107,9 @@ class RunEnded:
 
     ``end`` is None for a run that was aborted before it began. ``kv_positions`` is what the runtime
     says each entry's KV cache holds now, and empty where it would not say. ``perf`` is zeros for a
-    run that was paused. ``vector`` are float32 values, of a text with so many ``tokens``.
+    run that was paused. Of a run of single steps, ``refused`` says that it failed by what it was
+    asked for, and ``cut`` that it ended at the room that the engine has for a context. ``vector``
+    are float32 values, of a text with so many ``tokens``.
     """
 
     end: RunEnd | None
@@ -110,6 +118,8 @@ class RunEnded:
     kv_positions: tuple[int, ...]
     error: str | None
     cache_refused: str | None = None
+    refused: bool = False
+    cut: bool = False
     vector: bytes = b""
     tokens: int = 0
 
@@ -126,7 +136,9 @@ class Engine(Protocol):
     pid: int
     died: asyncio.Future[str]
 
-    def run(self, command: RunCommand, on_token: OnToken) -> asyncio.Future[RunEnded]:
+    def run(
+        self, command: RunCommand, on_token: OnToken, on_scores: OnScores | None = None
+    ) -> asyncio.Future[RunEnded]:
         """Start a run. The future fails with ``EngineDied`` if the process ends first.
 
         Raises:

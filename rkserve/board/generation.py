@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 
 from rkserve.board.chain import Chain, Piece
@@ -19,7 +20,16 @@ from rkserve.board.text import Characters
 from rkserve.board.thinking import Thought, thinking_limit, thought
 from rkserve.board.transcript import Transcript, ordered
 from rkserve.errors import ContextOverflow, HookFailed, RequestError, StateConflict
-from rkserve.messages import Continued, Delta, Edit, FinishReason, GenerateRequest, Kind, Slot
+from rkserve.messages import (
+    Continued,
+    Delta,
+    Edit,
+    FinishReason,
+    GenerateRequest,
+    Kind,
+    Scored,
+    Slot,
+)
 
 # A hook that takes back its way out of an answer gets so many tries before it has to get further.
 REWINDS_WITHOUT_PROGRESS = 64
@@ -74,9 +84,14 @@ class Generation:
         self._chain = Chain(self._factories, request)
         self._characters = Characters()
         self._transcript = Transcript(request.prompt_ids)
-        self._handout = Handout(request.prompt_ids)
+        asked = request.stepwise
+        self._scored = asked is not None and asked.top_logprobs is not None
+        self._handout = Handout(request.prompt_ids, scored=self._scored)
         self._open: list[Slot] = []  # tokens that wait for their text
         self.token_ids: list[int] = []  # of the answer
+        self._score: Scored | None = None  # of the next token
+        self._prompt_scores: list[Scored] = []
+        self._prompt_told = False  # its logprobs were given out
         self._rewinding = False
         self._pause: str | None = None
         self._rewinds, self._furthest = 0, 0
@@ -156,7 +171,8 @@ class Generation:
         if self.complete or self._rewinding or self._pause is not None:
             self._beyond = True
             return False
-        slot = Slot(token_id, data, waiting=waiting)
+        slot = Slot(token_id, data, waiting=waiting, scored=self._score)
+        self._score = None
         self._transcript.slots.append(slot)
         self.token_ids.append(token_id)
         self._left -= 1
@@ -170,6 +186,24 @@ class Generation:
         if not self.complete and not self._rewinding and self._left <= 0:
             self.reason, self._runtime_ends = FinishReason.LENGTH, self.runtime_counts
         return not waiting or self.complete
+
+    def begin_scores(self) -> bool:
+        """A run begins: say whether it owes the logprobs of the prompt."""
+        self._prompt_scores = []
+        asked = self.request.stepwise
+        return asked is not None and asked.prompt_logprobs and not self._prompt_told
+
+    def score(self, found: Sequence[Scored], *, prompt: bool) -> None:
+        """Take logprobs: of the next token, or of the prompt's next positions."""
+        if prompt:
+            self._prompt_scores += found
+        else:
+            (self._score,) = found
+
+    def cut(self) -> None:
+        """The run ended where there was no more room, which only the engine knew."""
+        if not self.complete:
+            self.reason, self._runtime_ends = FinishReason.LENGTH, True
 
     def aborted(self) -> None:
         """The answer ends here because somebody said so; what still arrives is not part of it."""
@@ -224,7 +258,8 @@ class Generation:
         if self.failure is not None:
             raise self.failure
         if self.reason is None:
-            self.reason = FinishReason.LENGTH if context_full else FinishReason.STOP
+            full = context_full or self.request.max_tokens == 0
+            self.reason = FinishReason.LENGTH if full else FinishReason.STOP
         self._all_certain()
         with self._hooked():
             if self._chain.end().stop:
@@ -242,14 +277,27 @@ class Generation:
     @property
     def pending(self) -> bool:
         """Whether ``take`` has something to return."""
-        return self._handout.pending
+        return self._handout.pending or self._prompt_scored
 
     def take(self) -> Delta | None:
         """Return what came since the last call, or None.
 
         Ids that an edit took back are not taken back here: ``tokens`` says how many count.
         """
-        return self._handout.take(self._transcript, self.token_ids)
+        delta = self._handout.take(self._transcript, self.token_ids)
+        if not self._prompt_scored:
+            return delta
+        self._prompt_told, scores = True, tuple(self._prompt_scores)
+        return replace(Delta("", ()) if delta is None else delta, prompt=scores)
+
+    @property
+    def _prompt_scored(self) -> bool:
+        """Whether all logprobs of the prompt are there, and nobody has them."""
+        if self._prompt_told or self.request.stepwise is None:
+            return False
+        asked = self.request.stepwise.prompt_logprobs
+        found = len(self._prompt_scores)
+        return asked and 0 < found == len(self.request.prompt_ids) - 1
 
     # -- an edit ------------------------------------------------------------------------------
 
@@ -294,6 +342,8 @@ class Generation:
     def _make_room(self) -> None:
         """Say how many tokens the next run may give; without room for one there is no such run."""
         self._left = self.budget
+        if self.request.max_tokens == 0 and self.begin_scores():
+            return  # a run that gives none is what it is about
         if not self.complete and self._left == 0:
             self.reason = FinishReason.LENGTH
 
@@ -386,10 +436,11 @@ class Generation:
         other word of a hook has been followed there.
         """
         request = self.request
+        self._prompt_told = continued.scored
         prompt = request.prompt_ids if continued.prompt_ids is None else continued.prompt_ids
         self._transcript = Transcript(prompt, continued.slots)
         given = len(self._transcript.answer)
-        self._handout = Handout(prompt, continued.slots, given, continued.text)
+        self._handout = Handout(prompt, continued.slots, given, continued.text, scored=self._scored)
         heard = continued.pause_over or continued.paused is not None
         with self._hooked():
             self._replay(newest=not heard)

@@ -8,10 +8,11 @@ what edits do, is not its business.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rkserve.board.kv import Ids, common_prefix
 from rkserve.board.transcript import Transcript
-from rkserve.messages import Delta, Slot, Splice
+from rkserve.messages import Delta, Kind, Scored, Slot, Splice
 
 
 class Handout:
@@ -21,9 +22,19 @@ class Handout:
     """
 
     def __init__(
-        self, prompt: Ids, slots: Sequence[Slot] = (), ids: int = 0, text: str = ""
+        self,
+        prompt: Ids,
+        slots: Sequence[Slot] = (),
+        ids: int = 0,
+        text: str = "",
+        *,
+        scored: bool = False,
     ) -> None:
-        """That much was given out already, of a generation that began elsewhere."""
+        """That much was given out already, of a generation that began elsewhere.
+
+        Ids that are ``scored`` are given out with their logprobs.
+        """
+        self._scored = scored
         self._given = [text]
         self._text, self._retract = "", 0
         self._prompt = prompt
@@ -82,12 +93,25 @@ class Handout:
             delta = Delta(text, ids, self._retract, splice=self._splice(transcript))
         else:
             delta = Delta(text, ids, lengths=tuple(parts) if len(parts) > 1 else ())
+        if self._scored and ids:
+            delta = replace(delta, logprobs=self._logprobs(transcript, len(ids)))
         if self._retract:
             self._given = ["".join(self._given)[: -self._retract]]
         self._given.append(text)
         self._taken, self._slots = self.ids, self.certain
         self._text, self._retract, self._parts, self._rewritten = "", 0, [], False
         return delta
+
+    def _logprobs(self, transcript: Transcript, count: int) -> tuple[Scored | None, ...]:
+        """Return those of the last ids that are certain."""
+        found: list[Scored | None] = []
+        for at in range(self.certain - 1, -1, -1):
+            slot = transcript.slots[at]
+            if len(found) == count:
+                break
+            if slot.kind is not Kind.INJECTED:
+                found.append(slot.scored)
+        return tuple(reversed(found))
 
     def _splice(self, transcript: Transcript) -> Splice:
         prompt = None if transcript.prompt == self._prompt else transcript.prompt

@@ -22,7 +22,7 @@ from rkserve.board.run import Beginning, Run
 from rkserve.board.watchdog import Patience, Watchdog
 from rkserve.desired import Probe
 from rkserve.errors import EngineDied, EngineHung
-from rkserve.messages import Sampling
+from rkserve.messages import Sampling, Scored
 from rkserve.native.runtime import RunEnd
 
 log = logging.getLogger(__name__)
@@ -146,7 +146,9 @@ class LiveEngine:
         """Ask the runtime to end the run; once is enough."""
         if run.stopping:
             return
-        run.stopping = self.aborted = True
+        run.stopping = True
+        if run.beginning.steps is None:
+            self.aborted = True  # else it is left between two steps
         if run.watchdog.aborted(clock.now_s()):
             run.hurry()
         self.engine.abort(run.number)
@@ -180,7 +182,11 @@ class LiveEngine:
         watchdog = Watchdog(patience, prefill, clock.now_s())
         # Nobody can go on with a paused run in text mode: which ids it consists of is not known.
         in_text_mode = beginning.entries[0].prompt_text is not None
-        pausable = not in_text_mode and self.may_pause(history=beginning.history)
+        pausable = (
+            beginning.steps is None
+            and not in_text_mode
+            and self.may_pause(history=beginning.history)
+        )
         return Run(next(self._numbers), seats, beginning, watchdog, pausable=pausable)
 
     def _command(self, run: Run, sampling: Sampling | None) -> RunCommand:
@@ -200,6 +206,7 @@ class LiveEngine:
             load_cache=str(begin.hit.path) if begin.hit is not None else None,
             release_cache=release,
             save_cache=str(begin.save) if begin.save is not None else None,
+            steps=begin.steps,
             pooling=begin.pooling,
         )
 
@@ -212,7 +219,12 @@ class LiveEngine:
             run.came(entry, token_id, now_s())
             receive(run, entry, token_id, data, waiting)
 
-        ended = self.engine.run(command, on_token)
+        def on_scores(prompt: bool, found: tuple[Scored, ...]) -> None:
+            job = run.seats[0]
+            if job is not None:
+                job.generation.score(found, prompt=prompt)
+
+        ended = self.engine.run(command, on_token, on_scores)
         try:
             while not ended.done():
                 patience_s = run.watchdog.deadline_s - now_s()
@@ -259,7 +271,10 @@ class LiveEngine:
 
     def _settle_context(self, run: Run, ended: RunEnded, *, spliced: bool) -> None:
         began = run.beginning
-        stopped = run.stopping and (run.unheard or not self.quirk("kv_valid_after_abort"))
+        if began.steps is not None:
+            stopped = run.stopping and run.first_s is None  # perhaps within the prompt
+        else:
+            stopped = run.stopping and (run.unheard or not self.quirk("kv_valid_after_abort"))
         in_text_mode = began.entries[0].prompt_text is not None and began.pooling is None
         # FINISH may not come after hidden states, so what follows from it is not taken for granted.
         left = began.pooling is not None and self.positions[0] > 0

@@ -15,7 +15,8 @@ from rkserve.board.live import LiveEngine
 from rkserve.board.run import Beginning
 from rkserve.board.stage import Stage
 from rkserve.errors import EngineHung, Misuse, NativeError
-from rkserve.messages import Kv
+from rkserve.messages import Kv, Stepwise
+from rkserve.native.stepparams import StepParams
 
 
 class Opening:
@@ -34,7 +35,10 @@ class Opening:
         Raises ``RkserveError``: the adapter's or the named cache's fault, or the engine's.
         """
         live = self._stage.live
-        if live.paused is not None:
+        steps = job.request.stepwise
+        if live.paused is not None and steps is not None:
+            await self.drain()
+        elif live.paused is not None:
             wanted = job.generation.context
             resume = live.resumption(wanted, job.generation.cuts, job.adapter)
             if resume is not None:
@@ -50,6 +54,8 @@ class Opening:
                 )
             await self.drain()
         live = await self._engine(job)
+        if steps is not None:
+            return await self._step_by_step(live, job, steps)
         text = job.request.prompt_text
         if text is None:
             return await self._afresh(live, job)
@@ -118,6 +124,42 @@ class Opening:
             save=await caching.reserve_again(hit, history=history),
         )
 
+    async def _step_by_step(
+        self, live: LiveEngine, job: Job, asked: Stepwise
+    ) -> tuple[LiveEngine, Beginning]:
+        """Extend the live context where steps may, or begin from nothing.
+
+        Logprobs of the prompt need all of its positions computed.
+        """
+        generation, adapter = job.generation, job.adapter
+        wanted, prompt = generation.context, generation.begin_scores()
+        history = _keeps_history(live, job)
+        plan = live.context.plan(wanted, adapter)
+        reused = plan.reused if history and not prompt else 0
+        if not reused:
+            await self._stage.caching.park(live)
+        file = self._stage.tokenizer_file
+        assert file is not None  # or it was refused
+        return live, Beginning(
+            entries=(EntryCommand(wanted[reused:]),),
+            base=wanted,
+            reused=reused,
+            clear=not reused and live.context.ids != (),
+            history=history,
+            adapter=adapter,
+            limit=generation.budget,
+            steps=StepParams(
+                tokenizer=file,
+                sampling=job.request.sampling,
+                wanted=asked,
+                eos=self._stage.eos_ids,
+                limit=generation.budget,
+                held=wanted[:reused],
+                said=tuple(generation.token_ids),
+                prompt=prompt,
+            ),
+        )
+
     async def _engine(self, job: Job) -> LiveEngine:
         """Return an engine that has the job's adapter."""
         stage = self._stage
@@ -157,4 +199,6 @@ def kept_ids(live: LiveEngine, job: Job, *, holds: bool) -> Ids | None:
 
 def _keeps_history(live: LiveEngine, job: Job) -> bool:
     """Whether the context outlives the run; the runtime may not pause every such run."""
+    if job.request.stepwise is not None:
+        return live.context.append and live.quirk("logits_with_history")
     return live.context.append and (not job.request.native_pause or live.may_pause(history=True))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from rkserve.board.engine import EngineFacts, EngineSpec, OnToken, RunCommand, RunEnded
+from rkserve.board.engine import EngineFacts, EngineSpec, OnScores, OnToken, RunCommand, RunEnded
 from rkserve.errors import (
     CallFailed,
     EngineDied,
@@ -68,7 +68,7 @@ class EngineProcess:
         self._board_id = board_id
         self._process = process
         self._reader = frames.FrameReader()
-        self._runs: dict[int, tuple[OnToken, asyncio.Future[RunEnded]]] = {}
+        self._runs: dict[int, tuple[OnToken, OnScores | None, asyncio.Future[RunEnded]]] = {}
         self._vectors: dict[int, tuple[int, bytes]] = {}  # of runs whose end is about to come
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count(1)
@@ -158,7 +158,9 @@ class EngineProcess:
             self._loaded.cancel()
             raise LoadFailed(f"the model was not loaded within {timeout_s:.0f} s")
 
-    def run(self, command: RunCommand, on_token: OnToken) -> asyncio.Future[RunEnded]:
+    def run(
+        self, command: RunCommand, on_token: OnToken, on_scores: OnScores | None = None
+    ) -> asyncio.Future[RunEnded]:
         """Start a run; see ``Engine``."""
         params = {
             "texts": [entry.prompt_text for entry in command.entries],
@@ -172,13 +174,14 @@ class EngineProcess:
             "load_cache": command.load_cache,
             "release_cache": command.release_cache,
             "save_cache": command.save_cache,
+            "steps": command.steps.as_json() if command.steps is not None else None,
             "pooling": None if command.pooling is None else command.pooling.value,
         }
         ids = tuple(entry.ids for entry in command.entries)
         frame = frames.pack_run(command.run_id, params, ids)
         future: asyncio.Future[RunEnded] = asyncio.get_running_loop().create_future()
         if self._ask(frame, future):
-            self._runs[command.run_id] = (on_token, future)
+            self._runs[command.run_id] = (on_token, on_scores, future)
         return future
 
     def call(self, method: str, **args: Any) -> asyncio.Future[Any]:
@@ -264,6 +267,11 @@ class EngineProcess:
                 self._runs[run_id][0](entry, token_id, text, waiting)
         elif kind is Kind.VECTOR:
             self._note_vector(*frames.unpack_vector(payload))
+        elif kind is Kind.SCORES:
+            run_id, prompt, found = frames.unpack_scores(payload)
+            on_scores = self._runs[run_id][1] if run_id in self._runs else None
+            if on_scores is not None:
+                on_scores(prompt, found)
         elif kind is Kind.ENDED:
             self._end(frames.unpack(payload))
         elif kind is Kind.RESULT:
@@ -289,6 +297,8 @@ class EngineProcess:
             kv_positions=tuple(facts.get("kv_positions", ())),
             error=facts.get("error"),
             cache_refused=facts.get("cache_refused"),
+            refused=facts.get("refused", False),
+            cut=facts.get("cut", False),
             vector=vector,
             tokens=tokens,
         )
@@ -299,7 +309,7 @@ class EngineProcess:
             self._settle(facts["run_id"], ended)
 
     def _settle(self, run_id: int, ended: RunEnded) -> None:
-        _, future = self._runs.pop(run_id, (None, None))
+        _, _, future = self._runs.pop(run_id, (None, None, None))
         if future is None or future.done():
             return
         if ended.end is RunEnd.FAILED:
@@ -377,7 +387,7 @@ class EngineProcess:
         self.died.set_result(epitaph)
         if self._process.stdin is not None:
             self._process.stdin.close()
-        waiting = [*(future for _, future in self._runs.values()), *self._calls.values()]
+        waiting = [*(future for _, _, future in self._runs.values()), *self._calls.values()]
         self._runs, self._calls = {}, {}
         for future in waiting:
             if not future.done():

@@ -17,6 +17,7 @@ from rkserve.board.promptcache import Hit
 from rkserve.board.watchdog import Watchdog
 from rkserve.messages import Pooling
 from rkserve.native.runtime import Perf
+from rkserve.native.stepparams import StepParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,8 @@ class Beginning:
     ``base`` is what the KV cache of entry 0 holds once ``entries`` are prefilled, and ``reused`` of
     it are not sent; in text mode it is not known. With ``history`` the context outlives the run.
     ``limit`` in tokens is kept by the runtime where that can. ``hit`` is the prompt cache to begin
-    from, and ``save`` the reserved file that the KV cache is written to at the end. ``pooling``
-    asks for a vector of entry 0 in the place of tokens.
+    from, and ``save`` the reserved file that the KV cache is written to at the end. With ``steps``
+    the run is made of them. ``pooling`` asks for a vector of entry 0 in the place of tokens.
     """
 
     entries: tuple[EntryCommand, ...]
@@ -41,6 +42,7 @@ class Beginning:
     limit: int | None = None
     hit: Hit | None = None
     save: Path | None = None
+    steps: StepParams | None = None
     pooling: Pooling | None = None
 
 

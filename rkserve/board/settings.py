@@ -9,6 +9,7 @@ from rkserve.board.caching import CacheRules
 from rkserve.board.hooks import HookFactory
 from rkserve.board.promptcache import CacheStore
 from rkserve.board.watchdog import Patience
+from rkserve.errors import RequestError
 from rkserve.messages import GenerateRequest, Sampling
 
 
@@ -25,7 +26,8 @@ class BoardSettings:
     that the board sleeps when its replica is gone, and ``base_file`` which of the base weights in
     ``weights_dir``, those that were sent to the board, it has loaded. Those that cannot be loaded
     rest for ``base_rest_s`` before they are tried again, then for twice that. In ``text_mode``
-    prompts are texts, and the ids of tokens are known to nobody.
+    prompts are texts, and the ids of tokens are known to nobody; otherwise ``tokenizer_file`` says
+    what they stand for, where answers are made of single steps.
     """
 
     board_id: str
@@ -57,6 +59,7 @@ class BoardSettings:
     park: bool = True
     park_min_tokens: int = 256
     vocab_size: int | None = None
+    tokenizer_file: Path | None = None
     hooks: tuple[HookFactory, ...] = ()
     governed: bool = False
     load_patience_s: float = 2.0
@@ -68,10 +71,29 @@ class BoardSettings:
 
     def ignored(self, request: GenerateRequest) -> tuple[str, ...]:
         """Return the sampling values asked for that a runtime cannot honour that fixes them."""
+        if request.stepwise is not None:
+            return ()  # it is our own sampling
         return tuple(
             name
             for name in request.sampling_asked
             if getattr(request.sampling, name) != getattr(self.sampling, name)
+        )
+
+    def check_steps(self, request: GenerateRequest) -> None:
+        """Raise ``RequestError`` where an answer cannot be made of single steps here."""
+        if request.stepwise is None:
+            return
+        if self.n_batch > 1:
+            why = "its boards serve batches, of which RKLLM computes no logits"
+        elif self.text_mode or self.tokenizer_file is None:
+            why = "it is served without a tokenizer"
+        elif not self.eos_ids:
+            why = "its folder does not say which tokens end an answer (eos_token_ids)"
+        else:
+            return
+        raise RequestError(
+            f"The model '{self.model}' can only generate as RKLLM itself does, without seed, "
+            f"logprobs, logit_bias, min_p, best_of and grammars: {why}."
         )
 
     @property

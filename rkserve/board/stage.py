@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from rkserve.board.adapting import Adapting
@@ -43,6 +44,8 @@ class Stage(Protocol):
     model: str
     context_len: int
     n_batch: int
+    eos_ids: frozenset[int]
+    tokenizer_file: Path | None
     text_mode: bool  # prompts are texts: their ids are known to nobody
     batch_window_s: float
     free_since_s: float  # when the last run let go of it

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rkserve.board.engine import EngineFacts, OnToken, RunCommand, RunEnded
+from rkserve.board.engine import EngineFacts, OnScores, OnToken, RunCommand, RunEnded
 from rkserve.errors import EngineDied
 
 log = logging.getLogger(__name__)
@@ -34,9 +34,11 @@ class Unloaded:
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.died.set_result(WHY)
 
-    def run(self, command: RunCommand, on_token: OnToken) -> asyncio.Future[RunEnded]:
+    def run(
+        self, command: RunCommand, on_token: OnToken, on_scores: OnScores | None = None
+    ) -> asyncio.Future[RunEnded]:
         """There is nobody to make it."""
-        del command, on_token
+        del command, on_token, on_scores
         return self._refused()
 
     def call(self, method: str, **args: Any) -> asyncio.Future[Any]:

@@ -75,6 +75,7 @@ def assemble(group: BoardGroupConfig, place: Place, platform: str) -> Board:
         weights_dir=place.state_dir / WEIGHTS / place.board_id,
         base_file=place.state_dir / f"{place.board_id}.base",
         text_mode=spec.text_mode,
+        tokenizer_file=folder.tokenizer_file,
         asleep_file=place.state_dir / f"{place.board_id}.asleep",
         kv_position_bytes=folder.settings.kv_bytes_per_token,
         caches=_caches(group, place, folder, spec),

@@ -67,6 +67,7 @@
         +-- LoadFailed
         +-- CallFailed
         +-- NothingComputed
+        +-- StepsRefused
         +-- Misuse
 
 Errors cross processes by pickle, which keeps ``args`` only: every class hands all its arguments,
@@ -129,6 +130,7 @@ from rkserve.errors.native import (
     NativeError,
     NothingComputed,
     ReleaseRefused,
+    StepsRefused,
 )
 from rkserve.errors.requests import (
     AdapterBroken,
@@ -216,6 +218,7 @@ __all__ = [
     "StaleEpoch",
     "StaleWeights",
     "StateConflict",
+    "StepsRefused",
     "TooManyPaused",
     "UnsupportedParameter",
     "VersionUnavailable",

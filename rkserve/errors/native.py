@@ -52,5 +52,9 @@ class NothingComputed(NativeError):
         return f"the library delivered nothing of {self.what}: {self.why}"
 
 
+class StepsRefused(NativeError):
+    """A run of single steps cannot do with this model, or its tokenizer, what it was asked for."""
+
+
 class Misuse(NativeError):
     """A call that the handle's state does not allow; it was not passed on to the library."""

@@ -23,13 +23,14 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NoReturn, Protocol
 
-from rkserve.errors import LoadFailed, NativeError, RkserveError
+from rkserve.errors import LoadFailed, NativeError, RkserveError, StepsRefused
 from rkserve.messages import Pooling
 from rkserve.native import commands, frames
 from rkserve.native.fence import Fence
 from rkserve.native.frames import Kind
 from rkserve.native.outbox import Outbox
 from rkserve.native.runtime import Perf, RunEnd, RunOutcome, Runtime, Sink, Step, Verdict
+from rkserve.native.steps import Steps
 
 READ_SIZE = 1 << 16
 STDERR = 2
@@ -58,6 +59,7 @@ class Engine:
         self._open_runtime = open_runtime
         self._work: SimpleQueue[tuple[Kind, bytes]] = SimpleQueue()
         self._runtime: Runtime | None = None
+        self._steps = Steps(outbox.put)
         self._fence: Fence | None = None  # held until the process ends
         # Guards the three below: an abort that overtakes its run must keep it from starting, and
         # one that comes late must not hit the next run. The library's callback never takes it.
@@ -162,6 +164,8 @@ class Engine:
     ) -> None:
         try:
             ended = self._generate(run_id, params, entries)
+        except StepsRefused as exc:
+            ended = {"end": "failed", "error": str(exc), "refused": True}
         except NativeError as exc:
             ended = {"end": "failed", "error": str(exc)}
         self._outbox.put(frames.pack(Kind.ENDED, {"run_id": run_id, **ended}))
@@ -174,6 +178,13 @@ class Engine:
             if run_id in self._aborted:
                 return {"end": "unstarted"}
             cache_refused = commands.prepare(runtime, params)
+            if params["steps"] is not None:
+                # It never is the current run: it is left between two steps, and the library has
+                # nothing to abort.
+                ended = self._steps.run(
+                    runtime, run_id, params, entries[0], lambda: run_id in self._aborted
+                )
+                return {**ended, "cache_refused": cache_refused}
             run = commands.run_params(params, entries)
             if not self._begins(run_id):  # an abort came while the handle was being prepared
                 return {"end": "unstarted", "cache_refused": cache_refused}

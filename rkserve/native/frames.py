@@ -15,6 +15,7 @@ from enum import IntEnum
 from typing import Any
 
 from rkserve.errors import FrameCorrupt
+from rkserve.messages import Scored
 
 MAX_FRAME = 16 * 1024 * 1024  # far above the largest prompt; a larger one is a corrupt stream
 
@@ -23,6 +24,9 @@ _HEAD = struct.Struct("<IB")
 _TOKEN = struct.Struct("<IBIBBi")  # the head of a token frame, then what its body holds
 _TOKEN_BODY = struct.Struct("<IBBi")  # run id, entry of the batch, whether text waits, token id
 _TOKEN_SIZE = 1 + _TOKEN_BODY.size
+_SCORES = struct.Struct("<IBH")  # run id, whether they are of the prompt, rows
+_SCORE = struct.Struct("<dH")  # a logprob, and how many of the likeliest follow
+_LIKELY = struct.Struct("<id")  # an id and its logprob
 _RUN = struct.Struct("<III")  # run id, bytes of JSON, entries; then the entries' lengths, u32 each
 
 _VECTOR = struct.Struct("<II")  # run id, tokens of the text; then float32 values
@@ -46,6 +50,7 @@ class Kind(IntEnum):
     BEAT = 20
     RESULT = 21
     VECTOR = 22
+    SCORES = 23
 
 
 def pack(kind: Kind, value: dict[str, Any]) -> bytes:
@@ -94,6 +99,39 @@ def unpack_vector(payload: bytes) -> tuple[int, int, bytes]:
         raise FrameCorrupt(f"a vector's frame holds {len(payload)} bytes")
     run_id, tokens = _VECTOR.unpack_from(payload)
     return run_id, tokens, payload[_VECTOR.size :]
+
+
+def pack_scores(run_id: int, found: Sequence[Scored], *, prompt: bool) -> bytes:
+    """Return the frame of logprobs: of the prompt's next positions, or of the token that follows.
+
+    Raises ``FrameCorrupt`` for more than a frame holds.
+    """
+    parts = [_SCORES.pack(run_id, prompt, len(found))]
+    for one in found:
+        parts.append(_SCORE.pack(one.logprob, len(one.top)))
+        parts += [_LIKELY.pack(*likely) for likely in one.top]
+    body = b"".join(parts)
+    return _head(len(body) + 1, Kind.SCORES) + body
+
+
+def unpack_scores(payload: bytes) -> tuple[int, bool, tuple[Scored, ...]]:
+    """Return run id, whether they are of the prompt, and the logprobs. Raises ``FrameCorrupt``."""
+    try:
+        run_id, prompt, rows = _SCORES.unpack_from(payload)
+        at, found = _SCORES.size, []
+        for _ in range(rows):
+            logprob, likely = _SCORE.unpack_from(payload, at)
+            at += _SCORE.size
+            places = range(at, at + likely * _LIKELY.size, _LIKELY.size)
+            found.append(
+                Scored(logprob, tuple(_LIKELY.unpack_from(payload, place) for place in places))
+            )
+            at += likely * _LIKELY.size
+    except struct.error as exc:
+        raise FrameCorrupt(f"a frame of logprobs is cut: {exc}") from exc
+    if at != len(payload):
+        raise FrameCorrupt(f"a frame of logprobs has {len(payload) - at} bytes too many")
+    return run_id, prompt != 0, tuple(found)
 
 
 def pack_run(run_id: int, params: dict[str, Any], entries: Sequence[tuple[int, ...]]) -> bytes:

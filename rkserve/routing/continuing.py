@@ -81,6 +81,7 @@ class Course:
         self._news: list[Delta] = []  # that only add to it
         self._bound: Bound | None = None
         self._rest: Paused | None = None
+        self._scored = False  # the client has the logprobs of the prompt
         self._over = False  # the last token's own pause was made, and is over
         self._arrived = False  # nothing but its acceptance was heard of this board
         self._lost_s: float | None = None  # when its board was lost; None: somebody works on it
@@ -167,6 +168,7 @@ class Course:
             return
         if delta.bound is not None:
             self._bound = delta.bound
+        self._scored = self._scored or bool(delta.prompt)
         self._settle()
         if delta.splice is None:
             self._slots += _slots(delta)
@@ -239,6 +241,7 @@ class Course:
             pause_over=self._over,
             times=self.times,
             suspect=bool(self.strikes),
+            scored=self._scored,
         )
         # What a named prompt cache was to save is saved already, or lost.
         cache = None if self.begun else self.asked.use_cache

@@ -1,0 +1,59 @@
+"""What a run of single steps is asked for, on its way from the board to the engine. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rkserve.messages import Sampling, Stepwise
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepParams:
+    """One run. Of its context the KV cache has ``held``; the answer so far is ``said``.
+
+    ``limit`` tokens are generated at most, none behind one of ``eos``. ``prompt`` asks for the
+    logprobs of what is sent.
+    """
+
+    tokenizer: Path
+    sampling: Sampling
+    wanted: Stepwise
+    eos: frozenset[int]
+    limit: int
+    held: Ids = ()
+    said: Ids = ()
+    prompt: bool = False
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> StepParams:
+        """Take it as ``as_json`` wrote it."""
+        wanted = dict(given["wanted"])
+        bias = tuple((token_id, value) for token_id, value in wanted.pop("logit_bias"))
+        return cls(
+            tokenizer=Path(given["tokenizer"]),
+            sampling=Sampling(**given["sampling"]),
+            wanted=Stepwise(**wanted, logit_bias=bias),
+            eos=frozenset(given["eos"]),
+            limit=given["limit"],
+            held=tuple(given["held"]),
+            said=tuple(given["said"]),
+            prompt=given["prompt"],
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON can say it."""
+        return {
+            "tokenizer": str(self.tokenizer),
+            "sampling": asdict(self.sampling),
+            "wanted": asdict(self.wanted),
+            "eos": sorted(self.eos),
+            "limit": self.limit,
+            "held": self.held,
+            "said": self.said,
+            "prompt": self.prompt,
+        }

@@ -1,0 +1,1 @@
+"""Choosing tokens on our side: drawing from logits, and grammars. It knows no runtime."""

@@ -1,0 +1,173 @@
+"""One token from one row of logits: bias, penalties, temperature, cuts, a draw. Pure.
+
+Everything is a function of its arguments: a draw depends on the seed, the choice and the place in
+the answer, so that whoever goes on with a transcript draws what would have been drawn. It knows
+numpy and no runtime, and of grammars only the ids that they allow.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rkserve.messages import Sampling, Scored
+
+Row = NDArray[np.float32]
+Allowed = NDArray[np.bool_]
+
+_MASK = (1 << 64) - 1
+# JSON has no infinity. What a mask of the model's own makes impossible is as unlikely as this.
+LEAST_LOGPROB = -9999.0
+
+
+def uniform(seed: int, choice: int, place: int) -> float:
+    """Return the number in [0, 1) that decides the token at a place of an answer.
+
+    Philox is a function of key and counter, and numpy keeps its stream the same over releases.
+    """
+    # As arrays: of a list numpy would make floats, which do not hold 64 bits.
+    key = np.array([seed & _MASK, choice], np.uint64)
+    generator = np.random.Philox(key=key, counter=np.array([place, 0, 0, 0], np.uint64))
+    return (int(generator.random_raw()) >> 11) * 2.0**-53  # as many bits as a float has
+
+
+@dataclass(slots=True)
+class Sampler:
+    """How the tokens of one generation are chosen; ``context`` are the ids before the answer.
+
+    OpenAI's two penalties look at the answer, RKLLM's factor at the whole context.
+    """
+
+    sampling: Sampling
+    seed: int
+    choice: int = 0
+    min_p: float = 0.0
+    logit_bias: Sequence[tuple[int, float]] = ()
+    context: Iterable[int] = ()
+    said: Sequence[int] = ()
+    _counts: Counter[int] = field(init=False)
+    _seen: set[int] = field(init=False)
+    _place: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._counts = Counter(self.said)
+        self._seen = {*self.context, *self.said}
+        self._place = len(self.said)
+
+    def choose(self, row: Row, allowed: Allowed | None = None) -> int | None:
+        """Return the next token; None where none is left that may come.
+
+        ``allowed`` has one entry for each id; ids behind its end are not.
+        """
+        logits = _finite(row)
+        self._adjust(logits)
+        if allowed is not None:
+            logits[: len(allowed)][~allowed[: len(logits)]] = -np.inf
+            logits[len(allowed) :] = -np.inf
+        best = int(np.argmax(logits))
+        if np.isneginf(logits[best]):
+            return None
+        if self.sampling.temperature == 0 or self.sampling.top_k == 1:
+            return best
+        ids, shares = self._candidates(logits)
+        at = uniform(self.seed, self.choice, self._place) * shares.sum()
+        return int(
+            ids[min(int(np.searchsorted(np.cumsum(shares), at, side="right")), len(ids) - 1)]
+        )
+
+    def take(self, token_id: int) -> None:
+        """Note what became the next token."""
+        self._counts[token_id] += 1
+        self._seen.add(token_id)
+        self._place += 1
+
+    def _adjust(self, logits: NDArray[np.float64]) -> None:
+        for token_id, bias in self.logit_bias:
+            if token_id < len(logits):
+                logits[token_id] += bias
+        how = self.sampling
+        if how.repeat_penalty != 1.0:
+            ids = _within(self._seen, len(logits))
+            before = logits[ids]
+            logits[ids] = np.where(
+                before > 0, before / how.repeat_penalty, before * how.repeat_penalty
+            )
+        if how.frequency_penalty or how.presence_penalty:
+            ids = _within(self._counts, len(logits))
+            times = np.array([self._counts[int(i)] for i in ids], dtype=np.float64)
+            logits[ids] -= times * how.frequency_penalty + how.presence_penalty
+
+    def _candidates(
+        self, logits: NDArray[np.float64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return the ids that are left after all cuts, the likeliest first, and their shares."""
+        how = self.sampling
+        scaled = logits / how.temperature
+        scaled -= scaled.max()
+        ids = np.flatnonzero(scaled > -np.inf)
+        if self.min_p > 0:
+            ids = ids[scaled[ids] >= np.log(self.min_p)]
+        if 0 < how.top_k < len(ids):
+            # Of equals the lower ids are kept: what is kept must not depend on how it is sorted.
+            least = np.partition(scaled[ids], len(ids) - how.top_k)[len(ids) - how.top_k]
+            above = ids[scaled[ids] > least]
+            equal = ids[scaled[ids] == least]
+            ids = np.concatenate((above, equal[: how.top_k - len(above)]))
+        order = np.lexsort((ids, -scaled[ids]))
+        ids = ids[order]
+        shares = np.exp(scaled[ids])
+        if how.top_p < 1:
+            upto = int(np.searchsorted(np.cumsum(shares), how.top_p * shares.sum(), side="left"))
+            ids, shares = ids[: upto + 1], shares[: upto + 1]
+        return ids, shares
+
+
+def score(row: Row, token_id: int, top: int) -> Scored:
+    """Return what the model itself gave a token, and the likeliest ones."""
+    return scores(row.reshape(1, -1), [token_id], top)[0]
+
+
+def scores(rows: NDArray[np.float32], ids: Sequence[int], top: int) -> list[Scored]:
+    """Return ``score`` of each row and its id."""
+    # Row by row: a block of them would take as much memory again, several times.
+    return [_scored(row, token_id, top) for row, token_id in zip(rows, ids, strict=True)]
+
+
+def _scored(given: Row, token_id: int, top: int) -> Scored:
+    row = _finite(given)
+    norm = _log_of_sum(row)
+    count = min(top, len(row))
+    best: Iterable[Any] = ()
+    if count:
+        least = np.partition(row, len(row) - count)[len(row) - count]
+        ids = np.flatnonzero(row >= least)
+        best = ids[np.lexsort((ids, -row[ids]))][:count]
+    logit = row[token_id] if 0 <= token_id < len(row) else -np.inf
+    return Scored(_logprob(logit, norm), tuple((int(i), _logprob(row[i], norm)) for i in best))
+
+
+def _finite(row: NDArray[Any]) -> NDArray[np.float64]:
+    """Return it in double precision; what is no number can never come."""
+    most = float(np.finfo(np.float32).max)
+    return np.nan_to_num(row.astype(np.float64), nan=-np.inf, posinf=most, neginf=-np.inf)
+
+
+def _log_of_sum(row: NDArray[np.float64]) -> float:
+    highest = float(row.max())
+    if highest == -np.inf:
+        return 0.0
+    return highest + float(np.log(np.exp(row - highest).sum()))
+
+
+def _logprob(logit: Any, norm: float) -> float:
+    value = float(logit) - norm
+    return round(value, 6) if value > LEAST_LOGPROB else LEAST_LOGPROB
+
+
+def _within(ids: Iterable[int], size: int) -> NDArray[np.int64]:
+    return np.array(sorted(i for i in ids if i < size), dtype=np.int64)
