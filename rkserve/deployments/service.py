@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
@@ -49,6 +50,7 @@ from rkserve.wire.dialect import Answer, AnyCall, Dialect
 from rkserve.wire.failures import error_object
 from rkserve.wire.headers import answer_headers
 from rkserve.wire.jsonbody import JsonObject
+from rkserve.wire.logprobs import Lexicon
 from rkserve.wire.models import (
     adapter_entry,
     board_entry,
@@ -57,7 +59,8 @@ from rkserve.wire.models import (
     model_entry,
     models_list,
 )
-from rkserve.wire.plan import plan, reading
+from rkserve.wire.openai import CompletionCall
+from rkserve.wire.plan import plan, prompt_texts, reading
 from rkserve.wire.renderer import Renderer
 from rkserve.wire.speech import Reading
 from rkserve.wire.tally import Stamp
@@ -275,13 +278,14 @@ class Service:
             work = partial(self._plan, call, meant, completion, of)
             short = len(body) <= INLINE_BODY_BYTES
             requests = work() if short else await asyncio.to_thread(work)
+            lexicon = await self._lexicon(call, meant, requests)
             choices, accepted = await self._woken(meant.model, requests, claim)
         except BaseException:
             caller.leave()
             raise
-        caller.spend(sum(len(one.prompt_ids) for one in requests) // call.n)
+        caller.spend(sum(len(one.prompt_ids) for one in requests) // call.tries)
         read = reading(call, self._models[meant.model].renderer, requests[0])
-        stamp = self._stamp(meant, accepted, requests, read)
+        stamp = replace(self._stamp(meant, accepted, requests, read), lexicon=lexicon)
         answer = dialect.answer(call, completion, int(time.time()), stamp)
         self.metrics.in_flight.inc()
         return Opened(
@@ -399,6 +403,24 @@ class Service:
         self.metrics.observe(opened.model, event.timings)
         return opened.answer.finish(index, event)
 
+    async def _lexicon(
+        self, call: AnyCall, meant: Meant, requests: list[GenerateRequest]
+    ) -> Lexicon | None:
+        """Return what the tokens of the answer stand for, where it is to tell of them.
+
+        Raises ``RequestError``: nobody knows. It is asked before any board is.
+        """
+        echo = isinstance(call, CompletionCall) and call.echo
+        ranked = isinstance(call, CompletionCall) and call.ranked
+        if call.steps.top_logprobs is None and not echo and not ranked:
+            return None
+        texts = prompt_texts(call)
+        vocabulary = None
+        if call.steps.top_logprobs is not None or (echo and None in texts):
+            read = self._models[meant.model].renderer.vocabulary
+            vocabulary = await asyncio.to_thread(read)
+        return Lexicon(vocabulary, tuple(one.prompt_ids for one in requests), texts)
+
     def _stamp(
         self,
         meant: Meant,
@@ -444,6 +466,7 @@ class Service:
             context_len=settings.context_length,
             completion=completion,
             session=session,
+            dice=secrets.randbits(63),
         )
 
     def _first_token(self, opened: Opened, delta: Delta) -> None:

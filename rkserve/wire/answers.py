@@ -8,13 +8,16 @@ became.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from rkserve.messages import Delta, Finished, Paused
+from rkserve.messages import Delta, Finished, Paused, Scored
+from rkserve.vocabulary import Vocabulary
 from rkserve.wire import sse
 from rkserve.wire.dialect import Dialect
 from rkserve.wire.failures import error_event
 from rkserve.wire.jsonbody import JsonObject
+from rkserve.wire.logprobs import Chosen, CompletionLog, chat_logprobs, chosen, of_prompt
 from rkserve.wire.openai import ChatCall, CompletionCall, parse_chat, parse_completion
 from rkserve.wire.parts import CallBegun, CallMore, Part, Thought, Void, Words
 from rkserve.wire.speech import TOOL_CALLS
@@ -34,6 +37,7 @@ class _Answer(Tally, ABC):
         self._fingerprint = stamp.fingerprint(stamp.accepted)
         self._call = call
         self._include_usage = call.include_usage
+        self._lexicon, self._top = stamp.lexicon, call.steps.top_logprobs
         self._frames: dict[tuple[int, str], sse.Frame] = {}
 
     def opening(self, index: int) -> bytes:  # noqa: ARG002 - completions open with nothing
@@ -41,7 +45,31 @@ class _Answer(Tally, ABC):
         return b""
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """Return the chunk of a delta; nothing if it brings no text and takes none back."""
+        """Return the chunks of a delta; nothing if it brings no text and takes none back.
+
+        Logprobs have a chunk of their own: which part of the text is theirs is not certain.
+        """
+        worded = self._worded(index, delta)
+        return worded if self._top is None else worded + self._scored(index, delta)
+
+    def _scored(self, index: int, delta: Delta) -> bytes:
+        """Return what tells of the logprobs of a delta."""
+        if not delta.token_ids:
+            return b""
+        told = {"logprobs": self._logprobs(index, chosen(delta))}
+        return sse.data(self._chunk([self._piece(index, "", None) | told]))
+
+    def _told(self, index: int) -> JsonObject:
+        """Return the logprobs of a whole choice, where they were asked for."""
+        if self._top is None:
+            return {}
+        return {"logprobs": self._logprobs(index, self._tokens[index].chosen)}
+
+    @abstractmethod
+    def _logprobs(self, index: int, found: list[Chosen]) -> JsonObject:
+        """Return the logprobs of the next tokens of a choice."""
+
+    def _worded(self, index: int, delta: Delta) -> bytes:
         if delta.retract:
             piece = self._piece(index, delta.text, None)
             return sse.data({**self._chunk([piece]), "rkserve": {"retract": delta.retract}})
@@ -85,10 +113,19 @@ class _Answer(Tally, ABC):
         return {
             **self._head(self._whole_object),
             **self._seal(self.versions),
-            "choices": [self._choice(i) | self._spans(i) for i in range(self._choices)],
+            "choices": [
+                self._choice(i) | self._spans(i) | self._told(i) for i in range(self._choices)
+            ],
             "usage": self.usage(),
             "timings": timings_of([self._ends[i] for i in range(self._choices)]),
         }
+
+    @property
+    def _known(self) -> Vocabulary:
+        """What ids stand for; whoever wants logprobs was given it."""
+        assert self._lexicon is not None
+        assert self._lexicon.vocabulary is not None
+        return self._lexicon.vocabulary
 
     def _head(self, kind: str) -> JsonObject:
         return {
@@ -134,10 +171,9 @@ class ChatAnswer(_Answer):
         role = {"role": "assistant", "content": "", "refusal": None}
         return sse.data(self._chunk([_chat_piece(index, role, None)]))
 
-    def delta(self, index: int, delta: Delta) -> bytes:
-        """Return the chunks of a delta."""
+    def _worded(self, index: int, delta: Delta) -> bytes:
         if self._stamp.reading.plain:  # most tokens go this way, and nobody has to read them
-            return super().delta(index, delta)
+            return super()._worded(index, delta)
         return b"".join([self._part(index, part) for part in self.add(index, delta)])
 
     def _part(self, index: int, part: Part) -> bytes:
@@ -209,11 +245,82 @@ class ChatAnswer(_Answer):
     def _reason(self, reason: str | None) -> str | None:
         return "function_call" if reason == TOOL_CALLS and self._legacy else reason
 
+    def _logprobs(self, index: int, found: list[Chosen]) -> JsonObject:  # noqa: ARG002 - all alike
+        return chat_logprobs(self._known, found)
+
 
 class CompletionAnswer(_Answer):
     """The answer to a call of /v1/completions."""
 
     _whole_object = _chunk_object = "text_completion"
+
+    def __init__(
+        self, call: ChatCall | CompletionCall, answer_id: str, created: int, stamp: Stamp
+    ) -> None:
+        super().__init__(call, answer_id, created, stamp)
+        self._echo = isinstance(call, CompletionCall) and call.echo
+        self._given = call.n
+        self._logs: dict[int, CompletionLog] = {}
+
+    def opening(self, index: int) -> bytes:
+        """Return the prompt that is echoed, unless it comes with its logprobs."""
+        if not self._echo or self._lexicon is None:
+            return b""
+        if self._top is None:
+            return self._prompt(index, {})
+        if len(self._lexicon.prompts[index]) > 1:
+            return b""
+        return self._prompt(index, {"logprobs": self._of_prompt(index, ())})
+
+    def _scored(self, index: int, delta: Delta) -> bytes:
+        before = b""
+        if delta.prompt:
+            before = self._prompt(index, {"logprobs": self._of_prompt(index, delta.prompt)})
+        return before + super()._scored(index, delta)
+
+    def _prompt(self, index: int, told: JsonObject) -> bytes:
+        assert self._lexicon is not None
+        piece = self._piece(index, self._lexicon.prompt_text(index), None)
+        return sse.data(self._chunk([piece | told]))
+
+    def _of_prompt(self, index: int, scored: Sequence[Scored]) -> JsonObject:
+        assert self._lexicon is not None
+        return self._logprobs(index, of_prompt(self._lexicon.prompts[index], scored))
+
+    def _logprobs(self, index: int, found: list[Chosen]) -> JsonObject:
+        log = self._logs.setdefault(index, CompletionLog(self._known))
+        return log.of(found, top=self._top or 0)
+
+    def whole(self) -> JsonObject:
+        """Return the answer: of each prompt's choices the best, where there are more."""
+        answer = super().whole()
+        choices, tries = answer["choices"], self._tries
+        if tries > self._given:
+            choices = [
+                choices[index] | {"index": place}
+                for place, index in enumerate(
+                    index
+                    for prompt in range(0, len(choices), tries)
+                    for index in self._best(range(prompt, prompt + tries))
+                )
+            ]
+        return {**answer, "choices": choices}
+
+    def _best(self, indexes: range) -> list[int]:
+        """Return the likeliest choices, by the mean of their tokens as OpenAI has it."""
+        ranked = sorted(indexes, key=lambda index: self._tokens[index].mean, reverse=True)
+        return ranked[: self._given]
+
+    def _told(self, index: int) -> JsonObject:
+        if not self._echo or self._lexicon is None:
+            return super()._told(index)
+        told: JsonObject = {}
+        if self._top is not None:
+            found, ids = self._tokens[index], self._lexicon.prompts[index]
+            every = [*of_prompt(ids, found.prompt), *found.chosen]
+            told = {"logprobs": self._logprobs(index, every)}
+        text = self._lexicon.prompt_text(index) + self.speech(index).words
+        return {"text": text, **told}
 
     def _piece(
         self,

@@ -19,6 +19,8 @@ MAX_MODEL_CHARS = 256  # the name comes back in the answer and in errors
 MAX_QUOTED_CHARS = 80  # of a client's value in an error message
 MAX_REPEAT_PENALTY = 10.0  # as in rkserve.yaml
 MAX_MIROSTAT_TAU = 20.0  # target surprise in nats, of which the usual one is 5
+MAX_TOP_LOGPROBS = 20  # as OpenAI of chats
+MAX_LOGIT_BIAS = 1024  # entries; OpenAI takes 300
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy completions
 
 # No vocabulary in use has longer tokens. A text beyond this many characters per position cannot

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rkserve.errors import RequestError, UnsupportedParameter
+from rkserve.errors import RequestError
 from rkserve.wire import refusals
 from rkserve.wire.conversation import Message, read_messages
 from rkserve.wire.fields import Fields, Range, missing, wrong_type
@@ -25,6 +25,7 @@ from rkserve.wire.limits import (
     MAX_STOP_CHARS,
     MAX_TIMEOUT_S,
 )
+from rkserve.wire.steps import Steps, read_steps
 from rkserve.wire.thinking import NO_WISH, Wish, read_wish
 from rkserve.wire.tooling import NO_TOOLS, Tools, read_tools
 
@@ -74,6 +75,7 @@ class Call:
     session: str | None = None
     priority: int | None = None
     timeout_s: float | None = None
+    steps: Steps = field(default_factory=Steps)
 
 
 @dataclass(frozen=True)
@@ -89,17 +91,37 @@ class ChatCall(Call):
         """How many answers it asks for."""
         return self.n
 
+    @property
+    def tries(self) -> int:
+        """How many answers there are to a prompt."""
+        return self.n
+
 
 @dataclass(frozen=True)
 class CompletionCall(Call):
-    """A call of /v1/completions. Choice ``p * n + k`` is the k-th answer to prompt p."""
+    """A call of /v1/completions. Choice ``p * tries + k`` is the k-th answer to prompt p.
+
+    With ``echo`` an answer begins with its prompt. Of ``best_of`` answers the best ``n`` are given.
+    """
 
     prompts: tuple[TextOrIds, ...] = ()
+    echo: bool = False
+    best_of: int | None = None
 
     @property
     def choices(self) -> int:
-        """How many answers it asks for."""
-        return self.n * len(self.prompts)
+        """How many answers are generated."""
+        return self.tries * len(self.prompts)
+
+    @property
+    def tries(self) -> int:
+        """How many answers there are to a prompt."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def ranked(self) -> bool:
+        """Whether more are generated than given."""
+        return self.tries > self.n
 
 
 def parse_chat(body: bytes) -> ChatCall:
@@ -123,6 +145,7 @@ def parse_chat(body: bytes) -> ChatCall:
         tools=read_tools(fields),
         wish=read_wish(fields),
         n=_choices(fields, prompts=1),
+        steps=read_steps(fields, chat=True),
         **read_shared(fields),
     )
 
@@ -137,14 +160,37 @@ def parse_completion(body: bytes) -> CompletionCall:
     model = read_model(fields)
     prompts = _prompts(fields)
     refusals.refuse(fields, refusals.COMPLETION)
-    asked = fields.integer("max_tokens", _AT_LEAST_ONE)
+    steps, echo = read_steps(fields, chat=False), fields.flag("echo")
+    scores_only = echo and steps.top_logprobs is not None
+    asked = fields.integer("max_tokens", Range(0) if scores_only else _AT_LEAST_ONE)
+    n = _choices(fields, prompts=len(prompts))
     return CompletionCall(
         model=model,
         max_tokens=DEFAULT_COMPLETION_TOKENS if asked is None else asked,
         prompts=prompts,
-        n=_choices(fields, prompts=len(prompts)),
+        n=n,
+        echo=echo,
+        best_of=_best_of(fields, n, len(prompts)),
+        steps=steps,
         **read_shared(fields),
     )
+
+
+def _best_of(fields: Fields, n: int, prompts: int) -> int | None:
+    """OpenAI's number of answers of which the best are given; None where all are."""
+    best_of = fields.integer("best_of", _AT_LEAST_ONE)
+    if best_of is None or best_of == n:
+        return None
+    if best_of < n:
+        raise RequestError(f"Invalid 'best_of': {best_of} is less than 'n' ({n}).", "best_of")
+    if fields.flag("stream"):
+        raise RequestError(
+            "Invalid 'best_of': which answers are the best is known at their end, so it cannot be "
+            "more than 'n' in a stream.",
+            "best_of",
+        )
+    _hold_to_choices(best_of, prompts, "best_of")
+    return best_of
 
 
 def read_model(fields: Fields) -> str:
@@ -176,19 +222,12 @@ def read_shared(fields: Fields) -> dict[str, Any]:
 
     Other dialects use it for rkserve's own keys, which have the same names in all of them.
     """
-    strict = fields.flag("strict_sampling")
-    if strict and fields.get("seed") is not None:
-        raise UnsupportedParameter(
-            "Unsupported parameter: no RKLLM release takes a seed, so 'seed' cannot be honoured "
-            "with 'strict_sampling'.",
-            "seed",
-        )
     stream = fields.flag("stream")
     pause_on = _pause_on(fields)
     native_pause = fields.maybe_flag("native_pause")
     return {
         "sampling": read_sampling(fields),
-        "strict_sampling": strict,
+        "strict_sampling": fields.flag("strict_sampling"),
         "stop": read_stop(fields, "stop", MAX_STOP),
         "pause_on": pause_on,
         # A function call in mid-stream is no use if it costs a prefill each time.
@@ -303,13 +342,17 @@ def _include_usage(fields: Fields, stream: bool) -> bool:
 def _choices(fields: Fields, prompts: int) -> int:
     n = fields.integer("n", Range(1, MAX_CHOICES))
     n = 1 if n is None else n
-    if n * prompts > MAX_CHOICES:
-        raise RequestError(
-            f"{prompts} prompts with n={n} make {n * prompts} answers, but one request may ask "
-            f"for {MAX_CHOICES} at most.",
-            "prompt" if n == 1 else "n",
-        )
+    _hold_to_choices(n, prompts, "n")
     return n
+
+
+def _hold_to_choices(each: int, prompts: int, name: str) -> None:
+    if each * prompts > MAX_CHOICES:
+        raise RequestError(
+            f"{prompts} prompts with {name}={each} make {each * prompts} answers, but one request "
+            f"may ask for {MAX_CHOICES} at most.",
+            "prompt" if each == 1 else name,
+        )
 
 
 def _prompts(fields: Fields) -> tuple[TextOrIds, ...]:

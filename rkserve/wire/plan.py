@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from rkserve.errors import ContextOverflow, UnsupportedParameter
-from rkserve.messages import GenerateRequest, Sampling, Thinking
+from rkserve.messages import GenerateRequest, Sampling, Stepwise, Thinking
 from rkserve.wire.limits import TEXT_MODE_MAX_TOP_K
 from rkserve.wire.openai import TOP_K_OFF, ChatCall, CompletionCall
 from rkserve.wire.renderer import Header, Prompt, Renderer
 from rkserve.wire.speech import Reading
+from rkserve.wire.steps import check_ids
 from rkserve.wire.versions import Meant
 
 
@@ -23,14 +24,15 @@ def plan(
     context_len: int,
     completion: str,
     session: str = "",
+    dice: int = 0,
 ) -> list[GenerateRequest]:
     """Return one request per choice, in the order of the choices' indexes.
 
     ``meant`` is what the call's model means, and ``completion`` the id of the answer, by which
     its generations can be controlled. ``session`` decides between versions of an adapter where two
-    are served. ``defaults`` are the model's own sampling values. Each prompt is rendered once,
-    however many answers it gets. Tokenizing a long prompt takes a while (about a second per
-    megabyte), so a server calls this off its event loop.
+    are served. ``dice`` seeds the sampling of what has no seed. ``defaults`` are the model's own
+    sampling values. Each prompt is rendered once, however many answers it gets. Tokenizing a long
+    prompt takes a while (about a second per megabyte), so a server calls this off its event loop.
 
     Raises:
         RequestError: the model cannot take the prompt or a parameter.
@@ -40,7 +42,8 @@ def plan(
     prompts, param = _prompts(call, renderer, context_len)
     thinking = _thinking(call, renderer, prompts[0])
     _check_pause_ids(call, renderer)
-    each = [prompt for prompt in prompts for _ in range(call.n)]
+    each = [prompt for prompt in prompts for _ in range(call.tries)]
+    stepwise = _stepwise(call, renderer, sampling, dice)
     return [
         GenerateRequest(
             request_id=f"{completion}/{index}",
@@ -63,6 +66,7 @@ def plan(
             # Who names a version wants that one to the end.
             keep_version=call.keep_version or meant.named,
             thinking=thinking,
+            stepwise=stepwise[index % call.tries],
         )
         for index, prompt in enumerate(each)
     ]
@@ -142,6 +146,37 @@ def reading(
         opening=form.opening(tools.named) if tools.forced else "",
         parallel=tools.parallel,
     )
+
+
+def prompt_texts(call: ChatCall | CompletionCall) -> tuple[str | None, ...]:
+    """Return the text of each answer's prompt in the client's words; None where it sent ids."""
+    if isinstance(call, ChatCall):
+        return (None,) * call.choices
+    texts = (one if isinstance(one, str) else None for one in call.prompts)
+    return tuple(text for text in texts for _ in range(call.tries))
+
+
+def _stepwise(
+    call: ChatCall | CompletionCall, renderer: Renderer, sampling: Sampling, dice: int
+) -> list[Stepwise | None]:
+    """Return for each answer to a prompt what RKLLM's own sampling cannot do."""
+    ranked = isinstance(call, CompletionCall) and call.ranked
+    name = call.steps.asked(sampling, ranked=ranked)
+    if name is None:
+        return [None] * call.tries
+    renderer.needs_ids(name)
+    check_ids(call.steps, renderer.check_id)
+    if call.use_cache is not None:
+        raise UnsupportedParameter(
+            f"Unsupported parameter: '{name}' needs the logits of every step, which RKLLM does "
+            "not compute from a prompt cache. Leave out 'use_cache'.",
+            "use_cache",
+        )
+    prompt = isinstance(call, CompletionCall) and call.echo
+    return [
+        call.steps.stepwise(sampling, choice, dice, ranked=ranked, prompt=prompt)
+        for choice in range(call.tries)
+    ]
 
 
 def _check_pause_ids(call: ChatCall | CompletionCall, renderer: Renderer) -> None:

@@ -35,15 +35,8 @@ def _plain_text(value: Any, _body: Fields) -> bool:
     return isinstance(value, dict) and value.get("type") == "text"
 
 
-def _no_more_than_n(value: Any, body: Fields) -> bool:
-    n = body.get("n")
-    return type(value) is int and value == (1 if n is None else n)
-
-
 _BOTH: dict[str, Harmless] = {
-    "logit_bias": _empty,
     "ignore_eos": _only(False),
-    "min_p": _only(0),
     "typical_p": _only(1),
     "min_tokens": _only(0),
     "use_beam_search": _only(False),
@@ -66,8 +59,6 @@ _BOTH: dict[str, Harmless] = {
 
 CHAT: dict[str, Harmless] = {
     **_BOTH,
-    "logprobs": _only(False),
-    "top_logprobs": _only(0),
     "modalities": _only(["text"]),
     "audio": _never,
     "web_search_options": _never,
@@ -80,10 +71,7 @@ CHAT: dict[str, Harmless] = {
 
 COMPLETION: dict[str, Harmless] = {
     **_BOTH,
-    "logprobs": _only(False),
-    "echo": _only(False),
     "suffix": _empty,
-    "best_of": _no_more_than_n,
     "prompt_embeds": _never,
 }
 

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rkserve.errors import ContextOverflow, RequestError, UnsupportedParameter
+from rkserve.errors import ConfigError, ContextOverflow, RequestError, UnsupportedParameter
 from rkserve.modelfolder import CONTEXT_MAX, ModelFolder
+from rkserve.vocabulary import Vocabulary, read_vocabulary
 from rkserve.wire.conversation import Message
 from rkserve.wire.history import with_thoughts
 from rkserve.wire.jsonbody import JsonObject
@@ -91,7 +92,8 @@ class Renderer:
     """
 
     def __init__(self, folder: ModelFolder, now: Clock = local_time) -> None:
-        file = folder.tokenizer_file
+        self._tokenizer_file = file = folder.tokenizer_file
+        self._vocabulary: Vocabulary | None = None
         self.tokenizer = None if file is None else Tokenizer(file)
         self._template = ChatTemplate(folder, now)
         self._shield = Shield(
@@ -209,6 +211,30 @@ class Renderer:
         hold_to_context(len(text), context_len, "text")
         typed: list[str] = []
         return self._joined(tokenizer, pieces(self._shield.hide(text, typed), typed))
+
+    def needs_ids(self, param: str) -> None:
+        """Raise ``UnsupportedParameter`` in text mode."""
+        self._needed(param)
+
+    def vocabulary(self) -> Vocabulary:
+        """Return what token ids stand for; the first call takes some tenths of a second.
+
+        Raises:
+            UnsupportedParameter: in text mode, and where the tokenizer's way of writing bytes is
+                not known.
+        """
+        if self._vocabulary is None:
+            self._needed("logprobs")
+            assert self._tokenizer_file is not None
+            try:
+                self._vocabulary = read_vocabulary(self._tokenizer_file)
+            except ConfigError as exc:
+                raise UnsupportedParameter(
+                    "Unsupported parameter: what the tokens of this model say is not known: its "
+                    "tokenizer.json writes bytes in another way than those that rkserve reads.",
+                    "logprobs",
+                ) from exc
+        return self._vocabulary
 
     def counted(self, text: str, *, special: bool) -> tuple[int, ...]:
         """Return the ids of any text, however long; control tokens in it are control tokens.

@@ -14,6 +14,7 @@ from typing import Any
 
 from rkserve.messages import FIRST_LABEL, Delta, Finished, Paused, Timings
 from rkserve.wire.jsonbody import JsonObject
+from rkserve.wire.logprobs import Choice, Lexicon
 from rkserve.wire.openai import ChatCall, CompletionCall
 from rkserve.wire.parts import Part
 from rkserve.wire.speech import PLAIN, Reading, Speech
@@ -37,6 +38,7 @@ class Stamp:
     is asked when a version is met: a long answer may end with one that was not there before.
     ``prompt_tokens`` are those of the first prompt, 0 where only its board can count them.
     ``reading`` says what their text may be beside words.
+    ``lexicon`` is there where an answer is to tell of single tokens, or of its prompt.
     """
 
     model: str
@@ -45,6 +47,7 @@ class Stamp:
     key_of: Callable[[str], str | None] = lambda _version: None
     prompt_tokens: int = 0
     reading: Reading = PLAIN
+    lexicon: Lexicon | None = None
 
     def fingerprint(self, versions: Iterable[str]) -> str:
         """Return ``system_fingerprint`` of what comes from these versions."""
@@ -70,7 +73,10 @@ class Tally:
         self._stamp = stamp
         self._return_versions = call.return_weight_versions
         self._tells_of_pauses = bool(call.pause_on)
-        self._n = call.n
+        self._tries = call.tries
+        self._tokens: list[Choice] = []
+        if stamp.lexicon is not None:
+            self._tokens = [Choice() for _ in range(call.choices)]
         self._choices = call.choices
         self._speeches = [Speech(stamp.reading) for _ in range(call.choices)]
         self._ends: dict[int, Finished] = {}
@@ -81,6 +87,8 @@ class Tally:
 
     def add(self, index: int, delta: Delta) -> list[Part]:
         """Take a delta of a choice, and return what it means."""
+        if self._tokens:
+            self._tokens[index].add(delta)
         return self._speeches[index].feed(delta)
 
     def end(self, index: int, finished: Finished) -> list[Part]:
@@ -122,7 +130,7 @@ class Tally:
         """Return the counts of the choices that have ended."""
         prompts: dict[int, list[Finished]] = {}
         for index, end in self._ends.items():
-            prompts.setdefault(index // self._n, []).append(end)
+            prompts.setdefault(index // self._tries, []).append(end)
         prompt = sum(ends[0].usage.prompt_tokens for ends in prompts.values())
         cached = sum(min(e.usage.cached_tokens for e in ends) for ends in prompts.values())
         completion = sum(end.usage.completion_tokens for end in self._ends.values())

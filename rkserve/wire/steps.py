@@ -1,0 +1,144 @@
+"""What a call asks of its answer's sampling that RKLLM does not have: seeds, a bias, logprobs.
+
+It reads these keys and decides whether they are needed at all: a seed without chance decides
+nothing, and a generation that RKLLM can sample itself is faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rkserve.errors import RequestError, UnsupportedParameter
+from rkserve.messages import Sampling, Stepwise
+from rkserve.wire.fields import Fields, Range, wrong_type
+from rkserve.wire.limits import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
+
+_SEED = Range(-(2**63), 2**64 - 1)
+_SHARE = Range(0, 1)
+_TOP = Range(0, MAX_TOP_LOGPROBS)
+_MAX_BIAS = 100
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What was asked for. ``top_logprobs`` of None asks for no logprobs."""
+
+    seed: int | None = None
+    min_p: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    top_logprobs: int | None = None
+
+    def asked(self, sampling: Sampling, *, ranked: bool = False) -> str | None:
+        """Return the first parameter that needs single steps; None where none does.
+
+        ``ranked``: the best of several answers is wanted.
+        """
+        if self.top_logprobs is not None:
+            return "logprobs"
+        if self.logit_bias:
+            return "logit_bias"
+        if ranked:
+            return "best_of"
+        if sampling.temperature == 0 or sampling.top_k == 1:
+            return None  # what comes is certain
+        if self.min_p > 0:
+            return "min_p"
+        return "seed" if self.seed is not None else None
+
+    def stepwise(
+        self, sampling: Sampling, choice: int, dice: int, *, ranked: bool, prompt: bool
+    ) -> Stepwise | None:
+        """Return what the generation of a choice needs; ``dice`` is the seed of one without.
+
+        ``prompt``: the prompt's logprobs are wanted as well.
+
+        Raises:
+            UnsupportedParameter: mirostat, which carries a state from token to token.
+        """
+        name = self.asked(sampling, ranked=ranked)
+        if name is None:
+            return None
+        if sampling.mirostat:
+            raise UnsupportedParameter(
+                f"Unsupported parameter: '{name}' cannot be honoured with 'mirostat', which is on "
+                "(perhaps by the model's own settings). Send 'mirostat': 0.",
+                name,
+            )
+        top = self.top_logprobs
+        return Stepwise(
+            seed=dice if self.seed is None else self.seed,
+            choice=choice,
+            min_p=self.min_p,
+            logit_bias=self.logit_bias,
+            top_logprobs=0 if top is None and ranked else top,
+            prompt_logprobs=prompt and top is not None,
+        )
+
+
+def read_steps(fields: Fields, *, chat: bool) -> Steps:
+    """Read the keys of a call. Raises ``RequestError`` with the ``param`` at fault."""
+    return Steps(
+        seed=fields.integer("seed", _SEED),
+        min_p=fields.number("min_p", _SHARE) or 0.0,
+        logit_bias=_logit_bias(fields),
+        top_logprobs=_of_chat(fields) if chat else _of_completion(fields),
+    )
+
+
+def check_ids(steps: Steps, check: Callable[[int, str], None]) -> None:
+    """Let ``check`` judge every token id."""
+    for token_id, _ in steps.logit_bias:
+        check(token_id, f"logit_bias.{token_id}")
+
+
+def _of_chat(fields: Fields) -> int | None:
+    top = fields.integer("top_logprobs", _TOP)
+    if fields.flag("logprobs"):
+        return top or 0
+    if top:
+        raise RequestError(
+            "Invalid 'top_logprobs': it needs 'logprobs' to be true.", "top_logprobs"
+        )
+    return None
+
+
+def _of_completion(fields: Fields) -> int | None:
+    # A client of chats may send its switch here, too: off is off.
+    return None if fields.get("logprobs") is False else fields.integer("logprobs", _TOP)
+
+
+def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
+    value = fields.get("logit_bias")
+    if value is None or value in ([], ""):
+        return ()
+    if not isinstance(value, dict):
+        raise wrong_type("logit_bias", "an object of token ids and numbers", value)
+    if len(value) > MAX_LOGIT_BIAS:
+        raise RequestError(
+            f"Invalid 'logit_bias': it may have {MAX_LOGIT_BIAS} tokens at most, but has "
+            f"{len(value)}.",
+            "logit_bias",
+        )
+    found = {_token_id(key): _bias(amount, key) for key, amount in value.items()}
+    return tuple(sorted(found.items()))
+
+
+def _token_id(key: str) -> int:
+    # Other digits than these are digits to Python, and no number of thousands of them is an id.
+    if not (key.isascii() and key.isdigit() and len(key) <= len(str(2**31))):
+        raise RequestError(f"Invalid 'logit_bias': {key[:40]!r} is not a token id.", "logit_bias")
+    return int(key)
+
+
+def _bias(value: Any, key: str) -> float:
+    path = f"logit_bias.{key}"
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise wrong_type(path, "a number", value)
+    if not -_MAX_BIAS <= value <= _MAX_BIAS or math.isnan(value):
+        raise RequestError(
+            f"Invalid '{path}': expected a number between -{_MAX_BIAS} and {_MAX_BIAS}.", path
+        )
+    return float(value)

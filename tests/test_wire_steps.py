@@ -1,0 +1,421 @@
+"""Seeds, biases and logprobs: read, needed or not, planned, and read by OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from openai.types import Completion
+from wire_folders import make_folder
+
+from rkserve.errors import RequestError, UnsupportedParameter
+from rkserve.messages import (
+    Delta,
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    Kind,
+    Sampling,
+    Scored,
+    Slot,
+    Splice,
+    Stepwise,
+    Timings,
+    Usage,
+)
+from rkserve.vocabulary import Vocabulary
+from rkserve.wire.answers import ChatAnswer, CompletionAnswer
+from rkserve.wire.limits import MAX_LOGIT_BIAS
+from rkserve.wire.logprobs import CompletionLog, Lexicon
+from rkserve.wire.openai import ChatCall, CompletionCall, parse_chat, parse_completion
+from rkserve.wire.plan import plan, prompt_texts
+from rkserve.wire.renderer import Renderer
+from rkserve.wire.steps import Steps
+from rkserve.wire.tally import Stamp
+from rkserve.wire.versions import Meant
+
+CHANCE = Sampling(temperature=0.8, top_k=40)
+USER = [{"role": "user", "content": "Hi"}]
+
+
+def chat(**keys: Any) -> ChatCall:
+    return parse_chat(json.dumps({"model": "m", "messages": USER, **keys}).encode())
+
+
+def completion(**keys: Any) -> CompletionCall:
+    return parse_completion(json.dumps({"model": "m", "prompt": "Hi", **keys}).encode())
+
+
+# -- reading ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps"),
+    [
+        pytest.param({"seed": -3}, Steps(seed=-3), id="seed"),
+        pytest.param({"seed": 2**64 - 1}, Steps(seed=2**64 - 1), id="a large one"),
+        pytest.param({"min_p": 1}, Steps(min_p=1.0), id="min_p"),
+        pytest.param({"min_p": 0}, Steps(), id="min_p off"),
+        pytest.param(
+            {"logit_bias": {"7": -100, "05": 1.5}},
+            Steps(logit_bias=((5, 1.5), (7, -100.0))),
+            id="logit_bias",
+        ),
+        pytest.param({"logit_bias": []}, Steps(), id="an empty bias"),
+        pytest.param({"logprobs": False}, Steps(), id="logprobs off"),
+    ],
+)
+@pytest.mark.parametrize("read", [chat, completion])
+def test_what_needs_steps_is_read(read: Any, keys: dict[str, Any], steps: Steps) -> None:
+    assert read(**keys).steps == steps
+
+
+def test_chats_and_completions_ask_for_logprobs_in_their_own_ways() -> None:
+    assert chat(logprobs=True).steps.top_logprobs == 0
+    assert chat(logprobs=True, top_logprobs=5).steps.top_logprobs == 5
+    assert chat(top_logprobs=0).steps.top_logprobs is None
+    assert completion(logprobs=0).steps.top_logprobs == 0
+    assert completion(logprobs=3).steps.top_logprobs == 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "param"),
+    [
+        ({"seed": 1.5}, "seed"),
+        ({"seed": 2**64}, "seed"),
+        ({"seed": "1"}, "seed"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"٣": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+        ({"logit_bias": {"1": "x"}}, "logit_bias.1"),
+        ({"logit_bias": {"1": True}}, "logit_bias.1"),
+        ({"logit_bias": {"1": 10**400}}, "logit_bias.1"),
+        ({"logit_bias": {str(at): 1 for at in range(MAX_LOGIT_BIAS + 1)}}, "logit_bias"),
+        ({"logprobs": "yes"}, "logprobs"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+@pytest.mark.parametrize("read", [chat, completion])
+def test_a_wrong_value_is_named(read: Any, keys: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(**keys)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("read", "keys", "param"),
+    [
+        (chat, {"top_logprobs": 3}, "top_logprobs"),
+        (chat, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (chat, {"logprobs": 1}, "logprobs"),
+        (completion, {"logprobs": 21}, "logprobs"),
+        (completion, {"logprobs": True}, "logprobs"),
+        (completion, {"echo": 1}, "echo"),
+        (completion, {"echo": True, "max_tokens": 0}, "max_tokens"),
+        (completion, {"logprobs": 1, "max_tokens": 0}, "max_tokens"),
+        (completion, {"n": 3, "best_of": 2}, "best_of"),
+        (completion, {"best_of": 17}, "best_of"),
+        (completion, {"best_of": 2, "stream": True}, "best_of"),
+        (completion, {"best_of": 9, "prompt": ["a", "b"]}, "best_of"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_does_not_go_together_is_named(read: Any, keys: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(**keys)
+    assert caught.value.param == param
+
+
+# -- whether they are needed ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "sampling", "name"),
+    [
+        pytest.param({}, CHANCE, None, id="nothing"),
+        pytest.param({"seed": 7}, CHANCE, "seed", id="a seed"),
+        pytest.param({"seed": 7}, Sampling(temperature=0), None, id="a seed without chance"),
+        pytest.param({"seed": 7}, Sampling(top_k=1), None, id="one to choose among"),
+        pytest.param({"min_p": 0.1}, CHANCE, "min_p", id="min_p"),
+        pytest.param({"min_p": 0.1}, Sampling(temperature=0), None, id="min_p without chance"),
+        pytest.param(
+            {"logit_bias": {"1": 5}}, Sampling(temperature=0), "logit_bias", id="a bias decides"
+        ),
+        pytest.param({"logprobs": True}, Sampling(temperature=0), "logprobs", id="logprobs"),
+    ],
+)
+def test_steps_are_made_where_they_are_needed_only(
+    keys: dict[str, Any], sampling: Sampling, name: str | None
+) -> None:
+    assert chat(**keys).steps.asked(sampling) == name
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    return Renderer(make_folder(tmp_path_factory.mktemp("folders") / "tiny"))
+
+
+def planned(
+    renderer: Renderer, call: ChatCall | CompletionCall, defaults: Sampling = CHANCE
+) -> list[GenerateRequest]:
+    meant = Meant("m", None)
+    return plan(call, meant, renderer, defaults=defaults, context_len=64, completion="c", dice=4711)
+
+
+def test_each_choice_of_a_prompt_has_its_own_number(renderer: Renderer) -> None:
+    call = completion(prompt=["a", "b"], n=2, seed=5, min_p=0.2)
+    assert [one.stepwise for one in planned(renderer, call)] == [
+        Stepwise(5, 0, min_p=0.2),
+        Stepwise(5, 1, min_p=0.2),
+    ] * 2
+
+
+def test_what_has_no_seed_gets_one(renderer: Renderer) -> None:
+    (one,) = planned(renderer, chat(logprobs=True, top_logprobs=2))
+    assert one.stepwise == Stepwise(4711, top_logprobs=2)
+    assert planned(renderer, chat())[0].stepwise is None
+
+
+def test_the_best_of_several_need_logprobs_that_nobody_is_told(renderer: Renderer) -> None:
+    requests = planned(renderer, completion(best_of=3, prompt=[[7], [8]]))
+    assert [one.stepwise for one in requests] == [
+        Stepwise(4711, choice, top_logprobs=0) for choice in (0, 1, 2)
+    ] * 2
+
+
+def test_an_echo_asks_for_the_prompts_logprobs_and_may_ask_for_nothing_else(
+    renderer: Renderer,
+) -> None:
+    (one,) = planned(renderer, completion(echo=True, logprobs=1, max_tokens=0))
+    assert one.stepwise == Stepwise(4711, top_logprobs=1, prompt_logprobs=True)
+    assert one.max_tokens == 0
+    assert planned(renderer, completion(echo=True))[0].stepwise is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "param"),
+    [
+        ({"seed": 1, "mirostat": 2}, "seed"),
+        ({"seed": 1, "use_cache": "doc"}, "use_cache"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias.99999"),
+    ],
+)
+def test_what_steps_cannot_have_is_refused(
+    renderer: Renderer, keys: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        planned(renderer, chat(**keys))
+    assert caught.value.param == param
+
+
+def test_without_a_tokenizer_there_are_no_steps(tmp_path: Path) -> None:
+    textual = Renderer(make_folder(tmp_path / "textual", tokenizer=False))
+    with pytest.raises(UnsupportedParameter, match="needs a tokenizer") as caught:
+        planned(textual, chat(seed=1))
+    assert caught.value.param == "seed"
+    assert planned(textual, chat())[0].stepwise is None
+    with pytest.raises(UnsupportedParameter):
+        textual.vocabulary()
+
+
+def test_a_tokenizer_of_another_kind_tells_no_logprobs(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "strange")
+    assert folder.tokenizer_file is not None
+    renderer = Renderer(folder)
+    found = json.loads(folder.tokenizer_file.read_text())
+    folder.tokenizer_file.write_text(json.dumps(found | {"decoder": {"type": "WordPiece"}}))
+    with pytest.raises(UnsupportedParameter, match="bytes") as caught:
+        renderer.vocabulary()
+    assert caught.value.param == "logprobs"
+
+
+# -- answers ----------------------------------------------------------------------------------
+
+EURO = "€".encode()
+PIECES = (b"<end>", b"The", b" sea", b" is", *(bytes([one]) for one in EURO), b" wide")
+VOCABULARY = Vocabulary(PIECES, frozenset({0}))
+TIMINGS = Timings(1.0, 20.0, 4, 100.0, 2, 812.0)
+PROMPT = (1, 2)
+
+
+def scored(token_id: int, logprob: float = -0.25) -> Scored:
+    return Scored(logprob, ((token_id, logprob), (3, -2.5)))
+
+
+def finished(tokens: int) -> Finished:
+    return Finished(FinishReason.STOP, Usage(2, tokens), TIMINGS)
+
+
+def stamp(call: ChatCall | CompletionCall) -> Stamp:
+    lexicon = Lexicon(VOCABULARY, (PROMPT,) * call.choices, prompt_texts(call))
+    return Stamp("m", "1.3.0", lexicon=lexicon)
+
+
+def client_of(body: Any = None, raw: bytes | None = None, *, strict: bool = True) -> openai.OpenAI:
+    headers = {"content-type": "text/event-stream"}
+
+    def answer(_: httpx2.Request) -> httpx2.Response:
+        if raw is not None:
+            return httpx2.Response(200, content=raw, headers=headers)
+        return httpx2.Response(200, json=body)
+
+    return openai.OpenAI(
+        api_key="none",
+        base_url="http://rkserve.test/v1",
+        max_retries=0,
+        http_client=httpx2.Client(transport=httpx2.MockTransport(answer)),
+        _strict_response_validation=strict,
+    )
+
+
+def chat_answer() -> ChatAnswer:
+    call = chat(logprobs=True, top_logprobs=2)
+    return ChatAnswer(call, "chatcmpl-1", 1700000000, stamp(call))
+
+
+HALF = Delta(" is", (3,), logprobs=(scored(3),))
+REST = Delta("€", (4, 5, 6, 0), lengths=(0, 0, 1, 0), logprobs=tuple(map(scored, (4, 5, 6, 0))))
+
+
+def test_the_client_reads_the_logprobs_of_a_whole_chat() -> None:
+    answer = chat_answer()
+    answer.add(0, HALF)
+    answer.add(0, REST)
+    answer.end(0, finished(5))
+    with client_of(answer.whole()) as client:
+        (choice,) = client.chat.completions.create(model="m", messages=[]).choices
+    assert choice.message.content == " is€"
+    assert choice.logprobs is not None
+    found = choice.logprobs.content or []
+    assert [one.token for one in found] == [" is", "\\xe2", "\\x82", "\\xac", "<end>"]
+    assert b"".join(bytes(one.bytes or ()) for one in found) == " is€<end>".encode()
+    assert found[0].logprob == -0.25
+    assert [one.token for one in found[1].top_logprobs] == ["\\xe2", " is"]
+
+
+def test_the_client_reads_the_logprobs_of_a_streamed_chat() -> None:
+    answer = chat_answer()
+    raw = answer.opening(0) + answer.delta(0, HALF) + answer.delta(0, REST)
+    raw += answer.finish(0, finished(5)) + answer.closing()
+    with client_of(raw=raw) as client:
+        got = list(client.chat.completions.create(model="m", messages=[], stream=True))
+    choices = [choice for chunk in got for choice in chunk.choices]
+    assert "".join(choice.delta.content or "" for choice in choices) == " is€"
+    found = [one for c in choices if c.logprobs for one in c.logprobs.content or []]
+    assert [one.token for one in found] == [" is", "\\xe2", "\\x82", "\\xac", "<end>"]
+
+
+def test_what_an_edit_takes_back_has_no_logprobs_and_what_it_puts_in_neither() -> None:
+    answer = chat_answer()
+    answer.add(0, HALF)
+    put_in = (Slot(1, b"The", Kind.APPENDED), Slot(9, b"", Kind.INJECTED), Slot(2, b" sea"))
+    answer.add(0, Delta("The sea", (1, 2), retract=3, splice=Splice(0, put_in)))
+    answer.add(0, Delta(" wide", (7,), logprobs=(scored(7),)))
+    answer.end(0, finished(3))
+    (choice,) = answer.whole()["choices"]
+    assert choice["message"]["content"] == "The sea wide"
+    assert [one["token"] for one in choice["logprobs"]["content"]] == [" wide"]
+
+
+def completion_answer(**keys: Any) -> CompletionAnswer:
+    call = completion(**keys)
+    return CompletionAnswer(call, "cmpl-1", 1700000000, stamp(call))
+
+
+def read_whole(answer: CompletionAnswer, *, strict: bool = True) -> Completion:
+    with client_of(answer.whole(), strict=strict) as client:
+        return client.completions.create(model="m", prompt="x")
+
+
+def test_the_client_reads_an_echo_with_the_logprobs_of_the_prompt() -> None:
+    answer = completion_answer(echo=True, logprobs=2, prompt=list(PROMPT))
+    answer.add(0, Delta("", (), prompt=(scored(2, -1.0),)))
+    answer.add(0, HALF)
+    answer.add(0, REST)
+    answer.end(0, finished(5))
+    # The first token of a prompt has none: OpenAI says null, which its client's types do not know.
+    (choice,) = read_whole(answer, strict=False).choices
+    assert choice.text == "The sea is€"
+    log = choice.logprobs
+    assert log is not None
+    expected = ["The", " sea", " is", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "<end>"]
+    assert log.tokens == expected
+    assert log.token_logprobs == [None, -1.0, *[-0.25] * 5]
+    assert log.text_offset == [0, 3, 7, 10, 10, 10, 11]
+    assert log.top_logprobs is not None
+    assert log.top_logprobs[0] is None
+    assert log.top_logprobs[1] == {" sea": -1.0, " is": -2.5}
+
+
+def likelihood(answer: CompletionAnswer, context: int) -> tuple[float, bool]:
+    """What lm-evaluation-harness makes of an answer, as its parse_logprobs does."""
+    log = answer.whole()["choices"][0]["logprobs"]
+    logprobs = log["token_logprobs"][context:-1]
+    tops = log["top_logprobs"][context:-1]
+    greedy = all(one == max(top.values()) for one, top in zip(logprobs, tops, strict=True))
+    return sum(logprobs), greedy
+
+
+@pytest.mark.parametrize(("given", "greedy"), [(-0.5, True), (-3.0, False)])
+def test_a_harness_reads_likelihoods(given: float, greedy: bool) -> None:
+    answer = completion_answer(echo=True, logprobs=1, max_tokens=1, prompt=list(PROMPT))
+    answer.add(0, Delta("", (), prompt=(Scored(given, ((3, -0.5),)),)))
+    answer.add(0, Delta("", (0,), logprobs=(scored(0),)))
+    answer.end(0, finished(1))
+    assert likelihood(answer, context=1) == (given, greedy)
+
+
+def test_a_streamed_echo_comes_before_its_answer() -> None:
+    answer = completion_answer(echo=True, logprobs=1, prompt="The sea", stream=True)
+    assert answer.opening(0) == b""
+    raw = answer.delta(0, Delta("", (), prompt=(scored(2),))) + answer.delta(0, HALF)
+    raw += answer.finish(0, finished(1)) + answer.closing()
+    with client_of(raw=raw, strict=False) as client:
+        got = list(client.completions.create(model="m", prompt="x", stream=True))
+    choices = [choice for chunk in got for choice in chunk.choices]
+    assert "".join(choice.text for choice in choices) == "The sea is"
+    tokens = [one for c in choices if c.logprobs for one in c.logprobs.tokens or []]
+    offsets = [one for c in choices if c.logprobs for one in c.logprobs.text_offset or []]
+    assert (tokens, offsets) == (["The", " sea", " is"], [0, 3, 7])
+
+
+def test_an_echo_without_logprobs_is_the_prompt_and_nothing_else() -> None:
+    answer = completion_answer(echo=True, prompt="The sea")
+    answer.add(0, Delta(" is", (3,)))
+    answer.end(0, finished(1))
+    (choice,) = read_whole(answer).choices
+    assert (choice.text, choice.logprobs) == ("The sea is", None)
+    streamed = completion_answer(echo=True, prompt="The sea", stream=True)
+    assert b'"text":"The sea"' in streamed.opening(0)
+
+
+def test_the_best_answers_are_given_in_order_and_all_are_counted() -> None:
+    answer = completion_answer(n=2, best_of=3, prompt=["a", "b"])
+    for index, logprob in enumerate((-3.0, -1.0, -2.0, -5.0, -5.0, -0.5)):
+        answer.add(index, Delta(f"<{index}>", (3,), logprobs=(scored(3, logprob),)))
+        answer.end(index, finished(1))
+    got = read_whole(answer)
+    assert [(choice.index, choice.text) for choice in got.choices] == [
+        (0, "<1>"),
+        (1, "<2>"),
+        (2, "<5>"),
+        (3, "<3>"),
+    ]
+    assert got.usage is not None
+    assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (4, 6)
+
+
+def test_bytes_that_never_become_a_character_do_not_hold_the_offset_up() -> None:
+    log = CompletionLog(VOCABULARY)
+    found = log.of([(4, None), (1, None), (2, None)], top=0)
+    assert found["text_offset"] == [0, 0, 4]
