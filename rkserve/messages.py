@@ -74,13 +74,30 @@ class Scored:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class GuideKind(str, Enum):
+    """How a grammar is written."""
+
+    JSON_SCHEMA = "json_schema"  # the schema as JSON
+    REGEX = "regex"
+    LARK = "lark"  # or the GBNF of llama.cpp
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """A grammar that an answer has to follow."""
+
+    kind: GuideKind
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class Stepwise:
     """What a generation needs that the runtime's own sampling does not have.
 
     ``seed``, ``choice`` and the place of a token in the answer decide every draw. Logprobs come
     with the tokens where ``top_logprobs`` is a number: those of the chosen ones, and of so many of
-    the likeliest; ``prompt_logprobs`` are those of the prompt as well.
+    the likeliest; ``prompt_logprobs`` are those of the prompt as well. The whole answer follows
+    ``guide``.
     """
 
     seed: int
@@ -89,6 +106,7 @@ class Stepwise:
     logit_bias: tuple[tuple[int, float], ...] = ()
     top_logprobs: int | None = None
     prompt_logprobs: bool = False
+    guide: Guide | None = None
 
 
 class Kind(str, Enum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +20,13 @@ from rkserve.messages import (
     Accepted,
     ControlAction,
     Delta,
+    Edit,
     Event,
     Finished,
     FinishReason,
     GenerateRequest,
+    Guide,
+    GuideKind,
     Paused,
     Sampling,
     Scored,
@@ -314,5 +318,60 @@ def test_what_an_engine_refuses_is_the_requests_fault_and_the_board_goes_on(
                 await asyncio.wait_for(heard(board, asked()), 60)
             assert text(await heard(board, asked(stepwise=None)))
             assert board.report().engine_starts == 1
+
+    run_loop(body())
+
+
+@both_ways
+def test_an_answer_follows_its_grammar_to_the_end(
+    release: str, quirks: Mapping[str, bool], tmp_path: Path
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "kind": {"enum": ["sea", "lake"]},
+            "depth": {"type": "integer", "minimum": 0, "maximum": 999},
+        },
+        "required": ["kind", "depth"],
+        "additionalProperties": False,
+    }
+    guide = Guide(GuideKind.JSON_SCHEMA, json.dumps(schema))
+
+    async def body() -> None:
+        async with Sim(tmp_path, release, quirks=quirks).board(tokenizer_file=TOKENS) as board:
+            wanted = asked(sampling=LIVELY, max_tokens=300, stepwise=Stepwise(3, guide=guide))
+            events = await heard(board, wanted)
+            whole = json.loads(text(events))
+            assert set(whole) == {"kind", "depth"}
+            assert whole["kind"] in {"sea", "lake"}
+            assert end(events).reason is FinishReason.STOP
+            cut = await heard(board, replace(wanted, max_tokens=3))
+            assert end(cut).reason is FinishReason.LENGTH
+            assert text(events).startswith(text(cut))
+            # It goes on within its grammar, and as it would have.
+            middle = ids(events)[4]
+            again, pauses = await until_paused(board, replace(wanted, pause_on_ids=(middle,)))
+            assert pauses
+            assert text(again) == text(events)
+
+    run_loop(body())
+
+
+def test_an_edit_that_leaves_the_grammar_ends_the_answer_and_not_the_board(tmp_path: Path) -> None:
+    guide = Guide(GuideKind.REGEX, "[0-9]{30}")
+
+    async def body() -> None:
+        async with Sim(tmp_path).board(tokenizer_file=TOKENS) as board:
+            wanted = asked(stepwise=Stepwise(3, guide=guide), max_tokens=60)
+            first = ids(await heard(board, wanted))[0]
+            stream = board.generate(replace(wanted, pause_on_ids=(first,)))
+            async for event in stream:
+                if isinstance(event, Paused):
+                    break
+            await board.control("cmpl-1", ControlAction.EDIT, Edit(ids=(500,), text="x"))
+            await board.control("cmpl-1", ControlAction.RESUME)
+            with pytest.raises(RequestError, match="grammar"):
+                _ = [event async for event in stream]
+            assert len(text(await heard(board, wanted))) == 30
 
     run_loop(body())

@@ -344,11 +344,8 @@ def test_prompts_times_n_are_bounded() -> None:
 # --- what is refused ---
 
 REFUSED_BY_BOTH = [
-    ("response_format", {"type": "json_object"}),
-    ("response_format", "json"),
     ("ignore_eos", True),
     ("stop_token_ids", [2]),
-    ("guided_json", {}),
     ("ignore_eos", 1),
 ]
 REFUSED_IN_CHAT = [

@@ -46,6 +46,7 @@ from rkserve.messages import (
 from rkserve.metrics import BoardCollector, RouterMetrics
 from rkserve.modelfolder import ModelFolder
 from rkserve.routing.admission import Claim
+from rkserve.sampling.guides import check_guide
 from rkserve.wire.dialect import Answer, AnyCall, Dialect
 from rkserve.wire.failures import error_object
 from rkserve.wire.headers import answer_headers
@@ -77,6 +78,13 @@ CallT = TypeVar("CallT", bound=AnyCall)
 async def read_call(body: bytes, parse: Callable[[bytes], CallT]) -> CallT:
     """Return what a body asks for. Raises ``RequestError``."""
     return parse(body) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse, body)
+
+
+async def checked(call: AnyCall) -> None:
+    """Raise ``RequestError`` where a grammar cannot be followed, whatever the model."""
+    if call.steps.guide is not None:
+        param, guide = call.steps.guide
+        await asyncio.to_thread(check_guide, guide, param)
 
 
 @dataclass(frozen=True)
@@ -271,6 +279,7 @@ class Service:
             raise
         try:
             call = await read_call(body, dialect.parse)
+            await checked(call)
             claim = claim_of(call, caller, timeout_s, self.config, started_s)
             meant = await self.meant(call.model, policy)
             completion = f"{dialect.prefix}{uuid.uuid4().hex}"

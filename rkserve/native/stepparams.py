@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rkserve.messages import Sampling, Stepwise
+from rkserve.messages import Guide, GuideKind, Sampling, Stepwise
 
 Ids = tuple[int, ...]
 
@@ -34,10 +34,12 @@ class StepParams:
         """Take it as ``as_json`` wrote it."""
         wanted = dict(given["wanted"])
         bias = tuple((token_id, value) for token_id, value in wanted.pop("logit_bias"))
+        written = wanted.pop("guide")
+        guide = None if written is None else Guide(GuideKind(written["kind"]), written["text"])
         return cls(
             tokenizer=Path(given["tokenizer"]),
             sampling=Sampling(**given["sampling"]),
-            wanted=Stepwise(**wanted, logit_bias=bias),
+            wanted=Stepwise(**wanted, logit_bias=bias, guide=guide),
             eos=frozenset(given["eos"]),
             limit=given["limit"],
             held=tuple(given["held"]),

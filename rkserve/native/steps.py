@@ -23,7 +23,8 @@ from rkserve.errors import ConfigError, StepsRefused
 from rkserve.native import commands, frames
 from rkserve.native.runtime import Matrix, Mode, Perf, RunEnd, Runtime, TokenInput
 from rkserve.native.stepparams import Ids, StepParams
-from rkserve.sampling.draw import Row, Sampler, score, scores
+from rkserve.sampling.draw import Allowed, Row, Sampler, score, scores
+from rkserve.sampling.guides import Guides, Trail
 from rkserve.vocabulary import Vocabulary, read_vocabulary
 
 _FLOAT = 4
@@ -110,6 +111,7 @@ class Steps:
         self._put = put
         self._room = Room() if room is None else room
         self._known: tuple[Path, Vocabulary] | None = None
+        self._guides = Guides()
 
     def run(
         self,
@@ -130,7 +132,10 @@ class Steps:
         history = params["keep_history"]
         feed = _Feed(runtime, params["adapter"], self._room, history=history, size=len(vocabulary))
         limit = _limit(steps, len(ids), feed.room)
-        run = _Run(run_id, steps, vocabulary, feed, self._put)
+        trail = None
+        if steps.wanted.guide is not None:
+            trail = self._guides.follow(steps.wanted.guide, steps.tokenizer, steps.eos, steps.said)
+        run = _Run(run_id, steps, vocabulary, feed, self._put, trail=trail)
         begun_s = time.monotonic()
         row = run.begin(ids, left)
         first_s = time.monotonic()
@@ -181,7 +186,10 @@ class _Run:
         vocabulary: Vocabulary,
         feed: _Feed,
         put: Callable[[bytes], None],
+        *,
+        trail: Trail | None,
     ) -> None:
+        self._trail = trail
         self._run_id, self._steps, self._feed, self._put = run_id, steps, feed, put
         self._vocabulary = vocabulary
         self._top = steps.wanted.top_logprobs
@@ -219,15 +227,27 @@ class _Run:
         )
         speech, size = _Speech(self._vocabulary), len(self._vocabulary)
         for told in range(limit):
-            token_id = sampler.choose(row[:size])  # padding behind it stands for nothing
+            token_id = sampler.choose(row[:size], self._allowed())  # padding stands for nothing
             if token_id is None:
                 raise StepsRefused("no token of the vocabulary may follow")
             self._tell(row, token_id, *speech.say(token_id))
             sampler.take(token_id)
-            if token_id in steps.eos or told + 1 == limit or left():
+            if token_id in steps.eos or self._is_over(token_id):
+                return told + 1
+            if told + 1 == limit or left():
                 return told + 1
             row = self._feed.next(token_id)
         return 0
+
+    def _allowed(self) -> Allowed | None:
+        return None if self._trail is None else self._trail.allowed()
+
+    def _is_over(self, token_id: int) -> bool:
+        """Whether the grammar ends with this token."""
+        if self._trail is None:
+            return False
+        self._trail.take(token_id)
+        return self._trail.over
 
     def _tell(self, row: Row, token_id: int, text: bytes, waiting: bool) -> None:
         frame = frames.pack_token(self._run_id, 0, token_id, text, waiting)

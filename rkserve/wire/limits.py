@@ -21,6 +21,7 @@ MAX_REPEAT_PENALTY = 10.0  # as in rkserve.yaml
 MAX_MIROSTAT_TAU = 20.0  # target surprise in nats, of which the usual one is 5
 MAX_TOP_LOGPROBS = 20  # as OpenAI of chats
 MAX_LOGIT_BIAS = 1024  # entries; OpenAI takes 300
+MAX_GUIDE_CHOICES = 1024
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy completions
 
 # No vocabulary in use has longer tokens. A text beyond this many characters per position cannot

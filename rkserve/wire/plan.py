@@ -95,8 +95,10 @@ def header(call: ChatCall, renderer: Renderer) -> Header:
         tools=tools.given,
         variables=call.wish.given(renderer.thinking.enabled),
         opening=opening,
-        # A call that has begun leaves no time to think about it.
-        thoughtless=bool(opening) or _most_thoughts(call, renderer) == 0,
+        # A call that has begun leaves no time to think about it, and a grammar no words for it.
+        thoughtless=bool(opening)
+        or call.steps.guide is not None
+        or _most_thoughts(call, renderer) == 0,
     )
 
 
@@ -112,7 +114,9 @@ def _thinking(
 ) -> Thinking | None:
     """Return how the model marks its thoughts, None where it can have none."""
     marks = renderer.marks
-    if not isinstance(call, ChatCall) or marks is None or call.tools.forced:
+    if not isinstance(call, ChatCall) or marks is None:
+        return None
+    if call.tools.forced or call.steps.guide is not None:
         return None
     most = _most_thoughts(call, renderer)
     if most is not None and prompt.text is not None:

@@ -31,10 +31,6 @@ def _empty(value: Any, _body: Fields) -> bool:
     return value in ([], {}, "")
 
 
-def _plain_text(value: Any, _body: Fields) -> bool:
-    return isinstance(value, dict) and value.get("type") == "text"
-
-
 _BOTH: dict[str, Harmless] = {
     "ignore_eos": _only(False),
     "typical_p": _only(1),
@@ -48,13 +44,8 @@ _BOTH: dict[str, Harmless] = {
     "skip_special_tokens": _only(True),
     "prompt_logprobs": _only(False),
     "truncate_prompt_tokens": _never,
-    "guided_json": _never,
-    "guided_regex": _never,
-    "guided_choice": _never,
-    "guided_grammar": _never,
-    "structured_outputs": _never,
+    "guided_whitespace_pattern": _never,
     "grammar": _empty,
-    "response_format": _plain_text,
 }
 
 CHAT: dict[str, Harmless] = {

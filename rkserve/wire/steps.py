@@ -14,6 +14,7 @@ from typing import Any
 from rkserve.errors import RequestError, UnsupportedParameter
 from rkserve.messages import Sampling, Stepwise
 from rkserve.wire.fields import Fields, Range, wrong_type
+from rkserve.wire.guides import Named, read_guide
 from rkserve.wire.limits import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
 
 _SEED = Range(-(2**63), 2**64 - 1)
@@ -24,29 +25,32 @@ _MAX_BIAS = 100
 
 @dataclass(frozen=True)
 class Steps:
-    """What was asked for. ``top_logprobs`` of None asks for no logprobs."""
+    """What was asked for. ``top_logprobs`` of None asks for no logprobs.
+
+    ``guide`` is the grammar of the answer, with the parameter that brought it.
+    """
 
     seed: int | None = None
     min_p: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     top_logprobs: int | None = None
+    guide: Named | None = None
 
     def asked(self, sampling: Sampling, *, ranked: bool = False) -> str | None:
         """Return the first parameter that needs single steps; None where none does.
 
         ``ranked``: the best of several answers is wanted.
         """
-        if self.top_logprobs is not None:
-            return "logprobs"
-        if self.logit_bias:
-            return "logit_bias"
-        if ranked:
-            return "best_of"
-        if sampling.temperature == 0 or sampling.top_k == 1:
-            return None  # what comes is certain
-        if self.min_p > 0:
-            return "min_p"
-        return "seed" if self.seed is not None else None
+        certain = sampling.temperature == 0 or sampling.top_k == 1
+        asked = {
+            "" if self.guide is None else self.guide[0]: self.guide is not None,
+            "logprobs": self.top_logprobs is not None,
+            "logit_bias": bool(self.logit_bias),
+            "best_of": ranked,
+            "min_p": self.min_p > 0 and not certain,
+            "seed": self.seed is not None and not certain,
+        }
+        return next((name for name, needed in asked.items() if needed), None)
 
     def stepwise(
         self, sampling: Sampling, choice: int, dice: int, *, ranked: bool, prompt: bool
@@ -75,6 +79,7 @@ class Steps:
             logit_bias=self.logit_bias,
             top_logprobs=0 if top is None and ranked else top,
             prompt_logprobs=prompt and top is not None,
+            guide=None if self.guide is None else self.guide[1],
         )
 
 
@@ -85,6 +90,7 @@ def read_steps(fields: Fields, *, chat: bool) -> Steps:
         min_p=fields.number("min_p", _SHARE) or 0.0,
         logit_bias=_logit_bias(fields),
         top_logprobs=_of_chat(fields) if chat else _of_completion(fields),
+        guide=read_guide(fields),
     )
 
 

@@ -1,0 +1,161 @@
+"""Grammars that answers have to follow: checked, compiled, and followed token by token.
+
+llguidance does the work, within limits of size and of steps, so that a grammar is accepted
+everywhere or nowhere, however slow a machine is. It knows no runtime and draws nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from rkserve.errors import RequestError, StepsRefused
+from rkserve.messages import Guide, GuideKind
+from rkserve.sampling.draw import Allowed
+from rkserve.sampling.schemas import is_endless
+
+# Longer ones are no schemas that somebody wrote.
+MAX_CHARS = 64 * 1024
+_MAX_REASON_CHARS = 500
+# Without bounds a small model goes on with blank lines for ever.
+_WHITESPACE = r"[ \n\r\t]{0,32}"
+_JSON = {
+    "whitespace_pattern": _WHITESPACE,
+    # Not for a schema to say: what is accepted is kept to the letter.
+    "lenient": False,
+    "coerce_one_of": False,
+}
+
+
+def check_guide(guide: Guide, param: str) -> None:
+    """Hold a grammar to what can be followed; it takes some milliseconds, or tenths of a second.
+
+    Raises:
+        RequestError: naming ``param``, with the reason.
+    """
+    reason = _refusal(guide)
+    if reason is not None:
+        raise RequestError(f"Invalid '{param}': {reason[:_MAX_REASON_CHARS]}", param)
+
+
+@lru_cache(maxsize=64)
+def _refusal(guide: Guide) -> str | None:
+    """Return what is wrong with a grammar; clients send the same one with every request."""
+    if len(guide.text) > MAX_CHARS:
+        return f"it has {len(guide.text)} characters, and may have {MAX_CHARS}."
+    if guide.kind is GuideKind.JSON_SCHEMA and is_endless(json.loads(guide.text)):
+        return "the schema demands itself within itself, so that nothing finite follows it."
+    try:
+        grammar = _grammar(guide)
+    except Exception as exc:  # noqa: BLE001 - a converter in Python, of text that anybody sent
+        return f"it is no grammar: {_said(exc)}"
+    refused, reasons = LLMatcher.validate_grammar_with_warnings(grammar, _bytes(), limits=_limits())
+    if refused:
+        return _said(reasons[0])
+    matcher = LLMatcher(_bytes(), grammar, log_level=0, limits=_limits())
+    if matcher.is_error() or not any(_bits(matcher)) or matcher.is_error():
+        return _said(matcher.get_error() or "nothing follows it")
+    return None
+
+
+class Guides:
+    """Compiles grammars for the vocabulary of one model; one engine has one."""
+
+    def __init__(self) -> None:
+        self._known: tuple[Path, frozenset[int], LLTokenizer] | None = None
+
+    def follow(self, guide: Guide, file: Path, eos: frozenset[int], said: tuple[int, ...]) -> Trail:
+        """Return where a grammar stands after what was said.
+
+        The first call for a model reads its tokenizer, which takes a second for a large one.
+
+        Raises:
+            StepsRefused: the tokenizer or the grammar cannot be used, or was not followed.
+        """
+        reason = _refusal(guide)
+        if reason is not None:  # of whoever came without a Router
+            raise StepsRefused(f"the grammar cannot be followed: {reason}")
+        matcher = LLMatcher(
+            self._tokenizer(file, eos), _grammar(guide), log_level=0, limits=_limits()
+        )
+        path = Trail(matcher)
+        for token_id in said:
+            path.take(token_id)
+        return path
+
+    def _tokenizer(self, file: Path, eos: frozenset[int]) -> LLTokenizer:
+        if self._known is None or self._known[:2] != (file, eos):
+            try:
+                made = LLTokenizer(str(file), eos_token=sorted(eos))
+            except Exception as exc:  # the library raises its own, and plain ones
+                raise StepsRefused(
+                    f"no grammar can be followed with this model's tokenizer: {_said(exc)}"
+                ) from exc
+            self._known = (file, eos, made)
+        return self._known[2]
+
+
+class Trail:
+    """One answer on its way through a grammar."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+        self._check()
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing may follow."""
+        return self._matcher.is_stopped()
+
+    def allowed(self) -> Allowed:
+        """Return for each id whether it may follow. Raises ``StepsRefused``."""
+        found = _bits(self._matcher)
+        self._check()
+        return found
+
+    def take(self, token_id: int) -> None:
+        """Note what followed. Raises ``StepsRefused`` where it may not."""
+        if not self._matcher.consume_token(token_id):
+            raise StepsRefused(f"the answer leaves its grammar: {_said(self._matcher.get_error())}")
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise StepsRefused(
+                f"the grammar cannot be followed: {_said(self._matcher.get_error())}"
+            )
+
+
+def _grammar(guide: Guide) -> str:
+    if guide.kind is GuideKind.JSON_SCHEMA:
+        return LLMatcher.grammar_from_json_schema(guide.text, overrides=_JSON)  # type: ignore[arg-type] # more keys than it names
+    if guide.kind is GuideKind.REGEX:
+        return LLMatcher.grammar_from_regex(guide.text)
+    return LLMatcher.grammar_from_lark(any_to_lark(guide.text))
+
+
+@cache
+def _bytes() -> LLTokenizer:
+    """A vocabulary of single bytes: whether a grammar is one does not depend on the model's."""
+    return LLTokenizer("byte")
+
+
+@cache
+def _limits() -> LLParserLimits:
+    """Its defaults, but for memory: 50 MB of states for one answer is enough."""
+    return LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
+
+
+def _bits(matcher: LLMatcher) -> Allowed:
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    return bits.view(np.bool_)
+
+
+def _said(reason: Any) -> str:
+    """One line of what the library says."""
+    return " ".join(str(reason).split())
