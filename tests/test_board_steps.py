@@ -15,6 +15,9 @@ from fakes import Script, run_loop, tokens_of
 from sim_board import FOLDER, GREEDY, TOKENIZER, Sim, chat
 
 from rkserve.board.board import Board
+from rkserve.board.live import patience_for
+from rkserve.board.run import Beginning
+from rkserve.board.watchdog import Patience
 from rkserve.errors import RequestError
 from rkserve.messages import (
     Accepted,
@@ -32,6 +35,7 @@ from rkserve.messages import (
     Scored,
     Stepwise,
 )
+from rkserve.native.stepparams import StepParams
 from rkserve.routing.continuing import Course
 
 TOKENS = FOLDER.path / "tokenizer.json"
@@ -375,3 +379,36 @@ def test_an_edit_that_leaves_the_grammar_ends_the_answer_and_not_the_board(tmp_p
             assert len(text(await heard(board, wanted))) == 30
 
     run_loop(body())
+
+
+def test_who_hangs_up_frees_the_board_between_two_steps(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with Sim(tmp_path).board(tokenizer_file=TOKENS) as board:
+            stream = board.generate(asked(max_tokens=3000, sampling=LIVELY))
+            async for event in stream:
+                if isinstance(event, Delta):
+                    break
+            await stream.aclose()
+            assert len(ids(await heard(board, asked()))) == 40
+            assert board.report().engine_starts == 1
+
+    run_loop(body())
+
+
+STEPS = StepParams(TOKENS, GREEDY, Stepwise(1), frozenset(), limit=50)
+
+
+@pytest.mark.parametrize(
+    ("beginning", "token_s", "abort_s"),
+    [
+        pytest.param(Beginning((), base=(1,) * 50), 10, 2, id="the library's own"),
+        pytest.param(Beginning((), base=(1,) * 50, history=True, steps=STEPS), 10, 12, id="kept"),
+        pytest.param(Beginning((), base=(1,) * 50, limit=50, steps=STEPS), 20, 22, id="sent again"),
+        pytest.param(Beginning((), save=Path("x")), 40, 32, id="a file"),
+    ],
+)
+def test_a_run_may_be_silent_for_as_long_as_its_longest_step(
+    beginning: Beginning, token_s: float, abort_s: float
+) -> None:
+    found = patience_for(beginning, Patience(30.0, 0.1, 10.0, 2.0))
+    assert (found.token_s, found.abort_s) == (token_s, abort_s)

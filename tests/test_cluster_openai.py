@@ -390,3 +390,71 @@ def test_release_1_2_keeps_max_tokens_by_an_abort(old_board: App, limit: int) ->
         found = http.post("/v1/chat/completions", json=body).json()
     assert found["usage"]["completion_tokens"] == limit
     assert found["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_seed_gives_the_same_answer_on_every_board_and_release(
+    client: openai.OpenAI, old_board: App
+) -> None:
+    def said(asked: openai.OpenAI, **extra: Any) -> list[str | None]:
+        answer = asked.chat.completions.create(
+            model=MODEL,
+            messages=user("Tell me about the sea"),
+            temperature=1.5,
+            top_p=1,
+            max_tokens=24,
+            **{"seed": 4711, **extra},
+        )
+        return [choice.message.content for choice in answer.choices]
+
+    first = said(client, n=3)
+    assert len(set(first)) > 1
+    assert said(client, n=3) == first
+    with openai.OpenAI(base_url=f"{old_board.url}/v1", api_key="none", max_retries=0) as other:
+        assert said(other) == first[:1]
+    assert said(client, n=3, seed=4712) != first
+
+
+def test_logprobs_cover_the_answer_and_an_echoed_prompt(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=user("Count to 3"), temperature=0, logprobs=True, top_logprobs=2
+    )
+    (choice,) = answer.choices
+    assert choice.message.content == "1, 2, 3."
+    assert choice.logprobs is not None
+    found = choice.logprobs.content or []
+    assert answer.usage is not None
+    assert len(found) == answer.usage.completion_tokens
+    assert all(one.top_logprobs[0].token == one.token for one in found)  # greedy
+    assert "".join(one.token for one in found) == "1, 2, 3.<|im_end|>"
+    # As likelihood tasks of evaluation harnesses ask; long enough for frames of all sizes.
+    raw = client.completions.with_raw_response.create(
+        model=MODEL, prompt=[300] * 3000, max_tokens=0, echo=True, logprobs=20
+    )
+    log = json.loads(raw.text)["choices"][0]["logprobs"]
+    assert len(log["tokens"]) == len(log["token_logprobs"]) == 3000
+    assert log["token_logprobs"][0] is None
+    assert all(len(top) >= 20 for top in log["top_logprobs"][1:])
+
+
+def test_a_schema_is_followed_and_an_impossible_one_is_refused(client: openai.OpenAI) -> None:
+    def asked(schema: dict[str, Any]) -> Any:
+        wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        return client.chat.completions.create(
+            model=MODEL, messages=user("Hello"), max_tokens=200, response_format=wanted
+        )
+
+    properties = {"kind": {"enum": ["sea", "lake"]}, "metres": {"type": "integer", "maximum": 99}}
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    (choice,) = asked(schema).choices
+    found = json.loads(choice.message.content)
+    assert choice.finish_reason == "stop"
+    assert found["kind"] in {"sea", "lake"}
+    assert found["metres"] <= 99
+    with pytest.raises(openai.BadRequestError, match="Unimplemented") as caught:
+        asked({"not": {"type": "string"}})
+    assert caught.value.param == "response_format"

@@ -170,14 +170,7 @@ class LiveEngine:
         self.engine.pause(run.number)
 
     def _seat(self, seats: Sequence[Job | None], beginning: Beginning) -> Run:
-        patience = self._patience
-        if beginning.save is not None:
-            # The file is written between the last token and the return of the call.
-            patience = replace(
-                patience,
-                token_s=patience.token_s + patience.first_token_s,
-                abort_s=patience.abort_s + patience.first_token_s,
-            )
+        patience = patience_for(beginning, self._patience)
         prefill = sum(len(entry.ids) for entry in beginning.entries)
         watchdog = Watchdog(patience, prefill, clock.now_s())
         # Nobody can go on with a paused run in text mode: which ids it consists of is not known.
@@ -343,3 +336,20 @@ class LiveEngine:
             # It was to spare what was not there: the engine takes it for partly filled, under the
             # adapter of before, until a whole clear.
             self.context.forget()
+
+
+def patience_for(beginning: Beginning, patience: Patience) -> Patience:
+    """Return how long such a run may be silent."""
+    if beginning.save is not None:
+        # The file is written between the last token and the return of the call.
+        return replace(
+            patience,
+            token_s=patience.token_s + patience.first_token_s,
+            abort_s=patience.abort_s + patience.first_token_s,
+        )
+    if beginning.steps is None:
+        return patience
+    # A step is never cut, and one that sends the whole context again takes a prefill of it.
+    again = 0 if beginning.history else len(beginning.base) + (beginning.limit or 0)
+    step_s = patience.token_s + patience.prefill_per_token_s * again
+    return replace(patience, token_s=step_s, abort_s=patience.abort_s + step_s)

@@ -168,7 +168,8 @@ TABLE = (
     Quirk(
         "logits_with_history",
         "A logits run may use token input with `keep_history`. On 1.2.3 it ended the process by "
-        "GGML_ASSERT; where False the binding refuses it.",
+        "GGML_ASSERT; where False the binding refuses it, and answers that are made of single "
+        "steps send their whole context with each.",
         Evidence.ONE_REPORT,
         default=False,
     ),
