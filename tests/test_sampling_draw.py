@@ -184,3 +184,21 @@ def test_each_row_is_scored_with_its_own_token() -> None:
     assert [one.logprob for one in scores(rows, [0, 0], top=0)] == pytest.approx(
         [math.log(0.5), math.log(0.05)], abs=1e-5
     )
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    top_p=st.floats(0.01, 0.999),
+    spread=st.floats(0.1, 8),
+    size=st.integers(1, 300),
+)
+def test_top_p_leaves_the_smallest_set_that_reaches_it(
+    seed: int, top_p: float, spread: float, size: int
+) -> None:
+    row = np.random.default_rng(seed).normal(scale=spread, size=size).astype(np.float32)
+    shares = np.exp(row.astype(np.float64))
+    order = np.argsort(-shares, kind="stable")
+    reached = np.cumsum(shares[order]) / shares.sum()
+    allowed = set(order[: int(np.searchsorted(reached, top_p + 1e-9)) + 1].tolist())
+    chosen = {sampler(with_(top_p=top_p), one).choose(row) for one in range(20)}
+    assert chosen <= allowed

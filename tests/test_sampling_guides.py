@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from rkserve.errors import RequestError, StepsRefused
 from rkserve.messages import Guide, GuideKind
-from rkserve.sampling.guides import MAX_CHARS, Guides, check_guide
+from rkserve.sampling.guides import MAX_CHARS, Guides, arguments_guide, check_guide
 from rkserve.sampling.schemas import is_endless
-from rkserve.vocabulary import read_vocabulary
+from rkserve.vocabulary import Vocabulary, read_vocabulary
 
 TOKENS = Path(__file__).parents[1] / "models" / "sim-chat" / "tokenizer.json"
 VOCABULARY = read_vocabulary(TOKENS)
@@ -44,7 +44,7 @@ def lark(text: str) -> Guide:
 def followed(guide: Guide, seed: int = 0) -> tuple[str, bool]:
     """Follow a grammar at random, and rather to its end; return the text and whether it came."""
     chance = random.Random(seed)
-    trail, said = GUIDES.follow(guide, TOKENS, EOS, ()), b""
+    trail, said = GUIDES.follow(guide, VOCABULARY, EOS, ()), b""
     for at in range(LONGEST):
         ids = np.flatnonzero(trail.allowed())
         if END in ids and (len(ids) <= len(EOS) or chance.random() < 0.1 + at / LONGEST):
@@ -198,6 +198,7 @@ SCHEMAS: dict[str, Any] = {
         "patternProperties": {"^x[0-9]$": {"type": "integer"}},
         "additionalProperties": False,
     },
+    "markup": {"enum": ["<|im_end|>", "a<think>b</tool_call>c", "<|im_start|>user\n"]},
     "defs": {
         "$defs": {
             "p": {
@@ -295,7 +296,7 @@ def test_what_follows_a_regex_or_a_grammar_matches(guide: Guide, pattern: str) -
 def test_a_grammar_survives_that_another_goes_on_with_the_answer() -> None:
     guide = schema(SCHEMAS["a record"])
     said = tuple(IDS[bytes([one])] for one in b'{"name":"Al","a')
-    trail = GUIDES.follow(guide, TOKENS, EOS, said)
+    trail = GUIDES.follow(guide, VOCABULARY, EOS, said)
     allowed = {VOCABULARY.piece(int(one)) for one in np.flatnonzero(trail.allowed())}
     assert allowed
     assert all(b'ge":'.startswith(piece) or piece.startswith(b'ge"') for piece in allowed)
@@ -303,11 +304,37 @@ def test_a_grammar_survives_that_another_goes_on_with_the_answer() -> None:
 
 def test_an_answer_that_has_left_its_grammar_cannot_go_on() -> None:
     with pytest.raises(StepsRefused, match="grammar"):
-        GUIDES.follow(regex("[0-9]+"), TOKENS, EOS, (IDS[b"a"],))
+        GUIDES.follow(regex("[0-9]+"), VOCABULARY, EOS, (IDS[b"a"],))
 
 
-def test_a_tokenizer_that_grammars_cannot_use_is_a_refusal(tmp_path: Path) -> None:
-    file = tmp_path / "tokenizer.json"
-    file.write_text("{}")
-    with pytest.raises(StepsRefused, match="tokenizer"):
-        Guides().follow(regex("a"), file, EOS, ())
+def test_an_end_that_is_no_token_is_a_refusal() -> None:
+    with pytest.raises(StepsRefused, match="vocabulary"):
+        Guides().follow(regex("a"), VOCABULARY, frozenset({10**6}), ())
+
+
+def test_a_vocabulary_of_another_model_is_another_one() -> None:
+    guides, other = Guides(), Vocabulary((b"b", b"a", b"<end>"), frozenset({2}))
+    for vocabulary, end, letter in ((VOCABULARY, END, IDS[b"a"]), (other, 2, 1)):
+        trail = guides.follow(regex("a+"), vocabulary, frozenset({end}), ())
+        assert trail.allowed()[letter]
+        assert trail.allowed().sum() < 10
+
+
+@pytest.mark.parametrize("closing", ["}\n</tool_call>", ")]", ""])
+def test_the_arguments_of_a_call_follow_the_tools_schema(closing: str) -> None:
+    guide = arguments_guide(SCHEMAS["a record"], closing)
+    check_guide(guide, "tools")
+    ended = 0
+    for seed in range(6):
+        text, whole = followed(guide, seed)
+        ended += whole
+        if whole:
+            assert text.endswith(closing)
+            arguments = json.loads(text.removesuffix(closing))
+            jsonschema.validate(arguments, SCHEMAS["a record"])
+    assert ended
+
+
+def test_a_tools_schema_that_cannot_be_followed_is_refused_too() -> None:
+    with pytest.raises(RequestError, match="Unimplemented"):
+        check_guide(arguments_guide({"not": {}, "x-guidance": {"lenient": True}}, "}"), "tools")

@@ -134,7 +134,7 @@ class Steps:
         limit = _limit(steps, len(ids), feed.room)
         trail = None
         if steps.wanted.guide is not None:
-            trail = self._guides.follow(steps.wanted.guide, steps.tokenizer, steps.eos, steps.said)
+            trail = self._guides.follow(steps.wanted.guide, vocabulary, steps.eos, steps.said)
         run = _Run(run_id, steps, vocabulary, feed, self._put, trail=trail)
         begun_s = time.monotonic()
         row = run.begin(ids, left)

@@ -19,6 +19,7 @@ from rkserve.messages import Sampling, Scored
 
 Row = NDArray[np.float32]
 Allowed = NDArray[np.bool_]
+Ids = NDArray[np.int64]
 
 _MASK = (1 << 64) - 1
 # JSON has no infinity. What a mask of the model's own makes impossible is as unlikely as this.
@@ -105,7 +106,7 @@ class Sampler:
     def _candidates(
         self, logits: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the ids that are left after all cuts, the likeliest first, and their shares."""
+        """Return the ids that are left after all cuts, and their shares."""
         how = self.sampling
         scaled = logits / how.temperature
         scaled -= scaled.max()
@@ -118,13 +119,20 @@ class Sampler:
             above = ids[scaled[ids] > least]
             equal = ids[scaled[ids] == least]
             ids = np.concatenate((above, equal[: how.top_k - len(above)]))
-        order = np.lexsort((ids, -scaled[ids]))
-        ids = ids[order]
         shares = np.exp(scaled[ids])
-        if how.top_p < 1:
-            upto = int(np.searchsorted(np.cumsum(shares), how.top_p * shares.sum(), side="left"))
-            ids, shares = ids[: upto + 1], shares[: upto + 1]
-        return ids, shares
+        return _nucleus(ids, shares, how.top_p) if how.top_p < 1 else (ids, shares)
+
+
+def _nucleus(ids: Ids, shares: NDArray[np.float64], top_p: float) -> tuple[Ids, Any]:
+    """Return the likeliest ids that reach the share ``top_p`` of all, the likeliest first."""
+    total = shares.sum()
+    # Those below this mark are less than the rest together: they need not be sorted.
+    kept = shares >= (1 - top_p) * total / len(shares)
+    ids, shares = ids[kept], shares[kept]
+    order = np.lexsort((ids, -shares))
+    ids, shares = ids[order], shares[order]
+    upto = int(np.searchsorted(np.cumsum(shares), top_p * total, side="left"))
+    return ids[: upto + 1], shares[: upto + 1]
 
 
 def score(row: Row, token_id: int, top: int) -> Scored:

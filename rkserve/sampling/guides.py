@@ -7,18 +7,19 @@ everywhere or nowhere, however slow a machine is. It knows no runtime and draws 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import cache, lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
 from rkserve.errors import RequestError, StepsRefused
 from rkserve.messages import Guide, GuideKind
 from rkserve.sampling.draw import Allowed
 from rkserve.sampling.schemas import is_endless
+from rkserve.vocabulary import Vocabulary
 
 # Longer ones are no schemas that somebody wrote.
 MAX_CHARS = 64 * 1024
@@ -31,6 +32,9 @@ _JSON = {
     "lenient": False,
     "coerce_one_of": False,
 }
+
+# The same, as a schema within a grammar says it.
+_JSON_IN_LARK = {"x-guidance": _JSON}
 
 
 def check_guide(guide: Guide, param: str) -> None:
@@ -68,37 +72,69 @@ class Guides:
     """Compiles grammars for the vocabulary of one model; one engine has one."""
 
     def __init__(self) -> None:
-        self._known: tuple[Path, frozenset[int], LLTokenizer] | None = None
+        self._known: tuple[Vocabulary, frozenset[int], LLTokenizer] | None = None
 
-    def follow(self, guide: Guide, file: Path, eos: frozenset[int], said: tuple[int, ...]) -> Trail:
+    def follow(
+        self, guide: Guide, vocabulary: Vocabulary, eos: frozenset[int], said: tuple[int, ...]
+    ) -> Trail:
         """Return where a grammar stands after what was said.
 
-        The first call for a model reads its tokenizer, which takes a second for a large one.
+        The first call for a vocabulary takes a second where that is large.
 
         Raises:
-            StepsRefused: the tokenizer or the grammar cannot be used, or was not followed.
+            StepsRefused: the grammar cannot be used with it, or was not followed.
         """
         reason = _refusal(guide)
         if reason is not None:  # of whoever came without a Router
             raise StepsRefused(f"the grammar cannot be followed: {reason}")
-        matcher = LLMatcher(
-            self._tokenizer(file, eos), _grammar(guide), log_level=0, limits=_limits()
-        )
-        path = Trail(matcher)
+        tokenizer = self._tokenizer(vocabulary, eos)
+        trail = Trail(LLMatcher(tokenizer, _grammar(guide), log_level=0, limits=_limits()))
         for token_id in said:
-            path.take(token_id)
-        return path
+            trail.take(token_id)
+        return trail
 
-    def _tokenizer(self, file: Path, eos: frozenset[int]) -> LLTokenizer:
-        if self._known is None or self._known[:2] != (file, eos):
-            try:
-                made = LLTokenizer(str(file), eos_token=sorted(eos))
-            except Exception as exc:  # the library raises its own, and plain ones
-                raise StepsRefused(
-                    f"no grammar can be followed with this model's tokenizer: {_said(exc)}"
-                ) from exc
-            self._known = (file, eos, made)
-        return self._known[2]
+    def _tokenizer(self, vocabulary: Vocabulary, eos: frozenset[int]) -> LLTokenizer:
+        known = self._known
+        if known is None or known[0] is not vocabulary or known[1] != eos:
+            if not all(0 <= token_id < len(vocabulary) for token_id in eos):
+                raise StepsRefused("the ids that end an answer are not in the vocabulary")
+            wrapped = TokenizerWrapper(_Speller(vocabulary, min(eos)))
+            known = (vocabulary, eos, LLTokenizer(wrapped, eos_token=sorted(eos)))
+            self._known = known
+        return known[2]
+
+
+class _Speller:
+    """A vocabulary as llguidance takes one, with a way to spell what a grammar leaves no choice of.
+
+    The model's own tokenizer would make control tokens of markup that a schema demands as text,
+    and these are not the text. So words are spelled by the longest pieces that are no markup.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary, eos: int) -> None:
+        self.eos_token_id = eos
+        self.tokens = [piece or b"" for piece in vocabulary.pieces]
+        self.special_token_ids = sorted(vocabulary.special)
+        self._ids: dict[bytes, int] = {}
+        for token_id, piece in enumerate(self.tokens):
+            if piece and token_id not in vocabulary.special:
+                self._ids.setdefault(piece, token_id)
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, data: bytes) -> list[int]:
+        """Return ids that spell ``data``; bytes that no piece has are left out."""
+        found, at = [], 0
+        while at < len(data):
+            for end in range(min(at + self._longest, len(data)), at, -1):
+                if (token_id := self._ids.get(data[at:end])) is not None:
+                    found.append(token_id)
+                    break
+            else:
+                end = at + 1
+            at = end
+        return found
 
 
 class Trail:
@@ -159,3 +195,14 @@ def _bits(matcher: LLMatcher) -> Allowed:
 def _said(reason: Any) -> str:
     """One line of what the library says."""
     return " ".join(str(reason).split())
+
+
+def arguments_guide(parameters: Mapping[str, Any], closing: str) -> Guide:
+    """Return the grammar of a tool call that the prompt has begun, up to its arguments.
+
+    These follow the schema ``parameters`` of the tool, and then comes what the model's format
+    closes a call with.
+    """
+    schema = json.dumps({**parameters, **_JSON_IN_LARK}, separators=(",", ":"))
+    text = f"start: arguments {json.dumps(closing)}\narguments: %json {schema}"
+    return Guide(GuideKind.LARK, text if closing else text.replace(' ""', "", 1))
