@@ -10,7 +10,7 @@ import httpx2
 import openai
 import pytest
 from openai.types import Completion
-from wire_folders import make_folder
+from wire_folders import CHATML, make_folder
 
 from rkserve.errors import RequestError, UnsupportedParameter
 from rkserve.messages import (
@@ -38,6 +38,7 @@ from rkserve.wire.steps import Steps
 from rkserve.wire.tally import Stamp
 from rkserve.wire.versions import Meant
 
+THINKS = CHATML + "{% if add_generation_prompt %}<think>\n{% else %}</think>{% endif %}"
 CHANCE = Sampling(temperature=0.8, top_k=40)
 USER = [{"role": "user", "content": "Hi"}]
 
@@ -169,7 +170,9 @@ def planned(
     renderer: Renderer, call: ChatCall | CompletionCall, defaults: Sampling = CHANCE
 ) -> list[GenerateRequest]:
     meant = Meant("m", None)
-    return plan(call, meant, renderer, defaults=defaults, context_len=64, completion="c", dice=4711)
+    return plan(
+        call, meant, renderer, defaults=defaults, context_len=256, completion="c", dice=4711
+    )
 
 
 def test_each_choice_of_a_prompt_has_its_own_number(renderer: Renderer) -> None:
@@ -200,6 +203,13 @@ def test_an_echo_asks_for_the_prompts_logprobs_and_may_ask_for_nothing_else(
     assert one.stepwise == Stepwise(4711, top_logprobs=1, prompt_logprobs=True)
     assert one.max_tokens == 0
     assert planned(renderer, completion(echo=True))[0].stepwise is None
+
+
+FORCED = {
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "required",
+    "guided_regex": "a",
+}
 
 
 @pytest.mark.parametrize(
@@ -419,3 +429,23 @@ def test_bytes_that_never_become_a_character_do_not_hold_the_offset_up() -> None
     log = CompletionLog(VOCABULARY)
     found = log.of([(4, None), (1, None), (2, None)], top=0)
     assert found["text_offset"] == [0, 0, 4]
+
+
+def test_an_answer_that_follows_a_grammar_has_no_thoughts(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "thinks", template=THINKS)
+    (free,) = planned(Renderer(folder), chat())
+    (guided,) = planned(Renderer(folder), chat(guided_regex="a+"))
+    assert free.thinking is not None
+    assert free.thinking.begun
+    assert guided.thinking is None
+    assert guided.prompt_ids != free.prompt_ids  # what the template has begun is ended
+
+
+def test_an_answer_cannot_be_a_call_and_follow_a_grammar(tmp_path: Path) -> None:
+    template = CHATML + "{% if tools %}{{ tools | tojson }}{% endif %}"
+    folder = make_folder(tmp_path / "calls", template=template, settings="tool_format: hermes")
+    with pytest.raises(RequestError, match="call a tool") as caught:
+        planned(Renderer(folder), chat(**FORCED))
+    assert caught.value.param == "guided_regex"
+    (free,) = planned(Renderer(folder), chat(**FORCED | {"tool_choice": "auto"}))
+    assert free.stepwise is not None

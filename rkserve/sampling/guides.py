@@ -200,9 +200,9 @@ def _said(reason: Any) -> str:
 def arguments_guide(parameters: Mapping[str, Any], closing: str) -> Guide:
     """Return the grammar of a tool call that the prompt has begun, up to its arguments.
 
-    These follow the schema ``parameters`` of the tool, and then comes what the model's format
-    closes a call with.
+    They may begin with a blank and follow the schema ``parameters`` of the tool; then comes what
+    the model's form closes a call with.
     """
     schema = json.dumps({**parameters, **_JSON_IN_LARK}, separators=(",", ":"))
-    text = f"start: arguments {json.dumps(closing)}\narguments: %json {schema}"
-    return Guide(GuideKind.LARK, text if closing else text.replace(' ""', "", 1))
+    end = f" {json.dumps(closing)}" if closing else ""
+    return Guide(GuideKind.LARK, f"start: /[ \\n]?/ arguments{end}\narguments: %json {schema}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rkserve.errors import ContextOverflow, UnsupportedParameter
+from rkserve.errors import ContextOverflow, RequestError, UnsupportedParameter
 from rkserve.messages import GenerateRequest, Sampling, Stepwise, Thinking
 from rkserve.wire.limits import TEXT_MODE_MAX_TOP_K
 from rkserve.wire.openai import TOP_K_OFF, ChatCall, CompletionCall
@@ -168,6 +168,10 @@ def _stepwise(
     name = call.steps.asked(sampling, ranked=ranked)
     if name is None:
         return [None] * call.tries
+    if call.steps.guide is not None and isinstance(call, ChatCall) and call.tools.forced:
+        raise RequestError(
+            f"An answer that has to call a tool cannot follow '{name}' as well.", name
+        )
     renderer.needs_ids(name)
     check_ids(call.steps, renderer.check_id)
     if call.use_cache is not None:
