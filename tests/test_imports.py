@@ -46,6 +46,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "native.sim.build",
         "native.sim.telemetry",
         "sampling.guides",
+        "sampling.trial",
         "board",
         "wire",
         "routing",

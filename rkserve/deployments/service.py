@@ -19,6 +19,7 @@ from rkserve.deployments.claims import Caller, Callers, claim_of
 from rkserve.deployments.cluster import Cluster
 from rkserve.deployments.dispatch import Dispatch
 from rkserve.deployments.flows import Flows
+from rkserve.deployments.guiding import Guiding
 from rkserve.deployments.keys import open_keys
 from rkserve.deployments.waking import Waking
 from rkserve.errors import (
@@ -46,7 +47,6 @@ from rkserve.messages import (
 from rkserve.metrics import BoardCollector, RouterMetrics
 from rkserve.modelfolder import ModelFolder
 from rkserve.routing.admission import Claim
-from rkserve.sampling.guides import check_guide
 from rkserve.wire.dialect import Answer, AnyCall, Dialect
 from rkserve.wire.failures import error_object
 from rkserve.wire.headers import answer_headers
@@ -78,13 +78,6 @@ CallT = TypeVar("CallT", bound=AnyCall)
 async def read_call(body: bytes, parse: Callable[[bytes], CallT]) -> CallT:
     """Return what a body asks for. Raises ``RequestError``."""
     return parse(body) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse, body)
-
-
-async def checked(call: AnyCall) -> None:
-    """Raise ``RequestError`` where a grammar cannot be followed, whatever the model."""
-    if call.steps.guide is not None:
-        param, guide = call.steps.guide
-        await asyncio.to_thread(check_guide, guide, param)
 
 
 @dataclass(frozen=True)
@@ -146,6 +139,7 @@ class Service:
         self._dispatch = dispatch
         self.cluster = cluster
         self.flows = Flows(fleet)
+        self._guiding = Guiding()
         self.waking = Waking(cluster, fleet, config.control_timeout_s)
         self.catalog = Catalog(
             {name: served.folder.path for name, served in models.items()},
@@ -279,7 +273,9 @@ class Service:
             raise
         try:
             call = await read_call(body, dialect.parse)
-            await checked(call)
+            if call.steps.guide is not None:
+                param, guide = call.steps.guide
+                await self._guiding.check(guide, param)
             claim = claim_of(call, caller, timeout_s, self.config, started_s)
             meant = await self.meant(call.model, policy)
             completion = f"{dialect.prefix}{uuid.uuid4().hex}"

@@ -1,15 +1,14 @@
 """Grammars that answers have to follow: checked, compiled, and followed token by token.
 
-llguidance does the work, within limits of size and of steps, so that a grammar is accepted
-everywhere or nowhere, however slow a machine is. It knows no runtime and draws nothing.
+llguidance does the work, within limits of size and of steps. It knows no runtime and draws nothing.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import cache, lru_cache
-from typing import Any
+from functools import cache
+from typing import Any, NoReturn
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -43,14 +42,18 @@ def check_guide(guide: Guide, param: str) -> None:
     Raises:
         RequestError: naming ``param``, with the reason.
     """
-    reason = _refusal(guide)
+    reason = refusal(guide)
     if reason is not None:
-        raise RequestError(f"Invalid '{param}': {reason[:_MAX_REASON_CHARS]}", param)
+        refuse(reason, param)
 
 
-@lru_cache(maxsize=64)
-def _refusal(guide: Guide) -> str | None:
-    """Return what is wrong with a grammar; clients send the same one with every request."""
+def refuse(reason: str, param: str) -> NoReturn:
+    """Raise ``RequestError`` for a grammar that cannot be followed."""
+    raise RequestError(f"Invalid '{param}': {reason[:_MAX_REASON_CHARS]}", param)
+
+
+def refusal(guide: Guide) -> str | None:
+    """Return what is wrong with a grammar. A hostile one takes minutes: see ``trial``."""
     if len(guide.text) > MAX_CHARS:
         return f"it has {len(guide.text)} characters, and may have {MAX_CHARS}."
     if guide.kind is GuideKind.JSON_SCHEMA and is_endless(json.loads(guide.text)):
@@ -84,11 +87,8 @@ class Guides:
         Raises:
             StepsRefused: the grammar cannot be used with it, or was not followed.
         """
-        reason = _refusal(guide)
-        if reason is not None:  # of whoever came without a Router
-            raise StepsRefused(f"the grammar cannot be followed: {reason}")
         tokenizer = self._tokenizer(vocabulary, eos)
-        trail = Trail(LLMatcher(tokenizer, _grammar(guide), log_level=0, limits=_limits()))
+        trail = Trail(LLMatcher(tokenizer, _compiled(guide), log_level=0, limits=_limits()))
         for token_id in said:
             trail.take(token_id)
         return trail
@@ -175,6 +175,13 @@ def _grammar(guide: Guide) -> str:
     return LLMatcher.grammar_from_lark(any_to_lark(guide.text))
 
 
+def _compiled(guide: Guide) -> str:
+    try:
+        return _grammar(guide)
+    except Exception as exc:  # of whoever came without a Router
+        raise StepsRefused(f"the grammar cannot be followed: {_said(exc)}") from exc
+
+
 @cache
 def _bytes() -> LLTokenizer:
     """A vocabulary of single bytes: whether a grammar is one does not depend on the model's."""
@@ -184,7 +191,12 @@ def _bytes() -> LLTokenizer:
 @cache
 def _limits() -> LLParserLimits:
     """Its defaults, but for memory: 50 MB of states for one answer is enough."""
-    return LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
+    return LLParserLimits(
+        max_lexer_states=50_000,
+        max_grammar_size=200_000,
+        precompute_large_lexemes=False,
+        verbose_errors=False,
+    )
 
 
 def _bits(matcher: LLMatcher) -> Allowed:

@@ -1,0 +1,99 @@
+"""Grammars that clients ask for, tried in a process of their own before any board hears of them.
+
+It keeps that process, and what it said: clients send the same schema with every request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections import OrderedDict
+from typing import Any
+
+from rkserve.errors import RequestError
+from rkserve.messages import Guide
+from rkserve.sampling import trial
+from rkserve.sampling.guides import MAX_CHARS, refuse
+
+KEPT = 64
+# Starting takes a moment, and the answer may wait for a processor.
+PATIENCE_S = 30.0
+# Of one line; a grammar has its limit, and JSON makes up to six characters of one.
+_LINE_BYTES = 16 * MAX_CHARS
+
+
+class Guiding:
+    """The grammars of one Router. Use it from one event loop."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Guide, str | None] = OrderedDict()
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+
+    async def check(self, guide: Guide, param: str) -> None:
+        """Raise ``RequestError`` that names ``param`` where a grammar cannot be followed."""
+        if len(guide.text) > MAX_CHARS:
+            refuse(f"it has {len(guide.text)} characters, and may have {MAX_CHARS}.", param)
+        async with self._turn:
+            if guide not in self._known:
+                self._known[guide] = await self._tried(guide)
+            self._known.move_to_end(guide)
+            reason = self._known[guide]
+            if len(self._known) > KEPT:
+                self._known.popitem(last=False)
+        if reason is not None:
+            refuse(reason, param)
+
+    async def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            process.kill()
+        if process is not None:
+            await process.wait()
+
+    async def _tried(self, guide: Guide) -> str | None:
+        try:
+            process = self._process = self._process or await self._started()
+            assert process.stdin is not None
+            process.stdin.write(trial.ask(guide).encode())
+            said = await self._line(process)
+        except (TimeoutError, asyncio.TimeoutError) as exc:  # two classes before Python 3.11
+            await self.close()
+            raise RequestError(
+                f"The grammar could not be tried within {PATIENCE_S:g} s: the Router is busy with "
+                "other things."
+            ) from exc
+        except BaseException:
+            await self.close()  # whoever left may have left an answer that nobody waits for
+            raise
+        if said is not None:
+            reason: str | None = json.loads(said)
+            return reason
+        how = await process.wait()
+        self._process = None
+        if how == -signal.SIGVTALRM:
+            return f"it takes longer than {trial.LIMIT_S:g} s to compile."
+        return "it takes too much memory to compile."
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            trial.__name__,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=_LINE_BYTES,
+        )
+        if await self._line(process) is None:
+            raise RuntimeError("the process that tries grammars has ended at its start")
+        return process
+
+    @staticmethod
+    async def _line(process: asyncio.subprocess.Process) -> bytes | None:
+        """Return its next word; None where it has ended."""
+        assert process.stdout is not None
+        line: Any = await asyncio.wait_for(process.stdout.readline(), PATIENCE_S)
+        return bytes(line) if line else None

@@ -1,0 +1,60 @@
+"""A process that tries grammars, so that one which takes too long takes nothing else with it.
+
+It reads a grammar per line, as JSON, and answers each with what is wrong with it. No limit of the
+compiler's bounds its time: what needs more than so much of a processor ends the process, by the
+signal of its timer, and so does what needs too much memory. ``python -m rkserve.sampling.trial``
+is started by a Router, never by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import signal
+import sys
+from typing import TextIO
+
+from rkserve.messages import Guide, GuideKind
+from rkserve.sampling.guides import refusal
+
+# Of processor time, so that a busy machine refuses what an idle one does.
+LIMIT_S = 2.0
+MEMORY_BYTES = 2 << 30
+READY = "ready"
+
+
+def ask(guide: Guide) -> str:
+    """Return the line that asks."""
+    return json.dumps([guide.kind.value, guide.text]) + "\n"
+
+
+def answer(line: str) -> str:
+    """Return the line that answers."""
+    kind, text = json.loads(line)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
+    try:
+        return json.dumps(refusal(Guide(GuideKind(kind), text))) + "\n"
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+def serve(given: TextIO, out: TextIO) -> None:
+    """Answer until nobody asks any more."""
+    out.write(json.dumps(READY) + "\n")
+    out.flush()
+    for line in given:
+        out.write(answer(line))
+        out.flush()
+
+
+def main() -> None:
+    """Serve the Router at the other end of stdin and stdout."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with contextlib.suppress(ValueError, OSError):  # less than that was granted already
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
+    serve(sys.stdin, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
