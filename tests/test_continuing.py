@@ -22,6 +22,7 @@ from rkserve.messages import (
     Kind,
     Kv,
     Paused,
+    Scored,
     Slot,
     Splice,
     merged,
@@ -222,3 +223,10 @@ def test_a_long_answer_takes_little_memory() -> None:
     size = sum(sys.getsizeof(one.token_ids) + sys.getsizeof(one.lengths) for one in kept)
     assert size + sum(sys.getsizeof(one.text) for one in kept) < 50 * 20_000
     assert told(made).tokens == 20_000
+
+
+def test_logprobs_stay_with_their_ids_where_deltas_become_one() -> None:
+    one, two = Scored(-1.0), Scored(-2.0, ((7, -2.0),))
+    whole = merged(Delta("a", (1,), logprobs=(one,)), Delta("b", (2,), logprobs=(two,)))
+    assert whole == Delta("ab", (1, 2), lengths=(1, 1), logprobs=(one, two))
+    assert merged(Delta("", (), prompt=(one,)), Delta("b", (2,))) is None

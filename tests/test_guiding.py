@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,7 +18,7 @@ from rkserve.deployments.guiding import KEPT, Guiding
 from rkserve.errors import RequestError
 from rkserve.messages import Guide, GuideKind
 from rkserve.sampling import trial
-from rkserve.sampling.guides import MAX_CHARS
+from rkserve.sampling.asking import MAX_CHARS, PROGRAM, READY, ask
 
 
 def schema(value: Any) -> Guide:
@@ -95,7 +97,17 @@ def test_a_grammar_that_is_too_long_is_not_even_tried() -> None:
 
 def test_the_process_says_that_it_is_ready_and_answers_line_by_line() -> None:
     out = io.StringIO()
-    trial.serve(io.StringIO(trial.ask(GOOD) + trial.ask(BAD)), out)
+    trial.serve(io.StringIO(ask(GOOD) + ask(BAD)), out)
     ready, good, bad = map(json.loads, out.getvalue().splitlines())
-    assert (ready, good) == (trial.READY, None)
+    assert (ready, good) == (READY, None)
     assert "Unimplemented" in bad
+
+
+def test_neither_engines_nor_routers_load_a_compiler_that_nobody_asked_for() -> None:
+    code = (
+        "import sys, rkserve.native.engine, rkserve.native.binding, rkserve.deployments.guiding;"
+        "print([name for name in ('numpy', 'llguidance') if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
+    assert trial.__name__ == PROGRAM

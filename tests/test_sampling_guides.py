@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from rkserve.errors import RequestError, StepsRefused
 from rkserve.messages import Guide, GuideKind
-from rkserve.sampling.guides import MAX_CHARS, Guides, arguments_guide, check_guide
+from rkserve.sampling.asking import MAX_CHARS
+from rkserve.sampling.guides import Guides, arguments_guide, check_guide
 from rkserve.sampling.schemas import is_endless
 from rkserve.vocabulary import Vocabulary, read_vocabulary
 

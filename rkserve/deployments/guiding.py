@@ -14,8 +14,7 @@ from typing import Any
 
 from rkserve.errors import RequestError
 from rkserve.messages import Guide
-from rkserve.sampling import trial
-from rkserve.sampling.guides import MAX_CHARS, refuse
+from rkserve.sampling.asking import LIMIT_S, MAX_CHARS, PROGRAM, ask, refuse, too_long
 
 KEPT = 64
 # Starting takes a moment, and the answer may wait for a processor.
@@ -34,8 +33,8 @@ class Guiding:
 
     async def check(self, guide: Guide, param: str) -> None:
         """Raise ``RequestError`` that names ``param`` where a grammar cannot be followed."""
-        if len(guide.text) > MAX_CHARS:
-            refuse(f"it has {len(guide.text)} characters, and may have {MAX_CHARS}.", param)
+        if (reason := too_long(guide)) is not None:
+            refuse(reason, param)
         async with self._turn:
             if guide not in self._known:
                 self._known[guide] = await self._tried(guide)
@@ -58,7 +57,7 @@ class Guiding:
         try:
             process = self._process = self._process or await self._started()
             assert process.stdin is not None
-            process.stdin.write(trial.ask(guide).encode())
+            process.stdin.write(ask(guide).encode())
             said = await self._line(process)
         except (TimeoutError, asyncio.TimeoutError) as exc:  # two classes before Python 3.11
             await self.close()
@@ -75,14 +74,14 @@ class Guiding:
         how = await process.wait()
         self._process = None
         if how == -signal.SIGVTALRM:
-            return f"it takes longer than {trial.LIMIT_S:g} s to compile."
+            return f"it takes longer than {LIMIT_S:g} s to compile."
         return "it takes too much memory to compile."
 
     async def _started(self) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            trial.__name__,
+            PROGRAM,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=_LINE_BYTES,

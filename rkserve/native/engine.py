@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from rkserve.errors import LoadFailed, NativeError, RkserveError, StepsRefused
 from rkserve.messages import Pooling
@@ -30,7 +30,9 @@ from rkserve.native.fence import Fence
 from rkserve.native.frames import Kind
 from rkserve.native.outbox import Outbox
 from rkserve.native.runtime import Perf, RunEnd, RunOutcome, Runtime, Sink, Step, Verdict
-from rkserve.native.steps import Steps
+
+if TYPE_CHECKING:
+    from rkserve.native.steps import Steps
 
 READ_SIZE = 1 << 16
 STDERR = 2
@@ -59,7 +61,7 @@ class Engine:
         self._open_runtime = open_runtime
         self._work: SimpleQueue[tuple[Kind, bytes]] = SimpleQueue()
         self._runtime: Runtime | None = None
-        self._steps = Steps(outbox.put)
+        self._steps: Steps | None = None
         self._fence: Fence | None = None  # held until the process ends
         # Guards the three below: an abort that overtakes its run must keep it from starting, and
         # one that comes late must not hit the next run. The library's callback never takes it.
@@ -181,7 +183,7 @@ class Engine:
             if params["steps"] is not None:
                 # It never is the current run: it is left between two steps, and the library has
                 # nothing to abort.
-                ended = self._steps.run(
+                ended = self._own_steps().run(
                     runtime, run_id, params, entries[0], lambda: run_id in self._aborted
                 )
                 return {**ended, "cache_refused": cache_refused}
@@ -203,6 +205,14 @@ class Engine:
             "kv_positions": commands.positions(runtime),
             "cache_refused": cache_refused,
         }
+
+    def _own_steps(self) -> Steps:
+        if self._steps is None:
+            # Late: what only these runs need would take 20 MB of every engine.
+            from rkserve.native.steps import Steps
+
+            self._steps = Steps(self._outbox.put)
+        return self._steps
 
     def _begins(self, run_id: int) -> bool:
         with self._lock:

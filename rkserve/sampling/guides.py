@@ -8,21 +8,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
-from rkserve.errors import RequestError, StepsRefused
+from rkserve.errors import StepsRefused
 from rkserve.messages import Guide, GuideKind
+from rkserve.sampling.asking import refuse, too_long
 from rkserve.sampling.draw import Allowed
 from rkserve.sampling.schemas import is_endless
 from rkserve.vocabulary import Vocabulary
 
-# Longer ones are no schemas that somebody wrote.
-MAX_CHARS = 64 * 1024
-_MAX_REASON_CHARS = 500
 # Without bounds a small model goes on with blank lines for ever.
 _WHITESPACE = r"[ \n\r\t]{0,32}"
 _JSON = {
@@ -47,15 +45,10 @@ def check_guide(guide: Guide, param: str) -> None:
         refuse(reason, param)
 
 
-def refuse(reason: str, param: str) -> NoReturn:
-    """Raise ``RequestError`` for a grammar that cannot be followed."""
-    raise RequestError(f"Invalid '{param}': {reason[:_MAX_REASON_CHARS]}", param)
-
-
 def refusal(guide: Guide) -> str | None:
     """Return what is wrong with a grammar. A hostile one takes minutes: see ``trial``."""
-    if len(guide.text) > MAX_CHARS:
-        return f"it has {len(guide.text)} characters, and may have {MAX_CHARS}."
+    if (reason := too_long(guide)) is not None:
+        return reason
     if guide.kind is GuideKind.JSON_SCHEMA and is_endless(json.loads(guide.text)):
         return "the schema demands itself within itself, so that nothing finite follows it."
     try:

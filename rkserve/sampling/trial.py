@@ -16,17 +16,8 @@ import sys
 from typing import TextIO
 
 from rkserve.messages import Guide, GuideKind
+from rkserve.sampling.asking import LIMIT_S, MEMORY_BYTES, READY
 from rkserve.sampling.guides import refusal
-
-# Of processor time, so that a busy machine refuses what an idle one does.
-LIMIT_S = 2.0
-MEMORY_BYTES = 2 << 30
-READY = "ready"
-
-
-def ask(guide: Guide) -> str:
-    """Return the line that asks."""
-    return json.dumps([guide.kind.value, guide.text]) + "\n"
 
 
 def answer(line: str) -> str:
