@@ -71,7 +71,10 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         pytest.param(CHAT, chat(temperature=3), (400, "temperature", None), id="too hot"),
         pytest.param(CHAT, chat(n=1000), (400, "n", None), id="too many choices"),
         pytest.param(
-            CHAT, chat(logprobs=True), (400, "logprobs", "unsupported_parameter"), id="logprobs"
+            CHAT,
+            chat(bad_words=["x"]),
+            (400, "bad_words", "unsupported_parameter"),
+            id="what is not offered",
         ),
         pytest.param(
             CHAT,
@@ -116,7 +119,7 @@ def test_a_body_of_100_megabytes_is_refused(http: httpx.Client, announced: bool)
     ("method", "path", "status", "code"),
     [
         pytest.param("GET", "/v1/nothing", 404, "not_found", id="an unknown path"),
-        pytest.param("GET", "/", 404, "not_found", id="the root"),
+        pytest.param("POST", "/", 405, "method_not_allowed", id="POST to the page"),
         pytest.param("POST", f"{CHAT}/", 404, "not_found", id="a slash too many"),
         pytest.param("GET", "/v1/models/gpt-4", 404, "model_not_found", id="an unknown model"),
         pytest.param("GET", CHAT, 405, "method_not_allowed", id="GET where POST is due"),
