@@ -19,7 +19,7 @@ from rkserve.deployments.channel_frames import HEARTBEAT, NONCE_BYTES, RouterSid
 from rkserve.deployments.channel_router import Channels, LineLost
 from rkserve.deployments.link import RayLink
 from rkserve.desired import Adoption, Desired
-from rkserve.errors import BoardFailed, BoardSilent, QueueFull, StageFailed
+from rkserve.errors import BoardFailed, BoardSilent, QueueFull, RequestError, StageFailed
 from rkserve.messages import (
     Delta,
     Embedded,
@@ -516,8 +516,19 @@ def test_a_router_that_talks_nonsense_is_cut_off(said: list[list[object]]) -> No
     run_loop(main())
 
 
+@pytest.mark.parametrize(
+    ("raised", "words"),
+    [
+        pytest.param(ZeroDivisionError("secret"), "ZeroDivisionError: secret", id="of Python"),
+        pytest.param(
+            RequestError({"a": 1}),  # type: ignore[arg-type] # no plain value has such a form
+            "raised what cannot be told",
+            id="of ours, with what is no text",
+        ),
+    ],
+)
 def test_a_bug_of_the_board_is_told_as_one_and_costs_no_other_stream(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, raised: Exception, words: str
 ) -> None:
     async def main() -> None:
         board, go = Board("sim-0"), asyncio.Event()
@@ -525,14 +536,14 @@ def test_a_bug_of_the_board_is_told_as_one_and_costs_no_other_stream(
         async with router(board) as (_, [link]):
             reading = asyncio.ensure_future(read(link, board))
             await until(lambda: board.running == 1)
-            board.steps = [accepted("sim-0"), ZeroDivisionError("secret")]
+            board.steps = [accepted("sim-0"), raised]
             with pytest.raises(BoardFailed, match="an internal error; see the board's log"):
                 await read(link, board)
             go.set()
             assert spoken(await reading) == "a"
 
     run_loop(main())
-    assert "ZeroDivisionError: secret" in caplog.text
+    assert words in caplog.text
 
 
 def test_reports_come_over_connections_once_they_are_there() -> None:

@@ -184,7 +184,12 @@ class BoardLine:
     def _fail(self, stream: int, exc: RkserveError) -> None:
         """Say how a call ended, behind what it brought."""
         self._last.pop(stream, None)
-        self._say(stream, calls.pack_error(stream, exc))
+        try:
+            said = calls.pack_error(stream, exc)
+        except TypeError:  # the Router would wait for ever
+            log.exception("board %s raised what cannot be told", self._board_id)
+            said = calls.pack_error(stream, calls.internal(self._board_id))
+        self._say(stream, said)
 
     def _say(self, stream: int, said: Event | list[Any] | None) -> None:
         """Send it: at once where it is the only stream, else with what this round brings of all."""
