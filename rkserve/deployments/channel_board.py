@@ -160,7 +160,7 @@ class BoardLine:
             await work()
         except RkserveError as exc:
             self._fail(stream, exc)
-        except Exception:
+        except Exception:  # a bug: without a word of it whoever reads would wait for ever
             log.exception("board %s raised what it should not", self._board_id)
             self._fail(stream, calls.internal(self._board_id))
         # Where its reader has left, or was lost, nobody waits for its end.
