@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Iterable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 from channel_bench import HASTY, PATIENT, Board, connect, read, router, until
@@ -42,6 +42,21 @@ def words(*texts: str, board: str = "sim-0") -> list[Step]:
     """An answer of these words."""
     deltas: list[Step] = [Delta(text, (at,)) for at, text in enumerate(texts)]
     return [accepted(board), *deltas, finished(len(texts))]
+
+
+@asynccontextmanager
+async def answering(
+    *said: Event, pulse: ChannelConfig = PATIENT, config: ChannelConfig = PATIENT
+) -> AsyncIterator[tuple[Board, Channels, RayLink, AsyncGenerator[Event, None]]]:
+    """A board that has accepted a request and said so much, and then says nothing."""
+    board = Board("sim-0", pulse)
+    board.steps = [accepted("sim-0"), *said, asyncio.Event()]
+    async with router(board, config=config) as (channels, [link]):
+        events = link.open(REQUEST, "replica of sim-0")
+        for expected in (accepted("sim-0"), *said):
+            assert await anext(events) == expected
+        assert board.running == 1
+        yield board, channels, link, events
 
 
 def test_an_answer_comes_over_the_connection_and_not_through_ray() -> None:
@@ -134,12 +149,7 @@ def test_an_error_comes_behind_all_events_before_it(before: list[Step], expected
 
 def test_hanging_up_frees_the_board() -> None:
     async def main() -> None:
-        board = Board("sim-0")
-        board.steps = [accepted("sim-0"), asyncio.Event()]
-        async with router(board) as (_, [link]):
-            events = link.open(REQUEST, "replica of sim-0")
-            await anext(events)
-            assert board.running == 1
+        async with answering() as (board, _, link, events):
             await events.aclose()
             await until(lambda: board.running == 0)
             board.steps = words("next")
@@ -245,12 +255,7 @@ def test_the_channel_can_be_switched_off() -> None:
 
 def test_a_board_that_dies_ends_its_streams_and_comes_back() -> None:
     async def main() -> None:
-        board = Board("sim-0")
-        board.steps = [accepted("sim-0"), Delta("half", (1,)), asyncio.Event()]
-        async with router(board) as (channels, [link]):
-            events = link.open(REQUEST, "replica of sim-0")
-            await anext(events)
-            assert await anext(events) == Delta("half", (1,))
+        async with answering(Delta("half", (1,))) as (board, channels, link, events):
             for line in list(board.outlet._open):
                 line._transport.abort()  # type: ignore[union-attr] # as its kernel does
             with pytest.raises(BoardFailed):
@@ -279,11 +284,7 @@ def test_a_connection_that_ends_before_the_board_reads_the_call_costs_nothing() 
 
 def test_a_frozen_board_is_noticed_by_its_silence() -> None:
     async def main() -> None:
-        board = Board("sim-0", HASTY)
-        board.steps = [accepted("sim-0"), asyncio.Event()]
-        async with router(board, config=HASTY) as (_, [link]):
-            events = link.open(REQUEST, "replica of sim-0")
-            await anext(events)
+        async with answering(pulse=HASTY, config=HASTY) as (board, _, _link, events):
             for line in board.outlet._open:
                 line._timer.cancel()  # type: ignore[union-attr] # it neither ticks nor reads
                 line._transport.pause_reading()  # type: ignore[union-attr]
@@ -296,12 +297,7 @@ def test_a_frozen_board_is_noticed_by_its_silence() -> None:
 
 def test_a_router_that_is_frozen_frees_the_board() -> None:
     async def main() -> None:
-        board = Board("sim-0", HASTY)
-        board.steps = [accepted("sim-0"), asyncio.Event()]
-        patient = PATIENT
-        async with router(board, config=patient) as (channels, [link]):
-            events = link.open(REQUEST, "replica of sim-0")
-            await anext(events)
+        async with answering(pulse=HASTY) as (board, channels, _, events):
             line = channels.line("replica of sim-0")
             assert line is not None
             line.line._timer.cancel()  # type: ignore[union-attr]
@@ -449,11 +445,7 @@ def test_strangers_never_have_more_than_a_few_connections() -> None:
 )
 def test_a_peer_that_talks_nonsense_loses_its_connection(garbage: bytes) -> None:
     async def main() -> None:
-        board = Board("sim-0")
-        board.steps = [accepted("sim-0"), asyncio.Event()]
-        async with router(board) as (channels, [link]):
-            events = link.open(REQUEST, "replica of sim-0")
-            await anext(events)
+        async with answering() as (board, channels, link, events):
             (line,) = board.outlet._open
             line._transport.write(garbage)  # type: ignore[union-attr]
             with pytest.raises(BoardFailed):

@@ -98,6 +98,15 @@ def test_frames_are_found_however_the_bytes_are_cut(payloads: list[bytes], cuts:
     assert found + frames.feed(data) == payloads
 
 
+def test_a_long_frame_in_small_pieces_is_put_together_once() -> None:
+    # Joined with every piece it would be 250 GB that are copied.
+    payload, piece = bytes(32 * 1024 * 1024), 2048
+    data, frames = frame(payload), Frames()
+    *early, last = [frames.feed(data[at : at + piece]) for at in range(0, len(data), piece)]
+    assert not any(early)
+    assert last == [payload]
+
+
 def test_a_frame_too_long_to_be_one_is_refused_before_it_is_there() -> None:
     with pytest.raises(Refused, match="bytes"):
         Frames().feed((MAX_FRAME + 1).to_bytes(4, "big"))

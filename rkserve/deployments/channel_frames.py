@@ -42,7 +42,9 @@ class Frames:
     """Cuts a stream of bytes into frames."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._parts: list[bytes] = []
+        self._held = 0
+        self._need = _LENGTH.size  # bytes before anything more can be said
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the payloads that are complete now; an empty one is a heartbeat.
@@ -50,18 +52,25 @@ class Frames:
         Raises:
             Refused: a frame is too long to be one.
         """
-        data = self._rest + data if self._rest else data
+        self._parts.append(data)
+        self._held += len(data)
+        if self._held < self._need:
+            return []  # joined once it is whole: a long frame comes in thousands of pieces
+        if len(self._parts) > 1:
+            data = b"".join(self._parts)
         found, at, end = [], 0, len(data)
+        self._need = _LENGTH.size
         while end - at >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(data, at)
             if length > MAX_FRAME:
                 raise Refused(f"a frame of {length} bytes")
             after = at + _LENGTH.size + length
             if after > end:
+                self._need = after - at
                 break
             found.append(data[at + _LENGTH.size : after])
             at = after
-        self._rest = data[at:]
+        self._parts, self._held = ([data[at:]] if at < end else []), end - at
         return found
 
 
