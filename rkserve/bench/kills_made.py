@@ -14,10 +14,11 @@ from pathlib import Path
 
 from rkserve.bench.child import BenchFailed, Child, Json
 from rkserve.bench.control_faults_site import Site, kill, wait_for
+from rkserve.bench.procfs import PROC, Identity, identity_of, is_alive
 
 HIT_S = 20.0
 JOIN_S = 60.0
-BACK_S = 120.0
+BACK_S = 300.0  # where several boards restart on few busy cores
 BETWEEN_S = (0.02, 0.3)
 EARLIEST, LATEST = 4, 24  # token of a run at which the library fails
 
@@ -27,8 +28,8 @@ class Victim:
     """A board that serves, and where it is."""
 
     board: str
-    replica: int
-    engine: int
+    replica: Identity
+    engine: Identity
     node: int
     control: Path
 
@@ -40,7 +41,9 @@ class Ground:
         self._site, self._cluster = site, cluster
         self._boards = boards
         self._rng = rng
-        self._gone: set[int] = set()  # processes that were killed, which reports may still name
+        # Processes that were killed, which reports may still name. In a long run their pids come
+        # back to others.
+        self._gone: set[Identity] = set()
 
     def victim(self) -> Victim:
         """Wait until more than half of the boards are sent requests, and choose one of them.
@@ -69,8 +72,14 @@ class Ground:
         return [
             one
             for one in told
-            if one["state"] == "ready" and not {one["pid"], one["engine_pid"]} & self._gone
+            if one["state"] == "ready"
+            and self._lives(one["pid"])
+            and self._lives(one["engine_pid"])
         ]
+
+    def _lives(self, pid: int) -> bool:
+        who = identity_of(PROC, pid)
+        return who is not None and who not in self._gone
 
     # -- the ways -----------------------------------------------------------------------------
 
@@ -93,10 +102,11 @@ class Ground:
         self._cluster.ask({"do": "join", "node": victim.node}, JOIN_S)
         return True
 
-    def _killed(self, pid: int) -> bool:
-        there = Path(f"/proc/{pid}").exists()
-        kill(pid)
-        self._gone.add(pid)
+    def _killed(self, who: Identity) -> bool:
+        there = is_alive(PROC, who)
+        self._gone.add(who)
+        if there:
+            kill(who.pid)
         return there
 
     def _struck(self, victim: Victim, fault: str) -> bool:
@@ -109,7 +119,7 @@ class Ground:
         fresh.replace(victim.control)
         deadline_s = time.monotonic() + HIT_S
         while _stamp(fired) == before:
-            if time.monotonic() > deadline_s or not Path(f"/proc/{victim.engine}").exists():
+            if time.monotonic() > deadline_s or not is_alive(PROC, victim.engine):
                 victim.control.unlink()
                 return _stamp(fired) != before
             time.sleep(0.01)
@@ -118,16 +128,20 @@ class Ground:
 
 
 def _located(board: Json) -> Victim | None:
-    """Return where a board is; None where its engine is gone already."""
-    pid = int(board["engine_pid"])
+    """Return where a board is; None where one of its processes is gone already."""
+    replica, engine = (identity_of(PROC, int(board[name])) for name in ("pid", "engine_pid"))
+    if replica is None or engine is None:
+        return None
     try:
-        pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        pairs = (PROC / str(engine.pid) / "environ").read_bytes().split(b"\0")
     except OSError:
         return None
     environ = dict(pair.decode().partition("=")[::2] for pair in pairs if pair)
+    if "RKSIM_CONTROL" not in environ:
+        return None  # of a process that is ending nothing can be read
     control = Path(environ["RKSIM_CONTROL"])
     node = int(control.parent.name.rpartition("-")[2])
-    return Victim(board["id"], int(board["pid"]), pid, node, control)
+    return Victim(board["id"], replica, engine, node, control)
 
 
 def _stamp(path: Path) -> bytes:

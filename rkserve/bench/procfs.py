@@ -136,10 +136,15 @@ def read_named(root: Path, roots: Mapping[str, Iterable[int]]) -> Reading:
     return Reading(time.monotonic(), found, parse_machine((root / "stat").read_text()))
 
 
+def identity_of(root: Path, pid: int) -> Identity | None:
+    """Return who has that pid now; None: nobody."""
+    stat = _stat(root, pid)
+    return None if stat is None or stat.zombie else stat.identity
+
+
 def is_alive(root: Path, identity: Identity) -> bool:
     """Whether this very process still runs."""
-    stat = _stat(root, identity.pid)
-    return stat is not None and stat.identity == identity and not stat.zombie
+    return identity_of(root, identity.pid) == identity
 
 
 def descendants(root: Path, pid: int) -> list[Identity]:
