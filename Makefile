@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit unit-1 unit-2 unit-3 cluster page-test check format bench bench-control bench-scale bench-kills docs lock sim sanitize clean
+.PHONY: help demo test unit unit-1 unit-2 unit-3 cluster page-test check format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs lock sim sanitize clean
 
 help:
 	@echo "make demo    three simulated boards behind an OpenAI endpoint, until Ctrl-C"
@@ -23,6 +23,8 @@ help:
 	@echo "make bench-control  measure pauses, adapter switches and faults, and write docs/benchmarks-control.md"
 	@echo "make bench-scale  simulate clusters of up to 1,000 boards, and write docs/benchmarks-scale.md"
 	@echo "make bench-kills  kill a thousand boards under load, and write docs/benchmarks-kills.md"
+	@echo "make bench-multi-turn  policies on one trace of conversations, into docs/benchmarks-multi-turn"
+	@echo "make bench-overload  goodput at capacity and at three times that, into docs/benchmarks-overload"
 	@echo "make docs    write the generated pages of docs/"
 	@echo "make lock    resolve the dependencies anew"
 	@echo "make clean   remove what the above made"
@@ -84,6 +86,14 @@ bench-scale: $(READY)
 
 bench-kills: $(READY) sim
 	$(BIN)/python -m rkserve.bench.kills
+
+# They exit with 3 where a target is missed; the report is there all the same.
+bench-multi-turn: $(READY) sim
+	$(BIN)/rkserve bench multi-turn --boards 8 --time-scale 0.2 --policy round_robin \
+		--policy least_load --policy prefix --out docs/benchmarks-multi-turn
+
+bench-overload: $(READY) sim
+	$(BIN)/rkserve bench overload --boards 8 --time-scale 0.3 --out docs/benchmarks-overload
 
 sanitize: $(READY)
 	$(BIN)/python scripts/sanitize.py

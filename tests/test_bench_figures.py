@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from bench_answers import answer, back_to_back, left_at
 
+from rkserve.bench.child import BenchFailed
 from rkserve.bench.figures import (
     board_rates,
     decode_rate,
@@ -86,6 +87,12 @@ def test_a_board_that_pauses_or_stops_pays_for_it() -> None:
     assert rates["sim-1"] == pytest.approx(5 * 3 / 26)  # 3 after the end at 4, until the load's end
 
 
+def test_an_answer_that_names_no_board_is_not_taken_for_a_board_of_its_own() -> None:
+    runs = [*back_to_back("sim-0", 5), *back_to_back("", 5)]
+    with pytest.raises(BenchFailed, match="5 x an answer names no board"):
+        board_rates(runs, start_s=0.0, end_s=9.0, load_end_s=10.0)
+
+
 def test_answers_that_the_window_cuts_count_with_what_arrived_in_it() -> None:
     whole = answer(0.0, 1.0, 2.0)
     cut = Exchange(sent_s=1.0, content_s=(1.5, 2.5, 3.5), board="sim-0")
@@ -118,6 +125,10 @@ def test_a_board_is_free_when_the_next_answer_comes_less_its_prefill() -> None:
     assert figures.largest_ms == pytest.approx(50)
     assert figures.step_ms == pytest.approx(1000 / 16.69, rel=0.02)  # the profile's own rate
     assert flaws_of_hang_ups(hang_ups, 128, 5) == []
+
+
+def test_who_waits_behind_a_hang_up_may_have_its_headers_before_it_has_a_board() -> None:
+    assert flaws_of_hang_ups([left_at(5.0, board="")], 128, 5) == []
 
 
 @pytest.mark.parametrize(

@@ -238,8 +238,8 @@ async def load(command: Json) -> list[Incoming]:
 async def hang_up(command: Json) -> HangUp:
     """Leave an answer in mid-stream, with another request queued behind it on the same board.
 
-    It leaves ``pause_s`` after both the answer has ``events`` events and the board has queued the
-    other request, which the headers of its answer say.
+    It leaves ``pause_s`` after both the answer has ``events`` events and the other request is in
+    the queue, which the headers of its answer say.
     """
     host, port, until_s = command["host"], command["port"], command["until_s"]
     leaver, waiter = await Connection.open(host, port), await Connection.open(host, port)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean, median
 
+from rkserve.bench.child import hold
 from rkserve.bench.procfs import Memory, Reading
 from rkserve.bench.stream import Exchange, HangUp
 
@@ -129,12 +130,18 @@ def board_rates(
     the load's end.
     """
     ends: dict[str, list[tuple[float, int]]] = {}
-    for one in complete(exchanges):
+    done = complete(exchanges)
+    hold([f"{count} x an answer names no board" for count in [_nameless(done)] if count])
+    for one in done:
         ends.setdefault(one.board, []).append((_end_s(one), one.completion_tokens))
     return {
         board: _rate_of_ends(sorted(found), start_s, end_s, load_end_s)
         for board, found in ends.items()
     }
+
+
+def _nameless(exchanges: Iterable[Exchange]) -> int:
+    return sum(not one.board for one in exchanges)
 
 
 def _rate_of_ends(
@@ -193,7 +200,8 @@ def flaws_of_hang_ups(
     found = flaws([one.next for one in hang_ups], prompt_tokens, completion_tokens)
     not_left = sum(one.left.end_s is not None or not one.left.content_s for one in hang_ups)
     unanswered = sum(one.next.end_s is None or not one.next.content_s for one in hang_ups)
-    apart = sum(one.left.board != one.next.board for one in hang_ups)
+    # An answer whose headers came before it had a board names none.
+    apart = sum(one.next.board not in ("", one.left.board) for one in hang_ups)
     early = sum(
         bool(one.next.content_s) and one.next.content_s[0] <= one.closed_s for one in hang_ups
     )

@@ -57,7 +57,7 @@ class Size:
 
 
 FULL = Size(
-    seconds=40.0,
+    seconds=25.0,
     hang_ups=40,
     paced_boards=(1, 3, 8),
     parked_rounds=8,

@@ -85,9 +85,10 @@ class Shown:
 
 @dataclass
 class Taken:
-    """What was measured on one way."""
+    """What was measured on one way. ``lone`` is one stream on a cluster of one board."""
 
     way: Way
+    lone: Loaded
     one: Loaded
     many: Loaded
     shown: Shown
@@ -139,11 +140,16 @@ class TokenPath:
         pace = TOKEN_MS / step_ms()
         many = Load(STREAMS, STREAMS, pace, STREAM_TOKENS, args=way.args)
         one = Load(STREAMS, 1, pace, args=way.args)
+        lone = Load(1, 1, pace, args=way.args)
         ceiling = Load(CEILING.boards, CEILING.clients, 0, CEILING.new_tokens, args=way.args)
+        alone = bench.loaded(lone, seconds / 2, 0.0)
+        # A board's first answers are its slowest: all of them are warm before one is asked alone.
+        together = bench.loaded(many, max(seconds, SHORTEST_S), 0.0)
         return Taken(
             way,
+            lone=alone,
             one=bench.loaded(one, seconds / 2, seconds / 4),
-            many=bench.loaded(many, max(seconds, SHORTEST_S), 0.0),
+            many=together,
             shown=self._long_prompts(crew),
             ceiling=bench.loaded(ceiling, seconds / 2, 0.0),
         )
