@@ -25,6 +25,8 @@ from pydantic import (
 from rkserve.chains import FILES
 from rkserve.errors import ConfigError
 from rkserve.groupconfig import BoardGroupConfig, Settings
+from rkserve.imageconfig import ImagesConfig
+from rkserve.responsesconfig import ResponsesConfig
 from rkserve.settingwords import explain
 
 ADMIN_KEY_VARIABLE = "RKSERVE_ADMIN_KEY"
@@ -147,7 +149,8 @@ class RouterConfig(Settings):
         description="When a streamed answer that still waits for a board gets its headers, and "
         "pings from then on.",
     )
-
+    images: ImagesConfig = ImagesConfig()
+    responses: ResponsesConfig = ResponsesConfig()
     page: bool = Field(True, description="Whether `/` is the [chat page](page.md).")
 
     @model_validator(mode="after")
@@ -287,8 +290,8 @@ class RkserveConfig(Settings):
     )
     state_dir: Path = Field(
         default_factory=default_state_dir,
-        description="Folder for lock files on every node; it must be on a local disk. `~` is the "
-        "home of Ray's user on that node.",
+        description="Folder for lock files on every node, and for stored responses; it must be on "
+        "a local disk. `~` is the home of Ray's user on that node.",
         json_schema_extra={"default": "per user, in the temporary folder"},
     )
 

@@ -69,6 +69,11 @@ class PatienceConfig(Settings):
     prefill_per_token_s: float = Field(
         0.1, ge=0, description="More for each prompt token: long prompts legally take minutes."
     )
+    image_s: float = Field(
+        30.0,
+        ge=0,
+        description="More for each image, which is encoded and takes part in the prompt.",
+    )
     token_s: float = Field(10.0, gt=0, description="Between two tokens.")
     abort_s: float = Field(
         2.0, gt=0, description="From an abort to the run's return; then the engine is killed."
@@ -113,6 +118,19 @@ class BoardGroupConfig(Settings):
     )
     simulated: SimulatedConfig | None = Field(
         None, description="Simulate the boards. Exactly one of library and simulated is set."
+    )
+    encoder_library: Path = Field(
+        Path("/usr/lib/librknnrt.so"),
+        description="Path of librknnrt.so on the boards, for models that see images.",
+    )
+    encoder_cores: int = Field(
+        1, ge=1, le=3, description="NPU cores that an image encoder runs on."
+    )
+    image_cache_bytes: int = Field(
+        64 * 1024 * 1024,
+        ge=0,
+        description="What each board keeps of images that it has encoded, the longest unused "
+        "going first: an image takes its tokens times the model's embedding size times 4 bytes.",
     )
     rknpu: float = Field(
         1.0,

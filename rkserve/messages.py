@@ -95,9 +95,9 @@ class Stepwise:
     """What a generation needs that the runtime's own sampling does not have.
 
     ``seed``, ``choice`` and the place of a token in the answer decide every draw. Logprobs come
-    with the tokens where ``top_logprobs`` is a number: those of the chosen ones, and of so many of
-    the likeliest; ``prompt_logprobs`` are those of the prompt as well. The whole answer follows
-    ``guide``.
+    with the tokens where ``top_logprobs`` is a number: those of the chosen ones, of so many of the
+    likeliest, and of all in ``also``; ``prompt_logprobs`` are those of the prompt as well. The
+    whole answer follows ``guide``.
     """
 
     seed: int
@@ -107,6 +107,16 @@ class Stepwise:
     top_logprobs: int | None = None
     prompt_logprobs: bool = False
     guide: Guide | None = None
+    also: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image of a prompt as the model's encoder takes it: RGB, a byte per channel, row by row."""
+
+    width: int
+    height: int
+    pixels: bytes = field(repr=False)
 
 
 class Kind(str, Enum):
@@ -222,6 +232,11 @@ class GenerateRequest:
     ``min_epoch`` refuses it. ``keep_version`` forbids to switch it to another version later. One
     that is not ``patient`` is refused by a board that sleeps: another one is awake.
 
+    A prompt with ``images`` is one in text mode too, also of a model with a tokenizer: its text has
+    one ``<image>`` for each of them, in their order. ``counted`` tokens are what it should have.
+
+    ``once``: nobody will go on from the answer, so that its KV cache is not worth a file.
+
     ``thinking`` is there where the model may think before it answers. ``continued`` is what was
     generated of it elsewhere. All limits and counts are those of the whole answer.
     """
@@ -248,6 +263,9 @@ class GenerateRequest:
     continued: Continued | None = None
     thinking: Thinking | None = None
     stepwise: Stepwise | None = None
+    images: tuple[Picture, ...] = ()
+    counted: int = 0
+    once: bool = False
 
 
 class Pooling(str, Enum):
@@ -289,8 +307,9 @@ class Timings:
     """What the board measured, in milliseconds; prefill and decode are the runtime's own figures.
 
     ``queue_ms`` is the wait for the board, ``paused_ms`` the time between pauses and resumptions.
-    ``prefill_tokens`` were really prefilled. A generation that was interrupted adds up its runs;
-    the runtime says nothing of a run that it paused, so that one is measured by the board's clock.
+    ``encode_ms`` went into images before the prefill. ``prefill_tokens`` were really prefilled. A
+    generation that was interrupted adds up its runs; the runtime says nothing of a run that it
+    paused, so that one is measured by the board's clock.
     ``batch`` is how many generations shared the run at most (all times are the board's then), and
     ``batch_wait_ms`` what this one waited for the batch to fill. Of one that was ``continued`` so
     many times on other boards, or on the same one after it had failed, the figures are those of the
@@ -308,6 +327,7 @@ class Timings:
     batch_wait_ms: float = 0.0
     continued: int = 0
     lost_ms: float = 0.0
+    encode_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 from rkserve.digests import content_digest
 from rkserve.errors import ConfigError
 from rkserve.messages import Sampling
+from rkserve.reranksettings import RerankSettings
 from rkserve.settingwords import explain
+from rkserve.visionsettings import VisionSettings
 
 SETTINGS_FILE = "rkserve.yaml"
 CONTEXT_STEP = 32  # the vendor's converter demands a multiple of 32
@@ -214,6 +216,14 @@ class FolderSettings(BaseModel):
     thinking: ThinkingSettings = ThinkingSettings()
     embedding: EmbeddingSettings | None = Field(
         None, description="How texts become vectors. Without it the model makes none."
+    )
+    vision: VisionSettings | None = Field(
+        None, description="How the model sees images. Without it it takes none."
+    )
+    rerank: RerankSettings | None = Field(
+        None,
+        description="How documents are judged in `/v1/rerank` and `/score`. Without it they are "
+        "compared by their vectors; `{}` is right for Qwen3-Reranker.",
     )
 
 

@@ -94,7 +94,8 @@ def _default(field: Any) -> str:
         return "none"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
-    return "see below" if isinstance(value, BaseModel) else f"`{value}`"
+    shown = str(value).replace("\n", "\\n")  # a line break would end the table
+    return "see below" if isinstance(value, BaseModel) else f"`{shown}`"
 
 
 def metrics() -> str:

@@ -10,6 +10,11 @@ template, whose folder says that it makes embeddings:
 
     python scripts/make_sim_chat.py --embedding [--out models/sim-embed]
 
+With --vision it makes models/sim-vision: the model of sim-chat with Qwen's tags of images in its
+vocabulary, and a simulated image encoder beside it:
+
+    python scripts/make_sim_chat.py --vision [--out models/sim-vision]
+
 With --adapter it writes a simulated LoRA adapter for that model instead:
 
     python scripts/make_sim_chat.py --adapter Pirate --out pirate_lora.rkllm [--seed 7] [--mib 32]
@@ -31,6 +36,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from rkserve.native.sim import adapters
 from rkserve.native.sim import models as sim_models
+from rkserve.native.sim.encoders import SimEncoder
+from rkserve.visionsettings import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = ROOT / "rkserve" / "native" / "sim"
@@ -46,9 +53,14 @@ EMBEDDING_ID = "sim-embed"
 EMBEDDING_PROFILE = "rk3588-qwen3-0.6b-w8a8"
 EMBEDDING_MEMORY_MB = 791
 
+VISION_ID = "sim-vision"
+FAMILY = "qwen2-vl"
+ENCODE_MS = 500  # nobody has published a figure; enough to see that an image is encoded once
+
 # Some text has to be hidden, some has to be visible: as in Qwen's vocabulary, the tags of thinking
 # and of tool calls are single tokens, and still belong to the text.
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
+TAGS = [*FAMILIES[FAMILY]["tags"]]  # special as well, where there are images
 VISIBLE = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 
 # Flags of a piece, as in enum piece_flag.
@@ -141,11 +153,20 @@ embedding:
 """
 
 
+VISION_SETTINGS = (
+    SETTINGS
+    + """\
+vision:
+  family: {family}
+"""
+)
+
+
 def read_lines(name: str) -> list[str]:
     return (TEXTS / name).read_text(encoding="utf-8").splitlines()
 
 
-def train() -> Tokenizer:
+def train(*, vision: bool = False) -> Tokenizer:
     """A byte-level BPE on the corpus and the bank, with the markers at its end."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -164,6 +185,8 @@ def train() -> Tokenizer:
     tokenizer.train_from_iterator(text, trainer)
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
     tokenizer.add_tokens([AddedToken(name, special=False) for name in VISIBLE])
+    if vision:
+        tokenizer.add_special_tokens([AddedToken(name, special=True) for name in TAGS])
     return tokenizer
 
 
@@ -180,14 +203,14 @@ def piece_bytes(tokenizer: Tokenizer) -> list[bytes]:
     alphabet = byte_alphabet()
     pieces = [b""] * tokenizer.get_vocab_size()
     for name, token_id in tokenizer.get_vocab().items():
-        marker = name in SPECIAL or name in VISIBLE
+        marker = name in (*SPECIAL, *VISIBLE, *TAGS)
         pieces[token_id] = name.encode() if marker else bytes(alphabet[char] for char in name)
     return pieces
 
 
 def piece_flags(name: str) -> int:
-    flags = PIECE_MARKER if name in SPECIAL or name in VISIBLE else 0
-    flags |= PIECE_SPECIAL if name in SPECIAL else 0
+    flags = PIECE_MARKER if name in (*SPECIAL, *VISIBLE, *TAGS) else 0
+    flags |= PIECE_SPECIAL if name in (*SPECIAL, *TAGS) else 0
     return flags | (PIECE_SILENT if name == "<|pad|>" else 0)
 
 
@@ -200,12 +223,12 @@ def check_first_tokens(first_tokens: list[int]) -> None:
             raise SystemExit(f"bank.txt: lines {at + 1} to {at + ahead} need different beginnings")
 
 
-def render_model(tokenizer: Tokenizer, *, embedding: bool = False) -> bytes:
+def render_model(tokenizer: Tokenizer, *, embedding: bool = False, vision: bool = False) -> bytes:
     """The simulated .rkllm: header, pieces, bank, strings, then what they point at."""
     model_id, profile, memory_mb = (
         (EMBEDDING_ID, EMBEDDING_PROFILE, EMBEDDING_MEMORY_MB)
         if embedding
-        else (MODEL_ID, PROFILE, MEMORY_MB)
+        else (VISION_ID if vision else MODEL_ID, PROFILE, MEMORY_MB)
     )
     pieces = piece_bytes(tokenizer)
     names = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
@@ -249,9 +272,9 @@ def render_model(tokenizer: Tokenizer, *, embedding: bool = False) -> bytes:
 HEADER = "<8sII64s16s64s16s16s4I6I5i"
 
 
-def write(out: Path, *, embedding: bool = False) -> None:
+def write(out: Path, *, embedding: bool = False, vision: bool = False) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer = train()
+    tokenizer = train(vision=vision)
     (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=False) + "\n", encoding="utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -265,8 +288,14 @@ def write(out: Path, *, embedding: bool = False) -> None:
     }
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     (out / "tokenizer_config.json").write_text(text, encoding="utf-8")
-    (out / "model.rkllm").write_bytes(render_model(tokenizer, embedding=embedding))
-    settings = (EMBEDDING_SETTINGS if embedding else SETTINGS).format(
+    content = render_model(tokenizer, embedding=embedding, vision=vision)
+    (out / "model.rkllm").write_bytes(content)
+    if vision:
+        size, tokens = FAMILIES[FAMILY]["size"], FAMILIES[FAMILY]["tokens"]
+        SimEncoder(size, size, tokens, encode_ms=ENCODE_MS).write(out / "vision.rknn")
+    known = EMBEDDING_SETTINGS if embedding else VISION_SETTINGS if vision else SETTINGS
+    settings = known.format(
+        family=FAMILY,
         im_end=tokenizer.token_to_id("<|im_end|>"),
         end_of_text=tokenizer.token_to_id("<|endoftext|>"),
     )
@@ -284,6 +313,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--mib", type=int, default=1, help="size of the adapter")
     parser.add_argument("--reseed", type=int, help="write base weights that answer otherwise")
     parser.add_argument("--embedding", action="store_true", help="make the model for embeddings")
+    parser.add_argument("--vision", action="store_true", help="make the model that sees images")
     given = parser.parse_args(argv)
     if given.reseed is not None:
         if given.out is None:
@@ -292,8 +322,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         given.out.write_bytes(sim_models.reseed(content, given.reseed))
         return
     if given.adapter is None:
-        made = EMBEDDING_ID if given.embedding else MODEL_ID
-        write(given.out or ROOT / "models" / made, embedding=given.embedding)
+        made = EMBEDDING_ID if given.embedding else VISION_ID if given.vision else MODEL_ID
+        out = given.out or ROOT / "models" / made
+        write(out, embedding=given.embedding, vision=given.vision)
         return
     if given.out is None:
         parser.error("--adapter needs --out")

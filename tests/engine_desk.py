@@ -120,6 +120,7 @@ class Desk:
             "fence": str(self.place / "fence"),
             "fence_timeout_s": 0.0,
             "text_mode": False,
+            "vision": None,
             "quirks": {},
             "pin_cpus": [],
         }

@@ -19,10 +19,12 @@ from starlette.types import ASGIApp
 from rkserve.config import RouterConfig
 from rkserve.deployments.cluster import Cluster
 from rkserve.deployments.http import make_app
+from rkserve.deployments.responses import Peers, Responses
 from rkserve.deployments.service import ServedModel, Service
 from rkserve.deployments.wiring import open_dispatch, open_fleet
 from rkserve.metrics import RouterMetrics
 from rkserve.modelfolder import open_model_folder
+from rkserve.responsesconfig import ResponsesConfig
 
 CHAT = "/v1/chat/completions"
 MAX_ADAPTER_BYTES = 5_000_000
@@ -44,6 +46,8 @@ class House:
     config: RouterConfig = field(default_factory=RouterConfig)
     served: ServedModel = field(default_factory=model)
     head: FakeHead = field(default_factory=FakeHead)
+    kept: Path | None = None  # where responses are stored; none are without it
+    others: Peers | None = None  # all Routers, where there are several
 
     def __post_init__(self) -> None:
         model_id = self.served.folder.id
@@ -54,7 +58,13 @@ class House:
         self.service = Service(
             self.config, {model_id: self.served}, dispatch, self.cluster, metrics
         )
-        self.app: ASGIApp = make_app(self.service, MAX_ADAPTER_BYTES, MAX_MODEL_BYTES)
+        config = self.config
+        if self.kept is None:
+            config = config.model_copy(update={"responses": ResponsesConfig(store="never")})
+        self.responses = Responses(config, self.kept or Path(), self.others)
+        self.app: ASGIApp = make_app(
+            self.service, MAX_ADAPTER_BYTES, MAX_MODEL_BYTES, self.responses
+        )
 
     async def __call__(
         self, method: str, path: str, *, host: str = "127.0.0.1", **kwargs: Any

@@ -10,11 +10,12 @@ import pytest
 from fakes import run_loop
 
 from rkserve.adapterfolder import adapters
-from rkserve.deployments.assemble import Place, assemble
+from rkserve.deployments.assemble import Place, assemble, vision_params
 from rkserve.desired import BaseVersion, Desired
 from rkserve.errors import AdapterBroken, ConfigError
 from rkserve.groupconfig import BoardGroupConfig, SimulatedConfig
 from rkserve.messages import GenerateRequest
+from rkserve.modelfolder import open_model_folder
 
 MODEL = Path(__file__).parents[1] / "models" / "sim-chat"
 
@@ -34,6 +35,26 @@ def test_a_group_that_serves_batches_needs_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"n_batch: group g .*bare has no tokenizer\.json"):
         assemble(group(bare, 2), place(tmp_path), "rk3588")
     assert assemble(group(bare, 1), place(tmp_path), "rk3588").n_batch == 1
+
+
+def test_a_group_whose_model_sees_has_an_encoder_and_no_batches() -> None:
+    folder = open_model_folder(MODEL.parent / "sim-vision")
+    real = group(folder.path, 1).model_copy(
+        update={"simulated": None, "library": Path("/l.so"), "encoder_cores": 3}
+    )
+    found = vision_params(real, folder)
+    assert found is not None
+    assert (found.library, found.model) == (
+        Path("/usr/lib/librknnrt.so"),
+        folder.path / "vision.rknn",
+    )
+    assert (found.width, found.height, found.tokens, found.cores) == (392, 392, 196, 3)
+    assert vision_params(real, open_model_folder(MODEL)) is None
+
+
+def test_a_model_that_sees_is_served_without_batches(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"n_batch: group g .*sees images"):
+        assemble(group(MODEL.parent / "sim-vision", 2), place(tmp_path), "rk3588")
 
 
 def test_the_memory_of_adapters_is_the_model_folders_to_limit(tmp_path: Path) -> None:

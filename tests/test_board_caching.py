@@ -162,6 +162,33 @@ def test_a_short_conversation_and_one_that_is_stored_are_not_parked(tmp_path: Pa
     cache_test(body, tmp_path)
 
 
+def test_what_is_asked_once_is_not_parked_unless_somebody_goes_on_from_it(tmp_path: Path) -> None:
+    async def body(bench: CacheBench) -> None:
+        await bench.ask(A, once=True)
+        await bench.ask(B)
+        assert bench.board.caches() == []
+        await bench.ask(C, once=True)
+        (entry,) = bench.board.caches()
+        assert entry.tokens == len(B) + LENGTH
+        # Somebody did go on from it: it is a conversation like others.
+        await bench.ask(follow_up(C))
+        await bench.ask(D)
+        assert len(follow_up(C)) in [entry.tokens for entry in bench.board.caches()]
+
+    cache_test(body, tmp_path)
+
+
+def test_what_is_asked_once_may_begin_from_a_file_and_leaves_that_alone(tmp_path: Path) -> None:
+    async def body(bench: CacheBench) -> None:
+        await bench.ask(A)
+        await bench.ask(B)
+        finished = await bench.ask((*A, 7, 8), once=True)
+        assert finished.usage.cached_tokens >= len(A)
+        assert sorted(entry.tokens for entry in bench.board.caches()) == [len(A) + LENGTH] * 2
+
+    cache_test(body, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("why", "extra"),
     [

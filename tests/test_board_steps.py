@@ -412,3 +412,30 @@ def test_a_run_may_be_silent_for_as_long_as_its_longest_step(
 ) -> None:
     found = patience_for(beginning, Patience(30.0, 0.1, 10.0, 2.0))
     assert (found.token_s, found.abort_s) == (token_s, abort_s)
+
+
+@both_ways
+def test_ids_that_are_asked_for_are_told_of_however_unlikely(
+    release: str, quirks: Mapping[str, bool], tmp_path: Path
+) -> None:
+    """What a bias would make of them tells the same: it is the model's own."""
+    wanted = (7, 1124, 56)
+
+    async def body() -> None:
+        sim = Sim(tmp_path, release, quirks=quirks, sampling=GREEDY)
+        async with sim.board(tokenizer_file=TOKENS) as board:
+            step = Stepwise(7, top_logprobs=2, also=wanted)
+            (scored,) = logprobs(await heard(board, asked(max_tokens=1, stepwise=step)))
+            assert scored is not None
+            assert len(scored.top) <= 2 + len(wanted)
+            found = dict(scored.top)
+            assert set(wanted) <= set(found)
+            for token_id in wanted:
+                forced = Stepwise(7, top_logprobs=0, logit_bias=((token_id, 100.0),))
+                events = await heard(board, asked(max_tokens=1, stepwise=forced))
+                assert ids(events) == [token_id]
+                (chosen,) = logprobs(events)
+                assert chosen is not None
+                assert chosen.logprob == pytest.approx(found[token_id], abs=1e-5)
+
+    run_loop(body())

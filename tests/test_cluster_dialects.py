@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from local_cluster import PROJECT, App
 from talk import ENDLESS, MODEL, chat_body
@@ -72,6 +73,27 @@ def test_the_model_calls_a_tool_in_every_dialect(boards: App) -> None:
     messages = [json.loads(line)["message"] for line in lines.splitlines()]
     (called,) = [one for message in messages for one in message.get("tool_calls", [])]
     assert called["function"] == {"name": "get_weather", "arguments": {"city": "Oslo"}}
+
+
+def test_openai_s_client_goes_on_from_a_stored_response(boards: App) -> None:
+    client = openai.OpenAI(base_url=f"{boards.url}/v1", api_key="x", max_retries=0, timeout=60)
+    first = client.responses.create(model=MODEL, input=f"{SAYS} once")
+    with client.responses.stream(
+        model=MODEL, input=f"{SAYS} twice", previous_response_id=first.id
+    ) as events:
+        second = events.until_done().get_final_response()
+    assert first.usage is not None
+    assert second.usage is not None
+    assert second.output_text == "crème 你好 👋🏽 and the end twice"
+    assert second.usage.input_tokens_details.cached_tokens >= first.usage.total_tokens - 1
+    assert client.responses.retrieve(second.id).output_text == second.output_text
+    listed = [item.id for item in client.responses.input_items.list(second.id, limit=1)]
+    assert len(listed) == 3
+    assert first.output[0].id in listed
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.responses.create(model=MODEL, input="x", previous_response_id=second.id)
+    assert caught.value.code == "previous_response_not_found"
 
 
 def test_errors_of_an_application_with_a_prefix_speak_the_dialect(boards: App) -> None:

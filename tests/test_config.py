@@ -70,6 +70,11 @@ def test_the_configuration_with_embeddings_has_a_model_for_each() -> None:
     assert [folder.settings.embedding is not None for folder in folders] == [False, True]
 
 
+def test_the_configuration_with_images_has_a_model_that_sees() -> None:
+    (group,) = shipped("serve_config.vision.yaml").boards
+    assert open_model_folder(resolve_folder(group.model)).settings.vision is not None
+
+
 def test_the_configuration_for_real_boards_takes_a_whole_npu_each() -> None:
     (group,) = shipped("cluster/serve_config.rk3588.yaml").boards
     assert group.simulated is None

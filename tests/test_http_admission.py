@@ -283,7 +283,7 @@ def elsewhere(peers: OtherRouters) -> House:
     of = house("a")
     of.boards.says[("", "generations")] = []
     of.boards.says[("", "control")] = GenerationNotFound("chatcmpl-x")
-    of.app = make_app(of.service, 1000, 1000, peers)
+    of.app = make_app(of.service, 1000, 1000, of.responses, peers)
     return of
 
 

@@ -51,6 +51,19 @@ def test_the_ids_of_a_conversation_are_those_that_its_board_gets() -> None:
     assert without.json()["count"] < counted["count"]
 
 
+def test_tools_are_part_of_the_ids_as_they_are_of_the_board_s() -> None:
+    of, messages = house(), [{"role": "user", "content": "Hello"}]
+    function = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": function}]
+    counted = post("/tokenize", of, model="sim-chat", messages=messages, tools=tools).json()
+    body = {"model": "sim-chat", "messages": messages, "tools": tools}
+    send(of, "POST", "/v1/chat/completions", json=body)
+    (_, request) = of.boards.opened[0]
+    assert tuple(counted["tokens"]) == request.prompt_ids
+    refused = post("/tokenize", of, messages=messages, tools=[{"type": "function"}])
+    assert refused.json()["error"]["param"] == "tools[0].function"
+
+
 def test_tokens_are_spelled_where_that_is_asked_for() -> None:
     answer = post("/tokenize", model="sim-chat", prompt="<|im_start|>cat", return_token_strs=True)
     strings = answer.json()["token_strs"]

@@ -21,6 +21,8 @@ GROUND = frozenset(
         "config",
         "desired",
         "groupconfig",
+        "imageconfig",
+        "visionsettings",
         "settingwords",
         "digests",
         "disk",
@@ -29,6 +31,8 @@ GROUND = frozenset(
         "names",
         "parameters",
         "ports",
+        "reranksettings",
+        "responsesconfig",
         "vocabulary",
     }
 )
@@ -36,6 +40,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     **dict.fromkeys(GROUND, GROUND),
     "native": GROUND | {"sampling"},
     "sampling": GROUND,
+    "images": GROUND,
     "wire": GROUND,
     "routing": GROUND,
     "control": GROUND,
@@ -50,6 +55,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "wire",
         "routing",
         "control",
+        "images",
         "page",
     },
     # The one place that knows every part, and the two programs beside it.
@@ -67,6 +73,8 @@ OWNERS = {
     "cffi": {"native"},
     "numpy": {"native", "sampling"},
     "llguidance": {"sampling"},
+    "PIL": {"images"},
+    "httpcore": {"deployments"},
     "ray": {"deployments", "app", "cli", "bench"},
     "fastapi": {"deployments"},
     "starlette": {"deployments"},
@@ -76,6 +84,10 @@ OWNERS = {
     "pydantic": {
         "config",
         "groupconfig",
+        "imageconfig",
+        "visionsettings",
+        "reranksettings",
+        "responsesconfig",
         "settingwords",
         "modelfolder",
         "adapterfolder",

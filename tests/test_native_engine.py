@@ -125,9 +125,11 @@ def test_a_run_is_asked_for_as_the_board_said(desk: Desk) -> None:
             "decode_ms": 3.0,
             "decode_tokens": 4,
             "memory_mb": 5.0,
+            "encode_ms": 0.0,
         },
         "kv_positions": [7],
         "cache_refused": None,
+        "encoded": 0,
     }
 
 

@@ -21,6 +21,7 @@ from rkserve.control.codec import plain
 from rkserve.deployments.cluster import Cluster
 from rkserve.deployments.coordinator import Coordinator
 from rkserve.deployments.http import make_app
+from rkserve.deployments.responses import Responses
 from rkserve.deployments.service import Service
 from rkserve.deployments.wiring import open_dispatch, open_fleet
 from rkserve.desired import AdapterVersion
@@ -62,7 +63,7 @@ def with_both(folder: Path, work: Callable[[Ask, Control], Awaitable[None]]) -> 
         cluster = Cluster(link, fleet.obey)
         dispatch = open_dispatch(config, fleet, metrics, random.Random(5))
         service = Service(config, {"sim-chat": model()}, dispatch, cluster, metrics)
-        app = make_app(service, 10_000, 10_000)
+        app = make_app(service, 10_000, 10_000, Responses(config, folder / "responses"))
         await asyncio.gather(fleet.refresh(), cluster.refresh())
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:

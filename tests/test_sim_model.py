@@ -340,6 +340,15 @@ def test_the_model_for_embeddings_is_made_by_the_same_script(tmp_path: Path) -> 
         assert (made / name).read_bytes() == (kept / name).read_bytes()
 
 
+def test_the_model_that_sees_is_made_by_the_same_script(tmp_path: Path) -> None:
+    made, kept = tmp_path / "sim-vision", MODEL.parent / "sim-vision"
+    make_sim_chat.main(["--vision", "--out", str(made)])
+    names = sorted(path.name for path in made.iterdir())
+    assert names == sorted(path.name for path in kept.iterdir() if path.suffix != ".lock")
+    for name in names:
+        assert (made / name).read_bytes() == (kept / name).read_bytes()
+
+
 def test_the_library_tokenizes_as_the_tokenizer_does(sim: Sim) -> None:
     corpus = (ROOT / "rkserve" / "native" / "sim" / "corpus.txt").read_text()
     lines = [line for line in corpus.splitlines() if line][:40]

@@ -15,6 +15,8 @@ from rkserve.messages import (
     Delta,
     Finished,
     FinishReason,
+    Guide,
+    GuideKind,
     Kv,
     Paused,
     Thinking,
@@ -26,6 +28,7 @@ from rkserve.wire.dialects.anthropic_answers import MESSAGES, MessageAnswer, ant
 from rkserve.wire.dialects.arguments import as_object
 from rkserve.wire.openai import ChatCall
 from rkserve.wire.speech import PLAIN, Reading
+from rkserve.wire.steps import Steps
 from rkserve.wire.tally import Stamp
 from rkserve.wire.tooling import NO_TOOLS, Tools
 from rkserve.wire.tools import FORMATS
@@ -34,6 +37,7 @@ READING = Reading(
     thinking=Thinking("<think>", "</think>"), form=FORMATS["hermes"], names=frozenset({"look"})
 )
 HELLO = {"role": "user", "content": "Hello"}
+FORM = {"type": "json_schema", "schema": {"type": "integer"}}
 TIMINGS = Timings(1.0, 20.0, 4, 100.0, 2, 812.0)
 
 
@@ -280,8 +284,20 @@ def test_the_other_keys_are_those_of_every_call() -> None:
             {"output_config": {"effort": "much"}}, "output_config.effort", id="a strange effort"
         ),
         pytest.param(
-            {"output_config": {"format": {"type": "json_schema"}}}, "output_config", id="a schema"
+            {"output_config": {"format": {"type": "json_schema"}}},
+            "output_config.format.schema",
+            id="no schema",
         ),
+        pytest.param(
+            {"output_format": {"type": "json_object"}}, "output_format.type", id="another format"
+        ),
+        pytest.param(
+            {"output_config": {"format": FORM}, "output_format": FORM}, "output_format", id="two"
+        ),
+        pytest.param(
+            {"output_format": FORM, "guided_regex": "a"}, "guided_regex", id="two of two kinds"
+        ),
+        pytest.param({"seed": "x"}, "seed", id="a word for a seed"),
         pytest.param({"mcp_servers": [{}]}, "mcp_servers", id="servers of tools"),
         pytest.param({"container": "c"}, "container", id="a container"),
     ],
@@ -301,10 +317,30 @@ def test_what_is_wrong_or_cannot_be_done_is_named(keys: dict[str, Any], param: s
         pytest.param({"mcp_servers": [], "context_management": {}}, id="nothing of it"),
         pytest.param({"metadata": {"user_id": 5}}, id="a user without a name"),
         pytest.param({"metadata": "x"}, id="no metadata"),
+        pytest.param({"output_config": {"format": None}, "output_format": None}, id="no format"),
     ],
 )
 def test_what_asks_for_nothing_is_accepted(keys: dict[str, Any]) -> None:
     assert parsed(**keys).session is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        pytest.param(
+            {"output_config": {"format": FORM}}, "output_config.format.schema", id="in its place"
+        ),
+        pytest.param({"output_format": FORM}, "output_format.schema", id="by its older name"),
+    ],
+)
+def test_a_format_is_a_schema_that_the_answer_follows(keys: dict[str, Any], name: str) -> None:
+    guide = Guide(GuideKind.JSON_SCHEMA, '{"type":"integer"}')
+    assert parsed(**keys).steps == Steps(guide=(name, guide))
+
+
+def test_seeds_and_biases_are_rkserve_s_own_words_here() -> None:
+    steps = parsed(seed=7, min_p=0.1, logit_bias={"5": 2}).steps
+    assert steps == Steps(seed=7, min_p=0.1, logit_bias=((5, 2.0),))
 
 
 LOOK = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}

@@ -123,6 +123,6 @@ def test_dimensions_are_cut_off_only_where_the_model_was_trained_for_that(
 def test_the_written_numbers_are_the_float32_values() -> None:
     values = [1 / 3, -1e-30, math.pi, 0.0, 1e20, 16777217.0]
     call = EmbeddingCall(Wanted('a "model"'), ("x",), ("input",))
-    body = json.loads(embeddings_answer(call, [array("f", values)], 3))
+    body = json.loads(embeddings_answer(call, [array("f", values)], 3, 0.5))
     assert array("f", body["data"][0]["embedding"]) == array("f", values)
     assert body["model"] == 'a "model"'

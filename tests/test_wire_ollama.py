@@ -16,6 +16,8 @@ from rkserve.messages import (
     Delta,
     Finished,
     FinishReason,
+    Guide,
+    GuideKind,
     Kv,
     Paused,
     Sampling,
@@ -35,6 +37,7 @@ from rkserve.wire.dialects.ollama_answers import (
 from rkserve.wire.dialects.ollama_models import FolderFacts, parse_show, running, show, tags
 from rkserve.wire.openai import ChatCall, CompletionCall
 from rkserve.wire.speech import PLAIN, Reading
+from rkserve.wire.steps import Steps
 from rkserve.wire.tally import Stamp
 from rkserve.wire.tooling import Tools
 from rkserve.wire.tools import FORMATS
@@ -78,7 +81,6 @@ def test_options_are_sampling_values_and_stops() -> None:
         "top_p": 0.5,
         "repeat_penalty": 1.5,
         "stop": ["a", "b"],
-        "seed": 7,
         "num_ctx": 2048,
         "num_gpu": 1,
         "min_p": 0.0,
@@ -91,6 +93,36 @@ def test_options_are_sampling_values_and_stops() -> None:
         "repeat_penalty": 1.5,
     }
     assert (call.stop, call.priority, call.timeout_s) == (("a", "b"), 3, 5.0)
+
+
+JSON_GUIDE = Guide(GuideKind.JSON_SCHEMA, '{"type":"object"}')
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps"),
+    [
+        pytest.param({}, Steps(), id="nothing"),
+        pytest.param({"options": {"seed": 7}}, Steps(seed=7), id="a seed"),
+        pytest.param({"options": {"seed": -1}}, Steps(), id="the seed that is none"),
+        pytest.param({"options": {"min_p": 0.1}}, Steps(min_p=0.1), id="min_p"),
+        pytest.param(
+            {"options": {"logit_bias": {"5": 2}}}, Steps(logit_bias=((5, 2.0),)), id="a bias"
+        ),
+        pytest.param({"format": ""}, Steps(), id="no format"),
+        pytest.param({"format": "json"}, Steps(guide=("format", JSON_GUIDE)), id="JSON"),
+        pytest.param(
+            {"format": {"type": "integer"}},
+            Steps(guide=("format", Guide(GuideKind.JSON_SCHEMA, '{"type":"integer"}'))),
+            id="a schema",
+        ),
+    ],
+)
+def test_seeds_and_formats_are_asked_for_in_ollama_s_words(
+    keys: dict[str, Any], steps: Steps
+) -> None:
+    assert chat(**keys).steps == steps
+    assert generate(**keys).steps == steps
+    assert generate(raw=True, **keys).steps == steps
 
 
 def test_calls_and_results_of_tools_find_each_other_by_their_order() -> None:
@@ -185,10 +217,13 @@ def test_the_tag_that_clients_add_is_dropped(asked: str, model: str) -> None:
         pytest.param({"options": {"num_predict": 1.5}}, "options.num_predict", id="half a token"),
         pytest.param({"options": {"stop": [""]}}, "options.stop[0]", id="an empty stop"),
         pytest.param({"options": {"stop": ["x"] * 17}}, "options.stop", id="too many stops"),
-        pytest.param({"options": {"min_p": 0.1}}, "min_p", id="min_p"),
+        pytest.param({"options": {"min_p": 2}}, "min_p", id="a share of two"),
+        pytest.param({"options": {"typical_p": 0.5}}, "typical_p", id="typical_p"),
+        pytest.param({"options": {"seed": "x"}}, "seed", id="a word for a seed"),
         pytest.param({"stream": 1}, "stream", id="a number for a flag"),
         pytest.param({"tools": [{}]}, "tools[0].type", id="a tool of nothing"),
-        pytest.param({"format": "json"}, "format", id="JSON"),
+        pytest.param({"format": "xml"}, "format", id="XML"),
+        pytest.param({"format": [1]}, "format", id="a list for a format"),
         pytest.param({"think": "a lot"}, "think", id="a strange effort"),
         pytest.param({"think": 1}, "think", id="a number of thoughts"),
         pytest.param({"logprobs": True}, "logprobs", id="logprobs"),

@@ -60,6 +60,33 @@ def test_a_chat_becomes_one_request_with_the_rest_of_the_context(renderer: Rende
     )
 
 
+ASKED = {"role": "user", "content": "### Task:\nGenerate a title.\nUSER: Hi"}
+BRIEF = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    ("keys", "once"),
+    [
+        pytest.param({"messages": [ASKED]}, True, id="a task"),
+        pytest.param({"messages": [BRIEF, ASKED]}, True, id="with a system prompt"),
+        pytest.param({"messages": [ASKED], "stream": True}, False, id="streamed"),
+        pytest.param({"messages": [BRIEF]}, False, id="no user"),
+        pytest.param(
+            {"messages": [ASKED, {"role": "assistant", "content": "x"}, ASKED]},
+            False,
+            id="in a conversation",
+        ),
+        pytest.param({"messages": [{"role": "user", "content": "Hi"}]}, False, id="a question"),
+        pytest.param({"prompt": ASKED["content"]}, False, id="a raw prompt"),
+    ],
+)
+def test_what_is_asked_once_is_known_by_its_form(
+    renderer: Renderer, keys: dict[str, Any], once: bool
+) -> None:
+    (request,) = planned(renderer, context_len=500, **keys)
+    assert request.once is once
+
+
 def test_every_choice_of_every_prompt_is_a_request_of_its_own(renderer: Renderer) -> None:
     requests = planned(renderer, prompt=[[7], [8, 9]], n=2)
     assert [(r.request_id, r.prompt_ids) for r in requests] == [

@@ -17,16 +17,22 @@ from rkserve.messages import (
     Delta,
     Finished,
     FinishReason,
+    Guide,
+    GuideKind,
     Kv,
     Paused,
+    Scored,
     Thinking,
     Timings,
     Usage,
 )
+from rkserve.vocabulary import Vocabulary
 from rkserve.wire import sse
 from rkserve.wire.dialects.responses import ResponseCall, parse_response
 from rkserve.wire.dialects.responses_answers import RESPONSES, ResponseAnswer
+from rkserve.wire.logprobs import Lexicon
 from rkserve.wire.speech import PLAIN, Reading
+from rkserve.wire.steps import Steps
 from rkserve.wire.tally import Stamp
 from rkserve.wire.tools import FORMATS
 
@@ -159,6 +165,56 @@ def test_the_other_keys_are_those_of_a_chat() -> None:
     assert parsed(tools=[LOOK], tool_choice="required").tools.forced
 
 
+WAIT = {**LOOK, "name": "wait"}
+ALLOWED: dict[str, Any] = {"type": "allowed_tools", "tools": [{"type": "function", "name": "wait"}]}
+WAIT_ALLOWED: dict[str, Any] = {**ALLOWED, "mode": "auto"}
+NONE_ALLOWED: dict[str, Any] = {**WAIT_ALLOWED, "tools": []}
+OBJECT = Guide(GuideKind.JSON_SCHEMA, '{"type":"object"}')
+INTEGER = Guide(GuideKind.JSON_SCHEMA, '{"type":"integer"}')
+FORM = {"type": "json_schema", "name": "n", "schema": {"type": "integer"}}
+LOGPROBS = "message.output_text.logprobs"
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps"),
+    [
+        pytest.param({"text": {"format": {"type": "text"}}}, Steps(), id="text"),
+        pytest.param(
+            {"text": {"format": {"type": "json_object"}}},
+            Steps(guide=("text.format.type", OBJECT)),
+            id="an object",
+        ),
+        pytest.param(
+            {"text": {"format": FORM}}, Steps(guide=("text.format.schema", INTEGER)), id="a schema"
+        ),
+        pytest.param({"include": [LOGPROBS]}, Steps(top_logprobs=0), id="logprobs"),
+        pytest.param(
+            {"include": ["x", LOGPROBS], "top_logprobs": 3}, Steps(top_logprobs=3), id="and others"
+        ),
+        pytest.param({"top_logprobs": 2}, Steps(top_logprobs=2), id="others"),
+        pytest.param({"top_logprobs": 0, "include": []}, Steps(), id="no logprobs"),
+        pytest.param({"seed": 7, "min_p": 0.1}, Steps(seed=7, min_p=0.1), id="rkserve's own"),
+    ],
+)
+def test_formats_and_logprobs_are_asked_for_in_openai_s_words(
+    keys: dict[str, Any], steps: Steps
+) -> None:
+    assert parsed(**keys).steps == steps
+
+
+def test_the_format_is_repeated() -> None:
+    told = made(text={"format": FORM}).failed(EngineDied("b", "x"))
+    assert told["text"] == {"format": {**FORM, "strict": True, "description": None}}
+    assert made().failed(EngineDied("b", "x"))["text"] == {"format": {"type": "text"}}
+
+
+@pytest.mark.parametrize(("mode", "forced"), [("auto", False), ("required", True)])
+def test_only_tools_that_are_allowed_are_offered(mode: str, forced: bool) -> None:
+    tools = parsed(tools=[LOOK, WAIT], tool_choice={**ALLOWED, "mode": mode}).tools
+    assert [tool["function"]["name"] for tool in tools.given] == ["wait"]
+    assert (tools.forced, tools.named) == (forced, None)
+
+
 @pytest.mark.parametrize(
     ("keys", "param"),
     [
@@ -174,15 +230,39 @@ def test_the_other_keys_are_those_of_a_chat() -> None:
             "input[0].content[0].type",
             id="an image",
         ),
-        pytest.param({"input": [{"type": "item_reference"}]}, "input[0].type", id="a reference"),
+        pytest.param({"input": [{"type": "item_reference"}]}, "input[0].id", id="to nothing"),
+        pytest.param(
+            {"input": [{"type": "item_reference", "id": "msg_1"}] * 1025}, "input", id="to much"
+        ),
+        pytest.param({"store": "yes"}, "store", id="a word for a switch"),
         pytest.param(
             {"input": [{"type": "function_call", "name": "x"}]}, "input[0].call_id", id="no id"
         ),
         pytest.param({"max_output_tokens": 0}, "max_output_tokens", id="a limit of nothing"),
-        pytest.param({"previous_response_id": "resp_1"}, "previous_response_id", id="an earlier"),
+        pytest.param({"previous_response_id": 5}, "previous_response_id", id="a number"),
         pytest.param({"conversation": "c"}, "conversation", id="a conversation"),
         pytest.param({"background": True}, "background", id="in the background"),
-        pytest.param({"text": {"format": {"type": "json_object"}}}, "text", id="JSON"),
+        pytest.param({"text": {"format": {"type": "xml"}}}, "text.format.type", id="XML"),
+        pytest.param({"text": {"format": {}}}, "text.format.type", id="a format of nothing"),
+        pytest.param(
+            {"text": {"format": {"type": "json_schema"}}}, "text.format.schema", id="no schema"
+        ),
+        pytest.param(
+            {"text": {"format": {"type": "json_object"}}, "guided_regex": "a"},
+            "guided_regex",
+            id="two formats",
+        ),
+        pytest.param({"top_logprobs": 21}, "top_logprobs", id="too many logprobs"),
+        pytest.param({"include": "x"}, "include", id="a word for a list"),
+        pytest.param({"tools": [LOOK], "tool_choice": ALLOWED}, "tool_choice.mode", id="no mode"),
+        pytest.param(
+            {"tools": [LOOK], "tool_choice": NONE_ALLOWED}, "tool_choice.tools", id="none allowed"
+        ),
+        pytest.param(
+            {"tools": [LOOK], "tool_choice": WAIT_ALLOWED},
+            "tool_choice.tools[0].name",
+            id="an unknown one is allowed",
+        ),
         pytest.param({"truncation": "auto"}, "truncation", id="cut to fit"),
         pytest.param({"tools": [{"type": "web_search"}]}, "tools[0].type", id="a server's tool"),
         pytest.param({"tools": [{"type": "function"}]}, "tools[0].name", id="without a name"),
@@ -230,7 +310,7 @@ def test_whatever_comes_is_read_or_refused(items: Any, tools: Any, choice: Any, 
 
 
 def made(reading: Reading = PLAIN, **keys: Any) -> ResponseAnswer:
-    call = parsed(instructions="Be brief.", tools=[LOOK], metadata={"a": "b"}, **keys)
+    call = parsed(**{"instructions": "Be brief.", "tools": [LOOK], "metadata": {"a": "b"}, **keys})
     return ResponseAnswer(call, "resp_1", 1700000000, Stamp("tiny", "1.3.0", reading=reading))
 
 
@@ -360,3 +440,29 @@ def test_what_breaks_is_a_failed_response_with_what_there_was() -> None:
     assert last["response"]["output"][0]["content"][0]["text"] == "half"
     (early,) = events(RESPONSES.broken(ZeroDivisionError("secret")))
     assert (early["code"], "secret" in early["message"]) == ("internal_error", False)
+
+
+def test_logprobs_stand_at_the_message_in_every_form_that_has_it() -> None:
+    call = parsed(top_logprobs=1)
+    lexicon = Lexicon(Vocabulary((b"Hel", b"lo"), frozenset()), ((0,),), (None,))
+    stamp = Stamp("tiny", "1.3.0", lexicon=lexicon)
+    scores = [Scored(-0.5, ((0, -0.5),)), Scored(-0.25, ((1, -0.25),))]
+    deltas = [Delta("Hel", (0,), logprobs=(scores[0],)), Delta("lo", (1,), logprobs=(scores[1],))]
+    answer = ResponseAnswer(call, "resp_1", 1700000000, stamp)
+    raw = answer.opening(0) + b"".join(answer.delta(0, one) for one in deltas)
+    told = events(raw + answer.finish(0, ended()) + answer.closing())
+    (part,) = told[-1]["response"]["output"][0]["content"]
+    assert [(one["token"], one["logprob"]) for one in part["logprobs"]] == [
+        ("Hel", -0.5),
+        ("lo", -0.25),
+    ]
+    assert part["logprobs"][0]["top_logprobs"][0]["token"] == "Hel"
+    done = {one["type"]: one for one in told}
+    assert done["response.output_text.done"]["logprobs"] == part["logprobs"]
+    assert done["response.content_part.done"]["part"] == part
+    whole = ResponseAnswer(call, "resp_1", 1700000000, stamp)
+    for one in deltas:
+        whole.add(0, one)
+    whole.end(0, ended())
+    assert whole.whole()["output"] == told[-1]["response"]["output"]
+    Response.model_validate(whole.whole(), strict=False)

@@ -99,6 +99,50 @@ def test_tools_are_read(
     )
 
 
+def allowing(mode: str | None, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize(("mode", "forced"), [("auto", False), ("required", True)])
+def test_of_the_tools_only_those_that_are_allowed_are_offered(mode: str, forced: bool) -> None:
+    tools = chat(tools=[WEATHER, TIME], tool_choice=allowing(mode, "get_time", "get_time")).tools
+    assert (tools.given, tools.forced, tools.named) == ((TIME,), forced, None)
+    # In their order, whatever the order in which they are allowed.
+    both = chat(tools=[WEATHER, TIME], tool_choice=allowing(mode, "get_time", "get_weather")).tools
+    assert both.given == (WEATHER, TIME)
+
+
+@pytest.mark.parametrize(
+    ("choice", "param"),
+    [
+        ({"type": "allowed_tools"}, "tool_choice.allowed_tools"),
+        ({"type": "allowed_tools", "allowed_tools": 5}, "tool_choice.allowed_tools"),
+        (allowing(None, "get_time"), "tool_choice.allowed_tools.mode"),
+        (allowing("none", "get_time"), "tool_choice.allowed_tools.mode"),
+        (allowing("auto"), "tool_choice.allowed_tools.tools"),
+        (allowing("auto", "f"), "tool_choice.allowed_tools.tools[0].function.name"),
+        (allowing("auto", *["get_time"] * 129), "tool_choice"),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "x"}]}},
+            "tool_choice.allowed_tools.tools[0].type",
+        ),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function"}]},
+            },
+            "tool_choice.allowed_tools.tools[0].function",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_with_allowed_tools_is_named(choice: Any, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(tools=[WEATHER, TIME], tool_choice=choice)
+    assert caught.value.param == param
+
+
 def test_a_tool_has_what_templates_take_for_granted() -> None:
     given = {"type": "function", "function": {"name": "f", "strict": True, "x": 1}}
     assert chat(tools=[given]).tools.given == (
@@ -162,7 +206,7 @@ def test_nothing_is_offered(keys: dict[str, Any]) -> None:
         ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": 5}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {}}, "tool_choice.type"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "custom"}}, "tool_choice.type"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"tools": [WEATHER], "tool_choice": NAMED}, "tool_choice.function.name"),
         ({"tool_choice": "required"}, "tool_choice"),

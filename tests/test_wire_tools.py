@@ -174,6 +174,31 @@ CASES = [
         "[TOOL_CALLS]add[ARGS]{a}",
         [OSLO, NOON],
     ),
+    (
+        "mistral-args",
+        '[TOOL_CALLS]get_weather[CALL_ID]a1b2c3d4e[ARGS]{"city": "Oslo"}'
+        '[TOOL_CALLS]get_time[CALL_ID]zzzzzzzz9[ARGS]{"zone": "UTC"}',
+        "",
+        [OSLO, NOON],
+    ),
+    # As they are where the runtime hides the marks.
+    ("mistral-args", 'get_weathera1b2c3d4e{"city": "Oslo"}', "", [OSLO]),
+    ("mistral-args", 'get_weathera1b2c3d4e[ARGS]{"city": "Oslo"}', "", [OSLO]),
+    ("mistral-args", 'get_weather[CALL_ID]a1{"city": "Oslo"}', "", [OSLO]),
+    ("mistral-args", 'get_weathera1b2{"city": "Oslo"}', 'get_weathera1b2{"city": "Oslo"}', []),
+    (
+        "mistral-args",
+        "get_weathera1b2c3d4e is no call",
+        "get_weathera1b2c3d4e is no call",
+        [],
+    ),
+    (
+        "mistral-args",
+        "[TOOL_CALLS]get_weather[CALL_ID]a1",
+        "[TOOL_CALLS]get_weather[CALL_ID]a1",
+        [],
+    ),
+    ("mistral-args", "[TOOL_CALLS]get_weather[CALLED]", "[TOOL_CALLS]get_weather[CALLED]", []),
     ("mistral", "[1, 2] are numbers", "[1, 2] are numbers", []),
     ("mistral", '[{"name": "Ada"}]', '[{"name": "Ada"}]', []),
     ("mistral", "get_weather is a tool", "get_weather is a tool", []),

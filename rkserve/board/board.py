@@ -212,6 +212,7 @@ class Board:
             raise ContextOverflow(len(request.prompt_ids), self.context_len)
         self.caching.check(request)
         self._settings.check_steps(request)
+        self._settings.check_images(request)
         job = self._job(request, live.facts, hooks)
         self.jobs[job.ticket] = job
         self.asked_s = clock.now_s()

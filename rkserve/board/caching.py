@@ -350,6 +350,7 @@ class Caching:
             self._parks
             and store is not None
             and live.context.append
+            and not live.context.once
             and live.facts.per_run_sampling  # else nothing ends that run after its one token
             and live.quirk("prompt_cache_save_with_history")
             and rules.park_min_tokens <= len(ids) <= rules.context_len - 2

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from rkserve.messages import Pooling, Scored
-from rkserve.native.runtime import LoadParams, Perf, RunEnd
+from rkserve.messages import Picture, Pooling, Scored
+from rkserve.native.runtime import LoadParams, Perf, RunEnd, VisionParams
 from rkserve.native.stepparams import StepParams
 
 # What a run gives for every token: entry of the batch, token id, text, and whether the library
@@ -35,6 +35,7 @@ class EngineSpec:
     params: LoadParams
     fence: str
     text_mode: bool = False
+    vision: VisionParams | None = None
     quirks: Mapping[str, bool] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
     pin_cpus: tuple[int, ...] = ()
@@ -63,10 +64,14 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class EntryCommand:
-    """One entry of a batch: token ids, or in text mode the rendered prompt and no ids."""
+    """One entry of a batch: token ids, or in text mode the rendered prompt and no ids.
+
+    Such a prompt may have ``images``; then it is the only entry.
+    """
 
     ids: tuple[int, ...] = ()
     prompt_text: str | None = None
+    images: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,8 @@ class RunEnded:
     says each entry's KV cache holds now, and empty where it would not say. ``perf`` is zeros for a
     run that was paused. Of a run of single steps, ``refused`` says that it failed by what it was
     asked for, and ``cut`` that it ended at the room that the engine has for a context. ``vector``
-    are float32 values, of a text with so many ``tokens``.
+    are float32 values, of a text with so many ``tokens``. So many images were ``encoded``; the rows
+    of others were known.
     """
 
     end: RunEnd | None
@@ -122,6 +128,7 @@ class RunEnded:
     cut: bool = False
     vector: bytes = b""
     tokens: int = 0
+    encoded: int = 0
 
     @property
     def in_order(self) -> bool:

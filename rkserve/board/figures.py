@@ -57,6 +57,7 @@ class Tally:
     memory_mb: float = 0.0
     batch: int = 1
     batch_wait_s: float = 0.0
+    encode_ms: float = 0.0
     runs: int = 0
     continued: int = 0
     begun_tokens: int = 0  # of the answer, which came with the request
@@ -77,6 +78,7 @@ class Tally:
         self.decode_ms += perf.decode_ms
         self.decode_tokens += perf.decode_tokens
         self.memory_mb = perf.memory_mb or self.memory_mb
+        self.encode_ms += perf.encode_ms
 
     def usage(self, completion_tokens: int, reasoning_tokens: int = 0) -> Usage:
         """Return the token counts of the whole generation."""
@@ -95,4 +97,5 @@ class Tally:
             batch=self.batch,
             batch_wait_ms=self.batch_wait_s * 1e3,
             continued=self.continued,
+            encode_ms=self.encode_ms,
         )

@@ -317,8 +317,8 @@ class Generation:
             raise StateConflict("edit", "ended", self.failure.message)
         if self.request.prompt_text is not None:
             raise RequestError(
-                "A generation of a model without a tokenizer cannot be edited: its prompt's token "
-                "ids are not known."
+                "A generation with images, or of a model without a tokenizer, cannot be edited: "
+                "the token ids of its prompt are not known."
             )
         self._check_ids(edit.ids)
         kind = Kind.INJECTED if edit.injected else Kind.APPENDED

@@ -44,6 +44,7 @@ class LiveContext:
         self.append = append
         self._ids: Ids | None = ()
         self._adapter: str | None = None  # the key of the one that computed them
+        self._once = False
 
     @property
     def ids(self) -> Ids | None:
@@ -54,6 +55,11 @@ class LiveContext:
     def adapter(self) -> str | None:
         """The key of the adapter under which ``ids`` were computed; None is the base model."""
         return self._adapter
+
+    @property
+    def once(self) -> bool:
+        """Whether nobody is expected to go on from it."""
+        return self._once
 
     @property
     def positions(self) -> int:
@@ -70,14 +76,19 @@ class LiveContext:
             return Plan(clear=False, send=prompt[len(held) :], reused=len(held))
         return Plan(clear=held != (), send=prompt, reused=0)
 
-    def settle(self, transcript: Ids, positions: int, adapter: str | None = None) -> bool:
+    def settle(
+        self, transcript: Ids, positions: int, adapter: str | None = None, *, once: bool = False
+    ) -> bool:
         """Record what a run that ended in order left: ``transcript``, perhaps without its end.
+
+        ``once``: nobody is expected to go on from it.
 
         False where ``positions``, the runtime's word, cannot be true (see ``held``): it did not
         append what it was sent, or moved its window. The context is forgotten then.
         """
         self._ids = held(transcript, positions)
         self._adapter = adapter if self._ids else None
+        self._once = once
         return self._ids is not None
 
     def cleared(self, kept: int) -> None:

@@ -277,7 +277,9 @@ class LiveEngine:
             self.context.reset()  # without history the runtime drops the context by itself
         elif spliced:
             self.context.forget()  # a whole prefill of the same ids would give other positions
-        elif not self.context.settle(run.transcript, self.positions[0], began.adapter):
+        elif not self.context.settle(
+            run.transcript, self.positions[0], began.adapter, once=began.once
+        ):
             log.error(
                 "board %s: the runtime holds %d positions after a transcript of %d tokens; KV "
                 "reuse is off until its engine restarts",
@@ -347,6 +349,9 @@ def patience_for(beginning: Beginning, patience: Patience) -> Patience:
             token_s=patience.token_s + patience.first_token_s,
             abort_s=patience.abort_s + patience.first_token_s,
         )
+    if images := sum(len(entry.images) for entry in beginning.entries):
+        first_s = patience.first_token_s + patience.image_s * images
+        return replace(patience, first_token_s=first_s)
     if beginning.steps is None:
         return patience
     # A step is never cut, and one that sends the whole context again takes a prefill of it.

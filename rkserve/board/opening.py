@@ -36,8 +36,8 @@ class Opening:
         """
         live = self._stage.live
         steps = job.request.stepwise
-        if live.paused is not None and steps is not None:
-            await self.drain()
+        if live.paused is not None and (steps is not None or job.request.prompt_text is not None):
+            await self.drain()  # the ids of the one are not those of the other's context
         elif live.paused is not None:
             wanted = job.generation.context
             resume = live.resumption(wanted, job.generation.cuts, job.adapter)
@@ -51,6 +51,7 @@ class Opening:
                     cut=resume.cut,
                     adapter=job.adapter,
                     limit=job.generation.budget,
+                    once=job.request.once,
                 )
             await self.drain()
         live = await self._engine(job)
@@ -59,7 +60,9 @@ class Opening:
         text = job.request.prompt_text
         if text is None:
             return await self._afresh(live, job)
-        entry, limit = EntryCommand(prompt_text=text + job.generation.spoken), job.generation.budget
+        await self._stage.caching.park(live)  # what others have said in token ids
+        prompt, limit = text + job.generation.spoken, job.generation.budget
+        entry = EntryCommand(prompt_text=prompt, images=job.request.images)
         return live, Beginning((entry,), clear=True, adapter=job.adapter, limit=limit)
 
     async def of_many(self, jobs: Sequence[Job]) -> tuple[LiveEngine, Beginning]:
@@ -104,6 +107,7 @@ class Opening:
                 history=True,
                 adapter=adapter,
                 limit=limit,
+                once=job.request.once,
             )
         if hit is not None and not caching.usable(live):
             await self._stage.renew("a prompt cache needs a handle without an aborted run")
@@ -121,7 +125,8 @@ class Opening:
             adapter=adapter,
             limit=limit,
             hit=hit,
-            save=await caching.reserve_again(hit, history=history),
+            save=None if job.request.once else await caching.reserve_again(hit, history=history),
+            once=job.request.once,
         )
 
     async def _step_by_step(
@@ -148,6 +153,7 @@ class Opening:
             history=history,
             adapter=adapter,
             limit=generation.budget,
+            once=job.request.once,
             steps=StepParams(
                 tokenizer=file,
                 sampling=job.request.sampling,
@@ -176,7 +182,7 @@ def outlook(live: LiveEngine, job: Job, *, holds: bool) -> tuple[Kv, int]:
     ``holds``: the job keeps the board with its run paused inside the runtime.
     """
     context = job.generation.context
-    if live.doomed:
+    if live.doomed or job.request.prompt_text is not None:
         return Kv.RECOMPUTED, len(context)
     kept = kept_ids(live, job, holds=holds)
     if kept is not None:

@@ -140,6 +140,7 @@ class EngineProcess:
             "fence": spec.fence,
             "fence_timeout_s": spec.fence_timeout_s,
             "text_mode": spec.text_mode,
+            "vision": _vision(spec),
             "quirks": dict(spec.quirks),
             "pin_cpus": list(spec.pin_cpus),
         }
@@ -178,7 +179,12 @@ class EngineProcess:
             "pooling": None if command.pooling is None else command.pooling.value,
         }
         ids = tuple(entry.ids for entry in command.entries)
-        frame = frames.pack_run(command.run_id, params, ids)
+        shown = [
+            frames.pack_picture(command.run_id, picture)
+            for entry in command.entries
+            for picture in entry.images
+        ]
+        frame = b"".join((*shown, frames.pack_run(command.run_id, params, ids)))
         future: asyncio.Future[RunEnded] = asyncio.get_running_loop().create_future()
         if self._ask(frame, future):
             self._runs[command.run_id] = (on_token, on_scores, future)
@@ -301,6 +307,7 @@ class EngineProcess:
             cut=facts.get("cut", False),
             vector=vector,
             tokens=tokens,
+            encoded=facts.get("encoded", 0),
         )
         if end is RunEnd.FAILED:
             loop = asyncio.get_running_loop()
@@ -408,3 +415,13 @@ def _weight(line: str) -> int:
     if "GGML_ASSERT" in line or line.startswith("E "):
         return 2
     return 1 if line.startswith("Fatal Python error") else 0
+
+
+def _vision(spec: EngineSpec) -> dict[str, Any] | None:
+    if spec.vision is None:
+        return None
+    return {
+        **asdict(spec.vision),
+        "library": str(spec.vision.library),
+        "model": str(spec.vision.model),
+    }

@@ -28,7 +28,8 @@ class Beginning:
     it are not sent; in text mode it is not known. With ``history`` the context outlives the run.
     ``limit`` in tokens is kept by the runtime where that can. ``hit`` is the prompt cache to begin
     from, and ``save`` the reserved file that the KV cache is written to at the end. With ``steps``
-    the run is made of them. ``pooling`` asks for a vector of entry 0 in the place of tokens.
+    the run is made of them. ``pooling`` asks for a vector of entry 0 in the place of tokens. What
+    is asked ``once`` leaves a context that is not worth a file.
     """
 
     entries: tuple[EntryCommand, ...]
@@ -44,6 +45,7 @@ class Beginning:
     save: Path | None = None
     steps: StepParams | None = None
     pooling: Pooling | None = None
+    once: bool = False
 
 
 class Run:

@@ -27,7 +27,7 @@ class BoardSettings:
     ``weights_dir``, those that were sent to the board, it has loaded. Those that cannot be loaded
     rest for ``base_rest_s`` before they are tried again, then for twice that. In ``text_mode``
     prompts are texts, and the ids of tokens are known to nobody; otherwise ``tokenizer_file`` says
-    what they stand for, where answers are made of single steps.
+    what they stand for, where answers are made of single steps. One with ``vision`` takes images.
     """
 
     board_id: str
@@ -64,6 +64,7 @@ class BoardSettings:
     governed: bool = False
     load_patience_s: float = 2.0
     text_mode: bool = False
+    vision: bool = False
     weights_dir: Path | None = None
     base_file: Path | None = None
     base_rest_s: float = 30.0
@@ -95,6 +96,15 @@ class BoardSettings:
             f"The model '{self.model}' can only generate as RKLLM itself does, without seed, "
             f"logprobs, logit_bias, min_p, best_of and grammars: {why}."
         )
+
+    def check_images(self, request: GenerateRequest) -> None:
+        """Raise ``RequestError`` for images that the board's model cannot see, or not like this."""
+        if request.images and not self.vision:
+            raise RequestError(f"The model '{self.model}' takes no images.", "messages")
+        if request.images and (request.stepwise is not None or request.use_cache is not None):
+            raise RequestError(
+                "Answers about images are generated as RKLLM itself does, and from no prompt cache."
+            )
 
     @property
     def cache_rules(self) -> CacheRules:

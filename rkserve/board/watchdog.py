@@ -14,6 +14,7 @@ class Patience:
     prefill_per_token_s: float = 0.1
     token_s: float = 10.0
     abort_s: float = 2.0
+    image_s: float = 30.0
 
 
 class Phase(Enum):

@@ -18,7 +18,9 @@ from starlette.types import Receive, Scope, Send
 from rkserve.deployments.bodies import read_body
 from rkserve.deployments.claims import Caller
 from rkserve.deployments.guard import check_client
+from rkserve.deployments.keys import ClientKey
 from rkserve.deployments.late import give_up, stream_late
+from rkserve.deployments.remembering import NO_MEMORY, Memory
 from rkserve.deployments.service import Service, read_call
 from rkserve.wire.dialect import Dialect
 from rkserve.wire.headers import TIMEOUT, read_timeout
@@ -26,16 +28,22 @@ from rkserve.wire.versions import POLICY, SESSION, read_policy
 
 log = logging.getLogger(__name__)
 
+Remember = Callable[[ClientKey | None], Memory]
 Aside = Callable[[bytes, Caller], Awaitable[Response | None]]
 DIRECT = "rkserve.send"  # in a scope: the server's own ``send``, past all layers
 
 
 async def respond(
-    service: Service, request: Request, dialect: Dialect, aside: Aside | None = None
+    service: Service,
+    request: Request,
+    dialect: Dialect,
+    aside: Aside | None = None,
+    remember: Remember | None = None,
 ) -> Response:
     """Answer a call of a dialect: whole, or as a stream.
 
     ``aside`` answers bodies that do not want anything generated, and returns None of others.
+    ``remember`` makes the memory of a call from whose it is.
     """
     client = check_client(request, service.keys)
     policy = read_policy(request.headers.get(POLICY))
@@ -44,8 +52,10 @@ async def respond(
     session, caller = request.headers.get(SESSION), service.callers.of(client)
     if aside is not None and (said := await aside(body, caller)) is not None:
         return said
+    call_of = partial(service.open, body, dialect, policy, session)
+    memory = NO_MEMORY if remember is None else remember(client)
     opening = asyncio.get_running_loop().create_task(
-        service.open(body, dialect, policy, session, caller=caller, timeout_s=timeout_s)
+        call_of(caller=caller, timeout_s=timeout_s, memory=memory)
     )
     try:
         await asyncio.wait({opening}, timeout=service.config.headers_after_s)

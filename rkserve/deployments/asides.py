@@ -51,8 +51,8 @@ async def count_prompt(service: Service, body: bytes, parse: Callable[[bytes], C
         return served.renderer.chat(call.messages, header=header(call, served.renderer))
 
     if len(body) <= INLINE_BODY_BYTES:
-        return len(prompt().ids)
-    return len((await asyncio.to_thread(prompt)).ids)
+        return prompt().tokens
+    return (await asyncio.to_thread(prompt)).tokens
 
 
 async def make_ready(service: Service, asked: str) -> None:
@@ -80,6 +80,7 @@ def _facts(served: ServedModel) -> FolderFacts:
         folder.chat_template,
         tools=_can_call(served.renderer),
         thinking=served.renderer.marks is not None,
+        embedding=folder.settings.embedding is not None,
     )
 
 

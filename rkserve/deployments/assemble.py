@@ -22,7 +22,7 @@ from rkserve.digests import content_digest, file_digest
 from rkserve.errors import ConfigError
 from rkserve.groupconfig import BoardGroupConfig
 from rkserve.modelfolder import ModelFolder, open_model_folder
-from rkserve.native.runtime import LoadParams
+from rkserve.native.runtime import LoadParams, VisionParams
 
 ADAPTERS = "adapters"
 WEIGHTS = "weights"
@@ -45,6 +45,11 @@ def assemble(group: BoardGroupConfig, place: Place, platform: str) -> Board:
             f"n_batch: group {group.name} cannot serve batches, because {folder.path} has no "
             "tokenizer.json: how many tokens each prompt of a batch has is then known to nobody. "
             "Add the file, or set n_batch to 1."
+        )
+    if group.n_batch > 1 and folder.settings.vision is not None:
+        raise ConfigError(
+            f"n_batch: group {group.name} cannot serve batches, because {folder.path} is a model "
+            "that sees images, which have runs of their own. Set n_batch to 1."
         )
     spec = _spec(group, place, folder)
     settings = BoardSettings(
@@ -75,6 +80,7 @@ def assemble(group: BoardGroupConfig, place: Place, platform: str) -> Board:
         weights_dir=place.state_dir / WEIGHTS / place.board_id,
         base_file=place.state_dir / f"{place.board_id}.base",
         text_mode=spec.text_mode,
+        vision=spec.vision is not None,
         tokenizer_file=folder.tokenizer_file,
         asleep_file=place.state_dir / f"{place.board_id}.asleep",
         kv_position_bytes=folder.settings.kv_bytes_per_token,
@@ -124,10 +130,33 @@ def _spec(group: BoardGroupConfig, place: Place, folder: ModelFolder) -> EngineS
         ),
         fence=str(place.state_dir / fence),
         text_mode=folder.tokenizer_file is None,
+        vision=vision_params(group, folder),
         quirks=group.quirks,
         environ=engine_environ(group, place.board_id),
         pin_cpus=group.pin_cpus,
         load_timeout_s=group.load_timeout_s,
+    )
+
+
+def vision_params(group: BoardGroupConfig, folder: ModelFolder) -> VisionParams | None:
+    """Return what the group's engines see with; None where their model does not."""
+    settings = folder.settings.vision
+    if settings is None:
+        return None
+    library = group.encoder_library.expanduser()
+    if group.simulated is not None:
+        from rkserve.native.sim.build import ensure_encoder_built
+
+        library = ensure_encoder_built()
+    return VisionParams(
+        library=library,
+        model=folder.path / settings.encoder,
+        width=settings.size,
+        height=settings.size,
+        tokens=settings.tokens,
+        tags=settings.tags,
+        cores=group.encoder_cores,
+        cache_bytes=group.image_cache_bytes,
     )
 
 

@@ -10,7 +10,7 @@ import asyncio
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -35,17 +35,18 @@ from rkserve.messages import (
     Embedded,
     EmbedRequest,
     Finished,
+    GenerateRequest,
 )
 from rkserve.modelfolder import EmbeddingSettings
 from rkserve.routing.admission import Claim
 from rkserve.wire.embeddings import (
+    OPENAI,
     Chunk,
+    Form,
     Wanted,
     check_dimensions,
     chunks_of,
-    embeddings_answer,
     finished_vector,
-    parse_embeddings,
     texts_of,
 )
 from rkserve.wire.failures import error_object
@@ -54,11 +55,12 @@ from rkserve.wire.renderer import Prompt, Renderer
 from rkserve.wire.versions import ANY, Meant, Policy, read_session
 
 T = TypeVar("T")
+RequestT = TypeVar("RequestT", bound=GenerateRequest)
 # The rest of a call that has begun waits so long before it asks again for a place in the queue.
 QUEUE_FULL_S = 0.2
 EMBEDDING = "embd-"
 # Boards that make vectors now, or will when a request wakes them.
-_AT_WORK = (BoardState.READY, BoardState.ASLEEP, BoardState.LOADING, BoardState.RECOVERING)
+AT_WORK = (BoardState.READY, BoardState.ASLEEP, BoardState.LOADING, BoardState.RECOVERING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,23 +123,29 @@ class Embeddings:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def create(self, body: bytes, visit: Visit) -> tuple[bytes, dict[str, str]]:
-        """Answer POST /v1/embeddings: the body and the headers. Raises ``RkserveError``."""
+    async def create(
+        self, body: bytes, visit: Visit, form: Form = OPENAI
+    ) -> tuple[bytes, dict[str, str]]:
+        """Answer a call for vectors: the body and the headers. Raises ``RkserveError``."""
+        started_s = time.monotonic()
         with self.entered(visit):
-            call = await beside(len(body), lambda: parse_embeddings(body))
+            call = await beside(len(body), lambda: form.parse(body))
             model = await self.model(call.wanted, visit)
             check_dimensions(call.dimensions, model.settings)
             texts = await beside(
                 len(body),
-                lambda: texts_of(call.inputs, call.paths, model.renderer, model.context_len),
+                lambda: texts_of(
+                    call.inputs, call.paths, model.renderer, model.context_len, cut=call.cut
+                ),
             )
             made = await self.vectors(call.wanted, model, texts, visit)
+            took_s = time.monotonic() - started_s
 
             def answer() -> bytes:
                 vectors = [
                     finished_vector(one, model.settings, call.dimensions) for one in made.vectors
                 ]
-                return embeddings_answer(call, vectors, made.tokens)
+                return form.answer(call, vectors, made.tokens, took_s)
 
             return await beside(sum(map(len, made.vectors)), answer), made.headers
 
@@ -164,6 +172,11 @@ class Embeddings:
         finally:
             metrics.in_flight.dec()
             visit.caller.leave()
+
+    @property
+    def service(self) -> Service:
+        """The Router whose boards it asks."""
+        return self._service
 
     async def model(self, wanted: Wanted, visit: Visit) -> Model:
         """Return what a call's model means.
@@ -195,7 +208,7 @@ class Embeddings:
         service, name = self._service, model.meant.model
         claim = claim_of(wanted, visit.caller, visit.timeout_s, service.config, visit.started_s)
         call_id = EMBEDDING + uuid.uuid4().hex
-        boards = sum(report.state in _AT_WORK for report in service.fleet.reports(name))
+        boards = sum(report.state in AT_WORK for report in service.fleet.reports(name))
         chunks = chunks_of(
             texts,
             model.meant,
@@ -228,13 +241,7 @@ class _Sending:
 
     async def run(self, most: int) -> Collected:
         """Send all, so many at a time. Raises what the first to fail raised."""
-        workers = [asyncio.ensure_future(self._work()) for _ in range(min(most, len(self._left)))]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+        await side_by_side(self._work, min(most, len(self._left)))
         return self._made
 
     async def _work(self) -> None:
@@ -244,21 +251,7 @@ class _Sending:
             self._begun = True
 
     async def _awake(self, request: EmbedRequest) -> Made:
-        """Send a request, which ends the sleep of its model."""
-        waking = self._service.waking
-        request = _as_late_as(request, await waking.ready(request.model))
-        while True:
-            try:
-                return await self._sent(request)
-            except (EnginePaused, NoBoard, BoardAsleep):
-                if not waking.needed(request.model):
-                    raise
-                request = _as_late_as(request, await waking.ready(request.model))
-            except QueueFull:
-                if not self._begun:
-                    raise
-                # What was made of the others is not thrown away for that.
-                await asyncio.sleep(QUEUE_FULL_S)
+        return await awake(self._service, request, self._sent, begun=lambda: self._begun)
 
     async def _sent(self, request: EmbedRequest) -> Made:
         accepted: Accepted | None = None
@@ -276,7 +269,44 @@ class _Sending:
         raise NoBoard(request.model, "an answer ended before its end")
 
 
-def _as_late_as(request: EmbedRequest, epoch: int) -> EmbedRequest:
+async def side_by_side(work: Callable[[], Awaitable[None]], count: int) -> None:
+    """Do it so many times at once. Raises what the first to fail raised; the others end then."""
+    workers = [asyncio.ensure_future(work()) for _ in range(count)]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+
+
+async def awake(
+    service: Service,
+    request: RequestT,
+    send: Callable[[RequestT], Awaitable[T]],
+    begun: Callable[[], bool],
+) -> T:
+    """Send one of a call's requests, which ends the sleep of its model.
+
+    ``begun``: some board has made something of the call.
+    """
+    waking = service.waking
+    request = _as_late_as(request, await waking.ready(request.model))
+    while True:
+        try:
+            return await send(request)
+        except (EnginePaused, NoBoard, BoardAsleep):
+            if not waking.needed(request.model):
+                raise
+            request = _as_late_as(request, await waking.ready(request.model))
+        except QueueFull:
+            if not begun():
+                raise
+            # What was made of the others is not thrown away for that.
+            await asyncio.sleep(QUEUE_FULL_S)
+
+
+def _as_late_as(request: RequestT, epoch: int) -> RequestT:
     return replace(request, min_epoch=max(request.min_epoch, epoch)) if epoch else request
 
 

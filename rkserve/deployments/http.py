@@ -22,21 +22,27 @@ from rkserve.deployments.http_control import add_control
 from rkserve.deployments.http_dialects import add_dialects, error_of
 from rkserve.deployments.http_embeddings import add_embeddings
 from rkserve.deployments.http_page import add_page
+from rkserve.deployments.http_responses import add_responses
 from rkserve.deployments.http_tokens import add_tokens
+from rkserve.deployments.responses import Responses
 from rkserve.deployments.service import Service
 from rkserve.errors import MethodNotAllowed, NoBoard, RequestError, RkserveError, RouteNotFound
 from rkserve.wire.answers import CHAT, COMPLETION
-from rkserve.wire.dialects.responses_answers import RESPONSES
 
 log = logging.getLogger(__name__)
 
 
 def make_app(
-    service: Service, max_adapter_bytes: int, max_model_bytes: int, peers: Peers | None = None
+    service: Service,
+    max_adapter_bytes: int,
+    max_model_bytes: int,
+    responses: Responses,
+    peers: Peers | None = None,
 ) -> ASGIApp:
     """Return the ASGI application of one Router; weights alone may be longer than other bodies.
 
-    ``peers`` are all Routers of the application, where there are several.
+    ``peers`` are all Routers of the application, where there are several, and ``responses`` what
+    they keep.
     """
     # Without redirects a trailing slash is a 404 in OpenAI's shape and not an empty 307.
     # The framework's own pages about the API would load scripts from elsewhere; docs/api.md has it.
@@ -56,6 +62,7 @@ def make_app(
     add_embeddings(app, service)
     add_tokens(app, service)
     add_dialects(app, service)
+    add_responses(app, service, responses)
     if service.config.page:
         add_page(app)
     add_control(app, service, peers)
@@ -73,11 +80,6 @@ def _add_calls(app: FastAPI, service: Service) -> None:
     async def completions(request: Request) -> Response:
         """Continue a prompt."""
         return await respond(service, request, COMPLETION)
-
-    @app.post("/v1/responses")
-    async def responses(request: Request) -> Response:
-        """Answer a conversation as OpenAI's newer API does."""
-        return await respond(service, request, RESPONSES)
 
 
 def _add_lookups(app: FastAPI, service: Service) -> None:

@@ -16,12 +16,15 @@ from rkserve.deployments.answering import respond
 from rkserve.deployments.asides import count_prompt, folder_facts, let_in, make_ready
 from rkserve.deployments.bodies import read_body
 from rkserve.deployments.claims import Caller
+from rkserve.deployments.embeddings import Embeddings
 from rkserve.deployments.guard import check_client
+from rkserve.deployments.http_embeddings import JSON, visit_of
 from rkserve.deployments.service import Service
 from rkserve.wire.dialect import Dialect
-from rkserve.wire.dialects import anthropic_answers, ollama_answers, ollama_models
+from rkserve.wire.dialects import anthropic_answers, ollama_answers, ollama_embed, ollama_models
 from rkserve.wire.dialects.anthropic import parse_count
 from rkserve.wire.dialects.ollama import parse_load
+from rkserve.wire.embeddings import Form
 from rkserve.wire.failures import error_object
 from rkserve.wire.jsonbody import JsonObject
 
@@ -49,6 +52,7 @@ def add_dialects(app: FastAPI, service: Service) -> None:
     """Add the routes."""
     _add_anthropic(app, service)
     _add_ollama(app, service)
+    _add_ollama_embeddings(app, service)
     _add_ollama_models(app, service)
 
 
@@ -91,6 +95,30 @@ async def _ollama(service: Service, request: Request, dialect: Dialect, needs: s
         return JSONResponse(ollama_answers.loaded(asked, int(time.time()), chat=chat))
 
     return await respond(service, request, dialect, load)
+
+
+def _add_ollama_embeddings(app: FastAPI, service: Service) -> None:
+    embeddings = Embeddings(service)
+
+    async def answer(request: Request, form: Form, what: str) -> Response:
+        visit, body = visit_of(service, request), await _body(service, request)
+        asked = parse_load(body, what)
+        if asked is not None:
+            with let_in(service, visit.caller):
+                await make_ready(service, asked.model)
+            return JSONResponse(ollama_embed.nothing(asked, what))
+        made, headers = await embeddings.create(body, visit, form)
+        return Response(made, media_type=JSON, headers=headers)
+
+    @app.post(f"{_OLLAMA}/embed")
+    async def embed(request: Request) -> Response:
+        """Make vectors of texts as Ollama does."""
+        return await answer(request, ollama_embed.EMBED, "input")
+
+    @app.post(f"{_OLLAMA}/embeddings")
+    async def embed_one(request: Request) -> Response:
+        """Make the vector of a text, as Ollama did before."""
+        return await answer(request, ollama_embed.EMBED_ONE, "prompt")
 
 
 def _add_ollama_models(app: FastAPI, service: Service) -> None:

@@ -7,12 +7,13 @@ import contextvars
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from rkserve.deployments.generations import ROUTERS
-from rkserve.errors import BoardFailed
+from rkserve.errors import BoardFailed, RkserveError
 from rkserve.messages import GenerationInfo
+from rkserve.wire.dialects.responses_kept import Kept
 
 
 class RayPeers:
@@ -25,12 +26,32 @@ class RayPeers:
 
     async def homeless(self) -> list[GenerationInfo]:
         """Return the generations of all Routers that no board has. Raises ``BoardFailed``."""
+        answers: list[list[GenerationInfo]] = await self._ask("homeless")
+        return [info for answer in answers for info in answer]
+
+    async def kept_chain(self, owner: str, response_id: str, most_bytes: int | None) -> list[Kept]:
+        """Return what some Router has kept of a response and those before it.
+
+        Raises:
+            BoardFailed: they did not answer.
+        """
+        answers: list[list[Kept]] = await self._ask("kept_chain", owner, response_id, most_bytes)
+        return max(answers, key=len, default=[])
+
+    async def forget_response(self, owner: str, response_id: str) -> bool:
+        """Let all Routers remove a response; False where none had it. Raises ``BoardFailed``."""
+        return any(await self._ask("forget_response", owner, response_id))
+
+    async def _ask(self, method: str, *args: Any) -> list[Any]:
         # In a context of its own: the request that asks is not theirs.
-        broadcast = contextvars.Context().run(self._handle.broadcast, "homeless")
+        broadcast = contextvars.Context().run(self._handle.broadcast, method, *args)
         try:
-            answers: list[list[GenerationInfo]] = await broadcast.results_async(
-                timeout_s=self._timeout_s
-            )
+            answers: list[Any] = await broadcast.results_async(timeout_s=self._timeout_s)
+        except RayTaskError as exc:
+            # What a Router says on purpose is its answer.
+            if isinstance(exc.cause, RkserveError):
+                raise exc.cause from None
+            raise BoardFailed(ROUTERS, f"one of them failed ({type(exc.cause).__name__})") from exc
         except (RayError, RayServeException, TimeoutError, asyncio.TimeoutError) as exc:
             raise BoardFailed(ROUTERS, f"no answer ({type(exc).__name__})") from exc
-        return [info for answer in answers for info in answer]
+        return answers

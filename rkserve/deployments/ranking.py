@@ -1,4 +1,6 @@
-"""Texts compared with each other by their vectors: /v1/rerank and /score. It knows no HTTP."""
+"""Texts compared with each other: /v1/rerank and /score, by their vectors, or by what a model says
+of each pair. It knows no HTTP.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from rkserve.deployments.embeddings import Embeddings, Model, Visit, beside
+from rkserve.deployments.judging import Judging
 from rkserve.wire.embeddings import Wanted, finished_vector, texts_of
 from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.ranking import (
@@ -30,6 +33,7 @@ class Ranking:
 
     def __init__(self, embeddings: Embeddings) -> None:
         self._embeddings = embeddings
+        self._judging = Judging(embeddings.service)
 
     async def rerank(self, body: bytes, visit: Visit) -> Answer:
         """Answer POST /v1/rerank. Raises ``RkserveError``."""
@@ -50,6 +54,9 @@ class Ranking:
         self, wanted: Wanted, pairs: Pairs, body: bytes, visit: Visit
     ) -> tuple[list[float], int, dict[str, str]]:
         """Return how near the texts of each pair are, and how many tokens that took."""
+        judge = await self._judging.judge(wanted, visit)
+        if judge is not None:
+            return await self._judging.scores(judge, wanted, pairs, len(body), visit)
         model = await self._embeddings.model(wanted, visit)
         # The query of all pairs is computed once, and so is a document that comes twice.
         unique: dict[Key, Text] = {}

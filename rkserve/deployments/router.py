@@ -23,11 +23,13 @@ from rkserve.deployments.http import make_app
 from rkserve.deployments.link import RayLink
 from rkserve.deployments.logs import log_with_serve
 from rkserve.deployments.peers import RayPeers
+from rkserve.deployments.responses import Responses
 from rkserve.deployments.service import ServedModel, Service
 from rkserve.deployments.wiring import open_dispatch, open_fleet
 from rkserve.messages import GenerationInfo
 from rkserve.metrics import RouterMetrics, StreamCollector
 from rkserve.modelfolder import open_model_folder
+from rkserve.wire.dialects.responses_kept import Kept
 
 SWITCH_S = 0.001
 FIND_BOARDS_S = 3.0  # boards that are there answer at once; new ones may load for minutes
@@ -116,11 +118,17 @@ class RouterReplica:
         cluster = Cluster(RayHeadLink(coordinator), fleet.obey)
         self._service = Service(config.router, models, dispatch, cluster, metrics)
         self._service.registry.register(StreamCollector(channels.counts))
+        several = config.router.replicas > 1
+        peers = RayPeers(config.router.report_timeout_s) if several else None
+        self._responses = Responses(
+            config.router, config.state_dir.expanduser() / "responses", peers
+        )
         self.asgi: ASGIApp = make_app(
             self._service,
             config.coordinator.max_adapter_bytes,
             config.coordinator.max_model_bytes,
-            RayPeers(config.router.report_timeout_s) if config.router.replicas > 1 else None,
+            self._responses,
+            peers,
         )
         self.hides_clients = await asyncio.to_thread(hides_clients)
         # A Router that takes over from another one should know the boards, and what they shall be,
@@ -130,15 +138,26 @@ class RouterReplica:
         self._follows = [
             loop.create_task(fleet.follow(config.router.report_s), name="follow the boards"),
             loop.create_task(cluster.follow(), name="follow the Coordinator"),
+            loop.create_task(self._responses.forget_old(), name="forget old responses"),
         ]
 
     async def homeless(self) -> list[GenerationInfo]:
         """Return this Router's generations that no board has."""
         return self._service.homeless()
 
+    async def kept_chain(self, owner: str, response_id: str, most_bytes: int | None) -> list[Kept]:
+        """Return what is kept on this Router's node of a response and those before it."""
+        return await self._responses.chain_here(owner, response_id, most_bytes)
+
+    async def forget_response(self, owner: str, response_id: str) -> bool:
+        """Remove a response from this Router's node; False where it is not there."""
+        return await self._responses.forget_here(owner, response_id)
+
     async def __del__(self) -> None:
         """Ray's farewell, also after a constructor that failed."""
         for task in getattr(self, "_follows", ()):
             task.cancel()
+        if hasattr(self, "_responses"):
+            self._responses.close()
         if hasattr(self, "_channels"):
             await self._channels.close()

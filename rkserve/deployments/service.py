@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -20,7 +20,10 @@ from rkserve.deployments.cluster import Cluster
 from rkserve.deployments.dispatch import Dispatch
 from rkserve.deployments.flows import Flows
 from rkserve.deployments.guiding import Guiding
+from rkserve.deployments.imagefetch import fetch_of
 from rkserve.deployments.keys import open_keys
+from rkserve.deployments.remembering import NO_MEMORY, Memory
+from rkserve.deployments.sight import Sight
 from rkserve.deployments.waking import Waking
 from rkserve.errors import (
     BoardAsleep,
@@ -43,6 +46,7 @@ from rkserve.messages import (
     GenerateRequest,
     GenerationInfo,
     Paused,
+    Picture,
 )
 from rkserve.metrics import BoardCollector, RouterMetrics
 from rkserve.modelfolder import ModelFolder
@@ -60,7 +64,7 @@ from rkserve.wire.models import (
     model_entry,
     models_list,
 )
-from rkserve.wire.openai import CompletionCall
+from rkserve.wire.openai import ChatCall, CompletionCall
 from rkserve.wire.plan import plan, prompt_texts, reading
 from rkserve.wire.renderer import Renderer
 from rkserve.wire.speech import Reading
@@ -109,6 +113,7 @@ class Opened:
     accepted: list[Accepted]
     requests: list[GenerateRequest]
     caller: Caller
+    memory: Memory = NO_MEMORY
     started_s: float = field(default_factory=time.monotonic)
     waits_for_first: bool = True  # token
     tokens: int = 0  # given out, also those of an answer that does not come to its end
@@ -140,6 +145,7 @@ class Service:
         self.cluster = cluster
         self.flows = Flows(fleet)
         self._guiding = Guiding()
+        self._sight = Sight(config.images, fetch_of(config.images))
         self.waking = Waking(cluster, fleet, config.control_timeout_s)
         self.catalog = Catalog(
             {name: served.folder.path for name, served in models.items()},
@@ -259,10 +265,12 @@ class Service:
         *,
         caller: Caller | None = None,
         timeout_s: float | None = None,
+        memory: Memory = NO_MEMORY,
     ) -> Opened:
         """Read a call and have boards accept it. Raises ``RkserveError``; then nothing runs.
 
-        ``session`` and ``timeout_s`` are what the call's headers say of it.
+        ``session`` and ``timeout_s`` are what the call's headers say of it. ``memory`` is what the
+        call may need of earlier answers, and where its own is kept.
         """
         started_s = time.monotonic()
         caller = caller or self.callers.anybody
@@ -272,7 +280,7 @@ class Service:
             self.metrics.rate_limited.inc()
             raise
         try:
-            call = await read_call(body, dialect.parse)
+            call = await memory.recall(await read_call(body, dialect.parse))
             if call.steps.guide is not None:
                 param, guide = call.steps.guide
                 await self._guiding.check(guide, param)
@@ -280,21 +288,31 @@ class Service:
             meant = await self.meant(call.model, policy)
             completion = f"{dialect.prefix}{uuid.uuid4().hex}"
             of = read_session(session, call.session, completion)
-            work = partial(self._plan, call, meant, completion, of)
-            short = len(body) <= INLINE_BODY_BYTES
+            pictures = await self._pictures(call, meant)
+            work = partial(self._plan, call, meant, completion, of, pictures)
+            short = len(body) <= INLINE_BODY_BYTES and not memory.recalled
             requests = work() if short else await asyncio.to_thread(work)
             lexicon = await self._lexicon(call, meant, requests)
             choices, accepted = await self._woken(meant.model, requests, claim)
         except BaseException:
             caller.leave()
             raise
-        caller.spend(sum(len(one.prompt_ids) for one in requests) // call.tries)
+        caller.spend(sum(len(one.prompt_ids) or one.counted for one in requests) // call.tries)
         read = reading(call, self._models[meant.model].renderer, requests[0])
         stamp = replace(self._stamp(meant, accepted, requests, read), lexicon=lexicon)
         answer = dialect.answer(call, completion, int(time.time()), stamp)
         self.metrics.in_flight.inc()
         return Opened(
-            call, meant.model, dialect, answer, choices, accepted, requests, caller, started_s
+            call,
+            meant.model,
+            dialect,
+            answer,
+            choices,
+            accepted,
+            requests,
+            caller,
+            memory,
+            started_s,
         )
 
     async def _woken(
@@ -353,6 +371,7 @@ class Service:
                     self.metrics.observe(opened.model, event.timings)
                     answer.end(index, event)
             self._done(opened)
+            await opened.memory.keep(answer)
             return answer.whole()
         except BaseException as exc:
             self._broken(exc)
@@ -385,14 +404,18 @@ class Service:
                 for index, event in events:
                     self.flows.sent(opened.requests[index].request_id, event)
             self._done(opened)
+            # Before the client hears of the end: it may go on from there at once.
+            await opened.memory.keep(answer)
             yield answer.closing()
         except Exception as exc:
             self._broken(exc)
             if not isinstance(exc, RkserveError):
                 log.exception("an answer failed in a way that it should not")
+            await opened.memory.keep(answer, exc)
             yield answer.broken(exc)
         except BaseException as exc:
             self._broken(exc)
+            opened.memory.left(answer)
             raise
         finally:
             self.flows.leave(request.request_id for request in opened.requests)
@@ -439,7 +462,7 @@ class Service:
             accepted[0].release,
             tuple(one.version or FIRST_LABEL for one in accepted),
             self._key_of(meant),
-            len(requests[0].prompt_ids),
+            len(requests[0].prompt_ids) or requests[0].counted,
             read,
         )
 
@@ -458,8 +481,20 @@ class Service:
 
         return key_of
 
+    async def _pictures(self, call: AnyCall, meant: Meant) -> tuple[Picture, ...]:
+        """Return the images of a call, decoded. Raises ``RequestError``."""
+        if not isinstance(call, ChatCall):
+            return ()
+        vision = self._models[meant.model].folder.settings.vision
+        return await self._sight.pictures(call.images, vision)
+
     def _plan(
-        self, call: AnyCall, meant: Meant, completion: str, session: str
+        self,
+        call: AnyCall,
+        meant: Meant,
+        completion: str,
+        session: str,
+        pictures: Sequence[Picture],
     ) -> list[GenerateRequest]:
         served = self._models[meant.model]
         settings = served.folder.settings
@@ -472,6 +507,7 @@ class Service:
             completion=completion,
             session=session,
             dice=secrets.randbits(63),
+            pictures=pictures,
         )
 
     def _first_token(self, opened: Opened, delta: Delta) -> None:

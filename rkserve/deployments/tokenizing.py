@@ -70,7 +70,10 @@ def _tokenize(served: ServedModel, call: TokenizeCall) -> JsonObject:
         ids = renderer.counted(call.text, special=call.special)
     else:
         # In text mode that is a text, and asking for its ids says so.
-        prompt = renderer.chat(call.messages, header=Header(answer=call.answer))
+        if call.tools.given:
+            renderer.form()  # a model that cannot be offered any is refused as by a chat
+        header = Header(answer=call.answer, tools=call.tools.given)
+        prompt = renderer.chat(call.messages, header=header)
         ids = prompt.ids if prompt.text is None else renderer.counted(prompt.text, special=False)
     strings = renderer.strings(ids) if call.strings else None
     return tokenized(ids, served.folder.settings.context_length, strings)

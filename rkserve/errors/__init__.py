@@ -18,6 +18,9 @@
     |   +-- CacheUnsupported         400  cache_unsupported
     |   +-- EmbeddingUnsupported     400  embedding_unsupported
     |   +-- GenerationNotFound       404  generation_not_found
+    |   +-- ResponseNotFound         404  response_not_found
+    |   |   +-- PreviousResponseNotFound  previous_response_not_found
+    |   +-- ItemNotFound             404  item_not_found
     |   +-- BoardNotFound            404  board_not_found
     |   +-- StateConflict            409  state_conflict
     |   +-- Forbidden                403  forbidden
@@ -46,6 +49,7 @@
     +-- CoordinatorAway              503  coordinator_unavailable
     +-- OperationTimeout             504  operation_timeout
     +-- LedgerFailed                 503  ledger_failed
+    +-- ResponsesFailed              503  responses_failed
     +-- BoardFailed                  503  board_failed
     |   +-- BoardOutOfOrder          503  board_failed
     |   +-- BoardSilent              503  board_failed
@@ -116,6 +120,7 @@ from rkserve.errors.cluster import (
     OperationNotFound,
     OperationTimeout,
     RebaseFailed,
+    ResponsesFailed,
     StageFailed,
     StaleEpoch,
     StaleWeights,
@@ -144,10 +149,13 @@ from rkserve.errors.requests import (
     Forbidden,
     GenerationNotFound,
     InputTooLong,
+    ItemNotFound,
     MethodNotAllowed,
     ModelNotFound,
+    PreviousResponseNotFound,
     RateLimited,
     RequestError,
+    ResponseNotFound,
     RouteNotFound,
     SamplingFixed,
     StateConflict,
@@ -189,6 +197,7 @@ __all__ = [
     "HookFailed",
     "InputTooLong",
     "InvalidApiKey",
+    "ItemNotFound",
     "LedgerFailed",
     "LibraryMissing",
     "LoadFailed",
@@ -204,12 +213,15 @@ __all__ = [
     "OperationTimeout",
     "PauseExpired",
     "PoisonRequest",
+    "PreviousResponseNotFound",
     "QueueFull",
     "QueueTimeout",
     "RateLimited",
     "RebaseFailed",
     "ReleaseRefused",
     "RequestError",
+    "ResponseNotFound",
+    "ResponsesFailed",
     "RkserveError",
     "RouteNotFound",
     "RunFailed",

@@ -156,6 +156,13 @@ class LedgerFailed(RkserveError):
     code = "ledger_failed"
 
 
+class ResponsesFailed(RkserveError):
+    """Stored responses cannot be read now: the disk of a Router's node is full or broken."""
+
+    http_status = 503
+    code = "responses_failed"
+
+
 class BoardBehind(BoardFailed):
     """The board has not adopted yet what the cluster shall be; another one may have.
 

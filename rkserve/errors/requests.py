@@ -5,6 +5,8 @@ from __future__ import annotations
 from rkserve.discretion import without_folders
 from rkserve.errors.base import RkserveError
 
+MAX_NAME_CHARS = 80  # of what a client typed, in a message
+
 
 class RequestError(RkserveError):
     """The request cannot be served as it was sent; sending it again changes nothing."""
@@ -195,6 +197,65 @@ class GenerationNotFound(RequestError):
         return (
             f"There is no generation '{self.generation}': it does not exist, or it has ended. "
             "GET /v1/generations lists those that run."
+        )
+
+
+class ResponseNotFound(RequestError):
+    """No response of that id is kept, or it is another key's."""
+
+    http_status = 404
+    code = "response_not_found"
+
+    def __init__(self, response: str, param: str | None = None) -> None:
+        RkserveError.__init__(self, response, param)
+        self.response, self.param = response, param
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"Response with id '{self.response[:MAX_NAME_CHARS]}' not found."
+
+
+class PreviousResponseNotFound(ResponseNotFound):
+    """What a response is to go on from is not kept any more, or never was."""
+
+    code = "previous_response_not_found"
+
+    def __init__(self, response: str, asked: str | None = None) -> None:
+        # `response` may be one that the one asked for goes on from itself.
+        RkserveError.__init__(self, response, asked)
+        self.response, self.asked = response, asked
+        self.param = "previous_response_id"
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        gone = self.response[:MAX_NAME_CHARS]
+        if self.asked is None or self.asked == self.response:
+            return f"Previous response with id '{gone}' not found."
+        return (
+            f"Previous response with id '{gone}' not found, which '{self.asked}' goes on from: it "
+            "was deleted or is too old. Send the conversation as 'input'."
+        )
+
+
+class ItemNotFound(RequestError):
+    """An item that a request refers to is not kept, or is another key's."""
+
+    http_status = 404
+    code = "item_not_found"
+
+    def __init__(self, item: str) -> None:
+        RkserveError.__init__(self, item)
+        self.item = item
+        self.param = "input"
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return (
+            f"Item with id '{self.item[:MAX_NAME_CHARS]}' not found. Items are kept with responses "
+            "that are stored."
         )
 
 

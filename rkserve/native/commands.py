@@ -9,12 +9,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from rkserve.errors import Misuse, NativeError
 from rkserve.messages import Pooling, Sampling
 from rkserve.native.pooling import pooled
-from rkserve.native.runtime import LoadParams, Mode, PromptInput, RunParams, Runtime, TokenInput
+from rkserve.native.runtime import (
+    Image,
+    LoadParams,
+    Mode,
+    MultimodalInput,
+    PromptInput,
+    RunInput,
+    RunParams,
+    Runtime,
+    TokenInput,
+    VisionParams,
+)
 
 
 def load_params(given: Mapping[str, Any]) -> LoadParams:
@@ -24,6 +36,12 @@ def load_params(given: Mapping[str, Any]) -> LoadParams:
     for name in ("cpus", "image_tags"):
         load[name] = tuple(load[name])
     return LoadParams(**load)
+
+
+def vision_params(given: Mapping[str, Any]) -> VisionParams:
+    """Return what the engine is to see with."""
+    library, model, tags = Path(given["library"]), Path(given["model"]), tuple(given["tags"])
+    return VisionParams(**{**given, "library": library, "model": model, "tags": tags})
 
 
 def prepare(runtime: Runtime, params: Mapping[str, Any]) -> str | None:
@@ -58,13 +76,14 @@ def _cut(runtime: Runtime, start: int, end: int, *, entries: int) -> None:
         )
 
 
-def run_params(params: Mapping[str, Any], entries: tuple[tuple[int, ...], ...]) -> RunParams:
-    """Return the run that is asked for."""
+def run_params(
+    params: Mapping[str, Any], entries: tuple[tuple[int, ...], ...], image: Image | None = None
+) -> RunParams:
+    """Return the run that is asked for; ``image`` has all those of its one entry."""
     sampling = params["sampling"]
     return RunParams(
         inputs=tuple(
-            TokenInput(ids) if text is None else PromptInput(text)
-            for ids, text in zip(entries, params["texts"], strict=True)
+            _input(ids, text, image) for ids, text in zip(entries, params["texts"], strict=True)
         ),
         keep_history=params["keep_history"],
         sampling=Sampling(**sampling) if sampling else None,
@@ -73,6 +92,12 @@ def run_params(params: Mapping[str, Any], entries: tuple[tuple[int, ...], ...]) 
         adapter=params["adapter"],
         save_cache=params["save_cache"],
     )
+
+
+def _input(ids: tuple[int, ...], text: str | None, image: Image | None) -> RunInput:
+    if text is None:
+        return TokenInput(ids)
+    return PromptInput(text) if image is None else MultimodalInput(text, image)
 
 
 def embed(runtime: Runtime, run: RunParams, pooling: Pooling) -> tuple[int, bytes]:

@@ -18,21 +18,23 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from rkserve.errors import LoadFailed, NativeError, RkserveError, StepsRefused
-from rkserve.messages import Pooling
+from rkserve.errors import LoadFailed, Misuse, NativeError, RkserveError, StepsRefused
+from rkserve.messages import Picture, Pooling
 from rkserve.native import commands, frames
 from rkserve.native.fence import Fence
 from rkserve.native.frames import Kind
 from rkserve.native.outbox import Outbox
-from rkserve.native.runtime import Perf, RunEnd, RunOutcome, Runtime, Sink, Step, Verdict
+from rkserve.native.releases import ACCEPTED, Abi
+from rkserve.native.runtime import Image, Perf, RunEnd, RunOutcome, Runtime, Sink, Step, Verdict
 
 if TYPE_CHECKING:
     from rkserve.native.steps import Steps
+    from rkserve.native.vision import Vision
 
 READ_SIZE = 1 << 16
 STDERR = 2
@@ -62,6 +64,8 @@ class Engine:
         self._work: SimpleQueue[tuple[Kind, bytes]] = SimpleQueue()
         self._runtime: Runtime | None = None
         self._steps: Steps | None = None
+        self._vision: Vision | None = None
+        self._pictures: list[tuple[int, Picture]] = []  # of the run that comes next
         self._fence: Fence | None = None  # held until the process ends
         # Guards the three below: an abort that overtakes its run must keep it from starting, and
         # one that comes late must not hit the next run. The library's callback never takes it.
@@ -97,8 +101,11 @@ class Engine:
         """Do what had to wait for its turn."""
         if kind is Kind.LOAD:
             self._load(frames.unpack(payload))
+        elif kind is Kind.IMAGE:
+            self._pictures.append(frames.unpack_picture(payload))
         elif kind is Kind.RUN:
             self._run(*frames.unpack_run(payload))
+            self._pictures.clear()
         elif kind is Kind.CALL:
             self._call(frames.unpack(payload))
         elif kind is Kind.STOP:
@@ -150,8 +157,16 @@ class Engine:
 
     def _open(self, command: dict[str, Any]) -> Runtime:
         runtime = self._open_runtime(Path(command["library"]), command["quirks"])
-        runtime.load(commands.load_params(command["params"]))
-        if command["text_mode"]:
+        given, load = command["vision"], commands.load_params(command["params"])
+        vision = None if given is None else commands.vision_params(given)
+        if vision is not None and ACCEPTED[runtime.release] is Abi.V1_2:
+            load = replace(load, image_tags=vision.tags)
+        runtime.load(load)
+        if vision is not None:
+            from rkserve.native.vision import open_vision  # late, as the library
+
+            self._vision = open_vision(vision, runtime.release)
+        if command["text_mode"] or vision is not None:
             # The prompt arrives rendered: the model's own template must not wrap it once more.
             runtime.set_chat_template("", "", "")
         return runtime
@@ -187,7 +202,11 @@ class Engine:
                     runtime, run_id, params, entries[0], lambda: run_id in self._aborted
                 )
                 return {**ended, "cache_refused": cache_refused}
-            run = commands.run_params(params, entries)
+            seen = self._vision.encoded if self._vision is not None else 0
+            began_s = time.monotonic()
+            image = self._image(run_id)
+            encode_ms = (time.monotonic() - began_s) * 1e3 if image is not None else 0.0
+            run = commands.run_params(params, entries, image)
             if not self._begins(run_id):  # an abort came while the handle was being prepared
                 return {"end": "unstarted", "cache_refused": cache_refused}
             if params["pooling"] is not None:
@@ -201,10 +220,20 @@ class Engine:
         return {
             "end": outcome.end.value,
             "return_code": outcome.return_code,
-            "perf": asdict(outcome.perf),
+            "perf": asdict(replace(outcome.perf, encode_ms=encode_ms)),
             "kv_positions": commands.positions(runtime),
             "cache_refused": cache_refused,
+            "encoded": self._vision.encoded - seen if self._vision is not None else 0,
         }
+
+    def _image(self, run_id: int) -> Image | None:
+        """Return what the run is to show; None also where it is not to begin any more."""
+        pictures = [picture for of, picture in self._pictures if of == run_id]
+        if not pictures:
+            return None
+        if self._vision is None:
+            raise Misuse("a run has images, and the model has no image encoder")
+        return self._vision.see(pictures, lambda: run_id in self._aborted)
 
     def _own_steps(self) -> Steps:
         if self._steps is None:

@@ -1,7 +1,7 @@
 """Frames between a board and its engine process: length-prefixed bytes, and nothing of pipes.
 
 A frame is ``<u32 length><u8 kind><payload>``, little-endian, the length counting kind and payload.
-Tokens, the only frequent frame, and vectors are packed; everything else is JSON.
+Tokens, the only frequent frame, vectors and images are packed; everything else is JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import IntEnum
 from typing import Any
 
 from rkserve.errors import FrameCorrupt
-from rkserve.messages import Scored
+from rkserve.messages import Picture, Scored
 
 MAX_FRAME = 16 * 1024 * 1024  # far above the largest prompt; a larger one is a corrupt stream
 
@@ -29,6 +29,7 @@ _SCORE = struct.Struct("<dH")  # a logprob, and how many of the likeliest follow
 _LIKELY = struct.Struct("<id")  # an id and its logprob
 _RUN = struct.Struct("<III")  # run id, bytes of JSON, entries; then the entries' lengths, u32 each
 
+_PICTURE = struct.Struct("<III")  # run id, width, height; then pixels
 _VECTOR = struct.Struct("<II")  # run id, tokens of the text; then float32 values
 
 MAX_ENTRIES = 256  # an entry is one byte of a token frame
@@ -43,6 +44,7 @@ class Kind(IntEnum):
     STOP = 4
     PAUSE = 5
     CALL = 6
+    IMAGE = 7
     LOADED = 16
     LOAD_FAILED = 17
     TOKEN = 18
@@ -99,6 +101,23 @@ def unpack_vector(payload: bytes) -> tuple[int, int, bytes]:
         raise FrameCorrupt(f"a vector's frame holds {len(payload)} bytes")
     run_id, tokens = _VECTOR.unpack_from(payload)
     return run_id, tokens, payload[_VECTOR.size :]
+
+
+def pack_picture(run_id: int, picture: Picture) -> bytes:
+    """Return the frame of an image of a run that is about to be started.
+
+    Raises ``FrameCorrupt`` where it is too large.
+    """
+    head = _PICTURE.pack(run_id, picture.width, picture.height)
+    return _head(1 + len(head) + len(picture.pixels), Kind.IMAGE) + head + picture.pixels
+
+
+def unpack_picture(payload: bytes) -> tuple[int, Picture]:
+    """Return the run's id and the image. Raises ``FrameCorrupt``."""
+    if len(payload) < _PICTURE.size:
+        raise FrameCorrupt(f"an image's frame holds only {len(payload)} bytes")
+    run_id, width, height = _PICTURE.unpack_from(payload)
+    return run_id, Picture(width, height, payload[_PICTURE.size :])
 
 
 def pack_scores(run_id: int, found: Sequence[Scored], *, prompt: bool) -> bytes:

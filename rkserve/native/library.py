@@ -24,14 +24,14 @@ _HEADER_LEN = 64
 _MACHINE_AT, _SECTIONS_AT, _SECTION_COUNT_AT = 18, 40, 58
 
 
-def open_library(ffi: FFI, path: Path) -> Any:
-    """Open the library at ``path`` with the declarations of ``ffi``.
+def open_library(ffi: FFI, path: Path, name: str = "librkllmrt.so") -> Any:
+    """Open the library at ``path`` with the declarations of ``ffi``; ``name`` is what it should be.
 
     Raises:
         LibraryMissing: there is no such file, it is not for this machine, or the loader cannot
             load it; the message holds the loader's words and the fix.
     """
-    _check_header(path)
+    _check_header(path, name)
     try:
         return ffi.dlopen(str(path.absolute()))
     except OSError as exc:
@@ -39,19 +39,19 @@ def open_library(ffi: FFI, path: Path) -> Any:
         raise LibraryMissing(f"{path} cannot be loaded: {words}. {_fix(words, path)}") from exc
 
 
-def _check_header(path: Path) -> None:
+def _check_header(path: Path, wanted: str) -> None:
     try:
         with path.open("rb") as file:
             header = file.read(_HEADER_LEN)
             size = file.seek(0, 2)
     except OSError as exc:
         raise LibraryMissing(
-            f"{path} cannot be read: {exc.strerror}. Set the library's path to the librkllmrt.so "
-            "that belongs to the board's RKLLM SDK."
+            f"{path} cannot be read: {exc.strerror}. Set the library's path to the {wanted} "
+            "that belongs to the board's SDK."
         ) from exc
     if len(header) < _HEADER_LEN or not header.startswith(_ELF_MAGIC):
         raise LibraryMissing(
-            f"{path} is not a shared library (no ELF header). Copy librkllmrt.so again; a download "
+            f"{path} is not a shared library (no ELF header). Copy {wanted} again; a download "
             "through git may have left a pointer file in its place."
         )
     (sections,) = struct.unpack_from("<Q", header, _SECTIONS_AT)
@@ -67,7 +67,7 @@ def _check_header(path: Path) -> None:
         # Loading it would end the process by SIGBUS rather than with an error.
         raise LibraryMissing(
             f"{path} is cut short: it has {size} bytes and its header promises at least "
-            f"{sections + entry_len * entries}. Copy librkllmrt.so again."
+            f"{sections + entry_len * entries}. Copy {wanted} again."
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from rkserve.messages import Sampling
@@ -70,6 +71,24 @@ class LoadParams:
     image_tags: tuple[str, str, str] = ("", "", "")
     tokenize: Tokenize | None = None
     embed: Embed | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VisionParams:
+    """What an engine sees with: an encoder, its library, and what the two are known to be.
+
+    The encoder makes ``tokens`` rows of an image of ``width`` times ``height`` pixels. ``tags``
+    (start, end, content) surround them. Rows of up to ``cache_bytes`` are kept.
+    """
+
+    library: Path
+    model: Path
+    width: int
+    height: int
+    tokens: int
+    tags: tuple[str, str, str]
+    cores: int = 1
+    cache_bytes: int = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,13 +233,17 @@ Step = tuple[Piece | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Perf:
-    """The runtime's own figures of a run, which it fills at FINISH only; zeros without one."""
+    """The runtime's own figures of a run, which it fills at FINISH only; zeros without one.
+
+    ``encode_ms`` are ours: what the images took before the run.
+    """
 
     prefill_ms: float = 0.0
     prefill_tokens: int = 0
     decode_ms: float = 0.0
     decode_tokens: int = 0
     memory_mb: float = 0.0
+    encode_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

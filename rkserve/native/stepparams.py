@@ -34,12 +34,12 @@ class StepParams:
         """Take it as ``as_json`` wrote it."""
         wanted = dict(given["wanted"])
         bias = tuple((token_id, value) for token_id, value in wanted.pop("logit_bias"))
-        written = wanted.pop("guide")
+        written, also = wanted.pop("guide"), tuple(wanted.pop("also"))
         guide = None if written is None else Guide(GuideKind(written["kind"]), written["text"])
         return cls(
             tokenizer=Path(given["tokenizer"]),
             sampling=Sampling(**given["sampling"]),
-            wanted=Stepwise(**wanted, logit_bias=bias, guide=guide),
+            wanted=Stepwise(**wanted, logit_bias=bias, guide=guide, also=also),
             eos=frozenset(given["eos"]),
             limit=given["limit"],
             held=tuple(given["held"]),

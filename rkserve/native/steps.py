@@ -252,6 +252,6 @@ class _Run:
     def _tell(self, row: Row, token_id: int, text: bytes, waiting: bool) -> None:
         frame = frames.pack_token(self._run_id, 0, token_id, text, waiting)
         if self._top is not None:
-            found = [score(row, token_id, self._top)]
+            found = [score(row, token_id, self._top, self._steps.wanted.also)]
             frame = frames.pack_scores(self._run_id, found, prompt=False) + frame
         self._put(frame)

@@ -80,7 +80,7 @@ class Ask:
             spoken = before.text
         if request.prompt_text is not None or not ids:
             text = f"{request.prompt_text or ''}{spoken}"
-            tokens, chain = len(text) // CHARS_OF_A_TOKEN, None
+            tokens, chain = request.counted or len(text) // CHARS_OF_A_TOKEN, None
         else:
             tokens = len(ids)
             chain = Chain(ids, seed_of(adapter)) if hashed else None

@@ -135,9 +135,9 @@ def _nucleus(ids: Ids, shares: NDArray[np.float64], top_p: float) -> tuple[Ids, 
     return ids[: upto + 1], shares[: upto + 1]
 
 
-def score(row: Row, token_id: int, top: int) -> Scored:
-    """Return what the model itself gave a token, and the likeliest ones."""
-    return scores(row.reshape(1, -1), [token_id], top)[0]
+def score(row: Row, token_id: int, top: int, also: Sequence[int] = ()) -> Scored:
+    """Return what the model itself gave a token, the likeliest ones, and those in ``also``."""
+    return _scored(row, token_id, top, also)
 
 
 def scores(rows: NDArray[np.float32], ids: Sequence[int], top: int) -> list[Scored]:
@@ -146,7 +146,7 @@ def scores(rows: NDArray[np.float32], ids: Sequence[int], top: int) -> list[Scor
     return [_scored(row, token_id, top) for row, token_id in zip(rows, ids, strict=True)]
 
 
-def _scored(given: Row, token_id: int, top: int) -> Scored:
+def _scored(given: Row, token_id: int, top: int, also: Sequence[int] = ()) -> Scored:
     row = _finite(given)
     norm = _log_of_sum(row)
     count = min(top, len(row))
@@ -155,8 +155,10 @@ def _scored(given: Row, token_id: int, top: int) -> Scored:
         least = np.partition(row, len(row) - count)[len(row) - count]
         ids = np.flatnonzero(row >= least)
         best = ids[np.lexsort((ids, -row[ids]))][:count]
+    told = [int(i) for i in best]
+    told += [i for i in also if 0 <= i < len(row) and i not in told]
     logit = row[token_id] if 0 <= token_id < len(row) else -np.inf
-    return Scored(_logprob(logit, norm), tuple((int(i), _logprob(row[i], norm)) for i in best))
+    return Scored(_logprob(logit, norm), tuple((i, _logprob(row[i], norm)) for i in told))
 
 
 def _finite(row: NDArray[Any]) -> NDArray[np.float64]:

@@ -9,9 +9,11 @@ from pydantic_core import from_json
 
 from rkserve.errors import RequestError, UnsupportedParameter
 from rkserve.wire.fields import Fields, as_fields, missing, quoted, wrong_type
+from rkserve.wire.images import ImagePart, read_image
 from rkserve.wire.jsonbody import JsonObject, JsonText
 
 Message = JsonObject
+IMAGE_PART = "image_url"
 LEGACY_ID_CHARS = 9  # as templates of Mistral demand
 
 # The text of a part is under this key. A refusal is what a model once said instead of an answer.
@@ -21,9 +23,10 @@ _TEXT_PARTS = {"text": "text", "refusal": "refusal"}
 def read_messages(body: Fields) -> tuple[Message, ...]:
     """Read ``messages``: at least one; each becomes a plain dict for the template.
 
-    Content parts become one string, ``developer`` becomes ``system``, and an assistant's call
-    arguments become the object that their JSON text says, since templates print them with
-    ``tojson``. The deprecated ``function_call``, and the role of its result, become a tool's.
+    Content parts become one string, or where a user shows images a list of strings and images.
+    ``developer`` becomes ``system``, and an assistant's call arguments become the object that their
+    JSON text says, since templates print them with ``tojson``. The deprecated ``function_call``,
+    and the role of its result, become a tool's.
     """
     found = body.items("messages")
     return tuple(
@@ -50,7 +53,7 @@ def _system(fields: Fields) -> Message:
 
 
 def _user(fields: Fields) -> Message:
-    return {"role": "user", "content": _content(fields)}
+    return {"role": "user", "content": _shown(fields)}
 
 
 def _tool(fields: Fields) -> Message:
@@ -144,12 +147,32 @@ def _content(fields: Fields) -> str:
     return "".join(_part(as_fields(part, f"{path}[{index}]")) for index, part in enumerate(parts))
 
 
+def _shown(fields: Fields) -> str | list[str | ImagePart]:
+    """Read the content of a user's message, which may have images among its words."""
+    if not isinstance(fields.get("content"), list):
+        return _content(fields)
+    path, found = fields.path("content"), list[str | ImagePart]()
+    for index, value in enumerate(fields.items("content")):
+        part = as_fields(value, f"{path}[{index}]")
+        if part.get("type") == IMAGE_PART:
+            found.append(read_image(part))
+        elif found and isinstance(found[-1], str):
+            # In one piece: what two parts make together must not be missed by who looks at each.
+            found[-1] += _part(part)
+        else:
+            found.append(_part(part))
+    if any(isinstance(one, ImagePart) for one in found):
+        return found
+    return "".join(one for one in found if isinstance(one, str))
+
+
 def _part(part: Fields) -> str:
     kind = part.required_text("type")
     key = _TEXT_PARTS.get(kind)
     if key is None:
         raise UnsupportedParameter(
-            f"Unsupported content part: {quoted(kind)}. This server reads text only.",
+            f"Unsupported content part: {quoted(kind)}. This server reads text, and images "
+            f"({IMAGE_PART!r}) in messages of the user.",
             part.path("type"),
         )
     text = part.text(key)

@@ -9,8 +9,8 @@ import base64
 import json
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from operator import mul
 
 from rkserve.errors import ContextOverflow, InputTooLong, RequestError, UnsupportedParameter
@@ -19,8 +19,8 @@ from rkserve.modelfolder import EmbeddingSettings
 from rkserve.wire import refusals
 from rkserve.wire.fields import Fields, Range, missing, wrong_type
 from rkserve.wire.jsonbody import parse_object
-from rkserve.wire.limits import MAX_DIMENSIONS, MAX_INPUTS
-from rkserve.wire.openai import TIMEOUT, TextOrIds, read_model, read_session_key
+from rkserve.wire.limits import CHARS_PER_TOKEN, MAX_DIMENSIONS, MAX_INPUTS
+from rkserve.wire.openai import TextOrIds, read_model, read_prompt, read_standing
 from rkserve.wire.renderer import Prompt, Renderer
 from rkserve.wire.versions import Meant
 
@@ -50,13 +50,14 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingCall:
-    """A call of /v1/embeddings."""
+    """A call of /v1/embeddings. With ``cut`` texts may be longer than the context."""
 
     wanted: Wanted
     inputs: tuple[TextOrIds, ...]
     paths: tuple[str, ...]  # of the inputs, as error messages name them
     as_base64: bool = False
     dimensions: int | None = None
+    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +89,7 @@ def parse_embeddings(body: bytes) -> EmbeddingCall:
 
 def read_wanted(fields: Fields) -> Wanted:
     """Read what such calls share."""
-    return Wanted(
-        read_model(fields),
-        read_session_key(fields),
-        fields.integer("priority"),
-        fields.number("timeout", TIMEOUT),
-    )
+    return Wanted(model=read_model(fields), **read_standing(fields))
 
 
 def _inputs(fields: Fields) -> tuple[tuple[TextOrIds, ...], tuple[str, ...]]:
@@ -125,16 +121,7 @@ def check_count(count: int, path: str) -> None:
 
 def read_text(value: object, path: str) -> TextOrIds:
     """Read one text: a string or a list of token ids, with something in it."""
-    if not isinstance(value, str | list):
-        raise wrong_type(path, "a string or an array of token ids", value)
-    if not value:
-        raise RequestError(f"Invalid '{path}': it is empty.", path)
-    if isinstance(value, str):
-        return value
-    for index, token_id in enumerate(value):
-        if not isinstance(token_id, int) or isinstance(token_id, bool):
-            raise wrong_type(f"{path}[{index}]", "an integer", token_id)
-    return tuple(value)
+    return read_prompt(value, path, empty="")
 
 
 def check_dimensions(wanted: int | None, settings: EmbeddingSettings) -> None:
@@ -157,9 +144,14 @@ def check_dimensions(wanted: int | None, settings: EmbeddingSettings) -> None:
 
 
 def texts_of(
-    inputs: Iterable[TextOrIds], paths: Iterable[str], renderer: Renderer, context_len: int
+    inputs: Iterable[TextOrIds],
+    paths: Iterable[str],
+    renderer: Renderer,
+    context_len: int,
+    *,
+    cut: bool = False,
 ) -> list[Prompt]:
-    """Return the texts as a board gets them.
+    """Return the texts as a board gets them. With ``cut`` only the beginning of a longer one.
 
     Raises:
         InputTooLong: one is longer than the context.
@@ -167,6 +159,9 @@ def texts_of(
     """
     found = []
     for text, path in zip(inputs, paths, strict=True):
+        if cut and renderer.tokenizer is not None:
+            found.append(_beginning(text, path, renderer, context_len))
+            continue
         try:
             prompt = renderer.text(text, path, context_len)
         except ContextOverflow as exc:
@@ -175,6 +170,17 @@ def texts_of(
             raise InputTooLong(len(prompt.ids), context_len, path)
         found.append(prompt)
     return found
+
+
+def _beginning(text: TextOrIds, path: str, renderer: Renderer, context_len: int) -> Prompt:
+    """As much of a text as fits, with what the tokenizer puts at the end of a whole one."""
+    most = (context_len - 1) * CHARS_PER_TOKEN  # more is hopelessly long
+    prompt = renderer.text(text[:most], path, context_len)
+    if len(prompt.ids) <= context_len:
+        return prompt
+    last = renderer.counted("", special=True)[-1:] if isinstance(text, str) else ()
+    end = last if prompt.ids[-1:] == last else ()
+    return replace(prompt, ids=(*prompt.ids[: context_len - len(end)], *end))
 
 
 def chunks_of(
@@ -248,7 +254,12 @@ def finished_vector(vector: bytes, settings: EmbeddingSettings, wanted: int | No
     return array("f", [value / length for value in values]) if length > 0 else values
 
 
-def embeddings_answer(call: EmbeddingCall, vectors: Iterable[array[float]], tokens: int) -> bytes:
+def embeddings_answer(
+    call: EmbeddingCall,
+    vectors: Iterable[array[float]],
+    tokens: int,
+    _took_s: float,
+) -> bytes:
     """Return the body of the answer.
 
     It is put together vector by vector: a JSON encoder would hold up all threads for all of them.
@@ -265,5 +276,23 @@ def embeddings_answer(call: EmbeddingCall, vectors: Iterable[array[float]], toke
 def _written(call: EmbeddingCall, vector: array[float]) -> bytes:
     if call.as_base64:
         return b'"%b"' % base64.b64encode(vector.tobytes())
+    return written(vector)
+
+
+def written(vector: array[float]) -> bytes:
+    """Return a vector as JSON."""
     # Nine digits are what tells all float32 values apart.
     return (f"[{','.join(['%.9g'] * len(vector))}]" % tuple(vector)).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a dialect asks for vectors, and how it is given them: with the tokens of all texts, and
+    the seconds that it took.
+    """
+
+    parse: Callable[[bytes], EmbeddingCall] = parse_embeddings
+    answer: Callable[[EmbeddingCall, Iterable[array[float]], int, float], bytes] = embeddings_answer
+
+
+OPENAI = Form()

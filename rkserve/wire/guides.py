@@ -12,7 +12,7 @@ from rkserve.wire.limits import MAX_GUIDE_CHOICES
 
 Named = tuple[str, Guide]  # the parameter, and what it asks for
 
-_JSON_OBJECT = Guide(GuideKind.JSON_SCHEMA, '{"type":"object"}')
+JSON_OBJECT = Guide(GuideKind.JSON_SCHEMA, '{"type":"object"}')
 _STRUCTURED = "structured_outputs"
 _OURS = ("json", "regex", "choice", "grammar", "json_object")
 
@@ -42,7 +42,7 @@ def _response_format(fields: Fields) -> Named | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return name, _JSON_OBJECT
+        return name, JSON_OBJECT
     if kind != "json_schema":
         raise UnsupportedParameter(
             f"Unsupported parameter: '{name}' with the type {quoted(kind)}. Supported are 'text', "
@@ -57,7 +57,7 @@ def _response_format(fields: Fields) -> Named | None:
     schema.maybe_flag("strict")
     if schema.get("schema") is None:
         raise missing(f"{name}.json_schema.schema")
-    return name, _schema(schema.get("schema"), f"{name}.json_schema.schema")
+    return name, schema_guide(schema.get("schema"), f"{name}.json_schema.schema")
 
 
 def _structured(fields: Fields) -> Named | None:
@@ -80,17 +80,17 @@ def _guided(fields: Fields, name: str, kind: str) -> Named | None:
     if value is None or value is False:
         return None
     if kind == "json":
-        return path, _schema(value, path)
+        return path, schema_guide(value, path)
     if kind == "choice":
         return path, _choice(value, path)
     if kind == "json_object":
         fields.flag(name)
-        return path, _JSON_OBJECT
+        return path, JSON_OBJECT
     text = fields.required_text(name)
     return path, Guide(GuideKind.REGEX if kind == "regex" else GuideKind.LARK, text)
 
 
-def _schema(value: Any, path: str) -> Guide:
+def schema_guide(value: Any, path: str) -> Guide:
     """A schema as an object, or as vLLM takes it also as text."""
     if isinstance(value, str):
         try:

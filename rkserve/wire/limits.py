@@ -22,6 +22,7 @@ MAX_MIROSTAT_TAU = 20.0  # target surprise in nats, of which the usual one is 5
 MAX_TOP_LOGPROBS = 20  # as OpenAI of chats
 MAX_LOGIT_BIAS = 1024  # entries; OpenAI takes 300
 MAX_GUIDE_CHOICES = 1024
+MAX_REFERENCES = 1024  # items of earlier responses in one input; each is looked up on a disk
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy completions
 
 # No vocabulary in use has longer tokens. A text beyond this many characters per position cannot

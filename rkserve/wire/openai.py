@@ -13,6 +13,7 @@ from rkserve.errors import RequestError
 from rkserve.wire import refusals
 from rkserve.wire.conversation import Message, read_messages
 from rkserve.wire.fields import Fields, Range, missing, wrong_type
+from rkserve.wire.images import ImagePart, images_of
 from rkserve.wire.jsonbody import parse_object
 from rkserve.wire.limits import (
     DEFAULT_COMPLETION_TOKENS,
@@ -85,6 +86,11 @@ class ChatCall(Call):
     messages: tuple[Message, ...] = ()
     tools: Tools = NO_TOOLS
     wish: Wish = NO_WISH
+
+    @property
+    def images(self) -> tuple[ImagePart, ...]:
+        """All images of the conversation."""
+        return images_of(self.messages)
 
     @property
     def choices(self) -> int:
@@ -237,13 +243,20 @@ def read_shared(fields: Fields) -> dict[str, Any]:
         "include_usage": _include_usage(fields, stream),
         "return_weight_versions": fields.flag("return_weight_versions"),
         "keep_version": fields.flag("keep_version"),
-        "session": read_session_key(fields),
+        **read_standing(fields),
+    }
+
+
+def read_standing(fields: Fields) -> dict[str, Any]:
+    """Read what any call may say of its place among others: session, priority, time limit."""
+    return {
+        "session": _session_key(fields),
         "priority": fields.integer("priority"),
         "timeout_s": fields.number("timeout", TIMEOUT),
     }
 
 
-def read_session_key(fields: Fields) -> str | None:
+def _session_key(fields: Fields) -> str | None:
     """OpenAI's key for prompts that belong together, else its name of the user.
 
     Both were never looked at; what is no text stays ignored.
@@ -373,12 +386,14 @@ def _prompts(fields: Fields) -> tuple[TextOrIds, ...]:
     return (read_prompt(value, "prompt"),)
 
 
-def read_prompt(value: object, path: str) -> TextOrIds:
-    """Read one prompt: a string or a list of token ids."""
+def read_prompt(
+    value: object, path: str, empty: str = ", and nothing can follow nothing"
+) -> TextOrIds:
+    """Read one prompt: a string or a list of token ids. ``empty`` says why it must not be."""
     if not isinstance(value, str | list):
         raise wrong_type(path, "a string or an array of token ids", value)
     if not value:
-        raise RequestError(f"Invalid '{path}': it is empty, and nothing can follow nothing.", path)
+        raise RequestError(f"Invalid '{path}': it is empty{empty}.", path)
     if isinstance(value, str):
         return value
     for index, token_id in enumerate(value):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from rkserve.errors import ContextOverflow, RequestError, UnsupportedParameter
-from rkserve.messages import GenerateRequest, Sampling, Stepwise, Thinking
+from rkserve.messages import GenerateRequest, Picture, Sampling, Stepwise, Thinking
 from rkserve.wire.limits import TEXT_MODE_MAX_TOP_K
 from rkserve.wire.openai import TOP_K_OFF, ChatCall, CompletionCall
 from rkserve.wire.renderer import Header, Prompt, Renderer
 from rkserve.wire.speech import Reading
 from rkserve.wire.steps import check_ids
 from rkserve.wire.versions import Meant
+
+TASK = "### Task:"  # how Open WebUI's prompts for them begin
 
 
 def plan(
@@ -25,12 +28,14 @@ def plan(
     completion: str,
     session: str = "",
     dice: int = 0,
+    pictures: Sequence[Picture] = (),
 ) -> list[GenerateRequest]:
     """Return one request per choice, in the order of the choices' indexes.
 
     ``meant`` is what the call's model means, and ``completion`` the id of the answer, by which
     its generations can be controlled. ``session`` decides between versions of an adapter where two
-    are served. ``dice`` seeds the sampling of what has no seed. ``defaults`` are the model's own
+    are served. ``dice`` seeds the sampling of what has no seed. ``pictures`` are the images of a
+    chat, in their order. ``defaults`` are the model's own
     sampling values. Each prompt is rendered once, however many answers it gets. Tokenizing a long
     prompt takes a while (about a second per megabyte), so a server calls this off its event loop.
 
@@ -39,6 +44,7 @@ def plan(
         ContextOverflow: a prompt leaves no room for an answer.
     """
     sampling = replace(defaults, **_sampling(call, renderer))
+    _check_images(call)
     prompts, param = _prompts(call, renderer, context_len)
     thinking = _thinking(call, renderer, prompts[0])
     _check_pause_ids(call, renderer)
@@ -67,9 +73,33 @@ def plan(
             keep_version=call.keep_version or meant.named,
             thinking=thinking,
             stepwise=stepwise[index % call.tries],
+            images=tuple(pictures[number] for number in prompt.images),
+            counted=prompt.counted,
+            once=_is_task(call),
         )
         for index, prompt in enumerate(each)
     ]
+
+
+def _check_images(call: ChatCall | CompletionCall) -> None:
+    if isinstance(call, ChatCall) and call.images and call.use_cache is not None:
+        raise UnsupportedParameter(
+            "Unsupported parameter: answers about images begin from no prompt cache, since those "
+            "are kept by token ids.",
+            "use_cache",
+        )
+
+
+def _is_task(call: ChatCall | CompletionCall) -> bool:
+    """Whether it looks like what Open WebUI asks for after a turn: a title, tags, follow-ups.
+
+    Each quotes the conversation in one message and is never gone on from. What is taken for one
+    and is none costs a prefill at most.
+    """
+    if not isinstance(call, ChatCall) or call.stream:
+        return False
+    said = [one for one in call.messages if one["role"] != "system"]
+    return len(said) == 1 and str(said[0]["content"]).startswith(TASK)
 
 
 def _prompts(
@@ -92,6 +122,7 @@ def header(call: ChatCall, renderer: Renderer) -> Header:
         form = renderer.form()
         opening = form.opening(tools.named) if tools.forced else ""
     return Header(
+        images=True,
         tools=tools.given,
         variables=call.wish.given(renderer.thinking.enabled),
         opening=opening,
@@ -121,18 +152,18 @@ def _thinking(
     most = _most_thoughts(call, renderer)
     if most is not None and prompt.text is not None:
         raise UnsupportedParameter(
-            "Unsupported parameter: this model is served without a tokenizer, so its thoughts "
-            "cannot be ended after so many tokens.",
+            "Unsupported parameter: thoughts cannot be ended after so many tokens in answers about "
+            "images, nor where a model is served without a tokenizer.",
             "max_reasoning_tokens",
         )
     return Thinking(
         open=marks.open,
         close=marks.close,
         begun=prompt.thinks,
-        mark_ids=marks.close_ids,
+        mark_ids=marks.close_ids if prompt.text is None else (),
         max_tokens=most,
         closing=marks.closing,
-        closing_ids=marks.closing_ids,
+        closing_ids=marks.closing_ids if prompt.text is None else (),
     )
 
 
@@ -173,6 +204,12 @@ def _stepwise(
             f"An answer that has to call a tool cannot follow '{name}' as well.", name
         )
     renderer.needs_ids(name)
+    if isinstance(call, ChatCall) and call.images:
+        raise UnsupportedParameter(
+            f"Unsupported parameter: '{name}' needs the logits of every step, which RKLLM does "
+            "not compute for answers about images.",
+            name,
+        )
     check_ids(call.steps, renderer.check_id)
     if call.use_cache is not None:
         raise UnsupportedParameter(
@@ -194,11 +231,9 @@ def _check_pause_ids(call: ChatCall | CompletionCall, renderer: Renderer) -> Non
 
 
 def _max_tokens(asked: int | None, prompt: Prompt, context_len: int, param: str) -> int:
-    # In text mode only the runtime can count; it has one token at least.
-    used = len(prompt.ids) or 1
-    rest = context_len - used
+    rest = context_len - prompt.tokens
     if rest < 1:
-        raise ContextOverflow(used, context_len, param)
+        raise ContextOverflow(prompt.tokens, context_len, param)
     return rest if asked is None else min(asked, rest)
 
 

@@ -14,6 +14,7 @@ from rkserve.modelfolder import CONTEXT_MAX, ModelFolder
 from rkserve.vocabulary import Vocabulary, read_vocabulary
 from rkserve.wire.conversation import Message
 from rkserve.wire.history import with_thoughts
+from rkserve.wire.images import Eyes, with_stand_ins
 from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.openai import TextOrIds
 from rkserve.wire.shield import Piece, Shield, pieces
@@ -37,12 +38,21 @@ _ZERO_WIDTH_SPACE = "\u200b"
 class Prompt:
     """A rendered prompt: ids, or in text mode no ids and the text.
 
-    ``thinks``: the template has begun the thoughts of the answer.
+    ``thinks``: the template has begun the thoughts of the answer. ``images`` are the numbers of
+    those of the conversation, in the order of their places in the text. ``counted`` tokens are what
+    a text has, as far as that is known here.
     """
 
     ids: tuple[int, ...]
     text: str | None = None
     thinks: bool = False
+    images: tuple[int, ...] = ()
+    counted: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """How many it has; in text mode only the runtime can count, and has one at least."""
+        return len(self.ids) or self.counted or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +82,9 @@ class Marks:
 class Header:
     """What a prompt has beside the conversation.
 
-    The answer begins with ``opening``, and without thoughts if it is ``thoughtless``. Without
-    ``answer`` there is none: the prompt is what conversations that begin like this one have in
-    common.
+    The answer begins with ``opening``, and without thoughts if it is ``thoughtless``. It may be
+    about ``images``. Without ``answer`` there is none: the prompt is what conversations that begin
+    like this one have in common.
     """
 
     answer: bool = True
@@ -82,6 +92,7 @@ class Header:
     variables: Mapping[str, Any] = field(default_factory=dict)
     opening: str = ""
     thoughtless: bool = False
+    images: bool = False
 
 
 class Renderer:
@@ -99,6 +110,7 @@ class Renderer:
         self._shield = Shield(
             self._template.markers if self.tokenizer is None else self.tokenizer.control
         )
+        self._eyes = Eyes(folder.settings.vision, self._shield.markers)
         self.thinking = folder.settings.thinking
         self.marks = self._marks()
         self._form = folder.settings.tool_format
@@ -122,22 +134,35 @@ class Renderer:
         """
         header = header or Header()
         typed: list[str] = []
+        images = self._eyes.numbers(messages, answered=header.images)
+        shield = self._eyes.shield if images else self._shield
         marks = None if self.marks is None else self.marks.pair
         told = with_thoughts(messages, self.thinking.history, marks)
         rendered = self._template.render(
-            [self._shield.hide(message, typed) for message in told],
+            [with_stand_ins(shield.hide(message, typed), images) for message in told],
             context_len,
             answer=header.answer,
-            tools=[self._shield.hide(tool, typed) for tool in header.tools],
-            variables=self._shield.hide(dict(header.variables), typed),
+            tools=[shield.hide(tool, typed) for tool in header.tools],
+            variables=shield.hide(dict(header.variables), typed),
         )
         rendered, thinks = self._opened(rendered, header)
         parts = pieces(rendered, typed)
-        if self.tokenizer is None:
-            prompt = _as_text("".join(_split_marker(part) for part in parts), "messages")
+        if images:
+            prompt = self._with_images(parts)
+        elif self.tokenizer is None:
+            prompt = _as_text("".join(map(_unmarked, parts)), "messages")
         else:
             prompt = _as_ids(self._joined(self.tokenizer, parts), "messages")
         return replace(prompt, thinks=thinks)
+
+    def _with_images(self, parts: Iterable[Piece]) -> Prompt:
+        """Return the prompt as the runtime takes it with images: as text, with their places."""
+        text, order = self._eyes.placed(parts, _unmarked)
+        words = self._eyes.words(text)
+        counted = self._eyes.tokens * len(order)
+        if self.tokenizer is not None:
+            counted += len(self.tokenizer.encode(words, add_special_tokens=False))
+        return replace(_as_text(text, "messages"), images=order, counted=counted)
 
     def form(self) -> type[Calls]:
         """Return the form in which the model calls tools.
@@ -347,7 +372,8 @@ class Renderer:
         return tokenizer.encode(part.text, add_special_tokens=False)
 
 
-def _split_marker(part: Piece) -> str:
+def _unmarked(part: Piece) -> str:
+    """Text in which no marker is one that a client typed."""
     return part.text[:1] + _ZERO_WIDTH_SPACE + part.text[1:] if part.typed else part.text
 
 

@@ -17,6 +17,7 @@ from rkserve.wire.jsonbody import JsonText
 # Unicode noncharacters: no text in interchange holds them. A client's own are shielded as markers.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 VERBATIM = "\ufdd3"  # a template's own stand-in for JSON text that it prints as it came
+IMAGE = "\ufdd4"  # stands around the number of an image
 _STAND_IN = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 
 
@@ -31,14 +32,17 @@ class Shield:
     """Knows the markers of one model."""
 
     def __init__(self, markers: Iterable[str]) -> None:
+        self.markers = frozenset(markers)
         # Longest first: a marker may begin with another.
-        names = sorted({*markers, _OPEN, _CLOSE, VERBATIM}, key=lambda name: (-len(name), name))
-        self._markers = re.compile("|".join(map(re.escape, names)))
+        names = sorted(
+            {*self.markers, _OPEN, _CLOSE, VERBATIM, IMAGE}, key=lambda name: (-len(name), name)
+        )
+        self._found = re.compile("|".join(map(re.escape, names)))
 
     def hide(self, value: Any, typed: list[str]) -> Any:
         """Return a JSON value with stand-ins for its markers, which are appended to ``typed``."""
         if isinstance(value, str):
-            return self._markers.sub(lambda found: _stand_in(found[0], typed), value)
+            return self._found.sub(lambda found: _stand_in(found[0], typed), value)
         if isinstance(value, JsonText):
             items = {self.hide(key, typed): self.hide(item, typed) for key, item in value.items()}
             return JsonText(items, self.hide(value.text, typed))

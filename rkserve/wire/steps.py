@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rkserve.errors import RequestError, UnsupportedParameter
@@ -85,13 +85,35 @@ class Steps:
 
 def read_steps(fields: Fields, *, chat: bool) -> Steps:
     """Read the keys of a call. Raises ``RequestError`` with the ``param`` at fault."""
+    top = _of_chat(fields) if chat else _of_completion(fields)
+    return replace(read_extras(fields), top_logprobs=top)
+
+
+def read_draws(fields: Fields) -> Steps:
+    """Read what decides which token is chosen. Raises ``RequestError``."""
     return Steps(
         seed=fields.integer("seed", _SEED),
         min_p=fields.number("min_p", _SHARE) or 0.0,
         logit_bias=_logit_bias(fields),
-        top_logprobs=_of_chat(fields) if chat else _of_completion(fields),
-        guide=read_guide(fields),
     )
+
+
+def read_extras(fields: Fields, guide: Named | None = None) -> Steps:
+    """Read these keys of dialects that have other words for logprobs.
+
+    ``guide`` is what the dialect's own words say of the answer's form. Raises ``RequestError``.
+    """
+    own = read_guide(fields)
+    if own is not None and guide is not None:
+        raise RequestError(
+            f"Only one of '{guide[0]}' and '{own[0]}' can say what the answer follows.", own[0]
+        )
+    return replace(read_draws(fields), guide=guide or own)
+
+
+def read_top(fields: Fields, name: str = "top_logprobs") -> int | None:
+    """Read how many likely tokens are wanted beside each. Raises ``RequestError``."""
+    return fields.integer(name, _TOP)
 
 
 def check_ids(steps: Steps, check: Callable[[int, str], None]) -> None:

@@ -174,6 +174,8 @@ def timings_of(ends: list[Finished]) -> JsonObject:
         told["batch"] = batch
     if batch_wait_ms := _total(measured, "batch_wait_ms"):
         told["batch_wait_ms"] = round(batch_wait_ms, 3)
+    if encode_ms := _total(measured, "encode_ms"):
+        told["encode_ms"] = round(encode_ms, 3)
     if continued := _total(measured, "continued"):
         told["continued"] = continued
         told["lost_ms"] = round(_total(measured, "lost_ms"), 3)

@@ -10,10 +10,10 @@ from rkserve.wire.conversation import Message, read_messages
 from rkserve.wire.fields import Fields, missing, wrong_type
 from rkserve.wire.jsonbody import JsonObject, parse_object
 from rkserve.wire.openai import read_maybe_model
+from rkserve.wire.tooling import NO_TOOLS, Tools, read_tools
 
 # What would change the ids of a conversation and is not read here.
 _CONVERSATION: dict[str, refusals.Harmless] = {
-    "tools": lambda value, _body: value == [],
     "chat_template": lambda _value, _body: False,
     "chat_template_kwargs": lambda value, _body: value == {},
     "continue_final_message": lambda value, _body: value is False,
@@ -25,7 +25,8 @@ class TokenizeCall:
     """A text or a conversation whose token ids somebody wants. ``text`` of None: ``messages``.
 
     ``special`` lets the tokenizer add what it adds to a whole text, a BOS for some models;
-    ``answer`` adds the header of the answer to a conversation. ``strings`` asks how the vocabulary
+    ``answer`` adds the header of the answer to a conversation, and ``tools`` are those that it
+    offers. ``strings`` asks how the vocabulary
     spells each token.
     """
 
@@ -34,6 +35,7 @@ class TokenizeCall:
     messages: tuple[Message, ...] = ()
     special: bool = True
     answer: bool = True
+    tools: Tools = NO_TOOLS
     strings: bool = False
 
 
@@ -69,7 +71,13 @@ def parse_tokenize(body: bytes) -> TokenizeCall:
         )
     refusals.refuse(fields, _CONVERSATION)
     answer = fields.maybe_flag("add_generation_prompt") is not False
-    return TokenizeCall(model, messages=read_messages(fields), answer=answer, strings=strings)
+    return TokenizeCall(
+        model,
+        messages=read_messages(fields),
+        answer=answer,
+        tools=read_tools(fields),
+        strings=strings,
+    )
 
 
 def parse_detokenize(body: bytes) -> DetokenizeCall:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rkserve.errors import RequestError, UnsupportedParameter
@@ -16,6 +17,7 @@ from rkserve.wire.limits import MAX_TOOL_NAME_CHARS, MAX_TOOLS
 # OpenAI's, and what names of MCP servers have beyond them. A name stands in the prompt as it is.
 _NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{MAX_TOOL_NAME_CHARS}}}")
 _NONE, _AUTO, _REQUIRED = "none", "auto", "required"
+ALLOWED = "allowed_tools"
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,11 @@ def read_tools(body: Fields) -> Tools:
     legacy = not body.get("tools") and bool(body.get("functions"))
     given = _functions(body) if legacy else _tools(body)
     choice = "function_call" if legacy else "tool_choice"
-    forced, named, offered = _choice(body, choice, given)
+    subset = None if legacy else _allowed(body, given)
+    if subset is None:
+        forced, named, offered = _choice(body, choice, given)
+    else:
+        (given, forced), named, offered = subset, None, True
     parallel = body.maybe_flag("parallel_tool_calls")
     if not given or not offered:
         return NO_TOOLS
@@ -63,6 +69,30 @@ def read_tools(body: Fields) -> Tools:
         parallel=not legacy and parallel is not False,
         legacy=legacy,
     )
+
+
+def allowed(
+    choice: Fields, given: tuple[JsonObject, ...], name_of: Callable[[Fields], Fields]
+) -> tuple[tuple[JsonObject, ...], bool]:
+    """Return those tools that ``tool_choice`` allows, and whether one of them must be called.
+
+    The model is shown no others: what it does not know of it does not call. ``name_of`` returns
+    the object with a tool's name.
+    """
+    mode = choice.choice("mode", _AUTO, _REQUIRED)
+    if mode is None:
+        raise missing(choice.path("mode"))
+    names, listed = set(), choice.items("tools")
+    if len(listed) > MAX_TOOLS:
+        raise RequestError(f"Invalid '{choice.path('tools')}': at most {MAX_TOOLS}.", "tool_choice")
+    for index, value in enumerate(listed):
+        tool = as_fields(value, f"{choice.path('tools')}[{index}]")
+        _check_kind(tool, "tool")
+        function = name_of(tool)
+        name, path = function.required_text("name"), function.path("name")
+        _check_known(name, given, path)
+        names.add(name)
+    return tuple(tool for tool in given if tool["function"]["name"] in names), mode == _REQUIRED
 
 
 def check_name(name: str, path: str) -> str:
@@ -127,6 +157,24 @@ def _tool(function: Fields) -> JsonObject:
     return {"type": "function", "function": described}
 
 
+def _allowed(
+    body: Fields, given: tuple[JsonObject, ...]
+) -> tuple[tuple[JsonObject, ...], bool] | None:
+    value = body.get("tool_choice")
+    if not isinstance(value, dict) or value.get("type") != ALLOWED:
+        return None
+    choice = as_fields(value, "tool_choice").child(ALLOWED)
+    if choice is None:
+        raise missing(f"tool_choice.{ALLOWED}")
+
+    def function(tool: Fields) -> Fields:
+        if (inner := tool.child("function")) is None:
+            raise missing(tool.path("function"))
+        return inner
+
+    return allowed(choice, given, function)
+
+
 def _choice(body: Fields, key: str, given: tuple[JsonObject, ...]) -> tuple[bool, str | None, bool]:
     """Return whether a tool must be called, which, and whether any may be."""
     value = body.get(key)
@@ -152,25 +200,31 @@ def _choice(body: Fields, key: str, given: tuple[JsonObject, ...]) -> tuple[bool
 def _named(choice: Fields, key: str, given: tuple[JsonObject, ...]) -> str:
     function = choice
     if key == "tool_choice":
-        kind = choice.required_text("type")
-        if kind != "function":
-            raise UnsupportedParameter(
-                f"Unsupported 'tool_choice': only the type 'function' is known, not "
-                f"{quoted(kind)}.",
-                choice.path("type"),
-            )
+        _check_kind(choice, "'tool_choice'")
         inner = choice.child("function")
         if inner is None:
             raise missing(choice.path("function"))
         function = inner
     _check_offered(given, key)
     name, path = function.required_text("name"), function.path("name")
+    _check_known(name, given, path)
+    return name
+
+
+def _check_kind(fields: Fields, what: str) -> None:
+    if (kind := fields.required_text("type")) != "function":
+        raise UnsupportedParameter(
+            f"Unsupported {what}: only the type 'function' is known, not {quoted(kind)}.",
+            fields.path("type"),
+        )
+
+
+def _check_known(name: str, given: tuple[JsonObject, ...], path: str) -> None:
     if all(tool["function"]["name"] != name for tool in given):
         raise RequestError(
             f"Invalid '{path}': there is no tool {quoted(name)} among the tools of this request.",
             path,
         )
-    return name
 
 
 def _check_offered(given: tuple[JsonObject, ...], key: str) -> None:

@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rkserve.errors import LibraryMissing
@@ -31,6 +31,8 @@ SOURCES = HERE / "src"
 DECLARATIONS = HERE.parent / "decl"
 BESIDE = HERE / "build"
 RELEASES = {"1.2.3": 10203, "1.3.0": 10300}
+ENCODER_SOURCES = HERE / "rknn"
+ENCODER_NAME = "librknnrt-sim-2.3.2.so"
 
 FLAGS = (
     *("-std=gnu11", "-D_GNU_SOURCE", "-O2", "-g", "-fPIC", "-pthread", "-fvisibility=hidden"),
@@ -68,9 +70,10 @@ def compiler() -> list[str]:
 
 
 def source_files() -> list[Path]:
-    """Everything that the library is made from."""
+    """Everything that the libraries are made from."""
     return [
         *sorted(SOURCES.glob("*.[ch]")),
+        *sorted(ENCODER_SOURCES.glob("*.c")),
         *sorted(DECLARATIONS.glob("*.h")),
         profiles.PROFILES,
         Path(__file__).resolve(),
@@ -160,8 +163,35 @@ def ensure_built(release: str, *, sanitize: str | None = None, into: Path | None
     if release not in RELEASES:
         known = ", ".join(RELEASES)
         raise LibraryMissing(f"there is no simulated runtime {release!r}; there are {known}.")
+    return _built(
+        library_name(release, sanitize),
+        into,
+        lambda stamp, work: compile_command(release, sanitize, stamp, work),
+    )
+
+
+def ensure_encoder_built(*, into: Path | None = None) -> Path:
+    """The simulated runtime of image encoders, compiled now if it is missing or stale.
+
+    Raises:
+        LibraryMissing: no compiler, or it failed; the message says which.
+    """
+    return _built(
+        ENCODER_NAME,
+        into,
+        lambda stamp, _: [
+            *compiler(),
+            *FLAGS,
+            f'-DRKSIM_SOURCE_HASH="{stamp}"',
+            f"-I{DECLARATIONS}",
+            *(str(path) for path in sorted(ENCODER_SOURCES.glob("*.c"))),
+        ],
+    )
+
+
+def _built(name: str, into: Path | None, command_of: Callable[[str, Path], list[str]]) -> Path:
+    """The library of that name; ``command_of`` gets a stamp and a folder for what is generated."""
     stamp = source_hash()
-    name = library_name(release, sanitize)
     library = (into or BESIDE) / name
     if is_current(library, stamp):  # also where only somebody else may write
         return library
@@ -172,7 +202,7 @@ def ensure_built(release: str, *, sanitize: str | None = None, into: Path | None
     with tempfile.TemporaryDirectory(prefix=".building-", dir=library.parent) as scratch:
         work = Path(scratch)
         (work / "profiles_generated.h").write_text(profiles_header())
-        command = compile_command(release, sanitize, stamp, work)
+        command = command_of(stamp, work)
         fresh = work / library.name
         done = subprocess.run(
             [*command, *LINK_FLAGS, "-o", str(fresh)],
@@ -182,7 +212,7 @@ def ensure_built(release: str, *, sanitize: str | None = None, into: Path | None
         )
         if done.returncode != 0:
             raise LibraryMissing(
-                f"Compiling the simulated runtime {release} with {command[0]} failed:\n"
+                f"Compiling the simulated runtime {name} with {command[0]} failed:\n"
                 f"{done.stderr.strip()}"
             )
         fresh.replace(library)
@@ -204,6 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
         for release in RELEASES:
             sys.stdout.write(f"{ensure_built(release, into=given.into)}\n")
+        sys.stdout.write(f"{ensure_encoder_built(into=given.into)}\n")
     except (LibraryMissing, OSError) as exc:
         sys.exit(f"rkserve: {exc}")
 

@@ -15,9 +15,11 @@ from rkserve.wire import refusals
 from rkserve.wire.conversation import Message
 from rkserve.wire.dialects.offered import offered
 from rkserve.wire.fields import Fields, Range, as_fields, missing, quoted, wrong_type
+from rkserve.wire.guides import Named, schema_guide
 from rkserve.wire.jsonbody import JsonObject, parse_object
 from rkserve.wire.limits import MAX_STOP_SEQUENCES, MAX_TOOLS
 from rkserve.wire.openai import ChatCall, read_model, read_shared, read_stop
+from rkserve.wire.steps import read_extras
 from rkserve.wire.thinking import EFFORTS, Wish, read_wish
 from rkserve.wire.tooling import NO_TOOLS, Tools
 
@@ -53,8 +55,32 @@ def _conversation(fields: Fields) -> ChatCall:
         messages=messages,
         tools=_tools(fields),
         wish=_wish(fields),
+        steps=read_extras(fields, _format(fields)),
         **shared,
     )
+
+
+def _format(fields: Fields) -> Named | None:
+    """Read what form the answer has to have: in ``output_config``, or under its older name."""
+    config = fields.child("output_config")
+    found = None if config is None else config.child("format")
+    older = fields.child("output_format")
+    if found is not None and older is not None:
+        raise RequestError(
+            "'output_format' is the older name of 'output_config.format': send one of them.",
+            "output_format",
+        )
+    form = found or older
+    if form is None:
+        return None
+    if (kind := form.required_text("type")) != "json_schema":
+        raise UnsupportedParameter(
+            f"Unsupported format: {quoted(kind)}. Only 'json_schema' is known.", form.path("type")
+        )
+    path = form.path("schema")
+    if form.get("schema") is None:
+        raise missing(path)
+    return path, schema_guide(form.get("schema"), path)
 
 
 def _session(fields: Fields) -> str | None:
@@ -62,11 +88,6 @@ def _session(fields: Fields) -> str | None:
     metadata = fields.get("metadata")
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
     return user if isinstance(user, str) and user else None
-
-
-def _no_format(value: Any, _: Fields) -> bool:
-    # The rest of it ("effort") says how long the model may think.
-    return isinstance(value, dict) and value.get("format") is None
 
 
 def _empty(value: Any, _: Fields) -> bool:
@@ -79,8 +100,6 @@ def _never(_value: Any, _: Fields) -> bool:
 
 # As ``refusals``: what would change the answer and cannot be honoured, with what asks for nothing.
 _REFUSED: dict[str, refusals.Harmless] = {
-    "output_config": _no_format,
-    "output_format": _never,
     "mcp_servers": _empty,
     "context_management": _empty,
     "container": _never,

@@ -14,6 +14,7 @@ from rkserve.wire import refusals
 from rkserve.wire.conversation import Message
 from rkserve.wire.dialect import AnyCall
 from rkserve.wire.fields import Fields, as_fields, missing
+from rkserve.wire.guides import JSON_OBJECT, Named, schema_guide
 from rkserve.wire.jsonbody import parse_object
 from rkserve.wire.limits import MAX_STOP_SEQUENCES
 from rkserve.wire.openai import (
@@ -25,6 +26,7 @@ from rkserve.wire.openai import (
     read_shared,
     read_stop,
 )
+from rkserve.wire.steps import Steps, read_draws
 from rkserve.wire.thinking import EFFORTS, Wish, read_wish
 from rkserve.wire.tooling import read_tools
 
@@ -120,11 +122,29 @@ def _shared(fields: Fields) -> dict[str, Any]:
     limit = options.integer("num_predict")
     return {
         **shared,
+        "steps": _steps(fields, options),
         "max_tokens": limit if limit is not None and limit > 0 else None,
         "sampling": read_sampling(options),
         "stop": read_stop(options, "stop", MAX_STOP_SEQUENCES),
         "stream": True if stream is None else stream,
     }
+
+
+def _steps(fields: Fields, options: Fields) -> Steps:
+    """What is asked of the choice of tokens, and of the answer's form."""
+    steps = read_draws(options)
+    # As there a negative seed is none; clients send it as the default.
+    seed = None if steps.seed is not None and steps.seed < 0 else steps.seed
+    return replace(steps, seed=seed, guide=_format(fields))
+
+
+def _format(fields: Fields) -> Named | None:
+    """Read ``format``: a word, or a schema."""
+    value = fields.get("format")
+    if isinstance(value, dict):
+        return "format", schema_guide(value, "format")
+    word = fields.choice("format", "", "json")
+    return ("format", JSON_OBJECT) if word else None
 
 
 def _only(*harmless: Any) -> refusals.Harmless:
@@ -141,7 +161,6 @@ def _empty(value: Any, _: Fields) -> bool:
 
 # As ``refusals``: what would change the answer and cannot be honoured, with what asks for nothing.
 _REFUSED: dict[str, refusals.Harmless] = {
-    "format": _empty,
     "images": _empty,
     "suffix": _empty,
     "template": _empty,
@@ -150,7 +169,6 @@ _REFUSED: dict[str, refusals.Harmless] = {
     "top_logprobs": _only(0),
 }
 _OPTIONS_REFUSED: dict[str, refusals.Harmless] = {
-    "min_p": _only(0),
     "typical_p": _only(1),
     "tfs_z": _only(1),
 }

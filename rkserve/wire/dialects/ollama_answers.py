@@ -105,7 +105,15 @@ class _Lines(Tally, ABC):
         end, counts = self._ends[0], self.usage()
         told = timings_of([end])
         own = {"id": self.id, **self._seal(self.versions), "timings": told, **self._spans(0)}
-        waited = ("queue_ms", "batch_wait_ms", "prefill_ms", "decode_ms", "paused_ms", "lost_ms")
+        waited = (
+            "queue_ms",
+            "batch_wait_ms",
+            "encode_ms",
+            "prefill_ms",
+            "decode_ms",
+            "paused_ms",
+            "lost_ms",
+        )
         return {
             **self._head(),
             **said,

@@ -25,7 +25,8 @@ _NEVER = "9999-12-31T23:59:59Z"
 class FolderFacts:
     """What a model folder tells; 0 and empty where this machine does not have the model's file.
 
-    ``tools`` and ``thinking``: the model can be offered tools, and thinks before it answers.
+    ``tools``, ``thinking`` and ``embedding``: the model can be offered tools, thinks before it
+    answers, makes vectors.
     """
 
     size_bytes: int = 0
@@ -34,6 +35,7 @@ class FolderFacts:
     chat_template: str | None = None
     tools: bool = False
     thinking: bool = False
+    embedding: bool = False
 
 
 def tags(entries: Iterable[JsonObject], facts: Mapping[str, FolderFacts]) -> JsonObject:
@@ -118,7 +120,7 @@ def _details(entry: JsonObject) -> JsonObject:
 
 
 def _capabilities(facts: FolderFacts) -> list[str]:
-    more = {"tools": facts.tools, "thinking": facts.thinking}
+    more = {"tools": facts.tools, "thinking": facts.thinking, "embedding": facts.embedding}
     return ["completion", *(name for name, there in more.items() if there)]
 
 

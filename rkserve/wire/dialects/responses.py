@@ -1,49 +1,63 @@
 """Bodies of OpenAI's Responses API as chat calls; it knows that API's words and no models.
 
-Every response stands for itself: what was said before comes with the request. What items of a
-conversation can be read is in ``_ITEMS``, and what is refused in ``_REFUSED``.
+What was said before comes with the request, or from whoever has kept earlier responses: a call says
+what it needs of them, and ``remembered`` puts it in. What items of a conversation can be read is in
+``_ITEMS``, and what is refused in ``_REFUSED``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rkserve.errors import RequestError, UnsupportedParameter
 from rkserve.wire import refusals
 from rkserve.wire.conversation import Message
-from rkserve.wire.dialects.arguments import as_object
+from rkserve.wire.dialects.arguments import RAW, as_object
 from rkserve.wire.dialects.offered import offered
 from rkserve.wire.fields import Fields, Range, as_fields, missing, quoted, wrong_type
-from rkserve.wire.jsonbody import JsonObject, parse_object
-from rkserve.wire.limits import MAX_TOOLS
+from rkserve.wire.guides import JSON_OBJECT, Named, schema_guide
+from rkserve.wire.jsonbody import JsonObject, JsonText, parse_object
+from rkserve.wire.limits import MAX_REFERENCES, MAX_TOOLS
 from rkserve.wire.openai import ChatCall, read_model, read_shared
+from rkserve.wire.steps import Steps, read_extras, read_top
 from rkserve.wire.thinking import EFFORTS, Wish, read_wish
-from rkserve.wire.tooling import NO_TOOLS, Tools
+from rkserve.wire.tooling import ALLOWED, NO_TOOLS, Tools, allowed
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_LOGPROBS = "message.output_text.logprobs"
+_REFERENCE = "item_reference"
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
 
 @dataclass(frozen=True)
 class ResponseCall(ChatCall):
-    """A call of /v1/responses. ``echo`` is what its answer repeats of it."""
+    """A call of /v1/responses. ``echo`` is what its answer repeats of it.
+
+    ``items`` are those of the input as they came, and ``instructions`` stand before all of them.
+    ``previous`` is the response that it goes on from, and ``references`` are items of earlier ones,
+    with where they stand in the input. ``store`` of None leaves to the server what is kept.
+    """
 
     echo: JsonObject = field(default_factory=dict)
+    items: tuple[JsonObject, ...] = ()
+    instructions: str | None = None
+    previous: str | None = None
+    references: tuple[tuple[int, str], ...] = ()
+    store: bool | None = None
 
 
 def parse_response(body: bytes) -> ResponseCall:
     """Read the body of POST /v1/responses. Raises ``RequestError``."""
     fields = Fields(parse_object(body))
     model = read_model(fields)
-    instructions = fields.text("instructions")
-    messages = _input(fields)
-    if instructions:
-        messages.insert(0, {"role": "system", "content": instructions})
+    instructions, items = fields.text("instructions"), _items(fields)
+    messages = _messages(instructions, (), items)
     refusals.refuse(fields, _REFUSED)
     shared = read_shared(fields)
     tools, limit = _tools(fields), fields.integer("max_output_tokens", Range(1))
+    steps, form = _steps(fields)
     effort = None if (reasoning := fields.child("reasoning")) is None else _effort(reasoning)
     echo = {
         "instructions": instructions,
@@ -55,15 +69,49 @@ def parse_response(body: bytes) -> ResponseCall:
         "tool_choice": _told_choice(tools),
         "tools": [_told(tool) for tool in tools.given],
         "reasoning": {"effort": effort, "summary": None},
+        "text": {"format": form},
+        "top_logprobs": steps.top_logprobs or 0,
+        "previous_response_id": (previous := fields.text("previous_response_id") or None),
+        "store": False,
     }
     return ResponseCall(
         model=model,
         max_tokens=limit,
-        messages=tuple(messages),
+        messages=messages,
         tools=tools,
         wish=_wish(fields, effort),
         echo=echo,
+        items=tuple(items),
+        instructions=instructions,
+        previous=previous,
+        references=_references(items),
+        store=fields.maybe_flag("store"),
+        steps=steps,
         **shared,
+    )
+
+
+def remembered(
+    call: ResponseCall,
+    before: Iterable[JsonObject],
+    referenced: Mapping[str, JsonObject],
+    *,
+    stored: bool,
+) -> ResponseCall:
+    """Return the call with what it needs of earlier responses, and whether its own is kept.
+
+    ``before`` are the items of the conversation so far, and ``referenced`` has each of its
+    ``references``.
+    """
+    items = [*call.items]
+    for at, item_id in call.references:
+        items[at] = referenced[item_id]
+    return replace(
+        call,
+        messages=_messages(call.instructions, before, items),
+        items=tuple(items),
+        references=(),
+        echo={**call.echo, "store": stored},
     )
 
 
@@ -75,24 +123,45 @@ def _off(value: Any, _: Fields) -> bool:
     return value is False
 
 
-def _plain(value: Any, _: Fields) -> bool:
-    form = value.get("format") if isinstance(value, dict) else None
-    # The rest of it ("verbosity") is a hint.
-    return isinstance(value, dict) and (
-        form is None or (isinstance(form, dict) and form.get("type") == "text")
-    )
-
-
 # As ``refusals``: what would change the answer and cannot be honoured, with what asks for nothing.
 _REFUSED: dict[str, refusals.Harmless] = {
-    "previous_response_id": _never,
     "conversation": _never,
     "prompt": _never,
     "background": _off,
-    "text": _plain,
     "truncation": lambda value, _: value == "disabled",
-    "top_logprobs": lambda value, _: value == 0 and not isinstance(value, bool),
 }
+
+
+def _steps(fields: Fields) -> tuple[Steps, JsonObject]:
+    """Read what is asked of the choice of tokens and of the text's form, and how that is told."""
+    text = fields.child("text")  # the rest of it ("verbosity") is a hint
+    form = None if text is None else text.child("format")
+    guide, told = (None, {"type": "text"}) if form is None else _format(form)
+    included = fields.get("include") not in (None, []) and _LOGPROBS in fields.items("include")
+    top = read_top(fields)
+    # OpenAI wants both; the number alone says what is meant, and 0 is its default.
+    wanted = (top or 0) if included or top else None
+    return replace(read_extras(fields, guide), top_logprobs=wanted), told
+
+
+def _format(form: Fields) -> tuple[Named | None, JsonObject]:
+    kind = form.required_text("type")
+    if kind == "text":
+        return None, {"type": kind}
+    if kind == "json_object":
+        return (form.path("type"), JSON_OBJECT), {"type": kind}
+    if kind != "json_schema":
+        raise UnsupportedParameter(
+            f"Unsupported format: {quoted(kind)}. Supported are 'text', 'json_object' and "
+            "'json_schema'.",
+            form.path("type"),
+        )
+    path, schema = form.path("schema"), form.get("schema")
+    if schema is None:
+        raise missing(path)
+    form.maybe_flag("strict")  # always to the letter
+    told = {"type": kind, "name": form.text("name") or "", "schema": schema, "strict": True}
+    return (path, schema_guide(schema, path)), {**told, "description": form.text("description")}
 
 
 def _metadata(fields: Fields) -> JsonObject:
@@ -122,6 +191,12 @@ def _tools(fields: Fields) -> Tools:
     if len(given) > MAX_TOOLS:
         raise RequestError(f"Invalid 'tools': at most {MAX_TOOLS} are read.", "tools")
     tools = tuple(_tool(as_fields(one, f"tools[{at}]")) for at, one in enumerate(given))
+    parallel = fields.maybe_flag("parallel_tool_calls") is not False
+    value = fields.get("tool_choice")
+    if isinstance(value, dict) and value.get("type") == ALLOWED:
+        choice = as_fields(value, "tool_choice")
+        tools, must = allowed(choice, tools, lambda tool: tool)
+        return Tools(tools, must, None, parallel)
     forced, named, offers = _choice(fields)
     if (forced or named) and not tools:
         raise RequestError("'tool_choice' asks for a call, but there are no tools.", "tool_choice")
@@ -129,7 +204,6 @@ def _tools(fields: Fields) -> Tools:
         raise RequestError(
             f"Invalid 'tool_choice.name': there is no tool {quoted(named)}.", "tool_choice.name"
         )
-    parallel = fields.maybe_flag("parallel_tool_calls") is not False
     return Tools(tools, forced, named, parallel) if tools and offers else NO_TOOLS
 
 
@@ -173,23 +247,51 @@ def _told_choice(tools: Tools) -> Any:
 # -- what was said before -------------------------------------------------------------------------
 
 
-def _input(fields: Fields) -> list[Message]:
+def _items(fields: Fields) -> list[JsonObject]:
+    """Return the items of the input as they came; a text is one message."""
     value = fields.get("input")
     if isinstance(value, str):
-        return [{"role": "user", "content": value}]
+        return [{"type": "message", "role": "user", "content": value}]
+    items = fields.items("input")
+    for index, item in enumerate(items):
+        as_fields(item, f"input[{index}]")
+    return items
+
+
+def _messages(
+    instructions: str | None, before: Iterable[JsonObject], items: Iterable[JsonObject]
+) -> tuple[Message, ...]:
+    """Return a conversation for the template. Raises ``RequestError``."""
     turns = _Turns()
-    for index, item in enumerate(fields.items("input")):
-        of = as_fields(item, f"input[{index}]")
-        kind = of.text("type") or "message"
-        read = _ITEMS.get(kind)
-        if read is None:
-            raise UnsupportedParameter(
-                f"Unsupported item: {quoted(kind)}. This server reads "
-                f"{', '.join(repr(one) for one in _ITEMS)}.",
-                of.path("type"),
-            )
-        read(of, turns)
-    return list(turns.messages())
+    if instructions:
+        turns.message("system", instructions)
+    for item in before:
+        _read(as_fields(item, "input"), turns)
+    for index, item in enumerate(items):
+        _read(as_fields(item, f"input[{index}]"), turns)
+    return tuple(turns.messages())
+
+
+def _read(item: Fields, turns: _Turns) -> None:
+    kind = item.text("type") or "message"
+    if (read := _ITEMS.get(kind)) is None:
+        raise UnsupportedParameter(
+            f"Unsupported item: {quoted(kind)}. This server reads "
+            f"{', '.join(repr(one) for one in _ITEMS)}.",
+            item.path("type"),
+        )
+    read(item, turns)
+
+
+def _references(items: Iterable[JsonObject]) -> tuple[tuple[int, str], ...]:
+    found = tuple(
+        (at, item["id"]) for at, item in enumerate(items) if item.get("type") == _REFERENCE
+    )
+    if len(found) > MAX_REFERENCES:
+        raise RequestError(
+            f"Invalid 'input': at most {MAX_REFERENCES} items may be references.", "input"
+        )
+    return found
 
 
 class _Turns:
@@ -235,10 +337,11 @@ def _message(item: Fields, turns: _Turns) -> None:
 
 
 def _call(item: Fields, turns: _Turns) -> None:
-    function = {
-        "name": item.required_text("name"),
-        "arguments": as_object(item.text("arguments") or ""),
-    }
+    text = item.text("arguments") or ""
+    found = as_object(text)
+    # As it came, where it is JSON: what the model wrote itself is found in the KV cache again.
+    arguments = found if RAW in found or not text.strip() else JsonText(found, text)
+    function = {"name": item.required_text("name"), "arguments": arguments}
     call_id = item.required_text("call_id")
     turns.call({"id": call_id, "type": "function", "function": function})
 
@@ -253,11 +356,17 @@ def _reasoning(item: Fields, turns: _Turns) -> None:
             turns.think(as_fields(part, f"{item.path('content')}[{index}]").text("text") or "")
 
 
+def _reference(item: Fields, _turns: _Turns) -> None:
+    # What it stands for is put in its place before anything is rendered.
+    item.required_text("id")
+
+
 _ITEMS: dict[str, Callable[[Fields, _Turns], None]] = {
     "message": _message,
     "function_call": _call,
     "function_call_output": _result,
     "reasoning": _reasoning,
+    _REFERENCE: _reference,
 }
 
 

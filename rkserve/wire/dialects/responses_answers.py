@@ -15,6 +15,7 @@ from rkserve.wire.dialect import AnyCall, Dialect
 from rkserve.wire.dialects.responses import ResponseCall, parse_response
 from rkserve.wire.failures import error_object
 from rkserve.wire.jsonbody import JsonObject
+from rkserve.wire.logprobs import chat_logprobs
 from rkserve.wire.parts import CallBegun, CallMore, Part, Thought, Void, Words
 from rkserve.wire.tally import Stamp, Tally, pause_status, timings_of
 
@@ -44,6 +45,7 @@ class _Item:
     item_id: str
     more: JsonObject = field(default_factory=dict)
     texts: list[str] = field(default_factory=list)
+    logprobs: list[JsonObject] = field(default_factory=list)
     open: bool = True
     void: bool = False
 
@@ -56,7 +58,8 @@ class _Item:
         """Its only part, with a text."""
         if self.kind == _REASONING:
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        told = {"type": "output_text", "text": text, "annotations": []}
+        return {**told, "logprobs": self.logprobs}
 
     def told(self, status: str) -> JsonObject:
         """The item as it is."""
@@ -72,7 +75,8 @@ class ResponseAnswer(Tally):
 
     def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: Stamp) -> None:
         super().__init__(call, answer_id, created, stamp)
-        self._echo = call.echo if isinstance(call, ResponseCall) else {}
+        self.call = call if isinstance(call, ResponseCall) else None
+        self._echo = {} if self.call is None else dict(self.call.echo)
         self._items: list[_Item] = []
         self._calls: dict[int, _Item] = {}
         self._sequence = 0
@@ -91,6 +95,7 @@ class ResponseAnswer(Tally):
         parts = super().end(index, finished)
         for part in parts:
             self._take(part)
+        self._score()
         self._complete()
         return parts
 
@@ -119,6 +124,7 @@ class ResponseAnswer(Tally):
     def finish(self, index: int, finished: Finished) -> bytes:
         """Return the events that end the items."""
         found = [event for part in super().end(index, finished) for event in self._take(part)]
+        self._score()
         return self._events([*found, *self._complete()])
 
     def closing(self) -> bytes:
@@ -129,19 +135,37 @@ class ResponseAnswer(Tally):
 
     def broken(self, exc: BaseException) -> bytes:
         """Return the event that ends a response which has failed."""
+        return self._events([("response.failed", {"response": self.failed(exc)})])
+
+    # -- kept -----------------------------------------------------------------------------------
+
+    @property
+    def to_be_kept(self) -> bool:
+        """Whether the client is told that the response can be read again."""
+        return bool(self._echo.get("store"))
+
+    def not_kept(self) -> None:
+        """It could not be kept after all."""
+        self._echo["store"] = False
+
+    def failed(self, exc: BaseException) -> JsonObject:
+        """Return the response as far as it came before that."""
         told = error_object(exc)[2]["error"]
         error = {"code": "server_error", "message": told["message"], "type": told["code"]}
-        response = {
+        return {
             **self._response("failed"),
             "error": error,
             "output": self._output("incomplete"),
         }
-        return self._events([("response.failed", {"response": response})])
+
+    def left(self) -> JsonObject:
+        """Return the response as far as it came before its client went away."""
+        return {**self._response("cancelled"), "output": self._output("incomplete")}
 
     # -- items ----------------------------------------------------------------------------------
 
     def _meant(self, index: int, delta: Delta) -> list[Part]:
-        if not self._stamp.reading.plain:
+        if self._tokens or not self._stamp.reading.plain:
             return super().add(index, delta)
         found: list[Part] = [Void(delta.retract)] if delta.retract else []
         return [*found, Words(delta.text)] if delta.text else found
@@ -187,7 +211,8 @@ class ResponseAnswer(Tally):
 
     def _grown(self, item: _Item, text: str) -> _Event:
         item.texts.append(text)
-        return f"{_GROWS[item.kind]}.delta", {**_place(item), "delta": text, **_extra(item)}
+        more: JsonObject = {"logprobs": []} if item.kind == _MESSAGE else {}
+        return f"{_GROWS[item.kind]}.delta", {**_place(item), "delta": text, **more}
 
     def _begin(self, kind: str, more: JsonObject | None = None) -> list[_Event]:
         closed, number = self._close(), len(self._items)
@@ -215,6 +240,16 @@ class ResponseAnswer(Tally):
             events.append(("response.content_part.done", part))
         done = {"output_index": item.number, "item": item.told(status)}
         return [*events, ("response.output_item.done", done)]
+
+    def _score(self) -> None:
+        """Put the logprobs of all tokens to the last message: only then they are certain."""
+        lexicon = self._stamp.lexicon
+        if lexicon is None or lexicon.vocabulary is None:
+            return
+        messages = [item for item in self._items if item.kind == _MESSAGE]
+        if messages:
+            told = chat_logprobs(lexicon.vocabulary, self._tokens[0].chosen)
+            messages[-1].logprobs = told["content"]
 
     def _complete(self) -> list[_Event]:
         """End all items; an answer without any has an empty message."""
@@ -266,9 +301,6 @@ class ResponseAnswer(Tally):
             "incomplete_details": None,
             "model": self._model,
             "output": [],
-            "previous_response_id": None,
-            "store": False,
-            "text": {"format": {"type": "text"}},
             "truncation": "disabled",
             "usage": None,
             **self._echo,
@@ -296,7 +328,7 @@ def _place(item: _Item) -> JsonObject:
 
 
 def _extra(item: _Item) -> JsonObject:
-    return {"logprobs": []} if item.kind == _MESSAGE else {}
+    return {"logprobs": item.logprobs} if item.kind == _MESSAGE else {}
 
 
 def _ping(_: AnyCall) -> bytes:

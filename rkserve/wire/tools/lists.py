@@ -70,11 +70,19 @@ class _List(Calls):
 
 
 class Mistral(_List):
-    """``[TOOL_CALLS] [{"name": "f", "arguments": {...}}]``, or ``[TOOL_CALLS]f[ARGS]{...}``."""
+    """``[TOOL_CALLS] [{"name": "f", "arguments": {...}}]``, or ``[TOOL_CALLS]f[ARGS]{...}``, some
+    with ``[CALL_ID]`` and nine letters and digits behind the name.
+
+    The model's id is not used: models repeat them, and an id is to be one call's alone.
+    """
 
     marker = "[TOOL_CALLS]"
     _ARGUMENTS = "[ARGS]"
     _NAME = re.compile(r"[\w.:/-]+")
+    _ID = re.compile(r"[A-Za-z0-9]{9}")
+    _ID_BEGUN = re.compile(r"[A-Za-z0-9]{0,9}")
+    _MARKS = re.compile(r"(?:\[CALL_ID\][A-Za-z0-9_-]{1,64})?(?:\[ARGS\])?")
+    _MARKS_BEGUN = re.compile(r"\[?|\[A(R(GS?)?)?|\[C(A(L(L(_(ID?)?)?)?)?)?|\[CALL_ID\]")
     _alone = False  # the call stands in no list
 
     @classmethod
@@ -100,23 +108,45 @@ class Mistral(_List):
         return self._open(ObjectCall(), len(self._left) - len(text))
 
     def _unlisted(self, text: str) -> bool:
-        """A name, and its arguments behind it."""
+        """A name, perhaps the call's id, and its arguments behind them."""
         found = self._NAME.match(text)
-        name = found[0] if found else ""
-        rest = text[len(name) :]
+        said = found[0] if found else ""
+        rest = text[len(said) :]
         if not rest:
-            return False if any(one.startswith(name) for one in self._names) else self._void()
-        if not self._knows(name):
+            return False if self._may_become_name(said) else self._void()
+        name = self._named(said)
+        if name is None:
             return self._void()
-        used = len(self._left) - len(rest)
-        mark = begins(rest, self._ARGUMENTS)
-        if mark is None:
+        marks = self._MARKS.match(rest)
+        assert marks is not None  # all of it may be missing
+        behind = rest[marks.end() :]
+        if not behind and (not marks[0] or not marks[0].endswith(self._ARGUMENTS)):
             return False
-        used += len(self._ARGUMENTS) if mark else 0
-        if not mark and rest.lstrip()[:1] not in ("", "{"):
-            return self._void()
+        if behind and not marks[0].endswith(self._ARGUMENTS):
+            if self._MARKS_BEGUN.fullmatch(behind):
+                return False
+            if behind.lstrip()[:1] not in ("", "{"):
+                return self._void()
         self._alone = True
-        return self._open(NamedCall(name), used)
+        return self._open(NamedCall(name), len(self._left) - len(behind))
+
+    def _named(self, said: str) -> str | None:
+        """Return the tool that is called; where the runtime hides the mark between them, the id
+        stands right behind its name.
+        """
+        if self._knows(said):
+            return said
+        return next((name for name in self._names if self._is_with_id(said, name)), None)
+
+    def _is_with_id(self, said: str, name: str) -> bool:
+        return said.startswith(name) and self._ID.fullmatch(said[len(name) :]) is not None
+
+    def _may_become_name(self, said: str) -> bool:
+        return any(
+            name.startswith(said)
+            or (said.startswith(name) and self._ID_BEGUN.fullmatch(said[len(name) :]))
+            for name in self._names
+        )
 
     def _after_call(self) -> bool:
         if not self._alone:

@@ -1,0 +1,1 @@
+"""Images of strangers, made into what an encoder takes. The only room that decodes them."""

@@ -1,0 +1,181 @@
+"""Images in calls to a Router on scripted boards: what boards are sent, and what they are not."""
+
+from __future__ import annotations
+
+import base64
+import io
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_boards import FakeBoards, answer, report
+from own_time import run_loop
+from PIL import Image
+from router_house import CHAT, House, send
+
+from rkserve.config import RouterConfig
+from rkserve.deployments.service import ServedModel
+from rkserve.deployments.sight import Sight
+from rkserve.errors import RequestError
+from rkserve.imageconfig import ImagesConfig
+from rkserve.messages import GenerateRequest
+from rkserve.modelfolder import open_model_folder
+from rkserve.visionsettings import VisionSettings
+from rkserve.wire.images import ImagePart
+
+MODEL = "sim-vision"
+FOLDER = Path(__file__).resolve().parents[1] / "models" / MODEL
+SIDE, TOKENS = 392, 196
+
+
+@cache
+def model() -> ServedModel:
+    return ServedModel.open(open_model_folder(FOLDER))
+
+
+def seeing(**images: Any) -> House:
+    boards = FakeBoards([report("a", model=MODEL)], {"replica of a": [answer("a", "hello")]})
+    return House(boards, RouterConfig(images=ImagesConfig(**images)), model())
+
+
+def file_of(colour: Any, size: tuple[int, int] = (20, 20), form: str = "PNG") -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", size, colour).save(out, form)
+    return out.getvalue()
+
+
+def uri(data: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def image(data: bytes) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": uri(data)}}
+
+
+def body(*parts: Any, **extra: Any) -> dict[str, Any]:
+    words = {"type": "text", "text": "What is this?"}
+    return {"model": MODEL, "messages": [{"role": "user", "content": [*parts, words]}], **extra}
+
+
+def opened(of: House) -> GenerateRequest:
+    ((_, request),) = of.boards.opened
+    return request
+
+
+def test_a_board_is_sent_pixels_and_a_prompt_with_their_places() -> None:
+    house = seeing()
+    told = send(house, "POST", CHAT, json=body(image(file_of("red")), image(file_of("blue"))))
+    assert told.status_code == 200
+    request = opened(house)
+    assert request.prompt_ids == ()
+    assert request.prompt_text is not None
+    assert "user\n<image><image>What is this?<|im_end|>" in request.prompt_text
+    red, blue = request.images
+    assert (red.width, red.height, len(red.pixels)) == (SIDE, SIDE, SIDE * SIDE * 3)
+    assert (red.pixels[:3], blue.pixels[:3]) == (b"\xff\0\0", b"\0\0\xff")
+    assert request.counted > 2 * TOKENS
+    assert request.max_tokens == 4096 - request.counted
+    house.expect_nothing_left()
+
+
+def test_a_request_without_images_is_one_in_ids() -> None:
+    house = seeing()
+    assert send(house, "POST", CHAT, json=body()).status_code == 200
+    assert opened(house).prompt_ids
+    assert opened(house).images == ()
+
+
+@pytest.mark.parametrize(
+    ("parts", "limits", "words", "at"),
+    [
+        pytest.param([image(b"no image")], {}, "damaged", 0, id="no image"),
+        pytest.param([image(file_of("red")[:60])], {}, "damaged", 0, id="a broken one"),
+        pytest.param(
+            [image(file_of("red")), image(file_of("red", (11, 10)))],
+            {"max_pixels": 100 * 4},
+            None,
+            None,
+            id="within the limits",
+        ),
+        pytest.param(
+            [image(file_of("red", (21, 20)))], {"max_pixels": 400}, "21 x 20", 0, id="too large"
+        ),
+        pytest.param([image(file_of("red"))], {"max_bytes": 20}, "bytes", 0, id="too long a file"),
+        pytest.param([image(file_of("red"))] * 3, {"max_count": 2}, "2 images", 2, id="too many"),
+        pytest.param(
+            [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}],
+            {},
+            "fetches none",
+            0,
+            id="a URL where none are fetched",
+        ),
+        pytest.param(
+            [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}],
+            {"fetch": True},
+            "network",
+            0,
+            id="a URL of our own networks",
+        ),
+    ],
+)
+def test_what_is_wrong_with_an_image_is_said_before_a_board_is_asked(
+    parts: list[Any], limits: dict[str, Any], words: str | None, at: int | None
+) -> None:
+    house = seeing(**limits)
+    told = send(house, "POST", CHAT, json=body(*parts))
+    if words is None:
+        assert told.status_code == 200
+        return
+    error = told.json()["error"]
+    assert (told.status_code, error["type"]) == (400, "invalid_request_error")
+    assert words in error["message"]
+    assert error["param"] == f"messages[0].content[{at}].image_url.url"
+    assert house.boards.opened == []
+    house.expect_nothing_left()
+
+
+def test_a_request_brings_no_more_pixels_than_one_frame_can_hold() -> None:
+    large = VisionSettings(size=2048, tokens=1, tags=("", "", ""))
+    images = tuple(ImagePart(f"m[{at}]", data=file_of("red")) for at in range(3))
+
+    async def main() -> None:
+        sight = Sight(ImagesConfig())
+        assert len(await sight.pictures(images[:2], large)) == 2
+        with pytest.raises(RequestError, match="2 images") as caught:
+            await sight.pictures(images, large)
+        assert caught.value.param == "m[2]"
+
+    run_loop(main())
+
+
+def test_a_context_full_of_images_is_an_overflow() -> None:
+    house = seeing(max_count=64)
+    told = send(house, "POST", CHAT, json=body(*[image(file_of("red"))] * 21))
+    assert told.status_code == 400
+    assert told.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_images_of_earlier_turns_are_seen_again() -> None:
+    house = seeing()
+    messages = [
+        {"role": "user", "content": [image(file_of("red"))]},
+        {"role": "assistant", "content": "Red."},
+        {"role": "user", "content": "And now?"},
+    ]
+    assert send(house, "POST", CHAT, json={"model": MODEL, "messages": messages}).status_code == 200
+    assert len(opened(house).images) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        pytest.param("/tokenize", {"model": MODEL}, id="counting tokens"),
+        pytest.param(f"/v1/cache/{MODEL}", {"cache_name": "x"}, id="building a prompt cache"),
+    ],
+)
+def test_other_calls_read_no_images(path: str, named: dict[str, Any]) -> None:
+    asked = {"messages": body(image(file_of("red")))["messages"], **named}
+    told = send(seeing(), "POST", path, json=asked)
+    assert told.status_code == 400
+    assert told.json()["error"]["param"] == "messages[0].content[0].image_url.url"
