@@ -53,8 +53,11 @@ unit-2: $(READY) sim
 unit-3: $(READY) sim
 	$(BIN)/python -m pytest -m "not ray" $(filter-out $(UNIT_1) $(UNIT_2),$(UNIT))
 
+# To collect the tests of all files takes longer than some of them.
+RAY := $(shell grep -l 'mark\.ray' tests/test_*.py)
+
 cluster: $(READY) sim
-	$(BIN)/python -m pytest -m ray
+	$(BIN)/python -m pytest -m ray $(RAY)
 
 # What it needs is pinned here: nobody else needs it, and CI has no browser.
 PAGE_TOOLS := playwright==1.65.2 axe-playwright-python==0.1.8
