@@ -27,9 +27,9 @@ _APPENDS, _LIVE = 1, 2
 
 
 @lru_cache(maxsize=4096)
-def seed_of(adapter: str | None, salt: str = "") -> int:
-    """Return where chains begin under that adapter; other keys never share a link."""
-    content = f"{adapter or ''}\0{salt}".encode()
+def seed_of(origin: str | None) -> int:
+    """Return where chains begin that were computed under it; other origins never share a link."""
+    content = (origin or "").encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big")
 
 

@@ -235,7 +235,8 @@ class GenerateRequest:
     A prompt with ``images`` is one in text mode too, also of a model with a tokenizer: its text has
     one ``<image>`` for each of them, in their order. ``counted`` tokens are what it should have.
 
-    ``once``: nobody will go on from the answer, so that its KV cache is not worth a file.
+    ``once``: nobody will go on from the answer, so that its KV cache is not worth a file. It shares
+    none with requests of another ``salt``; see ``origins``.
 
     ``thinking`` is there where the model may think before it answers. ``continued`` is what was
     generated of it elsewhere. All limits and counts are those of the whole answer.
@@ -266,6 +267,7 @@ class GenerateRequest:
     images: tuple[Picture, ...] = ()
     counted: int = 0
     once: bool = False
+    salt: str = ""
 
 
 class Pooling(str, Enum):

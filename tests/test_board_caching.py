@@ -30,12 +30,14 @@ from rkserve.errors import (
 )
 from rkserve.messages import BoardState, ControlAction, Finished, FinishReason, Kv, KvReport
 from rkserve.native.runtime import Perf, RunEnd
+from rkserve.origins import salted
 
 LENGTH = 6
 TALK = Script([], model=talker(LENGTH))
 A, B, C, D = (tuple(range(first, first + 20)) for first in (100, 200, 300, 400))
 CACHES = {"prompt_cache_save_with_history": True}
 STOP = FinishReason.STOP
+SALT = salted("tenant")
 
 
 class CacheBench(Bench):
@@ -99,10 +101,10 @@ class SlowDisk(CacheStore):
         self.done = threading.Event()
 
     def commit(
-        self, path: Path, ids: Sequence[int], name: str | None = None, adapter: str | None = None
+        self, path: Path, ids: Sequence[int], name: str | None = None, origin: str | None = None
     ) -> Entry:
         assert self.done.wait(20)
-        return super().commit(path, ids, name, adapter)
+        return super().commit(path, ids, name, origin)
 
 
 # -- parking ----------------------------------------------------------------------------------
@@ -185,6 +187,36 @@ def test_what_is_asked_once_may_begin_from_a_file_and_leaves_that_alone(tmp_path
         finished = await bench.ask((*A, 7, 8), once=True)
         assert finished.usage.cached_tokens >= len(A)
         assert sorted(entry.tokens for entry in bench.board.caches()) == [len(A) + LENGTH] * 2
+
+    cache_test(body, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        pytest.param("", SALT, id="without one"),
+        pytest.param(SALT, "", id="with one, for those without"),
+        pytest.param(SALT, salted("another"), id="with another"),
+    ],
+)
+def test_nothing_live_or_parked_serves_another_salt(tmp_path: Path, ours: str, theirs: str) -> None:
+    async def body(bench: CacheBench) -> None:
+        await bench.ask(A, salt=ours)
+        assert (await bench.ask(follow_up(A), salt=theirs)).usage.cached_tokens == 0  # live
+        await bench.ask(B)
+        assert (await bench.ask((*A, 9), salt=theirs)).usage.cached_tokens == len(A)  # its own
+        await bench.ask(C)
+        assert (await bench.ask(follow_up(A), salt=ours)).usage.cached_tokens == len(A) + LENGTH
+        assert {entry.adapter for entry in bench.board.caches()} == {None}
+
+    cache_test(body, tmp_path)
+
+
+def test_a_cache_that_somebody_names_serves_every_salt(tmp_path: Path) -> None:
+    async def body(bench: CacheBench) -> None:
+        await bench.board.build_cache("mine", A, None)
+        finished = await bench.ask((*A, 9), salt=SALT, use_cache="mine")
+        assert finished.usage.cached_tokens == len(A)
 
     cache_test(body, tmp_path)
 

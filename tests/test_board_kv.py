@@ -96,7 +96,7 @@ def after_a_run_with(adapter: str | None) -> LiveContext:
 @pytest.mark.parametrize("adapter", [None, "legal@2-abc-1"], ids=["the base model", "an adapter"])
 def test_a_context_is_extended_under_the_adapter_that_computed_it(adapter: str | None) -> None:
     context = after_a_run_with(adapter)
-    assert context.adapter == adapter
+    assert context.origin == adapter
     assert context.plan(TURN_2, adapter) == Plan(clear=False, send=(4, 5), reused=6)
 
 
@@ -117,7 +117,7 @@ def test_another_adapter_clears_a_context_of_the_same_ids(
 def test_an_empty_context_belongs_to_no_adapter() -> None:
     context = after_a_run_with("legal@2-abc-1")
     context.reset()
-    assert context.adapter is None
+    assert context.origin is None
     assert context.plan(TURN_1) == Plan(clear=False, send=TURN_1, reused=0)
 
 

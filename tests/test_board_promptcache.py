@@ -547,13 +547,14 @@ def test_a_manifest_that_can_still_be_read_is_a_miss_if_it_was_damaged(
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"version": 2}, id="a later version"),
+        pytest.param({"version": 3}, id="a later version"),
+        pytest.param({"version": 1}, id="one that knew no salt"),
         pytest.param({"version": None}, id="no version"),
         pytest.param({"seal": "0" * 64}, id="a foreign seal"),
         pytest.param({"id": "0" * 16}, id="another id"),
         pytest.param({"name": 7}, id="a name that is none"),
         pytest.param({"name": "../../etc"}, id="a name that climbs"),
-        pytest.param({"adapter": []}, id="an adapter that is none"),
+        pytest.param({"origin": []}, id="an origin that is none"),
         pytest.param({"ids": None}, id="no ids"),
         pytest.param({"ids": "1234"}, id="ids in letters"),
         pytest.param({"ids": [1, 2, "3"]}, id="an id in letters"),
@@ -850,9 +851,9 @@ def test_what_is_found_begins_as_the_prompt_does_and_the_budget_holds(
     for adapter in (None, "a"):
         hit = store.find(prompt, adapter)
         if hit is None:
-            begins = {entry.ids[0] for entry in before if entry.adapter == adapter}
+            begins = {entry.ids[0] for entry in before if entry.origin == adapter}
             assert prompt[0] not in begins or len(prompt) == 1
         else:
             assert hit.entry.ids[: hit.tokens] == prompt[: hit.tokens]
-            assert hit.entry.adapter == adapter
+            assert hit.entry.origin == adapter
             assert 0 < hit.tokens < len(prompt)

@@ -20,6 +20,7 @@ from rkserve.chains import (
     seed_of,
     unpack,
 )
+from rkserve.origins import origin_of, salted
 
 SEED = seed_of(None)
 IDS = st.lists(st.integers(0, 200_000), max_size=5 * BLOCK).map(tuple)
@@ -53,7 +54,7 @@ def test_a_chain_that_is_extended_is_the_chain_of_all_ids(
     "other",
     [
         pytest.param(seed_of("kind@v1-0123456789ab-1"), id="an adapter"),
-        pytest.param(seed_of(None, "tenant"), id="a salt"),
+        pytest.param(seed_of(origin_of(None, salted("tenant"))), id="a salt"),
         pytest.param(seed_of("kind@v1-0123456789ab-0.5"), id="another scale of it"),
     ],
 )

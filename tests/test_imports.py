@@ -15,6 +15,7 @@ GROUND = frozenset(
     {
         "errors",
         "chains",
+        "origins",
         "messages",
         "modelfolder",
         "adapterfolder",

@@ -29,6 +29,7 @@ from rkserve.desired import (
     Weights,
 )
 from rkserve.messages import AdapterRef, Finished, GenerateRequest
+from rkserve.origins import origin_of, salted
 from rkserve.routing.breaker import Breaker
 from rkserve.routing.policies import Prefix
 
@@ -231,3 +232,7 @@ def test_a_line_is_asked_for_under_the_version_that_is_served() -> None:
     assert after is not None
     assert (before.seed, after.seed) == (seed_of(None), seed_of(ref.key))
     assert house.fleet.listing.ask(request, hashed=False).chain is None
+    own = replace(request, salt=salted("tenant"))
+    salty = house.fleet.listing.ask(own, hashed=True).chain
+    assert salty is not None
+    assert salty.seed == seed_of(origin_of(ref.key, salted("tenant")))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from wire_json import JSON, MESSAGE
 
 from rkserve.errors import RequestError, RkserveError, UnsupportedParameter
+from rkserve.origins import salted
 from rkserve.wire.jsonbody import parse_object
 from rkserve.wire.limits import MAX_CHOICES, MAX_PAUSE_ON, MAX_STOP_CHARS
 from rkserve.wire.openai import (
@@ -121,6 +122,7 @@ def test_a_minimal_completion_has_openais_defaults() -> None:
             {"pause_on": ["a"], "native_pause": False}, "native_pause", False, id="unless asked not"
         ),
         pytest.param({"native_pause": True}, "native_pause", True, id="native_pause"),
+        pytest.param({"cache_salt": "tenant"}, "salt", salted("tenant"), id="cache_salt"),
         pytest.param({"use_cache": "doc-1.v2_x"}, "use_cache", "doc-1.v2_x", id="use_cache"),
         pytest.param(
             {"mirostat": 2, "mirostat_tau": 5, "mirostat_eta": 0.1},
@@ -205,7 +207,8 @@ def test_null_counts_as_absent(read: Any) -> None:
     names = {*CHAT, *COMPLETION, "max_tokens", "max_completion_tokens", "stop", "n", "stream"}
     names |= {"stream_options", "temperature", "top_p", "top_k", "seed", "strict_sampling"}
     names |= {"logprobs", "top_logprobs", "logit_bias", "min_p", "echo", "best_of"}
-    names |= {"pause_on", "native_pause", "use_cache", "mirostat", "mirostat_tau", "mirostat_eta"}
+    names |= {"pause_on", "native_pause", "use_cache", "cache_salt"}
+    names |= {"mirostat", "mirostat_tau", "mirostat_eta"}
     names |= {"frequency_penalty", "presence_penalty", "repeat_penalty", "repetition_penalty"}
     assert read(**dict.fromkeys(names)) == read()
 
@@ -282,6 +285,9 @@ WRONG = [
     ({"pause_on": ["x" * (MAX_STOP_CHARS + 1)]}, "pause_on[0]"),
     ({"pause_on": [1, True]}, "pause_on[1]"),
     ({"pause_on": [1.0]}, "pause_on[0]"),
+    ({"cache_salt": 5}, "cache_salt"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"cache_salt": "x" * 513}, "cache_salt"),
     ({"use_cache": 5}, "use_cache"),
     ({"use_cache": ""}, "use_cache"),
     ({"use_cache": "../x"}, "use_cache"),
@@ -382,7 +388,8 @@ def test_every_refused_parameter_is_documented(name: str) -> None:
 VALUES: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(
     [*CHAT, *COMPLETION, "stop", "n", "stream", "stream_options", "max_tokens", "temperature"], JSON
 ) | dict.fromkeys(["top_p", "top_k", "seed", "repeat_penalty", "repetition_penalty"], JSON)
-VALUES |= dict.fromkeys(["pause_on", "native_pause", "use_cache", "mirostat", "mirostat_tau"], JSON)
+VALUES |= dict.fromkeys(["pause_on", "native_pause", "use_cache", "cache_salt"], JSON)
+VALUES |= dict.fromkeys(["mirostat", "mirostat_tau"], JSON)
 BODY = st.fixed_dictionaries(
     {
         "model": st.just("m") | JSON,

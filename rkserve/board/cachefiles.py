@@ -29,7 +29,7 @@ from rkserve.names import NAME
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2  # of the manifest: 1 knew no salt
 MANIFEST_MAX_BYTES = 1 << 20  # the ids of the largest context take a seventh of it
 LOCK_FILE = "lock"
 # Whatever else is in the folder is somebody else's, and left alone.
@@ -43,7 +43,7 @@ class UnfitFile(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """All that a KV cache is only valid with, but for the adapter: digests, or names with versions.
+    """All that a KV cache is only valid with, but for its origin: digests, or names with versions.
 
     ``load`` is what of the model's load shapes the cache: its context length, its batch.
     """
@@ -64,14 +64,14 @@ class Seal:
 class Entry:
     """One prompt cache file. ``name`` is None for a parked conversation.
 
-    It holds the positions of ``ids``, computed under the adapter of that key; None is the base
-    model. Times are of the day, in seconds.
+    It holds the positions of ``ids``, computed under that origin; None is the base model. Times are
+    of the day, in seconds.
     """
 
     id: str
     path: Path
     name: str | None
-    adapter: str | None
+    origin: str | None
     ids: Ids
     file_bytes: int
     sha256: str
@@ -329,7 +329,7 @@ def _unchanged(path: Path, before: Stamp) -> Stamp:
 
 KINDS: dict[str, tuple[type, ...]] = {
     "name": (str, type(None)),
-    "adapter": (str, type(None)),
+    "origin": (str, type(None)),
     "ids": (list,),
     "file_bytes": (int,),
     "sha256": (str,),
@@ -343,7 +343,7 @@ def _dump(entry: Entry, seal: str) -> bytes:
         "seal": seal,
         "id": entry.id,
         "name": entry.name,
-        "adapter": entry.adapter,
+        "origin": entry.origin,
         "ids": entry.ids,
         "file_bytes": entry.file_bytes,
         "sha256": entry.sha256,
@@ -384,7 +384,7 @@ def _entry(body: dict[str, Any], path: Path, used_s: float) -> Entry:
         id=path.stem,
         path=path,
         name=body["name"],
-        adapter=body["adapter"],
+        origin=body["origin"],
         ids=tuple(body["ids"]),
         file_bytes=body["file_bytes"],
         sha256=body["sha256"],

@@ -27,6 +27,7 @@ from rkserve.errors import (
     RunFailed,
 )
 from rkserve.messages import CacheEntry, GenerateRequest
+from rkserve.origins import adapter_of
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class Writing:
     """A file that the runtime has written, while it is hashed and published."""
 
     ids: Ids
-    adapter: str | None
+    origin: str | None
     task: asyncio.Task[None]
 
 
@@ -149,7 +150,7 @@ class Caching:
             name=entry.name,
             tokens=entry.tokens,
             file_bytes=entry.file_bytes,
-            adapter=entry.adapter,
+            adapter=adapter_of(entry.origin),
             age_s=max(0.0, now_s - entry.created_s),
             idle_s=max(0.0, now_s - entry.used_s),
         )
@@ -188,7 +189,7 @@ class Caching:
         return max(least, int(paid) + 1)
 
     async def choose(
-        self, live: LiveEngine, wanted: Ids, adapter: str | None, name: str | None, reused: int
+        self, live: LiveEngine, wanted: Ids, origin: str | None, name: str | None, reused: int
     ) -> Hit | None:
         """Return the entry to begin from, where that saves enough over ``reused`` live positions.
 
@@ -199,9 +200,9 @@ class Caching:
         store = self.store
         if store is None:
             return None
-        await self._await_own(wanted, adapter)
+        await self._await_own(wanted, origin)
         while True:
-            hit = store.find(wanted, adapter, name=name)
+            hit = store.find(wanted, origin, name=name)
             if hit is None or not self._pays(live, hit, name, reused):
                 store.pin(None)  # the runtime lets go of the last one before its next run
                 return None
@@ -245,22 +246,22 @@ class Caching:
             return None
         return await self._reserve(hit.tokens)
 
-    def keep(self, path: Path, ids: Ids, adapter: str | None) -> None:
+    def keep(self, path: Path, ids: Ids, origin: str | None) -> None:
         """Keep what a run wrote, as a parked conversation.
 
         Hashing and syncing a hundred megabytes takes a slow disk seconds: the board serves others
         meanwhile, and only the same conversation waits for it.
         """
-        task = asyncio.create_task(self._commit(path, ids, adapter), name="publish a prompt cache")
-        writing = Writing(ids, adapter, task)
+        task = asyncio.create_task(self._commit(path, ids, origin), name="publish a prompt cache")
+        writing = Writing(ids, origin, task)
         self._writing.add(writing)
         task.add_done_callback(lambda _: self._writing.discard(writing))
 
-    def restorable(self, ids: Ids, adapter: str | None) -> int:
-        """How many of ``ids`` a later run of theirs under ``adapter`` would begin from on disk."""
+    def restorable(self, ids: Ids, origin: str | None) -> int:
+        """How many of ``ids`` a later run of theirs under ``origin`` would begin from on disk."""
         if self.store is None or not self._parks:
             return 0
-        files = [entry.ids for entry in self.store.entries() if entry.adapter == adapter]
+        files = [entry.ids for entry in self.store.entries() if entry.origin == origin]
         most = max((common_prefix(kept, ids) for kept in files), default=0)
         return most if most >= self._rules.park_min_tokens else 0
 
@@ -278,20 +279,20 @@ class Caching:
         """Wait until everything that was written is published."""
         await asyncio.gather(*(writing.task for writing in self._writing))
 
-    async def _commit(self, path: Path, ids: Ids, adapter: str | None) -> None:
+    async def _commit(self, path: Path, ids: Ids, origin: str | None) -> None:
         store = self.require()
         try:
-            await asyncio.to_thread(store.commit, path, ids, None, adapter)
+            await asyncio.to_thread(store.commit, path, ids, None, origin)
             self._figures.parked += 1
         except (RequestError, OSError) as exc:
             log.warning("board %s: a conversation was not parked: %s", self._rules.board_id, exc)
 
-    async def _await_own(self, wanted: Ids, adapter: str | None) -> None:
+    async def _await_own(self, wanted: Ids, origin: str | None) -> None:
         """Wait for the files that the conversation ``wanted`` may begin from."""
         own = {
             writing.task
             for writing in self._writing
-            if writing.adapter == adapter
+            if writing.origin == origin
             and common_prefix(writing.ids, wanted) >= self._rules.park_min_tokens
         }
         if own:
@@ -312,8 +313,8 @@ class Caching:
         Raises:
             EngineHung, EngineDied: as any run; parking is off then until the board restarts.
         """
-        ids, adapter = live.context.ids, live.context.adapter
-        if ids is None or not self._may_park(live, ids, adapter):
+        ids, origin = live.context.ids, live.context.origin
+        if ids is None or not self._may_park(live, ids, origin):
             return
         # What no later restore could pay for is not worth its writing.
         if not (renewing or self.usable(live) or self.worth_renewing(live, len(ids))):
@@ -325,7 +326,7 @@ class Caching:
             entries=(EntryCommand(ids[-1:]),),
             base=(*ids, ids[-1]),
             history=True,
-            adapter=adapter,
+            origin=origin,
             limit=1,
             save=path,
         )
@@ -339,12 +340,12 @@ class Caching:
             raise
         live.context.forget()
         if ended.in_order:
-            self.keep(path, ids, adapter)
+            self.keep(path, ids, origin)
         else:
             log.warning("board %s: parking failed: %s", self._rules.board_id, ended.error)
             await self.abandon(path)
 
-    def _may_park(self, live: LiveEngine, ids: Ids, adapter: str | None) -> bool:
+    def _may_park(self, live: LiveEngine, ids: Ids, origin: str | None) -> bool:
         rules, store = self._rules, self.store
         return (
             self._parks
@@ -354,8 +355,8 @@ class Caching:
             and live.facts.per_run_sampling  # else nothing ends that run after its one token
             and live.quirk("prompt_cache_save_with_history")
             and rules.park_min_tokens <= len(ids) <= rules.context_len - 2
-            and not store.holds(ids, adapter)
-            and not any(w.ids[: len(ids)] == ids and w.adapter == adapter for w in self._writing)
+            and not store.holds(ids, origin)
+            and not any(w.ids[: len(ids)] == ids and w.origin == origin for w in self._writing)
         )
 
     async def build(
@@ -363,7 +364,7 @@ class Caching:
         live: LiveEngine,
         name: str,
         ids: Ids,
-        adapter: str | None,
+        origin: str | None,
         *,
         wanted: Callable[[], bool],
     ) -> CacheEntry:
@@ -378,7 +379,7 @@ class Caching:
         expected = len(ids) * (rules.position_bytes or 0)
         path = await asyncio.to_thread(store.reserve, expected, name)
         begin = Beginning(
-            entries=(EntryCommand(ids),), base=ids, clear=True, adapter=adapter, limit=1, save=path
+            entries=(EntryCommand(ids),), base=ids, clear=True, origin=origin, limit=1, save=path
         )
 
         def end_at_first(run: Run, *_: object) -> None:
@@ -397,7 +398,7 @@ class Caching:
         if not wanted():
             await self.abandon(path)
             raise CacheUnsupported("Whoever asked for this prompt cache has withdrawn the call.")
-        entry = await asyncio.to_thread(store.commit, path, ids, name, adapter)
+        entry = await asyncio.to_thread(store.commit, path, ids, name, origin)
         return self._told(entry, entry.created_s)
 
     async def _reserve(self, tokens: int) -> Path | None:

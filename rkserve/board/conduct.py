@@ -189,7 +189,7 @@ class Conductor:
             if self._closed(job):  # the client left, or aborted it, while that was prepared
                 await abandon(self._stage, begin)
                 break
-            if job.frozen or begin.adapter != job.adapter:  # or the cluster has changed
+            if job.frozen or begin.origin != job.origin:  # or the cluster has changed
                 await abandon(self._stage, begin)
                 if job.frozen:
                     await self._stand_by(job)
@@ -348,7 +348,7 @@ class Conductor:
         here = [job for job in jobs if job.seated]
         staying = [job for job in here if not job.frozen]
         # The cluster may have stopped some, or given them another version than the first has.
-        staying = [job for job in staying if job.adapter == staying[0].adapter]
+        staying = [job for job in staying if job.origin == staying[0].origin]
         for job in here:
             if job not in staying:
                 job.seated = False
@@ -420,7 +420,7 @@ class Conductor:
             run.pausable
             and job.request.native_pause
             and not job.yields
-            and run.beginning.adapter == job.adapter  # else it is switched, and recomputed
+            and run.beginning.origin == job.origin  # else it is switched, and recomputed
             and (job.generation.want is Want.REWIND or self.pauses.holdable(job))
         )
 
@@ -500,7 +500,7 @@ class Conductor:
 
 def _is_for(planned: tuple[LiveEngine, Beginning] | None, jobs: Sequence[Job]) -> bool:
     """Whether the run was planned for the version that the jobs are bound to now."""
-    return planned is not None and planned[1].adapter == jobs[0].adapter
+    return planned is not None and planned[1].origin == jobs[0].origin
 
 
 def _reason(ended: RunEnded) -> str:

@@ -206,7 +206,7 @@ class Embedding:
             entries=(entry,),
             base=entry.ids,
             clear=live.context.ids != (),
-            adapter=adapter,
+            origin=adapter,
             pooling=order.request.pooling,
         )
         started_s = clock.now_s()

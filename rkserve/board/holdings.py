@@ -39,12 +39,12 @@ class HoldingsReport:
         )
 
     def _live_held(self, live: LiveEngine) -> LiveHeld | None:
-        ids, adapter = live.context.ids, live.context.adapter
+        ids, origin = live.context.ids, live.context.origin
         if not ids or not live.context.append or not live.alive:
             return None
         known = self._live
-        if known is None or known[0] is not ids or known[1] != adapter:
-            known = (ids, adapter, LiveHeld.of(Chain(ids, seed_of(adapter))))
+        if known is None or known[0] is not ids or known[1] != origin:
+            known = (ids, origin, LiveHeld.of(Chain(ids, seed_of(origin))))
             self._live = known
         return known[2]
 
@@ -56,7 +56,7 @@ class HoldingsReport:
         for entry in entries:
             known = self._files.get(entry.id)
             if known is None:
-                chain = Chain(tuple(entry.ids), seed_of(entry.adapter))
+                chain = Chain(tuple(entry.ids), seed_of(entry.origin))
                 known = FileHeld(len(chain), chain.marks)
             files[entry.id] = known
         self._files = files

@@ -25,6 +25,7 @@ from rkserve.messages import (
     GenerationState,
     Paused,
 )
+from rkserve.origins import origin_of
 
 _S, _E = GenerationState, GenerationEvent
 GOES_ON = Delta("", ())  # the end of a pause
@@ -34,7 +35,7 @@ class Job:
     """A request between admission and its last event, over all of its runs and pauses.
 
     ``ticket`` is the board's number for it: unlike a request id it never comes twice. ``mates``
-    says with whom, of those with its adapter, it may share a run.
+    says with whom, of those of its origin, it may share a run.
     """
 
     def __init__(
@@ -91,9 +92,14 @@ class Job:
         return self.ref.key if self.ref is not None else None
 
     @property
+    def origin(self) -> str | None:
+        """What the positions of its context are only of use under; see ``origins``."""
+        return origin_of(self.adapter, self.request.salt)
+
+    @property
     def key(self) -> Hashable:
         """Those that have the same one may share a run."""
-        return (self.adapter, self._mates)
+        return (self.origin, self._mates)
 
     def bind(self, ref: AdapterRef | None, line_epoch: int) -> None:
         """Let its next run be with this version."""

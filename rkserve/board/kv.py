@@ -2,7 +2,7 @@
 
 Between runs the KV cache of RKLLM can be appended to or cleared, not cut back: a request reuses all
 of the live context or nothing. Of a paused run ranges can be cut out. Positions are worth something
-only under the adapter that computed them.
+only under the origin that they were computed with.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LiveContext:
         """``append`` says whether the release may be sent only the new ids of a conversation."""
         self.append = append
         self._ids: Ids | None = ()
-        self._adapter: str | None = None  # the key of the one that computed them
+        self._origin: str | None = None  # what they were computed under
         self._once = False
 
     @property
@@ -52,9 +52,9 @@ class LiveContext:
         return self._ids
 
     @property
-    def adapter(self) -> str | None:
-        """The key of the adapter under which ``ids`` were computed; None is the base model."""
-        return self._adapter
+    def origin(self) -> str | None:
+        """The origin that ``ids`` were computed under; None is the base model."""
+        return self._origin
 
     @property
     def once(self) -> bool:
@@ -66,18 +66,18 @@ class LiveContext:
         """Positions known to be held."""
         return len(self._ids or ())
 
-    def plan(self, prompt: Ids, adapter: str | None = None) -> Plan:
+    def plan(self, prompt: Ids, origin: str | None = None) -> Plan:
         """Return how a run over ``prompt`` begins.
 
         At least one id is always sent: the runtime computes the first new token from it.
         """
         held = self._ids
-        if self.append and held and self._adapter == adapter and _is_begun_by(prompt, held):
+        if self.append and held and self._origin == origin and _is_begun_by(prompt, held):
             return Plan(clear=False, send=prompt[len(held) :], reused=len(held))
         return Plan(clear=held != (), send=prompt, reused=0)
 
     def settle(
-        self, transcript: Ids, positions: int, adapter: str | None = None, *, once: bool = False
+        self, transcript: Ids, positions: int, origin: str | None = None, *, once: bool = False
     ) -> bool:
         """Record what a run that ended in order left: ``transcript``, perhaps without its end.
 
@@ -87,7 +87,7 @@ class LiveContext:
         append what it was sent, or moved its window. The context is forgotten then.
         """
         self._ids = held(transcript, positions)
-        self._adapter = adapter if self._ids else None
+        self._origin = origin if self._ids else None
         self._once = once
         return self._ids is not None
 
@@ -107,12 +107,12 @@ class LiveContext:
     def forget(self) -> None:
         """The content is unknown (abort, failure): the next run clears first."""
         self._ids = None
-        self._adapter = None
+        self._origin = None
 
     def reset(self) -> None:
         """A new handle: nothing is held."""
         self._ids = ()
-        self._adapter = None
+        self._origin = None
 
 
 def held(transcript: Ids, positions: int) -> Ids | None:

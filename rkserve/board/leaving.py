@@ -27,7 +27,7 @@ async def keep(stage: Stage, begin: Beginning, run: Run, ended: RunEnded) -> Non
     left = ended.kv_positions[0] if ended.kv_positions else 0
     ids = run.transcript[:-1] if left == 0 else held(run.transcript, left)
     if ended.in_order and trusted and ids:
-        caching.keep(begin.save, ids, begin.adapter)
+        caching.keep(begin.save, ids, begin.origin)
     else:
         await caching.abandon(begin.save)
 

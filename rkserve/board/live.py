@@ -24,6 +24,7 @@ from rkserve.desired import Probe
 from rkserve.errors import EngineDied, EngineHung
 from rkserve.messages import Sampling, Scored
 from rkserve.native.runtime import RunEnd
+from rkserve.origins import adapter_of
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +41,13 @@ class PausedRun:
     """A run that the runtime itself has paused.
 
     ``ids`` of None: what the KV cache holds is not known. ``spliced``: something was cut out before
-    its end, so that what is behind was computed with it in view. ``adapter`` is the key of the one
-    that it runs with.
+    its end, so that what is behind was computed with it in view. ``origin``: see ``origins``.
     """
 
     ids: Ids | None
     history: bool
     spliced: bool = False
-    adapter: str | None = None
+    origin: str | None = None
 
 
 class LiveEngine:
@@ -100,14 +100,14 @@ class LiveEngine:
         """Whether the runtime itself may pause such a run and keep its KV cache."""
         return self.facts.n_batch == 1 and (not history or self.quirk("pause_with_history"))
 
-    def resumption(self, wanted: Ids, cuts: Sequence[Range], adapter: str | None) -> Resume | None:
+    def resumption(self, wanted: Ids, cuts: Sequence[Range], origin: str | None) -> Resume | None:
         """Return how the paused run goes on with ``wanted``, see ``plan_resume``; None: it cannot.
 
-        Under another ``adapter`` its positions are worth nothing. Of a conversation
+        Under another ``origin`` its positions are worth nothing. Of a conversation
         nothing is cut out where the runtime is not trusted with that.
         """
         paused = self.paused
-        if paused is not None and paused.adapter != adapter:
+        if paused is not None and paused.origin != origin:
             return None
         resume = plan_resume(paused.ids, wanted, cuts) if paused is not None else None
         if paused is None or resume is None or not resume.cut or not paused.history:
@@ -195,7 +195,7 @@ class LiveEngine:
             cut=begin.cut,
             sampling=asdict(sampling) if per_run and sampling is not None else None,
             max_new_tokens=begin.limit if per_run else None,
-            adapter=begin.adapter,
+            adapter=adapter_of(begin.origin),
             load_cache=str(begin.hit.path) if begin.hit is not None else None,
             release_cache=release,
             save_cache=str(begin.save) if begin.save is not None else None,
@@ -249,7 +249,7 @@ class LiveEngine:
         self.paused = None
         if ended.end is RunEnd.PAUSED:
             found = held(run.transcript, ended.kv_positions[0]) if ended.kv_positions else None
-            self.paused = PausedRun(found, began.history, spliced, began.adapter)
+            self.paused = PausedRun(found, began.history, spliced, began.origin)
         self._settle_context(run, ended, spliced=spliced)
 
     def _spliced(self, began: Beginning) -> bool:
@@ -278,7 +278,7 @@ class LiveEngine:
         elif spliced:
             self.context.forget()  # a whole prefill of the same ids would give other positions
         elif not self.context.settle(
-            run.transcript, self.positions[0], began.adapter, once=began.once
+            run.transcript, self.positions[0], began.origin, once=began.once
         ):
             log.error(
                 "board %s: the runtime holds %d positions after a transcript of %d tokens; KV "

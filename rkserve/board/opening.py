@@ -40,7 +40,7 @@ class Opening:
             await self.drain()  # the ids of the one are not those of the other's context
         elif live.paused is not None:
             wanted = job.generation.context
-            resume = live.resumption(wanted, job.generation.cuts, job.adapter)
+            resume = live.resumption(wanted, job.generation.cuts, job.origin)
             if resume is not None:
                 return live, Beginning(
                     entries=(EntryCommand(resume.send),),
@@ -49,7 +49,7 @@ class Opening:
                     history=live.paused.history,
                     resume=True,
                     cut=resume.cut,
-                    adapter=job.adapter,
+                    origin=job.origin,
                     limit=job.generation.budget,
                     once=job.request.once,
                 )
@@ -63,7 +63,7 @@ class Opening:
         await self._stage.caching.park(live)  # what others have said in token ids
         prompt, limit = text + job.generation.spoken, job.generation.budget
         entry = EntryCommand(prompt_text=prompt, images=job.request.images)
-        return live, Beginning((entry,), clear=True, adapter=job.adapter, limit=limit)
+        return live, Beginning((entry,), clear=True, origin=job.origin, limit=limit)
 
     async def of_many(self, jobs: Sequence[Job]) -> tuple[LiveEngine, Beginning]:
         """Return how a batch begins, whose jobs have one key. Raises as ``of_one``."""
@@ -73,7 +73,7 @@ class Opening:
         return live, Beginning(
             entries=(*entries, *[padding] * (self._stage.n_batch - len(jobs))),
             clear=live.context.ids != (),
-            adapter=jobs[0].adapter,
+            origin=jobs[0].origin,
             limit=max(job.generation.budget for job in jobs),
         )
 
@@ -93,19 +93,19 @@ class Opening:
     async def _afresh(self, live: LiveEngine, job: Job) -> tuple[LiveEngine, Beginning]:
         """Extend the live context, or begin from a prompt cache, or from nothing."""
         caching = self._stage.caching
-        adapter = job.adapter  # the engine has this one, whatever the job is bound to meanwhile
+        origin = job.origin  # the engine has this one, whatever the job is bound to meanwhile
         wanted, limit = job.generation.context, job.generation.budget
         history = _keeps_history(live, job)
-        plan = live.context.plan(wanted, adapter)
+        plan = live.context.plan(wanted, origin)
         reused = plan.reused if history else 0
-        hit = await caching.choose(live, wanted, adapter, job.request.use_cache, reused)
+        hit = await caching.choose(live, wanted, origin, job.request.use_cache, reused)
         if hit is None and reused:
             return live, Beginning(
                 entries=(EntryCommand(plan.send),),
                 base=wanted,
                 reused=reused,
                 history=True,
-                adapter=adapter,
+                origin=origin,
                 limit=limit,
                 once=job.request.once,
             )
@@ -122,7 +122,7 @@ class Opening:
             reused=hit.tokens if hit is not None else 0,
             clear=live.context.ids != (),
             history=history,
-            adapter=adapter,
+            origin=origin,
             limit=limit,
             hit=hit,
             save=None if job.request.once else await caching.reserve_again(hit, history=history),
@@ -136,10 +136,10 @@ class Opening:
 
         Logprobs of the prompt need all of its positions computed.
         """
-        generation, adapter = job.generation, job.adapter
+        generation, origin = job.generation, job.origin
         wanted, prompt = generation.context, generation.begin_scores()
         history = _keeps_history(live, job)
-        plan = live.context.plan(wanted, adapter)
+        plan = live.context.plan(wanted, origin)
         reused = plan.reused if history and not prompt else 0
         if not reused:
             await self._stage.caching.park(live)
@@ -151,7 +151,7 @@ class Opening:
             reused=reused,
             clear=not reused and live.context.ids != (),
             history=history,
-            adapter=adapter,
+            origin=origin,
             limit=generation.budget,
             once=job.request.once,
             steps=StepParams(
@@ -186,9 +186,9 @@ def outlook(live: LiveEngine, job: Job, *, holds: bool) -> tuple[Kv, int]:
         return Kv.RECOMPUTED, len(context)
     kept = kept_ids(live, job, holds=holds)
     if kept is not None:
-        if live.resumption(context, job.generation.cuts, job.adapter) is not None:
+        if live.resumption(context, job.generation.cuts, job.origin) is not None:
             return Kv.KEPT, common_prefix(kept, context)
-    elif _keeps_history(live, job) and live.context.plan(context, job.adapter).reused:
+    elif _keeps_history(live, job) and live.context.plan(context, job.origin).reused:
         return Kv.KEPT, len(context)
     return Kv.RECOMPUTED, len(context)
 

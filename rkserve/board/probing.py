@@ -112,7 +112,7 @@ async def try_out(
         entries=(entry,) * stage.n_batch,
         base=prompt_ids,
         clear=live.context.ids != (),
-        adapter=adapter,
+        origin=adapter,
         limit=tokens,
     )
 

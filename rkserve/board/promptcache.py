@@ -28,6 +28,7 @@ from rkserve.board.cachefiles import (
 from rkserve.board.kv import Ids, common_prefix
 from rkserve.errors import CacheUnsupported, RequestError
 from rkserve.names import check_cache_name
+from rkserve.origins import adapter_of
 
 __all__ = ["CacheStore", "Entry", "Hit", "Seal"]
 
@@ -141,11 +142,11 @@ class CacheStore:
         with self._lock:
             return sorted(self._entries.values(), key=lambda entry: entry.created_s)
 
-    def find(self, ids: Ids, adapter: str | None, *, name: str | None = None) -> Hit | None:
-        """Return the entry that saves most of ``ids`` under ``adapter``; ``verify`` it before use.
+    def find(self, ids: Ids, origin: str | None, *, name: str | None = None) -> Hit | None:
+        """Return the entry that saves most of ``ids`` under ``origin``; ``verify`` it before use.
 
-        With ``name`` it is that entry, however little it saves. At least one id is always
-        computed, so it never saves all of them.
+        With ``name`` it is that entry, however little it saves, whatever the salt. At
+        least one id is always computed, so it never saves all of them.
 
         Raises:
             RequestError: the named entry was computed under another adapter, and its positions
@@ -154,25 +155,25 @@ class CacheStore:
         candidates = self.entries()
         if name is not None:
             candidates = [entry for entry in candidates if entry.name == name]
-            if candidates and candidates[0].adapter != adapter:
-                built = _words(candidates[0].adapter)
+            adapter = adapter_of(origin)
+            if candidates and (made := adapter_of(candidates[0].origin)) != adapter:
                 raise RequestError(
-                    f"The prompt cache '{name}' was made with {built} and cannot be used with "
-                    f"{_words(adapter)}.",
+                    f"The prompt cache '{name}' was made with {_words(made)} and cannot be used "
+                    f"with {_words(adapter)}.",
                     "use_cache",
                 )
         hits = [
             Hit(entry, min(common_prefix(entry.ids, ids), max(0, len(ids) - 1)))
             for entry in candidates
-            if entry.adapter == adapter
+            if name is not None or entry.origin == origin
         ]
         best = max(hits, key=lambda hit: (hit.tokens, hit.entry.used_s), default=None)
         return best if best is not None and (best.tokens or name is not None) else None
 
-    def holds(self, ids: Ids, adapter: str | None) -> bool:
+    def holds(self, ids: Ids, origin: str | None) -> bool:
         """Whether an entry covers all of ``ids``: storing them again would gain nothing."""
         return any(
-            entry.adapter == adapter and common_prefix(entry.ids, ids) == len(ids)
+            entry.origin == origin and common_prefix(entry.ids, ids) == len(ids)
             for entry in self.entries()
         )
 
@@ -223,11 +224,11 @@ class CacheStore:
             raise _unwritten(exc) from exc
 
     def commit(
-        self, path: Path, ids: Sequence[int], name: str | None = None, adapter: str | None = None
+        self, path: Path, ids: Sequence[int], name: str | None = None, origin: str | None = None
     ) -> Entry:
         """Take the file that was written at ``path``, and return its entry. Disk.
 
-        ``ids`` are exactly the positions that it holds, computed under ``adapter``. A cache of the
+        ``ids`` are exactly the positions that it holds, computed under ``origin``. A cache of the
         same name is replaced, and so are parked conversations of which this one is the sequel.
 
         Raises:
@@ -248,7 +249,7 @@ class CacheStore:
                 id=path.name.partition(".")[0],
                 path=path.with_suffix(""),
                 name=name,
-                adapter=adapter,
+                origin=origin,
                 ids=tuple(ids),
                 file_bytes=written.file_bytes,
                 sha256=written.sha256,
@@ -300,7 +301,7 @@ class CacheStore:
             return False
         if old.name is not None:
             return old.name == entry.name
-        begun = old.adapter == entry.adapter and entry.ids[: old.tokens] == old.ids
+        begun = old.origin == entry.origin and entry.ids[: old.tokens] == old.ids
         return begun and old.id != self._pinned
 
     def _make_room(self, size_bytes: int, replaced: str | None) -> None:

@@ -39,7 +39,7 @@ class Beginning:
     history: bool = False
     resume: bool = False
     cut: tuple[Range, ...] = ()
-    adapter: str | None = None
+    origin: str | None = None
     limit: int | None = None
     hit: Hit | None = None
     save: Path | None = None

@@ -38,7 +38,7 @@ class Context:
     """What a KV cache held when the board was put to sleep."""
 
     ids: Ids
-    adapter: str | None
+    origin: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,13 +267,13 @@ class Sleeping:
         live = self._stage.live
         inside = None
         if live.paused is not None:
-            inside = Context(live.paused.ids or (), live.paused.adapter)
+            inside = Context(live.paused.ids or (), live.paused.origin)
         elif live.context.ids and live.running is None:
-            inside = Context(live.context.ids, live.context.adapter)
+            inside = Context(live.context.ids, live.context.origin)
         if inside is not None:
             yield inside
         for job in stopped:
-            context = Context(job.generation.context, job.adapter)
+            context = Context(job.generation.context, job.origin)
             if job.generation.tokens and not (inside and _is_same(inside.ids, context.ids)):
                 yield context
 
@@ -289,13 +289,13 @@ class Sleeping:
     def _kept(self, context: Context, level: SleepLevel) -> int:
         """How much of it need not be computed again."""
         stage, live = self._stage, self._stage.live
-        held = live.context.ids if live.context.adapter == context.adapter else None
-        if live.paused is not None and live.paused.adapter == context.adapter:
+        held = live.context.ids if live.context.origin == context.origin else None
+        if live.paused is not None and live.paused.origin == context.origin:
             held = live.paused.ids
         kept = common_prefix(held or (), context.ids) if live.alive else 0
         if level is SleepLevel.DROPPED:
             return kept
-        return max(kept, stage.caching.restorable(context.ids, context.adapter))
+        return max(kept, stage.caching.restorable(context.ids, context.origin))
 
 
 def _is_same(inside: Ids, context: Ids) -> bool:

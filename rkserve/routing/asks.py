@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rkserve.chains import Chain, seed_of
 from rkserve.messages import EmbedRequest, GenerateRequest
+from rkserve.origins import origin_of
 from rkserve.routing.boards import Candidate, Held
 
 CHARS_OF_A_TOKEN = 4  # where nobody has counted the tokens
@@ -18,7 +19,8 @@ AGAIN_S = 1.0  # after that long it is asked anew whether waiting for a board st
 class Ask:
     """Make one for each request, and use it as long as the request waits: hashing takes time.
 
-    ``chain`` is of its prompt under its adapter, None where the ids are not known or of no use.
+    ``chain`` is of its prompt under its adapter and ``salt``, None where the ids are not known or
+    of no use.
     ``tried`` are the keys of boards that it must not go to, ``most`` how much one may be held.
     Requests that came later have ``overtaken`` it so many times. Until ``until_s`` it waits for one
     board, as was decided.
@@ -30,6 +32,7 @@ class Ask:
     max_tokens: int
     chain: Chain | None = None
     session: str = ""
+    salt: str = ""
     tried: Collection[str] = ()
     most: Held = Held.REFUSES
     since_s: float | None = None
@@ -83,7 +86,13 @@ class Ask:
             tokens, chain = request.counted or len(text) // CHARS_OF_A_TOKEN, None
         else:
             tokens = len(ids)
-            chain = Chain(ids, seed_of(adapter)) if hashed else None
+            chain = Chain(ids, seed_of(origin_of(adapter, request.salt))) if hashed else None
         return cls(
-            request.request_id, request.model, tokens, request.max_tokens, chain, request.session
+            request.request_id,
+            request.model,
+            tokens,
+            request.max_tokens,
+            chain,
+            request.session,
+            request.salt,
         )

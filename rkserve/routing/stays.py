@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rkserve.chains import Chain, seed_of
 from rkserve.messages import Accepted, Delta, Event, Finished, Kv, Paused
+from rkserve.origins import origin_of
 from rkserve.routing.asks import Ask
 from rkserve.routing.boards import MIN_REST, Boards, Candidate
 from rkserve.routing.prefix import NOTHING, Reuse
@@ -61,7 +62,10 @@ class Stay:
     def _accepted(self, event: Accepted) -> None:
         """The board says which weights it is for; of a line it chooses the version itself."""
         chain, adapter = self._ask.chain, event.adapter
-        if chain is not None and chain.seed != seed_of(None if adapter is None else adapter.key):
+        if chain is None:
+            return
+        key = None if adapter is None else adapter.key
+        if chain.seed != seed_of(origin_of(key, self._ask.salt)):
             self._unknown = True
 
     def _pause(self, event: Event) -> None:

@@ -17,6 +17,7 @@ MAX_TOOLS = 128  # as OpenAI
 MAX_TOOL_NAME_CHARS = 128
 MAX_MODEL_CHARS = 256  # the name comes back in the answer and in errors
 MAX_QUOTED_CHARS = 80  # of a client's value in an error message
+MAX_SALT_CHARS = 512
 MAX_REPEAT_PENALTY = 10.0  # as in rkserve.yaml
 MAX_MIROSTAT_TAU = 20.0  # target surprise in nats, of which the usual one is 5
 MAX_TOP_LOGPROBS = 20  # as OpenAI of chats

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rkserve.errors import RequestError
+from rkserve.origins import salted
 from rkserve.wire import refusals
 from rkserve.wire.conversation import Message, read_messages
 from rkserve.wire.fields import Fields, Range, missing, wrong_type
@@ -22,6 +23,7 @@ from rkserve.wire.limits import (
     MAX_MODEL_CHARS,
     MAX_PAUSE_ON,
     MAX_REPEAT_PENALTY,
+    MAX_SALT_CHARS,
     MAX_STOP,
     MAX_STOP_CHARS,
     MAX_TIMEOUT_S,
@@ -55,6 +57,7 @@ class Call:
     ``sampling`` holds what the client set itself, under the names of ``messages.Sampling``; a
     ``top_k`` of ``TOP_K_OFF`` means the whole vocabulary. ``max_tokens`` of None is the rest of
     the context. ``pause_on`` are texts and token ids after which the generation pauses.
+    Only calls with the same ``salt`` share KV cache.
     ``keep_version`` forbids to switch it to other weights on its way, and ``session`` is what the
     client keeps its requests together by. A lower ``priority`` goes first, and the answer is of use
     for ``timeout_s``.
@@ -68,6 +71,7 @@ class Call:
     pause_on: tuple[str | int, ...] = ()
     native_pause: bool = False
     use_cache: str | None = None
+    salt: str = ""
     n: int = 1
     stream: bool = False
     include_usage: bool = False
@@ -239,6 +243,7 @@ def read_shared(fields: Fields) -> dict[str, Any]:
         # A function call in mid-stream is no use if it costs a prefill each time.
         "native_pause": bool(pause_on) if native_pause is None else native_pause,
         "use_cache": fields.cache_name("use_cache"),
+        "salt": _salt(fields),
         "stream": stream,
         "include_usage": _include_usage(fields, stream),
         "return_weight_versions": fields.flag("return_weight_versions"),
@@ -254,6 +259,18 @@ def read_standing(fields: Fields) -> dict[str, Any]:
         "priority": fields.integer("priority"),
         "timeout_s": fields.number("timeout", TIMEOUT),
     }
+
+
+def _salt(fields: Fields) -> str:
+    """vLLM's ``cache_salt``, and what stands for it: the salt itself goes no further."""
+    given = fields.text("cache_salt")
+    if given is None:
+        return ""
+    if not given or len(given) > MAX_SALT_CHARS:
+        raise RequestError(
+            f"Invalid 'cache_salt': it has 1 to {MAX_SALT_CHARS} characters.", "cache_salt"
+        )
+    return salted(given)
 
 
 def _session_key(fields: Fields) -> str | None:

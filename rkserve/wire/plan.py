@@ -66,6 +66,7 @@ def plan(
             pause_on_text=tuple(one for one in call.pause_on if isinstance(one, str)),
             pause_on_ids=tuple(one for one in call.pause_on if isinstance(one, int)),
             use_cache=call.use_cache,
+            salt=call.salt,
             line=meant.line,
             session=session,
             min_epoch=meant.min_epoch,
