@@ -32,9 +32,9 @@ help:
 demo: $(READY) sim
 	@$(BIN)/python scripts/demo.py
 
-# Three at a time, because they mostly wait; all must pass.
-test: check
-	@$(MAKE) --no-print-directory --jobs=3 cluster unit-1 unit-2 unit-3
+# Three at a time, because they mostly wait, the longest first; all must pass.
+test: $(READY) sim
+	@$(MAKE) --no-print-directory --jobs=3 cluster check unit-2 unit-1 unit-3
 
 unit: $(READY) sim
 	$(BIN)/python -m pytest -m "not ray"
