@@ -25,7 +25,7 @@ help:
 	@echo "make bench-kills  kill a thousand boards under load, and write docs/benchmarks-kills.md"
 	@echo "make bench-multi-turn  policies on one trace of conversations, into docs/benchmarks-multi-turn"
 	@echo "make bench-overload  goodput at capacity and at three times that, into docs/benchmarks-overload"
-	@echo "make docs    write the generated pages of docs/"
+	@echo "make docs    write the generated pages of docs/, and what cffi knows of the headers"
 	@echo "make lock    resolve the dependencies anew"
 	@echo "make clean   remove what the above made"
 
@@ -73,6 +73,7 @@ check: $(READY) sim
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/make_docs.py --check
+	$(BIN)/python scripts/make_declarations.py --check
 
 format: $(READY)
 	$(BIN)/ruff format .
@@ -103,6 +104,7 @@ sanitize: $(READY)
 
 docs: $(READY)
 	$(BIN)/python scripts/make_docs.py
+	$(BIN)/python scripts/make_declarations.py
 
 sim: $(READY)
 	@$(BIN)/python -m rkserve.native.sim.build > /dev/null

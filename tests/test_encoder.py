@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from rkserve.errors import CallFailed, LibraryMissing, LoadFailed, Misuse, ReleaseRefused
-from rkserve.native.encoder import RknnEncoder, Shape, declarations
+from rkserve.native.decl.rknn_api import ffi
+from rkserve.native.encoder import RknnEncoder, Shape
 from rkserve.native.sim.build import ensure_built, ensure_encoder_built
 from rkserve.native.sim.encoders import SimEncoder
 
@@ -36,7 +37,7 @@ def opened(place: Path, sim: SimEncoder = SMALL, **how: Any) -> Iterator[RknnEnc
 
 @pytest.mark.parametrize("name", FACTS)
 def test_a_struct_has_the_members_of_the_interface_where_they_are(name: str) -> None:
-    ffi, facts = declarations(), FACTS[name]
+    facts = FACTS[name]
     assert (ffi.sizeof(name), ffi.alignof(name)) == (facts["size"], facts["align"])
     found = {
         field: [offset.offset, ffi.sizeof(offset.type)] for field, offset in ffi.typeof(name).fields

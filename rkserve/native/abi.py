@@ -1,7 +1,7 @@
 """What the two binary interfaces do differently, and how our values become their structs.
 
-One ``FFI`` per interface, made from the vendor's declarations. It knows the structs and who has to
-keep them alive (the list that is passed in); it makes no call that needs a handle but ``init``.
+One ``ffi`` per interface, from the vendor's declarations. It knows the structs and who has to keep
+them alive (the list that is passed in); it makes no call that needs a handle but ``init``.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from importlib import resources
+from importlib import import_module
 from typing import Any, ClassVar
-
-from cffi import FFI
 
 from rkserve.messages import Sampling
 from rkserve.native.inputs import c_floats, c_ints, c_path, c_string, make_inputs
@@ -47,9 +45,7 @@ class Dialect(ABC):
     per_run_sampling: ClassVar[bool]
 
     def __init__(self) -> None:
-        self.ffi: Any = FFI()
-        source = resources.files("rkserve.native.decl").joinpath(self.declarations)
-        self.ffi.cdef(source.read_text(encoding="utf-8"))
+        self.ffi: Any = import_module(f"rkserve.native.decl.{self.declarations}").ffi
 
     def init_params(self, library: Any, load: LoadParams, keep: list[Any]) -> Any:
         """Return the parameters of init, made from the library's own defaults.
@@ -138,7 +134,7 @@ class Dialect(ABC):
 class _Dialect12(Dialect):
     """RKLLM 1.2.1 to 1.2.3: sampling, the token limit and image tags are fixed at init."""
 
-    declarations = "rkllm_1_2.h"
+    declarations = "rkllm_1_2"
     per_run_sampling = False
 
     def init_params(self, library: Any, load: LoadParams, keep: list[Any]) -> Any:
@@ -169,7 +165,7 @@ class _Dialect12(Dialect):
 class _Dialect13(Dialect):
     """RKLLM 1.3.0: callbacks in a struct, sampling and token limit per run, video."""
 
-    declarations = "rkllm_1_3.h"
+    declarations = "rkllm_1_3"
     per_run_sampling = True
 
     def init_params(self, library: Any, load: LoadParams, keep: list[Any]) -> Any:

@@ -12,10 +12,10 @@ import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-
-from cffi import FFI
+from typing import Any
 
 from rkserve.errors import ReleaseRefused
+from rkserve.native.decl.rkllm_detect import ffi
 from rkserve.native.library import open_library
 from rkserve.native.releases import ACCEPTED, Abi
 
@@ -40,12 +40,8 @@ SYMBOLS = (
     "rkllm_set_cross_attn_params",
 )
 
-# Larger than the parameters of any release, and returned through a hidden pointer like them. What
-# a release leaves unwritten stays undefined, which is no matter: every byte looked at lies within
-# the parameters of both interfaces.
-_PROBE = (
-    "typedef struct { uint8_t bytes[256]; } Oversized; Oversized rkllm_createDefaultParam(void);"
-)
+# Of the oversized parameters that are asked for, see the header, every byte that is looked at lies
+# within the parameters of both interfaces.
 _EXTEND_AT = {Abi.V1_2: 88, Abi.V1_3: 60}
 # base_domain_id, embed_flash, enabled_cpus_num, enabled_cpus_mask, n_batch, use_cross_attn
 _EXTEND = struct.Struct("<ibb2xIBb")
@@ -82,18 +78,21 @@ def detect(path: Path) -> Detected:
 
 def examine(path: Path) -> Findings:
     """Look at the library; it is opened for that, and asked for its default parameters only."""
-    ffi = FFI()
-    ffi.cdef(_PROBE)
     library = open_library(ffi, path)
-    names = FFI()
-    names.cdef("".join(f"void {symbol}(void);" for symbol in SYMBOLS))
-    known = open_library(names, path)
-    missing = tuple(symbol for symbol in SYMBOLS if not hasattr(known, symbol))
+    missing = tuple(symbol for symbol in SYMBOLS if not _exports(library, symbol))
     abi = None
     if SYMBOLS[0] not in missing:
         defaults = library.rkllm_createDefaultParam()  # named: its bytes live as long as it does
         abi = layout_of(bytes(ffi.buffer(defaults.bytes)))
     return Findings(versions_in(path), abi, missing)
+
+
+def _exports(library: Any, symbol: str) -> bool:
+    try:
+        getattr(library, symbol)
+    except ffi.error:
+        return False
+    return True
 
 
 def versions_in(path: Path) -> tuple[str, ...]:

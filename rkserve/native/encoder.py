@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from cffi import FFI
-
 from rkserve.errors import CallFailed, LibraryMissing, LoadFailed, Misuse, ReleaseRefused
+from rkserve.native.decl.rknn_api import ffi
 from rkserve.native.inputs import c_path
 from rkserve.native.library import open_library
 
@@ -41,15 +38,6 @@ class Shape:
     row_floats: int
 
 
-@cache
-def declarations() -> Any:
-    """Return the ``FFI`` of librknnrt; one for the whole process."""
-    ffi: Any = FFI()
-    source = resources.files("rkserve.native.decl").joinpath("rknn_api.h")
-    ffi.cdef(source.read_text(encoding="utf-8"))
-    return ffi
-
-
 class RknnEncoder:
     """One loaded encoder. Use it from one thread.
 
@@ -60,7 +48,7 @@ class RknnEncoder:
     """
 
     def __init__(self, library: Path, model: Path, cores: int = 1) -> None:
-        self._ffi = declarations()
+        self._ffi: Any = ffi
         if not model.is_file():
             raise LoadFailed(f"there is no image encoder {model}")
         self._lib = _opened(self._ffi, library)
@@ -206,6 +194,6 @@ def _opened(ffi: Any, path: Path) -> Any:
     for name in _FUNCTIONS:
         try:
             getattr(library, name)
-        except AttributeError as exc:
+        except ffi.error as exc:
             raise LibraryMissing(f"{path} is no {LIBRARY}: it has no function {name}.") from exc
     return library

@@ -11,8 +11,6 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from cffi import FFI
-
 from rkserve.errors import LibraryMissing
 
 _ELF_MAGIC = b"\x7fELF"
@@ -24,7 +22,7 @@ _HEADER_LEN = 64
 _MACHINE_AT, _SECTIONS_AT, _SECTION_COUNT_AT = 18, 40, 58
 
 
-def open_library(ffi: FFI, path: Path, name: str = "librkllmrt.so") -> Any:
+def open_library(ffi: Any, path: Path, name: str = "librkllmrt.so") -> Any:
     """Open the library at ``path`` with the declarations of ``ffi``; ``name`` is what it should be.
 
     Raises:

@@ -1,0 +1,10 @@
+# Written by scripts/make_declarations.py. Do not edit.
+import _cffi_backend
+
+ffi = _cffi_backend.FFI('rkserve.native.decl.rkllm_detect',
+    _version = 0x2601,
+    _types = b'\x00\x00\x04\x0D\x00\x00\x00\x0F\x00\x00\x08\x0D\x00\x00\x00\x0F\x00\x00\x00\x09\x00\x00\x12\x01\x00\x00\x05\x05\x00\x00\x01\x00\x00\x00\x00\x01',
+    _globals = (b'\x00\x00\x02\x23rkllm_abort',0,b'\x00\x00\x02\x23rkllm_clear_kv_cache',0,b'\x00\x00\x00\x23rkllm_createDefaultParam',0,b'\x00\x00\x02\x23rkllm_destroy',0,b'\x00\x00\x02\x23rkllm_get_kv_cache_size',0,b'\x00\x00\x02\x23rkllm_init',0,b'\x00\x00\x02\x23rkllm_is_running',0,b'\x00\x00\x02\x23rkllm_load_lora',0,b'\x00\x00\x02\x23rkllm_load_prompt_cache',0,b'\x00\x00\x02\x23rkllm_release_prompt_cache',0,b'\x00\x00\x02\x23rkllm_run',0,b'\x00\x00\x02\x23rkllm_run_async',0,b'\x00\x00\x02\x23rkllm_set_chat_template',0,b'\x00\x00\x02\x23rkllm_set_cross_attn_params',0,b'\x00\x00\x02\x23rkllm_set_function_tools',0),
+    _struct_unions = ((b'\x00\x00\x00\x04\x00\x00\x00\x02$Oversized',b'\x00\x00\x06\x11bytes'),),
+    _typenames = (b'\x00\x00\x00\x04Oversized',),
+)
