@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_boards import FakeBoards, answer, report
+from fake_boards import FakeBoards, Step, answer, report
 from own_time import run_loop
 from PIL import Image
 from router_house import CHAT, House, send
@@ -77,6 +78,97 @@ def test_a_board_is_sent_pixels_and_a_prompt_with_their_places() -> None:
     assert request.counted > 2 * TOKENS
     assert request.max_tokens == 4096 - request.counted
     house.expect_nothing_left()
+
+
+RED = base64.b64encode(file_of("red")).decode()
+BLUE = base64.b64encode(file_of("blue")).decode()
+ANTHROPIC = {"type": "base64", "media_type": "image/png", "data": RED}
+RESPONSE = {"type": "input_image", "image_url": f"data:image/png;base64,{RED}", "detail": "auto"}
+ASKED = {"model": MODEL, "stream": False, "max_tokens": 9}
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        pytest.param(
+            "/v1/messages",
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "image", "source": ANTHROPIC},
+                            {"type": "image", "source": {**ANTHROPIC, "data": BLUE}},
+                            {"type": "text", "text": "What "},
+                            {"type": "text", "text": "is this?"},
+                        ],
+                    }
+                ]
+            },
+            id="Anthropic's",
+        ),
+        pytest.param(
+            "/api/chat",
+            {"messages": [{"role": "user", "content": "What is this?", "images": [RED, BLUE]}]},
+            id="Ollama's chat",
+        ),
+        pytest.param(
+            "/api/generate", {"prompt": "What is this?", "images": [RED, BLUE]}, id="its generate"
+        ),
+        pytest.param(
+            "/v1/responses",
+            {
+                "input": [
+                    {
+                        "role": "user",
+                        "content": [
+                            RESPONSE,
+                            {**RESPONSE, "image_url": f"data:image/png;base64,{BLUE}"},
+                            {"type": "input_text", "text": "What is this?"},
+                        ],
+                    }
+                ]
+            },
+            id="OpenAI's responses",
+        ),
+    ],
+)
+def test_every_dialect_shows_images(path: str, asked: dict[str, Any]) -> None:
+    house = seeing()
+    told = send(house, "POST", path, json={**ASKED, **asked})
+    assert told.status_code == 200, told.text
+    request = opened(house)
+    assert request.prompt_text is not None
+    assert "user\n<image><image>What is this?<|im_end|>" in request.prompt_text
+    assert [one.pixels[:3] for one in request.images] == [b"\xff\0\0", b"\0\0\xff"]
+
+
+def test_images_of_a_stored_response_are_seen_again(tmp_path: Path) -> None:
+    said: list[Sequence[Step]] = [answer("a", "red"), answer("a", "still")]
+    boards = FakeBoards([report("a", model=MODEL)], {"replica of a": said})
+    house = House(boards, RouterConfig(), model(), kept=tmp_path)
+    try:
+        shown = [{"role": "user", "content": [RESPONSE]}]
+        first = send(house, "POST", "/v1/responses", json={"model": MODEL, "input": shown})
+        again = {**RESPONSE, "image_url": f"data:image/png;base64,{BLUE}"}
+        turn = {
+            "model": MODEL,
+            "input": [{"role": "user", "content": [again]}],
+            "previous_response_id": first.json()["id"],
+        }
+        told = send(house, "POST", "/v1/responses", json=turn)
+    finally:
+        house.responses.close()
+    assert told.status_code == 200, told.text
+    request = boards.opened[-1][1]
+    assert [one.pixels[:3] for one in request.images] == [b"\xff\0\0", b"\0\0\xff"]
+
+
+def test_the_listings_say_who_sees() -> None:
+    (entry,) = send(seeing(), "GET", "/v1/models").json()["data"]
+    assert entry["rkserve"]["vision"] == {"image_tokens": TOKENS}
+    told = send(seeing(), "POST", "/api/show", json={"model": MODEL}).json()
+    assert "vision" in told["capabilities"]
 
 
 def test_a_request_without_images_is_one_in_ids() -> None:

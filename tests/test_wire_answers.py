@@ -179,6 +179,7 @@ def test_the_client_reads_models(strict: bool) -> None:
             "context_length": 4096,
             "state": "ready",
             "embedding": None,
+            "vision": None,
             "boards": [
                 {
                     "id": "b1",

@@ -53,6 +53,13 @@ def text(*words: str) -> list[dict[str, str]]:
 # --- bodies ---
 
 
+SOURCE = "messages[0].content[0].source"
+
+
+def shown(source: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
+
+
 @pytest.mark.parametrize(
     ("keys", "read"),
     [
@@ -195,8 +202,30 @@ def test_the_other_keys_are_those_of_every_call() -> None:
         ),
         pytest.param(
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages[0].content[0].source",
+            id="an image from nowhere",
+        ),
+        pytest.param(
+            {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
             "messages[0].content[0].type",
-            id="an image",
+            id="a document",
+        ),
+        pytest.param(
+            shown({"type": "file", "file_id": "x"}), f"{SOURCE}.type", id="an image that is kept"
+        ),
+        pytest.param(shown({"data": "eA=="}), f"{SOURCE}.type", id="an image of no type"),
+        pytest.param(
+            shown({"type": "base64", "media_type": "image/tiff", "data": "eA=="}),
+            f"{SOURCE}.media_type",
+            id="an image of another type",
+        ),
+        pytest.param(
+            shown({"type": "base64", "media_type": "image/png", "data": "?"}),
+            f"{SOURCE}.data",
+            id="an image that is not base64",
+        ),
+        pytest.param(
+            shown({"type": "url", "url": "file:///etc/passwd"}), f"{SOURCE}.url", id="a file's URL"
         ),
         pytest.param(
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},

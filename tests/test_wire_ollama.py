@@ -194,7 +194,14 @@ def test_the_tag_that_clients_add_is_dropped(asked: str, model: str) -> None:
         pytest.param({"messages": [{"content": "x"}]}, "messages[0].role", id="nobody speaks"),
         pytest.param({"messages": [{**HELLO, "role": "x"}]}, "messages[0].role", id="who?"),
         pytest.param({"messages": [{**HELLO, "content": []}]}, "messages[0].content", id="parts"),
-        pytest.param({"messages": [{**HELLO, "images": ["x"]}]}, "messages[0].images", id="image"),
+        pytest.param({"messages": [{**HELLO, "images": ["?"]}]}, "messages[0].images[0]", id="?"),
+        pytest.param({"messages": [{**HELLO, "images": [5]}]}, "messages[0].images[0]", id="a 5"),
+        pytest.param({"messages": [{**HELLO, "images": "x"}]}, "messages[0].images", id="no list"),
+        pytest.param(
+            {"messages": [{"role": "system", "content": "", "images": ["eA=="]}]},
+            "messages[0].images",
+            id="an image of the operator",
+        ),
         pytest.param(
             {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
             "messages[0].tool_calls[0].function",
@@ -243,7 +250,8 @@ def test_what_is_wrong_or_cannot_be_done_is_named(keys: dict[str, Any], param: s
         pytest.param({"suffix": "x"}, "suffix", id="a suffix"),
         pytest.param({"template": "x"}, "template", id="a template"),
         pytest.param({"context": [1]}, "context", id="a context"),
-        pytest.param({"images": ["x"]}, "images", id="an image"),
+        pytest.param({"images": [""]}, "images[0]", id="an empty image"),
+        pytest.param({"images": ["eA=="], "raw": True}, "images", id="raw with an image"),
         pytest.param({"raw": True, "system": "x"}, "system", id="raw with a system prompt"),
     ],
 )
@@ -458,8 +466,8 @@ def test_show_says_what_clients_size_their_prompts_by() -> None:
     assert "temperature 0.8" in told["parameters"]
     assert told["template"] == "{{ messages }}"
     assert told["capabilities"] == ["completion"]
-    able = show(BASE, FolderFacts(tools=True, thinking=True))["capabilities"]
-    assert able == ["completion", "tools", "thinking"]
+    able = show(BASE, FolderFacts(tools=True, thinking=True, vision=True))["capabilities"]
+    assert able == ["completion", "tools", "thinking", "vision"]
 
 
 def test_only_models_that_a_board_has_ready_are_running() -> None:

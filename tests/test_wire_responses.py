@@ -227,8 +227,18 @@ def test_only_tools_that_are_allowed_are_offered(mode: str, forced: bool) -> Non
         pytest.param({"input": [{"role": "user"}]}, "input[0].content", id="says nothing"),
         pytest.param(
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].image_url",
+            id="an image that is not there",
+        ),
+        pytest.param(
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
+            "input[0].content[0].file_id",
+            id="an image that is kept",
+        ),
+        pytest.param(
+            {"input": [{"role": "assistant", "content": [{"type": "input_image"}]}]},
             "input[0].content[0].type",
-            id="an image",
+            id="an image of the model",
         ),
         pytest.param({"input": [{"type": "item_reference"}]}, "input[0].id", id="to nothing"),
         pytest.param(

@@ -81,6 +81,7 @@ def _facts(served: ServedModel) -> FolderFacts:
         tools=_can_call(served.renderer),
         thinking=served.renderer.marks is not None,
         embedding=folder.settings.embedding is not None,
+        vision=folder.settings.vision is not None,
     )
 
 

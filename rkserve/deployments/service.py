@@ -233,9 +233,9 @@ class Service:
 
     def _model_entry(self, model_id: str) -> JsonObject:
         desired, reports = self.cluster.desired, self.fleet.reports(model_id)
-        embedding = self._models[model_id].folder.settings.embedding
-        ages = self._ages(model_id)
-        return model_entry(model_id, *ages, reports, desired, embedding=embedding)
+        served, ages = self._models[model_id], self._ages(model_id)
+        embedding, vision = served.folder.settings.embedding, served.folder.settings.vision
+        return model_entry(model_id, *ages, reports, desired, embedding=embedding, vision=vision)
 
     def position_bytes(self, model_id: str) -> int | None:
         """Return the bytes of one position of the model's KV cache, where its folder says that."""

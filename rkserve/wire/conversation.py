@@ -9,7 +9,7 @@ from pydantic_core import from_json
 
 from rkserve.errors import RequestError, UnsupportedParameter
 from rkserve.wire.fields import Fields, as_fields, missing, quoted, wrong_type
-from rkserve.wire.images import ImagePart, read_image
+from rkserve.wire.images import ImagePart, read_image, shown
 from rkserve.wire.jsonbody import JsonObject, JsonText
 
 Message = JsonObject
@@ -151,19 +151,11 @@ def _shown(fields: Fields) -> str | list[str | ImagePart]:
     """Read the content of a user's message, which may have images among its words."""
     if not isinstance(fields.get("content"), list):
         return _content(fields)
-    path, found = fields.path("content"), list[str | ImagePart]()
-    for index, value in enumerate(fields.items("content")):
-        part = as_fields(value, f"{path}[{index}]")
-        if part.get("type") == IMAGE_PART:
-            found.append(read_image(part))
-        elif found and isinstance(found[-1], str):
-            # In one piece: what two parts make together must not be missed by who looks at each.
-            found[-1] += _part(part)
-        else:
-            found.append(_part(part))
-    if any(isinstance(one, ImagePart) for one in found):
-        return found
-    return "".join(one for one in found if isinstance(one, str))
+    path, given = fields.path("content"), fields.items("content")
+    parts = (as_fields(value, f"{path}[{index}]") for index, value in enumerate(given))
+    return shown(
+        read_image(part) if part.get("type") == IMAGE_PART else _part(part) for part in parts
+    )
 
 
 def _part(part: Fields) -> str:

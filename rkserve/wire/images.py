@@ -20,7 +20,7 @@ from rkserve.wire.limits import MAX_PATH_CHARS
 from rkserve.wire.shield import IMAGE, Piece, Shield
 
 PLACE, OTHER_PLACE = "<image>", "<video>"  # the runtime puts an image, or a video, there
-_DETAILS = ("auto", "low", "high")  # every image is seen in the one size of the encoder
+DETAILS = ("auto", "low", "high")  # every image is seen in the one size of the encoder
 _STAND_IN = re.compile(f"{IMAGE}([0-9]+){IMAGE}")
 _MEDIA = re.compile(r"data:(image/[a-z0-9.+-]+|)((?:;[^;,]*)*?);base64", re.IGNORECASE)
 
@@ -47,7 +47,7 @@ def read_image(part: Fields) -> ImagePart:
     if not isinstance(given, dict):
         raise wrong_type(part.path("image_url"), "an object", given)
     inner = Fields(given, part.path("image_url"))
-    inner.choice("detail", *_DETAILS)
+    inner.choice("detail", *DETAILS)
     return image_at(inner.required_text("url"), inner.path("url"))
 
 
@@ -76,13 +76,36 @@ def _data(url: str, path: str) -> bytes:
             f"Invalid '{path}': a data URI of an image begins as in 'data:image/png;base64,...'.",
             path,
         )
+    return image_file(body, path).data
+
+
+def image_file(text: str, path: str) -> ImagePart:
+    """Return the image whose file that is in base64. Raises ``RequestError``."""
     try:
-        found = base64.b64decode("".join(body.split()), validate=True)
+        found = base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as exc:
         raise RequestError(f"Invalid '{path}': not valid base64: {exc}.", path) from exc
     if not found:
         raise RequestError(f"Invalid '{path}': the image is empty.", path)
-    return found
+    return ImagePart(path, data=found)
+
+
+def shown(pieces: Iterable[str | ImagePart]) -> str | list[str | ImagePart]:
+    """Return what a user said and showed as a message's content: a string where no image is in it.
+
+    Words between two images are in one piece: what two of them make together must not be missed by
+    who looks at each.
+    """
+    found: list[str | ImagePart] = []
+    for piece in pieces:
+        last = found[-1] if found else None
+        if isinstance(piece, str) and isinstance(last, str):
+            found[-1] = last + piece
+        else:
+            found.append(piece)
+    if any(isinstance(one, ImagePart) for one in found):
+        return found
+    return "".join(one for one in found if isinstance(one, str))
 
 
 def images_of(messages: Iterable[Mapping[str, Any]]) -> tuple[ImagePart, ...]:

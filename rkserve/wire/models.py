@@ -10,6 +10,7 @@ from rkserve.desired import AdapterLine, AdapterVersion, Desired, SleepLevel
 from rkserve.discretion import without_folders
 from rkserve.messages import BoardReport, BoardState
 from rkserve.modelfolder import EmbeddingSettings
+from rkserve.visionsettings import VisionSettings
 from rkserve.wire.jsonbody import JsonObject
 
 OWNER = "rkserve"
@@ -23,11 +24,12 @@ def model_entry(
     desired: Desired,
     *,
     embedding: EmbeddingSettings | None = None,
+    vision: VisionSettings | None = None,
 ) -> JsonObject:
     """Return OpenAI's Model object, with what is rkserve's own under one key.
 
-    ``embedding`` says how it makes embeddings, if it does. ``created`` is in seconds since 1970. A
-    board that does not serve is listed with its reason.
+    ``embedding`` says how it makes embeddings, if it does, and ``vision`` how it sees. ``created``
+    is in seconds since 1970. A board that does not serve is listed with its reason.
     """
     ordered = sorted(boards, key=lambda board: board.board_id)
     return {
@@ -39,6 +41,7 @@ def model_entry(
             "context_length": context_length,
             "state": model_state(desired, ordered),
             "embedding": None if embedding is None else embedding.model_dump(),
+            "vision": None if vision is None else {"image_tokens": vision.tokens},
             "boards": [_board(board) for board in ordered],
         },
     }

@@ -38,11 +38,13 @@ async function refusal(response) {
   });
 }
 
-/** Return models and adapters: what can be asked, each with its `id`, `parent` and `state`. */
+/** Return models and adapters: what can be asked, each with its `id`, `parent`, `state` and whether it `sees`. */
 export async function models(key) {
   const listed = await (await call("v1/models", key)).json();
+  const seeing = new Set(listed.data.filter((one) => one.rkserve?.vision).map((one) => one.id));
   return listed.data.map((one) => ({
     id: one.id,
+    sees: seeing.has(one.parent ?? one.id),
     parent: one.parent ?? null,
     state: one.rkserve?.state ?? "ready",
     broken: one.rkserve?.broken ?? null,

@@ -2,6 +2,7 @@
 
 import { answer, models } from "./api.js";
 import { make } from "./draw.js";
+import * as images from "./images.js";
 import * as panels from "./panels.js";
 import * as store from "./store.js";
 import { Answer, figures_of, question } from "./talk.js";
@@ -24,7 +25,7 @@ function show_chat(chosen) {
   log.replaceChildren();
   for (const message of chat.messages) {
     if (message.role === "user") {
-      log.append(question(message.text));
+      log.append(question(message));
     } else {
       last = new Answer(message.model);
       log.append(last.element);
@@ -63,13 +64,14 @@ function follow() {
 
 // -- asking --------------------------------------------------------------------------------------
 
-function ask(text) {
+function ask(text, seen) {
   if (!chat.messages.length) {
     log.replaceChildren();
-    chat.title = text.trim().replace(/\s+/g, " ").slice(0, 60);
+    chat.title = text.trim().replace(/\s+/g, " ").slice(0, 60) || "An image";
   }
-  chat.messages.push({ role: "user", text });
-  log.append(question(text));
+  const message = { role: "user", text, ...(seen.length && { images: seen }) };
+  chat.messages.push(message);
+  log.append(question(message));
   store.keep(chat);
   list_chats();
   void respond();
@@ -77,21 +79,35 @@ function ask(text) {
 
 function body() {
   const { system, temperature, limit } = store.settings();
-  const asked = { model: picker.value, messages: turns(), prompt_cache_key: chat.id };
+  const asked = { model: picker.value, messages: turns(sees()), prompt_cache_key: chat.id };
   if (system.trim()) asked.messages.unshift({ role: "system", content: system });
   if (temperature !== "") asked.temperature = Number(temperature);
   if (limit !== "") asked.max_tokens = Number(limit);
   return asked;
 }
 
-/** The conversation as models want it: answers that never came leave no gap between two turns. */
-function turns() {
+function sees() {
+  return Boolean(picker.selectedOptions[0]?.dataset.sees);
+}
+
+/**
+ * The conversation as models want it: answers that never came leave no gap between two turns, and a
+ * model that sees nothing is shown nothing.
+ */
+function turns(seeing) {
   const found = [];
-  for (const { role, text } of chat.messages.filter((one) => one.text)) {
-    if (found.at(-1)?.role === role) found.at(-1).content += `\n\n${text}`;
-    else found.push({ role, content: text });
+  for (const { role, text, images: uris = [] } of chat.messages) {
+    const seen = seeing ? uris.map((url) => ({ type: "image_url", image_url: { url } })) : [];
+    if (!text && !seen.length) continue;
+    let turn = found.at(-1);
+    if (turn?.role !== role) found.push((turn = { role, words: "", seen: [] }));
+    turn.words += turn.words && text ? `\n\n${text}` : text;
+    turn.seen.push(...seen);
   }
-  return found;
+  return found.map(({ role, words, seen }) => {
+    const text = words ? [{ type: "text", text: words }] : [];
+    return { role, content: seen.length ? [...seen, ...text] : words };
+  });
 }
 
 /** Ask for the answer to the conversation as it is, and show it while it comes. */
@@ -189,6 +205,7 @@ function hang_up() {
 async function find_models() {
   try {
     panels.list_models(await models(store.key()), store.settings().model);
+    images.allow(sees());
     panels.notice("");
   } catch (error) {
     panels.notice(sentence(error));
@@ -201,10 +218,12 @@ async function find_models() {
 
 function send() {
   const text = input.value;
-  if (!text.trim() || running || picker.disabled) return;
+  if (running || picker.disabled) return;
+  const seen = sees() ? images.take() : [];
+  if (!text.trim() && !seen.length) return;
   input.value = "";
   panels.fit(input);
-  ask(text);
+  ask(text, seen);
 }
 
 at("composer").addEventListener("submit", (event) => {
@@ -230,7 +249,10 @@ at("new").addEventListener("click", () => {
   show_chat(store.new_chat());
   input.focus();
 });
-picker.addEventListener("change", () => store.set({ model: picker.value }));
+picker.addEventListener("change", () => {
+  store.set({ model: picker.value });
+  images.allow(sees());
+});
 log.addEventListener("scroll", () => {
   following = log.scrollHeight - log.scrollTop - log.clientHeight < 48;
 });
@@ -239,6 +261,7 @@ new ResizeObserver(follow).observe(log);
 window.addEventListener("pagehide", hang_up);
 
 panels.open_settings_with(find_models);
+images.wire(panels.say);
 show_chat(store.chats()[0] ?? chat);
 void find_models();
 input.focus();

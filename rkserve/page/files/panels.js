@@ -46,6 +46,7 @@ export function list_models(found, usual) {
     const name = one.parent ? `– ${one.id.slice(one.parent.length + 1)}` : one.id;
     const option = make("option", { value: one.id }, state ? `${name} (${state})` : name);
     option.disabled = Boolean(one.broken);
+    option.dataset.sees = one.sees ? "yes" : "";
     return option;
   });
   picker.replaceChildren(...options);
@@ -74,7 +75,8 @@ export function list_chats(chats, current, actions) {
   at("chats").replaceChildren(...items);
 }
 
-function cross() {
+/** Return the drawing of a cross. */
+export function cross() {
   const space = "http://www.w3.org/2000/svg";
   const drawing = document.createElementNS(space, "svg");
   drawing.setAttribute("viewBox", "0 0 20 20");

@@ -41,13 +41,29 @@ export function new_chat() {
   return { id, at: Date.now(), title: "New chat", messages: [] };
 }
 
-/** Keep a conversation; where there is no room, the oldest others make some. */
+/**
+ * Keep a conversation. Where there is no room, others lose their images first, the oldest one before
+ * the others, then its own are not kept, and then the oldest others go.
+ */
 export function keep(chat) {
   chat.at = Date.now();
+  const kept = (one) => write(localStorage, CHAT + one.id, one);
   const others = chats().filter((one) => one.id !== chat.id);
-  while (!write(localStorage, CHAT + chat.id, chat) && others.length) {
-    localStorage.removeItem(CHAT + others.pop().id);
+  const seeing = others.filter((one) => one.messages.some((message) => message.images));
+  while (!kept(chat)) {
+    const oldest = seeing.pop();
+    if (oldest) kept(blind(oldest));
+    else if (kept(blind(chat)) || !others.length) return;
+    else localStorage.removeItem(CHAT + others.pop().id);
   }
+}
+
+/** A conversation without its images, which remembers how many there were. */
+function blind(chat) {
+  const messages = chat.messages.map(({ images, ...rest }) =>
+    images ? { ...rest, lost: (rest.lost ?? 0) + images.length } : rest,
+  );
+  return { ...chat, messages };
 }
 
 /** Forget a conversation. */

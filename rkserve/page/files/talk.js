@@ -4,10 +4,12 @@
  */
 
 import { copy_text, make, Prose } from "./draw.js";
+import { shown } from "./images.js";
 
-/** Return the element of what the user asked. */
-export function question(text) {
-  const words = make("div", { class: "words" }, text);
+/** Return the element of what the user asked, and showed. */
+export function question({ text, images = [], lost = 0 }) {
+  const pieces = [...shown(images, lost), ...(text ? [text] : [])];
+  const words = make("div", { class: "words" }, ...pieces);
   const name = make("h2", { class: "unseen" }, "You");
   return make("article", { class: "asked", "aria-label": "You" }, name, words);
 }

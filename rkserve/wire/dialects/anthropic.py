@@ -16,6 +16,7 @@ from rkserve.wire.conversation import Message
 from rkserve.wire.dialects.offered import offered
 from rkserve.wire.fields import Fields, Range, as_fields, missing, quoted, wrong_type
 from rkserve.wire.guides import Named, schema_guide
+from rkserve.wire.images import ImagePart, image_at, image_file, shown
 from rkserve.wire.jsonbody import JsonObject, parse_object
 from rkserve.wire.limits import MAX_STOP_SEQUENCES, MAX_TOOLS
 from rkserve.wire.openai import ChatCall, read_model, read_shared, read_stop
@@ -25,6 +26,7 @@ from rkserve.wire.tooling import NO_TOOLS, Tools
 
 _AT_LEAST_ONE = Range(1)
 _ROLES = ("user", "assistant", "system")
+_MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
 
 def parse_messages(body: bytes) -> ChatCall:
@@ -186,19 +188,27 @@ def _read_message(message: Fields, role: str) -> Iterator[Message]:
     if isinstance(message.get("content"), str):
         yield {"role": role, "content": message.get("content")}
         return
-    turn: Message = {"role": role, "content": ""}
-    begun = False
+    turn, begun = _begun(role), False
     for block in _blocks(message, "content"):
         result = _read_block(block, role, turn)
         if result is None:
             begun = True
             continue
         if begun:
-            yield turn
-            turn, begun = {"role": role, "content": ""}, False
+            yield _done(turn)
+            turn, begun = _begun(role), False
         yield result
     if begun:
-        yield turn
+        yield _done(turn)
+
+
+def _begun(role: str) -> Message:
+    """A turn whose content is a list of what was said and shown, until it is ``_done``."""
+    return {"role": role, "content": []}
+
+
+def _done(turn: Message) -> Message:
+    return {**turn, "content": shown(turn["content"])}
 
 
 def _blocks(fields: Fields, name: str) -> Iterator[Fields]:
@@ -227,7 +237,24 @@ def _readable(role: str) -> str:
 
 
 def _text_block(block: Fields, turn: Message) -> None:
-    turn["content"] += _needed_text(block)
+    turn["content"].append(_needed_text(block))
+
+
+def _image(block: Fields, turn: Message) -> None:
+    turn["content"].append(_image_of(block))
+
+
+def _image_of(block: Fields) -> ImagePart:
+    source = block.child("source")
+    if source is None:
+        raise missing(block.path("source"))
+    kind = source.choice("type", "base64", "url")
+    if kind is None:
+        raise missing(source.path("type"))
+    if kind == "url":
+        return image_at(source.required_text("url"), source.path("url"))
+    source.choice("media_type", *_MEDIA_TYPES)  # what it is, is seen in the file
+    return image_file(source.required_text("data"), source.path("data"))
 
 
 def _needed_text(block: Fields) -> str:
@@ -266,6 +293,7 @@ def _hidden_thoughts(_block: Fields, _turn: Message) -> None:
 
 _BLOCKS: dict[tuple[str, str], Callable[[Fields, Message], Message | None]] = {
     ("user", "text"): _text_block,
+    ("user", "image"): _image,
     ("user", "tool_result"): _tool_result,
     ("assistant", "text"): _text_block,
     ("assistant", "tool_use"): _tool_use,

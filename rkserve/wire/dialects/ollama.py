@@ -13,8 +13,9 @@ from rkserve.errors import RequestError, UnsupportedParameter
 from rkserve.wire import refusals
 from rkserve.wire.conversation import Message
 from rkserve.wire.dialect import AnyCall
-from rkserve.wire.fields import Fields, as_fields, missing
+from rkserve.wire.fields import Fields, as_fields, missing, wrong_type
 from rkserve.wire.guides import JSON_OBJECT, Named, schema_guide
+from rkserve.wire.images import ImagePart, image_file, shown
 from rkserve.wire.jsonbody import parse_object
 from rkserve.wire.limits import MAX_STOP_SEQUENCES
 from rkserve.wire.openai import (
@@ -66,12 +67,19 @@ def parse_generate(body: bytes) -> AnyCall:
     prompt = fields.required_text("prompt")
     refusals.refuse(fields, _REFUSED)
     system = fields.text("system")
+    images = _images(fields)
     if fields.flag("raw"):
         if system:
             raise RequestError("A 'raw' prompt is taken as it is, without 'system'.", "system")
+        if images:
+            raise UnsupportedParameter(
+                "Unsupported parameter: 'images' have a place in prompts of the model's template, "
+                "and none in a 'raw' one.",
+                "images",
+            )
         prompts = (read_prompt(prompt, "prompt"),)
         return CompletionCall(model=model, prompts=prompts, **_shared(fields))
-    messages = [{"role": "user", "content": prompt}]
+    messages: list[Message] = [{"role": "user", "content": shown([*images, prompt])}]
     if system:
         messages.insert(0, {"role": "system", "content": system})
     return ChatCall(model=model, messages=tuple(messages), wish=_wish(fields), **_shared(fields))
@@ -161,7 +169,6 @@ def _empty(value: Any, _: Fields) -> bool:
 
 # As ``refusals``: what would change the answer and cannot be honoured, with what asks for nothing.
 _REFUSED: dict[str, refusals.Harmless] = {
-    "images": _empty,
     "suffix": _empty,
     "template": _empty,
     "context": _empty,
@@ -181,11 +188,13 @@ def _messages(fields: Fields) -> Iterator[Message]:
         role = fields_of.choice("role", "system", "user", "assistant", "tool")
         if role is None:
             raise missing(fields_of.path("role"))
-        if fields_of.get("images") not in (None, []):
+        images = _images(fields_of)
+        if images and role != "user":
             raise UnsupportedParameter(
-                "Unsupported message: this server reads text only.", fields_of.path("images")
+                "Unsupported message: only the user shows images here.", fields_of.path("images")
             )
-        message: Message = {"role": role, "content": fields_of.text("content") or ""}
+        content = fields_of.text("content") or ""
+        message: Message = {"role": role, "content": shown([*images, content])}
         if role == "tool":
             message |= _result(fields_of, results)
             results += 1
@@ -195,6 +204,18 @@ def _messages(fields: Fields) -> Iterator[Message]:
         if role == "assistant" and (thoughts := fields_of.text("thinking")):
             message["reasoning_content"] = thoughts
         yield message
+
+
+def _images(fields: Fields) -> list[ImagePart]:
+    """What is shown with a message: files in base64, which stand before its words as at Ollama."""
+    if fields.get("images") in (None, []):
+        return []
+    path, found = fields.path("images"), list[ImagePart]()
+    for index, value in enumerate(fields.items("images")):
+        if not isinstance(value, str):
+            raise wrong_type(f"{path}[{index}]", "a string", value)
+        found.append(image_file(value, f"{path}[{index}]"))
+    return found
 
 
 def _result(message: Fields, number: int) -> Message:

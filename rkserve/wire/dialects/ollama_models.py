@@ -25,8 +25,8 @@ _NEVER = "9999-12-31T23:59:59Z"
 class FolderFacts:
     """What a model folder tells; 0 and empty where this machine does not have the model's file.
 
-    ``tools``, ``thinking`` and ``embedding``: the model can be offered tools, thinks before it
-    answers, makes vectors.
+    ``tools``, ``thinking``, ``embedding`` and ``vision``: the model can be offered tools, thinks
+    before it answers, makes vectors, sees images.
     """
 
     size_bytes: int = 0
@@ -36,6 +36,7 @@ class FolderFacts:
     tools: bool = False
     thinking: bool = False
     embedding: bool = False
+    vision: bool = False
 
 
 def tags(entries: Iterable[JsonObject], facts: Mapping[str, FolderFacts]) -> JsonObject:
@@ -120,8 +121,8 @@ def _details(entry: JsonObject) -> JsonObject:
 
 
 def _capabilities(facts: FolderFacts) -> list[str]:
-    more = {"tools": facts.tools, "thinking": facts.thinking, "embedding": facts.embedding}
-    return ["completion", *(name for name, there in more.items() if there)]
+    more = ("tools", "thinking", "embedding", "vision")
+    return ["completion", *(name for name in more if getattr(facts, name))]
 
 
 def _parameters(sampling: Sampling | None) -> str:

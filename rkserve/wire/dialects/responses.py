@@ -1,34 +1,29 @@
 """Bodies of OpenAI's Responses API as chat calls; it knows that API's words and no models.
 
 What was said before comes with the request, or from whoever has kept earlier responses: a call says
-what it needs of them, and ``remembered`` puts it in. What items of a conversation can be read is in
-``_ITEMS``, and what is refused in ``_REFUSED``.
+what it needs of them, and ``remembered`` puts it in. What is refused is in ``_REFUSED``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rkserve.errors import RequestError, UnsupportedParameter
 from rkserve.wire import refusals
-from rkserve.wire.conversation import Message
-from rkserve.wire.dialects.arguments import RAW, as_object
 from rkserve.wire.dialects.offered import offered
-from rkserve.wire.fields import Fields, Range, as_fields, missing, quoted, wrong_type
+from rkserve.wire.dialects.responses_items import REFERENCE, conversation
+from rkserve.wire.fields import Fields, Range, as_fields, missing, quoted
 from rkserve.wire.guides import JSON_OBJECT, Named, schema_guide
-from rkserve.wire.jsonbody import JsonObject, JsonText, parse_object
+from rkserve.wire.jsonbody import JsonObject, parse_object
 from rkserve.wire.limits import MAX_REFERENCES, MAX_TOOLS
 from rkserve.wire.openai import ChatCall, read_model, read_shared
 from rkserve.wire.steps import Steps, read_extras, read_top
 from rkserve.wire.thinking import EFFORTS, Wish, read_wish
 from rkserve.wire.tooling import ALLOWED, NO_TOOLS, Tools, allowed
 
-_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _LOGPROBS = "message.output_text.logprobs"
-_REFERENCE = "item_reference"
-_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,7 @@ def parse_response(body: bytes) -> ResponseCall:
     fields = Fields(parse_object(body))
     model = read_model(fields)
     instructions, items = fields.text("instructions"), _items(fields)
-    messages = _messages(instructions, (), items)
+    messages = conversation(instructions, (), items)
     refusals.refuse(fields, _REFUSED)
     shared = read_shared(fields)
     tools, limit = _tools(fields), fields.integer("max_output_tokens", Range(1))
@@ -108,7 +103,7 @@ def remembered(
         items[at] = referenced[item_id]
     return replace(
         call,
-        messages=_messages(call.instructions, before, items),
+        messages=conversation(call.instructions, before, items),
         items=tuple(items),
         references=(),
         echo={**call.echo, "store": stored},
@@ -258,137 +253,12 @@ def _items(fields: Fields) -> list[JsonObject]:
     return items
 
 
-def _messages(
-    instructions: str | None, before: Iterable[JsonObject], items: Iterable[JsonObject]
-) -> tuple[Message, ...]:
-    """Return a conversation for the template. Raises ``RequestError``."""
-    turns = _Turns()
-    if instructions:
-        turns.message("system", instructions)
-    for item in before:
-        _read(as_fields(item, "input"), turns)
-    for index, item in enumerate(items):
-        _read(as_fields(item, f"input[{index}]"), turns)
-    return tuple(turns.messages())
-
-
-def _read(item: Fields, turns: _Turns) -> None:
-    kind = item.text("type") or "message"
-    if (read := _ITEMS.get(kind)) is None:
-        raise UnsupportedParameter(
-            f"Unsupported item: {quoted(kind)}. This server reads "
-            f"{', '.join(repr(one) for one in _ITEMS)}.",
-            item.path("type"),
-        )
-    read(item, turns)
-
-
 def _references(items: Iterable[JsonObject]) -> tuple[tuple[int, str], ...]:
     found = tuple(
-        (at, item["id"]) for at, item in enumerate(items) if item.get("type") == _REFERENCE
+        (at, item["id"]) for at, item in enumerate(items) if item.get("type") == REFERENCE
     )
     if len(found) > MAX_REFERENCES:
         raise RequestError(
             f"Invalid 'input': at most {MAX_REFERENCES} items may be references.", "input"
         )
     return found
-
-
-class _Turns:
-    """Messages as templates want them: thoughts and calls are part of the assistant's turn."""
-
-    def __init__(self) -> None:
-        self._found: list[Message] = []
-        self._thoughts = ""
-
-    def message(self, role: str, content: str) -> None:
-        """Somebody said that."""
-        self._found.append({"role": role, "content": content, **self._thought(role)})
-
-    def think(self, text: str) -> None:
-        """The assistant thought that, before it said what follows."""
-        self._thoughts += text
-
-    def call(self, call: Message) -> None:
-        """The assistant called a tool, in the turn that it had begun."""
-        last = self._found[-1] if self._found else None
-        if last is None or last["role"] != "assistant":
-            self.message("assistant", "")
-        self._found[-1].setdefault("tool_calls", []).append(call)
-
-    def result(self, call_id: str, content: str) -> None:
-        """That came of a call."""
-        self._found.append({"role": "tool", "content": content, "tool_call_id": call_id})
-
-    def messages(self) -> Iterator[Message]:
-        """All that was said."""
-        yield from self._found
-
-    def _thought(self, role: str) -> Message:
-        thoughts, self._thoughts = self._thoughts, ""
-        return {"reasoning_content": thoughts} if thoughts and role == "assistant" else {}
-
-
-def _message(item: Fields, turns: _Turns) -> None:
-    role = item.choice("role", *_ROLES)
-    if role is None:
-        raise missing(item.path("role"))
-    turns.message(_ROLES[role], _text(item, "content"))
-
-
-def _call(item: Fields, turns: _Turns) -> None:
-    text = item.text("arguments") or ""
-    found = as_object(text)
-    # As it came, where it is JSON: what the model wrote itself is found in the KV cache again.
-    arguments = found if RAW in found or not text.strip() else JsonText(found, text)
-    function = {"name": item.required_text("name"), "arguments": arguments}
-    call_id = item.required_text("call_id")
-    turns.call({"id": call_id, "type": "function", "function": function})
-
-
-def _result(item: Fields, turns: _Turns) -> None:
-    turns.result(item.required_text("call_id"), _text(item, "output"))
-
-
-def _reasoning(item: Fields, turns: _Turns) -> None:
-    if item.get("content") not in (None, []):
-        for index, part in enumerate(item.items("content")):
-            turns.think(as_fields(part, f"{item.path('content')}[{index}]").text("text") or "")
-
-
-def _reference(item: Fields, _turns: _Turns) -> None:
-    # What it stands for is put in its place before anything is rendered.
-    item.required_text("id")
-
-
-_ITEMS: dict[str, Callable[[Fields, _Turns], None]] = {
-    "message": _message,
-    "function_call": _call,
-    "function_call_output": _result,
-    "reasoning": _reasoning,
-    _REFERENCE: _reference,
-}
-
-
-def _text(fields: Fields, name: str) -> str:
-    """Read a string or a list of parts, which are joined without anything between them."""
-    value, path = fields.get(name), fields.path(name)
-    if isinstance(value, str):
-        return value
-    if value is not None and not isinstance(value, list):
-        raise wrong_type(path, "a string or an array of parts", value)
-    return "".join(
-        _part(as_fields(part, f"{path}[{index}]")) for index, part in enumerate(fields.items(name))
-    )
-
-
-def _part(part: Fields) -> str:
-    kind = part.required_text("type")
-    key = _TEXTS.get(kind)
-    if key is None:
-        raise UnsupportedParameter(
-            f"Unsupported part: {quoted(kind)}. This server reads text only.", part.path("type")
-        )
-    if (text := part.text(key)) is None:
-        raise missing(part.path(key))
-    return text
