@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "sampling": GROUND,
     "images": GROUND,
     "wire": GROUND,
+    "reference": GROUND | {"wire", "control.operations"},
     "routing": GROUND,
     "control": GROUND,
     "board": GROUND | {"native.runtime", "native.states", "native.frames", "native.stepparams"},
@@ -57,6 +58,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "control",
         "images",
         "page",
+        "reference",
     },
     # The one place that knows every part, and the two programs beside it.
     "app": GROUND | {"native", "board", "wire", "routing", "control", "deployments"},

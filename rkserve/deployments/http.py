@@ -22,6 +22,7 @@ from rkserve.deployments.http_control import add_control
 from rkserve.deployments.http_dialects import add_dialects, error_of
 from rkserve.deployments.http_embeddings import add_embeddings
 from rkserve.deployments.http_page import add_page
+from rkserve.deployments.http_reference import add_reference
 from rkserve.deployments.http_responses import add_responses
 from rkserve.deployments.http_tokens import add_tokens
 from rkserve.deployments.responses import Responses
@@ -45,7 +46,8 @@ def make_app(
     they keep.
     """
     # Without redirects a trailing slash is a 404 in OpenAI's shape and not an empty 307.
-    # The framework's own pages about the API would load scripts from elsewhere; docs/api.md has it.
+    # The framework's own pages about the API would load scripts from elsewhere, and its document
+    # knows no bodies: rkserve.reference has both.
     app = FastAPI(
         title="rkserve",
         version=__version__,
@@ -65,6 +67,7 @@ def make_app(
     add_responses(app, service, responses)
     if service.config.page:
         add_page(app)
+    add_reference(app, page=service.config.page)
     add_control(app, service, peers)
     add_cluster(app, service, max_adapter_bytes, max_model_bytes)
     return _Counted(app, service)  # outside of everything, so that a 500 counts as well
