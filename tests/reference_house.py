@@ -29,7 +29,7 @@ from rkserve.deployments.responsestore import ResponseStore
 from rkserve.deployments.service import Service
 from rkserve.deployments.wiring import open_dispatch, open_fleet
 from rkserve.desired import BaseVersion, Desired
-from rkserve.errors import ArtifactNotFound, GenerationNotFound, OperationNotFound, RkserveError
+from rkserve.errors import ArtifactNotFound, GenerationNotFound, OperationNotFound
 from rkserve.messages import (
     CacheEntry,
     ControlAction,
@@ -52,60 +52,6 @@ _AFTER = {
     ControlAction.RESUME: GenerationState.GENERATING,
     ControlAction.ABORT: GenerationState.ABORTING,
 }
-
-
-@dataclass
-class ReferenceHouse:
-    """The Router. ``kept`` is where its responses are stored."""
-
-    kept: Path
-    config: RouterConfig = field(default_factory=RouterConfig)
-    head: FakeHead = field(default_factory=talking_head)
-
-    def __post_init__(self) -> None:
-        self.boards = {"chat": chat_boards(), "embed": VectorBoards.of("e")}
-        self.boards["embed"].says = dict(self.boards["chat"].says)
-        fleet = open_fleet(self.config, self.boards, {"chat": CHAT, "embed": EMBED})
-        self.cluster = Cluster(self.head, fleet.obey)
-        metrics = RouterMetrics(CollectorRegistry())
-        dispatch = open_dispatch(self.config, fleet, metrics, random.Random(5))
-        models = {CHAT: chat_model(), EMBED: embedding_model()}
-        self.service = Service(self.config, models, dispatch, self.cluster, metrics)
-        self.responses = Responses(self.config, self.kept)
-        self.app: ASGIApp = make_app(
-            self.service, MAX_ADAPTER_BYTES, MAX_MODEL_BYTES, self.responses
-        )
-
-    def remember(self) -> None:
-        """Have the response stored that examples speak of."""
-        store = ResponseStore(self.kept, self.config.responses)
-        store.write("anybody", Kept(RESPONSE, None, (_ITEM,), _RESPONSE))
-        store.close()
-
-    async def refresh(self) -> None:
-        """Hear boards and Coordinator."""
-        await self.service.fleet.refresh()
-        await self.cluster.refresh()
-
-    async def __call__(self, method: str, url: str, **rest: Any) -> httpx.Response:
-        """Make one request from this machine."""
-        await self.refresh()
-        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
-            return await client.request(method, url, **rest)
-
-    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application as a server calls it; it hears of its boards when it starts."""
-        if scope["type"] != "lifespan":
-            await self.app(scope, receive, send)
-            return
-        while True:
-            message = await receive()
-            if message["type"] == "lifespan.startup":
-                await self.refresh()
-            await send({"type": f"{message['type']}.complete"})
-            if message["type"] == "lifespan.shutdown":
-                return
 
 
 def chat_boards() -> FakeBoards:
@@ -185,11 +131,6 @@ def cache(name: str | None) -> CacheEntry:
     return CacheEntry("a", CHAT, name, 500, 3000)
 
 
-def failure(exc: RkserveError) -> dict[str, Any]:
-    """What a change of the cluster says that the Coordinator refuses."""
-    return {"perform": exc}
-
-
 _ITEM = {
     "id": f"msg_{'0' * 32}_i0",
     "type": "message",
@@ -223,3 +164,57 @@ _RESPONSE: dict[str, Any] = {
     "previous_response_id": None,
     "store": True,
 }
+
+
+@dataclass
+class ReferenceHouse:
+    """The Router. ``kept`` is where its responses are stored."""
+
+    kept: Path
+    config: RouterConfig = field(default_factory=RouterConfig)
+    head: FakeHead = field(default_factory=talking_head)
+
+    def __post_init__(self) -> None:
+        self.boards = {"chat": chat_boards(), "embed": VectorBoards.of("e")}
+        self.boards["embed"].says = dict(self.boards["chat"].says)
+        fleet = open_fleet(self.config, self.boards, {"chat": CHAT, "embed": EMBED})
+        self.cluster = Cluster(self.head, fleet.obey)
+        metrics = RouterMetrics(CollectorRegistry())
+        dispatch = open_dispatch(self.config, fleet, metrics, random.Random(5))
+        models = {CHAT: chat_model(), EMBED: embedding_model()}
+        self.service = Service(self.config, models, dispatch, self.cluster, metrics)
+        self.responses = Responses(self.config, self.kept)
+        self.app: ASGIApp = make_app(
+            self.service, MAX_ADAPTER_BYTES, MAX_MODEL_BYTES, self.responses
+        )
+
+    def remember(self) -> None:
+        """Have the response stored that examples speak of."""
+        store = ResponseStore(self.kept, 1 << 20, 3600.0)
+        store.write("anybody", Kept(RESPONSE, None, (_ITEM,), _RESPONSE))
+        store.close()
+
+    async def refresh(self) -> None:
+        """Hear boards and Coordinator."""
+        await self.service.fleet.refresh()
+        await self.cluster.refresh()
+
+    async def __call__(self, method: str, url: str, **rest: Any) -> httpx.Response:
+        """Make one request from this machine."""
+        await self.refresh()
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            return await client.request(method, url, **rest)
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application as a server calls it; it hears of its boards when it starts."""
+        if scope["type"] != "lifespan":
+            await self.app(scope, receive, send)
+            return
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                await self.refresh()
+            await send({"type": f"{message['type']}.complete"})
+            if message["type"] == "lifespan.shutdown":
+                return
