@@ -102,9 +102,11 @@ class Endpoint:
         return "_".join([self.method.lower(), *(part for part in parts if part)])
 
 
-def told(schema: Schema, status: int = OK, says: str = "Done.", **headers: str) -> Answer:
+def told(
+    schema: Schema, status: int = OK, says: str = "Done.", headers: Mapping[str, str] | None = None
+) -> Answer:
     """An answer in JSON."""
-    return Answer(status, says, {JSON: schema}, headers)
+    return Answer(status, says, {JSON: schema}, headers or {})
 
 
 def in_path(name: str, says: str) -> Parameter:

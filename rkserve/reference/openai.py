@@ -124,9 +124,9 @@ SCHEMAS: dict[str, Schema] = {
         }
     ),
 }
-_ABSENT = f"resp_{'0' * 32}"
+_SOME = f"resp_{'0' * 32}"
 _RESPONSE = in_path("response_id", "A response's id.")
-_KEPT = {"path": {"response_id": _ABSENT}}
+_KEPT = {"response_id": _SOME}
 
 ENDPOINTS = (
     Endpoint(
@@ -179,7 +179,7 @@ ENDPOINTS = (
             _RESPONSE,
             in_query("stream", FLAG, "Only `false`: what is over cannot be streamed again."),
         ),
-        example=Example(**_KEPT),
+        example=Example(path=_KEPT),
     ),
     Endpoint(
         "DELETE",
@@ -190,7 +190,7 @@ ENDPOINTS = (
         (told(ref("ResponseDeleted"), says="It is forgotten."),),
         failures.ASK,
         (_RESPONSE,),
-        example=Example(**_KEPT),
+        example=Example(path=_KEPT),
     ),
     Endpoint(
         "GET",
@@ -206,7 +206,7 @@ ENDPOINTS = (
             in_query("limit", integer(1, 100), "How many; 20 unless it is said."),
             in_query("order", words("asc", "desc"), "`desc` unless it is said."),
         ),
-        example=Example(**_KEPT, query={"limit": "5"}),
+        example=Example(path=_KEPT, query={"limit": "5"}),
     ),
     Endpoint(
         "GET",

@@ -34,7 +34,7 @@ _TOKENS = "Tokens"
 _ONE = either(text(1), obj({"text": text(1)}))
 _SEVERAL = either(_ONE, array(_ONE, 1, limits.MAX_INPUTS))
 _SESSION: dict[str, Schema] = {**STANDING, "user": TEXT, "prompt_cache_key": TEXT}
-_COUNTED = obj({"prompt_tokens": COUNT, "total_tokens": COUNT, "completion_tokens": const(0)})
+_COUNTED = obj({"prompt_tokens": COUNT, "total_tokens": COUNT, "completion_tokens": {"const": 0}})
 
 SCHEMAS: dict[str, Schema] = {
     "EmbeddingsRequest": body(
@@ -135,7 +135,7 @@ def _rerank(path: str) -> Endpoint:
         _TEXTS,
         "Order documents by how near they are to a query.",
         Access.CLIENT,
-        (told(ref("Ranking"), says="The most relevant one first.", **ANSWERED),),
+        (told(ref("Ranking"), says="The most relevant one first.", headers=ANSWERED),),
         failures.GENERATION,
         ASKED,
         in_json(ref("RerankRequest")),
@@ -150,7 +150,7 @@ def _score(path: str) -> Endpoint:
         _TEXTS,
         "Say how near texts are to each other.",
         Access.CLIENT,
-        (told(ref("Scores"), says="A score for each pair, in their order.", **ANSWERED),),
+        (told(ref("Scores"), says="A score for each pair, in their order.", headers=ANSWERED),),
         failures.GENERATION,
         ASKED,
         in_json(ref("ScoreRequest")),
@@ -193,7 +193,7 @@ ENDPOINTS = (
         _TEXTS,
         "Make vectors of texts.",
         Access.CLIENT,
-        (told(ref("Embeddings"), says="A vector for each text.", **ANSWERED),),
+        (told(ref("Embeddings"), says="A vector for each text.", headers=ANSWERED),),
         failures.GENERATION,
         ASKED,
         in_json(ref("EmbeddingsRequest")),
