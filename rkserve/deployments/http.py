@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rkserve import __version__
@@ -155,9 +156,23 @@ async def _on_http_error(request: Request, exc: Exception) -> JSONResponse:
     assert isinstance(exc, HTTPException)
     path = request.url.path
     refusal: RkserveError = RequestError(str(exc.detail))
+    more = {name.lower(): value for name, value in (exc.headers or {}).items()}
     if exc.status_code == MethodNotAllowed.http_status:
+        more["allow"] = ", ".join(_methods(request))
         refusal = MethodNotAllowed(f"{request.method} is not allowed on {path}.")
     elif exc.status_code == RouteNotFound.http_status:
         refusal = RouteNotFound(f"There is nothing at {path}.")
     _, headers, body = error_of(request)(refusal)
-    return JSONResponse(body, exc.status_code, {**(exc.headers or {}), **headers})
+    return JSONResponse(body, exc.status_code, {**more, **headers})
+
+
+def _methods(request: Request) -> list[str]:
+    """Return what a path can be asked; the framework names the methods of one route only.
+
+    Where a path is one of its own and might be somebody's name as well, it is the former.
+    """
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    found = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    path = min((route.path for route in found), key=lambda path: path.count("{"), default="")
+    same = (route for route in found if route.path == path)
+    return sorted({method for route in same for method in route.methods or ()})
