@@ -106,7 +106,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--schemathesis", default=str(ROOT / ".venv-fuzz" / "bin" / "schemathesis"))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--examples", type=int, default=60, help="random requests per call")
+    parser.add_argument("--examples", type=int, default=20, help="random requests per call")
     parser.add_argument("--max-time", type=int, help="seconds after which it ends")
     given, more = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as made:

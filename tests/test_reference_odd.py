@@ -96,7 +96,7 @@ def expect_declared(one: Endpoint, response: httpx.Response, what: str) -> None:
             media = media_of(response)
             if answer.content:
                 assert media in answer.content, told
-            if media == JSON:
+            if media == JSON and answer.content:
                 check(response.json(), answer.content[media])
             return
     assert status in one.errors, told
@@ -116,12 +116,17 @@ def holes(value: Any) -> Iterator[Any]:
 
 
 def every_key(one: Endpoint) -> dict[str, Any]:
-    """Each key that a body may have, alone beside those of the example."""
+    """Each key that a body may have, to stand alone beside those of the example.
+
+    Grammars are tried in a process of their own, and read by one function for all dialects.
+    """
     assert one.body is not None
     schema = one.body.content[JSON]
     if "$ref" in schema:
         schema = SCHEMAS[schema["$ref"].rpartition("/")[2]]
-    return dict.fromkeys(schema["properties"], HOLE)
+    names = schema["properties"]
+    guides = [] if one.path == "/v1/chat/completions" else [n for n in names if "guided" in n]
+    return dict.fromkeys((name for name in names if name not in guides), HOLE)
 
 
 @pytest.mark.parametrize("one", WITH_PATH, ids=ident)
@@ -132,7 +137,8 @@ def test_odd_names_in_the_path(of: ReferenceHouse, one: Endpoint) -> None:
                 path = one.path.format(**{**one.example.path, placed: name})
                 body = {} if one.example.body is None else {"json": one.example.body}
                 response = await of(one.method, path, **body)
-                if b"no_such_route" not in response.content:
+                # A slash makes it the path of another endpoint, or of none.
+                if "%2f" not in name or response.status_code not in (404, 405):
                     expect_declared(one, response, what)
 
     run_loop(main())
@@ -208,5 +214,6 @@ def test_other_methods_are_a_405_that_says_which_there_are(of: ReferenceHouse, p
             assert response.headers["allow"] == ", ".join(sorted(one.method for one in here))
             assert len(response.headers.get_list("allow")) == 1
         else:  # the path is somebody's name to another endpoint
-            assert "{" not in path or path.count("{") < 2
-            assert response.status_code in (400, 404)
+            others = [one for one in ENDPOINTS if one.method == method and "{" in one.path]
+            assert response.status_code in (200, 400, 404)
+            assert any(url.startswith(one.path.partition("{")[0]) for one in others)
