@@ -202,7 +202,7 @@ def test_the_client_reads_models(strict: bool) -> None:
                     "node": "",
                 },
             ],
-        }
+        },
     }
 
 
