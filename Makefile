@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit unit-1 unit-2 unit-3 cluster page-test check format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs lock sim sanitize clean
+.PHONY: help demo test unit unit-1 unit-2 unit-3 cluster page-test fuzz check format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs lock sim sanitize clean
 
 help:
 	@echo "make demo    three simulated boards behind an OpenAI endpoint, until Ctrl-C"
@@ -16,6 +16,7 @@ help:
 	@echo "make unit    tests that need no Ray"
 	@echo "make cluster tests on a local Ray cluster"
 	@echo "make page-test  the chat page in a real Chromium, with axe"
+	@echo "make fuzz    odd requests by the thousand, held to the OpenAPI document; SEED=n makes others"
 	@echo "make check   ruff, mypy and generated docs"
 	@echo "make format  reformat the code"
 	@echo "make sanitize  the binding's and the simulator's tests under ASan and UBSan"
@@ -67,6 +68,16 @@ page-test: $(READY)
 		{ echo "make page-test needs a browser: apt-get install chromium"; exit 1; }
 	@$(PIP) install $(PAGE_TOOLS)
 	$(BIN)/python -m pytest --page tests/test_page_browser.py
+
+# In a virtual environment of its own: it would change packages that are pinned in the other one.
+FUZZ_TOOLS := schemathesis==4.32.5
+FUZZ_VENV := .venv-fuzz
+SEED ?= 1
+
+fuzz: $(READY)
+	@test -d $(FUZZ_VENV) || "$(PYTHON)" -m venv $(FUZZ_VENV)
+	@$(FUZZ_VENV)/bin/python -m pip -q --disable-pip-version-check install $(FUZZ_TOOLS)
+	$(BIN)/python scripts/fuzz.py --schemathesis $(CURDIR)/$(FUZZ_VENV)/bin/schemathesis --seed $(SEED)
 
 check: $(READY) sim
 	$(BIN)/ruff format --check .
@@ -125,4 +136,4 @@ $(READY): requirements-dev.lock pyproject.toml
 	@touch $(READY)
 
 clean:
-	rm -rf $(VENV) rkserve/native/sim/build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(FUZZ_VENV) rkserve/native/sim/build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -30,6 +30,7 @@ from rkserve.modelfolder import FolderSettings
 from rkserve.native.quirks import TABLE as QUIRKS
 from rkserve.native.releases import ACCEPTED
 from rkserve.native.states import TRANSITIONS as HANDLE_TRANSITIONS
+from rkserve.reference.page import page as api_reference
 from rkserve.settingwords import allowed, inner_model
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -221,6 +222,7 @@ PAGES = {
     "metrics.md": metrics,
     "states.md": states,
     "quirks.md": quirks,
+    "api-reference.md": api_reference,
 }
 
 

@@ -43,6 +43,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "sampling": GROUND,
     "images": GROUND,
     "wire": GROUND,
+    "reference": GROUND | {"wire", "control.operations"},
     "routing": GROUND,
     "control": GROUND,
     "board": GROUND | {"native.runtime", "native.states", "native.frames", "native.stepparams"},
@@ -58,6 +59,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "control",
         "images",
         "page",
+        "reference",
     },
     # The one place that knows every part, and the two programs beside it.
     "app": GROUND | {"native", "board", "wire", "routing", "control", "deployments"},

@@ -175,6 +175,9 @@ def test_the_client_reads_models(strict: bool) -> None:
         "rkserve",
     )
     assert got.model_extra == {
+        "type": "model",
+        "display_name": "tiny",
+        "created_at": "2023-11-14T22:13:20Z",
         "rkserve": {
             "context_length": 4096,
             "state": "ready",
@@ -200,7 +203,7 @@ def test_the_client_reads_models(strict: bool) -> None:
                     "node": "",
                 },
             ],
-        }
+        },
     }
 
 

@@ -256,6 +256,13 @@ def test_a_hostile_list_of_tensors_is_a_bad_request(text: str) -> None:
     assert caught.value.param == "parameters"
 
 
+def test_a_time_beyond_all_numbers_is_a_bad_request() -> None:
+    body = b'{"version": 7, "artifact": "sim-chat@step-7", "timestamp": 1' + b"0" * 400 + b"}"
+    with pytest.raises(RequestError) as refused:
+        parse_update(Asked(body=body))
+    assert refused.value.param == "timestamp"
+
+
 def test_a_step_is_a_number_that_every_reader_keeps() -> None:
     body = {"version": 10**30, "artifact": "tone@v1", "parameters_info": []}
     with pytest.raises(RequestError) as caught:

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rkserve import __version__
@@ -22,6 +23,7 @@ from rkserve.deployments.http_control import add_control
 from rkserve.deployments.http_dialects import add_dialects, error_of
 from rkserve.deployments.http_embeddings import add_embeddings
 from rkserve.deployments.http_page import add_page
+from rkserve.deployments.http_reference import add_reference
 from rkserve.deployments.http_responses import add_responses
 from rkserve.deployments.http_tokens import add_tokens
 from rkserve.deployments.responses import Responses
@@ -45,7 +47,8 @@ def make_app(
     they keep.
     """
     # Without redirects a trailing slash is a 404 in OpenAI's shape and not an empty 307.
-    # The framework's own pages about the API would load scripts from elsewhere; docs/api.md has it.
+    # The framework's own pages about the API would load scripts from elsewhere, and its document
+    # knows no bodies: rkserve.reference has both.
     app = FastAPI(
         title="rkserve",
         version=__version__,
@@ -65,6 +68,7 @@ def make_app(
     add_responses(app, service, responses)
     if service.config.page:
         add_page(app)
+    add_reference(app, page=service.config.page)
     add_control(app, service, peers)
     add_cluster(app, service, max_adapter_bytes, max_model_bytes)
     return _Counted(app, service)  # outside of everything, so that a 500 counts as well
@@ -152,9 +156,23 @@ async def _on_http_error(request: Request, exc: Exception) -> JSONResponse:
     assert isinstance(exc, HTTPException)
     path = request.url.path
     refusal: RkserveError = RequestError(str(exc.detail))
+    more = {name.lower(): value for name, value in (exc.headers or {}).items()}
     if exc.status_code == MethodNotAllowed.http_status:
+        more["allow"] = ", ".join(_methods(request))
         refusal = MethodNotAllowed(f"{request.method} is not allowed on {path}.")
     elif exc.status_code == RouteNotFound.http_status:
         refusal = RouteNotFound(f"There is nothing at {path}.")
     _, headers, body = error_of(request)(refusal)
-    return JSONResponse(body, exc.status_code, {**(exc.headers or {}), **headers})
+    return JSONResponse(body, exc.status_code, {**more, **headers})
+
+
+def _methods(request: Request) -> list[str]:
+    """Return what a path can be asked; the framework names the methods of one route only.
+
+    Where a path is one of its own and might be somebody's name as well, it is the former.
+    """
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    found = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    path = min((route.path for route in found), key=lambda path: path.count("{"), default="")
+    same = (route for route in found if route.path == path)
+    return sorted({method for route in same for method in route.methods or ()})

@@ -119,8 +119,12 @@ class Fields:
             return None
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise wrong_type(self.path(name), "a number", value)
-        _check(value, self.path(name), within)
-        return float(value)
+        path = self.path(name)
+        _check(value, path, within)
+        try:
+            return float(value)
+        except OverflowError:  # an integer of hundreds of digits, where no bound refuses it
+            raise RequestError(f"Invalid '{path}': too large for a number.", path) from None
 
     def items(self, name: str) -> list[Any]:
         """A list with something in it, which must be there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from datetime import datetime, timezone
 
 from rkserve.adapterfolder import Adapter
 from rkserve.desired import AdapterLine, AdapterVersion, Desired, SleepLevel
@@ -37,6 +38,7 @@ def model_entry(
         "object": "model",
         "created": created,
         "owned_by": OWNER,
+        **_as_anthropic(model_id, created),
         "rkserve": {
             "context_length": context_length,
             "state": model_state(desired, ordered),
@@ -85,11 +87,13 @@ def adapter_entry(
     ``named`` is the version that the request named; without one the newest is meant.
     """
     meant = next((a for a in versions if a.version == named), versions[-1])
+    name = f"{model_id}:{meant.name if named is None else meant.label}"
     return {
-        "id": f"{model_id}:{meant.name if named is None else meant.label}",
+        "id": name,
         "object": "model",
         "created": created,
         "owned_by": OWNER,
+        **_as_anthropic(name, created),
         "parent": model_id,
         "rkserve": {
             "context_length": context_length,
@@ -109,12 +113,13 @@ def line_entry(
     ``named`` is the version that the request named; without one the active one is meant.
     """
     meant = line.active if named is None else line.version(named)
-    name = line.name if named is None else f"{line.name}@{named}"
+    name = f"{line.model}:{line.name if named is None else f'{line.name}@{named}'}"
     return {
-        "id": f"{line.model}:{name}",
+        "id": name,
         "object": "model",
         "created": created,
         "owned_by": OWNER,
+        **_as_anthropic(name, created),
         "parent": line.model,
         "rkserve": {
             "context_length": context_length,
@@ -129,8 +134,21 @@ def line_entry(
 
 
 def models_list(entries: Sequence[JsonObject]) -> JsonObject:
-    """Return the answer of GET /v1/models."""
-    return {"object": "list", "data": list(entries)}
+    """Return the answer of GET /v1/models: OpenAI's list, which is all of Anthropic's pages too."""
+    data = list(entries)
+    return {
+        "object": "list",
+        "data": data,
+        "has_more": False,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+    }
+
+
+def _as_anthropic(name: str, created: int) -> JsonObject:
+    """What Anthropic's clients want of a model, which they look up at the same path."""
+    written = datetime.fromtimestamp(created, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {"type": "model", "display_name": name, "created_at": written}
 
 
 def board_entry(board: BoardReport, circuit: tuple[str, str]) -> JsonObject:

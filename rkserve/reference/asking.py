@@ -1,0 +1,246 @@
+"""Bodies of calls that generate, in OpenAI's words; other dialects share parts of them."""
+
+from __future__ import annotations
+
+from rkserve.reference.shapes import (
+    ANYTHING,
+    COUNT,
+    FLAG,
+    INTEGER,
+    NUMBER,
+    TEXT,
+    Schema,
+    array,
+    body,
+    either,
+    integer,
+    mapping,
+    number,
+    obj,
+    ref,
+    said,
+    text,
+    words,
+)
+from rkserve.wire import limits
+from rkserve.wire.thinking import EFFORTS, MOST_TOKENS
+
+TEXTS = either(TEXT, array(TEXT))
+IDS = array(INTEGER, 1)
+MODEL = said(text(1, limits.MAX_MODEL_CHARS), "A model or an adapter.")
+_STOP = text(1, limits.MAX_STOP_CHARS)
+_SEED = integer(-(2**63), 2**64 - 1)
+_SHARE = number(0, 1)
+
+SAMPLING: dict[str, Schema] = {
+    "temperature": number(0, 2),
+    "top_p": number(0, 1, above=True),
+    "top_k": said(integer(-1), "0 and -1 are the whole vocabulary."),
+    "frequency_penalty": number(-2, 2),
+    "presence_penalty": number(-2, 2),
+    "repeat_penalty": number(0, limits.MAX_REPEAT_PENALTY, above=True),
+    "repetition_penalty": said(
+        number(0, limits.MAX_REPEAT_PENALTY, above=True), "vLLM's name of `repeat_penalty`."
+    ),
+    "mirostat": integer(0, 2),
+    "mirostat_tau": number(0, limits.MAX_MIROSTAT_TAU, above=True),
+    "mirostat_eta": number(0, 1, above=True),
+}
+STANDING: dict[str, Schema] = {
+    "priority": said(INTEGER, "Lower goes first."),
+    "timeout": said(
+        number(0, limits.MAX_TIMEOUT_S, above=True), "Seconds for which the answer is of use."
+    ),
+}
+DRAWS: dict[str, Schema] = {
+    "seed": said(_SEED, "The same answer again."),
+    "min_p": _SHARE,
+    "logit_bias": said(mapping(number(-100, 100)), "By token id."),
+}
+GUIDES: dict[str, Schema] = {
+    "guided_json": either(ANYTHING, TEXT),
+    "guided_regex": TEXT,
+    "guided_choice": array(text(1), 1, limits.MAX_GUIDE_CHOICES),
+    "guided_grammar": TEXT,
+    "guided_json_object": FLAG,
+    "structured_outputs": said(ANYTHING, "Exactly one of the above, without its prefix."),
+}
+# rkserve's own keys, which have the same names in all dialects.
+OWN: dict[str, Schema] = {
+    "strict_sampling": said(FLAG, "Refuse sampling that the runtime cannot honour."),
+    "pause_on": said(
+        array(either(_STOP, INTEGER), 1, limits.MAX_PAUSE_ON),
+        "Texts and token ids after which the generation pauses.",
+    ),
+    "native_pause": said(FLAG, "The runtime itself pauses, with the KV cache kept."),
+    "use_cache": said(TEXT, "The name of a prompt cache."),
+    "return_weight_versions": said(FLAG, "Tell which tokens come from which weights."),
+    "keep_version": said(FLAG, "No switch of adapters while it runs."),
+    **STANDING,
+}
+THINKING: dict[str, Schema] = {
+    "enable_thinking": FLAG,
+    "reasoning_effort": words(*EFFORTS),
+    "max_reasoning_tokens": integer(1, MOST_TOKENS),
+    "chat_template_kwargs": ANYTHING,
+}
+_OPENAI: dict[str, Schema] = {
+    "stream": FLAG,
+    "stream_options": body({}, {"include_usage": FLAG}),
+    "n": integer(1, limits.MAX_CHOICES),
+    "stop": either(_STOP, array(_STOP, 0, limits.MAX_STOP)),
+    **SAMPLING,
+    **DRAWS,
+    "response_format": said(
+        ANYTHING, "`text`, `json_object`, or `json_schema` with a schema: what the answer follows."
+    ),
+    **GUIDES,
+    **OWN,
+    "prompt_cache_key": said(TEXT, "Keeps the requests of a session together."),
+    "user": said(TEXT, "As `prompt_cache_key`."),
+}
+FUNCTION = obj(
+    {"name": text(1, limits.MAX_TOOL_NAME_CHARS)},
+    {"description": TEXT, "parameters": ANYTHING, "strict": FLAG},
+)
+
+SCHEMAS: dict[str, Schema] = {
+    "ChatMessage": obj(
+        {"role": words("system", "developer", "user", "assistant", "tool", "function")},
+        {
+            "content": said(
+                either(TEXT, array(ANYTHING), {"type": "null"}),
+                "A text, or parts: `text`, `refusal`, and of a user `image_url`.",
+            ),
+            "name": TEXT,
+            "tool_call_id": TEXT,
+            "tool_calls": array(ANYTHING),
+            "reasoning_content": TEXT,
+        },
+    ),
+    "ChatRequest": body(
+        {"model": MODEL, "messages": array(ref("ChatMessage"), 1)},
+        {
+            "max_completion_tokens": integer(1),
+            "max_tokens": said(integer(1), "The deprecated name."),
+            **_OPENAI,
+            "logprobs": FLAG,
+            "top_logprobs": integer(0, limits.MAX_TOP_LOGPROBS),
+            "tools": array(
+                obj({"type": words("function"), "function": FUNCTION}), 0, limits.MAX_TOOLS
+            ),
+            "tool_choice": either(words("none", "auto", "required"), ANYTHING),
+            "parallel_tool_calls": FLAG,
+            "functions": said(array(FUNCTION, 0, limits.MAX_TOOLS), "Deprecated."),
+            "function_call": said(either(words("none", "auto"), ANYTHING), "Deprecated."),
+            **THINKING,
+        },
+    ),
+    "CompletionRequest": body(
+        {
+            "model": MODEL,
+            "prompt": either(text(1), IDS, array(either(text(1), IDS), 1, limits.MAX_CHOICES)),
+        },
+        {
+            "max_tokens": said(COUNT, "0 only with `echo` and `logprobs`."),
+            **_OPENAI,
+            "logprobs": either(integer(0, limits.MAX_TOP_LOGPROBS), {"const": False}),
+            "echo": FLAG,
+            "best_of": integer(1, limits.MAX_CHOICES),
+        },
+    ),
+    "ResponseRequest": body(
+        {"model": MODEL, "input": either(TEXT, array(ANYTHING, 1))},
+        {
+            "instructions": TEXT,
+            "previous_response_id": TEXT,
+            "store": FLAG,
+            "max_output_tokens": integer(1),
+            "stream": FLAG,
+            "temperature": SAMPLING["temperature"],
+            "top_p": SAMPLING["top_p"],
+            "tools": array(ANYTHING, 0, limits.MAX_TOOLS),
+            "tool_choice": either(words("none", "auto", "required"), ANYTHING),
+            "parallel_tool_calls": FLAG,
+            "reasoning": body({}, {"effort": words(*EFFORTS)}),
+            "text": body({}, {"format": ANYTHING}),
+            "include": array(TEXT),
+            "top_logprobs": integer(0, limits.MAX_TOP_LOGPROBS),
+            "metadata": mapping(TEXT),
+            "truncation": words("disabled"),
+            "background": {"const": False},
+            **DRAWS,
+            **GUIDES,
+            **OWN,
+            **THINKING,
+        },
+    ),
+    "MessagesRequest": body(
+        {"model": MODEL, "messages": array(ref("AnthropicMessage"), 1), "max_tokens": integer(1)},
+        (
+            _messages := {
+                "system": either(TEXT, array(ANYTHING, 1)),
+                "stop_sequences": array(_STOP, 0, limits.MAX_STOP_SEQUENCES),
+                "stream": FLAG,
+                "tools": array(ANYTHING, 0, limits.MAX_TOOLS),
+                "tool_choice": ANYTHING,
+                "thinking": ANYTHING,
+                "output_config": ANYTHING,
+                "output_format": ANYTHING,
+                "metadata": ANYTHING,
+                **SAMPLING,
+                **DRAWS,
+                **GUIDES,
+                **OWN,
+                **THINKING,
+            }
+        ),
+    ),
+    "CountRequest": body(
+        {"model": MODEL, "messages": array(ref("AnthropicMessage"), 1)}, _messages
+    ),
+    "AnthropicMessage": obj(
+        {
+            "role": words("user", "assistant", "system"),
+            "content": either(TEXT, array(ANYTHING, 1)),
+        }
+    ),
+    "OllamaOptions": body(
+        {},
+        {
+            **SAMPLING,
+            **DRAWS,
+            "num_predict": INTEGER,
+            "stop": either(_STOP, array(_STOP, 0, limits.MAX_STOP_SEQUENCES)),
+        },
+    ),
+    "OllamaChatRequest": body(
+        {"model": MODEL},
+        {
+            "messages": said(array(ANYTHING), "None: the model is loaded, if it sleeps."),
+            "tools": array(ANYTHING, 0, limits.MAX_TOOLS),
+            **(
+                _ollama := {
+                    "stream": said(FLAG, "True unless it is said otherwise."),
+                    "options": ref("OllamaOptions"),
+                    "format": either(words("", "json"), ANYTHING),
+                    "think": either(FLAG, words(*EFFORTS)),
+                    "keep_alive": said(
+                        either(TEXT, NUMBER), "Only 0 has a meaning: it is refused."
+                    ),
+                    **OWN,
+                    **THINKING,
+                }
+            ),
+        },
+    ),
+    "OllamaGenerateRequest": body(
+        {"model": MODEL},
+        {
+            "prompt": said(TEXT, "None: the model is loaded, if it sleeps."),
+            "system": TEXT,
+            "raw": FLAG,
+            **_ollama,
+        },
+    ),
+}

@@ -1,0 +1,368 @@
+"""Endpoints that change the cluster as a whole, and that show it."""
+
+from __future__ import annotations
+
+from rkserve.control.operations import OperationKind, OperationState
+from rkserve.desired import PauseMode
+from rkserve.reference import failures
+from rkserve.reference.asked import (
+    COMMON,
+    HOLD,
+    KEY,
+    KNOWN,
+    PLACES,
+    REST,
+    RESUME,
+    Changed,
+    body_of,
+    query_of,
+)
+from rkserve.reference.endpoints import (
+    Access,
+    Answer,
+    Endpoint,
+    Example,
+    in_path,
+    in_query,
+    told,
+)
+from rkserve.reference.openai import SIM
+from rkserve.reference.shapes import (
+    ANYTHING,
+    COUNT,
+    FLAG,
+    INTEGER,
+    NUMBER,
+    SECONDS,
+    TEXT,
+    Schema,
+    array,
+    const,
+    integer,
+    listed,
+    mapping,
+    maybe,
+    obj,
+    ref,
+    words,
+)
+from rkserve.wire import limits
+
+_CLUSTER, _OPERATIONS = "Cluster", "Operations"
+_MODES = words(*(one.value for one in PauseMode))
+_STATES = words(*(one.value for one in OperationState))
+_KINDS = words(*(one.value for one in OperationKind))
+_RESULTS: dict[str, Schema] = {
+    "total": COUNT,
+    "succeeded": COUNT,
+    "results": mapping(
+        {**obj({"status": TEXT, "latency_ms": SECONDS}), "additionalProperties": True}
+    ),
+    "failed": array(obj({"board": TEXT, "error": TEXT, "message": TEXT, "latency_ms": SECONDS})),
+    "phases": mapping(SECONDS),
+}
+ENVELOPE: dict[str, Schema] = {
+    "operation_id": TEXT,
+    "kind": _KINDS,
+    "state": _STATES,
+    "epoch": INTEGER,
+    "applied": FLAG,
+    **_RESULTS,
+}
+WENT_WRONG: dict[str, Schema] = {"error": ANYTHING}
+_TOTAL: dict[str, Schema] = {
+    **dict.fromkeys(
+        (
+            *("boards", "ready", "joining", "paused_boards", "asleep"),
+            *("positions", "capacity", "running", "queued", "paused"),
+        ),
+        COUNT,
+    ),
+    "bytes": maybe(COUNT),
+    "hit_ratio": maybe(NUMBER),
+    "prefill_tokens_per_s": NUMBER,
+    "decode_tokens_per_s": NUMBER,
+    "temperature_c": maybe(NUMBER),
+}
+_WEIGHTS: dict[str, Schema] = {"weight_version": TEXT, "step": maybe(INTEGER)}
+
+SCHEMAS: dict[str, Schema] = {
+    "Envelope": obj(ENVELOPE),
+    "Operation": obj(
+        {
+            "id": TEXT,
+            "object": const("operation"),
+            "kind": _KINDS,
+            "state": _STATES,
+            "phase": TEXT,
+            "params": ANYTHING,
+            "who": TEXT,
+            "created_s": NUMBER,
+            "finished_s": maybe(NUMBER),
+            "epoch": INTEGER,
+            "idempotency_key": maybe(TEXT),
+            **_RESULTS,
+            "error": maybe(obj({"status": INTEGER, "code": TEXT, "message": TEXT})),
+        }
+    ),
+    "Operations": listed(ref("Operation")),
+    "Audit": listed(ANYTHING),
+    "Paused": obj(
+        {
+            "is_paused": FLAG,
+            "all": FLAG,
+            "epoch": INTEGER,
+            "boards": mapping(
+                obj(
+                    {
+                        "paused": FLAG,
+                        "mode": maybe(_MODES),
+                        "level": maybe(INTEGER),
+                        "reported": maybe(TEXT),
+                        "epoch": maybe(INTEGER),
+                    }
+                )
+            ),
+            "adapters": mapping(obj({"mode": _MODES})),
+        }
+    ),
+    "Sleeping": obj(
+        {
+            "is_sleeping": FLAG,
+            "all": FLAG,
+            "epoch": INTEGER,
+            "boards": mapping(
+                obj(
+                    {
+                        "sleeping": FLAG,
+                        "level": maybe(INTEGER),
+                        "reported": maybe(INTEGER),
+                        "state": TEXT,
+                        "epoch": maybe(INTEGER),
+                    }
+                )
+            ),
+        }
+    ),
+    "WeightInfo": obj(
+        {
+            **_WEIGHTS,
+            "model": TEXT,
+            "epoch": INTEGER,
+            "models": mapping(
+                obj(
+                    {
+                        **_WEIGHTS,
+                        "base": maybe(obj({"version": TEXT, "digest": TEXT, "bytes": COUNT})),
+                        "rebase": maybe(
+                            obj({"version": TEXT, "digest": maybe(TEXT), "switched": array(TEXT)})
+                        ),
+                        "boards": mapping(obj({"weight_version": TEXT, "base": maybe(TEXT)})),
+                        "adapters": mapping(maybe(TEXT)),
+                    }
+                )
+            ),
+        }
+    ),
+    "Cluster": obj(
+        {
+            "object": const("cluster"),
+            "epoch": INTEGER,
+            "coordinator": obj({"reachable": FLAG, "heard_s_ago": maybe(NUMBER)}),
+            "total": obj(_TOTAL),
+            "models": mapping(obj({**_TOTAL, **_WEIGHTS, "base": maybe(TEXT)})),
+            "boards": array(ANYTHING),
+            "pauses": array(ANYTHING),
+        }
+    ),
+}
+_SGLANG: Changed = {"mode": (words("abort", "retract", "in_place"), "SGLang's modes.")}
+
+
+def changing(done: dict[str, Schema], says: str) -> tuple[Answer, ...]:
+    """The answers of a change: done, and with ``async`` begun."""
+    schema = obj({**done, **ENVELOPE})
+    return (told(schema, says=says), told(schema, 202, "It goes on: `/v1/operations` tells how."))
+
+
+def change(
+    path: str,
+    summary: str,
+    done: dict[str, Schema],
+    names: tuple[str, ...],
+    example: Example,
+    *,
+    needed: tuple[str, ...] = (),
+    changed: Changed | None = None,
+    tag: str = _CLUSTER,
+    answers: tuple[Answer, ...] | None = None,
+) -> Endpoint:
+    """A call that the Coordinator carries out, whose query and body say the same."""
+    return Endpoint(
+        "POST",
+        path,
+        tag,
+        summary,
+        Access.OPERATOR,
+        answers or changing(done, "It is done."),
+        failures.CHANGE,
+        (KEY, *query_of(names, changed)),
+        body_of(names, needed, changed),
+        example,
+    )
+
+
+def look(path: str, tag: str, summary: str, schema: str, says: str) -> Endpoint:
+    """A question that a client may ask of one model, or of all."""
+    model = in_query("model", KNOWN["artifact"][0], "Only this model; all without it.")
+    return Endpoint(
+        "GET",
+        path,
+        tag,
+        summary,
+        Access.CLIENT,
+        (told(ref(schema), says=says),),
+        (400, *failures.CLIENT, 404),
+        (model,),
+    )
+
+
+_RECORD = (400, *failures.OPERATOR, 503)
+_LIMIT = in_query("limit", integer(1, limits.MAX_LISTED), "How many; 100 unless it is said.")
+_SUCCESS = {"success": FLAG}
+_STATUS = {"status": TEXT}
+_MESSAGE = {"message": TEXT, "status": TEXT}
+_MODEL = {"id": TEXT, "object": const("model"), "status": TEXT}
+_ONE = Example({"model": SIM})
+_UNLOAD = (*COMMON, *REST)
+
+ENDPOINTS = (
+    change(
+        "/pause",
+        "Pause boards, and answer when they have stopped.",
+        {**_STATUS, "mode": _MODES},
+        (*HOLD, "clear_cache"),
+        Example({"mode": "keep"}),
+    ),
+    change("/resume", "Let paused boards go on.", _STATUS, RESUME, Example()),
+    change(
+        "/pause_generation",
+        "Pause, in SGLang's words.",
+        {**_MESSAGE, "mode": _MODES},
+        HOLD,
+        Example({"mode": "retract"}),
+        changed=_SGLANG,
+    ),
+    change("/continue_generation", "Resume, in SGLang's words.", _MESSAGE, RESUME, Example()),
+    change(
+        "/abort_requests",
+        "End requests.",
+        {**_STATUS, "aborted": COUNT},
+        (*PLACES, "request_ids"),
+        Example({"request_ids": ["chatcmpl-1"]}),
+    ),
+    change(
+        "/reset_prefix_cache",
+        "Drop KV caches.",
+        _SUCCESS,
+        (*PLACES, "reset_running_requests"),
+        Example(),
+    ),
+    change(
+        "/flush_cache",
+        "Drop KV caches, in SGLang's words.",
+        _SUCCESS,
+        (*PLACES, "reset_running_requests"),
+        Example(),
+    ),
+    change(
+        "/update_weight_version",
+        "Name a model's weights anew.",
+        {**_SUCCESS, "new_version": TEXT, "model": TEXT},
+        (*COMMON, "new_version", "abort_all_requests", "reset_step"),
+        Example({"model": SIM, "new_version": "step-7"}),
+        needed=("new_version",),
+        changed={"abort_all_requests": ({"const": False}, "A label aborts nothing.")},
+    ),
+    change(
+        "/sleep",
+        "Put boards to sleep, and answer when their models are unloaded.",
+        {**_STATUS, "level": COUNT, "mode": _MODES},
+        (*PLACES, *REST),
+        Example(query={"level": "1", "mode": "wait"}),
+    ),
+    *(
+        change(
+            path,
+            summary,
+            {**_STATUS, "tags": array(TEXT)},
+            (*PLACES, "tags"),
+            Example(),
+        )
+        for path, summary in (
+            ("/wake_up", "Wake boards, and answer when their models are loaded."),
+            ("/wakeup", "Wake boards, in Ray's words."),
+        )
+    ),
+    change(
+        "/v1/models/load",
+        "Load a model on all of its boards.",
+        _MODEL,
+        COMMON,
+        _ONE,
+        needed=("model",),
+    ),
+    change(
+        "/v1/models/unload",
+        "Unload a model from all of its boards.",
+        {**_MODEL, "level": COUNT},
+        _UNLOAD,
+        _ONE,
+        needed=("model",),
+        changed={"level": (integer(1, 2), "1 unloads the model, 2 drops KV caches too.")},
+    ),
+    look("/is_paused", _CLUSTER, "Say whether boards are paused.", "Paused", "Each board."),
+    look("/is_sleeping", _CLUSTER, "Say whether boards sleep.", "Sleeping", "Each board."),
+    look("/weight_info", _CLUSTER, "Say which weights are served.", "WeightInfo", "By model."),
+    Endpoint(
+        "GET",
+        "/v1/cluster",
+        _CLUSTER,
+        "Show totals of the cluster, and every board.",
+        Access.CLIENT,
+        (told(ref("Cluster"), says="The cluster at a glance."),),
+        failures.CLIENT,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/operations",
+        _OPERATIONS,
+        "List the latest operations.",
+        Access.OPERATOR,
+        (told(ref("Operations"), says="The latest first."),),
+        _RECORD,
+        (_LIMIT,),
+    ),
+    Endpoint(
+        "GET",
+        "/v1/operations/{operation_id}",
+        _OPERATIONS,
+        "Describe one operation.",
+        Access.OPERATOR,
+        (told(ref("Operation"), says="The operation."),),
+        (*_RECORD, 404),
+        (in_path("operation_id", "Its id."),),
+        example=Example(path={"operation_id": "op-1"}),
+    ),
+    Endpoint(
+        "GET",
+        "/v1/audit",
+        _OPERATIONS,
+        "List who changed what.",
+        Access.OPERATOR,
+        (told(ref("Audit"), says="The latest lines of the audit log."),),
+        _RECORD,
+        (_LIMIT,),
+        example=Example(query={"limit": "10"}),
+    ),
+)

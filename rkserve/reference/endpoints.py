@@ -1,0 +1,129 @@
+"""What an endpoint is: how it is asked, by whom, what it answers, and an example of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from rkserve.reference.shapes import Schema
+
+JSON = "application/json"
+OCTETS = "application/octet-stream"
+EVENTS = "text/event-stream"
+LINES = "application/x-ndjson"
+PLAIN = "text/plain"
+OK = 200
+
+
+class Access(Enum):
+    """Who may call."""
+
+    OPEN = "anybody"
+    CLIENT = "a client"
+    OPERATOR = "the operator"
+
+
+class Errors(Enum):
+    """Whose error object an endpoint answers, by the name of its schema."""
+
+    OPENAI = "Error"
+    ANTHROPIC = "AnthropicError"
+    OLLAMA = "OllamaError"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of the ``path``, the ``query`` or a ``header``."""
+
+    name: str
+    place: str
+    schema: Schema
+    says: str
+    required: bool = False
+
+
+@dataclass(frozen=True)
+class Body:
+    """What is sent: a schema by media type."""
+
+    content: Mapping[str, Schema]
+    required: bool = True
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a status other than an error comes with: a schema by media type, none where nothing.
+
+    ``pieces`` are the schemas of single events or lines of a stream, by media type.
+    """
+
+    status: int
+    says: str
+    content: Mapping[str, Schema] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    pieces: Mapping[str, Schema] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One call. ``path`` are the values of its parameters; ``file`` is a body from a file."""
+
+    body: Any = None
+    path: Mapping[str, str] = field(default_factory=dict)
+    query: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    file: str | None = None
+    status: int = OK
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One method of one path. ``errors`` are the statuses of its error objects."""
+
+    method: str
+    path: str
+    tag: str
+    summary: str
+    access: Access
+    answers: tuple[Answer, ...]
+    errors: tuple[int, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
+    body: Body | None = None
+    example: Example = field(default_factory=Example)
+    says: str = ""
+    shape: Errors = Errors.OPENAI
+
+    @property
+    def name(self) -> str:
+        """What tells it from all others, in letters and digits."""
+        parts = self.path.replace("{", "").replace("}", "").replace(".", "_").split("/")
+        return "_".join([self.method.lower(), *(part for part in parts if part)])
+
+
+def told(
+    schema: Schema, status: int = OK, says: str = "Done.", headers: Mapping[str, str] | None = None
+) -> Answer:
+    """An answer in JSON."""
+    return Answer(status, says, {JSON: schema}, headers or {})
+
+
+def in_path(name: str, says: str) -> Parameter:
+    """A parameter of the path."""
+    return Parameter(name, "path", {"type": "string", "minLength": 1}, says, required=True)
+
+
+def in_query(name: str, schema: Schema, says: str) -> Parameter:
+    """A parameter of the query string, which may be left out."""
+    return Parameter(name, "query", schema, says)
+
+
+def in_header(name: str, schema: Schema, says: str) -> Parameter:
+    """A header, which may be left out."""
+    return Parameter(name, "header", schema, says)
+
+
+def in_json(schema: Schema, *, required: bool = True) -> Body:
+    """A body in JSON."""
+    return Body({JSON: schema}, required)

@@ -1,0 +1,290 @@
+"""Endpoints about adapters and base weights: taking them, and which versions are served."""
+
+from __future__ import annotations
+
+from rkserve.desired import InFlight
+from rkserve.reference import failures
+from rkserve.reference.asked import (
+    COMMON,
+    KEY,
+    REGISTER,
+    ROLLOUT,
+    STEP,
+    UPLOAD,
+    Changed,
+    body_of,
+    query_of,
+)
+from rkserve.reference.cluster import (
+    ENVELOPE,
+    change,
+    changing,
+    look,
+)
+from rkserve.reference.endpoints import (
+    OCTETS,
+    OK,
+    PLAIN,
+    Access,
+    Answer,
+    Body,
+    Endpoint,
+    Example,
+    in_path,
+    told,
+)
+from rkserve.reference.openai import SIM
+from rkserve.reference.shapes import (
+    COUNT,
+    FLAG,
+    INTEGER,
+    NUMBER,
+    SECONDS,
+    TEXT,
+    Schema,
+    array,
+    const,
+    mapping,
+    maybe,
+    obj,
+    ref,
+    words,
+)
+
+_ADAPTERS, _WEIGHTS = "Adapters", "Weights"
+_VERSION = obj(
+    {
+        "version": TEXT,
+        "label": TEXT,
+        "role": words("active", "candidate", "previous", "kept"),
+        "sha256": TEXT,
+        "bytes": COUNT,
+        "scale": NUMBER,
+        "key": TEXT,
+        "boards": mapping(obj({"staged": FLAG, "loaded": FLAG})),
+    }
+)
+
+SCHEMAS: dict[str, Schema] = {
+    "Adapters": obj(
+        {
+            "object": const("list"),
+            "epoch": INTEGER,
+            "data": array(
+                obj(
+                    {
+                        "name": TEXT,
+                        "model": TEXT,
+                        "epoch": INTEGER,
+                        **dict.fromkeys(("active", "candidate", "previous"), maybe(TEXT)),
+                        "weight": maybe(NUMBER),
+                        "switched": array(TEXT),
+                        "in_flight": words(*(one.value for one in InFlight)),
+                        "versions": array(_VERSION),
+                    }
+                )
+            ),
+        }
+    ),
+    "WeightsTaken": obj(
+        {
+            "id": TEXT,
+            "object": const("weights"),
+            "model": TEXT,
+            "own": FLAG,
+            "parameters": COUNT,
+        },
+        {"version": TEXT, "sha256": TEXT, "bytes": COUNT},
+    ),
+}
+_PUSHED: dict[str, Schema] = {
+    **dict.fromkeys(("name", "version", "model", "label", "sha256"), TEXT),
+    "bytes": COUNT,
+    "scale": NUMBER,
+    "activated": FLAG,
+}
+_NAMED: dict[str, Schema] = {"name": TEXT, "model": TEXT, "version": maybe(TEXT)}
+_NAME = in_path("name", "The adapter.")
+_FILE: Schema = {"type": "string", "format": "binary"}
+_TONE = {"name": "tone"}
+_TAKE = (*failures.CHANGE,)
+_LOAD = (
+    *ROLLOUT,
+    *("lora_name", "lora_path", "load_inplace", "base_model_name", "version", "sha256", "scale"),
+)
+_UPDATE = (
+    *COMMON,
+    *("kind", "version", "parameters_info", "timestamp", "artifact", "in_flight"),
+)
+_DISK = (
+    *COMMON,
+    *("model_path", "load_format", "abort_all_requests", "weight_version", "flush_cache"),
+    *("keep_pause", "is_async", "torch_empty_cache", "recapture_cuda_graph", "token_step"),
+    *("max_unavailable", "in_flight"),
+)
+_TAKEN = (*COMMON, "version", "sha256", "size", "path", "url", "parameters")
+_STEPPED: Changed = {"version": STEP}
+
+
+def _pushed() -> tuple[Answer, ...]:
+    schema = obj({**_PUSHED, **ENVELOPE}, {"staging": ref("Envelope")})
+    return (
+        told(schema, says="It is on every board, and served unless `activate` says otherwise."),
+        told(schema, 202, "It goes on: `/v1/operations` tells how."),
+    )
+
+
+def _worded() -> tuple[Answer, ...]:
+    """vLLM's text where all went well."""
+    headers = {"x-operation-id": "The operation.", "x-epoch": "The epoch of the cluster."}
+    return (
+        Answer(OK, "A sentence, as vLLM says it.", {PLAIN: TEXT}, headers),
+        told(obj({"message": TEXT, **ENVELOPE}), 202, "It goes on."),
+    )
+
+
+def _decide(method: str, path: str, summary: str, example: Example, **more: Schema) -> Endpoint:
+    names = (*ROLLOUT, "version") if path.endswith("/rollout") else COMMON
+    needed = ("version",) if path.endswith("/rollout") else ()
+    version = (in_path("version", "The version."),) if path.endswith("{version}") else ()
+    return Endpoint(
+        method,
+        path,
+        _ADAPTERS,
+        summary,
+        Access.OPERATOR,
+        changing({**_NAMED, **more}, "It is done."),
+        failures.CHANGE,
+        (KEY, _NAME, *version, *query_of(names)),
+        body_of(names, needed),
+        example,
+    )
+
+
+def _with_file(asked: Body) -> Body:
+    return Body({**asked.content, OCTETS: _FILE})
+
+
+ENDPOINTS = (
+    look(
+        "/v1/lora_adapters",
+        _ADAPTERS,
+        "List adapters, their versions, and which boards have them.",
+        "Adapters",
+        "Every version.",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/lora_adapters",
+        _ADAPTERS,
+        "Take a new version of an adapter: its bytes, or where they are.",
+        Access.OPERATOR,
+        _pushed(),
+        _TAKE,
+        (KEY, *query_of((*REGISTER, *UPLOAD))),
+        _with_file(body_of(REGISTER, ("name",))),
+        Example(
+            query={"name": "tone", "version": "v2", "model": SIM},
+            headers={"content-type": OCTETS},
+            file="adapter.rkllm",
+        ),
+        "With a file as the body everything else stands in the query; else one of `path` and "
+        "`url` says where the file is.",
+    ),
+    change(
+        "/v1/load_lora_adapter",
+        "Take and serve an adapter, in vLLM's words.",
+        {},
+        _LOAD,
+        Example(
+            {"lora_name": "calm", "lora_path": "/srv/adapters/calm.rkllm", "base_model_name": SIM}
+        ),
+        needed=("lora_name", "lora_path"),
+        tag=_ADAPTERS,
+        answers=_worded(),
+    ),
+    change(
+        "/v1/unload_lora_adapter",
+        "Serve an adapter no more, in vLLM's words.",
+        {},
+        (*COMMON, "lora_name", "lora_int_id"),
+        Example({"lora_name": "tone"}),
+        needed=("lora_name",),
+        tag=_ADAPTERS,
+        answers=_worded(),
+    ),
+    _decide(
+        "POST",
+        "/v1/lora_adapters/{name}/rollout",
+        "Have a staged version served.",
+        Example({"version": "v1", "strategy": "rolling"}, _TONE),
+    ),
+    _decide(
+        "POST",
+        "/v1/lora_adapters/{name}/rollback",
+        "Have the previous version served again.",
+        Example(path=_TONE),
+    ),
+    _decide(
+        "POST",
+        "/v1/lora_adapters/{name}/promote",
+        "Have the version on trial served to everybody.",
+        Example(path=_TONE),
+    ),
+    _decide(
+        "DELETE",
+        "/v1/lora_adapters/{name}",
+        "Serve an adapter no more.",
+        Example(path=_TONE),
+        deleted=const(True),
+    ),
+    _decide(
+        "DELETE",
+        "/v1/lora_adapters/{name}/{version}",
+        "Serve a version no more.",
+        Example(path={**_TONE, "version": "v1"}),
+        deleted=const(True),
+    ),
+    change(
+        "/receive_weight_update",
+        "Serve a trainer's weights everywhere.",
+        {
+            "status": words("ok", "accepted"),
+            "timing": obj(
+                dict.fromkeys(
+                    (
+                        *("lock_ms", "broadcast_ms", "verify_ms"),
+                        *("pause_ms", "resume_ms", "total_ms"),
+                    ),
+                    SECONDS,
+                )
+            ),
+        },
+        _UPDATE,
+        Example({"version": 7, "artifact": f"{SIM}@step-7"}),
+        needed=("version",),
+        changed=_STEPPED,
+        tag=_WEIGHTS,
+    ),
+    change(
+        "/update_weights_from_disk",
+        "Load other base weights, board by board.",
+        {"success": FLAG, "message": TEXT, "num_paused_requests": COUNT},
+        _DISK,
+        Example({"model": SIM, "model_path": "/srv/models/other.rkllm"}),
+        needed=("model_path",),
+        tag=_WEIGHTS,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/weights",
+        _WEIGHTS,
+        "Take base weights to the head: their bytes, or where they are.",
+        Access.OPERATOR,
+        (told(ref("WeightsTaken"), says="They are on the head."),),
+        _TAKE,
+        (KEY, *query_of(_TAKEN)),
+        _with_file(body_of(_TAKEN)),
+        Example({"model": SIM, "path": "/srv/models/other.rkllm"}),
+    ),
+)
