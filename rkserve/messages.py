@@ -80,6 +80,7 @@ class GuideKind(str, Enum):
     JSON_SCHEMA = "json_schema"  # the schema as JSON
     REGEX = "regex"
     LARK = "lark"  # or the GBNF of llama.cpp
+    CALLS = "calls"  # of tools, as JSON: see ``sampling.calls``
 
 
 @dataclass(frozen=True, slots=True)
