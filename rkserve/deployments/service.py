@@ -144,7 +144,7 @@ class Service:
         self._dispatch = dispatch
         self.cluster = cluster
         self.flows = Flows(fleet)
-        self._guiding = Guiding()
+        self.guiding = Guiding()
         self._sight = Sight(config.images, fetch_of(config.images))
         self.waking = Waking(cluster, fleet, config.control_timeout_s)
         self.catalog = Catalog(
@@ -286,7 +286,7 @@ class Service:
             call = held(call, self._models[meant.model].renderer)
             if call.steps.guide is not None:
                 param, guide = call.steps.guide
-                await self._guiding.check(guide, param)
+                await self.guiding.check(guide, param)
             completion = f"{dialect.prefix}{uuid.uuid4().hex}"
             of = read_session(session, call.session, completion)
             pictures = await self._pictures(call, meant)
