@@ -145,6 +145,7 @@ class Trail:
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
+        self._allowed: Allowed | None = None  # here, if somebody asked
         self._check()
 
     @property
@@ -154,12 +155,32 @@ class Trail:
 
     def allowed(self) -> Allowed:
         """Return for each id whether it may follow. Raises ``StepsRefused``."""
-        found = _bits(self._matcher)
-        self._check()
-        return found
+        if self._allowed is None:
+            self._allowed = _bits(self._matcher)
+            self._check()
+        return self._allowed
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the answer may be over."""
+        return self._matcher.is_accepting()
+
+    def may_take(self, token_id: int, *, is_end: bool) -> bool:
+        """Whether a token may follow: less work than to ask for all that may."""
+        if is_end:
+            return self.may_end
+        return self._matcher.validate_tokens([token_id]) == 1
+
+    def only(self) -> int | None:
+        """Return the token that must follow; None where there are several, or the answer ends."""
+        if self.over or self.may_end:
+            return None
+        found = np.flatnonzero(self.allowed())
+        return int(found[0]) if len(found) == 1 else None
 
     def take(self, token_id: int) -> None:
         """Note what followed. Raises ``StepsRefused`` where it may not."""
+        self._allowed = None
         if not self._matcher.consume_token(token_id):
             raise StepsRefused(f"the answer leaves its grammar: {_said(self._matcher.get_error())}")
 
