@@ -128,9 +128,7 @@ def test_who_hangs_up_frees_the_board(tmp_path: Path) -> None:
     async def body() -> None:
         async with sims(tmp_path, "1.3.0").board(tokenizer_file=TOKENS) as board:
             stream = board.generate(
-                replace(
-                    asked(), stepwise=Stepwise(1, guide=long, free=True), max_tokens=900
-                )
+                replace(asked(), stepwise=Stepwise(1, guide=long, free=True), max_tokens=900)
             )
             got = 0
             async for _ in stream:
