@@ -57,7 +57,7 @@ class Optimist:
         self._told = 0
         self._left: Callable[[], bool] = lambda: False
         self._over = False  # the answer
-        self._strayed = False
+        self._strayed = self._stopped = False  # the run that is going on
         self._needed = 1  # agreements
         self._dirty = False  # the KV cache holds what nobody asked for
         self.aborted = False  # the library was told to abort a run
@@ -79,6 +79,9 @@ class Optimist:
                 short = self._told - before < WORTH_TOKENS
                 self._needed = min(MOST_AGREEMENTS, 2 * self._needed) if short else 1
                 self._by_ourselves(sampler)
+        except BaseException:
+            self._dirty = True
+            raise
         finally:
             if self._dirty:
                 # What was stopped leaves a context that no later run may extend.
@@ -105,17 +108,30 @@ class Optimist:
         """Let it generate, resumed where only one way is left, until it strays or the end."""
         send, resume = tuple(self._context), False
         while True:
-            self._strayed = False
+            self._strayed = self._stopped = False
             outcome = self._runtime.run(self._params(send, resume=resume), self._sink)
-            if outcome.end is RunEnd.FAILED:
+            if outcome.end is RunEnd.FAILED and not resume:
                 raise CallFailed("rkllm_run", outcome.return_code)
+            if outcome.end is RunEnd.FAILED:  # it was refused, and is drained
+                self._dirty = self._strayed = True
             if outcome.end is not RunEnd.PAUSED:
                 return self._after_its_end()
-            send = () if self._ends() or not self._is_where_it_strayed() else self._only_way()
-            if not send or self._ends():
-                self._drain()
+            send = self._way_on()
+            if not send:
                 return _Left.DONE if self._ends() else _Left.STRAYED
             resume = True
+
+    def _way_on(self) -> Ids:
+        """Return what the paused run is resumed with; () where it was ended instead."""
+        send: Ids = ()
+        try:
+            if not self._ends() and self._is_where_it_strayed():
+                send = self._only_way()
+        finally:  # whatever happens, nobody else would end the pause
+            if not send or self._ends():
+                send = ()
+                self._drain()
+        return send
 
     def _params(self, send: Ids, *, resume: bool) -> RunParams:
         per_run = self._runtime.per_run_sampling
@@ -150,8 +166,9 @@ class Optimist:
         """End the run: by a pause that is drained where that takes no abort."""
         if self._runtime.quirks["drain_by_limit"]:
             return Verdict.PAUSE
-        self.aborted = self._dirty = True
-        self._runtime.abort()
+        if not self._stopped:
+            self._stopped = self.aborted = self._dirty = True
+            self._runtime.abort()
         return Verdict.CONTINUE
 
     def _after_its_end(self) -> _Left:
@@ -162,10 +179,14 @@ class Optimist:
 
     def _is_where_it_strayed(self) -> bool:
         """Whether the paused run holds what was taken, and nothing behind it."""
-        size, wanted = self._runtime.kv_cache_sizes()[0], len(self._context)
-        if size > wanted:
-            self._runtime.clear_kv_range(((wanted, size),))
+        wanted = len(self._context)
+        try:
             size = self._runtime.kv_cache_sizes()[0]
+            if size > wanted:  # it could not pause at once
+                self._runtime.clear_kv_range(((wanted, size),))
+                size = self._runtime.kv_cache_sizes()[0]
+        except NativeError:
+            return False
         return size == wanted
 
     def _drain(self) -> None:
