@@ -18,6 +18,8 @@ from pydantic import (
     model_validator,
 )
 
+from rkserve.messages import Guided
+
 GROUP_NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,31}")
 HOOK_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 MAX_DOMAINS = 16  # RKNPU_MAX_IOMMU_DOMAIN_NUM of the kernel driver
@@ -199,6 +201,13 @@ class BoardGroupConfig(Settings):
         {},
         description="What this group's runtime may be trusted with beyond the table in "
         "docs/quirks.md: name and true or false. Only what was proven on the board itself.",
+    )
+    guided: Guided = Field(
+        Guided.AUTO,
+        description="How answers are made that follow a grammar: of single steps (`steps`), or by "
+        "the library itself, which is set right where it leaves the grammar (`optimistic`). `auto` "
+        "is the latter where the runtime cannot keep a context over steps (quirk "
+        "`logits_with_history`). Requests with a seed, logprobs or the like take steps anyway.",
     )
     queue_limit: int = Field(
         16, ge=0, le=10_000, description="Requests that may wait for one board; then 429."

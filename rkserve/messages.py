@@ -80,6 +80,7 @@ class GuideKind(str, Enum):
     JSON_SCHEMA = "json_schema"  # the schema as JSON
     REGEX = "regex"
     LARK = "lark"  # or the GBNF of llama.cpp
+    CALLS = "calls"  # of tools, as JSON: see ``sampling.calls``
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,14 @@ class Guide:
     text: str
 
 
+class Guided(str, Enum):
+    """How answers are made that follow a grammar and need nothing else."""
+
+    AUTO = "auto"  # optimistic where a step would send the whole context again
+    STEPS = "steps"
+    OPTIMISTIC = "optimistic"
+
+
 @dataclass(frozen=True, slots=True)
 class Stepwise:
     """What a generation needs that the runtime's own sampling does not have.
@@ -97,7 +106,8 @@ class Stepwise:
     ``seed``, ``choice`` and the place of a token in the answer decide every draw. Logprobs come
     with the tokens where ``top_logprobs`` is a number: those of the chosen ones, of so many of the
     likeliest, and of all in ``also``; ``prompt_logprobs`` are those of the prompt as well. The
-    whole answer follows ``guide``.
+    whole answer follows ``guide``. ``free``: nothing but the guide asks for it, so that the
+    runtime's own draws will do where they follow it.
     """
 
     seed: int
@@ -108,6 +118,7 @@ class Stepwise:
     prompt_logprobs: bool = False
     guide: Guide | None = None
     also: tuple[int, ...] = ()
+    free: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         ("--cycles", 30, "random pauses for each n_batch"),
         ("--machine-seed", random.SystemRandom().randrange(2**32), "what the random ones begin at"),
         ("--soak-seconds", 4, "how long 16 clients disturb one board"),
+        ("--schemas-every", 4, "which of a thousand schemas are tried: 1 is all of them"),
         ("--latency-pauses", 4, "pauses of each kind whose latency is measured"),
     ):
         group.addoption(option, type=int, default=default, help=f"{text} (%(default)s)")

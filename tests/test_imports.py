@@ -67,7 +67,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     | {"native", "board", "wire", "routing", "control", "deployments", "app", "client", "bench"},
     "client": GROUND,
     "page": frozenset(),
-    "bench": GROUND | {"native", "board", "wire", "routing", "control", "deployments", "app"},
+    "bench": GROUND
+    | {"native", "sampling", "board", "wire", "routing", "control", "deployments", "app"},
     "__init__": frozenset(),
     "__main__": frozenset({"cli"}),
 }

@@ -3,62 +3,22 @@
 from __future__ import annotations
 
 import json
-import random
 import re
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
+from grammar_walk import END, EOS, GUIDES, IDS, VOCABULARY, followed, lark, regex, schema
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkserve.errors import RequestError, StepsRefused
 from rkserve.messages import Guide, GuideKind
 from rkserve.sampling.asking import MAX_CHARS
-from rkserve.sampling.guides import Guides, arguments_guide, check_guide
+from rkserve.sampling.guides import Guides, check_guide
 from rkserve.sampling.schemas import is_endless
-from rkserve.vocabulary import Vocabulary, read_vocabulary
-
-TOKENS = Path(__file__).parents[1] / "models" / "sim-chat" / "tokenizer.json"
-VOCABULARY = read_vocabulary(TOKENS)
-IDS = {VOCABULARY.piece(at): at for at in range(len(VOCABULARY))}
-END = IDS[b"<|im_end|>"]
-EOS = frozenset({END, IDS[b"<|endoftext|>"]})
-GUIDES = Guides()
-LONGEST = 400
-
-
-def schema(value: Any) -> Guide:
-    return Guide(GuideKind.JSON_SCHEMA, json.dumps(value))
-
-
-def regex(text: str) -> Guide:
-    return Guide(GuideKind.REGEX, text)
-
-
-def lark(text: str) -> Guide:
-    return Guide(GuideKind.LARK, text)
-
-
-def followed(guide: Guide, seed: int = 0) -> tuple[str, bool]:
-    """Follow a grammar at random, and rather to its end; return the text and whether it came."""
-    chance = random.Random(seed)
-    trail, said = GUIDES.follow(guide, VOCABULARY, EOS, ()), b""
-    for at in range(LONGEST):
-        ids = np.flatnonzero(trail.allowed())
-        if END in ids and (len(ids) <= len(EOS) or chance.random() < 0.1 + at / LONGEST):
-            return said.decode(), True
-        # Tokens that end something are few among those that go on.
-        closing = [one for one in ids if VOCABULARY.piece(int(one))[:1] in (b'"', b"]", b"}")]
-        chosen = int(chance.choice(closing if closing and at > 50 else list(ids)))
-        said += VOCABULARY.said(chosen)
-        trail.take(chosen)
-        if trail.over:
-            return said.decode(), True
-    return said.decode(errors="ignore"), False
-
+from rkserve.vocabulary import Vocabulary
 
 # -- what is refused --------------------------------------------------------------------------
 
@@ -319,23 +279,3 @@ def test_a_vocabulary_of_another_model_is_another_one() -> None:
         trail = guides.follow(regex("a+"), vocabulary, frozenset({end}), ())
         assert trail.allowed()[letter]
         assert trail.allowed().sum() < 10
-
-
-@pytest.mark.parametrize("closing", ["}\n</tool_call>", ")]", ""])
-def test_the_arguments_of_a_call_follow_the_tools_schema(closing: str) -> None:
-    guide = arguments_guide(SCHEMAS["a record"], closing)
-    check_guide(guide, "tools")
-    ended = 0
-    for seed in range(6):
-        text, whole = followed(guide, seed)
-        ended += whole
-        if whole:
-            assert text.endswith(closing)
-            arguments = json.loads(text.removesuffix(closing))
-            jsonschema.validate(arguments, SCHEMAS["a record"])
-    assert ended
-
-
-def test_a_tools_schema_that_cannot_be_followed_is_refused_too() -> None:
-    with pytest.raises(RequestError, match="Unimplemented"):
-        check_guide(arguments_guide({"not": {}, "x-guidance": {"lenient": True}}, "}"), "tools")

@@ -32,7 +32,7 @@ from rkserve.wire.answers import ChatAnswer, CompletionAnswer
 from rkserve.wire.limits import MAX_LOGIT_BIAS
 from rkserve.wire.logprobs import CompletionLog, Lexicon
 from rkserve.wire.openai import ChatCall, CompletionCall, parse_chat, parse_completion
-from rkserve.wire.plan import plan, prompt_texts
+from rkserve.wire.plan import held, plan, prompt_texts
 from rkserve.wire.renderer import Renderer
 from rkserve.wire.steps import Steps
 from rkserve.wire.tally import Stamp
@@ -445,7 +445,7 @@ def test_an_answer_cannot_be_a_call_and_follow_a_grammar(tmp_path: Path) -> None
     template = CHATML + "{% if tools %}{{ tools | tojson }}{% endif %}"
     folder = make_folder(tmp_path / "calls", template=template, settings="tool_format: hermes")
     with pytest.raises(RequestError, match="call a tool") as caught:
-        planned(Renderer(folder), chat(**FORCED))
+        held(chat(**FORCED), Renderer(folder))
     assert caught.value.param == "guided_regex"
     (free,) = planned(Renderer(folder), chat(**FORCED | {"tool_choice": "auto"}))
     assert free.stepwise is not None

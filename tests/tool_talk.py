@@ -17,7 +17,7 @@ from rkserve.messages import Accepted, Delta, Event, Finished, GenerateRequest, 
 from rkserve.modelfolder import ModelFolder
 from rkserve.wire.answers import ChatAnswer
 from rkserve.wire.openai import ChatCall, parse_chat
-from rkserve.wire.plan import plan, reading
+from rkserve.wire.plan import held, plan, reading
 from rkserve.wire.renderer import Renderer
 from rkserve.wire.tally import Stamp
 from rkserve.wire.versions import Meant
@@ -84,6 +84,9 @@ class Talk:
     def planned(self, **body: Any) -> tuple[ChatCall, list[GenerateRequest]]:
         """Return a call and what boards are sent for it."""
         call = parse_chat(json.dumps({"model": FOLDER.id, **body}).encode())
+        guided = held(call, self.renderer)
+        assert isinstance(guided, ChatCall)
+        call = guided
         requests = plan(
             call,
             Meant(FOLDER.id),

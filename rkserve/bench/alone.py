@@ -15,8 +15,9 @@ from typing import Any
 from rkserve.bench.batches import BatchRun
 from rkserve.bench.child import BenchFailed, Json, Tell, serve_commands
 from rkserve.bench.stream import Exchange
-from rkserve.messages import Sampling
+from rkserve.messages import Guide, GuideKind, Sampling, Stepwise
 from rkserve.modelfolder import open_model_folder
+from rkserve.native import frames
 from rkserve.native.binding import open_runtime
 from rkserve.native.runtime import (
     LoadParams,
@@ -27,12 +28,15 @@ from rkserve.native.runtime import (
     TokenInput,
     Verdict,
 )
+from rkserve.native.stepparams import StepParams
+
+GREEDY = Sampling(temperature=0.0, top_k=1, repeat_penalty=1.0)
 
 
 def load(command: Json) -> Runtime:
     """Open the library and load the model, with what a board would load it with."""
     folder = open_model_folder(Path(command["model"]))
-    runtime = open_runtime(Path(command["library"]))
+    runtime = open_runtime(Path(command["library"]), command["quirks"])
     context_len = folder.settings.context_length
     runtime.load(
         LoadParams(
@@ -108,14 +112,75 @@ def run_batch(runtime: Runtime, prompts: Sequence[Sequence[int]], max_tokens: in
     return BatchRun(steps, outcome.perf.decode_tokens, first_s, last_s, cpu_s)
 
 
+class Guided:
+    """Answers that follow a grammar, as an engine makes them."""
+
+    def __init__(self) -> None:
+        from rkserve.native.steps import Steps  # late, as in an engine: no other case needs it
+
+        self._told: list[tuple[float, bytes]] = []
+        self._steps = Steps(lambda frame: self._told.append((time.monotonic(), frame)))
+
+    def run(self, runtime: Runtime, command: Json) -> Json:
+        """Make one on an empty context; without a guide the library's own."""
+        runtime.clear_kv_cache()
+        sent_s, cpu_s = time.monotonic(), time.process_time()
+        if command["guide"] is None:
+            said = self._free(runtime, command)
+        else:
+            said = self._held(runtime, command)
+        end_s = time.monotonic()
+        return {
+            "tokens": len(said),
+            "first_s": said[0][0] - sent_s,
+            "whole_s": end_s - sent_s,
+            "cpu_s": time.process_time() - cpu_s,
+            "text": b"".join(text for _, text in said).decode(errors="replace"),
+        }
+
+    def _free(self, runtime: Runtime, command: Json) -> list[tuple[float, bytes]]:
+        said: list[tuple[float, bytes]] = []
+
+        def sink(step: Step) -> Verdict:
+            said.append((time.monotonic(), b"" if step[0] is None else step[0].text))
+            return Verdict.CONTINUE
+
+        given = (TokenInput(tuple(command["ids"])),)
+        runtime.run(RunParams(given, sampling=GREEDY, max_new_tokens=command["max_tokens"]), sink)
+        return said
+
+    def _held(self, runtime: Runtime, command: Json) -> list[tuple[float, bytes]]:
+        steps = StepParams(
+            tokenizer=Path(command["tokenizer"]),
+            sampling=GREEDY,
+            wanted=Stepwise(1, guide=Guide(GuideKind.JSON_SCHEMA, command["guide"]), free=True),
+            eos=frozenset(command["eos"]),
+            limit=command["max_tokens"],
+            optimistic=command["optimistic"],
+        )
+        asked = {"steps": steps.as_json(), "keep_history": command["history"], "adapter": None}
+        self._told.clear()
+        self._steps.run(runtime, 1, asked, tuple(command["ids"]), lambda: False)
+        return [
+            (at_s, frames.unpack_token(data)[3])
+            for at_s, frame in self._told
+            for kind, data in frames.FrameReader().feed(frame)
+            if kind is frames.Kind.TOKEN
+        ]
+
+
 def main() -> None:
     """Serve the benchmark."""
     loaded: list[Runtime] = []
+    guided: list[Guided] = []
 
     def carry_out(command: Json, _: Tell) -> dict[str, Any]:
         if command["do"] == "load":
             loaded.append(load(command))
             return {"release": loaded[0].release}
+        if command["do"] == "guided":
+            guided.append(guided.pop() if guided else Guided())
+            return guided[0].run(loaded[0], command)
         if command["do"] == "batch":
             return asdict(run_batch(loaded[0], command["prompts"], command["max_tokens"]))
         return run(loaded[0], tuple(command["ids"]), command["max_tokens"]).to_json()

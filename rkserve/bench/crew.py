@@ -174,7 +174,13 @@ class Crew:
 
     @contextmanager
     def batching_binding(
-        self, profile: str, n_batch: int, *, time_scale: float, gain: str
+        self,
+        profile: str,
+        n_batch: int,
+        *,
+        time_scale: float,
+        gain: str,
+        quirks: Mapping[str, bool] | None = None,
     ) -> Iterator[Child]:
         """Give a process with the binding alone for as long as the block lasts."""
         simulated = SimulatedConfig.model_validate(
@@ -186,17 +192,20 @@ class Crew:
                 "load_s": 0.0,  # loading is not what is measured
             }
         )
-        child = self._binding(simulated, n_batch)
+        child = self._binding(simulated, n_batch, quirks)
         try:
             yield child
         finally:
             child.close()
 
-    def _binding(self, simulated: SimulatedConfig, n_batch: int) -> Child:
+    def _binding(
+        self, simulated: SimulatedConfig, n_batch: int, quirks: Mapping[str, bool] | None = None
+    ) -> Child:
         group = BoardGroupConfig(name="alone", model=MODEL, simulated=simulated)
         child = self._child("rkserve.bench.alone", engine_environ(group, "alone"))
         model, library = str(self.model.path), str(ensure_built(RELEASE))
-        command = {"do": "load", "model": model, "library": library, "n_batch": n_batch}
+        command: Json = {"do": "load", "model": model, "library": library, "n_batch": n_batch}
+        command["quirks"] = dict(quirks or {})
         try:
             child.ask(command, ANSWER_S)
         except BaseException:

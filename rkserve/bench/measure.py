@@ -9,9 +9,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from rkserve import __version__
+from rkserve.bench import guided
 from rkserve.bench.batches import Batches
 from rkserve.bench.cases import CLIENTS_PER_BOARD, Bench, Load, Loaded, Pair, cores
 from rkserve.bench.crew import Crew
+from rkserve.bench.guided import GuidedFound
 from rkserve.bench.interrupted import PauseFigures, pause_figures
 from rkserve.bench.oneboard import OneBoard
 from rkserve.bench.pace import SMALL_PROFILE, cycle_s, step_ms
@@ -31,7 +33,7 @@ from rkserve.bench.summary import (
 from rkserve.bench.tokenpath import TokenPath, TokenPaths, ways
 from rkserve.bench.tokenpath_figures import WayFigures, path_figures, path_verdicts
 
-CASES = "abcdefgh"
+CASES = "abcdefghi"
 BESIDE_ALONE = "abc"  # (b) and (c) are held to (a), which therefore runs with them
 FEWEST_ROUNDS = 3
 CEILING = (
@@ -53,6 +55,7 @@ class Size:
     paced_boards: Sequence[int]
     parked_rounds: int
     paused_answers: int
+    guided_rounds: int
     every_way: bool  # of tokens, also those between the plain and the fast one
 
 
@@ -62,6 +65,7 @@ FULL = Size(
     paced_boards=(1, 3, 8),
     parked_rounds=8,
     paused_answers=6,
+    guided_rounds=5,
     every_way=True,
 )
 QUICK = Size(
@@ -70,6 +74,7 @@ QUICK = Size(
     paced_boards=(1, 3),
     parked_rounds=3,
     paused_answers=2,
+    guided_rounds=2,
     every_way=False,
 )
 
@@ -98,6 +103,7 @@ class Measurement:
         pauses = [self._pauses(kept=kept) for kept in ((True, False) if "f" in cases else ())]
         batches = self._batches() if "g" in cases else None
         paths = self._paths() if "h" in cases else None
+        answers = self._guided() if "i" in cases else None
         found = verdicts(
             pair and pair[1],
             hang_ups and hang_ups[1],
@@ -116,6 +122,7 @@ class Measurement:
             pauses=pauses,
             batches=batches,
             paths=paths,
+            guided=answers,
             one_board_cpu=self._one_board.cpu,
         )
 
@@ -196,6 +203,13 @@ class Measurement:
         costs = (plain.many.cost.gross, fast.many.cost.gross)
         self._progress.end(f"CPU per token {costs[0]:.3f} ms, and {costs[1]:.3f} ms the fast way")
         return found, figures
+
+    def _guided(self) -> GuidedFound:
+        self._progress.begin("(i) answers that follow a grammar")
+        found = guided.measure(self._crew, self._size.guided_rounds)
+        rates = ", ".join(f"{guided.rate(of):.1f} ({way.name})" for way, of in found.answers)
+        self._progress.end(f"tokens/s {rates}")
+        return found
 
 
 def machine() -> Machine:

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from rkserve.bench.batches import Batches
 from rkserve.bench.cases import Loaded, Pair
 from rkserve.bench.figures import CpuUse, Ratio, Spread
+from rkserve.bench.guided import GuidedFound
 from rkserve.bench.interrupted import PauseFigures
 from rkserve.bench.pace import NEW_TOKENS, PROFILE, PROMPT_TOKENS, profile
 from rkserve.bench.parked import ParkedFigures, ParkedRound
 from rkserve.bench.procfs import PARTS, Memory
+from rkserve.bench.report_guided import guided_section
 from rkserve.bench.report_oneboard import batches_section, parked_section, pauses_section
 from rkserve.bench.report_tokenpath import tokenpath_section
 from rkserve.bench.stream import HangUp, Interrupted
@@ -50,6 +52,7 @@ class Results:
     batches: Batches | None = None
     one_board_cpu: Mapping[str, CpuUse] = field(default_factory=dict)
     paths: tuple[TokenPaths, Sequence[WayFigures]] | None = None
+    guided: GuidedFound | None = None
 
 
 def render(results: Results) -> str:
@@ -251,6 +254,8 @@ def _one_board(results: Results) -> str:
         parts.append(batches_section(results.batches))
     if results.paths is not None:
         parts.append(tokenpath_section(results.paths[1]))
+    if results.guided is not None:
+        parts.append(guided_section(results.guided))
     return "\n".join(parts)
 
 

@@ -103,6 +103,7 @@ class Board:
         self.context_len, self.n_batch = settings.context_len, settings.n_batch
         self.text_mode = settings.text_mode
         self.eos_ids, self.tokenizer_file = settings.eos_ids, settings.tokenizer_file
+        self.sampling, self.guided = settings.sampling, settings.guided
         self.position_bytes = settings.kv_position_bytes
         self.pause_timeout_s, self.max_paused = settings.pause_timeout_s, settings.max_paused
         self.batch_window_s = settings.batch_window_s

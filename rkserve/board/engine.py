@@ -113,7 +113,8 @@ class RunEnded:
     ``end`` is None for a run that was aborted before it began. ``kv_positions`` is what the runtime
     says each entry's KV cache holds now, and empty where it would not say. ``perf`` is zeros for a
     run that was paused. Of a run of single steps, ``refused`` says that it failed by what it was
-    asked for, and ``cut`` that it ended at the room that the engine has for a context. ``vector``
+    asked for, ``cut`` that it ended at the room that the engine has for a context, and ``aborted``
+    that the engine had the library abort a part of it. ``vector``
     are float32 values, of a text with so many ``tokens``. So many images were ``encoded``; the rows
     of others were known.
     """
@@ -126,6 +127,7 @@ class RunEnded:
     cache_refused: str | None = None
     refused: bool = False
     cut: bool = False
+    aborted: bool = False
     vector: bytes = b""
     tokens: int = 0
     encoded: int = 0

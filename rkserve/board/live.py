@@ -238,6 +238,7 @@ class LiveEngine:
             refused = ended.cache_refused
             log.warning("board %s: a prompt cache was refused: %s", self._board_id, refused)
         self.positions = ended.kv_positions or self.positions
+        self.aborted |= ended.aborted
         began = run.beginning
         if not began.resume:
             # One that never ran may have loaded its cache, and may not have let go of the last one.
@@ -357,4 +358,8 @@ def patience_for(beginning: Beginning, patience: Patience) -> Patience:
     # A step is never cut, and one that sends the whole context again takes a prefill of it.
     again = 0 if beginning.history else len(beginning.base) + (beginning.limit or 0)
     step_s = patience.token_s + patience.prefill_per_token_s * again
+    if beginning.steps.optimistic:
+        # One that strays is ended, asked for its logits, and begun anew before the next token.
+        first_s = patience.first_token_s + 2 * step_s
+        patience, step_s = replace(patience, first_token_s=first_s), 3 * step_s
     return replace(patience, token_s=step_s, abort_s=patience.abort_s + step_s)

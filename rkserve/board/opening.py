@@ -15,7 +15,7 @@ from rkserve.board.live import LiveEngine
 from rkserve.board.run import Beginning
 from rkserve.board.stage import Stage
 from rkserve.errors import EngineHung, Misuse, NativeError
-from rkserve.messages import Kv, Stepwise
+from rkserve.messages import Guided, Kv, Stepwise
 from rkserve.native.stepparams import StepParams
 
 
@@ -138,7 +138,8 @@ class Opening:
         """
         generation, origin = job.generation, job.origin
         wanted, prompt = generation.context, generation.begin_scores()
-        history = _keeps_history(live, job)
+        optimistic = self._is_optimistic(live, job, asked)
+        history = _keeps_history(live, job) and not optimistic
         plan = live.context.plan(wanted, origin)
         reused = plan.reused if history and not prompt else 0
         if not reused:
@@ -163,8 +164,22 @@ class Opening:
                 held=wanted[:reused],
                 said=tuple(generation.token_ids),
                 prompt=prompt,
+                optimistic=optimistic,
             ),
         )
+
+    def _is_optimistic(self, live: LiveEngine, job: Job, asked: Stepwise) -> bool:
+        """Whether the library generates itself what follows a grammar, as far as it does.
+
+        Not where its draws are not those that were asked for, or not all of its tokens are told.
+        """
+        sampled = live.facts.per_run_sampling or job.request.sampling == self._stage.sampling
+        able = asked.free and sampled and live.quirk("waiting_token_id_valid")
+        wished = self._stage.guided
+        if wished is Guided.AUTO:
+            # Steps that keep the context cost one token each, and never have to go back.
+            return able and not live.quirk("logits_with_history")
+        return able and wished is Guided.OPTIMISTIC
 
     async def _engine(self, job: Job) -> LiveEngine:
         """Return an engine that has the job's adapter."""

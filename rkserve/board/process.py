@@ -305,6 +305,7 @@ class EngineProcess:
             cache_refused=facts.get("cache_refused"),
             refused=facts.get("refused", False),
             cut=facts.get("cut", False),
+            aborted=facts.get("aborted", False),
             vector=vector,
             tokens=tokens,
             encoded=facts.get("encoded", 0),

@@ -10,7 +10,7 @@ from rkserve.board.hooks import HookFactory
 from rkserve.board.promptcache import CacheStore
 from rkserve.board.watchdog import Patience
 from rkserve.errors import RequestError
-from rkserve.messages import GenerateRequest, Sampling
+from rkserve.messages import GenerateRequest, Guided, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class BoardSettings:
     rest for ``base_rest_s`` before they are tried again, then for twice that. In ``text_mode``
     prompts are texts, and the ids of tokens are known to nobody; otherwise ``tokenizer_file`` says
     what they stand for, where answers are made of single steps. One with ``vision`` takes images.
+    ``guided`` says how answers with a grammar are made.
     """
 
     board_id: str
@@ -65,6 +66,7 @@ class BoardSettings:
     load_patience_s: float = 2.0
     text_mode: bool = False
     vision: bool = False
+    guided: Guided = Guided.AUTO
     weights_dir: Path | None = None
     base_file: Path | None = None
     base_rest_s: float = 30.0

@@ -15,7 +15,7 @@ from rkserve.board.figures import Figures
 from rkserve.board.job import Job
 from rkserve.board.live import LiveEngine
 from rkserve.board.versions import VersionBook
-from rkserve.messages import EmbedRequest, Event
+from rkserve.messages import EmbedRequest, Event, Guided, Sampling
 
 T = TypeVar("T")
 
@@ -46,6 +46,8 @@ class Stage(Protocol):
     n_batch: int
     eos_ids: frozenset[int]
     tokenizer_file: Path | None
+    sampling: Sampling  # what the model is loaded with
+    guided: Guided
     text_mode: bool  # prompts are texts: their ids are known to nobody
     batch_window_s: float
     free_since_s: float  # when the last run let go of it

@@ -82,6 +82,7 @@ def assemble(group: BoardGroupConfig, place: Place, platform: str) -> Board:
         text_mode=spec.text_mode,
         vision=spec.vision is not None,
         tokenizer_file=folder.tokenizer_file,
+        guided=group.guided,
         asleep_file=place.state_dir / f"{place.board_id}.asleep",
         kv_position_bytes=folder.settings.kv_bytes_per_token,
         caches=_caches(group, place, folder, spec),

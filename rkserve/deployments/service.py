@@ -65,7 +65,7 @@ from rkserve.wire.models import (
     models_list,
 )
 from rkserve.wire.openai import ChatCall, CompletionCall
-from rkserve.wire.plan import plan, prompt_texts, reading
+from rkserve.wire.plan import held, plan, prompt_texts, reading
 from rkserve.wire.renderer import Renderer
 from rkserve.wire.speech import Reading
 from rkserve.wire.tally import Stamp
@@ -144,7 +144,7 @@ class Service:
         self._dispatch = dispatch
         self.cluster = cluster
         self.flows = Flows(fleet)
-        self._guiding = Guiding()
+        self.guiding = Guiding()
         self._sight = Sight(config.images, fetch_of(config.images))
         self.waking = Waking(cluster, fleet, config.control_timeout_s)
         self.catalog = Catalog(
@@ -281,11 +281,12 @@ class Service:
             raise
         try:
             call = await memory.recall(await read_call(body, dialect.parse))
-            if call.steps.guide is not None:
-                param, guide = call.steps.guide
-                await self._guiding.check(guide, param)
             claim = claim_of(call, caller, timeout_s, self.config, started_s)
             meant = await self.meant(call.model, policy)
+            call = held(call, self._models[meant.model].renderer)
+            if call.steps.guide is not None:
+                param, guide = call.steps.guide
+                await self.guiding.check(guide, param)
             completion = f"{dialect.prefix}{uuid.uuid4().hex}"
             of = read_session(session, call.session, completion)
             pictures = await self._pictures(call, meant)

@@ -17,7 +17,7 @@ class StepParams:
     """One run. Of its context the KV cache has ``held``; the answer so far is ``said``.
 
     ``limit`` tokens are generated at most, none behind one of ``eos``. ``prompt`` asks for the
-    logprobs of what is sent.
+    logprobs of what is sent. ``optimistic``: the library generates as far as it keeps to the guide.
     """
 
     tokenizer: Path
@@ -28,6 +28,7 @@ class StepParams:
     held: Ids = ()
     said: Ids = ()
     prompt: bool = False
+    optimistic: bool = False
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> StepParams:
@@ -45,6 +46,7 @@ class StepParams:
             held=tuple(given["held"]),
             said=tuple(given["said"]),
             prompt=given["prompt"],
+            optimistic=given["optimistic"],
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -58,4 +60,5 @@ class StepParams:
             "held": self.held,
             "said": self.said,
             "prompt": self.prompt,
+            "optimistic": self.optimistic,
         }

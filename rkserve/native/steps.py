@@ -7,7 +7,6 @@ those were asked for. How a token is chosen is in ``sampling``.
 
 from __future__ import annotations
 
-import codecs
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,9 @@ from numpy.typing import NDArray
 
 from rkserve.errors import ConfigError, StepsRefused
 from rkserve.native import commands, frames
+from rkserve.native.optimistic import Optimist
 from rkserve.native.runtime import Matrix, Mode, Perf, RunEnd, Runtime, TokenInput
+from rkserve.native.speech import Speech
 from rkserve.native.stepparams import Ids, StepParams
 from rkserve.sampling.draw import Allowed, Row, Sampler, score, scores
 from rkserve.sampling.guides import Guides, Trail
@@ -43,25 +44,6 @@ class Room:
     context_bytes: int = 1 << 30
 
 
-class _Speech:
-    """Tokens to text as the library would give it: a character comes whole, with its last token."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = b""
-
-    def say(self, token_id: int) -> tuple[bytes, bool]:
-        """Return the text of a token, and whether it waits for that of the next one."""
-        self._held += self._vocabulary.said(token_id)
-        self._decoder.reset()
-        self._decoder.decode(self._held)
-        if self._decoder.getstate()[0]:
-            return b"", True
-        said, self._held = self._held, b""
-        return said, False
-
-
 class _Feed:
     """What the library is sent, and the logits that come back."""
 
@@ -70,7 +52,7 @@ class _Feed:
     ) -> None:
         """``size`` is that of the vocabulary. Without ``history`` nothing stays in the KV cache."""
         self._room = room
-        self._runtime, self._adapter, self._history = runtime, adapter, history
+        self._runtime, self.adapter, self._history = runtime, adapter, history
         self._row_bytes = max(1, size) * _FLOAT
         self._sent: list[int] = []
 
@@ -86,6 +68,11 @@ class _Feed:
         for at in range(0, len(ids), step):
             yield self._rows(ids[at : at + step], last=not all_rows)
 
+    def whole(self, ids: Ids) -> Row:
+        """Return the logits behind a context that is sent whole."""
+        last: Row = self._rows(ids, last=True)[-1]
+        return last
+
     def next(self, token_id: int) -> Row:
         """Send a token and return the logits of the one behind it."""
         self._sent.append(token_id)
@@ -98,7 +85,7 @@ class _Feed:
             TokenInput(ids),
             Mode.LOGITS,
             keep_history=self._history,
-            adapter=self._adapter,
+            adapter=self.adapter,
             last=last,
         )
         return np.frombuffer(found.data, np.float32).reshape(found.rows, found.columns)
@@ -135,25 +122,54 @@ class Steps:
         trail = None
         if steps.wanted.guide is not None:
             trail = self._guides.follow(steps.wanted.guide, vocabulary, steps.eos, steps.said)
+        if trail is not None and steps.optimistic:
+            return self._optimistic(
+                runtime, run_id, steps, ids, limit=limit, feed=feed, trail=trail, left=left
+            )
         run = _Run(run_id, steps, vocabulary, feed, self._put, trail=trail)
         begun_s = time.monotonic()
         row = run.begin(ids, left)
         first_s = time.monotonic()
         told = 0 if row is None else run.go_on(row, ids, limit, left)
-        perf = Perf(
-            prefill_ms=(first_s - begun_s) * 1e3,
-            prefill_tokens=len(ids),
-            decode_ms=(time.monotonic() - first_s) * 1e3,
-            decode_tokens=told,
-            memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        ended = _ended(len(ids), told, begun_s, first_s)
+        positions = commands.positions(runtime)
+        return {**ended, "kv_positions": positions, "cut": told == limit < steps.limit}
+
+    def _optimistic(
+        self,
+        runtime: Runtime,
+        run_id: int,
+        steps: StepParams,
+        ids: Ids,
+        *,
+        limit: int,
+        feed: _Feed,
+        trail: Trail,
+        left: Callable[[], bool],
+    ) -> dict[str, Any]:
+        begun_s, first_s = time.monotonic(), list[float]()
+
+        def put(frame: bytes) -> None:
+            if not first_s:
+                first_s.append(time.monotonic())
+            self._put(frame)
+
+        speech = Speech(self._vocabulary(steps.tokenizer))
+        run = Optimist(
+            runtime,
+            run_id,
+            steps,
+            adapter=feed.adapter,
+            trail=trail,
+            speech=speech,
+            put=put,
+            logits=feed.whole,
         )
-        return {
-            "end": RunEnd.FINISHED.value,
-            "return_code": 0,
-            "perf": asdict(perf),
-            "kv_positions": commands.positions(runtime),
-            "cut": told == limit < steps.limit,
-        }
+        told = run.go_on(ids, limit, left)
+        ended = _ended(len(ids), told, begun_s, *(first_s or [time.monotonic()]))
+        cut = told == limit < steps.limit
+        positions = commands.positions(runtime)
+        return {**ended, "kv_positions": positions, "cut": cut, "aborted": run.aborted}
 
     def _vocabulary(self, file: Path) -> Vocabulary:
         if self._known is None or self._known[0] != file:
@@ -162,6 +178,17 @@ class Steps:
             except ConfigError as exc:
                 raise StepsRefused(exc.message) from exc
         return self._known[1]
+
+
+def _ended(sent: int, told: int, begun_s: float, first_s: float) -> dict[str, Any]:
+    perf = Perf(
+        prefill_ms=(first_s - begun_s) * 1e3,
+        prefill_tokens=sent,
+        decode_ms=(time.monotonic() - first_s) * 1e3,
+        decode_tokens=told,
+        memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    )
+    return {"end": RunEnd.FINISHED.value, "return_code": 0, "perf": asdict(perf)}
 
 
 def _limit(steps: StepParams, sent: int, room: int | None) -> int:
@@ -225,7 +252,7 @@ class _Run:
             context=(*steps.held, *ids),
             said=steps.said,
         )
-        speech, size = _Speech(self._vocabulary), len(self._vocabulary)
+        speech, size = Speech(self._vocabulary), len(self._vocabulary)
         for told in range(limit):
             token_id = sampler.choose(row[:size], self._allowed())  # padding stands for nothing
             if token_id is None:

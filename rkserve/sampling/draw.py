@@ -87,6 +87,11 @@ class Sampler:
         self._seen.add(token_id)
         self._place += 1
 
+    def catch_up(self, said: Sequence[int]) -> None:
+        """Note tokens that others have chosen: ``said`` are all since it was made."""
+        for token_id in said[self._place - len(self.said) :]:
+            self.take(token_id)
+
     def _adjust(self, logits: NDArray[np.float64]) -> None:
         for token_id, bias in self.logit_bias:
             if token_id < len(logits):

@@ -6,7 +6,6 @@ llguidance does the work, within limits of size and of steps. It knows no runtim
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -17,6 +16,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from rkserve.errors import StepsRefused
 from rkserve.messages import Guide, GuideKind
 from rkserve.sampling.asking import refuse, too_long
+from rkserve.sampling.calls import as_lark, one_by_one
 from rkserve.sampling.draw import Allowed
 from rkserve.sampling.schemas import is_endless
 from rkserve.vocabulary import Vocabulary
@@ -54,7 +54,17 @@ def refusal(guide: Guide) -> str | None:
     try:
         grammar = _grammar(guide)
     except Exception as exc:  # noqa: BLE001 - a converter in Python, of text that anybody sent
-        return f"it is no grammar: {_said(exc)}"
+        return _said(exc) if guide.kind is GuideKind.CALLS else f"it is no grammar: {_said(exc)}"
+    reason = _uncompilable(grammar)
+    if reason is None or guide.kind is not GuideKind.CALLS:
+        return reason
+    for name, alone in one_by_one(guide.text):
+        if (why := _uncompilable(_grammar(Guide(guide.kind, alone)))) is not None:
+            return f"the tool '{name}': {why}"
+    return reason
+
+
+def _uncompilable(grammar: str) -> str | None:
     refused, reasons = LLMatcher.validate_grammar_with_warnings(grammar, _bytes(), limits=_limits())
     if refused:
         return _said(reasons[0])
@@ -135,6 +145,7 @@ class Trail:
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
+        self._allowed: Allowed | None = None  # here, if somebody asked
         self._check()
 
     @property
@@ -144,12 +155,32 @@ class Trail:
 
     def allowed(self) -> Allowed:
         """Return for each id whether it may follow. Raises ``StepsRefused``."""
-        found = _bits(self._matcher)
-        self._check()
-        return found
+        if self._allowed is None:
+            self._allowed = _bits(self._matcher)
+            self._check()
+        return self._allowed
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the answer may be over."""
+        return self._matcher.is_accepting()
+
+    def may_take(self, token_id: int, *, is_end: bool) -> bool:
+        """Whether a token may follow: less work than to ask for all that may."""
+        if is_end:
+            return self.may_end
+        return self._matcher.validate_tokens([token_id]) == 1
+
+    def only(self) -> int | None:
+        """Return the token that must follow; None where there are several, or the answer ends."""
+        if self.over or self.may_end:
+            return None
+        found = np.flatnonzero(self.allowed())
+        return int(found[0]) if len(found) == 1 else None
 
     def take(self, token_id: int) -> None:
         """Note what followed. Raises ``StepsRefused`` where it may not."""
+        self._allowed = None
         if not self._matcher.consume_token(token_id):
             raise StepsRefused(f"the answer leaves its grammar: {_said(self._matcher.get_error())}")
 
@@ -165,6 +196,8 @@ def _grammar(guide: Guide) -> str:
         return LLMatcher.grammar_from_json_schema(guide.text, overrides=_JSON)  # type: ignore[arg-type] # more keys than it names
     if guide.kind is GuideKind.REGEX:
         return LLMatcher.grammar_from_regex(guide.text)
+    if guide.kind is GuideKind.CALLS:
+        return LLMatcher.grammar_from_lark(as_lark(guide.text, _JSON_IN_LARK))
     return LLMatcher.grammar_from_lark(any_to_lark(guide.text))
 
 
@@ -200,14 +233,3 @@ def _bits(matcher: LLMatcher) -> Allowed:
 def _said(reason: Any) -> str:
     """One line of what the library says."""
     return " ".join(str(reason).split())
-
-
-def arguments_guide(parameters: Mapping[str, Any], closing: str) -> Guide:
-    """Return the grammar of a tool call that the prompt has begun, up to its arguments.
-
-    They may begin with a blank and follow the schema ``parameters`` of the tool; then comes what
-    the model's form closes a call with.
-    """
-    schema = json.dumps({**parameters, **_JSON_IN_LARK}, separators=(",", ":"))
-    end = f" {json.dumps(closing)}" if closing else ""
-    return Guide(GuideKind.LARK, f"start: /[ \\n]?/ arguments{end}\narguments: %json {schema}")

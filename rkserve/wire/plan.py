@@ -13,6 +13,7 @@ from rkserve.wire.openai import TOP_K_OFF, ChatCall, CompletionCall
 from rkserve.wire.renderer import Header, Prompt, Renderer
 from rkserve.wire.speech import Reading
 from rkserve.wire.steps import check_ids
+from rkserve.wire.toolguide import calls_guide
 from rkserve.wire.versions import Meant
 
 TASK = "### Task:"  # how Open WebUI's prompts for them begin
@@ -80,6 +81,24 @@ def plan(
         )
         for index, prompt in enumerate(each)
     ]
+
+
+def held(call: ChatCall | CompletionCall, renderer: Renderer) -> ChatCall | CompletionCall:
+    """Return the call with the grammar of what it must call, where one of its tools is strict.
+
+    Raises:
+        RequestError: it asks for another grammar, or no call can follow one.
+        UnsupportedParameter: the model's form of calls is not known.
+    """
+    if not isinstance(call, ChatCall) or not call.tools.forced:
+        return call
+    if call.steps.guide is not None:
+        name = call.steps.guide[0]
+        raise RequestError(
+            f"An answer that has to call a tool cannot follow '{name}' as well.", name
+        )
+    guide = calls_guide(call.tools, renderer.form())
+    return replace(call, steps=replace(call.steps, guide=guide))
 
 
 def _check_images(call: ChatCall | CompletionCall) -> None:
@@ -200,10 +219,6 @@ def _stepwise(
     name = call.steps.asked(sampling, ranked=ranked)
     if name is None:
         return [None] * call.tries
-    if call.steps.guide is not None and isinstance(call, ChatCall) and call.tools.forced:
-        raise RequestError(
-            f"An answer that has to call a tool cannot follow '{name}' as well.", name
-        )
     renderer.needs_ids(name)
     if isinstance(call, ChatCall) and call.images:
         raise UnsupportedParameter(

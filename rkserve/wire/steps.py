@@ -52,6 +52,11 @@ class Steps:
         }
         return next((name for name, needed in asked.items() if needed), None)
 
+    def _only_guided(self, sampling: Sampling, *, ranked: bool) -> bool:
+        """Whether nothing but a grammar needs single steps."""
+        rest = replace(self, guide=None)
+        return self.guide is not None and rest.asked(sampling, ranked=ranked) is None
+
     def stepwise(
         self, sampling: Sampling, choice: int, dice: int, *, ranked: bool, prompt: bool
     ) -> Stepwise | None:
@@ -80,6 +85,7 @@ class Steps:
             top_logprobs=0 if top is None and ranked else top,
             prompt_logprobs=prompt and top is not None,
             guide=None if self.guide is None else self.guide[1],
+            free=self._only_guided(sampling, ranked=ranked),
         )
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from rkserve.errors import RequestError, UnsupportedParameter
@@ -25,7 +25,8 @@ class Tools:
     """What a call offers. ``given`` are for the template; none where the model may call nothing.
 
     ``forced``: some tool must be called, or the one that is ``named``. ``legacy`` calls are
-    answered under their deprecated names.
+    answered under their deprecated names. Calls of the ``strict`` ones follow their schemas where
+    it is certain that there will be one.
     """
 
     given: tuple[JsonObject, ...] = ()
@@ -33,6 +34,14 @@ class Tools:
     named: str | None = None
     parallel: bool = True
     legacy: bool = False
+    strict: frozenset[str] = frozenset()
+
+    @property
+    def possible(self) -> tuple[JsonObject, ...]:
+        """The tools that may be called."""
+        if self.named is None:
+            return self.given
+        return tuple(tool for tool in self.given if tool["function"]["name"] == self.named)
 
     @property
     def names(self) -> frozenset[str]:
@@ -68,7 +77,13 @@ def read_tools(body: Fields) -> Tools:
         # The deprecated answer has room for one.
         parallel=not legacy and parallel is not False,
         legacy=legacy,
+        strict=strict_names(_described(body, legacy=legacy)),
     )
+
+
+def strict_names(tools: Iterable[Fields]) -> frozenset[str]:
+    """Return the names of those that are ``strict``, each an object with both keys."""
+    return frozenset(one.required_text("name") for one in tools if one.maybe_flag("strict"))
 
 
 def allowed(
@@ -119,6 +134,15 @@ def _listed(body: Fields, key: str) -> list[Fields]:
     return [as_fields(value, f"{key}[{index}]") for index, value in enumerate(found)]
 
 
+def _described(body: Fields, *, legacy: bool) -> Iterator[Fields]:
+    if legacy:
+        yield from _listed(body, "functions")
+        return
+    for tool in _listed(body, "tools"):
+        if (function := tool.child("function")) is not None:
+            yield function
+
+
 def _tools(body: Fields) -> tuple[JsonObject, ...]:
     given = []
     for tool in _listed(body, "tools"):
@@ -145,7 +169,6 @@ def _tool(function: Fields) -> JsonObject:
     ``strict`` is between the client and whoever generates, and no business of the model's.
     """
     name = check_name(function.required_text("name"), function.path("name"))
-    function.maybe_flag("strict")
     described: JsonObject = {"name": name}
     description, parameters = function.text("description"), function.child("parameters")
     if description is not None:

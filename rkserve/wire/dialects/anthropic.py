@@ -22,7 +22,7 @@ from rkserve.wire.limits import MAX_STOP_SEQUENCES, MAX_TOOLS
 from rkserve.wire.openai import ChatCall, read_model, read_shared, read_stop
 from rkserve.wire.steps import read_extras
 from rkserve.wire.thinking import EFFORTS, Wish, read_wish
-from rkserve.wire.tooling import NO_TOOLS, Tools
+from rkserve.wire.tooling import NO_TOOLS, Tools, strict_names
 
 _AT_LEAST_ONE = Range(1)
 _ROLES = ("user", "assistant", "system")
@@ -114,11 +114,12 @@ def _tools(fields: Fields) -> Tools:
     given = [] if found in (None, []) else fields.items("tools")
     if len(given) > MAX_TOOLS:
         raise RequestError(f"Invalid 'tools': at most {MAX_TOOLS} are read.", "tools")
-    tools = tuple(_tool(as_fields(one, f"tools[{at}]")) for at, one in enumerate(given))
+    listed = [as_fields(one, f"tools[{at}]") for at, one in enumerate(given)]
+    tools, strict = tuple(_tool(one) for one in listed), strict_names(listed)
     choice = fields.child("tool_choice")
     kind = None if choice is None else choice.choice("type", "auto", "any", "tool", "none")
     if choice is None or kind is None:
-        return Tools(tools)
+        return Tools(tools, strict=strict)
     parallel = not choice.flag("disable_parallel_tool_use")
     if kind == "none":
         return NO_TOOLS
@@ -128,7 +129,7 @@ def _tools(fields: Fields) -> Tools:
     if named is not None and all(tool["function"]["name"] != named for tool in tools):
         path = choice.path("name")
         raise RequestError(f"Invalid '{path}': there is no tool {quoted(named)}.", path)
-    return Tools(tools, forced=kind != "auto", named=named, parallel=parallel)
+    return Tools(tools, forced=kind != "auto", named=named, parallel=parallel, strict=strict)
 
 
 def _tool(tool: Fields) -> JsonObject:

@@ -21,7 +21,7 @@ from rkserve.wire.limits import MAX_REFERENCES, MAX_TOOLS
 from rkserve.wire.openai import ChatCall, read_model, read_shared
 from rkserve.wire.steps import Steps, read_extras, read_top
 from rkserve.wire.thinking import EFFORTS, Wish, read_wish
-from rkserve.wire.tooling import ALLOWED, NO_TOOLS, Tools, allowed
+from rkserve.wire.tooling import ALLOWED, NO_TOOLS, Tools, allowed, strict_names
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -62,7 +62,7 @@ def parse_response(body: bytes) -> ResponseCall:
         "top_p": shared["sampling"].get("top_p"),
         "parallel_tool_calls": tools.parallel,
         "tool_choice": _told_choice(tools),
-        "tools": [_told(tool) for tool in tools.given],
+        "tools": [_told(tool, tools.strict) for tool in tools.given],
         "reasoning": {"effort": effort, "summary": None},
         "text": {"format": form},
         "top_logprobs": steps.top_logprobs or 0,
@@ -185,13 +185,14 @@ def _tools(fields: Fields) -> Tools:
     given = [] if found in (None, []) else fields.items("tools")
     if len(given) > MAX_TOOLS:
         raise RequestError(f"Invalid 'tools': at most {MAX_TOOLS} are read.", "tools")
-    tools = tuple(_tool(as_fields(one, f"tools[{at}]")) for at, one in enumerate(given))
+    listed = [as_fields(one, f"tools[{at}]") for at, one in enumerate(given)]
+    tools, strict = tuple(_tool(one) for one in listed), strict_names(listed)
     parallel = fields.maybe_flag("parallel_tool_calls") is not False
     value = fields.get("tool_choice")
     if isinstance(value, dict) and value.get("type") == ALLOWED:
         choice = as_fields(value, "tool_choice")
         tools, must = allowed(choice, tools, lambda tool: tool)
-        return Tools(tools, must, None, parallel)
+        return Tools(tools, must, None, parallel, strict=strict)
     forced, named, offers = _choice(fields)
     if (forced or named) and not tools:
         raise RequestError("'tool_choice' asks for a call, but there are no tools.", "tool_choice")
@@ -199,7 +200,9 @@ def _tools(fields: Fields) -> Tools:
         raise RequestError(
             f"Invalid 'tool_choice.name': there is no tool {quoted(named)}.", "tool_choice.name"
         )
-    return Tools(tools, forced, named, parallel) if tools and offers else NO_TOOLS
+    if not tools or not offers:
+        return NO_TOOLS
+    return Tools(tools, forced, named, parallel, strict=strict)
 
 
 def _tool(tool: Fields) -> JsonObject:
@@ -227,9 +230,10 @@ def _choice(fields: Fields) -> tuple[bool, str | None, bool]:
     return True, choice.required_text("name"), True
 
 
-def _told(tool: JsonObject) -> JsonObject:
+def _told(tool: JsonObject, strict: frozenset[str]) -> JsonObject:
     function = tool["function"]
-    rest = {"name": function["name"], "parameters": function["parameters"], "strict": False}
+    name = function["name"]
+    rest = {"name": name, "parameters": function["parameters"], "strict": name in strict}
     return {"type": "function", "description": function.get("description"), **rest}
 
 

@@ -8,10 +8,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
 
 from rkserve.wire.parts import CallBegun, CallMore, Part, Void, Words, overlap
 from rkserve.wire.tools.scan import CallText
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How calls are written to the letter, behind the opening of one.
+
+    A call is ``before`` with the tool's name in the place of ``{}``, its arguments, and ``after``;
+    where the opening has the name, it begins with the arguments. ``between`` calls stands what
+    leads to the next name: None where no further one can be written. ``end`` is behind the last.
+    With ``keywords`` arguments are written ``a=1, b=2`` instead of as an object.
+    """
+
+    before: str
+    after: str
+    between: str | None
+    end: str = ""
+    keywords: bool = False
 
 
 class Calls(ABC):
@@ -22,6 +40,7 @@ class Calls(ABC):
     """
 
     marker: ClassVar[str]
+    shape: ClassVar[Shape]
 
     def __init__(self, names: frozenset[str]) -> None:
         """``names`` are those of the tools that there are."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rkserve.wire.parts import Part
-from rkserve.wire.tools.calls import Calls, begins
+from rkserve.wire.tools.calls import Calls, Shape, begins
 from rkserve.wire.tools.scan import ObjectCall
 
 _END = "</tool_call>"
@@ -17,6 +17,7 @@ class Hermes(Calls):
     """
 
     marker = "<tool_call>"
+    shape = Shape(' "{}", "arguments":', "}\n</tool_call>", between='\n<tool_call>\n{"name":')
 
     @classmethod
     def opening(cls, name: str | None) -> str:

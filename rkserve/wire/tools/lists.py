@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 
-from rkserve.wire.tools.calls import Calls, begins
+from rkserve.wire.tools.calls import Calls, Shape, begins
 from rkserve.wire.tools.python import PythonCall
 from rkserve.wire.tools.scan import NamedCall, ObjectCall
 
@@ -77,6 +77,7 @@ class Mistral(_List):
     """
 
     marker = "[TOOL_CALLS]"
+    shape = Shape(' "{}", "arguments":', "}", between=', {"name":', end="]")
     _ARGUMENTS = "[ARGS]"
     _NAME = re.compile(r"[\w.:/-]+")
     _ID = re.compile(r"[A-Za-z0-9]{9}")
@@ -158,6 +159,9 @@ class Mistral(_List):
 class MistralArgs(Mistral):
     """``[TOOL_CALLS]f[ARGS]{...}``, as the newer templates of Mistral write it."""
 
+    # The next one would begin with a control token, which no grammar of text can demand.
+    shape = Shape("{}[ARGS]", "", between=None)
+
     @classmethod
     def opening(cls, name: str | None) -> str:
         """See ``Calls``."""
@@ -168,6 +172,7 @@ class Pythonic(_List):
     """``[f(a=1, b='x'), g()]``, as Llama 4 and LFM2 write it."""
 
     marker = "<|tool_call_start|>"
+    shape = Shape("{}(", ")", between=", ", end="]", keywords=True)
     _END = "<|tool_call_end|>"
     _NAME = re.compile(r"\s*([A-Za-z_][\w.]*)\s*\(")
     _PART_OF_NAME = re.compile(r"\s*([A-Za-z_][\w.]*)?\s*\Z")

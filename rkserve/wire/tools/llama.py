@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rkserve.wire.tools.calls import Calls, begins
+from rkserve.wire.tools.calls import Calls, Shape, begins
 from rkserve.wire.tools.scan import ObjectCall
 
 
@@ -14,6 +14,7 @@ class Llama(Calls):
     """
 
     marker = "<|python_tag|>"
+    shape = Shape(' "{}", "parameters":', "}", between='; {"name":')
 
     @classmethod
     def opening(cls, name: str | None) -> str:

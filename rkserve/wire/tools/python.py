@@ -11,6 +11,8 @@ import re
 import warnings
 from typing import Any
 
+from rkserve.wire.tools.scan import as_json
+
 _CLOSERS = {"{": "}", "[": "]", "(": ")"}
 _NAMES = {"true": True, "false": False, "null": None}  # what models write into Python
 
@@ -72,7 +74,7 @@ class PythonCall:
                 self.bad = True
                 return
             try:
-                value = json.dumps(python_value(found[2].strip()), ensure_ascii=False)
+                value = json.dumps(_argument_value(found[2].strip()), ensure_ascii=False)
             except ValueError:
                 self.bad = True
                 return
@@ -84,6 +86,14 @@ class PythonCall:
         if last:
             self._news += "}"
             self.done = True
+
+
+def _argument_value(text: str) -> Any:
+    """Return a value in JSON's words or Python's. JSON has escapes that Python reads as others."""
+    try:
+        return as_json(text)
+    except ValueError:
+        return python_value(text)
 
 
 def python_value(text: str) -> Any:
