@@ -140,12 +140,27 @@ static bool greet_the_world(const struct question *q, struct reply *reply) {
     return true;
 }
 
+/* "with 'setup' and 'punchline' keys": an object that has them; false where none is named so. */
+static bool keys_add(struct text *out, const struct question *q, const char *words) {
+    const char *end = find(q->user, " keys"), *at = q->user;
+    int n = 0;
+    while (end && (at = strchr(at, '\'')) && at < end) {
+        size_t length = strspn(++at, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_");
+        if (!length || at[length] != '\'') continue;
+        text_say(out, "%s\"%.*s\": \"%s\"", n++ ? ", " : "{", (int)length, at, words);
+        at += length + 1;
+    }
+    if (n) text_say(out, "}");
+    return n > 0;
+}
+
 static bool answer_in_json(const struct question *q, struct reply *reply) {
-    if (!find(q->user, "in json")) return false;
+    if (!find(q->user, "in json") && !find(q->user, "as json")) return false;
     struct text words = {0}, text = {0};
     quote(q->user, &words);
-    text_say(&text, "{\"answer\": \"You asked: %s\", \"confidence\": 0.%u, \"simulated\": true}",
-             words.at, (unsigned)(10 + q->hash % 90));
+    if (!keys_add(&text, q, words.at))
+        text_say(&text, "{\"answer\": \"You asked: %s\", \"confidence\": 0.%u, \"simulated\": true}",
+                 words.at, (unsigned)(10 + q->hash % 90));
     say(reply, q->model, text.at, text.n);
     text_free(&words);
     text_free(&text);
@@ -400,6 +415,16 @@ bool reply_forced_call(struct reply *reply, const struct model *model, const str
     text_free(&turns.first_user);
     text_free(&turns.user);
     return found;
+}
+
+void last_request(struct text *out, const struct model *model, const struct kv *kv, uint32_t end) {
+    struct turns turns = {0};
+    read_turns(&turns, model, kv, end);
+    cut_think_switch(&turns.user);
+    text_add(out, turns.user.at ? turns.user.at : "", turns.user.n);
+    text_free(&turns.system);
+    text_free(&turns.first_user);
+    text_free(&turns.user);
 }
 
 /* ---- finding the question in raw text ---- */
