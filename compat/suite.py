@@ -66,6 +66,8 @@ class Suite:
     @property
     def version(self) -> str:
         """The client's version, as it is pinned."""
+        if not self.folder.exists():
+            return ""
         if self.kind == "node":
             return _node_version(self.folder / "package-lock.json", self.package)
         lines = (self.folder / "requirements.txt").read_text(encoding="utf-8").splitlines()
@@ -143,9 +145,11 @@ def run(suite: Suite, url: str, chosen: str | None = None) -> Result:
 
 def _pytest(suite: Suite, report: Path, chosen: str | None) -> list[str]:
     folders = [HERE / folder for folder in suite.tests] or [suite.folder]
+    ini = suite.folder / "pytest.ini"
     return [
         *(str(suite.work / "venv" / "bin" / "python"), "-m", "pytest", "-q", "--tb=short"),
-        *("-c", str(HERE / "pytest.ini"), "--rootdir", str(HERE), f"--junitxml={report}"),
+        *("-c", str(ini if ini.exists() else HERE / "pytest.ini"), "--rootdir", str(HERE)),
+        f"--junitxml={report}",
         *(("-k", chosen) if chosen else ()),
         *map(str, folders),
     ]

@@ -8,6 +8,7 @@ from typing import Any
 
 from rkserve.errors import ContextOverflow, RequestError, UnsupportedParameter
 from rkserve.messages import GenerateRequest, Picture, Sampling, Stepwise, Thinking
+from rkserve.wire.guides import is_vllms
 from rkserve.wire.limits import TEXT_MODE_MAX_TOP_K
 from rkserve.wire.openai import TOP_K_OFF, ChatCall, CompletionCall
 from rkserve.wire.renderer import Header, Prompt, Renderer
@@ -43,6 +44,7 @@ def plan(
         RequestError: the model cannot take the prompt or a parameter.
         ContextOverflow: a prompt leaves no room for an answer.
     """
+    call = _without_idle_form(call)
     sampling = replace(defaults, **_sampling(call, renderer))
     _check_images(call)
     prompts, param = _prompts(call, renderer, context_len)
@@ -79,6 +81,22 @@ def plan(
         )
         for index, prompt in enumerate(each)
     ]
+
+
+def _without_idle_form(call: ChatCall | CompletionCall) -> ChatCall | CompletionCall:
+    """Return the call without a form of its words where the answer has to be a call of a tool.
+
+    OpenAI takes both in one request, clients that offer an answer's type as a tool send both, and
+    the call is what they read. vLLM's keys ask for a grammar by name: those are refused.
+    """
+    guide = call.steps.guide
+    if guide is None or not isinstance(call, ChatCall) or not call.tools.forced:
+        return call
+    if is_vllms(guide[0]):
+        raise RequestError(
+            f"An answer that has to call a tool cannot follow '{guide[0]}' as well.", guide[0]
+        )
+    return replace(call, steps=replace(call.steps, guide=None))
 
 
 def _check_images(call: ChatCall | CompletionCall) -> None:
@@ -199,10 +217,6 @@ def _stepwise(
     name = call.steps.asked(sampling, ranked=ranked)
     if name is None:
         return [None] * call.tries
-    if call.steps.guide is not None and isinstance(call, ChatCall) and call.tools.forced:
-        raise RequestError(
-            f"An answer that has to call a tool cannot follow '{name}' as well.", name
-        )
     renderer.needs_ids(name)
     if isinstance(call, ChatCall) and call.images:
         raise UnsupportedParameter(

@@ -155,7 +155,8 @@ static bool keys_add(struct text *out, const struct question *q, const char *wor
 }
 
 static bool answer_in_json(const struct question *q, struct reply *reply) {
-    if (!find(q->user, "in json") && !find(q->user, "as json")) return false;
+    if (!find(q->user, "in json") && !find(q->user, "as json") && !find(q->user, "as a json"))
+        return false;
     struct text words = {0}, text = {0};
     quote(q->user, &words);
     if (!keys_add(&text, q, words.at))

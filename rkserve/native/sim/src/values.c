@@ -38,9 +38,20 @@ static const char *said_of(const char *user, struct slice key) {
     return NULL;
 }
 
+/* "named 'X Y'" names the value of a key with "name" in it. */
+static struct slice given_name(const char *user, struct slice key) {
+    const char *at = strcasestr(user, "named ");
+    if (!at || !memmem(key.at, key.n, "name", 4)) return (struct slice){user, 0};
+    at += strlen("named ");
+    const char *end = strchr("\"'", *at) ? strchr(at + 1, *at) : NULL;
+    return end ? (struct slice){at + 1, (size_t)(end - at) - 1} : word_at(at);
+}
+
 struct slice named_word(const char *user, struct slice key) {
     const char *said = said_of(user, key);
     if (said) return word_at(said);
+    struct slice name = key.n ? given_name(user, key) : (struct slice){user, 0};
+    if (name.n && !memchr(name.at, '\\', name.n) && !memchr(name.at, '"', name.n)) return name;
     size_t end = strlen(user);
     while (end && !in_word(user[end - 1])) end--;
     size_t start = end;
