@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from scene import CHAT, KEY, V1, user
 
 TEXT = "Extract it. name: Jason, age: 25"
+JASON = {"name": "Jason", "age": 25}
 
 
 class User(BaseModel):
@@ -52,7 +53,7 @@ def client(request: pytest.FixtureRequest) -> instructor.Instructor:
 
 def test_a_model_is_filled(client: instructor.Instructor) -> None:
     found = client.create(model=CHAT, messages=user(TEXT), response_model=User, max_retries=0)
-    assert found == User(name="Jason", age=25)
+    assert found.model_dump() == JASON
 
 
 def test_a_choice_and_a_list_are_filled(client: instructor.Instructor) -> None:
@@ -74,7 +75,7 @@ def test_the_raw_answer_comes_along(client: instructor.Instructor) -> None:
 def test_a_model_is_streamed_in_parts(mode: instructor.Mode) -> None:
     client = instructor.from_openai(connection(), mode=mode)
     parts = list(client.create_partial(model=CHAT, messages=user(TEXT), response_model=User))
-    assert parts[-1].model_dump() == {"name": "Jason", "age": 25}
+    assert parts[-1].model_dump() == JASON
     assert len(parts) > 1
 
 
@@ -83,7 +84,7 @@ def test_several_models_are_streamed() -> None:
     found: Iterable[User] = client.create_iterable(
         model=CHAT, messages=user(TEXT), response_model=User
     )
-    assert list(found) == [User(name="Jason", age=25)]
+    assert [one.model_dump() for one in found] == [JASON]
 
 
 def test_the_async_client_fills_a_model() -> None:
@@ -91,4 +92,4 @@ def test_the_async_client_fills_a_model() -> None:
         client = instructor.from_openai(connection(openai.AsyncOpenAI), mode=instructor.Mode.TOOLS)
         return await client.create(model=CHAT, messages=user(TEXT), response_model=User)
 
-    assert asyncio.run(filled()) == User(name="Jason", age=25)
+    assert asyncio.run(filled()).model_dump() == JASON

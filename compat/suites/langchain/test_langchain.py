@@ -22,7 +22,7 @@ class TestChat(ChatModelIntegrationTests):
     @property
     def chat_model_params(self) -> dict[str, Any]:
         """How its users make it."""
-        return {"model": CHAT, "temperature": 0, **CONNECTION}
+        return {"model": CHAT, "temperature": 0, "stream_usage": True, **CONNECTION}
 
     @property
     def supports_json_mode(self) -> bool:
@@ -47,25 +47,6 @@ class TestResponses(TestChat):
     def chat_model_params(self) -> dict[str, Any]:
         """With the switch for it."""
         return {**super().chat_model_params, "use_responses_api": True}
-
-
-class TestSeeing(TestChat):
-    """The model that sees; single steps, and so schemas, are not for answers about images."""
-
-    @property
-    def chat_model_params(self) -> dict[str, Any]:
-        """With the other model."""
-        return {**super().chat_model_params, "model": VISION}
-
-    @property
-    def supports_image_inputs(self) -> bool:
-        """Images in base64."""
-        return True
-
-    @property
-    def model_override_value(self) -> str:
-        """The model that does not see."""
-        return CHAT
 
 
 class TestEmbeddings(EmbeddingsIntegrationTests):

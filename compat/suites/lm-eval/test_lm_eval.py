@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from scene import CHAT, V1
 
+FOLDER = Path(__file__).resolve().parents[3] / "models" / CHAT
 COUNTING = [{"question": f"Count to {n}", "answer": ", ".join(map(str, range(1, n + 1))) + "."}
             for n in range(2, 8)]  # fmt: skip
 CHOICES = [
@@ -56,11 +57,13 @@ def tasks(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def evaluated(tasks: Path, task: str, model: str, path: str, *more: str) -> dict[str, Any]:
+def evaluated(
+    tasks: Path, task: str, model: str, path: str, *more: str, backend: str = "None"
+) -> dict[str, Any]:
     """Run the program and return the task's results."""
     out = tasks / "out"
     arguments = (
-        f"model={CHAT},base_url={V1}/{path},tokenizer_backend=None,tokenized_requests=False,"
+        f"model={CHAT},base_url={V1}/{path},tokenizer_backend={backend},tokenized_requests=False,"
         "num_concurrent=2,max_retries=1,max_length=2048"
     )
     done = subprocess.run(
@@ -94,5 +97,13 @@ def test_generations_are_scored_by_chats(tasks: Path) -> None:
 
 
 def test_likelihoods_are_compared(tasks: Path) -> None:
-    found = evaluated(tasks, "rk_choice", "local-completions", "completions")
+    # It counts the tokens of each context itself, so it needs the model's own tokenizer.
+    found = evaluated(
+        tasks,
+        "rk_choice",
+        "local-completions",
+        "completions",
+        backend=f"huggingface,tokenizer={FOLDER}",
+    )
+    assert found["sample_len"] == len(CHOICES)
     assert 0 <= found["acc,none"] <= 1

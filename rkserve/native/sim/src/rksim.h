@@ -193,6 +193,7 @@ void reply_to_line(struct reply *reply, const struct model *model, const char *l
 bool reply_forced_call(struct reply *reply, const struct model *model, const struct kv *kv,
                        uint32_t answer_at, uint32_t end);
 bool tool_call_add(struct text *out, const char *tools, const char *user, int nth, bool fitting);
+bool schema_fill(struct text *out, const char *text, const char *user);
 
 /* ---- values.c: what the request says of a value ---- */
 

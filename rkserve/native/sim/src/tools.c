@@ -224,3 +224,18 @@ bool tool_call_add(struct text *out, const char *tools, const char *user, int nt
     }
     return false;
 }
+
+/* The first JSON schema of an object in a text, filled in as the arguments of a call are; false, and
+ * nothing is added, where there is none. */
+bool schema_fill(struct text *out, const char *text, const char *user) {
+    const char *end = text + strlen(text);
+    struct slice properties;
+    for (const char *at = text; (at = strchr(at, '{')); at++) {
+        struct slice schema = {at, (size_t)(after_value(at, end) - at)};
+        if (!member(schema, "properties", &properties) || *properties.at != '{') continue;
+        struct filling f = {.out = out, .root = schema, .user = user};
+        members_add(&f, schema, 0);
+        return true;
+    }
+    return false;
+}
