@@ -14,16 +14,17 @@ HEAD = """\
 <!-- Written by `make compat` from its results and compat/exceptions.yaml. Do not edit. -->
 
 Programs that others wrote, as they are released, with rkserve: an application of simulated boards
-(`sim-chat`, `sim-embed` and `sim-vision`, see [simulator.md](simulator.md)), and one suite of tests for each
-client. `make compat` runs them all, `make compat SUITES="openai-2 llm"` some; neither is part of
-`make test`. No client can reach anything but the application: proxies that lead nowhere are set for all
-of them. A test that does not pass is an exception and stands below with its reason; an exception that
-passes, or that names no test, makes the run fail, as any other test does that does not pass.
+(`sim-chat`, `sim-embed` and `sim-vision`, see [simulator.md](simulator.md)), and one suite of tests
+for each client. `make compat` runs them all, `make compat SUITES="openai-2 llm"` some; neither is
+part of `make test`. No client can reach anything but the application: proxies that lead nowhere are
+set for all of them. A test that does not pass is an exception and stands below with its reason; an
+exception that passes, or that names no test, makes the run fail, as any other test does that does
+not pass.
 """
 
 
 @dataclass(frozen=True)
-class Exception_:  # noqa: N801 - the plain word is taken by Python
+class Excepted:
     """Tests that need not pass, and why."""
 
     test: str  # a name; with a * at its end all that begin so
@@ -45,7 +46,7 @@ class Kept:
     excepted: dict[str, int]  # how many tests by the exception's test
 
 
-def faults(result: Result, exceptions: Iterable[Exception_]) -> list[str]:
+def faults(result: Result, exceptions: Iterable[Excepted]) -> list[str]:
     """Everything that makes a suite fail, in words."""
     found = [result.trouble] if result.trouble else []
     exceptions = list(exceptions)
@@ -61,7 +62,7 @@ def faults(result: Result, exceptions: Iterable[Exception_]) -> list[str]:
     return found
 
 
-def kept(suite: Suite, result: Result, exceptions: Iterable[Exception_]) -> dict[str, Any]:
+def kept(suite: Suite, result: Result, exceptions: Iterable[Excepted]) -> dict[str, Any]:
     """What of a result is written down."""
     counts = {one.test: sum(map(one.covers, result.outcomes)) for one in exceptions}
     return asdict(Kept(suite.version, len(result.named(Outcome.PASSED)), counts))
@@ -70,11 +71,15 @@ def kept(suite: Suite, result: Result, exceptions: Iterable[Exception_]) -> dict
 def page(
     suites: Iterable[Suite],
     results: Mapping[str, Mapping[str, Any]],
-    exceptions: Mapping[str, list[Exception_]],
+    exceptions: Mapping[str, list[Excepted]],
     left_out: Mapping[str, str],
 ) -> str:
     """docs/compatibility.md."""
-    lines = [HEAD, "| suite | client | version | passed | exceptions |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        HEAD,
+        "| suite | client | version | passed | exceptions |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     suites = list(suites)
     total = excepted = 0
     for suite in suites:

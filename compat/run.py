@@ -41,7 +41,7 @@ def suites() -> dict[str, Suite]:
     }
 
 
-def exceptions() -> tuple[dict[str, list[judge.Exception_]], dict[str, str]]:
+def exceptions() -> tuple[dict[str, list[judge.Excepted]], dict[str, str]]:
     """The tests that need not pass by suite, and the clients that have no suite, with reasons."""
     given: dict[str, Any] = yaml.safe_load((HERE / "exceptions.yaml").read_text(encoding="utf-8"))
     left_out: dict[str, str] = given.pop(LEFT_OUT, None) or {}
@@ -51,7 +51,7 @@ def exceptions() -> tuple[dict[str, list[judge.Exception_]], dict[str, str]]:
         raise SystemExit(f"compat: left out, and still a suite: {', '.join(sorted(both))}")
     return (
         {
-            name: [judge.Exception_(test, why) for test, why in (tests or {}).items()]
+            name: [judge.Excepted(test, why) for test, why in (tests or {}).items()]
             for name, tests in given.items()
         },
         left_out,

@@ -121,7 +121,7 @@ def run(suite: Suite, url: str, chosen: str | None = None) -> Result:
     home.mkdir(exist_ok=True)
     environ = {
         **{key: value for key, value in os.environ.items() if key not in PROXIES},
-        **{name: NOWHERE for name in PROXIES},
+        **dict.fromkeys(PROXIES, NOWHERE),
         **QUIET,
         "HOME": str(home),
         "RKSERVE_URL": url,
@@ -129,7 +129,9 @@ def run(suite: Suite, url: str, chosen: str | None = None) -> Result:
         "PYTHONPATH": str(HERE / "shared"),
     }
     begun_s = time.monotonic()
-    command = _node(suite, report, chosen) if suite.kind == "node" else _pytest(suite, report, chosen)
+    command = (
+        _node(suite, report, chosen) if suite.kind == "node" else _pytest(suite, report, chosen)
+    )
     trouble = ""
     try:
         subprocess.run(command, cwd=suite.work, env=environ, timeout=LIMIT_S, check=False)

@@ -10,9 +10,10 @@ from typing import Any
 import jsonschema
 import pytest
 from fakes import run_loop
-from sim_board import Sim
+from sim_board import FOLDER, Sim
 from tool_talk import Talk, message, user
 
+TOKENS = FOLDER.path / "tokenizer.json"
 PLACE = {
     "type": "object",
     "properties": {"city": {"type": "string"}, "sky": {"enum": ["sun", "rain"]}},
@@ -44,7 +45,7 @@ TEXT = "Please extract. name: Jason, age is 25, then 3 and 4.5 for Oslo"
 
 def talked(body: Callable[[Talk], Awaitable[None]], sim: Sim) -> None:
     async def go() -> None:
-        async with sim.board() as board:
+        async with sim.board(tokenizer_file=TOKENS) as board:
             await body(Talk(board))
 
     run_loop(go())

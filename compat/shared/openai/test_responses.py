@@ -84,9 +84,7 @@ def test_a_response_calls_a_tool_and_tells_its_result(
     ids=["any", "named"],
 )
 def test_a_call_can_be_demanded(client: openai.OpenAI, choice: Any) -> None:
-    answer = client.responses.create(
-        model=CHAT, input="Hello", tools=[WEATHER], tool_choice=choice
-    )
+    answer = client.responses.create(model=CHAT, input="Hello", tools=[WEATHER], tool_choice=choice)
     assert [one.type for one in answer.output] == ["function_call"]
 
 
@@ -111,9 +109,7 @@ def test_a_forced_call_wins_over_a_format(client: openai.OpenAI) -> None:
 
 
 def test_thoughts_are_an_item(client: openai.OpenAI) -> None:
-    answer = client.responses.create(
-        model=CHAT, input="Count to 3", reasoning={"effort": "low"}
-    )
+    answer = client.responses.create(model=CHAT, input="Count to 3", reasoning={"effort": "low"})
     assert [one.type for one in answer.output] == ["reasoning", "message"]
     assert answer.output_text == "1, 2, 3."
     assert answer.usage.output_tokens_details.reasoning_tokens > 0

@@ -36,7 +36,9 @@ def test_a_chat_is_answered(asked: dict[str, Any]) -> None:
 
 def test_a_chat_is_streamed(asked: dict[str, Any]) -> None:
     text = "crème 你好 👋🏽"
-    chunks = list(litellm.completion(messages=user(f"Repeat after me: {text}"), stream=True, **asked))
+    chunks = list(
+        litellm.completion(messages=user(f"Repeat after me: {text}"), stream=True, **asked)
+    )
     assert "".join(one.choices[0].delta.content or "" for one in chunks) == text
     built = litellm.stream_chunk_builder(chunks)
     assert built.choices[0].message.content == text
@@ -83,9 +85,7 @@ class Depth(BaseModel):
 
 
 def test_an_answer_follows_a_schema(asked: dict[str, Any]) -> None:
-    answer = litellm.completion(
-        messages=user("The sea near Oslo"), response_format=Depth, **asked
-    )
+    answer = litellm.completion(messages=user("The sea near Oslo"), response_format=Depth, **asked)
     assert Depth.model_validate_json(answer.choices[0].message.content).place == "Oslo"
 
 
