@@ -17,9 +17,9 @@ Programs that others wrote, as they are released, with rkserve: an application o
 (`sim-chat`, `sim-embed` and `sim-vision`, see [simulator.md](simulator.md)), and one suite of tests
 for each client. `make compat` runs them all, `make compat SUITES="openai-2 llm"` some; neither is
 part of `make test`. A client that heeds the proxies of its environment reaches nothing but the
-application: they lead nowhere. A test that does not pass is an exception and stands below with its reason; an
-exception that passes, or that names no test, makes the run fail, as any other test does that does
-not pass.
+application: they lead nowhere. A test that does not pass is an exception and stands below with its
+reason; an exception that passes, or that names no test, makes the run fail, as any other
+test does that does not pass.
 """
 
 
