@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit unit-1 unit-2 unit-3 cluster page-test fuzz check format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs lock sim sanitize clean
+.PHONY: help demo test unit unit-1 unit-2 unit-3 cluster page-test fuzz compat compat-lock check format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs lock sim sanitize clean
 
 help:
 	@echo "make demo    three simulated boards behind an OpenAI endpoint, until Ctrl-C"
@@ -17,6 +17,7 @@ help:
 	@echo "make cluster tests on a local Ray cluster"
 	@echo "make page-test  the chat page in a real Chromium, with axe"
 	@echo "make fuzz    odd requests by the thousand, held to the OpenAPI document; SEED=n makes others"
+	@echo "make compat  other people's clients against a cluster; SUITES=\"openai-2 llm\" for some"
 	@echo "make check   ruff, mypy and generated docs"
 	@echo "make format  reformat the code"
 	@echo "make sanitize  the binding's and the simulator's tests under ASan and UBSan"
@@ -79,6 +80,15 @@ fuzz: $(READY)
 	@$(FUZZ_VENV)/bin/python -m pip -q --disable-pip-version-check install $(FUZZ_TOOLS)
 	$(BIN)/python scripts/fuzz.py --schemathesis $(CURDIR)/$(FUZZ_VENV)/bin/schemathesis --seed $(SEED)
 
+# Programs that others wrote, each in an environment of its own in .compat; writes
+# docs/compatibility.md. Node's need node and npm.
+SUITES ?=
+compat: $(READY) sim
+	$(BIN)/python -m compat.run $(SUITES)
+
+compat-lock: $(READY)
+	$(BIN)/python -m compat.run --lock $(SUITES)
+
 check: $(READY) sim
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -136,4 +146,4 @@ $(READY): requirements-dev.lock pyproject.toml
 	@touch $(READY)
 
 clean:
-	rm -rf $(VENV) $(FUZZ_VENV) rkserve/native/sim/build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(FUZZ_VENV) rkserve/native/sim/build .mypy_cache .ruff_cache .pytest_cache .hypothesis .compat *.egg-info

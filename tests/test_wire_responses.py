@@ -386,6 +386,8 @@ def test_thoughts_and_calls_are_items_of_their_own() -> None:
     assert (output[2]["name"], json.loads(output[2]["arguments"])) == ("look", {"at": 1})
     grown = "".join(one["delta"] for one in told if "arguments.delta" in one["type"])
     assert grown == output[2]["arguments"]
+    (ended_call,) = [one for one in told if "arguments.done" in one["type"]]
+    assert (ended_call["name"], ended_call["arguments"]) == ("look", grown)
     assert [one["item"] for one in told if one["type"].endswith("item.done")] == output
 
 

@@ -449,3 +449,14 @@ def test_an_answer_cannot_be_a_call_and_follow_a_grammar(tmp_path: Path) -> None
     assert caught.value.param == "guided_regex"
     (free,) = planned(Renderer(folder), chat(**FORCED | {"tool_choice": "auto"}))
     assert free.stepwise is not None
+
+
+def test_a_call_that_is_forced_goes_before_the_form_of_the_words(tmp_path: Path) -> None:
+    template = CHATML + "{% if tools %}{{ tools | tojson }}{% endif %}"
+    folder = make_folder(tmp_path / "calls", template=template, settings="tool_format: hermes")
+    asked = {**FORCED, "guided_regex": None, "response_format": {"type": "json_object"}}
+    renderer = Renderer(folder)
+    (forced,) = planned(renderer, held(chat(**asked), renderer))
+    assert forced.stepwise is None
+    (free,) = planned(Renderer(folder), chat(**asked | {"tool_choice": "auto"}))
+    assert free.stepwise is not None

@@ -74,6 +74,9 @@ OWN: dict[str, Schema] = {
     ),
     "native_pause": said(FLAG, "The runtime itself pauses, with the KV cache kept."),
     "use_cache": said(TEXT, "The name of a prompt cache."),
+    "cache_salt": said(
+        text(1, limits.MAX_SALT_CHARS), "KV cache is shared with requests of the same salt only."
+    ),
     "return_weight_versions": said(FLAG, "Tell which tokens come from which weights."),
     "keep_version": said(FLAG, "No switch of adapters while it runs."),
     **STANDING,

@@ -80,6 +80,7 @@ _OWN = obj(
     {
         "state": words("ready", "loading", "paused", "asleep", "failed"),
         "embedding": maybe(ANYTHING),
+        "vision": maybe(obj({"image_tokens": COUNT})),
         "boards": array(
             obj(
                 dict.fromkeys(

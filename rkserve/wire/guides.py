@@ -17,6 +17,11 @@ _STRUCTURED = "structured_outputs"
 _OURS = ("json", "regex", "choice", "grammar", "json_object")
 
 
+def is_vllms(name: str) -> bool:
+    """Whether a parameter that brought a grammar is one of vLLM's own."""
+    return name.startswith(("guided_", _STRUCTURED))
+
+
 def read_guide(fields: Fields) -> Named | None:
     """Read the keys of a call; None where the answer is free.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rkserve.errors import ContextOverflow, RequestError, UnsupportedParameter
 from rkserve.messages import GenerateRequest, Picture, Sampling, Stepwise, Thinking
+from rkserve.wire.guides import is_vllms
 from rkserve.wire.limits import TEXT_MODE_MAX_TOP_K
 from rkserve.wire.openai import TOP_K_OFF, ChatCall, CompletionCall
 from rkserve.wire.renderer import Header, Prompt, Renderer
@@ -86,14 +87,17 @@ def plan(
 def held(call: ChatCall | CompletionCall, renderer: Renderer) -> ChatCall | CompletionCall:
     """Return the call with the grammar of what it must call, where one of its tools is strict.
 
+    Of a form of its words nothing is left then: OpenAI takes both in one request, clients that
+    offer an answer's type as a tool send both, and the call is what they read. vLLM's keys ask for
+    a grammar by name: those are refused.
+
     Raises:
         RequestError: it asks for another grammar, or no call can follow one.
         UnsupportedParameter: the model's form of calls is not known.
     """
     if not isinstance(call, ChatCall) or not call.tools.forced:
         return call
-    if call.steps.guide is not None:
-        name = call.steps.guide[0]
+    if call.steps.guide is not None and is_vllms(name := call.steps.guide[0]):
         raise RequestError(
             f"An answer that has to call a tool cannot follow '{name}' as well.", name
         )

@@ -232,8 +232,9 @@ class ResponseAnswer(Tally):
             return []
         item = self._items[-1]
         item.open = False
-        name = "arguments" if item.kind == _CALL else "text"
-        grown = {**_place(item), name: item.text, **_extra(item)}
+        grown = {**_place(item), "text": item.text, **_extra(item)}
+        if item.kind == _CALL:  # with the name: OpenAI's client in its strict mode wants it
+            grown = {**_place(item), "name": item.more["name"], "arguments": item.text}
         events: list[_Event] = [(f"{_GROWS[item.kind]}.done", grown)]
         if item.kind != _CALL:
             part = {**_place(item), "part": item.part(item.text)}

@@ -79,8 +79,27 @@ static void begin_reply(struct responder *r) {
     r->sentences_left = r->reply.sentences + (r->opener_next ? 1 : 0);
 }
 
+/* What the answer says so far, without the thoughts that it began with. */
+static void said_so_far(const struct responder *r, const struct model *model, const struct kv *kv,
+                        uint32_t end, struct text *out) {
+    uint32_t from = r->answer_at;
+    for (uint32_t at = from; at < end; at++)
+        if (kv->ids[at] == model->header->think_close) from = at + 1;
+    text_add(out, "", 0);
+    detokenize(model, kv->ids + from, end - from, out);
+}
+
+static bool begins_json(const struct responder *r, const struct model *model, const struct kv *kv,
+                        uint32_t end) {
+    struct text said = {0};
+    said_so_far(r, model, kv, end, &said);
+    bool begun = json_is_begun(said.at, said.n);
+    text_free(&said);
+    return begun;
+}
+
 /* An id that was not expected. Whoever ends the thoughts gets the answer that was to follow them,
- * and whoever begins a call gets the rest of it. */
+ * whoever begins a call gets the rest of it, and whoever begins JSON gets JSON. */
 static void stray(struct responder *r, const struct model *model, const struct kv *kv,
                   uint32_t at) {
     if (r->in_thought && kv->ids[at] == model->header->think_close) {
@@ -91,6 +110,8 @@ static void stray(struct responder *r, const struct model *model, const struct k
                reply_forced_call(&r->reply, model, kv, r->answer_at, at + 1)) {
         begin_reply(r);
         r->cursor = at + 1 - r->answer_at;
+    } else if (r->answer_at <= at && begins_json(r, model, kv, at + 1)) {
+        r->phase = PHASE_JSON;
     } else {
         lose_thread(r, kv, at + 1);
     }
@@ -209,6 +230,19 @@ static void any_way_on(const struct responder *r, const struct model *model, con
     }
 }
 
+/* False: there is nothing to say in JSON. */
+static bool go_on_in_json(const struct responder *r, const struct model *model,
+                          const struct kv *kv, bool may_end, struct candidates *out) {
+    struct text said = {0}, user = {0};
+    said_so_far(r, model, kv, kv->n, &said);
+    last_request(&user, model, kv, r->answer_at);
+    bool known = json_next(model, said.at, said.n, user.at, out);
+    if (known && out->n == 0 && may_end) only(out, model->header->im_end);
+    text_free(&said);
+    text_free(&user);
+    return known && out->n > 0;
+}
+
 void responder_next(struct responder *r, const struct model *model, const struct kv *kv,
                     bool may_end, struct candidates *out) {
     catch_up(r, model, kv);
@@ -216,6 +250,8 @@ void responder_next(struct responder *r, const struct model *model, const struct
         only(out, model->newline);
     } else if (r->phase == PHASE_TURN) { /* a turn that is not ours: there is nothing to say */
         only(out, may_end ? model->header->im_end : model->header->im_start);
+    } else if (r->phase == PHASE_JSON) {
+        if (!go_on_in_json(r, model, kv, may_end, out)) any_way_on(r, model, kv, out);
     } else if (r->cursor < r->current.n) {
         only(out, r->current.ids[r->cursor]);
     } else if (r->silent_next) {

@@ -146,6 +146,10 @@ struct span {
     const int32_t *ids;
     uint32_t n;
 };
+struct slice {
+    const char *at;
+    size_t n;
+};
 struct candidates { /* what may come next: best first, with logits */
     int n;
     int32_t ids[MAX_CANDIDATES];
@@ -158,7 +162,7 @@ struct reply { /* what a rule decided to say */
     uint32_t sentences; /* then so many sentences of the bank, then EOS */
     uint32_t thought;   /* so much of `exact` comes before the answer */
 };
-enum phase { PHASE_REPLY, PHASE_HEADER, PHASE_TURN, PHASE_RAW_LINE };
+enum phase { PHASE_REPLY, PHASE_HEADER, PHASE_TURN, PHASE_RAW_LINE, PHASE_JSON };
 struct responder { /* a left fold over the ids of the context; forget it, and it folds again */
     uint32_t pos;  /* ids read so far; UINT32_MAX: start over */
     enum phase phase;
@@ -180,6 +184,8 @@ void reply_clear(struct reply *reply);
 void reply_free(struct reply *reply);
 void reply_to_chat(struct reply *reply, const struct model *model, const struct kv *kv,
                    uint32_t header_end);
+/* The last thing that the user said before the answer at `end`. */
+void last_request(struct text *out, const struct model *model, const struct kv *kv, uint32_t end);
 /* The end of the line that asks for something, or 0 if no line does. */
 size_t raw_request_end(const char *text, size_t n);
 void reply_to_line(struct reply *reply, const struct model *model, const char *line, uint64_t hash);
@@ -187,6 +193,19 @@ void reply_to_line(struct reply *reply, const struct model *model, const char *l
 bool reply_forced_call(struct reply *reply, const struct model *model, const struct kv *kv,
                        uint32_t answer_at, uint32_t end);
 bool tool_call_add(struct text *out, const char *tools, const char *user, int nth, bool fitting);
+bool schema_fill(struct text *out, const char *text, const char *user);
+
+/* ---- values.c: what the request says of a value ---- */
+
+struct slice named_word(const char *user, struct slice key);
+struct slice named_number(const char *user, struct slice key, int nth);
+
+/* ---- json.c: JSON that the model is made to write ---- */
+
+bool json_is_begun(const char *text, size_t n);
+/* False: that is no JSON, or none that goes on. No candidates: it is complete. */
+bool json_next(const struct model *model, const char *text, size_t n, const char *user,
+               struct candidates *out);
 
 /* ---- clock.c: how long a board takes ---- */
 

@@ -140,12 +140,43 @@ static bool greet_the_world(const struct question *q, struct reply *reply) {
     return true;
 }
 
+static const char *tools_of(const char *system) {
+    const char *tools = strstr(system, "<tools>\n");
+    return tools ? tools + strlen("<tools>\n") : NULL;
+}
+
+/* A schema in the system turn, which is not one of a tool, asks for such an object. */
+static bool answer_by_schema(const struct question *q, struct reply *reply) {
+    struct text text = {0};
+    bool found = !tools_of(q->system) && strstr(q->system, "\"properties\"") &&
+                 schema_fill(&text, q->system, q->user);
+    if (found) say(reply, q->model, text.at, text.n);
+    text_free(&text);
+    return found;
+}
+
+/* "with 'setup' and 'punchline' keys": an object that has them; false where none is named so. */
+static bool keys_add(struct text *out, const struct question *q, const char *words) {
+    const char *end = find(q->user, " keys"), *at = q->user;
+    int n = 0;
+    while (end && (at = strchr(at, '\'')) && at < end) {
+        size_t length = strspn(++at, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_");
+        if (!length || at[length] != '\'') continue;
+        text_say(out, "%s\"%.*s\": \"%s\"", n++ ? ", " : "{", (int)length, at, words);
+        at += length + 1;
+    }
+    if (n) text_say(out, "}");
+    return n > 0;
+}
+
 static bool answer_in_json(const struct question *q, struct reply *reply) {
-    if (!find(q->user, "in json")) return false;
+    if (!find(q->user, "in json") && !find(q->user, "as json") && !find(q->user, "as a json"))
+        return false;
     struct text words = {0}, text = {0};
     quote(q->user, &words);
-    text_say(&text, "{\"answer\": \"You asked: %s\", \"confidence\": 0.%u, \"simulated\": true}",
-             words.at, (unsigned)(10 + q->hash % 90));
+    if (!keys_add(&text, q, words.at))
+        text_say(&text, "{\"answer\": \"You asked: %s\", \"confidence\": 0.%u, \"simulated\": true}",
+                 words.at, (unsigned)(10 + q->hash % 90));
     say(reply, q->model, text.at, text.n);
     text_free(&words);
     text_free(&text);
@@ -192,11 +223,6 @@ static void say_call(struct reply *reply, const struct model *model, struct text
     say_with_markers(reply, model, "<tool_call>\n");
     say(reply, model, call->at, call->n);
     say_with_markers(reply, model, "</tool_call>");
-}
-
-static const char *tools_of(const char *system) {
-    const char *tools = strstr(system, "<tools>\n");
-    return tools ? tools + strlen("<tools>\n") : NULL;
 }
 
 static bool call_tool(const struct question *q, struct reply *reply) {
@@ -281,8 +307,8 @@ static bool talk(const struct question *q, struct reply *reply) {
 
 static bool (*const CHAT_RULES[])(const struct question *, struct reply *) = {
     ramble,          report_tool,   repeat_after_me,  count_to,       write_tokens,
-    greet_the_world, call_tool,     answer_in_json,   what_did_i_say, who_are_you,
-    say_what_is_seen, talk};
+    greet_the_world, call_tool,     answer_by_schema, answer_in_json, what_did_i_say,
+    who_are_you,     say_what_is_seen, talk};
 static bool (*const LINE_RULES[])(const struct question *, struct reply *) = {
     repeat_after_me, count_to, write_tokens};
 
@@ -400,6 +426,16 @@ bool reply_forced_call(struct reply *reply, const struct model *model, const str
     text_free(&turns.first_user);
     text_free(&turns.user);
     return found;
+}
+
+void last_request(struct text *out, const struct model *model, const struct kv *kv, uint32_t end) {
+    struct turns turns = {0};
+    read_turns(&turns, model, kv, end);
+    cut_think_switch(&turns.user);
+    text_add(out, turns.user.at ? turns.user.at : "", turns.user.n);
+    text_free(&turns.system);
+    text_free(&turns.first_user);
+    text_free(&turns.user);
 }
 
 /* ---- finding the question in raw text ---- */

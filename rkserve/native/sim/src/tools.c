@@ -7,11 +7,6 @@
 #include <string.h>
 #include <strings.h>
 
-struct slice {
-    const char *at;
-    size_t n;
-};
-
 static const char *skip_space(const char *at, const char *end) {
     while (at < end && isspace((unsigned char)*at)) at++;
     return at;
@@ -90,42 +85,123 @@ static bool is_asked_for(struct slice tool, struct slice name, const char *user)
            (member(tool, "description", &about) && share_a_word(about, 6, user));
 }
 
-static struct slice last_word(const char *user) {
-    size_t end = strlen(user);
-    while (end && !isalnum((unsigned char)user[end - 1])) end--;
-    size_t start = end;
-    while (start && isalnum((unsigned char)user[start - 1])) start--;
-    return (struct slice){user + start, end - start};
+/* ---- arguments ---- */
+
+enum { DEEPEST = 6 };
+
+struct filling { /* of one call's arguments */
+    struct text *out;
+    struct slice root; /* the parameters: what references start from */
+    const char *user;
+    int numbers; /* taken from the request so far */
+};
+
+static bool is(struct slice text, const char *word) {
+    return text.n == strlen(word) && memcmp(text.at, word, text.n) == 0;
 }
 
-static void argument_add(struct text *out, struct slice key, struct slice schema,
-                         const char *user) {
-    struct slice type, choices, word = last_word(user);
-    type = member(schema, "type", &type) ? unquoted(type) : (struct slice){"", 0};
-    text_say(out, "\"%.*s\": ", (int)key.n, key.at);
-    if (member(schema, "enum", &choices) && choices.n > 2) {
-        const char *from = skip_space(choices.at + 1, choices.at + choices.n);
-        text_add(out, from, (size_t)(after_value(from, choices.at + choices.n) - from));
-    } else if (type.n == 7 && !memcmp(type.at, "integer", 7)) text_say(out, "1");
-    else if (type.n == 6 && !memcmp(type.at, "number", 6)) text_say(out, "1.5");
-    else if (type.n == 7 && !memcmp(type.at, "boolean", 7)) text_say(out, "true");
-    else if (type.n == 5 && !memcmp(type.at, "array", 5)) text_say(out, "[]");
-    else if (type.n == 6 && !memcmp(type.at, "object", 6)) text_say(out, "{}");
-    else text_say(out, "\"%.*s\"", (int)word.n, word.at);
+/* The first element of an array; false if there is none. */
+static bool first_of(struct slice array, struct slice *first) {
+    if (array.n < 2 || *array.at != '[') return false;
+    const char *end = array.at + array.n - 1, *from = skip_space(array.at + 1, end);
+    *first = (struct slice){from, (size_t)(after_value(from, end) - from)};
+    return first->n > 0;
+}
+
+/* "#/$defs/Name" is looked for step by step, from the parameters on. */
+static struct slice referred(const struct filling *f, struct slice path) {
+    struct slice found = f->root;
+    const char *at = path.at, *end = path.at + path.n;
+    while (at < end && (at = memchr(at, '/', (size_t)(end - at)))) {
+        const char *next = memchr(at + 1, '/', (size_t)(end - at) - 1);
+        char step[128];
+        size_t n = (size_t)((next ? next : end) - at) - 1;
+        if (n >= sizeof step) return (struct slice){"", 0};
+        memcpy(step, at + 1, n);
+        at++;
+        step[n] = '\0';
+        if (!member(found, step, &found)) return (struct slice){"", 0};
+    }
+    return found;
+}
+
+/* What a schema comes down to: the end of its references, and the first of several ways. */
+static struct slice settled(const struct filling *f, struct slice schema) {
+    static const char *const WAYS[] = {"anyOf", "oneOf", "allOf"};
+    for (int step = 0; step < DEEPEST; step++) {
+        struct slice found, way;
+        bool further = false;
+        if (member(schema, "$ref", &found)) schema = referred(f, unquoted(found)), further = true;
+        for (size_t i = 0; !further && i < sizeof WAYS / sizeof *WAYS; i++)
+            if (member(schema, WAYS[i], &found) && first_of(found, &way))
+                schema = way, further = true;
+        if (!further) break;
+    }
+    return schema;
+}
+
+static struct slice type_of(struct slice schema) {
+    struct slice type, first;
+    if (!member(schema, "type", &type)) return (struct slice){"", 0};
+    return unquoted(first_of(type, &first) ? first : type);
+}
+
+static void value_add(struct filling *f, struct slice key, struct slice schema, int depth);
+
+static void members_add(struct filling *f, struct slice schema, int depth) {
+    struct slice properties, key, value;
+    text_say(f->out, "{");
+    if (member(schema, "properties", &properties) && *properties.at == '{') {
+        const char *at = properties.at + 1, *end = properties.at + properties.n;
+        for (int i = 0; next_member(&at, end, &key, &value); i++) {
+            text_say(f->out, "%s\"%.*s\": ", i ? ", " : "", (int)key.n, key.at);
+            value_add(f, key, value, depth + 1);
+        }
+    }
+    text_say(f->out, "}");
+}
+
+static void number_add(struct filling *f, struct slice key, bool whole) {
+    struct slice number = named_number(f->user, key, f->numbers++);
+    const char *point = number.n ? memchr(number.at, '.', number.n) : NULL;
+    if (whole && point) number.n = (size_t)(point - number.at);
+    if (number.n) text_say(f->out, "%.*s", (int)number.n, number.at);
+    else text_say(f->out, whole ? "1" : "1.5");
+}
+
+static void array_add(struct filling *f, struct slice key, struct slice schema, int depth) {
+    struct slice items;
+    text_say(f->out, "[");
+    if (depth < DEEPEST && member(schema, "items", &items) && items.n > 2)
+        value_add(f, key, items, depth + 1);
+    text_say(f->out, "]");
+}
+
+static void value_add(struct filling *f, struct slice key, struct slice schema, int depth) {
+    struct slice choices, fixed;
+    schema = settled(f, schema);
+    struct slice type = type_of(schema);
+    if (member(schema, "const", &fixed)) text_add(f->out, fixed.at, fixed.n);
+    else if (member(schema, "enum", &choices) && first_of(choices, &fixed))
+        text_add(f->out, fixed.at, fixed.n);
+    else if (is(type, "integer") || is(type, "number")) number_add(f, key, is(type, "integer"));
+    else if (is(type, "boolean")) text_say(f->out, "true");
+    else if (is(type, "null")) text_say(f->out, "null");
+    else if (is(type, "array")) array_add(f, key, schema, depth);
+    else if (is(type, "object") && depth < DEEPEST) members_add(f, schema, depth);
+    else if (is(type, "object")) text_say(f->out, "{}");
+    else {
+        struct slice word = named_word(f->user, key);
+        text_say(f->out, "\"%.*s\"", (int)word.n, word.at);
+    }
 }
 
 static void call_add(struct text *out, struct slice name, struct slice parameters,
                      const char *user) {
-    struct slice properties, key, schema;
-    text_say(out, "{\"name\": \"%.*s\", \"arguments\": {", (int)name.n, name.at);
-    if (member(parameters, "properties", &properties) && *properties.at == '{') {
-        const char *at = properties.at + 1, *end = properties.at + properties.n;
-        for (int i = 0; next_member(&at, end, &key, &schema); i++) {
-            if (i) text_say(out, ", ");
-            argument_add(out, key, schema, user);
-        }
-    }
-    text_say(out, "}}");
+    struct filling f = {.out = out, .root = parameters, .user = user};
+    text_say(out, "{\"name\": \"%.*s\", \"arguments\": ", (int)name.n, name.at);
+    members_add(&f, settled(&f, parameters), 0);
+    text_say(out, "}");
 }
 
 /* `tools`: one {"type": "function", "function": {...}} (or the inner object) after another, until
@@ -145,6 +221,21 @@ bool tool_call_add(struct text *out, const char *tools, const char *user, int nt
             return true;
         }
         tools = next;
+    }
+    return false;
+}
+
+/* The first JSON schema of an object in a text, filled in as the arguments of a call are; false, and
+ * nothing is added, where there is none. */
+bool schema_fill(struct text *out, const char *text, const char *user) {
+    const char *end = text + strlen(text);
+    struct slice properties;
+    for (const char *at = text; (at = strchr(at, '{')); at++) {
+        struct slice schema = {at, (size_t)(after_value(at, end) - at)};
+        if (!member(schema, "properties", &properties) || *properties.at != '{') continue;
+        struct filling f = {.out = out, .root = schema, .user = user};
+        members_add(&f, schema, 0);
+        return true;
     }
     return false;
 }

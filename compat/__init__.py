@@ -1,0 +1,1 @@
+"""Compatibility tests: programs that others wrote, with an rkserve of simulated boards."""
