@@ -10,9 +10,10 @@ from typing import Any
 
 import uvicorn
 from fake_boards import FakeBoards, Step, accepted, eventually, finished, report
-from router_house import House
+from router_house import House, model
 
 from rkserve.config import RouterConfig
+from rkserve.deployments.service import ServedModel
 from rkserve.messages import Delta
 from rkserve.ports import free_port
 
@@ -28,8 +29,14 @@ def words(text: str) -> list[Step]:
 class PageServer:
     """A Router in a thread of its own. Steps that are gates are opened by their number."""
 
-    def __init__(self, config: RouterConfig, *answers: Sequence[Step | int]) -> None:
-        self._config, self._answers = config, answers
+    def __init__(
+        self,
+        config: RouterConfig,
+        *answers: Sequence[Step | int],
+        served: ServedModel | None = None,
+    ) -> None:
+        """``served`` is another model than the house's usual one."""
+        self._config, self._answers, self._served = config, answers, served
         self.gates: dict[int, asyncio.Event] = {}
         self.port = free_port()
         self._up = threading.Event()
@@ -65,8 +72,10 @@ class PageServer:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        boards = FakeBoards([report("a", queue_limit=9)], {"replica of a": self._scripts()})
-        self.house = House(boards, self._config)
+        served = self._served or model()
+        told = report("a", model=served.folder.id, queue_limit=9)
+        boards = FakeBoards([told], {"replica of a": self._scripts()})
+        self.house = House(boards, self._config, served)
         await self.house.service.fleet.refresh()
         await self.house.cluster.refresh()
         settings: Any = {"log_level": "error", "lifespan": "off", "access_log": False}

@@ -45,8 +45,8 @@ def test_a_prompt_that_cannot_be_so_short_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "cases", "writes"),
     [
-        pytest.param([], "abcdefgh", REPORT, id="a full run writes the page"),
-        pytest.param(["--quick"], "abcdefgh", None, id="a quick one does not"),
+        pytest.param([], "abcdefghi", REPORT, id="a full run writes the page"),
+        pytest.param(["--quick"], "abcdefghi", None, id="a quick one does not"),
         pytest.param(["--cases", "d,a"], "ad", None, id="neither do some of the cases"),
         pytest.param(["--cases", "c", "--output", "x.md"], "c", Path("x.md"), id="unless asked"),
     ],

@@ -5,6 +5,7 @@ Whatever a test does, the page must neither complain nor ask another server for 
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -16,10 +17,13 @@ from typing import Any
 import pytest
 from fake_boards import Step, accepted, finished
 from page_server import PageServer, words
+from PIL import Image
 
 from rkserve.config import RouterConfig
+from rkserve.deployments.service import ServedModel
 from rkserve.errors import EngineDied
 from rkserve.messages import Delta
+from rkserve.modelfolder import open_model_folder
 
 api = pytest.importorskip("playwright.sync_api", reason="make page-test installs Playwright")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="make page-test")
@@ -117,16 +121,44 @@ class Tab:
 OpenTab = Callable[..., Tab]
 
 
+def seeing() -> ServedModel:
+    """A model that is shown images."""
+    folder = Path(__file__).resolve().parents[1] / "models" / "sim-vision"
+    return ServedModel.open(open_model_folder(folder))
+
+
+def picture(*, noise: bool = False) -> bytes:
+    """A PNG of one colour, or one that no browser makes small."""
+    size = (300, 300)
+    made = Image.effect_noise(size, 200).convert("RGB") if noise else Image.new("RGB", size, "red")
+    out = io.BytesIO()
+    made.save(out, "PNG")
+    return out.getvalue()
+
+
 @pytest.fixture
 def tab(browser: Any) -> Iterator[OpenTab]:
     """Open the page on boards that give these answers, one after the other."""
     with ExitStack() as stack:
         opened: list[Tab] = []
 
-        def make(*answers: Answers, config: RouterConfig | None = None, **context: Any) -> Tab:
-            server = PageServer(config or RouterConfig(queue_limit=9), *(answers or (words("x"),)))
+        def make(
+            *answers: Answers,
+            config: RouterConfig | None = None,
+            sees: bool = False,
+            script: str = "",
+            **context: Any,
+        ) -> Tab:
+            server = PageServer(
+                config or RouterConfig(queue_limit=9),
+                *(answers or (words("x"),)),
+                served=seeing() if sees else None,
+            )
             stack.enter_context(server.running())
-            made = Tab(server, stack.enter_context(browser.new_context(**context)))
+            opening = stack.enter_context(browser.new_context(**context))
+            if script:
+                opening.add_init_script(script)
+            made = Tab(server, opening)
             opened.append(made)
             return made
 
@@ -277,6 +309,77 @@ def test_words_that_an_edit_took_back_are_gone(tab: OpenTab) -> None:
     one.ask("Say it")
     one.done()
     api.expect(one.last.locator("> .words")).to_have_text("ac")
+
+
+def attach(one: Tab, data: bytes, name: str = "a.png") -> None:
+    one.page.locator("#attach").wait_for()
+    given = [{"name": name, "mimeType": "image/png", "buffer": data}]
+    one.page.locator("#file").set_input_files(given)
+
+
+def test_images_are_attached_seen_again_and_there_after_a_reload(tab: OpenTab) -> None:
+    one = tab(words("red"), words("still red"), sees=True)
+    waiting = one.page.locator("#images img")
+    attach(one, picture())
+    api.expect(waiting).to_have_count(1)
+    assert one.violations() == []
+    one.page.get_by_role("button", name="Remove image 1").click()
+    api.expect(waiting).to_have_count(0)
+    attach(one, picture())
+    api.expect(waiting).to_have_count(1)
+    one.ask("What is this?")
+    one.done()
+    api.expect(waiting).to_have_count(0)
+    one.ask("And now?")
+    one.page.get_by_text("still red").wait_for()
+    one.done()
+    for _, request in one.server.house.boards.opened:
+        (seen,) = request.images  # of the first turn in both
+        red, green, blue = seen.pixels[len(seen.pixels) // 6 * 3 :][:3]
+        assert (red > 240, green < 15, blue < 15) == (True, True, True)
+    one.page.reload()
+    api.expect(one.page.get_by_role("img", name="Image 1 of the message")).to_be_visible()
+    assert one.violations() == []
+
+
+def test_an_image_alone_is_a_question_and_what_is_none_is_told(tab: OpenTab) -> None:
+    one = tab(words("red"), sees=True)
+    attach(one, b"no image", "x.png")
+    said = one.page.locator("#image-trouble")
+    api.expect(said).to_have_text("x.png is no image that this browser can read.")
+    attach(one, picture())
+    api.expect(said).to_be_hidden()
+    one.ask("")
+    one.done()
+    ((_, request),) = one.server.house.boards.opened
+    assert len(request.images) == 1
+
+
+def test_a_model_that_sees_nothing_is_shown_nothing(tab: OpenTab) -> None:
+    one = tab()
+    one.ask("Hello")
+    one.done()
+    api.expect(one.page.locator("#attach")).to_be_hidden()
+
+
+FULL = """
+const set = Storage.prototype.setItem;
+Storage.prototype.setItem = function (name, value) {
+  if (value.length > 20000) throw new Error("full");
+  return set.call(this, name, value);
+};
+"""
+
+
+def test_where_there_is_no_room_the_words_are_kept_without_the_images(tab: OpenTab) -> None:
+    one = tab(words("noise"), sees=True, script=FULL)
+    attach(one, picture(noise=True))
+    api.expect(one.page.locator("#images img")).to_have_count(1)
+    one.ask("What is this?")
+    one.done()
+    one.page.reload()
+    api.expect(one.page.locator(".asked .words")).to_contain_text("An image was not kept.")
+    api.expect(one.page.locator(".asked .words")).to_contain_text("What is this?")
 
 
 def test_what_breaks_is_told_and_can_be_asked_again(tab: OpenTab) -> None:

@@ -110,6 +110,7 @@ SCHEMAS: dict[str, Schema] = {
             "type": const("model"),
             "display_name": TEXT,
             "created_at": TEXT,
+            "lifecycle": const("active"),
             "rkserve": _OWN,
         },
         {"parent": TEXT},

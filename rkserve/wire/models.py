@@ -148,7 +148,12 @@ def models_list(entries: Sequence[JsonObject]) -> JsonObject:
 def _as_anthropic(name: str, created: int) -> JsonObject:
     """What Anthropic's clients want of a model, which they look up at the same path."""
     written = datetime.fromtimestamp(created, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return {"type": "model", "display_name": name, "created_at": written}
+    return {
+        "type": "model",
+        "display_name": name,
+        "created_at": written,
+        "lifecycle": "active",
+    }
 
 
 def board_entry(board: BoardReport, circuit: tuple[str, str]) -> JsonObject:
