@@ -132,7 +132,8 @@ async def governed(
     settings: dict[str, Any] = {
         "patience": CALM,
         "n_batch": n_batch,
-        "batch_window_s": 0.002,
+        # Long enough for those who ask together to run together on a machine that is busy.
+        "batch_window_s": 0.1,
         "queue_limit": 64,
         "staged_dir": place / "staged",
         "max_adapters": 8,
