@@ -177,6 +177,7 @@ def test_the_client_reads_models(strict: bool) -> None:
     assert got.model_extra == {
         "type": "model",
         "display_name": "tiny",
+        "lifecycle": "active",
         "created_at": "2023-11-14T22:13:20Z",
         "rkserve": {
             "context_length": 4096,
