@@ -35,7 +35,9 @@ TEXTS_BETWEEN = 2  # pauses: the first text is the resumption's, the second one 
 
 
 class ConnectionLost(BenchFailed):
-    """The server has closed in the middle of an answer."""
+    """The server has closed in mid-answer, or before it: nothing was ``heard`` then."""
+
+    heard = True
 
 
 class Connection(asyncio.Protocol):
@@ -89,6 +91,7 @@ class Connection(asyncio.Protocol):
             return
         self._incoming.eof(time.monotonic())
         lost = ConnectionLost(f"the connection was lost in mid-answer: {exc or 'closed'}")
+        lost.heard = self._incoming.last_s is not None
         self._settle(None if self._incoming.done else lost)
 
     async def ask(self, request: bytes, until_s: float) -> Incoming:
@@ -204,14 +207,29 @@ async def one_client(
 ) -> None:
     """Ask one request after the other, from ``start_s`` to the command's ``until_s``."""
     await asyncio.sleep(start_s)
-    connection = await Connection.open(command["host"], command["port"])
+    host, port, until_s = command["host"], command["port"], command["until_s"]
+    connection: Connection | None = None
     left = command.get("requests_each", -1)
     index = 0
-    while left and time.monotonic() < command["until_s"]:
-        request = requests[index % len(requests)]
-        found.append(await connection.ask(request, command["until_s"]))
+    while left and time.monotonic() < until_s:
+        request, kept = requests[index % len(requests)], connection
+        connection = kept or await Connection.open(host, port)
+        try:
+            incoming = await connection.ask(request, until_s)
+        except ConnectionLost as exc:
+            if kept is None or exc.heard:
+                raise
+            # A server may hang up between two requests, which the second one crosses on its way:
+            # HAProxy does, when it is told of other boards. Clients ask again then.
+            connection = await Connection.open(host, port)
+            incoming = await connection.ask(request, until_s)
+        found.append(incoming)
+        if not incoming.reusable or connection.closed:
+            connection.close()
+            connection = None
         index, left = index + 1, left - 1
-    connection.close()
+    if connection is not None:
+        connection.close()
 
 
 async def load(command: Json) -> list[Incoming]:
