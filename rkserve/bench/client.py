@@ -185,6 +185,45 @@ class Connection(asyncio.Protocol):
         self._arrived.set()
 
 
+class Asker:
+    """A client that asks one request after the other, on one connection where it is let."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
+        self._kept: Connection | None = None
+
+    async def ask(self, request: bytes, until_s: float) -> Incoming:
+        """Send a request and wait for its answer, or for ``until_s``. Raises ``ConnectionLost``.
+
+        A server may hang up between two requests, which the second one crosses on its way: HAProxy
+        does, when it is told of other boards. Clients ask again then, and so does this one.
+        """
+        kept, self._kept = self._kept, None
+        if kept is not None and not kept.closed:
+            try:
+                return await self._ask(kept, request, until_s)
+            except ConnectionLost as exc:
+                if exc.heard:
+                    raise
+        return await self._ask(await Connection.open(self._host, self._port), request, until_s)
+
+    async def _ask(self, connection: Connection, request: bytes, until_s: float) -> Incoming:
+        incoming = None
+        try:
+            incoming = await connection.ask(request, until_s)
+        finally:
+            if incoming is not None and incoming.reusable:
+                self._kept = connection
+            else:
+                connection.close()
+        return incoming
+
+    def close(self) -> None:
+        """Hang up; once more does no harm."""
+        if self._kept is not None:
+            self._kept.close()
+
+
 def request_bytes(
     host: str,
     port: int,
@@ -207,29 +246,14 @@ async def one_client(
 ) -> None:
     """Ask one request after the other, from ``start_s`` to the command's ``until_s``."""
     await asyncio.sleep(start_s)
-    host, port, until_s = command["host"], command["port"], command["until_s"]
-    connection: Connection | None = None
+    asker = Asker(command["host"], command["port"])
     left = command.get("requests_each", -1)
     index = 0
-    while left and time.monotonic() < until_s:
-        request, kept = requests[index % len(requests)], connection
-        connection = kept or await Connection.open(host, port)
-        try:
-            incoming = await connection.ask(request, until_s)
-        except ConnectionLost as exc:
-            if kept is None or exc.heard:
-                raise
-            # A server may hang up between two requests, which the second one crosses on its way:
-            # HAProxy does, when it is told of other boards. Clients ask again then.
-            connection = await Connection.open(host, port)
-            incoming = await connection.ask(request, until_s)
-        found.append(incoming)
-        if not incoming.reusable or connection.closed:
-            connection.close()
-            connection = None
+    while left and time.monotonic() < command["until_s"]:
+        request = requests[index % len(requests)]
+        found.append(await asker.ask(request, command["until_s"]))
         index, left = index + 1, left - 1
-    if connection is not None:
-        connection.close()
+    asker.close()
 
 
 async def load(command: Json) -> list[Incoming]:
