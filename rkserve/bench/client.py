@@ -195,8 +195,9 @@ class Asker:
     async def ask(self, request: bytes, until_s: float) -> Incoming:
         """Send a request and wait for its answer, or for ``until_s``. Raises ``ConnectionLost``.
 
-        A server may hang up between two requests, which the second one crosses on its way: HAProxy
-        does, when it is told of other boards. Clients ask again then, and so does this one.
+        A server may hang up between two requests, which the second one crosses on its way; clients
+        ask again then, and so does this one. It is no witness of losses: those before the first
+        byte on a kept connection are hidden by that.
         """
         kept, self._kept = self._kept, None
         if kept is not None and not kept.closed:

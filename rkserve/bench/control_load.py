@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rkserve.bench.child import BenchFailed, Json, Tell, serve_commands
-from rkserve.bench.client import CHAT, Asker, Connection, request_bytes
+from rkserve.bench.client import CHAT, Connection, request_bytes
 from rkserve.bench.control_answers import Answer, Call, read_answer, read_call
 
 REFUSED_S = 0.5  # a client that was refused does not ask again at once
@@ -52,12 +52,12 @@ class Load:
     async def _client(self, number: int) -> None:
         # At another time each: boards in step would all be caught in the same phase by a pause.
         await asyncio.sleep(self._command["stagger_s"] * number / self._command["clients"])
-        asker = Asker(self._host, self._port)
+        connection = await Connection.open(self._host, self._port)
         left = self._command.get("requests_each", -1)
         prompt = number % len(self._requests)
         try:
             while left and (left > 0 or not self._played.is_set()):
-                incoming = await asker.ask(self._requests[prompt], self._until_s)
+                incoming = await connection.ask(self._requests[prompt], self._until_s)
                 answer = read_answer(incoming, prompt)
                 self._answers.append(answer)
                 if not answer.whole:
@@ -66,7 +66,7 @@ class Load:
                     await asyncio.sleep(REFUSED_S)
                 prompt, left = (prompt + 1) % len(self._requests), left - 1
         finally:
-            asker.close()
+            connection.close()
 
     async def _control(self, plan: Sequence[Json]) -> None:
         if plan:

@@ -25,7 +25,7 @@ def add_reference(app: FastAPI, *, page: bool) -> None:
 
 
 @cache
-def _written(page: bool) -> bytes:  # the key of the cache
+def _written(page: bool) -> bytes:
     from rkserve.reference.document import document  # late, see above
 
     return json.dumps(document(page=page), separators=(",", ":")).encode()
