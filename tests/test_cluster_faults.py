@@ -274,8 +274,14 @@ def _expect_that_it_went_on(replies: dict[str, Reply], board: str) -> None:
 
 
 def _expect_every_board_to_serve(app: App) -> None:
+    # Else the first answer may be over before the third is asked for, and two share a board.
+    for number in range(3):
+        app.cluster.control(f"sim-{number}", SLOW)
+
     async def talk() -> list[Reply]:
-        async with app.http() as http, one_on_each(http, "Write 30 tokens") as replies:
+        async with app.http() as http, one_on_each(http, LONG) as replies:
+            for board in replies:
+                app.cluster.control(board, FAST)
             return await asyncio.gather(*(reply.read() for reply in replies.values()))
 
     for reply in asyncio.run(talk()):
