@@ -74,7 +74,9 @@ def running(log: Path) -> Iterator[str]:
         file.write_text(yaml.safe_dump(config(port, folder)), encoding="utf-8")
         url = f"http://127.0.0.1:{port}"
         with log.open("wb") as out:
-            process = _serve(file, folder, out.fileno())
+            path = os.pathsep.join([str(PROJECT), *_given("PYTHONPATH")])
+            # What is in front of the Routers is no matter of clients.
+            process = serve_run(file, folder, out.fileno(), PYTHONPATH=path, **{FLAG: "0"})
             try:
                 _wait_until_ready(process, url, log)
                 yield url
@@ -82,13 +84,17 @@ def running(log: Path) -> Iterator[str]:
                 _end(process)
 
 
-def _serve(file: Path, folder: Path, out: int) -> subprocess.Popen[bytes]:
+def serve_run(file: Path, folder: Path, out: int, **more: str) -> subprocess.Popen[bytes]:
+    """Start ``serve run`` as a user in the project's folder would, in a session of its own.
+
+    Ray's temporary files go to ``folder``, what it says to the file descriptor ``out``, and
+    ``more`` is added to its environment.
+    """
     environ = {
         **os.environ,
         "RAY_TMPDIR": str(folder),
         "RAY_USAGE_STATS_ENABLED": "0",
-        "PYTHONPATH": os.pathsep.join([str(PROJECT), *_given("PYTHONPATH")]),
-        FLAG: "0",  # what is in front of the Routers is no matter of clients
+        **more,
     }
     environ.pop("RAY_ADDRESS", None)
     # A shell without job control starts its background jobs with Ctrl-C ignored, and serve would

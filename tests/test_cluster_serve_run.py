@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import httpx
 import pytest
@@ -17,6 +16,7 @@ import yaml
 from local_cluster import PROJECT, START_S, expect_no_process_of, wait_for
 from talk import CHAT, MODEL, chat_body
 
+from compat.application import serve_run
 from rkserve.ports import free_port
 
 pytestmark = pytest.mark.ray
@@ -43,35 +43,11 @@ def on_another_port(folder: Path, port: int) -> Path:
     return file
 
 
-def serve_run(file: Path, folder: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start it as a user in the project's folder would, but for the temporary files."""
-    environ = {
-        **os.environ,
-        "RAY_TMPDIR": str(folder),
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
-    command = [sys.executable, "-m", "ray.serve.scripts", "run", str(file)]
-    # A shell without job control starts its background jobs with Ctrl-C ignored: tests that run in
-    # one would hand that down to what they start.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        return subprocess.Popen(
-            command,
-            cwd=PROJECT,
-            env=environ,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def test_serve_run_serves_and_ends_with_ctrl_c(folder: Path) -> None:
     port = free_port()
     log_file = folder / "serve.log"
     with log_file.open("wb") as log:
-        process = serve_run(on_another_port(folder, port), folder, log)
+        process = serve_run(on_another_port(folder, port), folder, log.fileno())
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
                 wait_for("`serve run` to serve", lambda: _is_ready(process, http), START_S)
