@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from rkserve.messages import Guided
+from rkserve.runvalues import Guided
 
 GROUP_NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,31}")
 HOOK_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)

@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from rkserve.messages import BoardReport, BoardState, Hardware, Timings
+from rkserve.messages import Timings
+from rkserve.reports import BoardReport, BoardState, Hardware
 
 # From a cached prefix on a fast board (50 ms) to a long prompt on a slow one (minutes).
 TTFT_BUCKETS_S = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.2, 2, 4, 8, 15, 30, 60, 120, 300)

@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 
 from rkserve.digests import content_digest
 from rkserve.errors import ConfigError
-from rkserve.messages import Sampling
 from rkserve.reranksettings import RerankSettings
+from rkserve.runvalues import Sampling
 from rkserve.settingwords import explain
 from rkserve.visionsettings import VisionSettings
 

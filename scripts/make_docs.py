@@ -18,7 +18,6 @@ from pydantic import BaseModel
 from rkserve.board.interrupt import TRANSITIONS as GENERATION_TRANSITIONS
 from rkserve.board.lifecycle import TRANSITIONS as BOARD_TRANSITIONS
 from rkserve.config import RkserveConfig
-from rkserve.messages import BoardReport, BoardState, Hardware
 from rkserve.metrics import (
     BoardCollector,
     CoordinatorMetrics,
@@ -31,6 +30,7 @@ from rkserve.native.quirks import TABLE as QUIRKS
 from rkserve.native.releases import ACCEPTED
 from rkserve.native.states import TRANSITIONS as HANDLE_TRANSITIONS
 from rkserve.reference.page import page as api_reference
+from rkserve.reports import BoardReport, BoardState, Hardware
 from rkserve.settingwords import allowed, inner_model
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

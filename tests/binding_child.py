@@ -26,7 +26,7 @@ import gc, json, sys, threading, time
 from pathlib import Path
 from tokenizers import Tokenizer
 from rkserve.errors import *
-from rkserve.messages import Sampling
+from rkserve.runvalues import Sampling
 from rkserve.native.binding import open_runtime
 from rkserve.native.runtime import *
 

@@ -18,14 +18,8 @@ from rkserve.board.engine import RunCommand
 from rkserve.board.hooks import HookFactory
 from rkserve.board.watchdog import Patience
 from rkserve.errors import RkserveError
-from rkserve.messages import (
-    BoardState,
-    Delta,
-    Event,
-    Finished,
-    FinishReason,
-    GenerateRequest,
-)
+from rkserve.messages import Delta, Event, Finished, FinishReason, GenerateRequest
+from rkserve.reports import BoardState
 
 PATIENCE = Patience(first_token_s=0.3, prefill_per_token_s=0.0, token_s=0.3, abort_s=0.1)
 SETTINGS = BoardSettings(

@@ -15,14 +15,8 @@ from rkserve.deployments.channel_board import Address, Outlet
 from rkserve.deployments.channel_router import Channels
 from rkserve.deployments.link import RayLink
 from rkserve.desired import Adoption, Desired
-from rkserve.messages import (
-    BoardReport,
-    Embedded,
-    EmbedRequest,
-    Emitted,
-    Event,
-    GenerateRequest,
-)
+from rkserve.messages import Embedded, EmbedRequest, Event, GenerateRequest
+from rkserve.reports import BoardReport, Emitted
 
 # Silence that nobody takes for a loss, however slow the machine is.
 PATIENT = ChannelConfig(silence_s=120.0, retry_s=0.01)

@@ -27,17 +27,8 @@ from rkserve.board.watchdog import Patience
 from rkserve.deployments.dispatch import Dispatch, Persistence
 from rkserve.deployments.fleet import Fleet
 from rkserve.errors import BoardFailed, BoardGone, NoBoard, RkserveError, StateConflict
-from rkserve.messages import (
-    BoardReport,
-    ControlAction,
-    Delta,
-    Edit,
-    Event,
-    Finished,
-    GenerateRequest,
-    GenerationState,
-    Paused,
-)
+from rkserve.messages import ControlAction, Delta, Edit, Event, Finished, GenerateRequest, Paused
+from rkserve.reports import BoardReport, GenerationState
 from rkserve.routing.admission import Claim
 
 MODEL = "m"

@@ -22,7 +22,7 @@ from rkserve.bench.control_answers import Answer, Call
 from rkserve.bench.control_checks import Checked, Era, check
 from rkserve.bench.control_checks import truth as said_by
 from rkserve.bench.control_load import Load
-from rkserve.messages import BoardReport
+from rkserve.reports import BoardReport
 
 GROUP = "held"
 BOARDS = tuple(f"{GROUP}-{number}" for number in range(3))

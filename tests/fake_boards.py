@@ -11,8 +11,6 @@ from typing import Any
 from rkserve.errors import BoardStartFailed, RkserveError
 from rkserve.messages import (
     Accepted,
-    BoardReport,
-    BoardState,
     Delta,
     Event,
     Finished,
@@ -21,6 +19,7 @@ from rkserve.messages import (
     Timings,
     Usage,
 )
+from rkserve.reports import BoardReport, BoardState
 
 # An event to yield, an error to raise, or a moment to wait for.
 Step = Event | Exception | asyncio.Event

@@ -49,8 +49,9 @@ from rkserve.errors import (
     RkserveError,
     StageFailed,
 )
-from rkserve.messages import AdapterRef, BoardReport, BoardState, Event, GenerateRequest
-from rkserve.messages import VersionFigures as Figures
+from rkserve.messages import AdapterRef, Event, GenerateRequest
+from rkserve.reports import BoardReport, BoardState
+from rkserve.reports import VersionFigures as Figures
 
 MODEL = "sim-chat"
 CONTENT = {"v1": b"one" * 100, "v2": b"two" * 150, "v3": b"three" * 200}

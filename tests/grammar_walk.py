@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rkserve.messages import Guide, GuideKind
+from rkserve.runvalues import Guide, GuideKind
 from rkserve.sampling.guides import Guides
 from rkserve.vocabulary import read_vocabulary
 

@@ -26,8 +26,9 @@ from rkserve.desired import (
     PauseMode,
     Scope,
 )
-from rkserve.messages import AdapterRef, Delta, GenerateRequest, GenerationState
+from rkserve.messages import AdapterRef, Delta, GenerateRequest
 from rkserve.native.sim import adapters as sim_adapters
+from rkserve.reports import GenerationState
 
 LINE = "tone"
 PACE = 0.02  # about a millisecond a token

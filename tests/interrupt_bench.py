@@ -27,9 +27,8 @@ from rkserve.messages import (
     Finished,
     FinishReason,
     GenerateRequest,
-    GenerationInfo,
-    GenerationState,
 )
+from rkserve.reports import GenerationInfo, GenerationState
 
 T = TypeVar("T")
 

@@ -21,8 +21,8 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from rkserve.messages import BoardReport, BoardState
 from rkserve.ports import free_port
+from rkserve.reports import BoardReport, BoardState
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -30,15 +30,9 @@ from rkserve.deployments.service import Service
 from rkserve.deployments.wiring import open_dispatch, open_fleet
 from rkserve.desired import BaseVersion, Desired
 from rkserve.errors import ArtifactNotFound, GenerationNotFound, OperationNotFound
-from rkserve.messages import (
-    CacheEntry,
-    ControlAction,
-    GenerationInfo,
-    GenerationState,
-    Kv,
-    KvReport,
-)
+from rkserve.messages import ControlAction, Kv
 from rkserve.metrics import RouterMetrics
+from rkserve.reports import CacheEntry, GenerationInfo, GenerationState, KvReport
 from rkserve.wire.dialects.responses_kept import Kept
 
 CHAT, EMBED = "sim-chat", "sim-embed"

@@ -31,11 +31,12 @@ from rkserve.board.engine import (
 )
 from rkserve.board.process import EngineProcess
 from rkserve.board.watchdog import Patience
-from rkserve.messages import AdapterRef, GenerateRequest, Sampling
+from rkserve.messages import AdapterRef, GenerateRequest
 from rkserve.modelfolder import open_model_folder
 from rkserve.native.runtime import LoadParams
 from rkserve.native.sim import adapters as sim_adapters
 from rkserve.native.sim.build import ensure_built
+from rkserve.runvalues import Sampling
 
 FOLDER = open_model_folder(Path(__file__).parents[1] / "models" / "sim-chat")
 WEIGHTS = FOLDER.require_weights()

@@ -17,13 +17,8 @@ from sim_board import FOLDER, GREEDY, TOKENIZER
 from rkserve.board.hooks import HookFactory
 from rkserve.board.promptcache import CacheStore, Seal
 from rkserve.desired import Adoption, Pause, PauseMode, Scope, SleepLevel
-from rkserve.messages import (
-    BoardState,
-    ControlAction,
-    Edit,
-    GenerateRequest,
-    GenerationState,
-)
+from rkserve.messages import ControlAction, Edit, GenerateRequest
+from rkserve.reports import BoardState, GenerationState
 
 KINDS = pytest.mark.parametrize(
     ("release", "n_batch"),

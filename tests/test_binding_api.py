@@ -21,7 +21,6 @@ from binding_driver import IDS, UNTIL_ABORT, UNTIL_GO, WAIT_S, Catch, running, u
 from rkllm_fake import CALL, ERROR, NORMAL, WAITING, Fake, ended, token
 
 from rkserve.errors import CallFailed, LoadFailed, Misuse, NativeError, NothingComputed
-from rkserve.messages import Sampling
 from rkserve.native.binding import Binding, open_runtime
 from rkserve.native.releases import ACCEPTED, Abi
 from rkserve.native.runtime import (
@@ -45,6 +44,7 @@ from rkserve.native.runtime import (
 )
 from rkserve.native.runtime import Step as RunStep
 from rkserve.native.states import HandleState
+from rkserve.runvalues import Sampling
 
 pytest_plugins = ["binding_fixtures"]
 

@@ -24,15 +24,8 @@ from rkserve.errors import (
     LoadFailed,
     RequestError,
 )
-from rkserve.messages import (
-    AdapterRef,
-    BoardState,
-    ControlAction,
-    Finished,
-    FinishReason,
-    GenerationState,
-    Kv,
-)
+from rkserve.messages import AdapterRef, ControlAction, Finished, FinishReason, Kv
+from rkserve.reports import BoardState, GenerationState
 
 TALK = Script([], model=talker(6))
 PROMPT = (5, 6, 7)

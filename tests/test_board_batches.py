@@ -15,17 +15,10 @@ from own_time import run_loop
 
 from rkserve.board.hooks import Action, Continue, Decoded, Replace
 from rkserve.errors import EngineDied, LoadFailed, RunFailed
-from rkserve.messages import (
-    BoardState,
-    ControlAction,
-    Delta,
-    FinishReason,
-    GenerateRequest,
-    GenerationState,
-    Kv,
-    Sampling,
-)
+from rkserve.messages import ControlAction, Delta, FinishReason, GenerateRequest, Kv
 from rkserve.native.runtime import RunEnd
+from rkserve.reports import BoardState, GenerationState
+from rkserve.runvalues import Sampling
 
 LENGTH = 8
 TALK = Script([], model=talker(LENGTH), pace_s=0.002)

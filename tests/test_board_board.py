@@ -24,16 +24,9 @@ from rkserve.errors import (
     QueueTimeout,
     SamplingFixed,
 )
-from rkserve.messages import (
-    Accepted,
-    Delta,
-    Finished,
-    FinishReason,
-    GenerateRequest,
-    Sampling,
-    Usage,
-)
+from rkserve.messages import Accepted, Delta, Finished, FinishReason, GenerateRequest, Usage
 from rkserve.native.runtime import RunEnd
+from rkserve.runvalues import Sampling
 
 # -- an answer --------------------------------------------------------------------------------
 

@@ -28,9 +28,10 @@ from rkserve.errors import (
     RequestError,
     RunFailed,
 )
-from rkserve.messages import BoardState, ControlAction, Finished, FinishReason, Kv, KvReport
+from rkserve.messages import ControlAction, Finished, FinishReason, Kv
 from rkserve.native.runtime import Perf, RunEnd
 from rkserve.origins import salted
+from rkserve.reports import BoardState, KvReport
 
 LENGTH = 6
 TALK = Script([], model=talker(LENGTH))

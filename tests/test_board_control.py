@@ -32,16 +32,8 @@ from rkserve.errors import (
     RkserveError,
     StateConflict,
 )
-from rkserve.messages import (
-    BoardState,
-    ControlAction,
-    Edit,
-    FinishReason,
-    GenerateRequest,
-    GenerationInfo,
-    GenerationState,
-    Kv,
-)
+from rkserve.messages import ControlAction, Edit, FinishReason, GenerateRequest, Kv
+from rkserve.reports import BoardState, GenerationInfo, GenerationState
 
 PROMPT = (5, 6, 7)
 LENGTH = 10

@@ -27,7 +27,8 @@ from rkserve.errors import (
     EnginePaused,
     ModelNotFound,
 )
-from rkserve.messages import BoardState, GenerateRequest
+from rkserve.messages import GenerateRequest
+from rkserve.reports import BoardState
 
 ONE, TWO = version_of(b"one", "1"), version_of(b"two", "2")
 NOW_S = 1000.0

@@ -35,16 +35,9 @@ from rkserve.errors import (
     RkserveError,
     RunFailed,
 )
-from rkserve.messages import (
-    Accepted,
-    BoardState,
-    Embedded,
-    EmbedRequest,
-    Event,
-    Finished,
-    GenerateRequest,
-    Pooling,
-)
+from rkserve.messages import Accepted, Embedded, EmbedRequest, Event, Finished, GenerateRequest
+from rkserve.reports import BoardState
+from rkserve.runvalues import Pooling
 
 CATS, MORE_CATS, TRAINS = (
     words("The cat sat on the warm mat"),

@@ -33,12 +33,9 @@ from rkserve.errors import (
     RkserveError,
     RunFailed,
 )
-from rkserve.messages import (
-    BoardState,
-    Delta,
-    FinishReason,
-)
+from rkserve.messages import Delta, FinishReason
 from rkserve.native.runtime import RunEnd
+from rkserve.reports import BoardState
 
 # -- failures ---------------------------------------------------------------------------------
 

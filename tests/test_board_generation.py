@@ -13,15 +13,7 @@ from hypothesis import strategies as st
 
 from rkserve.board.generation import Generation, Want
 from rkserve.errors import ContextOverflow, RequestError, RkserveError
-from rkserve.messages import (
-    Delta,
-    Edit,
-    FinishReason,
-    GenerateRequest,
-    Kind,
-    Slot,
-    Splice,
-)
+from rkserve.messages import Delta, Edit, FinishReason, GenerateRequest, Kind, Slot, Splice
 
 EOS = 2
 

@@ -26,7 +26,8 @@ from rkserve.errors import (
     RunFailed,
     StateConflict,
 )
-from rkserve.messages import ControlAction, FinishReason, GenerationState
+from rkserve.messages import ControlAction, FinishReason
+from rkserve.reports import GenerationState
 
 KINDS = pytest.mark.parametrize(
     ("release", "n_batch"),

@@ -16,14 +16,8 @@ from holding import LINE, SAYING, Governed, Oracle, governed, rest
 from sim_board import FOLDER, GREEDY, words
 
 from rkserve.desired import Pause, PauseMode, Scope
-from rkserve.messages import (
-    ControlAction,
-    Delta,
-    Finished,
-    GenerateRequest,
-    GenerationState,
-    Kv,
-)
+from rkserve.messages import ControlAction, Delta, Finished, GenerateRequest, Kv
+from rkserve.reports import GenerationState
 
 WHOLE = Pause("whole", Scope(), PauseMode.KEEP)
 NAMED = Pause("named", Scope(adapter=LINE), PauseMode.KEEP, clear_cache=True, expires_s=10.0)

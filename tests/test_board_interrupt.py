@@ -8,7 +8,8 @@ import pytest
 
 from rkserve.board.interrupt import TRANSITIONS, GenerationEvent, advance, judge
 from rkserve.errors import Misuse, StateConflict
-from rkserve.messages import ControlAction, GenerationState
+from rkserve.messages import ControlAction
+from rkserve.reports import GenerationState
 
 S, E, A = GenerationState, GenerationEvent, ControlAction
 

@@ -8,7 +8,7 @@ import pytest
 
 from rkserve.board.lifecycle import OPEN, SICK, TRANSITIONS, BoardEvent, CrashLog, advance
 from rkserve.errors import Misuse
-from rkserve.messages import BoardState
+from rkserve.reports import BoardState
 
 S, E = BoardState, BoardEvent
 

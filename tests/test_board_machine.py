@@ -28,15 +28,8 @@ from own_time import Loop
 
 from rkserve.board.engine import RunCommand
 from rkserve.errors import BoardFailed, GenerationNotFound, RequestError, StateConflict
-from rkserve.messages import (
-    BoardState,
-    ControlAction,
-    Edit,
-    FinishReason,
-    GenerateRequest,
-    GenerationInfo,
-    GenerationState,
-)
+from rkserve.messages import ControlAction, Edit, FinishReason, GenerateRequest
+from rkserve.reports import BoardState, GenerationInfo, GenerationState
 
 T = TypeVar("T")
 LENGTH, MAX_TOKENS, CONTEXT = 9, 24, 96

@@ -15,7 +15,8 @@ from fakes import run_loop
 from sim_board import GREEDY, Sim, chat
 from test_board_steps import TOKENS, asked, end, heard, ids, text, until_paused
 
-from rkserve.messages import FinishReason, Guide, Guided, GuideKind, Sampling, Stepwise
+from rkserve.messages import FinishReason
+from rkserve.runvalues import Guide, Guided, GuideKind, Sampling, Stepwise
 
 LIVELY = Sampling(temperature=1.2, top_p=1.0, top_k=50, repeat_penalty=1.0)
 RECORD = {

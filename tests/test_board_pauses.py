@@ -25,18 +25,9 @@ from own_time import run_loop
 
 from rkserve.board.board import BoardSettings
 from rkserve.errors import RunFailed, TooManyPaused
-from rkserve.messages import (
-    BoardState,
-    ControlAction,
-    Edit,
-    FinishReason,
-    GenerateRequest,
-    GenerationInfo,
-    GenerationState,
-    Kv,
-    Paused,
-)
+from rkserve.messages import ControlAction, Edit, FinishReason, GenerateRequest, Kv, Paused
 from rkserve.native.runtime import RunEnd
+from rkserve.reports import BoardState, GenerationInfo, GenerationState
 
 PROMPT = (5, 6, 7)
 LENGTH = 10

@@ -15,8 +15,9 @@ from own_time import run_loop
 
 from rkserve.board.engine import RunCommand
 from rkserve.errors import BoardFailed, BoardOutOfOrder, RkserveError
-from rkserve.messages import BoardState, Delta, Finished, FinishReason
+from rkserve.messages import Delta, Finished, FinishReason
 from rkserve.native.runtime import RunEnd
+from rkserve.reports import BoardState
 
 LENGTH, STOP_AT = 6, 3
 

@@ -47,15 +47,10 @@ from rkserve.errors import (
     StageFailed,
     StateConflict,
 )
-from rkserve.messages import (
-    BoardState,
-    ControlAction,
-    FinishReason,
-    GenerateRequest,
-    GenerationState,
-)
+from rkserve.messages import ControlAction, FinishReason, GenerateRequest
 from rkserve.native.sim import adapters as sim_adapters
 from rkserve.native.sim.models import reseed
+from rkserve.reports import BoardState, GenerationState
 
 KINDS = pytest.mark.parametrize(
     ("release", "n_batch"), [("1.2.3", 1), ("1.3.0", 3)], ids=["1.2.3", "batch"]

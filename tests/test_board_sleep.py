@@ -35,15 +35,8 @@ from sleeping import (
 from rkserve.board.hooks import Action, Continue, Decoded, Hook
 from rkserve.desired import PauseMode, SleepLevel
 from rkserve.errors import EngineAsleep, EnginePaused
-from rkserve.messages import (
-    BoardState,
-    ControlAction,
-    Edit,
-    FinishReason,
-    GenerateRequest,
-    GenerationState,
-    Kv,
-)
+from rkserve.messages import ControlAction, Edit, FinishReason, GenerateRequest, Kv
+from rkserve.reports import BoardState, GenerationState
 
 S = GenerationState
 

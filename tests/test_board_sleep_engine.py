@@ -27,15 +27,8 @@ from rkserve.errors import (
     LoadFailed,
     RkserveError,
 )
-from rkserve.messages import (
-    AdapterRef,
-    BoardState,
-    ControlAction,
-    FinishReason,
-    GenerationState,
-    Kv,
-    KvReport,
-)
+from rkserve.messages import AdapterRef, ControlAction, FinishReason, Kv
+from rkserve.reports import BoardState, GenerationState, KvReport
 
 LENGTH = 6
 TALK = Script([], model=talker(LENGTH))

@@ -36,17 +36,16 @@ from sleeping import (
 from rkserve.desired import SleepLevel
 from rkserve.errors import BoardOutOfOrder
 from rkserve.messages import (
-    BoardState,
     ControlAction,
     Delta,
     Event,
     Finished,
     FinishReason,
     GenerateRequest,
-    GenerationState,
     Kv,
     Paused,
 )
+from rkserve.reports import BoardState, GenerationState
 
 S = GenerationState
 MORE = words(" And what else?")

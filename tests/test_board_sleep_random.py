@@ -34,7 +34,8 @@ from rkserve.errors import (
     RunFailed,
     StateConflict,
 )
-from rkserve.messages import BoardState, ControlAction, FinishReason, GenerationState, KvReport
+from rkserve.messages import ControlAction, FinishReason
+from rkserve.reports import BoardState, GenerationState, KvReport
 
 S = GenerationState
 STEPS = 40

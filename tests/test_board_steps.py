@@ -28,15 +28,11 @@ from rkserve.messages import (
     Finished,
     FinishReason,
     GenerateRequest,
-    Guide,
-    GuideKind,
     Paused,
-    Sampling,
-    Scored,
-    Stepwise,
 )
 from rkserve.native.stepparams import StepParams
 from rkserve.routing.continuing import Course
+from rkserve.runvalues import Guide, GuideKind, Sampling, Scored, Stepwise
 
 TOKENS = FOLDER.path / "tokenizer.json"
 PROMPT = chat("Tell me about the sea in many words please")

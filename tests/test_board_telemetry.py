@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkserve.board.telemetry import MAX_FILE_BYTES, NPU_NODES, read_soc, read_telemetry
-from rkserve.messages import Hardware
 from rkserve.native.sim.telemetry import SOCS, Figures, tree, write
+from rkserve.reports import Hardware
 
 DATA = Path(__file__).parent / "data"
 DEBUGFS = "sys/kernel/debug/rknpu"

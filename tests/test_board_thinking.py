@@ -8,15 +8,7 @@ import pytest
 
 from rkserve.board.generation import Generation, Want
 from rkserve.board.thinking import Block, Thought, thought
-from rkserve.messages import (
-    Continued,
-    Edit,
-    FinishReason,
-    GenerateRequest,
-    Kind,
-    Slot,
-    Thinking,
-)
+from rkserve.messages import Continued, Edit, FinishReason, GenerateRequest, Kind, Slot, Thinking
 
 EOS = 2
 CLOSING = "\n</t>\n\n"

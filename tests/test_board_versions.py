@@ -17,14 +17,9 @@ from test_board_hold import KINDS, in_prefill, play
 from rkserve.board.versions import VERSIONS_REMEMBERED, Spans, VersionBook
 from rkserve.desired import InFlight, Probe, Weights
 from rkserve.errors import AdapterBroken, ModelNotFound
-from rkserve.messages import (
-    ControlAction,
-    FinishReason,
-    GenerationState,
-    VersionFigures,
-    VersionSpan,
-)
+from rkserve.messages import ControlAction, FinishReason, VersionSpan
 from rkserve.native.sim import adapters as sim_adapters
+from rkserve.reports import GenerationState, VersionFigures
 
 
 @pytest.mark.parametrize(

@@ -21,20 +21,12 @@ from rkserve.board.process import EngineProcess
 from rkserve.board.run import Beginning
 from rkserve.board.watchdog import Patience
 from rkserve.errors import EngineDied, LoadFailed, RequestError, RunFailed
-from rkserve.messages import (
-    Continued,
-    Delta,
-    Finished,
-    FinishReason,
-    GenerateRequest,
-    Picture,
-    Slot,
-    Stepwise,
-)
+from rkserve.messages import Continued, Delta, Finished, FinishReason, GenerateRequest, Slot
 from rkserve.native.runtime import VisionParams
 from rkserve.native.sim.build import ensure_encoder_built
 from rkserve.native.sim.encoders import SimEncoder
 from rkserve.native.sim.inputs import pattern
+from rkserve.runvalues import Picture, Stepwise
 
 SIDE, TOKENS = 16, 4
 ENCODER = SimEncoder(SIDE, SIDE, TOKENS)

@@ -20,15 +20,8 @@ from rkserve.deployments.channel_router import Channels, LineLost
 from rkserve.deployments.link import RayLink
 from rkserve.desired import Adoption, Desired
 from rkserve.errors import BoardFailed, BoardSilent, QueueFull, RequestError, StageFailed
-from rkserve.messages import (
-    Delta,
-    Embedded,
-    EmbedRequest,
-    Emitted,
-    Event,
-    Finished,
-    GenerateRequest,
-)
+from rkserve.messages import Delta, Embedded, EmbedRequest, Event, Finished, GenerateRequest
+from rkserve.reports import Emitted
 
 REQUEST = GenerateRequest("r/0", "m", (1,), 4)
 

@@ -17,19 +17,9 @@ from rkserve.deployments import channel_calls as calls
 from rkserve.deployments import channel_codec as codec
 from rkserve.deployments.channel_codec import MANY_IDS, Garbled
 from rkserve.errors import BoardFailed, EngineDied, QueueFull, RequestError, RkserveError
-from rkserve.messages import (
-    AdapterRef,
-    BoardState,
-    Bound,
-    Continued,
-    EmbedRequest,
-    GenerateRequest,
-    Kind,
-    Pooling,
-    Sampling,
-    Slot,
-    VersionFigures,
-)
+from rkserve.messages import AdapterRef, Bound, Continued, EmbedRequest, GenerateRequest, Kind, Slot
+from rkserve.reports import BoardState, VersionFigures
+from rkserve.runvalues import Pooling, Sampling
 
 PLAIN = GenerateRequest("r/0", "m", (1, 2), 4)
 REQUESTS = [

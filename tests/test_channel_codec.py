@@ -24,13 +24,13 @@ from rkserve.messages import (
     Kind,
     Kv,
     Paused,
-    Scored,
     Slot,
     Splice,
     Timings,
     Usage,
     VersionSpan,
 )
+from rkserve.runvalues import Scored
 
 REF = AdapterRef("style", "v2", "ab" * 32, 0.5)
 TIMINGS = Timings(1.5, 2.0, 3, 4.25, 5, 6.0)

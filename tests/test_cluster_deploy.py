@@ -18,7 +18,7 @@ import pytest
 from local_cluster import START_S, App, LocalCluster, wait_for
 from talk import CHAT, MODEL, chat_body, streaming
 
-from rkserve.messages import BoardReport
+from rkserve.reports import BoardReport
 
 pytestmark = pytest.mark.ray
 

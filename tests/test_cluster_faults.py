@@ -18,7 +18,7 @@ import pytest
 from local_cluster import App, wait_for
 from talk import CHAT, ENDLESS, MODEL, Reply, ask, chat_body, streaming
 
-from rkserve.messages import BoardReport
+from rkserve.reports import BoardReport
 
 pytestmark = pytest.mark.ray
 

@@ -31,8 +31,8 @@ from local_cluster import App, wait_for
 from talk import CHAT, MODEL, Reply, chat_body
 
 from rkserve.bench.control_checks import eras
-from rkserve.messages import BoardState
 from rkserve.native.sim import adapters
+from rkserve.reports import BoardState
 
 pytestmark = pytest.mark.ray
 pytest_plugins = ["controlled_fixtures"]

@@ -17,8 +17,8 @@ import rkllm_fake
 from local_cluster import PROJECT, START_S, App, LocalCluster, wait_for
 from talk import CHAT, MODEL, Reply, chat_body, streaming
 
-from rkserve.messages import BoardReport
 from rkserve.native.sim.build import ensure_built
+from rkserve.reports import BoardReport
 
 pytestmark = pytest.mark.ray
 

@@ -33,7 +33,7 @@ from talk import CHAT, ENDLESS, MODEL, Reply, chat_body, streaming
 
 from rkserve.bench.control_checks import Era
 from rkserve.bench.control_figures import pause_figures
-from rkserve.messages import BoardState
+from rkserve.reports import BoardState
 
 pytestmark = pytest.mark.ray
 pytest_plugins = ["controlled_fixtures"]

@@ -12,7 +12,7 @@ import pytest
 from local_cluster import App, LocalCluster, wait_for
 from talk import CHAT, Reply, chat_body, streaming
 
-from rkserve.messages import BoardState
+from rkserve.reports import BoardState
 
 pytestmark = pytest.mark.ray
 

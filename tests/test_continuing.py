@@ -22,12 +22,12 @@ from rkserve.messages import (
     Kind,
     Kv,
     Paused,
-    Scored,
     Slot,
     Splice,
     merged,
 )
 from rkserve.routing.continuing import Course
+from rkserve.runvalues import Scored
 
 REQUEST = GenerateRequest("r/0", "m", (1, 2, 3), 10, use_cache="persona")
 TAKEN = Accepted("a", "1.3.0", 0, version="tone@1", adapter=AdapterRef("tone", "1", "d"))

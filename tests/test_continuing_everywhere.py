@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from own_time import run_loop
 
 from rkserve.board.hooks import Action, Continue, Decoded, Hook, HookFactory, Pause, Replace
-from rkserve.messages import ControlAction, Edit, GenerateRequest, Sampling
+from rkserve.messages import ControlAction, Edit, GenerateRequest
+from rkserve.runvalues import Sampling
 
 GREEDY = Sampling(temperature=0.0)
 PROMPT_LENGTH = 3

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkserve.control.judge import Limits, Verdict, Watch, judge
-from rkserve.messages import BoardReport, BoardState, VersionFigures
+from rkserve.reports import BoardReport, BoardState, VersionFigures
 
 V = Verdict
 LIMITS = Limits(requests=10, tokens=100, failures=0.1, speed=0.8)

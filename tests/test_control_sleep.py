@@ -26,7 +26,7 @@ from rkserve.control.recovery import recover
 from rkserve.control.rest import SleepPolicy, unused, wakeable
 from rkserve.desired import Desired, Hold, Pause, PauseMode, Scope, SleepLevel
 from rkserve.errors import LedgerFailed, OperationConflict, RequestError
-from rkserve.messages import BoardReport, BoardState
+from rkserve.reports import BoardReport, BoardState
 
 KEEP, WAIT, ABORT = PauseMode.KEEP, PauseMode.WAIT, PauseMode.ABORT
 PAUSED, UNLOADED, DROPPED = SleepLevel

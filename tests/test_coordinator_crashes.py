@@ -25,7 +25,8 @@ from rkserve.control.calls import Outcome
 from rkserve.control.operations import UPDATES, OperationKind, OperationState, Phase
 from rkserve.deployments.ledger import Ledger
 from rkserve.errors import BoardStartFailed, RkserveError
-from rkserve.messages import BoardReport, Event, GenerateRequest
+from rkserve.messages import Event, GenerateRequest
+from rkserve.reports import BoardReport
 
 K, S = OperationKind, OperationState
 NEVER = 10**9

@@ -25,7 +25,7 @@ from rkserve.errors import (
     OperationConflict,
     StageFailed,
 )
-from rkserve.messages import VersionFigures
+from rkserve.reports import VersionFigures
 
 K, S = OperationKind, OperationState
 

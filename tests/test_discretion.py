@@ -18,7 +18,7 @@ from rkserve.errors import (
     RkserveError,
     RunFailed,
 )
-from rkserve.messages import BoardReport, BoardState
+from rkserve.reports import BoardReport, BoardState
 from rkserve.wire.failures import error_object
 from rkserve.wire.models import adapter_entry, board_entry, model_entry
 

@@ -32,15 +32,8 @@ from rkserve.errors import (
     RkserveError,
     RunFailed,
 )
-from rkserve.messages import (
-    Accepted,
-    Delta,
-    Event,
-    Finished,
-    GenerateRequest,
-    GenerationState,
-    Slot,
-)
+from rkserve.messages import Accepted, Delta, Event, Finished, GenerateRequest, Slot
+from rkserve.reports import GenerationState
 from rkserve.routing.breaker import Circuit
 
 REQUEST = GenerateRequest("r/0", "sim-chat", (1, 2, 3), 10)

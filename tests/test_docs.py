@@ -15,11 +15,11 @@ from pydantic import BaseModel
 
 from rkserve.config import RkserveConfig
 from rkserve.errors import RkserveError
-from rkserve.messages import BoardReport, BoardState
 from rkserve.metrics import BoardCollector, CoordinatorMetrics, RouterMetrics, StreamCollector
 from rkserve.modelfolder import FolderSettings
 from rkserve.native.quirks import NAMES as QUIRKS
 from rkserve.native.sim import profiles
+from rkserve.reports import BoardReport, BoardState
 from rkserve.settingwords import inner_model
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,7 +21,8 @@ from rkserve.errors import (
     EngineHung,
     RunFailed,
 )
-from rkserve.messages import BoardState, Delta, Finished, GenerateRequest
+from rkserve.messages import Delta, Finished, GenerateRequest
+from rkserve.reports import BoardState
 
 # Longer than a busy machine keeps the engine's heartbeat from being sent.
 SILENCE_S = 3.0

@@ -16,9 +16,9 @@ from sim_board import Sim, both_releases, chat
 from rkserve.board.engine import EntryCommand, RunCommand
 from rkserve.board.process import EngineProcess
 from rkserve.errors import CallFailed, Misuse
-from rkserve.messages import Sampling
 from rkserve.native.runtime import RunEnd
 from rkserve.native.sim import adapters
+from rkserve.runvalues import Sampling
 
 TEXTS = ("one", "zwei Grüße", "三 🍵", "quatre, enfin")
 WHO = chat("Who are you?")

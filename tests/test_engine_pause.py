@@ -19,8 +19,8 @@ from sim_board import Sim, both_releases, chat
 from rkserve.board.engine import RunEnded
 from rkserve.board.process import EngineProcess
 from rkserve.errors import CallFailed, EngineDied, Misuse
-from rkserve.messages import Sampling
 from rkserve.native.runtime import RunEnd
+from rkserve.runvalues import Sampling
 
 # A token takes 7 ms: an answer of 3000 lasts longer than any word needs to reach the engine.
 PACE = 0.1

@@ -31,15 +31,8 @@ from rkserve.errors import (
     QueueFull,
     RkserveError,
 )
-from rkserve.messages import (
-    Accepted,
-    BoardState,
-    Delta,
-    Event,
-    GenerateRequest,
-    Kv,
-    Paused,
-)
+from rkserve.messages import Accepted, Delta, Event, GenerateRequest, Kv, Paused
+from rkserve.reports import BoardState
 from rkserve.routing.breaker import Breaker
 from rkserve.routing.policies import policy
 

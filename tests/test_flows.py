@@ -15,7 +15,8 @@ from rkserve.deployments.flows import PASSAGE_S, Flows
 from rkserve.deployments.seats import Answers, Seat
 from rkserve.desired import Scope
 from rkserve.errors import BoardSilent
-from rkserve.messages import Delta, Emitted, GenerateRequest, Kv, Paused
+from rkserve.messages import Delta, GenerateRequest, Kv, Paused
+from rkserve.reports import Emitted
 
 ALL = Scope()
 SEATS = {board: Seat("only", f"replica of {board}", board, "sim-chat") for board in ("a", "b")}

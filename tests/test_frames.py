@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rkserve.errors import FrameCorrupt
-from rkserve.messages import Scored
 from rkserve.native import frames
 from rkserve.native.frames import FrameReader, Kind
+from rkserve.runvalues import Scored
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 RUN_ID = st.integers(0, 2**32 - 1)

@@ -16,7 +16,7 @@ from fakes import run_loop
 
 from rkserve.deployments.guiding import KEPT, Guiding
 from rkserve.errors import RequestError
-from rkserve.messages import Guide, GuideKind
+from rkserve.runvalues import Guide, GuideKind
 from rkserve.sampling import trial
 from rkserve.sampling.asking import MAX_CHARS, PROGRAM, READY, ask
 

@@ -17,7 +17,8 @@ from starlette.types import Message, Scope
 from rkserve.config import RouterConfig
 from rkserve.deployments.service import INLINE_BODY_BYTES
 from rkserve.errors import BoardFailed, EngineDied, QueueFull, SamplingFixed
-from rkserve.messages import BoardState, Delta
+from rkserve.messages import Delta
+from rkserve.reports import BoardState
 
 # -- answers --------------------------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ from rkserve.config import RouterConfig
 from rkserve.deployments.http import make_app
 from rkserve.desired import Desired, Pause, PauseMode, Scope
 from rkserve.errors import BoardFailed, ConfigError, GenerationNotFound
-from rkserve.messages import Delta, GenerationInfo, GenerationState, Timings
+from rkserve.messages import Delta, Timings
+from rkserve.reports import GenerationInfo, GenerationState
 from rkserve.wire import sse
 
 MODEL = "sim-chat"

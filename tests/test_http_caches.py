@@ -19,17 +19,16 @@ from rkserve.config import RouterConfig
 from rkserve.deployments.http_control import add_control
 from rkserve.deployments.service import ServedModel
 from rkserve.errors import AdapterBroken, BoardFailed, BoardSilent, CacheNotFound, CacheUnsupported
-from rkserve.messages import (
+from rkserve.messages import ControlAction, Edit
+from rkserve.modelfolder import open_model_folder
+from rkserve.reports import (
     BoardState,
     CacheEntry,
-    ControlAction,
-    Edit,
     GenerationInfo,
     GenerationState,
     Hardware,
     KvReport,
 )
-from rkserve.modelfolder import open_model_folder
 
 SIZE, CLEAR = "/v1/cache/kv/size", "/v1/cache/kv/clear"
 MODEL_CACHE = "/v1/cache/sim-chat"

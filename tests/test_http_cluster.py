@@ -28,15 +28,8 @@ from rkserve.deployments.artifactclaims import Claim
 from rkserve.deployments.operations import AT_REST_S
 from rkserve.desired import Desired, Pause, PauseMode, Scope, Weights
 from rkserve.errors import ArtifactRefused, BoardFailed, EnginePaused, StaleEpoch
-from rkserve.messages import (
-    Delta,
-    Emitted,
-    Finished,
-    Hardware,
-    Kv,
-    Paused,
-    VersionFigures,
-)
+from rkserve.messages import Delta, Finished, Kv, Paused
+from rkserve.reports import Emitted, Hardware, VersionFigures
 
 ADAPTERS = "/v1/lora_adapters"
 OCTETS = {"content-type": "application/octet-stream"}

@@ -19,16 +19,8 @@ from rkserve.errors import (
     RequestError,
     StateConflict,
 )
-from rkserve.messages import (
-    ControlAction,
-    Delta,
-    Edit,
-    FinishReason,
-    GenerationInfo,
-    GenerationState,
-    Kv,
-    Paused,
-)
+from rkserve.messages import ControlAction, Delta, Edit, FinishReason, Kv, Paused
+from rkserve.reports import GenerationInfo, GenerationState
 
 ID = "chatcmpl-1"
 GENERATIONS = "/v1/generations"

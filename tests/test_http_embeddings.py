@@ -18,7 +18,8 @@ from router_house import House, house, send
 
 from rkserve.config import RouterConfig
 from rkserve.errors import BoardAsleep, BoardFailed, EngineDied, QueueFull, RunFailed
-from rkserve.messages import BoardState, EmbedRequest
+from rkserve.messages import EmbedRequest
+from rkserve.reports import BoardState
 
 PATH = "/v1/embeddings"
 

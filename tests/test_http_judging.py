@@ -16,17 +16,9 @@ from router_house import House, model, send
 from rkserve.config import RouterConfig
 from rkserve.deployments.service import ServedModel
 from rkserve.errors import EngineDied, HookFailed, QueueFull
-from rkserve.messages import (
-    Delta,
-    Event,
-    Finished,
-    FinishReason,
-    GenerateRequest,
-    Scored,
-    Timings,
-    Usage,
-)
+from rkserve.messages import Delta, Event, Finished, FinishReason, GenerateRequest, Timings, Usage
 from rkserve.reranksettings import RerankSettings
+from rkserve.runvalues import Scored
 
 SETTINGS = RerankSettings(yes="A", no="No")
 DOCUMENTS = ["mats", "a cat sat on many mats", "cats"]

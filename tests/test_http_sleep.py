@@ -28,7 +28,7 @@ from rkserve.control.operations import (
 from rkserve.deployments import waking
 from rkserve.desired import Desired, PauseMode, Scope, SleepLevel
 from rkserve.errors import BoardAsleep, BoardOutOfOrder, EnginePaused, LedgerFailed
-from rkserve.messages import BoardState
+from rkserve.reports import BoardState
 
 K = OperationKind
 MODEL = "sim-chat"

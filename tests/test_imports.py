@@ -32,8 +32,10 @@ GROUND = frozenset(
         "names",
         "parameters",
         "ports",
+        "reports",
         "reranksettings",
         "responsesconfig",
+        "runvalues",
         "vocabulary",
     }
 )
@@ -90,8 +92,10 @@ OWNERS = {
         "groupconfig",
         "imageconfig",
         "visionsettings",
+        "reports",
         "reranksettings",
         "responsesconfig",
+        "runvalues",
         "settingwords",
         "modelfolder",
         "adapterfolder",
@@ -149,7 +153,7 @@ def test_rooms_import_downwards_only(path: Path) -> None:
         pytest.param("board", "native.binding", False, id="the binding stays in native"),
         pytest.param("board", "native.runtimes", False, id="a name that only begins like it"),
         pytest.param("wire", "board.board", False, id="wire knows no boards"),
-        pytest.param("native", "messages.Sampling", True, id="ground"),
+        pytest.param("native", "runvalues.Sampling", True, id="ground"),
         pytest.param("config", "native", False, id="ground knows no other room"),
     ],
 )

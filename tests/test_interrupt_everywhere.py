@@ -25,15 +25,8 @@ from sim_board import CALM, FOLDER, GREEDY, Sim, both_releases, chat
 from rkserve.board.board import Board
 from rkserve.board.hooks import Action, Continue, Decoded, Hook, HookFactory, Pause
 from rkserve.errors import StateConflict
-from rkserve.messages import (
-    AdapterRef,
-    ControlAction,
-    FinishReason,
-    GenerateRequest,
-    GenerationInfo,
-    GenerationState,
-    Kv,
-)
+from rkserve.messages import AdapterRef, ControlAction, FinishReason, GenerateRequest, Kv
+from rkserve.reports import GenerationInfo, GenerationState
 
 LENGTH = 64
 # The library stands still until the board has asked for the pause. How slowly it goes on then: a

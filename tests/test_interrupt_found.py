@@ -14,15 +14,7 @@ from sim_board import CALM, FOLDER, GREEDY, Sim, ask, chat, words
 
 from rkserve.board.board import Board
 from rkserve.board.generation import Generation
-from rkserve.messages import (
-    ControlAction,
-    Delta,
-    Edit,
-    FinishReason,
-    GenerateRequest,
-    Kv,
-    Splice,
-)
+from rkserve.messages import ControlAction, Delta, Edit, FinishReason, GenerateRequest, Kv, Splice
 
 PAUSE, EDIT, RESUME, ABORT = ControlAction
 

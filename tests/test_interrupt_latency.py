@@ -17,7 +17,8 @@ from fakes import run_loop
 from sim_board import CALM, FOLDER, GREEDY, Sim, chat
 
 from rkserve.board.board import Board
-from rkserve.messages import ControlAction, GenerateRequest, GenerationState, Kv
+from rkserve.messages import ControlAction, GenerateRequest, Kv
+from rkserve.reports import GenerationState
 
 STEP_S = 0.0600
 PROMISED_S = STEP_S + 0.020

@@ -40,12 +40,8 @@ from sim_board import CALM, GREEDY, TOKENIZER, Belongings, Sim, released
 from rkserve.board.board import Board
 from rkserve.board.interrupt import judge
 from rkserve.errors import GenerationNotFound, StateConflict
-from rkserve.messages import (
-    ControlAction,
-    Edit,
-    GenerationInfo,
-    GenerationState,
-)
+from rkserve.messages import ControlAction, Edit
+from rkserve.reports import GenerationInfo, GenerationState
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

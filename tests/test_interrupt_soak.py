@@ -23,7 +23,8 @@ from sim_board import CALM, GREEDY, TOKENIZER, Belongings, Sim, released
 
 from rkserve.board.board import Board
 from rkserve.errors import StateConflict
-from rkserve.messages import AdapterRef, ControlAction, GenerationState
+from rkserve.messages import AdapterRef, ControlAction
+from rkserve.reports import GenerationState
 
 CLIENTS = 16
 OPERATION_S, ANSWER_S = 60.0, 120.0

@@ -19,7 +19,8 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from rkserve.deployments.link import RayLink
 from rkserve.deployments.pick_replica import ReplicaGone
 from rkserve.errors import BoardFailed, BoardGone, QueueFull, StateConflict
-from rkserve.messages import BoardReport, Delta, Embedded, EmbedRequest, Event, GenerateRequest
+from rkserve.messages import Delta, Embedded, EmbedRequest, Event, GenerateRequest
+from rkserve.reports import BoardReport
 
 REQUEST = GenerateRequest("r", "m", (1,), 4)
 UNAVAILABLE = DeploymentUnavailableError(DeploymentID(name="Board-x"))

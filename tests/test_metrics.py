@@ -7,8 +7,9 @@ from dataclasses import fields, replace
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from rkserve.messages import BoardReport, BoardState, Hardware, Timings
+from rkserve.messages import Timings
 from rkserve.metrics import BoardCollector, RouterMetrics
+from rkserve.reports import BoardReport, BoardState, Hardware
 
 REPORT = BoardReport(
     board_id="sim-0",

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rkserve.errors import ConfigError
-from rkserve.messages import Sampling
 from rkserve.modelfolder import open_model_folder
+from rkserve.runvalues import Sampling
 
 
 def folder(path: Path, **files: str) -> Path:

@@ -17,7 +17,6 @@ from rkserve.errors import (
     NativeError,
     NothingComputed,
 )
-from rkserve.messages import Sampling
 from rkserve.native import frames
 from rkserve.native.frames import Kind
 from rkserve.native.runtime import (
@@ -31,6 +30,7 @@ from rkserve.native.runtime import (
     TokenInput,
     Verdict,
 )
+from rkserve.runvalues import Sampling
 
 GO_ON, PAUSE = Verdict.CONTINUE, Verdict.PAUSE
 CUT = [[2, 4], [0, 1]]

@@ -11,7 +11,6 @@ import pytest
 from grammar_walk import END, EOS, GUIDES, IDS, TOKENS, VOCABULARY, regex
 
 from rkserve.errors import CallFailed, NativeError
-from rkserve.messages import Sampling, Stepwise
 from rkserve.native import frames
 from rkserve.native.frames import FrameReader
 from rkserve.native.optimistic import MOST_AGREEMENTS, Optimist
@@ -28,6 +27,7 @@ from rkserve.native.runtime import (
 )
 from rkserve.native.speech import Speech
 from rkserve.native.stepparams import Ids, StepParams
+from rkserve.runvalues import Sampling, Stepwise
 
 GREEDY = Sampling(temperature=0.0, top_k=1, repeat_penalty=1.0)
 PROMPT = (700, 701)

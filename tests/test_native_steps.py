@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from rkserve.errors import StepsRefused
-from rkserve.messages import Sampling, Scored, Stepwise
 from rkserve.native import frames
 from rkserve.native.frames import FrameReader, Kind
 from rkserve.native.runtime import Matrix, Mode, Runtime, TokenInput
 from rkserve.native.stepparams import StepParams
 from rkserve.native.steps import Room, Steps
+from rkserve.runvalues import Sampling, Scored, Stepwise
 
 GREEDY = Sampling(temperature=0.0, repeat_penalty=1.0)
 # Id 0 ends answers; 1 to 3 are the bytes of a character; then letters.

@@ -30,16 +30,8 @@ from rkserve.errors import (
     QueueTimeout,
     RkserveError,
 )
-from rkserve.messages import (
-    AdapterRef,
-    BoardState,
-    Continued,
-    Delta,
-    GenerateRequest,
-    Kv,
-    Paused,
-    Timings,
-)
+from rkserve.messages import AdapterRef, Continued, Delta, GenerateRequest, Kv, Paused, Timings
+from rkserve.reports import BoardState
 from rkserve.routing.admission import Claim
 from rkserve.routing.asks import Ask
 from rkserve.routing.boards import Boards

@@ -8,11 +8,11 @@ from array import array
 import pytest
 
 from rkserve.errors import FrameCorrupt, NothingComputed
-from rkserve.messages import Pooling
 from rkserve.native import frames
 from rkserve.native.frames import FrameReader, Kind
 from rkserve.native.pooling import pooled
 from rkserve.native.runtime import Matrix
+from rkserve.runvalues import Pooling
 
 ROWS = [[1.0, 2.0], [3.0, -4.0], [5.0, 8.0]]
 

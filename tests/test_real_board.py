@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-from rkserve.messages import Sampling
 from rkserve.modelfolder import ModelFolder, open_model_folder
 from rkserve.native.binding import Binding, open_runtime
 from rkserve.native.detect import detect
@@ -40,6 +39,7 @@ from rkserve.native.runtime import (
     Verdict,
 )
 from rkserve.native.states import HandleState
+from rkserve.runvalues import Sampling
 from rkserve.wire.renderer import Renderer
 
 pytestmark = pytest.mark.board

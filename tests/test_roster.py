@@ -12,7 +12,7 @@ from own_time import run_loop
 
 from rkserve.deployments.fleet import TOGETHER_S
 from rkserve.errors import BoardFailed, CoordinatorAway
-from rkserve.messages import BoardReport
+from rkserve.reports import BoardReport
 
 
 def test_nothing_is_called_stopped_before_each_board_was_heard_once(tmp_path: Path) -> None:

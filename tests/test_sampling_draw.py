@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rkserve.messages import Sampling
+from rkserve.runvalues import Sampling
 from rkserve.sampling.draw import LEAST_LOGPROB, Row, Sampler, score, scores, uniform
 
 OPEN = Sampling(temperature=1.0, top_p=1.0, top_k=0, repeat_penalty=1.0)

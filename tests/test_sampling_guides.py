@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkserve.errors import RequestError, StepsRefused
-from rkserve.messages import Guide, GuideKind
+from rkserve.runvalues import Guide, GuideKind
 from rkserve.sampling.asking import MAX_CHARS
 from rkserve.sampling.guides import Guides, check_guide
 from rkserve.sampling.schemas import is_endless

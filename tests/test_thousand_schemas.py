@@ -24,12 +24,12 @@ from hard_schemas import HOSTILE, schemas
 
 from rkserve.deployments.guiding import Guiding
 from rkserve.errors import RequestError, StepsRefused
-from rkserve.messages import Guide, Sampling, Stepwise
 from rkserve.native import frames
 from rkserve.native.frames import FrameReader, Kind
 from rkserve.native.runtime import Matrix, Runtime
 from rkserve.native.stepparams import StepParams
 from rkserve.native.steps import Steps
+from rkserve.runvalues import Guide, Sampling, Stepwise
 from rkserve.wire.guides import Named
 from rkserve.wire.openai import parse_chat
 

@@ -16,7 +16,8 @@ from sim_board import FOLDER, Sim
 from tool_talk import Talk, function, gathered, message, user
 
 from rkserve.errors import RequestError
-from rkserve.messages import Delta, GuideKind
+from rkserve.messages import Delta
+from rkserve.runvalues import GuideKind
 from rkserve.sampling.guides import check_guide, refusal
 from rkserve.wire.dialects.anthropic import parse_messages
 from rkserve.wire.dialects.responses import parse_response

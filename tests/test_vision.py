@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from rkserve.errors import CallFailed, LoadFailed
-from rkserve.messages import Picture
 from rkserve.native.encoder import Shape
 from rkserve.native.runtime import Image, VisionParams
 from rkserve.native.vision import Vision
+from rkserve.runvalues import Picture
 
 SIDE, TOKENS, ROWS = 4, 2, 24  # bytes that the encoder makes of an image
 TAGS = ("<s>", "</s>", "<c>")

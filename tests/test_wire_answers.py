@@ -14,18 +14,8 @@ from hypothesis import strategies as st
 
 from rkserve.desired import Desired
 from rkserve.errors import ModelNotFound, QueueFull, RkserveError
-from rkserve.messages import (
-    Accepted,
-    BoardReport,
-    BoardState,
-    Delta,
-    Finished,
-    FinishReason,
-    Kv,
-    Paused,
-    Timings,
-    Usage,
-)
+from rkserve.messages import Accepted, Delta, Finished, FinishReason, Kv, Paused, Timings, Usage
+from rkserve.reports import BoardReport, BoardState
 from rkserve.wire import sse
 from rkserve.wire.answers import ChatAnswer, CompletionAnswer
 from rkserve.wire.failures import error_event, error_object

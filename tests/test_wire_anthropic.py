@@ -11,18 +11,8 @@ from hypothesis import strategies as st
 from wire_json import JSON
 
 from rkserve.errors import EngineDied, QueueFull, RequestError, UnsupportedParameter
-from rkserve.messages import (
-    Delta,
-    Finished,
-    FinishReason,
-    Guide,
-    GuideKind,
-    Kv,
-    Paused,
-    Thinking,
-    Timings,
-    Usage,
-)
+from rkserve.messages import Delta, Finished, FinishReason, Kv, Paused, Thinking, Timings, Usage
+from rkserve.runvalues import Guide, GuideKind
 from rkserve.wire.dialects.anthropic import parse_count, parse_messages
 from rkserve.wire.dialects.anthropic_answers import MESSAGES, MessageAnswer, anthropic_error
 from rkserve.wire.dialects.arguments import as_object

@@ -16,8 +16,8 @@ from rkserve.errors import (
     RkserveError,
     UnsupportedParameter,
 )
-from rkserve.messages import CacheEntry, KvReport
 from rkserve.modelfolder import ModelFolder
+from rkserve.reports import CacheEntry, KvReport
 from rkserve.wire.caches import (
     BuildCall,
     ClearCall,

@@ -12,7 +12,7 @@ from wire_folders import make_folder
 from wire_json import MESSAGE
 
 from rkserve.errors import RequestError, RkserveError, UnsupportedParameter
-from rkserve.messages import Sampling
+from rkserve.runvalues import Sampling
 from rkserve.wire.openai import parse_chat
 from rkserve.wire.plan import plan
 from rkserve.wire.renderer import Renderer

@@ -9,8 +9,9 @@ from array import array
 import pytest
 
 from rkserve.errors import RequestError, UnsupportedParameter
-from rkserve.messages import AdapterRef, Pooling
+from rkserve.messages import AdapterRef
 from rkserve.modelfolder import EmbeddingSettings
+from rkserve.runvalues import Pooling
 from rkserve.wire.embeddings import (
     CHUNK_INPUTS,
     EmbeddingCall,

@@ -12,8 +12,9 @@ from wire_folders import CHATML, VOCABULARY, make_folder, read_back
 from wire_json import JSON
 
 from rkserve.errors import RequestError, RkserveError, UnsupportedParameter
-from rkserve.messages import ControlAction, Edit, GenerationInfo, GenerationState, Kv
+from rkserve.messages import ControlAction, Edit, Kv
 from rkserve.modelfolder import ModelFolder
+from rkserve.reports import GenerationInfo, GenerationState
 from rkserve.wire.caches import parse_build, parse_clear
 from rkserve.wire.generations import (
     EditCall,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rkserve.errors import RequestError
-from rkserve.messages import Guide, GuideKind
+from rkserve.runvalues import Guide, GuideKind
 from rkserve.wire.openai import parse_chat, parse_completion
 from rkserve.wire.steps import Steps
 

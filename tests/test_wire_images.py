@@ -11,7 +11,8 @@ import pytest
 from wire_folders import CHATML, make_folder
 
 from rkserve.errors import ContextOverflow, RequestError, UnsupportedParameter
-from rkserve.messages import GenerateRequest, Picture, Sampling
+from rkserve.messages import GenerateRequest
+from rkserve.runvalues import Picture, Sampling
 from rkserve.wire.images import ImagePart
 from rkserve.wire.openai import ChatCall, parse_chat
 from rkserve.wire.plan import header, plan

@@ -12,8 +12,9 @@ from sim_board import FOLDER
 from wire_folders import make_folder
 
 from rkserve.errors import InputTooLong, UnsupportedParameter
-from rkserve.messages import AdapterRef, Delta, Scored
+from rkserve.messages import AdapterRef, Delta
 from rkserve.reranksettings import RerankSettings
+from rkserve.runvalues import Scored
 from rkserve.wire.judging import Judge, judge_of, requests_of, verdict
 from rkserve.wire.ranking import Text
 from rkserve.wire.renderer import Renderer

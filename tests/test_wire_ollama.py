@@ -11,20 +11,9 @@ from hypothesis import given
 from wire_json import JSON
 
 from rkserve.errors import QueueFull, RequestError, UnsupportedParameter
-from rkserve.messages import (
-    BoardState,
-    Delta,
-    Finished,
-    FinishReason,
-    Guide,
-    GuideKind,
-    Kv,
-    Paused,
-    Sampling,
-    Thinking,
-    Timings,
-    Usage,
-)
+from rkserve.messages import Delta, Finished, FinishReason, Kv, Paused, Thinking, Timings, Usage
+from rkserve.reports import BoardState
+from rkserve.runvalues import Guide, GuideKind, Sampling
 from rkserve.wire.dialects.ollama import Load, parse_chat, parse_generate, parse_load
 from rkserve.wire.dialects.ollama_answers import (
     CHAT,

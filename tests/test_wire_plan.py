@@ -10,7 +10,8 @@ import pytest
 from wire_folders import VOCABULARY, make_folder
 
 from rkserve.errors import ContextOverflow, RequestError, UnsupportedParameter
-from rkserve.messages import AdapterRef, GenerateRequest, Sampling
+from rkserve.messages import AdapterRef, GenerateRequest
+from rkserve.runvalues import Sampling
 from rkserve.wire.openai import parse_chat, parse_completion
 from rkserve.wire.plan import plan
 from rkserve.wire.renderer import Renderer

@@ -13,19 +13,8 @@ from pydantic import TypeAdapter
 from wire_json import JSON
 
 from rkserve.errors import EngineDied, RequestError
-from rkserve.messages import (
-    Delta,
-    Finished,
-    FinishReason,
-    Guide,
-    GuideKind,
-    Kv,
-    Paused,
-    Scored,
-    Thinking,
-    Timings,
-    Usage,
-)
+from rkserve.messages import Delta, Finished, FinishReason, Kv, Paused, Thinking, Timings, Usage
+from rkserve.runvalues import Guide, GuideKind, Scored
 from rkserve.vocabulary import Vocabulary
 from rkserve.wire import sse
 from rkserve.wire.dialects.responses import ResponseCall, parse_response

@@ -10,7 +10,7 @@ import pytest
 from rkserve.control import changes, sleeping
 from rkserve.desired import Desired, PauseMode, Scope, SleepLevel
 from rkserve.errors import RequestError
-from rkserve.messages import BoardReport, BoardState
+from rkserve.reports import BoardReport, BoardState
 from rkserve.wire.asked import Asked
 from rkserve.wire.models import model_state
 from rkserve.wire.sleep import parse_load, parse_sleep, parse_unload, parse_wake

@@ -19,14 +19,12 @@ from rkserve.messages import (
     FinishReason,
     GenerateRequest,
     Kind,
-    Sampling,
-    Scored,
     Slot,
     Splice,
-    Stepwise,
     Timings,
     Usage,
 )
+from rkserve.runvalues import Sampling, Scored, Stepwise
 from rkserve.vocabulary import Vocabulary
 from rkserve.wire.answers import ChatAnswer, CompletionAnswer
 from rkserve.wire.limits import MAX_LOGIT_BIAS

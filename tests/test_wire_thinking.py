@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from wire_folders import make_folder, read_back
 
 from rkserve.errors import ConfigError, RequestError, UnsupportedParameter
-from rkserve.messages import GenerateRequest, Sampling, Thinking
+from rkserve.messages import GenerateRequest, Thinking
 from rkserve.modelfolder import ModelFolder
+from rkserve.runvalues import Sampling
 from rkserve.wire.history import with_thoughts
 from rkserve.wire.openai import ChatCall, parse_chat
 from rkserve.wire.parts import Thought, Words

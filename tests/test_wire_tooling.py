@@ -17,8 +17,9 @@ from wire_folders import CHATML, make_folder, read_back
 from wire_json import JSON
 
 from rkserve.errors import RequestError, RkserveError, UnsupportedParameter
-from rkserve.messages import Delta, FinishReason, GenerateRequest, Sampling, Thinking
+from rkserve.messages import Delta, FinishReason, GenerateRequest, Thinking
 from rkserve.modelfolder import FolderSettings, ModelFolder, open_model_folder
+from rkserve.runvalues import Sampling
 from rkserve.wire import sse
 from rkserve.wire.answers import ChatAnswer
 from rkserve.wire.jsonbody import JsonText

@@ -24,8 +24,9 @@ from rkserve.desired import (
     Weights,
 )
 from rkserve.errors import ArtifactRefused, RequestError, UnsupportedParameter
-from rkserve.messages import AdapterRef, BoardReport, BoardState
+from rkserve.messages import AdapterRef
 from rkserve.parameters import Parameter, difference, read_parameters
+from rkserve.reports import BoardReport, BoardState
 from rkserve.wire.asked import Asked
 from rkserve.wire.weights import (
     check_fits,

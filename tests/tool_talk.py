@@ -13,8 +13,9 @@ from board_bench import collect
 from sim_board import CONTEXT_LEN, FOLDER
 
 from rkserve.board.board import Board
-from rkserve.messages import Accepted, Delta, Event, Finished, GenerateRequest, Sampling
+from rkserve.messages import Accepted, Delta, Event, Finished, GenerateRequest
 from rkserve.modelfolder import ModelFolder
+from rkserve.runvalues import Sampling
 from rkserve.wire.answers import ChatAnswer
 from rkserve.wire.openai import ChatCall, parse_chat
 from rkserve.wire.plan import held, plan, reading

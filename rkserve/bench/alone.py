@@ -15,7 +15,6 @@ from typing import Any
 from rkserve.bench.batches import BatchRun
 from rkserve.bench.child import BenchFailed, Json, Tell, serve_commands
 from rkserve.bench.stream import Exchange
-from rkserve.messages import Guide, GuideKind, Sampling, Stepwise
 from rkserve.modelfolder import open_model_folder
 from rkserve.native import frames
 from rkserve.native.binding import open_runtime
@@ -29,6 +28,7 @@ from rkserve.native.runtime import (
     Verdict,
 )
 from rkserve.native.stepparams import StepParams
+from rkserve.runvalues import Guide, GuideKind, Sampling, Stepwise
 
 GREEDY = Sampling(temperature=0.0, top_k=1, repeat_penalty=1.0)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rkserve.bench.child import Child, Json, hold
 from rkserve.bench.crew import ANSWER_S, Crew
 from rkserve.bench.pace import SMALL_PROFILE
-from rkserve.messages import Guide, GuideKind
+from rkserve.runvalues import Guide, GuideKind
 from rkserve.sampling.guides import Guides
 from rkserve.vocabulary import Vocabulary
 

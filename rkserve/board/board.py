@@ -64,16 +64,18 @@ from rkserve.errors import (
 from rkserve.messages import (
     Accepted,
     AdapterRef,
-    BoardReport,
-    BoardState,
-    CacheEntry,
     ControlAction,
     Edit,
     EmbedRequest,
-    Emitted,
     Event,
     Finished,
     GenerateRequest,
+)
+from rkserve.reports import (
+    BoardReport,
+    BoardState,
+    CacheEntry,
+    Emitted,
     GenerationInfo,
     GenerationState,
     KvReport,

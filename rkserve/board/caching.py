@@ -26,8 +26,9 @@ from rkserve.errors import (
     RequestError,
     RunFailed,
 )
-from rkserve.messages import CacheEntry, GenerateRequest
+from rkserve.messages import GenerateRequest
 from rkserve.origins import adapter_of
+from rkserve.reports import CacheEntry
 
 log = logging.getLogger(__name__)
 

@@ -29,8 +29,9 @@ from rkserve.errors import (
     RkserveError,
     RunFailed,
 )
-from rkserve.messages import Finished, GenerationState
+from rkserve.messages import Finished
 from rkserve.native.runtime import Perf, RunEnd
+from rkserve.reports import GenerationState
 
 log = logging.getLogger(__name__)
 

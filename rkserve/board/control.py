@@ -16,7 +16,8 @@ from rkserve.board.kv import common_prefix
 from rkserve.board.opening import kept_ids, outlook
 from rkserve.board.stage import Stage
 from rkserve.errors import GenerationNotFound, RequestError, StateConflict
-from rkserve.messages import ControlAction, Edit, Emitted, GenerationInfo, GenerationState, Kv
+from rkserve.messages import ControlAction, Edit, Kv
+from rkserve.reports import Emitted, GenerationInfo, GenerationState
 
 ENDED_REMEMBERED = 256
 HEARD_S = 0.5

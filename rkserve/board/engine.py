@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from rkserve.messages import Picture, Pooling, Scored
 from rkserve.native.runtime import LoadParams, Perf, RunEnd, VisionParams
 from rkserve.native.stepparams import StepParams
+from rkserve.runvalues import Picture, Pooling, Scored
 
 # What a run gives for every token: entry of the batch, token id, text, and whether the library
 # still holds text back (``waiting``). See ``Piece``.

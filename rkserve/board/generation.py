@@ -20,16 +20,8 @@ from rkserve.board.text import Characters
 from rkserve.board.thinking import Thought, thinking_limit, thought
 from rkserve.board.transcript import Transcript, ordered
 from rkserve.errors import ContextOverflow, HookFailed, RequestError, StateConflict
-from rkserve.messages import (
-    Continued,
-    Delta,
-    Edit,
-    FinishReason,
-    GenerateRequest,
-    Kind,
-    Scored,
-    Slot,
-)
+from rkserve.messages import Continued, Delta, Edit, FinishReason, GenerateRequest, Kind, Slot
+from rkserve.runvalues import Scored
 
 # A hook that takes back its way out of an answer gets so many tries before it has to get further.
 REWINDS_WITHOUT_PROGRESS = 64

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from rkserve.board.kv import Ids, common_prefix
 from rkserve.board.transcript import Transcript
-from rkserve.messages import Delta, Kind, Scored, Slot, Splice
+from rkserve.messages import Delta, Kind, Slot, Splice
+from rkserve.runvalues import Scored
 
 
 class Handout:

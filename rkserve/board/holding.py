@@ -25,7 +25,8 @@ from rkserve.board.sleeping import Sleeping
 from rkserve.board.stage import Stage
 from rkserve.desired import AdapterLine, Adoption, Desired, Duty, Hold, InFlight, PauseMode
 from rkserve.errors import BoardFailed, NativeError
-from rkserve.messages import GenerationState, Kv
+from rkserve.messages import Kv
+from rkserve.reports import GenerationState
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from enum import Enum
 
 from rkserve.errors import Misuse, StateConflict
-from rkserve.messages import ControlAction, GenerationState
+from rkserve.messages import ControlAction
+from rkserve.reports import GenerationState
 
 
 class GenerationEvent(Enum):

@@ -16,16 +16,9 @@ from rkserve.board.generation import Generation
 from rkserve.board.interrupt import GenerationEvent, advance
 from rkserve.board.versions import Spans
 from rkserve.errors import RkserveError
-from rkserve.messages import (
-    AdapterRef,
-    Bound,
-    Delta,
-    Finished,
-    GenerateRequest,
-    GenerationState,
-    Paused,
-)
+from rkserve.messages import AdapterRef, Bound, Delta, Finished, GenerateRequest, Paused
 from rkserve.origins import origin_of
+from rkserve.reports import GenerationState
 
 _S, _E = GenerationState, GenerationEvent
 GOES_ON = Delta("", ())  # the end of a pause

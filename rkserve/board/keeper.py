@@ -19,7 +19,7 @@ from rkserve.board.live import SECOND_LOOK_S, LiveEngine
 from rkserve.board.settings import BoardSettings
 from rkserve.board.unloaded import Unloaded
 from rkserve.errors import BoardOutOfOrder, EngineDied, EngineHung, LoadFailed, RkserveError
-from rkserve.messages import BoardState
+from rkserve.reports import BoardState
 
 log = logging.getLogger(__name__)
 

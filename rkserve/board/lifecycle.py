@@ -6,7 +6,7 @@ from collections import deque
 from enum import Enum
 
 from rkserve.errors import Misuse
-from rkserve.messages import BoardState
+from rkserve.reports import BoardState
 
 
 class BoardEvent(Enum):

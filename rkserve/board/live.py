@@ -22,9 +22,9 @@ from rkserve.board.run import Beginning, Run
 from rkserve.board.watchdog import Patience, Watchdog
 from rkserve.desired import Probe
 from rkserve.errors import EngineDied, EngineHung
-from rkserve.messages import Sampling, Scored
 from rkserve.native.runtime import RunEnd
 from rkserve.origins import adapter_of
+from rkserve.runvalues import Sampling, Scored
 
 log = logging.getLogger(__name__)
 

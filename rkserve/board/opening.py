@@ -15,8 +15,9 @@ from rkserve.board.live import LiveEngine
 from rkserve.board.run import Beginning
 from rkserve.board.stage import Stage
 from rkserve.errors import EngineHung, Misuse, NativeError
-from rkserve.messages import Guided, Kv, Stepwise
+from rkserve.messages import Kv
 from rkserve.native.stepparams import StepParams
+from rkserve.runvalues import Guided, Stepwise
 
 
 class Opening:

@@ -13,7 +13,8 @@ from rkserve.board.job import Job
 from rkserve.board.opening import outlook
 from rkserve.board.stage import Stage
 from rkserve.errors import PauseExpired, RkserveError, TooManyPaused
-from rkserve.messages import GenerationState, Kv, Paused
+from rkserve.messages import Kv, Paused
+from rkserve.reports import GenerationState
 
 _S, _E = GenerationState, GenerationEvent
 BY_REQUEST = "request"

@@ -14,8 +14,9 @@ from rkserve.board.run import Beginning, Run
 from rkserve.board.stage import Stage
 from rkserve.desired import Probe
 from rkserve.errors import AdapterBroken, RunFailed
-from rkserve.messages import AdapterRef, Sampling
+from rkserve.messages import AdapterRef
 from rkserve.native.runtime import RunEnd
+from rkserve.runvalues import Sampling
 
 GREEDY = Sampling(temperature=0.0, top_k=1, repeat_penalty=1.0)
 PROBE_TEXT = "Hello"  # in text mode

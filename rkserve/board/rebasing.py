@@ -30,7 +30,7 @@ from rkserve.errors import (
     RkserveError,
     RunFailed,
 )
-from rkserve.messages import BoardState, GenerationState
+from rkserve.reports import BoardState, GenerationState
 
 log = logging.getLogger(__name__)
 

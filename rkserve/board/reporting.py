@@ -11,7 +11,7 @@ from rkserve.board.keeper import Keeper
 from rkserve.board.settings import BoardSettings
 from rkserve.board.sleeping import Sleeping
 from rkserve.board.stage import Stage
-from rkserve.messages import BoardReport, BoardState, GenerationState
+from rkserve.reports import BoardReport, BoardState, GenerationState
 
 
 def report(

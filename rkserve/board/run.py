@@ -15,9 +15,9 @@ from rkserve.board.job import Job
 from rkserve.board.kv import Ids, Range
 from rkserve.board.promptcache import Hit
 from rkserve.board.watchdog import Watchdog
-from rkserve.messages import Pooling
 from rkserve.native.runtime import Perf
 from rkserve.native.stepparams import StepParams
+from rkserve.runvalues import Pooling
 
 
 @dataclass(frozen=True, slots=True)

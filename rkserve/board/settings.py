@@ -10,7 +10,8 @@ from rkserve.board.hooks import HookFactory
 from rkserve.board.promptcache import CacheStore
 from rkserve.board.watchdog import Patience
 from rkserve.errors import RequestError
-from rkserve.messages import GenerateRequest, Guided, Sampling
+from rkserve.messages import GenerateRequest
+from rkserve.runvalues import Guided, Sampling
 
 
 @dataclass(frozen=True, slots=True)

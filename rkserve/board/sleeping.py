@@ -23,7 +23,7 @@ from rkserve.board.stage import Stage
 from rkserve.board.unloaded import SleepMark
 from rkserve.desired import PauseMode, SleepLevel
 from rkserve.errors import BoardAsleep, BoardOutOfOrder, EngineDied, EngineHung, RkserveError
-from rkserve.messages import BoardState
+from rkserve.reports import BoardState
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ from rkserve.board.figures import Figures
 from rkserve.board.job import Job
 from rkserve.board.live import LiveEngine
 from rkserve.board.versions import VersionBook
-from rkserve.messages import EmbedRequest, Event, Guided, Sampling
+from rkserve.messages import EmbedRequest, Event
+from rkserve.runvalues import Guided, Sampling
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
-from rkserve.messages import Hardware
+from rkserve.reports import Hardware
 
 T = TypeVar("T")
 

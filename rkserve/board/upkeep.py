@@ -13,8 +13,9 @@ from dataclasses import replace
 from rkserve.board.kv import Ids
 from rkserve.board.stage import Stage
 from rkserve.errors import BoardAsleep, CacheUnsupported, ContextOverflow
-from rkserve.messages import AdapterRef, CacheEntry, KvReport
+from rkserve.messages import AdapterRef
 from rkserve.names import check_cache_name
+from rkserve.reports import CacheEntry, KvReport
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rkserve.messages import VersionFigures, VersionSpan
+from rkserve.messages import VersionSpan
+from rkserve.reports import VersionFigures
 
 # Each update of a trainer makes a new version: what nobody asks about any more is forgotten.
 VERSIONS_REMEMBERED = 32

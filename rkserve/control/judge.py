@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from rkserve.messages import BoardReport, VersionFigures
+from rkserve.reports import BoardReport, VersionFigures
 
 
 class Verdict(str, Enum):

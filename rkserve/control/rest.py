@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rkserve.desired import Desired, Pause, Scope
-from rkserve.messages import BoardReport, BoardState
+from rkserve.reports import BoardReport, BoardState
 
 DEFAULT_LOAD_S = 180.0
 # Such a board may yet serve, or be woken; others are not counted on.

@@ -24,19 +24,8 @@ from rkserve.deployments.naming import Node, board_name, find_node
 from rkserve.desired import Adoption, Artifact, Desired, Probe
 from rkserve.errors import BoardStartFailed, RkserveError
 from rkserve.groupconfig import BoardGroupConfig
-from rkserve.messages import (
-    AdapterRef,
-    BoardReport,
-    CacheEntry,
-    ControlAction,
-    Edit,
-    EmbedRequest,
-    Emitted,
-    Event,
-    GenerateRequest,
-    GenerationInfo,
-    KvReport,
-)
+from rkserve.messages import AdapterRef, ControlAction, Edit, EmbedRequest, Event, GenerateRequest
+from rkserve.reports import BoardReport, CacheEntry, Emitted, GenerationInfo, KvReport
 
 log = logging.getLogger(__name__)
 

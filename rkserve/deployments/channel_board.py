@@ -23,15 +23,8 @@ from rkserve.deployments.channel_frames import BoardSide, new_key
 from rkserve.deployments.channel_line import Line, Loss, Pulse
 from rkserve.desired import Adoption, Desired
 from rkserve.errors import BoardFailed, RkserveError
-from rkserve.messages import (
-    BoardReport,
-    Delta,
-    EmbedRequest,
-    Emitted,
-    Event,
-    GenerateRequest,
-    merged,
-)
+from rkserve.messages import Delta, EmbedRequest, Event, GenerateRequest, merged
+from rkserve.reports import BoardReport, Emitted
 
 log = logging.getLogger(__name__)
 

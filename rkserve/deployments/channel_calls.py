@@ -14,7 +14,8 @@ from rkserve import errors
 from rkserve.deployments.channel_codec import EVENTS, Garbled, Record, seal
 from rkserve.desired import Adoption, Desired
 from rkserve.errors import BoardFailed, RkserveError
-from rkserve.messages import BoardReport, EmbedRequest, Emitted, GenerateRequest
+from rkserve.messages import EmbedRequest, GenerateRequest
+from rkserve.reports import BoardReport, Emitted
 
 # Second in an item, where an event has its number. What a Router sends, beside names of methods:
 GENERATE, EMBED = 0, 1

@@ -34,15 +34,8 @@ from rkserve.errors import (
     QueueTimeout,
     RkserveError,
 )
-from rkserve.messages import (
-    BoardState,
-    EmbedRequest,
-    Event,
-    Finished,
-    GenerateRequest,
-    GenerationInfo,
-    GenerationState,
-)
+from rkserve.messages import EmbedRequest, Event, Finished, GenerateRequest
+from rkserve.reports import BoardState, GenerationInfo, GenerationState
 from rkserve.routing.admission import Claim
 from rkserve.routing.breaker import Breaker, Circuit
 from rkserve.routing.continuing import Course, why

@@ -31,13 +31,13 @@ from rkserve.errors import (
 from rkserve.messages import (
     FIRST_LABEL,
     Accepted,
-    BoardState,
     Embedded,
     EmbedRequest,
     Finished,
     GenerateRequest,
 )
 from rkserve.modelfolder import EmbeddingSettings
+from rkserve.reports import BoardState
 from rkserve.routing.admission import Claim
 from rkserve.wire.embeddings import (
     OPENAI,

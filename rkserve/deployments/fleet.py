@@ -22,7 +22,8 @@ from rkserve.errors import (
     BoardStartFailed,
     RkserveError,
 )
-from rkserve.messages import BoardReport, BoardState, Event, GenerateRequest
+from rkserve.messages import Event, GenerateRequest
+from rkserve.reports import BoardReport, BoardState
 from rkserve.routing.rates import Rate
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from rkserve.deployments.fleet import Fleet
 from rkserve.deployments.seats import Answers, Seat
 from rkserve.desired import Scope
-from rkserve.messages import Delta, Emitted, Finished, GenerateRequest, Paused
+from rkserve.messages import Delta, Finished, GenerateRequest, Paused
+from rkserve.reports import Emitted
 
 log = logging.getLogger(__name__)
 

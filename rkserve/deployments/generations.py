@@ -21,7 +21,8 @@ from rkserve.errors import (
     RkserveError,
     StateConflict,
 )
-from rkserve.messages import ControlAction, Edit, GenerationInfo, GenerationState
+from rkserve.messages import ControlAction, Edit
+from rkserve.reports import GenerationInfo, GenerationState
 from rkserve.wire.caches import failures
 from rkserve.wire.generations import (
     EditCall,

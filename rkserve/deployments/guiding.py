@@ -13,7 +13,7 @@ from collections import OrderedDict
 from typing import Any
 
 from rkserve.errors import RequestError
-from rkserve.messages import Guide
+from rkserve.runvalues import Guide
 from rkserve.sampling.asking import LIMIT_S, MAX_CHARS, PROGRAM, ask, refuse, too_long
 
 KEPT = 64

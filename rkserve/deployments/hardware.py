@@ -14,8 +14,8 @@ from pathlib import Path
 from rkserve.board.telemetry import read_soc, read_telemetry
 from rkserve.errors import ConfigError
 from rkserve.groupconfig import BoardGroupConfig
-from rkserve.messages import Hardware
 from rkserve.native.sim import telemetry as simulated
+from rkserve.reports import Hardware
 
 log = logging.getLogger(__name__)
 

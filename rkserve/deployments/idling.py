@@ -20,7 +20,7 @@ from rkserve.deployments.course import Desk
 from rkserve.deployments.sleeping import requested
 from rkserve.desired import PauseMode, SleepLevel
 from rkserve.errors import RkserveError
-from rkserve.messages import BoardReport
+from rkserve.reports import BoardReport
 
 log = logging.getLogger(__name__)
 

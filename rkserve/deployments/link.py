@@ -24,7 +24,8 @@ from rkserve.deployments.channel_calls import METHODS
 from rkserve.deployments.channel_router import Channels, LineLost, RouterLine
 from rkserve.deployments.replicas import Replicas
 from rkserve.errors import BoardFailed, BoardGone, BoardSilent, BoardStartFailed, RkserveError
-from rkserve.messages import Accepted, BoardReport, EmbedRequest, Event, GenerateRequest
+from rkserve.messages import Accepted, EmbedRequest, Event, GenerateRequest
+from rkserve.reports import BoardReport
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ from dataclasses import replace
 from rkserve.deployments.seats import Seat
 from rkserve.desired import Desired, Duty, PauseMode, SleepLevel
 from rkserve.errors import BoardStartFailed
-from rkserve.messages import BoardReport, BoardState, GenerateRequest
+from rkserve.messages import GenerateRequest
+from rkserve.reports import BoardReport, BoardState
 from rkserve.routing.asks import Ask
 from rkserve.routing.boards import Boards, Candidate, Held, Standing
 from rkserve.routing.prefix import PrefixIndex

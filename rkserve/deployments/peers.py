@@ -12,7 +12,7 @@ from ray.serve.exceptions import RayServeException
 
 from rkserve.deployments.generations import ROUTERS
 from rkserve.errors import BoardFailed, RkserveError
-from rkserve.messages import GenerationInfo
+from rkserve.reports import GenerationInfo
 from rkserve.wire.dialects.responses_kept import Kept
 
 

@@ -19,7 +19,8 @@ from rkserve.deployments.modelqueue import ModelQueue, Waiter
 from rkserve.deployments.place import Place
 from rkserve.deployments.refusing import Tried, prospect, refusal
 from rkserve.errors import BoardBehind, ModelNotFound, NoBoard, RkserveError
-from rkserve.messages import BoardState, GenerateRequest
+from rkserve.messages import GenerateRequest
+from rkserve.reports import BoardState
 from rkserve.routing.admission import Claim
 from rkserve.routing.policies import Policy
 

@@ -20,7 +20,8 @@ from rkserve.control.operations import UPDATES, BoardResult, Operation, Operatio
 from rkserve.deployments.course import Desk
 from rkserve.deployments.delivery import Store
 from rkserve.desired import AdapterVersion, Artifact, BaseVersion, Desired, Scope
-from rkserve.messages import AdapterRef, BoardState
+from rkserve.messages import AdapterRef
+from rkserve.reports import BoardState
 
 log = logging.getLogger(__name__)
 

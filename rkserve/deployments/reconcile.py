@@ -21,8 +21,8 @@ from rkserve.deployments.roster import Replies, Roster
 from rkserve.deployments.seats import Seat
 from rkserve.desired import Adoption, Scope, SleepLevel
 from rkserve.errors import BoardGone, RebaseFailed, RkserveError
-from rkserve.messages import BoardReport, BoardState
 from rkserve.metrics import CoordinatorMetrics
+from rkserve.reports import BoardReport, BoardState
 
 log = logging.getLogger(__name__)
 

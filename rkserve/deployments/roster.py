@@ -26,7 +26,7 @@ from rkserve.errors import (
     RebaseFailed,
     RkserveError,
 )
-from rkserve.messages import BoardReport
+from rkserve.reports import BoardReport
 
 log = logging.getLogger(__name__)
 

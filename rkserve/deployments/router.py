@@ -26,9 +26,9 @@ from rkserve.deployments.peers import RayPeers
 from rkserve.deployments.responses import Responses
 from rkserve.deployments.service import ServedModel, Service
 from rkserve.deployments.wiring import open_dispatch, open_fleet
-from rkserve.messages import GenerationInfo
 from rkserve.metrics import RouterMetrics, StreamCollector
 from rkserve.modelfolder import open_model_folder
+from rkserve.reports import GenerationInfo
 from rkserve.wire.dialects.responses_kept import Kept
 
 SWITCH_S = 0.001

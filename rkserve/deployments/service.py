@@ -36,21 +36,12 @@ from rkserve.errors import (
     RateLimited,
     RkserveError,
 )
-from rkserve.messages import (
-    FIRST_LABEL,
-    Accepted,
-    BoardReport,
-    Delta,
-    Event,
-    Finished,
-    GenerateRequest,
-    GenerationInfo,
-    Paused,
-    Picture,
-)
+from rkserve.messages import FIRST_LABEL, Accepted, Delta, Event, Finished, GenerateRequest, Paused
 from rkserve.metrics import BoardCollector, RouterMetrics
 from rkserve.modelfolder import ModelFolder
+from rkserve.reports import BoardReport, GenerationInfo
 from rkserve.routing.admission import Claim
+from rkserve.runvalues import Picture
 from rkserve.wire.dialect import Answer, AnyCall, Dialect
 from rkserve.wire.failures import error_object
 from rkserve.wire.headers import answer_headers

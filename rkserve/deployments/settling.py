@@ -19,7 +19,7 @@ from rkserve.control.operations import (
 from rkserve.deployments.book import Book
 from rkserve.deployments.roster import Roster
 from rkserve.desired import Desired, SleepLevel
-from rkserve.messages import BoardReport, BoardState
+from rkserve.reports import BoardReport, BoardState
 
 # These ask boards for something once; that they follow says nothing of it.
 _ERRANDS = frozenset({OperationKind.CACHE_RESET, OperationKind.ABORT})

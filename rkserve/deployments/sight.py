@@ -13,7 +13,7 @@ from functools import partial
 from rkserve.errors import RequestError, UnsupportedParameter
 from rkserve.imageconfig import ImagesConfig
 from rkserve.images.decode import picture_of
-from rkserve.messages import Picture
+from rkserve.runvalues import Picture
 from rkserve.visionsettings import VisionSettings
 from rkserve.wire.images import ImagePart
 

@@ -29,7 +29,7 @@ from rkserve.deployments.halting import end_hold, going_on, halt
 from rkserve.deployments.roster import Replies
 from rkserve.desired import Adoption, Desired, Pause, PauseMode, Scope, SleepLevel
 from rkserve.errors import RequestError
-from rkserve.messages import BoardReport, BoardState
+from rkserve.reports import BoardReport, BoardState
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 # Of the tokens that were in KV caches so many must come back, or they count as lost.

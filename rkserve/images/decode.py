@@ -12,7 +12,7 @@ import struct
 from PIL import Image
 
 from rkserve.errors import RequestError
-from rkserve.messages import Picture
+from rkserve.runvalues import Picture
 from rkserve.visionsettings import VisionSettings
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")

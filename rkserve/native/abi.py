@@ -13,7 +13,6 @@ from functools import cache
 from importlib import import_module
 from typing import Any, ClassVar
 
-from rkserve.messages import Sampling
 from rkserve.native.inputs import c_floats, c_ints, c_path, c_string, make_inputs
 from rkserve.native.releases import Abi
 from rkserve.native.runtime import (
@@ -25,6 +24,7 @@ from rkserve.native.runtime import (
     RunInput,
     RunParams,
 )
+from rkserve.runvalues import Sampling
 
 _IMAGE_TAGS = ("img_start", "img_end", "img_content")
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rkserve.errors import Misuse, NativeError
-from rkserve.messages import Pooling, Sampling
 from rkserve.native.pooling import pooled
 from rkserve.native.runtime import (
     Image,
@@ -27,6 +26,7 @@ from rkserve.native.runtime import (
     TokenInput,
     VisionParams,
 )
+from rkserve.runvalues import Pooling, Sampling
 
 
 def load_params(given: Mapping[str, Any]) -> LoadParams:

@@ -24,13 +24,13 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from rkserve.errors import LoadFailed, Misuse, NativeError, RkserveError, StepsRefused
-from rkserve.messages import Picture, Pooling
 from rkserve.native import commands, frames
 from rkserve.native.fence import Fence
 from rkserve.native.frames import Kind
 from rkserve.native.outbox import Outbox
 from rkserve.native.releases import ACCEPTED, Abi
 from rkserve.native.runtime import Image, Perf, RunEnd, RunOutcome, Runtime, Sink, Step, Verdict
+from rkserve.runvalues import Picture, Pooling
 
 if TYPE_CHECKING:
     from rkserve.native.steps import Steps

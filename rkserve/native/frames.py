@@ -15,7 +15,7 @@ from enum import IntEnum
 from typing import Any
 
 from rkserve.errors import FrameCorrupt
-from rkserve.messages import Picture, Scored
+from rkserve.runvalues import Picture, Scored
 
 MAX_FRAME = 16 * 1024 * 1024  # far above the largest prompt; a larger one is a corrupt stream
 

@@ -10,8 +10,8 @@ from array import array
 from operator import add
 
 from rkserve.errors import NothingComputed
-from rkserve.messages import Pooling
 from rkserve.native.runtime import Matrix, Mode
+from rkserve.runvalues import Pooling
 
 _FLOAT = 4
 

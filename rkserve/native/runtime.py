@@ -12,7 +12,7 @@ from enum import Enum, IntEnum
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from rkserve.messages import Sampling
+from rkserve.runvalues import Sampling
 
 
 class CallState(IntEnum):

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rkserve.messages import Guide, GuideKind, Sampling, Stepwise
+from rkserve.runvalues import Guide, GuideKind, Sampling, Stepwise
 
 Ids = tuple[int, ...]
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from rkserve.errors import LoadFailed
-from rkserve.messages import Picture
 from rkserve.native.encoder import RknnEncoder, Shape
 from rkserve.native.releases import ACCEPTED, Abi
 from rkserve.native.runtime import Image, VisionParams
+from rkserve.runvalues import Picture
 
 NO_TAGS = ("", "", "")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rkserve.messages import BoardState, GenerationState
 from rkserve.reference import failures
 from rkserve.reference.asking import IDS, MODEL
 from rkserve.reference.endpoints import (
@@ -38,6 +37,7 @@ from rkserve.reference.shapes import (
     text,
     words,
 )
+from rkserve.reports import BoardState, GenerationState
 from rkserve.wire import limits
 
 _GENERATIONS, _CACHES, _BOARDS = "Generations", "Caches", "Boards"

@@ -6,7 +6,7 @@ import json
 from typing import NoReturn
 
 from rkserve.errors import RequestError
-from rkserve.messages import Guide
+from rkserve.runvalues import Guide
 
 PROGRAM = "rkserve.sampling.trial"
 READY = "ready"

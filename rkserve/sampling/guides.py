@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
 from rkserve.errors import StepsRefused
-from rkserve.messages import Guide, GuideKind
+from rkserve.runvalues import Guide, GuideKind
 from rkserve.sampling.asking import refuse, too_long
 from rkserve.sampling.calls import as_lark, one_by_one
 from rkserve.sampling.draw import Allowed

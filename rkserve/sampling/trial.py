@@ -15,7 +15,7 @@ import signal
 import sys
 from typing import TextIO
 
-from rkserve.messages import Guide, GuideKind
+from rkserve.runvalues import Guide, GuideKind
 from rkserve.sampling.asking import LIMIT_S, MEMORY_BYTES, READY
 from rkserve.sampling.guides import refusal
 

@@ -11,7 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from rkserve.messages import Delta, Finished, Paused, Scored
+from rkserve.messages import Delta, Finished, Paused
+from rkserve.runvalues import Scored
 from rkserve.vocabulary import Vocabulary
 from rkserve.wire import sse
 from rkserve.wire.dialect import Dialect

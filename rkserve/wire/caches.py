@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rkserve.errors import ContextOverflow, RequestError, RkserveError, UnsupportedParameter
-from rkserve.messages import CacheEntry, KvReport
+from rkserve.reports import CacheEntry, KvReport
 from rkserve.wire.conversation import Message, read_messages
 from rkserve.wire.failures import told
 from rkserve.wire.fields import Fields, missing, wrong_type

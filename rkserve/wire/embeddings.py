@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from operator import mul
 
 from rkserve.errors import ContextOverflow, InputTooLong, RequestError, UnsupportedParameter
-from rkserve.messages import EmbedRequest, Pooling
+from rkserve.messages import EmbedRequest
 from rkserve.modelfolder import EmbeddingSettings
+from rkserve.runvalues import Pooling
 from rkserve.wire import refusals
 from rkserve.wire.fields import Fields, Range, missing, wrong_type
 from rkserve.wire.jsonbody import parse_object

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rkserve.errors import RequestError
-from rkserve.messages import ControlAction, Edit, GenerationInfo, GenerationState
+from rkserve.messages import ControlAction, Edit
+from rkserve.reports import GenerationInfo, GenerationState
 from rkserve.wire.fields import ANY, Fields, Range, as_integer, wrong_type
 from rkserve.wire.jsonbody import JsonObject, parse_object
 from rkserve.wire.limits import MAX_CHOICES, MAX_CLEAR_RANGES

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from rkserve.errors import RequestError, UnsupportedParameter
-from rkserve.messages import Guide, GuideKind
+from rkserve.runvalues import Guide, GuideKind
 from rkserve.wire.fields import Fields, as_fields, missing, quoted, wrong_type
 from rkserve.wire.limits import MAX_GUIDE_CHOICES
 

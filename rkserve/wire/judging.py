@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rkserve.errors import ContextOverflow, InputTooLong, UnsupportedParameter
-from rkserve.messages import Delta, GenerateRequest, Sampling, Stepwise
+from rkserve.messages import Delta, GenerateRequest
 from rkserve.reranksettings import RerankSettings
+from rkserve.runvalues import Sampling, Stepwise
 from rkserve.wire.ranking import Text
 from rkserve.wire.renderer import Header, Renderer
 from rkserve.wire.thinking import Wish

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rkserve.messages import Delta, Kind, Scored
+from rkserve.messages import Delta, Kind
+from rkserve.runvalues import Scored
 from rkserve.vocabulary import Vocabulary
 from rkserve.wire.jsonbody import JsonObject
 

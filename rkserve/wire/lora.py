@@ -10,9 +10,9 @@ from pydantic_core import from_json
 from rkserve.desired import AdapterLine, AdapterVersion, Desired, InFlight
 from rkserve.digests import DIGEST
 from rkserve.errors import RequestError
-from rkserve.messages import BoardReport
 from rkserve.names import NAME
 from rkserve.parameters import Parameter, read_parameters
+from rkserve.reports import BoardReport
 from rkserve.wire.asked import Asked, Kind, Kinds
 from rkserve.wire.cluster import COMMON, Terms, terms_of
 from rkserve.wire.fields import Fields, Range, quoted

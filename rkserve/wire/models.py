@@ -9,8 +9,8 @@ from datetime import datetime, timezone
 from rkserve.adapterfolder import Adapter
 from rkserve.desired import AdapterLine, AdapterVersion, Desired, SleepLevel
 from rkserve.discretion import without_folders
-from rkserve.messages import BoardReport, BoardState
 from rkserve.modelfolder import EmbeddingSettings
+from rkserve.reports import BoardReport, BoardState
 from rkserve.visionsettings import VisionSettings
 from rkserve.wire.jsonbody import JsonObject
 

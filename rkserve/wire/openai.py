@@ -54,7 +54,7 @@ TIMEOUT = Range(0, MAX_TIMEOUT_S, above=True)
 class Call:
     """What chat and completion calls share.
 
-    ``sampling`` holds what the client set itself, under the names of ``messages.Sampling``; a
+    ``sampling`` holds what the client set itself, under the names of ``runvalues.Sampling``; a
     ``top_k`` of ``TOP_K_OFF`` means the whole vocabulary. ``max_tokens`` of None is the rest of
     the context. ``pause_on`` are texts and token ids after which the generation pauses.
     Only calls with the same ``salt`` share KV cache.

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from rkserve.errors import ContextOverflow, RequestError, UnsupportedParameter
-from rkserve.messages import GenerateRequest, Picture, Sampling, Stepwise, Thinking
+from rkserve.messages import GenerateRequest, Thinking
+from rkserve.runvalues import Picture, Sampling, Stepwise
 from rkserve.wire.guides import is_vllms
 from rkserve.wire.limits import TEXT_MODE_MAX_TOP_K
 from rkserve.wire.openai import TOP_K_OFF, ChatCall, CompletionCall

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rkserve.errors import RequestError, UnsupportedParameter
-from rkserve.messages import Sampling, Stepwise
+from rkserve.runvalues import Sampling, Stepwise
 from rkserve.wire.fields import Fields, Range, wrong_type
 from rkserve.wire.guides import Named, read_guide
 from rkserve.wire.limits import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS

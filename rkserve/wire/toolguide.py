@@ -6,7 +6,7 @@ import json
 import re
 
 from rkserve.errors import RequestError
-from rkserve.messages import Guide, GuideKind
+from rkserve.runvalues import Guide, GuideKind
 from rkserve.wire.guides import Named
 from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.tooling import Tools

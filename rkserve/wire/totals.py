@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rkserve.desired import Desired, Pause
 from rkserve.discretion import without_folders
-from rkserve.messages import BoardReport, BoardState, VersionFigures
+from rkserve.reports import BoardReport, BoardState, VersionFigures
 from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.weights import weights_entry
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from rkserve.desired import Artifact, BaseVersion, Desired, InFlight
 from rkserve.errors import ArtifactRefused, RequestError, UnsupportedParameter
-from rkserve.messages import BoardReport
 from rkserve.parameters import Parameter, difference, read_parameters
+from rkserve.reports import BoardReport
 from rkserve.wire.asked import Asked, Kind, Kinds
 from rkserve.wire.cluster import COMMON, Terms, check_label, terms_of
 from rkserve.wire.fields import Fields, Range

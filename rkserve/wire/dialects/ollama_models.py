@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from rkserve.messages import BoardReport, BoardState, Sampling
+from rkserve.reports import BoardReport, BoardState
+from rkserve.runvalues import Sampling
 from rkserve.wire.dialects.ollama import asked_model
 from rkserve.wire.dialects.ollama_answers import timestamp
 from rkserve.wire.fields import Fields

@@ -1,0 +1,104 @@
+"""Frozen values that an engine process knows, too: how a run draws, and what it is shown.
+
+Apart from the other messages, because an engine is to start fast: whatever it imports, it imports
+while somebody waits for a board to come back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling values of one generation; ranges are checked at the API's border.
+
+    ``temperature`` 0 means greedy. ``repeat_penalty`` is RKLLM's (1.0 = off); the two OpenAI
+    penalties are additive (0.0 = off).
+    """
+
+    temperature: float = 0.8
+    top_p: float = 0.9
+    top_k: int = 40
+    repeat_penalty: float = 1.1
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What the model gave a token: the natural logarithm of its probability.
+
+    ``top`` are the likeliest ids at that position with theirs, the likeliest first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class GuideKind(str, Enum):
+    """How a grammar is written."""
+
+    JSON_SCHEMA = "json_schema"  # the schema as JSON
+    REGEX = "regex"
+    LARK = "lark"  # or the GBNF of llama.cpp
+    CALLS = "calls"  # of tools, as JSON: see ``sampling.calls``
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """A grammar that an answer has to follow."""
+
+    kind: GuideKind
+    text: str
+
+
+class Guided(str, Enum):
+    """How answers are made that follow a grammar and need nothing else."""
+
+    AUTO = "auto"  # optimistic where a step would send the whole context again
+    STEPS = "steps"
+    OPTIMISTIC = "optimistic"
+
+
+@dataclass(frozen=True, slots=True)
+class Stepwise:
+    """What a generation needs that the runtime's own sampling does not have.
+
+    ``seed``, ``choice`` and the place of a token in the answer decide every draw. Logprobs come
+    with the tokens where ``top_logprobs`` is a number: those of the chosen ones, of so many of the
+    likeliest, and of all in ``also``; ``prompt_logprobs`` are those of the prompt as well. The
+    whole answer follows ``guide``. ``free``: nothing but the guide asks for it, so that the
+    runtime's own draws will do where they follow it.
+    """
+
+    seed: int
+    choice: int = 0
+    min_p: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    top_logprobs: int | None = None
+    prompt_logprobs: bool = False
+    guide: Guide | None = None
+    also: tuple[int, ...] = ()
+    free: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image of a prompt as the model's encoder takes it: RGB, a byte per channel, row by row."""
+
+    width: int
+    height: int
+    pixels: bytes = field(repr=False)
+
+
+class Pooling(str, Enum):
+    """How hidden states of all positions become one vector of a text."""
+
+    LAST = "last"  # that of the last token, which has seen all others
+    MEAN = "mean"
+    CLS = "cls"  # that of the first token
