@@ -31,7 +31,7 @@ ROUTER_DRAIN_S = 3600.0
 # Every Router has a long poll there, and every control call waits for its end.
 COORDINATOR_CALLS = 1000
 COORDINATOR_DRAIN_S = 5.0
-HEAD_SHARE = 0.001  # of Ray's marker of the head node, of which there is 1: a place, not a load
+MARKER_SHARE = 0.001  # of a resource that marks nodes, of which each has 1: a place, not a load
 # How long the boards that Ray counts may differ from those that run before one is stopped: longer
 # than Serve takes to notice a dead replica, so that a dying node never costs a healthy one.
 DOWNSCALE_DELAY_S = 15.0
@@ -60,7 +60,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         graceful_shutdown_timeout_s=COORDINATOR_DRAIN_S,
         logging_config={"enable_access_log": False},
         # Its ledger is on the head's disk.
-        ray_actor_options={"num_cpus": 0, "resources": {HEAD: HEAD_SHARE}},
+        ray_actor_options={"num_cpus": 0, "resources": {HEAD: MARKER_SHARE}},
     ).bind(config, handles)
     router = serve.deployment(
         RouterReplica,
@@ -69,9 +69,15 @@ def build(args: dict[str, Any]) -> serve.Application:
         max_ongoing_requests=config.router.max_concurrent,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=ROUTER_DRAIN_S,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": _router_place(config.router.nodes)},
     )
     return router.bind(config, handles, coordinator)
+
+
+def _router_place(nodes: str) -> dict[str, float]:
+    if nodes == "any":
+        return {}
+    return {HEAD if nodes == "head" else nodes: MARKER_SHARE}
 
 
 def _check_profiles(config: RkserveConfig) -> None:

@@ -39,6 +39,13 @@ class RouterConfig(Settings):
     """The OpenAI ingress."""
 
     replicas: int = Field(1, ge=1, le=64, description="Router replicas.")
+    nodes: str = Field(
+        "head",
+        min_length=1,
+        description="The nodes that they run on: `head`, without which nothing runs anyhow; `any`, "
+        "where it is Serve that chooses, boards' nodes too; or those with the Ray resource of that "
+        "name, of which each takes a thousandth (`ray start --resources='{\"ingress\": 1}'`).",
+    )
     max_concurrent: int = Field(
         1000, ge=1, description="Requests that one Router replica handles at once."
     )

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import httpx
-import psutil
 from local_cluster import App, LocalCluster, wait_for
 from talk import MODEL, chat_body
 
@@ -147,20 +146,7 @@ def kill(pid: int) -> None:
 
 def coordinator_pid(app: App) -> int:
     """Return the process that keeps what the cluster shall be, once there is one."""
-    mark = f"ServeReplica:{app.name}:Coordinator"
-    folder = str(app.cluster.folder)
-
-    def find() -> int | None:
-        for process in psutil.process_iter():
-            try:
-                is_it = any(mark in word for word in process.cmdline())
-                if is_it and process.environ().get("RAY_TMPDIR") == folder:
-                    return process.pid
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        return None
-
-    return wait_for(f"a Coordinator of {app.name}", find)
+    return app.replica_pid("Coordinator")
 
 
 def kill_coordinator(app: App) -> None:

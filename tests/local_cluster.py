@@ -229,6 +229,22 @@ class App:
         found = (r for r in self.reports() if r.board_id == board_id)
         return next(found, None)
 
+    def replica_pid(self, deployment: str) -> int:
+        """Return the process of a deployment's only replica, once there is one."""
+        mark, folder = f"ServeReplica:{self.name}:{deployment}", str(self.cluster.folder)
+
+        def find() -> int | None:
+            for process in psutil.process_iter():
+                try:
+                    is_it = any(mark in word for word in process.cmdline())
+                    if is_it and process.environ().get("RAY_TMPDIR") == folder:
+                        return process.pid
+                except (psutil.NoSuchProcess, psutil.AccessDenied):
+                    continue
+            return None
+
+        return wait_for(f"a {deployment} of {self.name}", find)
+
     def ready(self) -> None:
         """Wait until every model has a board that serves."""
 

@@ -43,6 +43,21 @@ def test_the_one_coordinator_is_on_the_head_and_known_to_boards_and_routers() ->
     }
 
 
+@pytest.mark.parametrize(
+    ("router", "resources"),
+    [
+        pytest.param({}, {"node:__internal_head__": 0.001}, id="the head, which nothing outlives"),
+        pytest.param({"nodes": "any"}, None, id="wherever Serve likes"),
+        pytest.param({"nodes": "ingress"}, {"ingress": 0.001}, id="nodes with that resource"),
+    ],
+)
+def test_routers_run_where_the_operator_wants_them(
+    router: dict[str, Any], resources: dict[str, float] | None
+) -> None:
+    deployment = build({**args(), "router": router})._bound_deployment
+    assert (deployment.ray_actor_options or {}).get("resources") == resources
+
+
 def test_simulated_boards_are_a_fixed_number_of_replicas() -> None:
     found = options(build(args(simulated={"boards": 5})))
     assert found["num_replicas"] == 5

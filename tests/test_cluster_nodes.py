@@ -68,10 +68,9 @@ def replicas(app: App, number: int) -> list[BoardReport]:
     return wait_for(f"{number} boards report", look, START_S)
 
 
-def home_of(report: BoardReport) -> str:
+def home_of(pid: int) -> str:
     """Return the home of a replica's process, which tells on which node it is."""
-    home = psutil.Process(report.pid).environ()["HOME"]
-    return Path(home).name
+    return Path(psutil.Process(pid).environ()["HOME"]).name
 
 
 def test_boards_that_join_and_leave_gain_and_lose_their_replica(farm: App) -> None:
@@ -85,8 +84,9 @@ def test_boards_that_join_and_leave_gain_and_lose_their_replica(farm: App) -> No
 
     node = join(farm.cluster)
     both = replicas(farm, 2)
-    assert {home_of(report) for report in both} == {"home-1", "home-2"}
+    assert {home_of(report.pid) for report in both} == {"home-1", "home-2"}
     assert first.replica in {report.replica for report in both}
+    assert home_of(farm.replica_pid("Router")) not in {home_of(report.pid) for report in both}
 
     stayed, moved = asyncio.run(_lose_a_board_in_mid_answer(farm, node))
     for one in (stayed, moved):

@@ -6,7 +6,6 @@ what it has started itself.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,8 @@ from rkserve.native.sim.build import ensure_built
 
 HOST, APP = "127.0.0.1", "rkserve"
 RELEASE = "1.3.0"
-ROUTER_S = 120.0
 # A node that is lost is noticed after two seconds, where its connections do not say so at once.
 _SYSTEM = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}
-
-
-def _await_router() -> None:
-    deadline_s = time.monotonic() + ROUTER_S
-    while time.monotonic() < deadline_s:
-        router = serve.status().applications[APP].deployments.get("Router")
-        if router is not None and router.replica_states.get("RUNNING"):
-            return
-        time.sleep(0.2)
-    raise BenchFailed(f"no Router within {ROUTER_S:.0f} s")
 
 
 class Nodes:
@@ -74,9 +62,6 @@ class Nodes:
         target = serve.RunTarget(build(args), name=APP, route_prefix="/")
         # How many boards there are is for Serve to find out, which a call that waits would not see.
         serve.run_many([target], wait_for_applications_running=False)
-        # A Router may stand on any node, and what is lost with that is no board's loss: this one
-        # comes to stand on the head, while that is the only node.
-        _await_router()
         for number in range(command["boards"]):
             self.join({"node": number})
         return {}
