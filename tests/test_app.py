@@ -55,7 +55,7 @@ def test_routers_run_where_the_operator_wants_them(
     router: dict[str, Any], resources: dict[str, float] | None
 ) -> None:
     deployment = build({**args(), "router": router})._bound_deployment
-    assert (deployment.ray_actor_options or {}).get("resources") == resources
+    assert (deployment.ray_actor_options["resources"] or None) == resources
 
 
 def test_simulated_boards_are_a_fixed_number_of_replicas() -> None:
