@@ -73,7 +73,8 @@ class Stepwise:
     with the tokens where ``top_logprobs`` is a number: those of the chosen ones, of so many of the
     likeliest, and of all in ``also``; ``prompt_logprobs`` are those of the prompt as well. The
     whole answer follows ``guide``. ``free``: nothing but the guide asks for it, so that the
-    runtime's own draws will do where they follow it.
+    runtime's own draws will do where they follow it. The model does not end an answer before it has
+    ``least`` tokens.
     """
 
     seed: int
@@ -85,6 +86,7 @@ class Stepwise:
     guide: Guide | None = None
     also: tuple[int, ...] = ()
     free: bool = False
+    least: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,6 +138,24 @@ def test_an_end_of_sequence_is_told_and_ends_the_run(desk: Desk) -> None:
     assert desk.tokens == [(13, b"j", False), (0, b"", False)]
 
 
+def test_before_so_many_tokens_no_end_may_come(desk: Desk) -> None:
+    # Of all others none is likelier than the next, so the first one comes.
+    desk.run((12,), limit=9, wanted=Stepwise(1, least=4))
+    ids = [token_id for token_id, _, _ in desk.tokens]
+    assert ids[0] == 13
+    assert 0 not in ids[:4]
+    assert len(ids) == 9
+
+
+def test_the_tokens_before_count_among_those_that_there_must_be(desk: Desk) -> None:
+    desk.run((13,), limit=2, said=(11, 12, 13), wanted=Stepwise(1, least=4))
+    desk.run((13,), limit=9, said=(11, 12, 13), wanted=Stepwise(1, least=3))
+    first, *rest = [token_id for token_id, _, _ in desk.tokens]
+    assert first != 0
+    assert rest[-1] == 0
+    assert len(rest) == 2
+
+
 def test_a_character_of_several_tokens_comes_with_the_last_of_them(desk: Desk) -> None:
     desk.run((0,), limit=4)
     text = "€".encode()

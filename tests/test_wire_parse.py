@@ -350,9 +350,9 @@ def test_prompts_times_n_are_bounded() -> None:
 # --- what is refused ---
 
 REFUSED_BY_BOTH = [
-    ("ignore_eos", True),
     ("stop_token_ids", [2]),
-    ("ignore_eos", 1),
+    ("use_beam_search", True),
+    ("use_beam_search", 1),
 ]
 REFUSED_IN_CHAT = [
     ("echo", True),

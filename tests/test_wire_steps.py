@@ -66,6 +66,9 @@ def completion(**keys: Any) -> CompletionCall:
         ),
         pytest.param({"logit_bias": []}, Steps(), id="an empty bias"),
         pytest.param({"logprobs": False}, Steps(), id="logprobs off"),
+        pytest.param({"ignore_eos": True}, Steps(ignore_eos=True), id="no end"),
+        pytest.param({"min_tokens": 5}, Steps(min_tokens=5), id="no early end"),
+        pytest.param({"ignore_eos": False, "min_tokens": 0}, Steps(), id="an end whenever"),
     ],
 )
 @pytest.mark.parametrize("read", [chat, completion])
@@ -101,6 +104,9 @@ def test_chats_and_completions_ask_for_logprobs_in_their_own_ways() -> None:
         ({"logit_bias": {"1": 10**400}}, "logit_bias.1"),
         ({"logit_bias": {str(at): 1 for at in range(MAX_LOGIT_BIAS + 1)}}, "logit_bias"),
         ({"logprobs": "yes"}, "logprobs"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 2**31}, "min_tokens"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -151,6 +157,8 @@ def test_what_does_not_go_together_is_named(read: Any, keys: dict[str, Any], par
             {"logit_bias": {"1": 5}}, Sampling(temperature=0), "logit_bias", id="a bias decides"
         ),
         pytest.param({"logprobs": True}, Sampling(temperature=0), "logprobs", id="logprobs"),
+        pytest.param({"ignore_eos": True}, Sampling(temperature=0), "ignore_eos", id="no end"),
+        pytest.param({"min_tokens": 1}, Sampling(temperature=0), "min_tokens", id="no early end"),
     ],
 )
 def test_steps_are_made_where_they_are_needed_only(
@@ -203,6 +211,14 @@ def test_an_echo_asks_for_the_prompts_logprobs_and_may_ask_for_nothing_else(
     assert planned(renderer, completion(echo=True))[0].stepwise is None
 
 
+def test_how_long_the_model_may_not_end_an_answer(renderer: Renderer) -> None:
+    (later,) = planned(renderer, chat(min_tokens=3, max_tokens=3))
+    assert later.stepwise == Stepwise(4711, least=3)
+    (never,) = planned(renderer, chat(ignore_eos=True, stop="x"), Sampling(temperature=0))
+    assert never.stepwise is not None
+    assert never.stepwise.least > 10**6
+
+
 FORCED = {
     "tools": [{"type": "function", "function": {"name": "f"}}],
     "tool_choice": "required",
@@ -216,6 +232,10 @@ FORCED = {
         ({"seed": 1, "mirostat": 2}, "seed"),
         ({"seed": 1, "use_cache": "doc"}, "use_cache"),
         ({"logit_bias": {"99999": 1}}, "logit_bias.99999"),
+        ({"ignore_eos": True, "guided_regex": "a"}, "ignore_eos"),
+        ({"min_tokens": 2, "response_format": {"type": "json_object"}}, "min_tokens"),
+        ({"min_tokens": 3, "max_tokens": 2}, "min_tokens"),
+        ({"min_tokens": 3, "stop": "x"}, "min_tokens"),
     ],
 )
 def test_what_steps_cannot_have_is_refused(

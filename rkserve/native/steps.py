@@ -251,6 +251,8 @@ class _Run:
             logit_bias=wanted.logit_bias,
             context=(*steps.held, *ids),
             said=steps.said,
+            ends=steps.eos,
+            least=wanted.least,
         )
         speech, size = Speech(self._vocabulary), len(self._vocabulary)
         for told in range(limit):

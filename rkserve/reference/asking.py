@@ -57,6 +57,10 @@ DRAWS: dict[str, Schema] = {
     "min_p": _SHARE,
     "logit_bias": said(mapping(number(-100, 100)), "By token id."),
 }
+ENDS: dict[str, Schema] = {
+    "ignore_eos": said(FLAG, "The model does not end the answer: `max_tokens` does."),
+    "min_tokens": said(integer(0, MOST_TOKENS), "The model does not end the answer before."),
+}
 GUIDES: dict[str, Schema] = {
     "guided_json": either(ANYTHING, TEXT),
     "guided_regex": TEXT,
@@ -97,6 +101,7 @@ _OPENAI: dict[str, Schema] = {
     "response_format": said(
         ANYTHING, "`text`, `json_object`, or `json_schema` with a schema: what the answer follows."
     ),
+    **ENDS,
     **GUIDES,
     **OWN,
     "prompt_cache_key": said(TEXT, "Keeps the requests of a session together."),
@@ -173,6 +178,7 @@ SCHEMAS: dict[str, Schema] = {
             "truncation": words("disabled"),
             "background": {"const": False},
             **DRAWS,
+            **ENDS,
             **GUIDES,
             **OWN,
             **THINKING,
@@ -193,6 +199,7 @@ SCHEMAS: dict[str, Schema] = {
                 "metadata": ANYTHING,
                 **SAMPLING,
                 **DRAWS,
+                **ENDS,
                 **GUIDES,
                 **OWN,
                 **THINKING,

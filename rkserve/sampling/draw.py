@@ -41,7 +41,8 @@ def uniform(seed: int, choice: int, place: int) -> float:
 class Sampler:
     """How the tokens of one generation are chosen; ``context`` are the ids before the answer.
 
-    OpenAI's two penalties look at the answer, RKLLM's factor at the whole context.
+    OpenAI's two penalties look at the answer, RKLLM's factor at the whole context. None of
+    ``ends`` comes before the answer has ``least`` tokens.
     """
 
     sampling: Sampling
@@ -51,6 +52,8 @@ class Sampler:
     logit_bias: Sequence[tuple[int, float]] = ()
     context: Iterable[int] = ()
     said: Sequence[int] = ()
+    ends: frozenset[int] = frozenset()
+    least: int = 0
     _counts: Counter[int] = field(init=False)
     _seen: set[int] = field(init=False)
     _place: int = field(init=False)
@@ -67,6 +70,8 @@ class Sampler:
         """
         logits = _finite(row)
         self._adjust(logits)
+        if self._place < self.least:
+            logits[_within(self.ends, len(logits))] = -np.inf
         if allowed is not None:
             logits[: len(allowed)][~allowed[: len(logits)]] = -np.inf
             logits[len(allowed) :] = -np.inf

@@ -232,6 +232,7 @@ def _stepwise(
             name,
         )
     check_ids(call.steps, renderer.check_id)
+    _check_least(call)
     if call.use_cache is not None:
         raise UnsupportedParameter(
             f"Unsupported parameter: '{name}' needs the logits of every step, which RKLLM does "
@@ -243,6 +244,21 @@ def _stepwise(
         call.steps.stepwise(sampling, choice, dice, ranked=ranked, prompt=prompt)
         for choice in range(call.tries)
     ]
+
+
+def _check_least(call: ChatCall | CompletionCall) -> None:
+    least = call.steps.min_tokens
+    if call.max_tokens is not None and least > call.max_tokens:
+        raise RequestError(
+            f"Invalid 'min_tokens': {least} is more than the answer may have ({call.max_tokens}).",
+            "min_tokens",
+        )
+    if least and call.stop:
+        raise UnsupportedParameter(
+            "Unsupported parameter: a stop string ends an answer wherever it comes, so "
+            "'min_tokens' cannot be honoured with one.",
+            "min_tokens",
+        )
 
 
 def _check_pause_ids(call: ChatCall | CompletionCall, renderer: Renderer) -> None:

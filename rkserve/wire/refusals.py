@@ -32,9 +32,7 @@ def _empty(value: Any, _body: Fields) -> bool:
 
 
 _BOTH: dict[str, Harmless] = {
-    "ignore_eos": _only(False),
     "typical_p": _only(1),
-    "min_tokens": _only(0),
     "use_beam_search": _only(False),
     "stop_token_ids": _empty,
     "bad_words": _empty,

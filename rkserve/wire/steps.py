@@ -1,4 +1,4 @@
-"""What a call asks of its answer's sampling that RKLLM does not have: seeds, a bias, logprobs.
+"""What a call asks of its sampling that RKLLM lacks: seeds, a bias, logprobs, no early end.
 
 It reads these keys and decides whether they are needed at all: a seed without chance decides
 nothing, and a generation that RKLLM can sample itself is faster.
@@ -21,13 +21,16 @@ _SEED = Range(-(2**63), 2**64 - 1)
 _SHARE = Range(0, 1)
 _TOP = Range(0, MAX_TOP_LOGPROBS)
 _MAX_BIAS = 100
+_ALWAYS = 2**31 - 1  # more tokens than any answer has
+_LEAST = Range(0, _ALWAYS)
 
 
 @dataclass(frozen=True)
 class Steps:
     """What was asked for. ``top_logprobs`` of None asks for no logprobs.
 
-    ``guide`` is the grammar of the answer, with the parameter that brought it.
+    ``guide`` is the grammar of the answer, with the parameter that brought it. The model does not
+    end the answer before ``min_tokens``, with ``ignore_eos`` not at all.
     """
 
     seed: int | None = None
@@ -35,6 +38,8 @@ class Steps:
     logit_bias: tuple[tuple[int, float], ...] = ()
     top_logprobs: int | None = None
     guide: Named | None = None
+    ignore_eos: bool = False
+    min_tokens: int = 0
 
     def asked(self, sampling: Sampling, *, ranked: bool = False) -> str | None:
         """Return the first parameter that needs single steps; None where none does.
@@ -46,11 +51,16 @@ class Steps:
             "" if self.guide is None else self.guide[0]: self.guide is not None,
             "logprobs": self.top_logprobs is not None,
             "logit_bias": bool(self.logit_bias),
+            **self._ends,
             "best_of": ranked,
             "min_p": self.min_p > 0 and not certain,
             "seed": self.seed is not None and not certain,
         }
         return next((name for name, needed in asked.items() if needed), None)
+
+    @property
+    def _ends(self) -> dict[str, bool]:
+        return {"ignore_eos": self.ignore_eos, "min_tokens": self.min_tokens > 0}
 
     def _only_guided(self, sampling: Sampling, *, ranked: bool) -> bool:
         """Whether nothing but a grammar needs single steps."""
@@ -65,7 +75,8 @@ class Steps:
         ``prompt``: the prompt's logprobs are wanted as well.
 
         Raises:
-            UnsupportedParameter: mirostat, which carries a state from token to token.
+            UnsupportedParameter: mirostat, which carries a state from token to token, or a grammar
+                with a length that it does not know of.
         """
         name = self.asked(sampling, ranked=ranked)
         if name is None:
@@ -75,6 +86,12 @@ class Steps:
                 f"Unsupported parameter: '{name}' cannot be honoured with 'mirostat', which is on "
                 "(perhaps by the model's own settings). Send 'mirostat': 0.",
                 name,
+            )
+        for end in (end for end, wanted in self._ends.items() if wanted and self.guide):
+            raise UnsupportedParameter(
+                f"Unsupported parameter: '{end}' cannot be honoured where the answer follows a "
+                "grammar, which says itself where it ends.",
+                end,
             )
         top = self.top_logprobs
         return Stepwise(
@@ -86,6 +103,7 @@ class Steps:
             prompt_logprobs=prompt and top is not None,
             guide=None if self.guide is None else self.guide[1],
             free=self._only_guided(sampling, ranked=ranked),
+            least=_ALWAYS if self.ignore_eos else self.min_tokens,
         )
 
 
@@ -114,7 +132,12 @@ def read_extras(fields: Fields, guide: Named | None = None) -> Steps:
         raise RequestError(
             f"Only one of '{guide[0]}' and '{own[0]}' can say what the answer follows.", own[0]
         )
-    return replace(read_draws(fields), guide=guide or own)
+    return replace(
+        read_draws(fields),
+        guide=guide or own,
+        ignore_eos=fields.flag("ignore_eos"),
+        min_tokens=fields.integer("min_tokens", _LEAST) or 0,
+    )
 
 
 def read_top(fields: Fields, name: str = "top_logprobs") -> int | None:
