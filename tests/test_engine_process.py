@@ -340,9 +340,7 @@ def test_an_engine_in_the_middle_of_a_run_ends_when_its_stdin_closes(sim: Sim) -
             got = Recorder()
             ended = engine.run(command(chat("Count to 50")), got)
             await got.first.wait()
-            stdin = engine._process.stdin
-            assert stdin is not None
-            stdin.close()
+            engine._child.close_stdin()
             await asyncio.wait_for(asyncio.shield(engine.died), 60)
             with pytest.raises(EngineDied):
                 await ended

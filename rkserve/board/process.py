@@ -6,7 +6,6 @@ It knows pipes, signals and frames; what a run means is the board's business.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import os
@@ -17,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from rkserve.board.child import Child
 from rkserve.board.engine import EngineFacts, EngineSpec, OnScores, OnToken, RunCommand, RunEnded
 from rkserve.errors import (
     CallFailed,
@@ -63,10 +63,9 @@ class _Pipe(asyncio.Protocol):
 class EngineProcess:
     """The real ``Engine``: a child process. Build it with ``start``."""
 
-    def __init__(self, board_id: str, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, board_id: str) -> None:
         loop = asyncio.get_running_loop()
         self._board_id = board_id
-        self._process = process
         self._reader = frames.FrameReader()
         self._runs: dict[int, tuple[OnToken, OnScores | None, asyncio.Future[RunEnded]]] = {}
         self._vectors: dict[int, tuple[int, bytes]] = {}  # of runs whose end is about to come
@@ -76,14 +75,12 @@ class EngineProcess:
         self._last_sign_s = loop.time()
         self._stderr: deque[str] = deque(maxlen=STDERR_LINES)  # since it was last idle
         self.died: asyncio.Future[str] = loop.create_future()
-        self.pid = process.pid
         self.facts = EngineFacts("", per_run_sampling=False, quirks={}, load_s=0.0)
         self._pipe = _Pipe(self._take)
-        self._transport: asyncio.ReadTransport | None = None
-        self._tasks = (
-            asyncio.create_task(self._follow(), name="engine frames"),
-            asyncio.create_task(self._read_log(), name="engine log"),
-        )
+        self._log = asyncio.StreamReader()
+        self._child: Child
+        self.pid: int
+        self._tasks: tuple[asyncio.Task[None], asyncio.Task[None]]
 
     @classmethod
     async def start(cls, board_id: str, spec: EngineSpec) -> EngineProcess:
@@ -93,43 +90,27 @@ class EngineProcess:
             NativeError: ``LibraryMissing``, ``ReleaseRefused`` or ``LoadFailed``, with the words
                 of the library where it said any.
         """
-        outlet, inlet = os.pipe()
-        with contextlib.ExitStack() as stack:
-            stack.callback(os.close, outlet)
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
-                    "rkserve.native.engine",
-                    str(spec.beat_s),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=inlet,
-                    stderr=asyncio.subprocess.PIPE,
-                    env=_environ(spec),
-                    # Ctrl-C in the terminal of `serve run` must reach the engine through its board.
-                    start_new_session=True,
-                )
-            finally:
-                os.close(inlet)
-            stack.pop_all()  # from here on the transport closes it
-        engine = cls(board_id, process)
+        engine = cls(board_id)
+        await engine._spawn(spec)
         try:
-            await engine._listen(outlet)
             await engine._load(spec)
         except BaseException:
             await engine.kill()
             raise
         return engine
 
-    async def _listen(self, outlet: int) -> None:
-        """Read the engine's frames from a pipe, which is closed behind them."""
-        file = os.fdopen(outlet, "rb", buffering=0)
-        loop = asyncio.get_running_loop()
-        try:
-            self._transport, _ = await loop.connect_read_pipe(lambda: self._pipe, file)
-        except BaseException:
-            self._pipe.connection_lost(None)  # or nobody would hear of the engine's end
-            raise
+    async def _spawn(self, spec: EngineSpec) -> None:
+        self._child = await Child.start(
+            (sys.executable, "-m", "rkserve.native.engine", str(spec.beat_s)),
+            out=self._pipe,
+            err=asyncio.StreamReaderProtocol(self._log),
+            environ=_environ(spec),
+        )
+        self.pid = self._child.pid
+        self._tasks = (
+            asyncio.create_task(self._follow(), name="engine frames"),
+            asyncio.create_task(self._read_log(), name="engine log"),
+        )
 
     async def _load(self, spec: EngineSpec) -> None:
         if (spec.params.tokenize, spec.params.embed) != (None, None):
@@ -230,8 +211,7 @@ class EngineProcess:
     async def kill(self) -> bool:
         """SIGTERM, 2 s, SIGKILL, 5 s. False if even that did not end it (a stuck driver call)."""
         for number, patience_s in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 5.0)):
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
+            self._child.send_signal(number)
             if await self._gone(patience_s):
                 return True
         log.error("engine %d of board %s survives SIGKILL", self.pid, self._board_id)
@@ -242,10 +222,7 @@ class EngineProcess:
         return bool(done)
 
     def _send(self, frame: bytes) -> None:
-        stdin = self._process.stdin
-        # A write to an engine that just died is lost with it; its EOF tells the board.
-        if stdin is not None and not stdin.is_closing():
-            stdin.write(frame)
+        self._child.write(frame)  # lost with an engine that just died; its EOF tells the board
 
     def _take(self, chunk: bytes) -> None:
         """Read what the engine says."""
@@ -256,10 +233,8 @@ class EngineProcess:
         except Exception:
             # A corrupt stream, or a bug in a token's receiver. What comes behind it makes no sense.
             log.exception("board %s: the engine's frames cannot be read", self._board_id)
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            if self._transport is not None:
-                self._transport.close()
+            self._child.kill()
+            self._child.close_stdout()
 
     async def _follow(self) -> None:
         """Wait for the engine's end, and tell all who wait for it."""
@@ -369,11 +344,9 @@ class EngineProcess:
         return "; ".join(line for line in said if line not in known)
 
     async def _read_log(self) -> None:
-        stderr = self._process.stderr
-        assert stderr is not None
         while True:
             try:
-                line = await stderr.readline()
+                line = await self._log.readline()
             except ValueError:  # longer than the stream's limit; the rest follows
                 continue
             if not line:
@@ -384,7 +357,7 @@ class EngineProcess:
 
     async def _epitaph(self) -> str:
         """Say how the process ended: the signal or code, and the last words of the library."""
-        code = await self._process.wait()
+        code = await self._child.wait()
         await asyncio.wait({self._tasks[1]}, timeout=1.0)  # its last words may still be in the pipe
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         words = max(reversed(self._stderr), key=_weight, default="")
@@ -393,8 +366,7 @@ class EngineProcess:
 
     def _bury(self, epitaph: str) -> None:
         self.died.set_result(epitaph)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        self._child.close()
         waiting = [*(future for _, _, future in self._runs.values()), *self._calls.values()]
         self._runs, self._calls = {}, {}
         for future in waiting:

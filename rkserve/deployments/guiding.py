@@ -10,8 +10,8 @@ import json
 import signal
 import sys
 from collections import OrderedDict
-from typing import Any
 
+from rkserve.board.child import Child
 from rkserve.errors import RequestError
 from rkserve.runvalues import Guide
 from rkserve.sampling.asking import LIMIT_S, MAX_CHARS, PROGRAM, ask, refuse, too_long
@@ -28,7 +28,8 @@ class Guiding:
 
     def __init__(self) -> None:
         self._known: OrderedDict[Guide, str | None] = OrderedDict()
-        self._process: asyncio.subprocess.Process | None = None
+        self._child: Child | None = None
+        self._said: asyncio.StreamReader  # by that process
         self._turn = asyncio.Lock()
 
     async def check(self, guide: Guide, param: str) -> None:
@@ -47,18 +48,16 @@ class Guiding:
 
     async def close(self) -> None:
         """End the process."""
-        process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            process.kill()
-        if process is not None:
-            await process.wait()
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            await self._over(child)
 
     async def _tried(self, guide: Guide) -> str | None:
         try:
-            process = self._process = self._process or await self._started()
-            assert process.stdin is not None
-            process.stdin.write(ask(guide).encode())
-            said = await self._line(process)
+            child = self._child = self._child or await self._started()
+            child.write(ask(guide).encode())
+            said = await self._line()
         except (TimeoutError, asyncio.TimeoutError) as exc:  # two classes before Python 3.11
             await self.close()
             raise RequestError(
@@ -71,28 +70,29 @@ class Guiding:
         if said is not None:
             reason: str | None = json.loads(said)
             return reason
-        how = await process.wait()
-        self._process = None
+        how = await self._over(child)
+        self._child = None
         if how == -signal.SIGVTALRM:
             return f"it takes longer than {LIMIT_S:g} s to compile."
         return "it takes too much memory to compile."
 
-    async def _started(self) -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            PROGRAM,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=_LINE_BYTES,
+    async def _started(self) -> Child:
+        self._said = asyncio.StreamReader(_LINE_BYTES)
+        child = self._child = await Child.start(
+            (sys.executable, "-m", PROGRAM), out=asyncio.StreamReaderProtocol(self._said)
         )
-        if await self._line(process) is None:
+        if await self._line() is None:
             raise RuntimeError("the process that tries grammars has ended at its start")
-        return process
+        return child
+
+    async def _line(self) -> bytes | None:
+        """Return its next word; None where it has ended."""
+        line = await asyncio.wait_for(self._said.readline(), PATIENCE_S)
+        return bytes(line) if line else None
 
     @staticmethod
-    async def _line(process: asyncio.subprocess.Process) -> bytes | None:
-        """Return its next word; None where it has ended."""
-        assert process.stdout is not None
-        line: Any = await asyncio.wait_for(process.stdout.readline(), PATIENCE_S)
-        return bytes(line) if line else None
+    async def _over(child: Child) -> int:
+        """Return how it ended, once it has."""
+        code = await child.wait()
+        child.close()
+        return code

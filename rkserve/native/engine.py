@@ -323,19 +323,10 @@ def _crash(exc: BaseException) -> NoReturn:
     os._exit(os.EX_SOFTWARE)
 
 
-def _close_inherited() -> None:
-    """Ray's event loop hands log files and sockets of the replica down to its children."""
-    for fd in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
-        if fd > STDERR:
-            with contextlib.suppress(OSError):  # the one that listed the folder is gone by now
-                os.close(fd)
-
-
 def main() -> None:
     """Serve the board at the other end of stdin and stdout."""
     import faulthandler
 
-    _close_inherited()
     faulthandler.enable()  # a crash in the library leaves a stack in the board's log
     with contextlib.suppress(PermissionError):
         # Ray runs its workers at nice 15: no way to feed an NPU. Only root may undo it here.

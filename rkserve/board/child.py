@@ -1,0 +1,125 @@
+"""A child process on pipes, for whose start nothing of this process runs between fork and exec.
+
+Ray's event loop is uvloop, and that forks: Python's handlers and its own run in the child before it
+executes the program. A replica has dozens of threads. Where one of them holds a lock at that moment
+the child waits for it for ever, and the whole replica waits for the child. ``subprocess`` takes
+vfork, which knows no such moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Mapping, Sequence
+
+# An end shows in the pipes first, so that it is mostly there when somebody asks.
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.1
+
+
+class Child:
+    """A running program. Use it from one event loop; build it with ``start``."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self._inlet: asyncio.WriteTransport | None = None
+        self._outlet: asyncio.ReadTransport | None = None
+        self._errors: asyncio.ReadTransport | None = None
+        self.pid = process.pid
+
+    @classmethod
+    async def start(
+        cls,
+        command: Sequence[str],
+        out: asyncio.Protocol,
+        err: asyncio.Protocol | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> Child:
+        """Start a program in a session of its own: Ctrl-C in a terminal is not for it.
+
+        ``out`` gets what it writes to stdout, ``err`` what it writes to stderr, which is this
+        process's own without one. Nothing else of what is open here is handed down.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        # The loop waits for its exec: milliseconds, for the program that runs here already.
+        process = _vfork(command, subprocess.PIPE if err is not None else None, environ)
+        child = cls(process)
+        try:
+            await child._connect(out, err)
+        except BaseException:
+            child.kill()
+            child.close()
+            await child.wait()
+            raise
+        return child
+
+    async def _connect(self, out: asyncio.Protocol, err: asyncio.Protocol | None) -> None:
+        loop = asyncio.get_running_loop()
+        if err is not None:
+            self._errors, _ = await loop.connect_read_pipe(lambda: err, self._process.stderr)
+        self._outlet, _ = await loop.connect_read_pipe(lambda: out, self._process.stdout)
+        self._inlet, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self._process.stdin)
+
+    def write(self, data: bytes) -> None:
+        """Hand ``data`` to its stdin; what it does not live to read is lost with it."""
+        if self._inlet is not None and not self._inlet.is_closing():
+            self._inlet.write(data)
+
+    def close_stdin(self) -> None:
+        """Say that nothing more will come."""
+        if self._inlet is not None:
+            self._inlet.close()
+
+    def close_stdout(self) -> None:
+        """Listen no more to what it writes there."""
+        if self._outlet is not None:
+            self._outlet.close()
+
+    def close(self) -> None:
+        """Say nothing more, and listen no more."""
+        process = self._process
+        transports = (self._inlet, self._outlet, self._errors)
+        for transport, pipe in zip(
+            transports, (process.stdin, process.stdout, process.stderr), strict=True
+        ):
+            if transport is not None:
+                transport.close()  # and its pipe
+            elif pipe is not None:
+                pipe.close()
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless it has ended."""
+        self._process.kill()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has."""
+        return self._process.poll() is not None
+
+    async def wait(self) -> int:
+        """Return its exit code once it has ended, or the signal that ended it, negated."""
+        # Not in a thread: nothing ends a process that is stuck in a driver, nor would that thread.
+        pause_s = _FIRST_LOOK_S
+        while (code := self._process.poll()) is None:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_LOOK_S)
+        return code
+
+
+def _vfork(
+    command: Sequence[str], err: int | None, environ: Mapping[str, str] | None
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=err,
+        bufsize=0,
+        env=environ,
+        start_new_session=True,
+    )
