@@ -285,7 +285,7 @@ class EngineProcess:
             tokens=tokens,
             encoded=facts.get("encoded", 0),
         )
-        if end is RunEnd.FAILED:
+        if end is RunEnd.FAILED or ended.cache_refused is not None:
             loop = asyncio.get_running_loop()
             loop.call_later(WORDS_LAG_S, self._settle, facts["run_id"], ended)
         else:
