@@ -17,8 +17,11 @@ from own_time import run_loop
 from reference_house import ReferenceHouse
 from test_reference import ENDPOINTS, check, ident, media_of
 
+from rkserve.deployments.guiding import Guiding
 from rkserve.reference.endpoints import JSON, OCTETS, Endpoint
 from rkserve.reference.table import SCHEMAS
+from rkserve.runvalues import Guide
+from rkserve.sampling.guides import refusal
 
 # As they stand in the path; the last ones lead elsewhere where somebody resolves them.
 NAMES = {
@@ -78,9 +81,17 @@ WITH_BODY = [one for one in ENDPOINTS if one.body is not None]
 WITH_PATH = [one for one in ENDPOINTS if one.example.path]
 
 
+class Here(Guiding):
+    """Tries grammars in this process: for another one the time of these tests does not wait."""
+
+    async def _tried(self, guide: Guide) -> str | None:
+        return refusal(guide)
+
+
 @pytest.fixture
 def of(tmp_path: Path) -> Iterator[ReferenceHouse]:
     made = ReferenceHouse(tmp_path / "kept")
+    made.service.guiding = Here()
     made.remember()
     yield made
     made.responses.close()

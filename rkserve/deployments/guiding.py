@@ -90,9 +90,9 @@ class Guiding:
         line = await asyncio.wait_for(self._said.readline(), PATIENCE_S)
         return bytes(line) if line else None
 
-    @staticmethod
-    async def _over(child: Child) -> int:
+    async def _over(self, child: Child) -> int:
         """Return how it ended, once it has."""
+        await self._said.read()  # to the end of its words: that is no matter of time
         code = await child.wait()
         child.close()
         return code
