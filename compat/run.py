@@ -30,13 +30,21 @@ from compat.suite import HERE, WORK, Outcome, Suite
 PAGE = HERE.parent / "docs" / "compatibility.md"
 RESULTS = HERE / "results.json"
 LEFT_OUT = "left_out"
+OVERRIDES = "overrides.txt"  # of what is installed beforehand nothing is to be pinned
 
 
 def suites() -> dict[str, Suite]:
     """All suites, in their order."""
     listed = yaml.safe_load((HERE / "suites.yaml").read_text(encoding="utf-8"))
     return {
-        name: Suite(name, **{**given, "tests": tuple(given.get("tests", ()))})
+        name: Suite(
+            name,
+            **{
+                **given,
+                "tests": tuple(given.get("tests", ())),
+                "beforehand": tuple(given.get("beforehand", ())),
+            },
+        )
         for name, given in listed.items()
     }
 
@@ -103,6 +111,8 @@ def lock(chosen: Sequence[Suite]) -> None:
                 *("requirements.in", "--python-version", "3.11", "--no-header", "--no-annotate"),
                 *("--no-emit-index-url", "--no-emit-find-links", "-o", "requirements.txt"),
             ]
+            if (one.folder / OVERRIDES).exists():
+                command += ["--override", OVERRIDES]
         subprocess.run(command, cwd=one.folder, check=True)
 
 

@@ -52,6 +52,7 @@ class Suite:
     package: str
     kind: str = "python"
     tests: tuple[str, ...] = ()
+    beforehand: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -95,7 +96,7 @@ def install(suite: Suite) -> None:
     """
     suite.work.mkdir(parents=True, exist_ok=True)
     pins = suite.folder / ("package-lock.json" if suite.kind == "node" else "requirements.txt")
-    wanted = hashlib.sha256(pins.read_bytes()).hexdigest()
+    wanted = hashlib.sha256(pins.read_bytes() + repr(suite.beforehand).encode()).hexdigest()
     stamp = suite.work / "installed"
     if stamp.exists() and stamp.read_text(encoding="utf-8").strip() == wanted:
         return
@@ -107,9 +108,15 @@ def install(suite: Suite) -> None:
     else:
         venv = suite.work / "venv"
         uv = [str(Path(sys.executable).parent / "uv")]
-        subprocess.run([*uv, "venv", "-q", "--clear", "--python", sys.executable, venv], check=True)
-        python = venv / "bin" / "python"
-        subprocess.run([*uv, "pip", "install", "-q", "--python", python, "-r", pins], check=True)
+        create = [*uv, "venv", "-q", "--clear", "--python", sys.executable, str(venv)]
+        subprocess.run([*create, *(("--seed",) if suite.beforehand else ())], check=True)
+        python = str(venv / "bin" / "python")
+        if suite.beforehand:
+            pip = [python, "-m", "pip", "-q", "--disable-pip-version-check", "install"]
+            subprocess.run([*pip, *suite.beforehand], check=True)
+        # All that it needs is pinned: what was installed beforehand is not to be resolved again.
+        install = [*uv, "pip", "install", "-q", "--no-deps", "--python", python, "-r", str(pins)]
+        subprocess.run(install, check=True)
     stamp.write_text(wanted, encoding="utf-8")
 
 
