@@ -96,11 +96,6 @@ class Child:
         """Send SIGKILL, unless it has ended."""
         self._process.kill()
 
-    @property
-    def ended(self) -> bool:
-        """Whether it has."""
-        return self._process.poll() is not None
-
     async def wait(self) -> int:
         """Return its exit code once it has ended, or the signal that ended it, negated."""
         # Not in a thread: nothing ends a process that is stuck in a driver, nor would that thread.

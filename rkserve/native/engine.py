@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from rkserve.native.vision import Vision
 
 READ_SIZE = 1 << 16
-STDERR = 2
 
 OpenRuntime = Callable[[Path, Mapping[str, bool]], Runtime]
 
