@@ -138,9 +138,9 @@ CALL = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
             {"role": "assistant", "tool_calls": []}, "messages[1].tool_calls", id="no calls"
         ),
         pytest.param(
-            {"role": "assistant", "tool_calls": [{**CALL, "id": None}]},
+            {"role": "assistant", "tool_calls": [{**CALL, "id": ""}]},
             "messages[1].tool_calls[0].id",
-            id="call without id",
+            id="call with an empty id",
         ),
         pytest.param(
             {"role": "assistant", "tool_calls": [{"id": "c"}]},
@@ -203,6 +203,77 @@ def test_the_deprecated_function_call_becomes_a_tools() -> None:
     assert made["function"] == {"name": "f", "arguments": {"a": 1}}
     assert (result["role"], result["content"]) == ("tool", "3")
     assert result["tool_call_id"] == made["id"]
+
+
+def calls(*named: tuple[str | None, str]) -> dict[str, Any]:
+    """An assistant's message with these calls, each an id and a function's name."""
+    made = [{"id": given, "function": {"name": name, "arguments": "{}"}} for given, name in named]
+    return {"role": "assistant", "tool_calls": made}
+
+
+def result(content: str, **more: Any) -> dict[str, Any]:
+    return {"role": "tool", "content": content, **more}
+
+
+@pytest.mark.parametrize(
+    ("given", "answered"),
+    [
+        pytest.param(
+            [calls(("a", "f"), ("b", "g")), result("1"), result("2")], ["a", "b"], id="in order"
+        ),
+        pytest.param(
+            [calls(("a", "f"), ("b", "g")), result("1", name="g"), result("2", name="f")],
+            ["b", "a"],
+            id="by name",
+        ),
+        pytest.param(
+            [calls(("a", "f"), ("b", "f")), result("1", name="f"), result("2", name="f")],
+            ["a", "b"],
+            id="by name and in order",
+        ),
+        pytest.param(
+            [calls(("a", "f"), ("b", "g")), result("1", tool_call_id="a"), result("2")],
+            ["a", "b"],
+            id="one by its id",
+        ),
+        pytest.param(
+            [calls((None, "f"), (None, "g")), result("1", name="g"), result("2", name="f")],
+            ["call00001", "call00000"],
+            id="calls without ids",
+        ),
+        pytest.param(
+            [calls((None, "f")), result("1"), calls((None, "f")), result("2", tool_call_id=None)],
+            ["call00000", "call00001"],
+            id="a later turn",
+        ),
+    ],
+)
+def test_results_without_an_id_answer_the_calls_before_them(
+    given: list[dict[str, Any]], answered: list[str]
+) -> None:
+    read = messages(HELLO, *given)
+    assert [one["tool_call_id"] for one in read if one["role"] == "tool"] == answered
+    made = {call["id"] for one in read for call in one.get("tool_calls", ())}
+    assert set(answered) <= made
+
+
+@pytest.mark.parametrize(
+    ("given", "at"),
+    [
+        pytest.param([result("1")], 1, id="no call"),
+        pytest.param([calls(("a", "f")), result("1", name="g")], 2, id="no call of that name"),
+        pytest.param([calls(("a", "f")), result("1"), result("2")], 3, id="one result too many"),
+        pytest.param(
+            [calls(("a", "f")), result("1", tool_call_id="a"), result("2", name="f")],
+            3,
+            id="answered by its id",
+        ),
+    ],
+)
+def test_a_result_that_answers_no_call_is_refused(given: list[dict[str, Any]], at: int) -> None:
+    with pytest.raises(RequestError, match="without a result") as caught:
+        messages(HELLO, *given)
+    assert caught.value.param == f"messages[{at}].tool_call_id"
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ SCHEMAS: dict[str, Schema] = {
                 "A text, or parts: `text`, `refusal`, and of a user `image_url`.",
             ),
             "name": TEXT,
-            "tool_call_id": TEXT,
+            "tool_call_id": said(TEXT, "Without it a result answers the first open call."),
             "tool_calls": array(ANYTHING),
             "reasoning_content": TEXT,
         },

@@ -26,12 +26,58 @@ def read_messages(body: Fields) -> tuple[Message, ...]:
     Content parts become one string, or where a user shows images a list of strings and images.
     ``developer`` becomes ``system``, and an assistant's call arguments become the object that their
     JSON text says, since templates print them with ``tojson``. The deprecated ``function_call``,
-    and the role of its result, become a tool's.
+    and the role of its result, become a tool's. Tool calls and results without an id get one.
     """
-    found = body.items("messages")
-    return tuple(
-        _message(as_fields(value, f"messages[{index}]")) for index, value in enumerate(found)
-    )
+    pairing, found = _Pairing(), []
+    for index, value in enumerate(body.items("messages")):
+        fields = as_fields(value, f"messages[{index}]")
+        found.append(pairing.add(_message(fields), fields))
+    return tuple(found)
+
+
+class _Pairing:
+    """Tool calls without a result so far, for results that come without the id of their call.
+
+    Templates that print ids want nine letters and digits, so ids that are made here have these.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[tuple[str, str]] = []  # id and name of each
+        self._calls = 0
+
+    def add(self, message: Message, fields: Fields) -> Message:
+        """Return the next message with the ids that it lacks. Raises ``RequestError``."""
+        if message["role"] == "tool":
+            return self._result(message, fields)
+        if "tool_calls" not in message:
+            return message
+        calls = [self._call(call) for call in message["tool_calls"]]
+        self._open = [(call["id"], call["function"]["name"]) for call in calls]
+        return {**message, "tool_calls": calls}
+
+    def _call(self, call: Message) -> Message:
+        self._calls += 1
+        return call if "id" in call else {"id": f"call{self._calls - 1:05d}", **call}
+
+    def _result(self, message: Message, fields: Fields) -> Message:
+        call_id = message.get("tool_call_id")
+        if call_id is None:
+            call_id = self._first_open(message.get("name"), fields)
+        self._open = [one for one in self._open if one[0] != call_id]
+        return {**message, "tool_call_id": call_id}
+
+    def _first_open(self, name: str | None, fields: Fields) -> str:
+        """Return the id of the first call without a result, by its name where there is one."""
+        for call_id, called in self._open:
+            if name is None or name == called:
+                return call_id
+        path = fields.path("tool_call_id")
+        of = "" if name is None else f" of {quoted(name)}"
+        raise RequestError(
+            f"Missing required parameter: '{path}'. It may be left out where the assistant's "
+            f"last tool calls include one{of} without a result, and there is none.",
+            path,
+        )
 
 
 def _message(fields: Fields) -> Message:
@@ -57,8 +103,10 @@ def _user(fields: Fields) -> Message:
 
 
 def _tool(fields: Fields) -> Message:
-    call_id = fields.required_text("tool_call_id")
-    return {"role": "tool", "content": _content(fields), "tool_call_id": call_id}
+    message: Message = {"role": "tool", "content": _content(fields)}
+    if fields.get("tool_call_id") is None:
+        return message
+    return {**message, "tool_call_id": fields.required_text("tool_call_id")}
 
 
 def _function(fields: Fields) -> Message:
@@ -108,7 +156,8 @@ def _tool_call(call: Fields) -> Message:
     function = call.child("function")
     if function is None:
         raise missing(call.path("function"))
-    return {"id": call.required_text("id"), "type": "function", "function": _called(function)}
+    read = {"type": "function", "function": _called(function)}
+    return read if call.get("id") is None else {"id": call.required_text("id"), **read}
 
 
 def _called(function: Fields) -> Message:
