@@ -391,7 +391,8 @@ def test_a_cleared_kv_cache_is_empty_and_the_conversation_is_computed_anew(
 ) -> None:
     talk = [user(f"Repeat after me: short {next(numbers)}")]
     answer = say(http, talk)
-    cleared = http.post("/v1/cache/kv/clear", json={"boards": [BOARD]})
+    whole = {"boards": [BOARD], "keep_system_prompt": False}
+    cleared = http.post("/v1/cache/kv/clear", json=whole)
     assert cleared.status_code == 200, cleared.text
     (entry,) = cleared.json()["data"]
     assert (entry["positions"], entry["status"]) == (0, "cleared")
@@ -423,6 +424,7 @@ def test_a_board_or_model_that_is_not_there_is_a_404(
         pytest.param({"model": "gpt-4"}, 404, id="no such model"),
         pytest.param({"ranges": [[0, 1]]}, 400, id="ranges of nothing"),
         pytest.param({"keep_system_prompt": "yes"}, 400, id="no boolean"),
+        pytest.param({}, 400, id="nothing named"),
         pytest.param({"generation": "nobody", "ranges": [[0, 1]]}, 404, id="no such generation"),
     ],
 )

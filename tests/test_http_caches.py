@@ -77,7 +77,9 @@ def test_sizes_are_told_by_board_and_together() -> None:
         pytest.param("", 200, "ab", id="all"),
         pytest.param("?model=sim-chat", 200, "ab", id="of a model"),
         pytest.param("?board=b", 200, "b", id="of a board"),
-        pytest.param("?model=sim-chat&board=a&x=1", 200, "a", id="of both, and something else"),
+        pytest.param("?model=sim-chat&board=a", 200, "a", id="of both"),
+        pytest.param("?boards=a,b", 200, "ab", id="of several"),
+        pytest.param("?modle=sim-chat", 400, "", id="a typing error asks none"),
         pytest.param("?model=gpt-5", 404, "", id="an unknown model"),
         pytest.param("?board=z", 404, "", id="an unknown board"),
         pytest.param("?board=%ff%00", 404, "", id="junk"),
@@ -89,7 +91,7 @@ def test_sizes_can_be_asked_of_some(query: str, status: int, asked: str) -> None
         response = await house("GET", SIZE + query)
         assert response.status_code == status
         assert sorted(replica[-1] for replica, _, _ in house.boards.asked) == list(asked)
-        if status == 404:
+        if status != 200:
             assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
     run_loop(main())
@@ -102,7 +104,7 @@ def test_clearing_tells_what_became_of_every_board() -> None:
             ("replica of a", "clear_kv"): kv("a", 0, status="cleared"),
             ("replica of b", "clear_kv"): kv("b", 20, status="pending"),
         }
-        response = await house("POST", CLEAR, json={"keep_system_prompt": True})
+        response = await house("POST", CLEAR, json={"all": True})
         found = response.json()
         assert response.status_code == 200
         assert [one["status"] for one in found["data"]] == ["cleared", "pending"]
@@ -121,7 +123,7 @@ def test_clearing_some_and_not_others_is_a_207() -> None:
     async def main() -> None:
         house = house_of("a", "b", clear_kv=kv("a", 0, status="cleared"))
         house.boards.says["replica of b", "clear_kv"] = BoardFailed("b", "no answer")
-        response = await house("POST", CLEAR)
+        response = await house("POST", CLEAR + "?all=true")
         assert response.status_code == 207
         assert list(response.json()["results"]) == ["a"]
         assert [one["board"] for one in response.json()["failed"]] == ["b"]
@@ -132,8 +134,8 @@ def test_clearing_some_and_not_others_is_a_207() -> None:
 def test_clearing_none_is_the_error_and_no_207() -> None:
     async def main() -> None:
         house = house_of("a", clear_kv=BoardFailed("a", "no answer"))
-        assert (await house("POST", CLEAR)).status_code == 503
-        empty = await house_of()("POST", CLEAR)
+        assert (await house("POST", CLEAR + "?all=1")).status_code == 503
+        empty = await house_of()("POST", CLEAR + "?all=1")
         assert (empty.status_code, empty.json()["error"]["code"]) == (503, "no_board")
 
     run_loop(main())
@@ -156,6 +158,57 @@ def test_clearing_can_be_asked_of_some(body: dict[str, Any], status: int, asked:
         response = await house("POST", CLEAR, json=body)
         assert response.status_code == status
         assert sorted(replica[-1] for replica, _, _ in house.boards.asked) == asked
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "asked"),
+    [
+        pytest.param("", 400, [], id="nothing named clears none"),
+        pytest.param("?keep_system_prompt=true", 400, [], id="nor does what is to be spared"),
+        pytest.param("?model=sim-chat&nonsense=1", 400, [], id="an unknown name clears none"),
+        pytest.param("?all=true&model=sim-chat", 400, [], id="all of one model is neither"),
+        pytest.param("?all=true", 200, [("a", True), ("b", True)], id="all that is said to be"),
+        pytest.param("?board=b", 200, [("b", True)], id="the system prompt is spared"),
+        pytest.param("?board=b&keep_system_prompt=0", 200, [("b", False)], id="unless it is said"),
+    ],
+)
+def test_a_clear_by_its_query_clears_what_it_names(
+    query: str, status: int, asked: list[tuple[str, bool]]
+) -> None:
+    async def main() -> None:
+        house = house_of("a", "b", clear_kv=kv("x", 0, status="cleared"))
+        response = await house("POST", CLEAR + query)
+        assert response.status_code == status, response.text
+        told = sorted((replica[-1], args[0]) for replica, _, args in house.boards.asked)
+        assert told == asked
+        if status != 200:
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/generations/chatcmpl-1/pause?chioce=1"),
+        ("POST", "/v1/generations/chatcmpl-1/abort?nonsense=1"),
+        ("POST", "/v1/generations/chatcmpl-1/edit?text=x&nonsense=1"),
+        ("POST", f"{MODEL_CACHE}?cache_name=a&prompt=x&nonsense=1"),
+        ("DELETE", f"{MODEL_CACHE}/doc?board=a"),
+    ],
+)
+def test_an_unknown_name_in_a_query_does_nothing(method: str, path: str) -> None:
+    async def main() -> None:
+        house = house_of("a")
+        response = await house(method, path)
+        assert (response.status_code, response.json()["error"]["type"]) == (
+            400,
+            "invalid_request_error",
+        )
+        assert "Unknown parameter" in response.json()["error"]["message"]
+        assert house.boards.asked == []
 
     run_loop(main())
 
@@ -370,7 +423,8 @@ def sayings() -> dict[str, Any]:
 
 async def call(house: House, method: str, path: str, **how: Any) -> int:
     """Make a guarded call and return its status; a refusal must have asked no board."""
-    body = {"cache_name": "doc", "prompt": "x"} if path == MODEL_CACHE else None
+    bodies = {MODEL_CACHE: {"cache_name": "doc", "prompt": "x"}, CLEAR: {"all": True}}
+    body = bodies.get(path)
     response = await house(method, path, json=body, **how)
     if response.status_code == 403:
         assert response.json()["error"]["code"] == "forbidden"

@@ -22,7 +22,7 @@ from rkserve.reference.document import document
 from rkserve.reference.endpoints import JSON, Access, Endpoint, Errors
 from rkserve.reference.page import HOST, curl
 from rkserve.reference.table import SCHEMAS, endpoints
-from rkserve.wire import caches, cluster, lora, sleep, weights
+from rkserve.wire import caches, cluster, generations, lora, sleep, weights
 
 ENDPOINTS = endpoints()
 KEYS = "secret-key"
@@ -228,7 +228,10 @@ def asked_by(method: str, path: str) -> set[str]:
         ("/receive_weight_update", weights._UPDATE),
         ("/update_weights_from_disk", weights._DISK),
         ("/v1/weights", weights._WEIGHTS),
-        ("/v1/cache/kv/clear", (*caches._OF_BOARDS, *caches._OF_A_GENERATION)),
+        ("/v1/cache/kv/clear", caches._CLEAR),
+        ("/v1/cache/{model}", caches._BUILD),
+        ("/v1/generations/{generation}/edit", generations._EDIT),
+        ("/v1/generations/{generation}/abort", generations._CHOICE),
     ],
 )  # the very tables that refuse unknown keys are what the declaration is compared with
 def test_keys_of_changes_are_those_that_are_read(path: str, kinds: Any) -> None:

@@ -22,6 +22,7 @@ from rkserve.errors import BoardFailed
 from rkserve.messages import ControlAction, Delta, Finished, GenerateRequest
 from rkserve.routing.continuing import Course
 from rkserve.wire.answers import ChatAnswer
+from rkserve.wire.asked import Asked
 from rkserve.wire.generations import edit_of, parse_edit
 from rkserve.wire.parts import Void
 from rkserve.wire.plan import reading
@@ -227,7 +228,9 @@ def test_a_call_goes_on_after_a_pause_and_is_read_anew_after_an_edit(tmp_path: P
         assert said.endswith('{"city": "Oslo')
         tokens = len(words(said)) - len(words(said.removesuffix("Oslo")))
         body = {"replace_last": tokens, "text": 'Rome"}}\n</tool_call>'}
-        edit = edit_of(parse_edit(json.dumps(body).encode()), talk.renderer, CONTEXT_LEN)
+        edit = edit_of(
+            parse_edit(Asked(body=json.dumps(body).encode())), talk.renderer, CONTEXT_LEN
+        )
         await talk.board.control("chatcmpl-t", ControlAction.EDIT, edit)
         await talk.board.control("chatcmpl-t", ControlAction.RESUME)
         speech = Speech(reading(call, talk.renderer, request))

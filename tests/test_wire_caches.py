@@ -18,9 +18,11 @@ from rkserve.errors import (
 )
 from rkserve.modelfolder import ModelFolder
 from rkserve.reports import CacheEntry, KvReport
+from rkserve.wire.asked import Asked
 from rkserve.wire.caches import (
     BuildCall,
     ClearCall,
+    KvPlaces,
     built,
     caches_list,
     ids_of,
@@ -44,8 +46,8 @@ def renderer(folder: ModelFolder) -> Renderer:
     return Renderer(folder)
 
 
-def body(**keys: Any) -> bytes:
-    return json.dumps(keys).encode()
+def body(**keys: Any) -> Asked:
+    return Asked(body=json.dumps(keys).encode())
 
 
 # --- clearing ---
@@ -54,12 +56,26 @@ def body(**keys: Any) -> bytes:
 @pytest.mark.parametrize(
     ("sent", "call"),
     [
-        pytest.param(b"", ClearCall(), id="no body clears everything"),
-        pytest.param(b"{}", ClearCall(), id="so does an empty one"),
+        pytest.param(body(all=True), ClearCall(), id="everything, where that is said"),
         pytest.param(
-            body(keep_system_prompt=True, model="m", boards=["a", "b"]),
-            ClearCall(True, "m", ("a", "b")),
+            body(keep_system_prompt=False, model="m", boards=["a", "b"]),
+            ClearCall(False, KvPlaces("m", ("a", "b"))),
             id="of some boards",
+        ),
+        pytest.param(
+            Asked((("boards", "a,b"), ("keep_system_prompt", "true"))),
+            ClearCall(where=KvPlaces(None, ("a", "b"))),
+            id="by a query",
+        ),
+        pytest.param(
+            Asked((("board", "a"),), b'{"keep_system_prompt": false}'),
+            ClearCall(False, KvPlaces(None, ("a",))),
+            id="by a query and a body",
+        ),
+        pytest.param(
+            Asked((("generation", "g"), ("ranges", "[[1,3]]"), ("choice", "1"))),
+            ClearCall(generation="g", choice=1, ranges=((1, 3),)),
+            id="of a generation, by a query",
         ),
         pytest.param(
             body(generation="g", ranges=[[1, 3]], choice=1),
@@ -68,17 +84,22 @@ def body(**keys: Any) -> bytes:
         ),
     ],
 )
-def test_a_clear_is_read(sent: bytes, call: ClearCall) -> None:
+def test_a_clear_is_read(sent: Asked, call: ClearCall) -> None:
     assert parse_clear(sent) == call
 
 
 @pytest.mark.parametrize(
     ("keys", "param"),
     [
+        ({}, "all"),
+        ({"all": False}, "all"),
+        ({"keep_system_prompt": False}, "all"),
+        ({"all": True, "model": "m"}, "all"),
+        ({"all": True, "generation": "g", "ranges": [[0, 1]]}, "all"),
+        ({"boards": "a", "board": "b"}, "boards"),
         ({"keep_system": True}, "keep_system"),
         ({"keep_system_prompt": 1}, "keep_system_prompt"),
         ({"model": 5}, "model"),
-        ({"boards": "a"}, "boards"),
         ({"boards": []}, "boards"),
         ({"boards": ["a", 5]}, "boards[1]"),
         ({"ranges": [[0, 1]]}, "ranges"),
@@ -98,6 +119,23 @@ def test_a_bad_clear_is_named(keys: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse_clear(body(**keys))
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ((("keep_system_prompt", "true"),), "all"),
+        ((("model", "m"), ("nonsense", "1")), "nonsense"),
+        ((("model", ""),), "model"),
+        ((("board", ""),), "board[0]"),
+        ((("generation", "g"), ("ranges", "1-3")), "ranges"),
+    ],
+    ids=str,
+)
+def test_a_bad_query_clears_nothing(query: tuple[tuple[str, str], ...], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_clear(Asked(query))
+    assert str(caught.value.param).partition("[")[0] == param.partition("[")[0]
 
 
 # --- building ---

@@ -15,6 +15,7 @@ from rkserve.errors import RequestError, RkserveError, UnsupportedParameter
 from rkserve.messages import ControlAction, Edit, Kv
 from rkserve.modelfolder import ModelFolder
 from rkserve.reports import GenerationInfo, GenerationState
+from rkserve.wire.asked import Asked
 from rkserve.wire.caches import parse_build, parse_clear
 from rkserve.wire.generations import (
     EditCall,
@@ -41,8 +42,8 @@ def renderer(folder: ModelFolder) -> Renderer:
     return Renderer(folder)
 
 
-def body(**keys: Any) -> bytes:
-    return json.dumps(keys).encode()
+def body(**keys: Any) -> Asked:
+    return Asked(body=json.dumps(keys).encode())
 
 
 def info(choice: int = 0, **changes: Any) -> GenerationInfo:
@@ -72,7 +73,7 @@ def info(choice: int = 0, **changes: Any) -> GenerationInfo:
     ],
 )
 def test_a_choice_may_be_named(sent: bytes, choice: int | None) -> None:
-    assert read_choice(sent) == choice
+    assert read_choice(Asked(body=sent)) == choice
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_a_choice_may_be_named(sent: bytes, choice: int | None) -> None:
 )
 def test_a_bad_choice_is_named(sent: bytes, param: str | None) -> None:
     with pytest.raises(RequestError) as caught:
-        read_choice(sent)
+        read_choice(Asked(body=sent))
     assert caught.value.param == param
 
 
@@ -147,13 +148,44 @@ def test_a_bad_edit_is_named(keys: dict[str, Any], param: str | None) -> None:
     assert caught.value.param == param
 
 
+def test_a_query_says_the_same_as_a_body() -> None:
+    pairs = [("replace_last", "1"), ("text", " 12"), ("clear", "[[1, 2]]"), ("choice", "2")]
+    assert parse_edit(Asked(tuple(pairs))) == EditCall(2, 1, " 12", None, False, ((1, 2),))
+    ids = (("token_ids", "[5,6]"), ("role", "tool"))
+    assert parse_edit(Asked(ids)) == EditCall(token_ids=(5, 6), tool=True)
+    assert read_choice(Asked((("choice", "3"),))) == 3
+
+
+@pytest.mark.parametrize(
+    ("pairs", "param"),
+    [
+        ([("chioce", "1")], "chioce"),
+        ([("choice", "one")], "choice"),
+        ([("choice", "1"), ("choice", "2")], "choice"),
+        ([("text", "x"), ("clear", "1-2")], "clear"),
+        ([("text", "x"), ("clear", "5")], "clear"),
+    ],
+    ids=str,
+)
+def test_a_bad_query_is_named(pairs: list[tuple[str, str]], param: str) -> None:
+    for parse in (parse_edit, read_choice) if param == "chioce" else (parse_edit,):
+        with pytest.raises(RequestError) as caught:
+            parse(Asked(tuple(pairs)))
+        assert caught.value.param == param
+
+
+def test_what_is_in_the_query_and_in_the_body_is_refused() -> None:
+    with pytest.raises(RequestError, match="in the query and in the body"):
+        read_choice(Asked((("choice", "1"),), b'{"choice": 1}'))
+
+
 @settings(max_examples=300, deadline=None)
 @given(JSON)
 def test_no_json_raises_anything_but_a_request_error(value: Any) -> None:
     caught: list[RkserveError] = []
     for parse in (read_choice, parse_edit, parse_clear, parse_build):
         try:
-            parse(json.dumps(value).encode())
+            parse(Asked(body=json.dumps(value).encode()))
         except RkserveError as exc:
             caught.append(exc)
     assert {exc.http_status for exc in caught} <= {400}

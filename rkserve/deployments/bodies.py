@@ -1,4 +1,4 @@
-"""Request bodies within limits of length and time; Serve itself sets neither."""
+"""Request bodies within limits of length and time, and queries; Serve itself sets no limits."""
 
 from __future__ import annotations
 
@@ -58,6 +58,11 @@ async def read_parts(
             del part[:part_bytes]
     if part:
         yield bytes(part)
+
+
+def query_of(request: Request) -> tuple[tuple[str, str], ...]:
+    """Return the pairs of the query string, decoded, in their order."""
+    return tuple(request.query_params.multi_items())
 
 
 def announced(request: Request, max_bytes: int) -> int | None:

@@ -14,15 +14,19 @@ from rkserve.deployments.seats import Answers, Seat, merged
 from rkserve.deployments.service import INLINE_BODY_BYTES, Service
 from rkserve.errors import BoardNotFound, BoardSilent, CacheNotFound, NoBoard
 from rkserve.names import check_cache_name
+from rkserve.wire.asked import Asked
 from rkserve.wire.caches import (
     ClearCall,
+    KvPlaces,
     built,
     caches_list,
+    check_delete,
     failures,
     ids_of,
     kv_list,
     parse_build,
     parse_clear,
+    parse_size,
 )
 from rkserve.wire.generations import EditCall
 from rkserve.wire.jsonbody import JsonObject
@@ -37,22 +41,22 @@ class Caches:
 
     # -- the KV cache -------------------------------------------------------------------------
 
-    async def kv(self, model: str | None, board: str | None) -> JsonObject:
-        """Return what the boards hold, of one model or one board where that is asked."""
-        seats = await self._seats(model, None if board is None else (board,), "board")
+    async def kv(self, asked: Asked) -> JsonObject:
+        """Return what the boards hold, of one model or some boards where that is asked."""
+        seats = await self._seats(parse_size(asked))
         answers = await self._ask(seats, "kv", timeout_s=self._service.config.report_timeout_s)
         return kv_list(list(answers.said.values()), answers.failed)
 
-    async def clear(self, body: bytes) -> tuple[int, JsonObject]:
+    async def clear(self, asked: Asked) -> tuple[int, JsonObject]:
         """Clear the KV caches of boards, or ranges of a paused generation's."""
-        call = parse_clear(body)
+        call = parse_clear(asked)
         if call.generation is not None:
             edit = EditCall(choice=call.choice, clear=call.ranges)
             return await self._generations.apply(call.generation, edit)
         return await self._clear_boards(call)
 
     async def _clear_boards(self, call: ClearCall) -> tuple[int, JsonObject]:
-        seats = self._some(await self._seats(call.model, call.boards, "boards"), call.model)
+        seats = self._some(await self._seats(call.where), call.where.model)
         answers = await self._ask(seats, "clear_kv", call.keep_system_prompt)
         self._service.fleet.forget_prompts(lambda board, _: board in answers.said, files=False)
         answers.require_one()
@@ -65,10 +69,10 @@ class Caches:
 
     # -- prompt caches ------------------------------------------------------------------------
 
-    async def build(self, model: str, body: bytes) -> tuple[int, JsonObject]:
+    async def build(self, model: str, asked: Asked) -> tuple[int, JsonObject]:
         """Build a named prompt cache on every board of a model that is there now."""
-        short = len(body) <= INLINE_BODY_BYTES
-        call = parse_build(body) if short else await asyncio.to_thread(parse_build, body)
+        short = len(asked.body) <= INLINE_BODY_BYTES
+        call = parse_build(asked) if short else await asyncio.to_thread(parse_build, asked)
         meant = await self._service.meant(model)
         served = self._service.served(meant.model)
         work = partial(ids_of, call, served.renderer, served.folder.settings.context_length)
@@ -97,8 +101,9 @@ class Caches:
             entries = [entry for entry in entries if entry.adapter == meant.ref.key]
         return caches_list(entries, answers.failed)
 
-    async def delete(self, model: str, name: str) -> tuple[int, JsonObject]:
+    async def delete(self, model: str, name: str, asked: Asked) -> tuple[int, JsonObject]:
         """Delete a named prompt cache wherever it is. Raises ``CacheNotFound``."""
+        check_delete(asked)
         check_cache_name(name)
         meant = await self._service.meant(model)
         answers = await self._ask(self._service.fleet.seats(meant.model), "delete_cache", name)
@@ -117,19 +122,17 @@ class Caches:
 
     # -- which boards -------------------------------------------------------------------------
 
-    async def _seats(
-        self, model: str | None, boards: tuple[str, ...] | None, param: str
-    ) -> list[Seat]:
+    async def _seats(self, where: KvPlaces) -> list[Seat]:
         """Return the boards that are meant. Raises ``ModelNotFound``, ``BoardNotFound``."""
-        base = None if model is None else (await self._service.meant(model)).model
+        base = None if where.model is None else (await self._service.meant(where.model)).model
         seats = self._service.fleet.seats(base)
-        if boards is None:
+        if where.boards is None:
             return seats
         by_name = {seat.board_id: seat for seat in seats}
-        for board in boards:
+        for board in where.boards:
             if board not in by_name:
-                raise BoardNotFound(board[:80], param)
-        return [by_name[board] for board in dict.fromkeys(boards)]
+                raise BoardNotFound(board[:80], "boards")
+        return [by_name[board] for board in where.boards]
 
     def _some(self, seats: list[Seat], model: str | None) -> list[Seat]:
         """Return the boards, of which there must be one. Raises ``NoBoard``."""

@@ -23,6 +23,7 @@ from rkserve.errors import (
 )
 from rkserve.messages import ControlAction, Edit
 from rkserve.reports import GenerationInfo, GenerationState
+from rkserve.wire.asked import Asked
 from rkserve.wire.caches import failures
 from rkserve.wire.generations import (
     EditCall,
@@ -117,16 +118,16 @@ class Generations:
         return generation_entry(found)
 
     async def control(
-        self, generation: str, action: ControlAction, body: bytes
+        self, generation: str, action: ControlAction, asked: Asked
     ) -> tuple[int, JsonObject]:
         """Pause, resume or abort; return status and answer. Raises ``RkserveError``."""
-        return await self._act(generation, action, read_choice(body), None)
+        return await self._act(generation, action, read_choice(asked), None)
 
-    async def edit(self, generation: str, body: bytes) -> tuple[int, JsonObject]:
+    async def edit(self, generation: str, asked: Asked) -> tuple[int, JsonObject]:
         """Edit a paused one; return status and answer. Raises ``RkserveError``."""
-        if len(body) <= INLINE_BODY_BYTES:
-            return await self.apply(generation, parse_edit(body))
-        return await self.apply(generation, await asyncio.to_thread(parse_edit, body))
+        if len(asked.body) <= INLINE_BODY_BYTES:
+            return await self.apply(generation, parse_edit(asked))
+        return await self.apply(generation, await asyncio.to_thread(parse_edit, asked))
 
     async def apply(self, generation: str, call: EditCall) -> tuple[int, JsonObject]:
         """Apply an edit that was read already."""

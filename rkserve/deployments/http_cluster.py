@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from rkserve.deployments.adapters import Adapters
-from rkserve.deployments.bodies import announced, read_body, read_parts
+from rkserve.deployments.bodies import announced, query_of, read_body, read_parts
 from rkserve.deployments.guard import check_client, check_operator
 from rkserve.deployments.operations import Made, Operations
 from rkserve.deployments.rest import Rest
@@ -57,7 +57,7 @@ class _Door:
     def look(self, request: Request, look: _Look) -> Response:
         """Show a client something."""
         check_client(request, self._keys)
-        return _answer(look(Asked(_query(request))))
+        return _answer(look(Asked(query_of(request))))
 
     async def asked(self, request: Request, *, body: bool = True) -> Asked:
         """Return what the operator asks; raises before any of the body is read if it is not."""
@@ -65,7 +65,7 @@ class _Door:
         key = read_key(request.headers.get("idempotency-key"))
         limits = (self._config.max_body_bytes, self._config.body_timeout_s)
         content = await read_body(request, *limits) if body else b""
-        return Asked(_query(request), content, key, who)
+        return Asked(query_of(request), content, key, who)
 
     def parts(self, request: Request, max_bytes: int) -> AsyncIterator[bytes]:
         """Yield the body in parts."""
@@ -225,10 +225,6 @@ def _add_weights(app: FastAPI, door: _Door, weights: Weights, max_model_bytes: i
 def _is_file(request: Request) -> bool:
     """Whether the body is a file, and not JSON."""
     return request.headers.get("content-type", "").partition(";")[0].strip().lower() == OCTETS
-
-
-def _query(request: Request) -> tuple[tuple[str, str], ...]:
-    return tuple(request.query_params.multi_items())
 
 
 def _answer(made: Made) -> Response:

@@ -10,13 +10,14 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from rkserve.config import RouterConfig
-from rkserve.deployments.bodies import read_body
+from rkserve.deployments.bodies import query_of, read_body
 from rkserve.deployments.caches import Caches
 from rkserve.deployments.generations import Generations, Peers
 from rkserve.deployments.guard import check_client, check_operator
 from rkserve.deployments.keys import Keys
 from rkserve.deployments.service import Service
 from rkserve.messages import ControlAction
+from rkserve.wire.asked import Asked
 from rkserve.wire.jsonbody import JsonObject
 
 
@@ -49,12 +50,12 @@ def _add_generations(
     async def edit(request: Request, generation: str) -> JSONResponse:
         """Change a paused generation."""
         check_client(request, keys)
-        return _answer(await generations.edit(generation, await _body(request, config)))
+        return _answer(await generations.edit(generation, await _asked(request, config)))
 
     async def control(request: Request, generation: str, action: ControlAction) -> JSONResponse:
         check_client(request, keys)
-        body = await _body(request, config)
-        return _answer(await generations.control(generation, action, body))
+        asked = await _asked(request, config)
+        return _answer(await generations.control(generation, action, asked))
 
     @app.post("/v1/generations/{generation}/pause")
     async def pause(request: Request, generation: str) -> JSONResponse:
@@ -77,14 +78,13 @@ def _add_kv(app: FastAPI, config: RouterConfig, keys: Keys, caches: Caches) -> N
     async def size(request: Request) -> JSONResponse:
         """Say what the KV caches hold."""
         check_client(request, keys)
-        asked = request.query_params
-        return JSONResponse(await caches.kv(asked.get("model"), asked.get("board")))
+        return JSONResponse(await caches.kv(Asked(query_of(request))))
 
     @app.post("/v1/cache/kv/clear")
     async def clear(request: Request) -> JSONResponse:
         """Clear KV caches."""
         check_operator(request, keys)
-        return _answer(await caches.clear(await _body(request, config)))
+        return _answer(await caches.clear(await _asked(request, config)))
 
 
 def _add_prompt_caches(app: FastAPI, config: RouterConfig, keys: Keys, caches: Caches) -> None:
@@ -92,7 +92,7 @@ def _add_prompt_caches(app: FastAPI, config: RouterConfig, keys: Keys, caches: C
     async def build(request: Request, model: str) -> JSONResponse:
         """Build a named prompt cache."""
         check_operator(request, keys)
-        return _answer(await caches.build(model, await _body(request, config)))
+        return _answer(await caches.build(model, await _asked(request, config)))
 
     @app.get("/v1/cache/{model}")
     async def listed(request: Request, model: str) -> JSONResponse:
@@ -105,7 +105,7 @@ def _add_prompt_caches(app: FastAPI, config: RouterConfig, keys: Keys, caches: C
     async def delete(request: Request, model: str, cache_name: str) -> JSONResponse:
         """Delete a named prompt cache."""
         check_operator(request, keys)
-        return _answer(await caches.delete(model, cache_name))
+        return _answer(await caches.delete(model, cache_name, await _asked(request, config)))
 
 
 def _add_boards(app: FastAPI, service: Service) -> None:
@@ -122,8 +122,9 @@ def _add_boards(app: FastAPI, service: Service) -> None:
         return JSONResponse(service.board(board_id))
 
 
-async def _body(request: Request, config: RouterConfig) -> bytes:
-    return await read_body(request, config.max_body_bytes, config.body_timeout_s)
+async def _asked(request: Request, config: RouterConfig) -> Asked:
+    body = await read_body(request, config.max_body_bytes, config.body_timeout_s)
+    return Asked(query_of(request), body)
 
 
 def _answer(made: tuple[int, JsonObject]) -> JSONResponse:

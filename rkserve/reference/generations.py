@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from rkserve.reference import failures
+from rkserve.reference.asked import TEXTS
 from rkserve.reference.asking import IDS, MODEL
 from rkserve.reference.endpoints import (
     Access,
     Endpoint,
     Example,
+    Parameter,
     in_json,
     in_path,
     in_query,
@@ -47,6 +49,32 @@ _CHOICE = said(integer(0, limits.MAX_CHOICES - 1), "Which choice is meant; all w
 _RANGES = array(
     {"type": "array", "items": COUNT, "minItems": 2, "maxItems": 2}, 1, limits.MAX_CLEAR_RANGES
 )
+_PLACES = {
+    "model": said(MODEL, "Only boards of this model."),
+    "boards": said(TEXTS, "Only these boards."),
+    "board": said(TEXTS, "Another name of `boards`."),
+}
+_CLEAR = {
+    **_PLACES,
+    "all": said(FLAG, "All boards; needed where neither of these three is there."),
+    "keep_system_prompt": said(FLAG, "Spare the system prompt; true unless it is said."),
+    "generation": said(text(1), "The id of a paused answer, instead of boards."),
+    "ranges": said(_RANGES, "Positions of that answer's context."),
+    "choice": _CHOICE,
+}
+_EDIT = {
+    "choice": _CHOICE,
+    "replace_last": COUNT,
+    "text": TEXT,
+    "token_ids": IDS,
+    "role": words("assistant", "tool"),
+    "clear": _RANGES,
+}
+_BUILD = {
+    "cache_name": TEXT,
+    "prompt": either(text(1), IDS),
+    "messages": array(ref("ChatMessage"), 1),
+}
 FAILED = array(obj({"board": TEXT, "error": TEXT, "message": TEXT}))
 
 _ENTRY: dict[str, Schema] = {
@@ -115,37 +143,23 @@ SCHEMAS: dict[str, Schema] = {
     "ChoiceRequest": body({}, {"choice": _CHOICE}, strict=True),
     "EditRequest": body(
         {},
-        {
-            "choice": _CHOICE,
-            "replace_last": COUNT,
-            "text": TEXT,
-            "token_ids": IDS,
-            "role": words("assistant", "tool"),
-            "clear": _RANGES,
-        },
+        _EDIT,
         strict=True,
         about="At least one of `replace_last`, `text`, `token_ids` and `clear`.",
     ),
     "KvCaches": listed(_KV_BOARD, _KV_LIST),
     "KvClearRequest": body(
         {},
-        {
-            "keep_system_prompt": FLAG,
-            "model": TEXT,
-            "boards": array(TEXT, 1),
-            "generation": text(1),
-            "ranges": _RANGES,
-            "choice": _CHOICE,
-        },
+        _CLEAR,
         strict=True,
         about="Either of boards, or `ranges` of one paused `generation`.",
     ),
     "KvCleared": listed(_KV_BOARD, {**_KV_LIST, **_CLEARED}),
     "CacheRequest": body(
-        {"cache_name": TEXT},
-        {"prompt": either(text(1), IDS), "messages": array(ref("ChatMessage"), 1)},
+        {},
+        _BUILD,
         strict=True,
-        about="Either `prompt` or `messages`.",
+        about="`cache_name`, and either `prompt` or `messages`.",
     ),
     "CacheBuilt": obj(
         {
@@ -220,6 +234,19 @@ _ACTS = (400, 408, 413, 401, 404, 409, 429, 503, 504)
 _PARTLY = "Not all boards could do it; `failed` says which."
 
 
+def _query(names: dict[str, Schema]) -> tuple[Parameter, ...]:
+    """The keys of a body as parameters of the query, where lists are JSON or have commas."""
+    return tuple(
+        in_query(name, _in_query(schema), str(schema.get("description", "As in the body.")))
+        for name, schema in names.items()
+    )
+
+
+def _in_query(schema: Schema) -> Schema:
+    plain = {key: value for key, value in schema.items() if key != "description"}
+    return TEXT if "anyOf" in plain or plain["type"] == "array" else plain
+
+
 def _act(action: str, summary: str, asked: str, example: object = None) -> Endpoint:
     return Endpoint(
         "POST",
@@ -232,8 +259,8 @@ def _act(action: str, summary: str, asked: str, example: object = None) -> Endpo
             told(ref("Controlled"), 207, "Not all choices could do it; `failed` says which."),
         ),
         _ACTS,
-        (_ID,),
-        in_json(ref(asked), required=asked == "EditRequest"),
+        (_ID, *_query(_EDIT if asked == "EditRequest" else {"choice": _CHOICE})),
+        in_json(ref(asked), required=False),
         Example(example, _AT),
     )
 
@@ -271,10 +298,7 @@ ENDPOINTS = (
         Access.CLIENT,
         (told(ref("KvCaches"), says="By board and together."),),
         (400, *failures.ASK),
-        (
-            in_query("model", MODEL, "Only boards of this model."),
-            in_query("board", TEXT, "Only this board."),
-        ),
+        _query(_PLACES),
     ),
     Endpoint(
         "POST",
@@ -287,7 +311,8 @@ ENDPOINTS = (
             told(either(ref("KvCleared"), ref("Controlled")), 207, _PARTLY),
         ),
         (*failures.BODY, *failures.OPERATOR, 404, 409, 429, 503, 504),
-        body=in_json(ref("KvClearRequest"), required=False),
+        _query(_CLEAR),
+        in_json(ref("KvClearRequest"), required=False),
         example=Example({"model": SIM}),
     ),
     Endpoint(
@@ -301,8 +326,8 @@ ENDPOINTS = (
             told(ref("CacheBuilt"), 207, "Not all boards could build it."),
         ),
         (*failures.BODY, *failures.OPERATOR, 404, 409, 429, 502, 503, 504),
-        (_MODEL,),
-        in_json(ref("CacheRequest")),
+        (_MODEL, *_query(_BUILD)),
+        in_json(ref("CacheRequest"), required=False),
         Example({"cache_name": "doc", "messages": HELLO}, {"model": SIM}),
     ),
     Endpoint(
@@ -326,7 +351,7 @@ ENDPOINTS = (
             told(ref("CacheDeleted"), says="It is gone."),
             told(ref("CacheDeleted"), 207, _PARTLY),
         ),
-        (400, *failures.OPERATOR, 404, 503),
+        (*failures.BODY, *failures.OPERATOR, 404, 503),
         (_MODEL, in_path("cache_name", "Its name.")),
         example=Example(path={"model": SIM, "cache_name": "doc"}),
     ),

@@ -31,6 +31,7 @@ class Kind(Enum):
     TEXTS = auto()
     FLAG = auto()
     NUMBER = auto()
+    JSON = auto()
 
 
 Kinds = Mapping[str, Kind]
@@ -90,6 +91,8 @@ def _value(name: str, given: list[str], kind: Kind) -> Any:
     (text,) = given
     if kind is Kind.TEXT:
         return text
+    if kind is Kind.JSON:
+        return _json(name, text)
     if kind is Kind.FLAG:
         if text.lower() not in _FLAGS:
             raise RequestError(
@@ -97,6 +100,15 @@ def _value(name: str, given: list[str], kind: Kind) -> Any:
             )
         return _FLAGS[text.lower()]
     return _number(name, text)
+
+
+def _json(name: str, text: str) -> Any:
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError:
+        raise RequestError(
+            f"Invalid '{name}': in a query it is JSON, got {quoted(text)}.", name
+        ) from None
 
 
 def _number(name: str, text: str) -> int | float:

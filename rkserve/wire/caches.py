@@ -1,39 +1,52 @@
-"""Bodies and answers of the KV cache's and the prompt caches' routes; it knows shapes, no board.
+"""Parameters and answers of the routes of KV caches and prompt caches; it knows shapes, no board.
 
 Unknown keys are refused, as in every call that changes something.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rkserve.errors import ContextOverflow, RequestError, RkserveError, UnsupportedParameter
 from rkserve.reports import CacheEntry, KvReport
+from rkserve.wire.asked import Asked, Kind, Kinds
+from rkserve.wire.cluster import texts
 from rkserve.wire.conversation import Message, read_messages
 from rkserve.wire.failures import told
-from rkserve.wire.fields import Fields, missing, wrong_type
+from rkserve.wire.fields import Fields, missing
 from rkserve.wire.generations import Ranges, choice_of, ranges_of
-from rkserve.wire.jsonbody import JsonObject, parse_object
+from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.openai import TextOrIds, read_prompt
 from rkserve.wire.renderer import Header, Renderer
 
 Failures = Mapping[str, RkserveError]  # by board
 
-_OF_A_GENERATION = ("generation", "ranges", "choice")
-_OF_BOARDS = ("keep_system_prompt", "model", "boards")
+_WHERE: Kinds = {"model": Kind.TEXT, "board": Kind.TEXTS, "boards": Kind.TEXTS}
+_OF_BOARDS: Kinds = {**_WHERE, "keep_system_prompt": Kind.FLAG, "all": Kind.FLAG}
+_OF_A_GENERATION: Kinds = {
+    "generation": Kind.TEXT,
+    "ranges": Kind.JSON,
+    "choice": Kind.NUMBER,
+}
+_CLEAR: Kinds = {**_OF_BOARDS, **_OF_A_GENERATION}
+_BUILD: Kinds = {"cache_name": Kind.TEXT, "prompt": Kind.TEXT, "messages": Kind.JSON}
+
+
+@dataclass(frozen=True)
+class KvPlaces:
+    """The KV caches that a call is about: of one model, of some boards, or of both; None is all."""
+
+    model: str | None = None
+    boards: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
 class ClearCall:
-    """The body of POST /v1/cache/kv/clear: either of boards, or of one paused generation.
+    """POST /v1/cache/kv/clear: either of boards, or of one paused generation."""
 
-    ``boards`` of None are all.
-    """
-
-    keep_system_prompt: bool = False
-    model: str | None = None
-    boards: tuple[str, ...] | None = None
+    keep_system_prompt: bool = True
+    where: KvPlaces = KvPlaces()
     generation: str | None = None
     choice: int | None = None
     ranges: Ranges = ()
@@ -48,18 +61,27 @@ class BuildCall:
     messages: tuple[Message, ...] = ()
 
 
-def parse_clear(body: bytes) -> ClearCall:
-    """Read the body of POST /v1/cache/kv/clear, which may be empty.
+def parse_size(asked: Asked) -> KvPlaces:
+    """Read GET /v1/cache/kv/size.
 
     Raises:
         RequestError: with the ``param`` at fault.
     """
-    fields = Fields(parse_object(body) if body.strip() else {})
-    fields.only((*_OF_BOARDS, *_OF_A_GENERATION))
+    return _places(asked.fields(_WHERE))
+
+
+def parse_clear(asked: Asked) -> ClearCall:
+    """Read POST /v1/cache/kv/clear, which clears nothing that it does not name.
+
+    Raises:
+        RequestError: with the ``param`` at fault.
+    """
+    fields = asked.fields(_CLEAR)
     if fields.get("generation") is None:
         _refuse(fields, ("ranges", "choice"), "needs 'generation': ranges are cleared of one only")
-        boards = None if fields.get("boards") is None else _texts(fields, "boards")
-        return ClearCall(fields.flag("keep_system_prompt"), fields.text("model"), boards)
+        where, keep = _places(fields), fields.maybe_flag("keep_system_prompt")
+        _check_named(where, whole=fields.flag("all"))
+        return ClearCall(keep is None or keep, where)
     _refuse(fields, _OF_BOARDS, "does not go together with 'generation'")
     return ClearCall(
         generation=fields.required_text("generation"),
@@ -68,28 +90,42 @@ def parse_clear(body: bytes) -> ClearCall:
     )
 
 
-def _refuse(fields: Fields, names: Sequence[str], why: str) -> None:
+def _places(fields: Fields) -> KvPlaces:
+    if fields.get("board") is not None and fields.get("boards") is not None:
+        raise RequestError("'board' and 'boards' are two names of one value; send one.", "boards")
+    name = "boards" if fields.get("board") is None else "board"
+    boards = None if fields.get(name) is None else texts(fields, name)
+    if boards == ():
+        raise RequestError(f"Invalid '{name}': empty array.", name)
+    model = None if fields.get("model") is None else fields.required_text("model")
+    return KvPlaces(model, boards)
+
+
+def _check_named(where: KvPlaces, *, whole: bool) -> None:
+    named = where != KvPlaces()
+    if not named and not whole:
+        raise RequestError(
+            "Name what to clear: 'model', 'boards' or 'generation'. Send 'all': true to clear the "
+            "KV caches of all boards.",
+            "all",
+        )
+    if named and whole:
+        raise RequestError("'all' does not go together with 'model' or 'boards'.", "all")
+
+
+def _refuse(fields: Fields, names: Iterable[str], why: str) -> None:
     for name in names:
         if fields.get(name) is not None:
             raise RequestError(f"'{name}' {why}.", name)
 
 
-def _texts(fields: Fields, name: str) -> tuple[str, ...]:
-    found = fields.items(name)
-    for index, value in enumerate(found):
-        if not isinstance(value, str):
-            raise wrong_type(f"{fields.path(name)}[{index}]", "a string", value)
-    return tuple(found)
-
-
-def parse_build(body: bytes) -> BuildCall:
-    """Read the body of POST /v1/cache/{model}.
+def parse_build(asked: Asked) -> BuildCall:
+    """Read POST /v1/cache/{model}.
 
     Raises:
         RequestError: with the ``param`` at fault.
     """
-    fields = Fields(parse_object(body))
-    fields.only(("cache_name", "prompt", "messages"))
+    fields = asked.fields(_BUILD)
     name = fields.cache_name("cache_name")
     if name is None:
         raise missing("cache_name")
@@ -101,6 +137,15 @@ def parse_build(body: bytes) -> BuildCall:
     if prompt is not None:
         raise RequestError("Send either 'prompt' or 'messages', not both.", "messages")
     return BuildCall(name, messages=read_messages(fields))
+
+
+def check_delete(asked: Asked) -> None:
+    """Read DELETE /v1/cache/{model}/{cache_name}, which takes no parameters.
+
+    Raises:
+        RequestError: with the ``param`` at fault.
+    """
+    asked.fields({})
 
 
 def ids_of(call: BuildCall, renderer: Renderer, context_len: int) -> tuple[int, ...]:

@@ -149,9 +149,9 @@ class Fields:
         """
         for name in self._values:
             if name not in known:
+                listed = f"Known are: {', '.join(sorted(known))}." if known else "None is known."
                 raise RequestError(
-                    f"Unknown parameter: {quoted(self.path(name))}. Known are: "
-                    f"{', '.join(sorted(known))}.",
+                    f"Unknown parameter: {quoted(self.path(name))}. {listed}",
                     self.path(name)[:MAX_QUOTED_CHARS],
                 )
 

@@ -1,7 +1,7 @@
-"""Bodies and answers of the calls that control generations; it knows keys and shapes, no board.
+"""Parameters and answers of the calls that control generations; it knows keys and shapes, no board.
 
-Keys that are unknown are refused here: these calls change something, and a mistyped key must not
-be taken for one that was left out.
+Unknown keys are refused: these calls change something, and a mistyped key must not be taken for one
+that was left out.
 """
 
 from __future__ import annotations
@@ -12,15 +12,23 @@ from dataclasses import dataclass
 from rkserve.errors import RequestError
 from rkserve.messages import ControlAction, Edit
 from rkserve.reports import GenerationInfo, GenerationState
+from rkserve.wire.asked import Asked, Kind, Kinds
 from rkserve.wire.fields import ANY, Fields, Range, as_integer, wrong_type
-from rkserve.wire.jsonbody import JsonObject, parse_object
+from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.limits import MAX_CHOICES, MAX_CLEAR_RANGES
 from rkserve.wire.renderer import Renderer
 
 Ranges = tuple[tuple[int, int], ...]
 
 _NOT_NEGATIVE = Range(0)
-_CHANGES = ("replace_last", "text", "token_ids", "clear")
+_CHANGES: Kinds = {
+    "replace_last": Kind.NUMBER,
+    "text": Kind.TEXT,
+    "token_ids": Kind.JSON,
+    "clear": Kind.JSON,
+}
+_CHOICE: Kinds = {"choice": Kind.NUMBER}
+_EDIT: Kinds = {**_CHANGES, **_CHOICE, "role": Kind.TEXT}
 _STATUS = {
     ControlAction.PAUSE: "paused",
     ControlAction.EDIT: "paused",
@@ -45,27 +53,22 @@ class EditCall:
     clear: Ranges = ()
 
 
-def read_choice(body: bytes) -> int | None:
-    """Read the optional body of pause, resume and abort: which choice is meant, None for all.
+def read_choice(asked: Asked) -> int | None:
+    """Read the choice that a pause, resume or abort names; None for all.
 
     Raises:
         RequestError: with the ``param`` at fault.
     """
-    if not body.strip():
-        return None
-    fields = Fields(parse_object(body))
-    fields.only(("choice",))
-    return choice_of(fields)
+    return choice_of(asked.fields(_CHOICE))
 
 
-def parse_edit(body: bytes) -> EditCall:
-    """Read the body of an edit.
+def parse_edit(asked: Asked) -> EditCall:
+    """Read an edit.
 
     Raises:
         RequestError: with the ``param`` at fault.
     """
-    fields = Fields(parse_object(body))
-    fields.only((*_CHANGES, "role", "choice"))
+    fields = asked.fields(_EDIT)
     if all(fields.get(name) is None for name in _CHANGES):
         raise RequestError(
             f"An edit needs at least one of {', '.join(repr(name) for name in _CHANGES)}."
