@@ -63,6 +63,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "page",
         "reference",
     },
+    # A board without Ray: of ``deployments`` only what knows no Ray either.
+    "local": GROUND | {"board", "wire", "reference", "deployments.assemble", "deployments.sight"},
     # The one place that knows every part, and the two programs beside it.
     "app": GROUND | {"native", "board", "wire", "routing", "control", "deployments"},
     "cli": GROUND
@@ -75,7 +77,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "__main__": frozenset({"cli"}),
 }
 OWNERS = {
-    "asyncio": {"board", "deployments", "app", "cli", "bench", "client"},
+    "asyncio": {"board", "deployments", "app", "cli", "bench", "client", "local"},
     "cffi": {"native"},
     "numpy": {"native", "sampling"},
     "llguidance": {"sampling"},
@@ -103,6 +105,7 @@ OWNERS = {
         "deployments",
         "app",
         "bench",
+        "local",
     },
     "prometheus_client": {"metrics", "deployments"},
     "httpx": {"client", "cli", "deployments"},

@@ -37,8 +37,13 @@ class Place:
     state_dir: Path
 
 
-def assemble(group: BoardGroupConfig, place: Place, platform: str) -> Board:
-    """Return the board, not yet started. Raises ``ConfigError``, ``OSError``."""
+def assemble(
+    group: BoardGroupConfig, place: Place, platform: str, *, governed: bool = True
+) -> Board:
+    """Return the board, not yet started. Raises ``ConfigError``, ``OSError``.
+
+    A ``governed`` board serves nothing before a Coordinator has told it the desired state.
+    """
     folder = open_model_folder(resolve_folder(group.model))
     if group.n_batch > 1 and folder.tokenizer_file is None:
         raise ConfigError(
@@ -75,7 +80,7 @@ def assemble(group: BoardGroupConfig, place: Place, platform: str) -> Board:
         max_adapters=folder.settings.max_adapters,
         max_adapter_bytes=folder.settings.max_adapter_bytes,
         model_dir=folder.path,
-        governed=True,
+        governed=governed,
         staged_dir=place.state_dir / ADAPTERS / place.board_id,
         weights_dir=place.state_dir / WEIGHTS / place.board_id,
         base_file=place.state_dir / f"{place.board_id}.base",
