@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -32,6 +33,8 @@ from rkserve.settingwords import explain
 ADMIN_KEY_VARIABLE = "RKSERVE_ADMIN_KEY"
 PROJECT = Path(__file__).resolve().parents[1]
 MAX_PORT = 65535
+_HOST_PATTERN = re.compile(r"\*|(\*\.)?[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
+_ORIGIN = re.compile(r"\*|[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@*]+")
 ROUNDING = 1e-9  # three shares of a third, say
 
 
@@ -54,6 +57,20 @@ class RouterConfig(Settings):
     )
     body_timeout_s: float = Field(
         30.0, gt=0, description="Longest time for a body to arrive; then 408."
+    )
+    allowed_hosts: tuple[str, ...] = Field(
+        (),
+        description="Host names by which clients reach the service, such as `llm.example.org` or "
+        "`*.example.org`, without port; `*` allows every name. Always allowed: IP addresses, "
+        "`localhost`, the HTTP host of Serve's configuration, and the names of the cluster's "
+        "machines, also with `.local`, `.lan` and the like. Any other `Host` is a 421 "
+        "([operations.md](operations.md#web-pages-and-host-names)).",
+    )
+    allowed_origins: tuple[str, ...] = Field(
+        (),
+        description="Origins whose web pages may call the service, such as "
+        "`https://chat.example.org`; `*` allows all. They get CORS headers. Requests by pages of "
+        "other origins than the service's own are a 403.",
     )
     ping_s: float = Field(
         10.0, gt=0, description="A silent stream gets an SSE comment this often, to keep it open."
@@ -159,6 +176,28 @@ class RouterConfig(Settings):
     images: ImagesConfig = ImagesConfig()
     responses: ResponsesConfig = ResponsesConfig()
     page: bool = Field(True, description="Whether `/` is the [chat page](page.md).")
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _are_host_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if not _HOST_PATTERN.fullmatch(name):
+                raise ValueError(
+                    f"{name!r} is no host name; give it without scheme and port, such as "
+                    "llm.example.org, *.example.org or *"
+                )
+        return tuple(name.lower() for name in names)
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"{origin!r} is no origin; give scheme, host and port without a path, such as "
+                    "https://chat.example.org or http://localhost:3000"
+                )
+        return tuple(origin.lower() for origin in origins)
 
     @model_validator(mode="after")
     def _priorities_make_sense(self) -> RouterConfig:

@@ -197,7 +197,7 @@ class ReferenceHouse:
         """Make one request from this machine."""
         await self.refresh()
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, url, **rest)
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:

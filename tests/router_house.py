@@ -74,7 +74,7 @@ class House:
         if not self.head.away:
             await self.cluster.refresh()
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False, client=(host, 1))
-        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, **kwargs)
 
     def metric(self, name: str, **labels: str) -> float | None:

@@ -51,7 +51,7 @@ def drive(head: FakeHead, use: Callable[[AsyncClient], Awaitable[Any]]) -> Any:
         await house.service.fleet.refresh()
         await house.cluster.refresh()
         transport = httpx.ASGITransport(house.app, client=("127.0.0.1", 1))
-        async with AsyncClient("http://router", transport=transport) as client:
+        async with AsyncClient("http://localhost", transport=transport) as client:
             return await use(client)
 
     return asyncio.run(main())

@@ -87,7 +87,7 @@ def test_a_router_that_has_not_heard_of_the_board_yet_looks_for_it_before_it_say
     async def main() -> None:
         house = house_of("a", a_generations=[info()], a_control=[info()])
         transport = httpx.ASGITransport(house.app)  # without the house's own round of reports
-        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             response = await client.post(f"{GENERATIONS}/{ID}/pause")
         assert response.status_code == 200, response.text
         assert response.json()["board"] == "a"

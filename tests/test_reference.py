@@ -44,9 +44,12 @@ def of(tmp_path: Path) -> Iterator[ReferenceHouse]:
 def routes(of: ReferenceHouse) -> set[tuple[str, str]]:
     """Method and path of every route of the application."""
     app: Any = of.app
-    found = app._app.routes
+    while not hasattr(app, "routes"):  # beneath what stands around the framework's application
+        app = app._app
     return {
-        (method, route.path.replace(":path}", "}")) for route in found for method in route.methods
+        (method, route.path.replace(":path}", "}"))
+        for route in app.routes
+        for method in route.methods
     }
 
 

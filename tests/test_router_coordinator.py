@@ -66,7 +66,7 @@ def with_both(folder: Path, work: Callable[[Ask, Control], Awaitable[None]]) -> 
         app = make_app(service, 10_000, 10_000, Responses(config, folder / "responses"))
         await asyncio.gather(fleet.refresh(), cluster.refresh())
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
-        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             try:
                 await work(client.request, control)
             finally:

@@ -8,17 +8,23 @@ from collections.abc import AsyncIterator
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from rkserve.errors import BodyTooLarge, BodyTooSlow, RequestError
+from rkserve.deployments.guard import is_browser
+from rkserve.errors import BodyTooLarge, BodyTooSlow, RequestError, UnsupportedMediaType
+from rkserve.wire.fields import quoted
+
+_FORM = "application/x-www-form-urlencoded"
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    """Return the whole body.
+    """Return the whole body, which is JSON.
 
     Raises:
+        UnsupportedMediaType: its headers call it something else.
         BodyTooLarge: as soon as it is known to be longer than ``max_bytes``.
         BodyTooSlow: it did not arrive within ``timeout_s``.
         RequestError: the Content-Length header is not a number, or the client left.
     """
+    _check_type(request)
     announced(request, max_bytes)
     try:
         return await asyncio.wait_for(_collect(request, max_bytes), timeout_s)
@@ -84,6 +90,30 @@ async def _collect(request: Request, max_bytes: int) -> bytes:
         if len(body) > max_bytes:
             raise _too_large(max_bytes)
     return bytes(body)
+
+
+def _check_type(request: Request) -> None:
+    """Hold a body to JSON, which pages of other origins cannot send unasked.
+
+    Many clients send JSON without a type, and curl's ``-d`` calls everything a form; both are
+    taken where no browser sends it.
+    """
+    headers = request.headers
+    if headers.get("content-length") == "0":
+        return
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise UnsupportedMediaType(
+            f"Content-Encoding {quoted(encoding)} is not supported: send the body uncompressed."
+        )
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+        return
+    if kind in ("", _FORM) and not is_browser(request):
+        return
+    raise UnsupportedMediaType(
+        f"Content-Type {quoted(kind)} is not supported: send 'Content-Type: application/json'."
+    )
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:

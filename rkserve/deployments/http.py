@@ -11,13 +11,14 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rkserve import __version__
 from rkserve.deployments.answering import DIRECT, respond
 from rkserve.deployments.generations import Peers
-from rkserve.deployments.guard import check_client
+from rkserve.deployments.guard import BrowserGuard, HostAllowList, check_client, host_names
 from rkserve.deployments.http_cluster import add_cluster
 from rkserve.deployments.http_control import add_control
 from rkserve.deployments.http_dialects import add_dialects, error_of
@@ -40,11 +41,13 @@ def make_app(
     max_model_bytes: int,
     responses: Responses,
     peers: Peers | None = None,
+    *,
+    hosts: HostAllowList | None = None,
 ) -> ASGIApp:
     """Return the ASGI application of one Router; weights alone may be longer than other bodies.
 
     ``peers`` are all Routers of the application, where there are several, and ``responses`` what
-    they keep.
+    they keep. ``hosts`` are the names by which they are reached.
     """
     # Without redirects a trailing slash is a 404 in OpenAI's shape and not an empty 307.
     # The framework's own pages about the API would load scripts from elsewhere, and its document
@@ -71,7 +74,15 @@ def make_app(
     add_reference(app, page=service.config.page)
     add_control(app, service, peers)
     add_cluster(app, service, max_adapter_bytes, max_model_bytes)
-    return _Counted(app, service)  # outside of everything, so that a 500 counts as well
+    allowed = service.config.allowed_origins
+    inner: ASGIApp = app
+    if allowed:
+        inner = CORSMiddleware(
+            app, allowed, allow_methods=("*",), allow_headers=("*",), expose_headers=("*",)
+        )
+    hosts = hosts or host_names(service.config)
+    guarded = BrowserGuard(inner, hosts, allowed, _refusal)
+    return _Counted(guarded, service)  # outside of everything, so that a 500 counts as well
 
 
 def _add_calls(app: FastAPI, service: Service) -> None:
@@ -143,6 +154,11 @@ class _Counted:
             await send(message)
 
         await self._app(scope, receive, counted if scope["type"] == "http" else send)
+
+
+def _refusal(request: Request, exc: RkserveError) -> ASGIApp:
+    status, headers, body = error_of(request)(exc)
+    return JSONResponse(body, status, headers)
 
 
 async def _on_error(request: Request, exc: Exception) -> JSONResponse:

@@ -7,6 +7,7 @@ import random
 import sys
 from typing import Any
 
+import ray
 from prometheus_client import CollectorRegistry
 from ray import serve
 from ray.exceptions import RayError
@@ -18,6 +19,7 @@ from rkserve.config import RkserveConfig, resolve_folder
 from rkserve.deployments.channel_router import Channels
 from rkserve.deployments.cluster import Cluster
 from rkserve.deployments.front import is_loopback
+from rkserve.deployments.guard import host_names, machine_names
 from rkserve.deployments.headlink import RayHeadLink
 from rkserve.deployments.http import make_app
 from rkserve.deployments.link import RayLink
@@ -57,6 +59,16 @@ def hides_clients() -> bool:
         return False
     client = _get_global_client()  # no public way
     return client is None or not is_loopback(client.http_config.host)
+
+
+def cluster_names() -> list[str]:
+    """Return the host names by which the application is reached, as far as Ray knows them."""
+    names = machine_names()
+    names += [node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]]
+    client = _get_global_client()  # no public way
+    if client is not None and client.http_config.host is not None:
+        names.append(client.http_config.host)
+    return names
 
 
 def _until_gone(receive: Receive) -> Receive:
@@ -129,6 +141,7 @@ class RouterReplica:
             config.coordinator.max_model_bytes,
             self._responses,
             peers,
+            hosts=host_names(config.router, cluster_names),
         )
         self.hides_clients = await asyncio.to_thread(hides_clients)
         # A Router that takes over from another one should know the boards, and what they shall be,

@@ -10,6 +10,8 @@
     |   +-- MethodNotAllowed         405
     |   +-- BodyTooLarge             413  body_too_large
     |   +-- BodyTooSlow              408  body_too_slow
+    |   +-- UnsupportedMediaType     415  unsupported_media_type
+    |   +-- HostNotAllowed           421  host_not_allowed
     |   +-- ContextOverflow          400  context_length_exceeded
     |   +-- InputTooLong             400  context_length_exceeded
     |   +-- SamplingFixed            400  sampling_fixed
@@ -24,6 +26,7 @@
     |   +-- BoardNotFound            404  board_not_found
     |   +-- StateConflict            409  state_conflict
     |   +-- Forbidden                403  forbidden
+    |   |   +-- OriginNotAllowed     403  origin_not_allowed
     |   +-- InvalidApiKey            401  invalid_api_key
     |   +-- OperationNotFound        404  operation_not_found
     |   +-- OperationConflict        409  operation_conflict
@@ -148,10 +151,12 @@ from rkserve.errors.requests import (
     EmbeddingUnsupported,
     Forbidden,
     GenerationNotFound,
+    HostNotAllowed,
     InputTooLong,
     ItemNotFound,
     MethodNotAllowed,
     ModelNotFound,
+    OriginNotAllowed,
     PreviousResponseNotFound,
     RateLimited,
     RequestError,
@@ -159,6 +164,7 @@ from rkserve.errors.requests import (
     RouteNotFound,
     SamplingFixed,
     StateConflict,
+    UnsupportedMediaType,
     UnsupportedParameter,
 )
 
@@ -195,6 +201,7 @@ __all__ = [
     "FrameCorrupt",
     "GenerationNotFound",
     "HookFailed",
+    "HostNotAllowed",
     "InputTooLong",
     "InvalidApiKey",
     "ItemNotFound",
@@ -211,6 +218,7 @@ __all__ = [
     "OperationConflict",
     "OperationNotFound",
     "OperationTimeout",
+    "OriginNotAllowed",
     "PauseExpired",
     "PoisonRequest",
     "PreviousResponseNotFound",
@@ -232,6 +240,7 @@ __all__ = [
     "StateConflict",
     "StepsRefused",
     "TooManyPaused",
+    "UnsupportedMediaType",
     "UnsupportedParameter",
     "VersionUnavailable",
 ]

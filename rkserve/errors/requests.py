@@ -70,6 +70,33 @@ class BodyTooSlow(RequestError):
     code = "body_too_slow"
 
 
+class UnsupportedMediaType(RequestError):
+    """The body's type or encoding is none that the call takes."""
+
+    http_status = 415
+    code = "unsupported_media_type"
+
+
+class HostNotAllowed(RequestError):
+    """The request is addressed to a host name that is not in the allow-list."""
+
+    http_status = 421
+    code = "host_not_allowed"
+
+    def __init__(self, host: str) -> None:
+        RkserveError.__init__(self, host)
+        self.host = host
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return (
+            f"The host name '{self.host[:MAX_NAME_CHARS]}' is not in the allow-list. Use an IP "
+            "address, localhost or the machine's own name, or add the name to "
+            "router.allowed_hosts in serve_config.yaml."
+        )
+
+
 class ContextOverflow(RequestError):
     """The prompt leaves no room for an answer in the model's context."""
 
@@ -297,6 +324,25 @@ class Forbidden(RequestError):
 
     http_status = 403
     code = "forbidden"
+
+
+class OriginNotAllowed(Forbidden):
+    """A web page of another origin made the request."""
+
+    code = "origin_not_allowed"
+
+    def __init__(self, origin: str | None) -> None:
+        RkserveError.__init__(self, origin)
+        self.origin = origin
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        page = "another site" if self.origin is None else f"'{self.origin[:MAX_NAME_CHARS]}'"
+        return (
+            f"Requests by web pages of {page} are refused. To allow them, add the page's origin to "
+            "router.allowed_origins in serve_config.yaml."
+        )
 
 
 class RateLimited(RkserveError):

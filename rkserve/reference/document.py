@@ -74,7 +74,7 @@ def _operation(one: Endpoint) -> Json:
         "summary": one.summary,
         "responses": {
             **{str(answer.status): _answer(answer) for answer in one.answers},
-            **{str(status): _error(one, status) for status in sorted(set(one.errors))},
+            **{str(status): _error(one, status) for status in sorted({*one.errors, *failures.ANY})},
         },
         "security": _SECURITY[one.access],
     }

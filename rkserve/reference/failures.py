@@ -13,12 +13,15 @@ from rkserve.reference.shapes import TEXT, Schema, const, maybe, obj, said
 _ABOUT = {
     400: "The request cannot be served as it was sent.",
     401: "The call needs an API key.",
-    403: "The call needs the admin key, or has to come from the Router's own machine.",
+    403: "The call needs the admin key, or has to come from the Router's own machine; or a web "
+    "page of another origin made it.",
     404: "What the request names does not exist.",
     405: "The path has other methods.",
     408: "The body did not arrive in time.",
     409: "The state of things does not allow it; nothing was changed.",
     413: "The body is longer than the configured limit.",
+    415: "The body is not JSON by its headers, or compressed.",
+    421: "The request is addressed to a host name that is not in the allow-list.",
     422: "Boards failed while they worked on this request, and no other one is asked.",
     429: "Too much at once; `retry-after` says when to come back.",
     500: "A hook of the operator's failed while the answer was generated.",
@@ -26,7 +29,9 @@ _ABOUT = {
     503: "Nobody can serve it now; `retry-after` says when to come back.",
     504: "It was not done in time.",
 }
-BODY = (400, 408, 413)
+BODY = (400, 408, 413, 415)
+# Of every call: requests by other sites' pages, and to other host names.
+ANY = (403, 421)
 CLIENT = (401,)
 OPERATOR = (403,)
 # Of calls that a board answers.

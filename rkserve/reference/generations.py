@@ -230,7 +230,7 @@ _ID = in_path("generation", "The id of an answer.")
 _MODEL = in_path("model", "A model or an adapter.")
 _RUNNING = "chatcmpl-1"
 _AT = {"generation": _RUNNING}
-_ACTS = (400, 408, 413, 401, 404, 409, 429, 503, 504)
+_ACTS = (*failures.BODY, *failures.CLIENT, 404, 409, 429, 503, 504)
 _PARTLY = "Not all boards could do it; `failed` says which."
 
 

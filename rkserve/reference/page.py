@@ -83,6 +83,8 @@ def _errors() -> Iterator[str]:
     for status in failures.statuses():
         yield f"| {status} | {failures.about(status)} |"
     yield ""
+    yield "403 `origin_not_allowed` and 421 `host_not_allowed` may answer every call."
+    yield ""
 
 
 def _has_head(one: Endpoint, found: Iterable[Endpoint]) -> bool:
