@@ -143,7 +143,7 @@ $(READY): requirements-dev.lock pyproject.toml
 	@sh scripts/check_tools.sh "$(PYTHON)"
 	@echo "Installing what rkserve needs into $(VENV); the first time this takes a few minutes ..."
 	@"$(PYTHON)" -m venv $(VENV)
-	@$(PIP) install --require-hashes -r requirements-dev.lock
+	@$(BIN)/python scripts/install.py requirements-dev.lock
 	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $(READY)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from rkserve.config import RkserveConfig, parse_config, resolve_folder
+from rkserve.config import RkserveConfig
 from rkserve.deployments.board import BoardReplica
 from rkserve.deployments.coordinator_replica import CoordinatorReplica
 from rkserve.deployments.follow_nodes import RESOURCE
@@ -17,9 +17,7 @@ from rkserve.deployments.naming import HEAD
 from rkserve.deployments.router import RouterReplica
 from rkserve.errors import ConfigError
 from rkserve.groupconfig import BoardGroupConfig
-from rkserve.modelfolder import open_model_folder
-from rkserve.native import quirks
-from rkserve.native.sim import profiles
+from rkserve.preflight import check_args, check_folders
 
 # Requests beyond the board's own queue are turned away by the board, never by Serve.
 BOARD_HEADROOM = 64
@@ -37,15 +35,21 @@ MARKER_SHARE = 0.001  # of a resource that marks nodes, of which each has 1: a p
 DOWNSCALE_DELAY_S = 15.0
 
 
+class ConfigurationRefused(ConfigError, RayServeException):
+    """A ``ConfigError`` that Ray reports by its message, instead of four attempts' tracebacks."""
+
+
 def build(args: dict[str, Any]) -> serve.Application:
     """Return the application for the ``args`` of serve_config.yaml.
 
     Raises:
         ConfigError: a setting is wrong, or a model folder is missing or unusable on this machine.
     """
-    config = parse_config(args)
-    _check_profiles(config)
-    _check_quirks(config)
+    try:
+        config = check_args(args)
+        check_folders(config)
+    except ConfigError as exc:
+        raise ConfigurationRefused(str(exc)) from exc
     handles = {group.name: _boards(group, config) for group in config.deployed}
     coordinator = serve.deployment(
         CoordinatorReplica,
@@ -80,43 +84,7 @@ def _router_place(nodes: str) -> dict[str, float]:
     return {HEAD if nodes == "head" else nodes: MARKER_SHARE}
 
 
-def _check_profiles(config: RkserveConfig) -> None:
-    """Refuse a profile that the simulator does not have, before its engines fail one by one."""
-    known = [profile.name for profile in profiles.load()]
-    for number, group in enumerate(config.boards):
-        if group.simulated is None or group.simulated.profile in known:
-            continue
-        name = group.simulated.profile
-        near = difflib.get_close_matches(name.lower(), known)
-        meant = f"; did you mean {' or '.join(repr(one) for one in near)}?" if near else "."
-        raise ConfigError(
-            f"serve_config.yaml, args: boards[{number}].simulated.profile: unknown profile "
-            f"'{name}'{meant} docs/simulator.md lists all profiles."
-        )
-
-
-def _check_quirks(config: RkserveConfig) -> None:
-    """Refuse a quirk that the binding does not know, before its engines fail one by one."""
-    for number, group in enumerate(config.boards):
-        for name in sorted(set(group.quirks) - quirks.NAMES):
-            near = difflib.get_close_matches(name, quirks.NAMES, n=1)
-            meant = f"; did you mean '{near[0]}'?" if near else "."
-            raise ConfigError(
-                f"serve_config.yaml, args: boards[{number}].quirks: unknown quirk '{name}'{meant} "
-                "docs/quirks.md lists all quirks."
-            )
-
-
 def _boards(group: BoardGroupConfig, config: RkserveConfig) -> DeploymentHandle:
-    folder = open_model_folder(
-        resolve_folder(group.model)
-    )  # a wrong path fails here, in one sentence
-    if group.n_batch > 1 and folder.settings.embedding is not None:
-        raise ConfigError(
-            f"n_batch: group {group.name} cannot serve batches, because {folder.path} says that "
-            "its model makes embeddings, and the runtime computes no hidden states in batches. Set "
-            "n_batch to 1, or take the 'embedding' section out of rkserve.yaml."
-        )
     deployment = serve.deployment(
         BoardReplica,
         name=f"Board-{group.name}",

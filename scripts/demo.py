@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,14 +17,27 @@ from typing import BinaryIO
 
 import yaml
 
-from rkserve.config import parse_config
 from rkserve.deployments.front import FLAG, available, environ
 from rkserve.errors import ConfigError
 from rkserve.ports import free_ports
+from rkserve.preflight import check_file
 
 PROJECT = Path(__file__).resolve().parents[1]
 CONFIG = PROJECT / "serve_config.yaml"
-START_TIMEOUT_S = 180
+SERVE = (sys.executable, "-m", "rkserve.preflight", "run")
+START_TIMEOUT_S = 600
+ATTEMPTS = 2
+# A busy machine may take minutes for what Ray gives 30 s by default. The variables of that name
+# win where they are set; the last of Ray's limits has none, and is met with a second attempt.
+PATIENCE = {
+    "RAY_gcs_server_port_wait_time_s": "180",
+    "RAY_py_gcs_connect_timeout_s": "180",
+    "RAY_raylet_start_wait_time_s": "180",
+    "RAY_agent_register_timeout_ms": "180000",
+    "RAY_worker_register_timeout_seconds": "180",
+}
+TOKEN_ASKED = "Token authentication is enabled"
+STARTED = "Started a local Ray instance"
 LOG = PROJECT / ".venv" / "demo.log"
 
 HINT = """
@@ -47,36 +59,37 @@ Without make: {bin}/serve run serve_config.yaml. Ctrl-C stops the cluster.
 
 def main() -> int:
     """Run until Ctrl-C. Returns the exit code."""
-    config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     try:
-        parse_config(config["applications"][0]["args"])
+        check_file(CONFIG, starts=True, ray=False)  # `serve run` checks Ray's keys
     except ConfigError as exc:
         print(f"rkserve: {exc}", file=sys.stderr)
         return 1
-    port = config["http_options"]["port"]
-    url = f"http://127.0.0.1:{port}"
-    if _is_taken(port):
-        print(
-            f"rkserve: port {port} is in use. Stop what listens there, or change http_options.port "
-            f"in {CONFIG.name}.",
-            file=sys.stderr,
-        )
-        return 1
+    config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    url = f"http://127.0.0.1:{config['http_options']['port']}"
     # A shell without job control starts its background jobs with Ctrl-C ignored, and serve would
     # inherit that: nothing could stop it in order.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _as_interrupt)
-    with tempfile.TemporaryDirectory(prefix="rkserve-") as folder, LOG.open("wb") as log:
-        return _serve(url, log, Path(folder))
+    for attempt in range(1, ATTEMPTS + 1):
+        with tempfile.TemporaryDirectory(prefix="rkserve-") as folder, LOG.open("wb") as log:
+            code = _serve(url, log, Path(folder))
+        if code is not None:
+            return code
+        again = "trying once more" if attempt < ATTEMPTS else f"giving up; see {_shown(LOG)}"
+        print(f"\nrkserve: Ray did not start ({_last_line()}); {again}.", flush=True)
+    return 1
 
 
-def _serve(url: str, log: BinaryIO, folder: Path) -> int:
-    """Run the cluster until Ctrl-C, with HAProxy in front of it where Ray has that."""
+def _serve(url: str, log: BinaryIO, folder: Path) -> int | None:
+    """Run the cluster until Ctrl-C, with HAProxy in front of it where Ray has that.
+
+    Returns the exit code, or None where Ray itself did not start.
+    """
     front = environ(folder, free_ports()) if available() and FLAG not in os.environ else {}
     serve = subprocess.Popen(
-        [Path(sys.executable).parent / "serve", "run", str(CONFIG)],
+        [*SERVE, str(CONFIG)],
         cwd=PROJECT,
-        env={**os.environ, **front},
+        env={**PATIENCE, **os.environ, **front},
         stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,  # Ctrl-C reaches it through us, once
@@ -90,22 +103,22 @@ def _serve(url: str, log: BinaryIO, folder: Path) -> int:
         _stop(serve)
 
 
-def _watch(serve: subprocess.Popen[bytes], url: str) -> int:
+def _watch(serve: subprocess.Popen[bytes], url: str) -> int | None:
     model = _wait_until_ready(serve, url)
     if model is None:
-        return 1
+        return None if serve.poll() is not None and _ray_failed() else 1
     print(
         HINT.format(
             url=url,
             model=model,
             dashboard=_dashboard(),
-            log=LOG.relative_to(PROJECT),
-            bin=Path(sys.executable).parent.relative_to(PROJECT),
+            log=_shown(LOG),
+            bin=_shown(Path(sys.executable).parent),
         ),
         flush=True,
     )
     code = serve.wait()
-    print(f"rkserve: serve ended with exit code {code}; see {LOG.relative_to(PROJECT)}.")
+    print(f"rkserve: serve ended with exit code {code}; see {_shown(LOG)}.")
     return 1
 
 
@@ -114,8 +127,8 @@ def _wait_until_ready(serve: subprocess.Popen[bytes], url: str) -> str | None:
     started_s = time.monotonic()
     while (waited_s := time.monotonic() - started_s) < START_TIMEOUT_S:
         if serve.poll() is not None:
-            tail = "\n".join(LOG.read_text(errors="replace").splitlines()[-15:])
-            print(f"\nrkserve: serve ended with exit code {serve.returncode}:\n{tail}")
+            if not _ray_failed():
+                _explain_end(serve.returncode)
             return None
         if _get(f"{url}/ready") is not None:
             models = _get(f"{url}/v1/models")
@@ -125,8 +138,32 @@ def _wait_until_ready(serve: subprocess.Popen[bytes], url: str) -> str | None:
         if sys.stdout.isatty():
             print(f"\rStarting Ray and the boards ... {waited_s:.0f} s", end="", flush=True)
         time.sleep(0.5)
-    print(f"\nrkserve: no board was ready after {START_TIMEOUT_S} s; see {LOG}.")
+    print(f"\nrkserve: no board was ready after {START_TIMEOUT_S} s; see {_shown(LOG)}.")
     return None
+
+
+def _ray_failed() -> bool:
+    """Whether ``serve run`` ended before its Ray ran, and not over the configuration."""
+    said = LOG.read_text(errors="replace")
+    return STARTED not in said and not _last_line().startswith("rkserve: ")
+
+
+def _last_line() -> str:
+    lines = LOG.read_text(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "without a word")
+
+
+def _explain_end(code: int) -> None:
+    """Print the one sentence of a check that failed, or the log's end."""
+    if (last := _last_line()).startswith("rkserve: "):
+        print(f"\n{last}", file=sys.stderr)
+        return
+    tail = "\n".join(LOG.read_text(errors="replace").splitlines()[-15:])
+    print(f"\nrkserve: serve ended with exit code {code}:\n{tail}")
+
+
+def _shown(path: Path) -> Path:
+    return path.relative_to(PROJECT) if path.is_relative_to(PROJECT) else path
 
 
 def _get(url: str) -> dict[str, list[dict[str, object]]] | None:
@@ -140,14 +177,25 @@ def _get(url: str) -> dict[str, list[dict[str, object]]] | None:
 
 
 def _dashboard() -> str:
-    """Return the dashboard's address as Ray logged it."""
-    found = re.search(r"dashboard at \S*?(http://[\w.:\[\]-]+\d)", LOG.read_text(errors="replace"))
-    return found[1] if found else "none was started"
+    """Return the dashboard's address as Ray logged it, and the token that it asks for."""
+    said = LOG.read_text(errors="replace")
+    found = re.search(r"dashboard at \S*?(http://[\w.:\[\]-]+\d)", said)
+    if found is None:
+        return "none was started"
+    asked = TOKEN_ASKED in said or os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
+    token = _token() if asked else None
+    return found[1] if token is None else f"{found[1]}  (token: {token})"
 
 
-def _is_taken(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+def _token() -> str | None:
+    """Return the token of Ray's clusters on this machine, found as Ray finds it."""
+    if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
+        return token
+    file = os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token"
+    try:
+        return Path(file).read_text(encoding="utf-8").strip() or None
+    except OSError:
+        return None
 
 
 def _as_interrupt(*_: object) -> None:

@@ -66,7 +66,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     # A board without Ray: of ``deployments`` only what knows no Ray either.
     "local": GROUND | {"board", "wire", "reference", "deployments.assemble", "deployments.sight"},
     # The one place that knows every part, and the two programs beside it.
-    "app": GROUND | {"native", "board", "wire", "routing", "control", "deployments"},
+    "app": GROUND | {"native", "board", "wire", "routing", "control", "deployments", "preflight"},
+    "preflight": GROUND | {"native.quirks", "native.sim.profiles"},
     "cli": GROUND
     | {"native", "board", "wire", "routing", "control", "deployments", "app", "client", "bench"},
     "client": GROUND,
@@ -83,7 +84,7 @@ OWNERS = {
     "llguidance": {"sampling"},
     "PIL": {"images"},
     "httpcore": {"deployments"},
-    "ray": {"deployments", "app", "cli", "bench"},
+    "ray": {"deployments", "app", "preflight", "cli", "bench"},
     "fastapi": {"deployments"},
     "starlette": {"deployments"},
     "uvicorn": {"deployments"},
@@ -104,6 +105,7 @@ OWNERS = {
         "wire",
         "deployments",
         "app",
+        "preflight",
         "bench",
         "local",
     },
@@ -111,7 +113,7 @@ OWNERS = {
     "httpx": {"client", "cli", "deployments"},
     "typer": {"cli"},
     "rich": {"cli"},
-    "yaml": {"modelfolder", "config", "app", "cli", "bench"},
+    "yaml": {"modelfolder", "config", "app", "preflight", "cli", "bench"},
 }
 
 
