@@ -49,6 +49,9 @@ def words(path: str, told: Any) -> str:
 def streamed(path: str, text: str) -> list[dict[str, Any]]:
     """The events of a stream."""
     if path in EVENTS:
+        if path == RESPONSES:
+            assert text.endswith("\n\ndata: [DONE]\n\n")
+            text = text.removesuffix("data: [DONE]\n\n")
         data = [one.partition("data: ")[2] for one in text.split("\n\n") if one]
         return [json.loads(one) if one else {"type": "ping"} for one in data]
     return [json.loads(line) for line in text.splitlines()]
@@ -92,6 +95,73 @@ def test_a_stream_is_the_same_answer_in_pieces(path: str) -> None:
     assert told[-1].get("type") == ends.get(path)
     assert told[-1].get("done", path in EVENTS)
     of.expect_nothing_left()
+
+
+LOOK = {"type": "object", "properties": {"at": {"type": "integer"}}}
+OFFERED: dict[str, list[dict[str, Any]]] = {
+    MESSAGES: [
+        {"name": "look", "input_schema": LOOK},
+        {"type": "web_search_20250305", "name": "web_search"},
+        {"type": "bash_20250124", "name": "bash"},
+    ],
+    RESPONSES: [
+        {"type": "namespace", "name": "agents", "tools": []},
+        {"type": "function", "name": "look", "parameters": LOOK},
+        {"type": "web_search"},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "types"),
+    [(MESSAGES, "web_search_20250305, bash_20250124"), (RESPONSES, "namespace, web_search")],
+    ids=str,
+)
+def test_a_header_names_the_types_of_tools_that_were_left_out(path: str, types: str) -> None:
+    of, prompts = house(), []
+    for stream in (False, True):
+        body = {**BODIES[path], "tools": OFFERED[path], "stream": stream}
+        response = send(of, "POST", path, json=body)
+        assert (response.status_code, response.headers["x-rkserve-tools-ignored"]) == (200, types)
+    known = [one for one in OFFERED[path] if one.get("name") == "look"]
+    response = send(of, "POST", path, json={**BODIES[path], "tools": known})
+    assert "x-rkserve-tools-ignored" not in response.headers
+    prompts = [request.prompt_ids for _, request in of.boards.opened]
+    assert prompts[0] == prompts[1] == prompts[2]
+
+
+def test_a_stream_that_waits_for_a_board_names_them_too() -> None:
+    async def main() -> None:
+        gate = asyncio.Event()
+        boards = FakeBoards([report("a")], {"replica of a": [[gate, *answer("a", "x")]]})
+        of = House(boards, RouterConfig(headers_after_s=1.0, ping_s=1.0))
+        body = {**BODIES[RESPONSES], "tools": OFFERED[RESPONSES], "stream": True}
+        asked = asyncio.create_task(of("POST", RESPONSES, json=body))
+        await asyncio.sleep(3.0)
+        gate.set()
+        assert (await asked).headers["x-rkserve-tools-ignored"] == "namespace, web_search"
+
+    run_loop(main())
+
+
+def test_many_types_of_tools_are_named_in_part() -> None:
+    of = house()
+    many = [{"type": f"{'t' * 60}{at}", "name": "x"} for at in range(100)]
+    response = send(of, "POST", MESSAGES, json={**BODIES[MESSAGES], "tools": many})
+    named = response.headers["x-rkserve-tools-ignored"].split(", ")
+    assert (len(named), named[-1]) == (9, "...")
+
+
+def test_a_response_tells_the_sampling_values_in_force() -> None:
+    """What the client asked for, unless its board ignored it, and the model's own beside it."""
+    own = model().folder.settings.sampling.values()
+    asked = {**BODIES[RESPONSES], "temperature": 0.25, "presence_penalty": 1.5}
+    for ignored in ((), ("temperature",)):
+        steps: list[Step] = [accepted("a", ignored), Delta("x", (1,)), finished(1)]
+        of = House(FakeBoards([report("a")], {"replica of a": [steps]}))
+        told = send(of, "POST", RESPONSES, json=asked).json()
+        assert told["temperature"] == (own.temperature if ignored else 0.25)
+        assert (told["top_p"], told["presence_penalty"]) == (own.top_p, 1.5)
 
 
 def test_the_prompt_is_that_of_openai_s_route() -> None:

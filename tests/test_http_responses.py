@@ -61,6 +61,8 @@ def error(response: Any) -> tuple[int, str | None, str | None]:
 
 
 def streamed(text: str) -> list[dict[str, Any]]:
+    assert text.endswith("\n\ndata: [DONE]\n\n")
+    text = text.removesuffix("data: [DONE]\n\n")
     return [json.loads(one.partition("data: ")[2]) for one in text.split("\n\n") if "data: " in one]
 
 

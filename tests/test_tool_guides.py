@@ -67,7 +67,7 @@ def read(offered: Tools, form: str, text: str) -> tuple[list[Call], str]:
             form=kind,
             names=offered.names,
             opening=kind.opening(offered.named),
-            parallel=offered.parallel,
+            most_calls=offered.most_calls,
         )
     )
     speech.feed(Delta(text, ()))

@@ -28,6 +28,8 @@ READING = Reading(
 )
 HELLO = {"role": "user", "content": "Hello"}
 FORM = {"type": "json_schema", "schema": {"type": "integer"}}
+LOOK = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 TIMINGS = Timings(1.0, 20.0, 4, 100.0, 2, 812.0)
 
 
@@ -278,9 +280,17 @@ def test_the_other_keys_are_those_of_every_call() -> None:
         pytest.param({"tools": [{}]}, "tools[0].name", id="a tool without a name"),
         pytest.param({"tools": [{"name": "a b"}]}, "tools[0].name", id="a name with a blank"),
         pytest.param(
-            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-            "tools[0].type",
-            id="a tool of the server",
+            {"tools": [{"type": "web search", "name": "x"}]}, "tools[0].type", id="no type's name"
+        ),
+        pytest.param(
+            {"tools": [SEARCH], "tool_choice": {"type": "any"}},
+            "tool_choice",
+            id="only a tool of the server's, and it must be called",
+        ),
+        pytest.param(
+            {"tools": [LOOK, SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}},
+            "tool_choice.name",
+            id="a tool of the server's must be called",
         ),
         pytest.param(
             {"tools": [{"name": "x", "input_schema": []}]}, "tools[0].input_schema", id="no schema"
@@ -362,7 +372,6 @@ def test_seeds_and_biases_are_rkserve_s_own_words_here() -> None:
     assert steps == Steps(seed=7, min_p=0.1, logit_bias=((5, 2.0),))
 
 
-LOOK = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
 LOOKS = {
     "type": "function",
     "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}},

@@ -14,7 +14,7 @@ from wire_json import JSON
 
 from rkserve.errors import EngineDied, RequestError
 from rkserve.messages import Delta, Finished, FinishReason, Kv, Paused, Thinking, Timings, Usage
-from rkserve.runvalues import Guide, GuideKind, Scored
+from rkserve.runvalues import Guide, GuideKind, Sampling, Scored
 from rkserve.vocabulary import Vocabulary
 from rkserve.wire import sse
 from rkserve.wire.dialects.responses import ResponseCall, parse_response
@@ -31,6 +31,7 @@ READING = Reading(
     thinking=Thinking("<think>", "</think>"), form=FORMATS["hermes"], names=frozenset({"look"})
 )
 LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+LAST = ("response.completed", "response.incomplete", "response.failed", "error")
 SPOKEN = (
     '<think>Hm.</think>Let me look.<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
 )
@@ -152,9 +153,33 @@ def test_the_other_keys_are_those_of_a_chat() -> None:
     assert parsed(reasoning={"effort": "none"}).wish.enabled is False
     assert parsed(tools=[LOOK], tool_choice="none").tools.given == ()
     assert parsed(tools=[LOOK], tool_choice="required").tools.forced
+    assert parsed(tools=[LOOK], max_tool_calls=2).tools.most_calls == 2
+
+
+OTHERS = [
+    {"type": "namespace", "name": "agents", "description": "d", "tools": [LOOK]},
+    {"type": "custom", "name": "patch", "format": {"type": "grammar"}},
+    {"type": "local_shell"},
+    {"type": "web_search", "external_web_access": False},
+    {"type": "web_search"},
+]
+
+
+def test_offered_tools_of_other_types_are_left_out() -> None:
+    call = parsed(tools=[OTHERS[0], LOOK, *OTHERS[1:]])
+    assert [tool["function"]["name"] for tool in call.tools.given] == ["look"]
+    assert call.left_out == ("namespace", "custom", "local_shell", "web_search")
+    assert [tool["name"] for tool in call.echo["tools"]] == ["look"]
+    alone = parsed(tools=OTHERS)
+    assert (alone.tools.given, alone.left_out) == ((), call.left_out)
+    both = [{"type": "function", "name": "look"}, {"type": "web_search"}]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": both}
+    must = parsed(tools=[LOOK, *OTHERS], tool_choice=choice).tools
+    assert ([one["function"]["name"] for one in must.given], must.forced) == (["look"], True)
 
 
 WAIT = {**LOOK, "name": "wait"}
+SEARCH = {"type": "web_search"}
 ALLOWED: dict[str, Any] = {"type": "allowed_tools", "tools": [{"type": "function", "name": "wait"}]}
 WAIT_ALLOWED: dict[str, Any] = {**ALLOWED, "mode": "auto"}
 NONE_ALLOWED: dict[str, Any] = {**WAIT_ALLOWED, "tools": []}
@@ -263,7 +288,28 @@ def test_only_tools_that_are_allowed_are_offered(mode: str, forced: bool) -> Non
             id="an unknown one is allowed",
         ),
         pytest.param({"truncation": "auto"}, "truncation", id="cut to fit"),
-        pytest.param({"tools": [{"type": "web_search"}]}, "tools[0].type", id="a server's tool"),
+        pytest.param({"tools": [{"name": "x"}]}, "tools[0].type", id="a tool of no type"),
+        pytest.param({"tools": [{"type": "a\nb"}]}, "tools[0].type", id="no type's name"),
+        pytest.param(
+            {"tools": [SEARCH], "tool_choice": "required"},
+            "tool_choice",
+            id="only a server's tool, and it must be called",
+        ),
+        pytest.param(
+            {"tools": [LOOK, SEARCH], "tool_choice": {"type": "web_search"}},
+            "tool_choice.type",
+            id="a server's tool must be called",
+        ),
+        pytest.param(
+            {
+                "tools": [LOOK, SEARCH],
+                "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [SEARCH]},
+            },
+            "tool_choice",
+            id="only a server's tool is allowed, and must be called",
+        ),
+        pytest.param({"max_tool_calls": 0}, "max_tool_calls", id="no calls at all"),
+        pytest.param({"safety_identifier": 5}, "safety_identifier", id="a number for a name"),
         pytest.param({"tools": [{"type": "function"}]}, "tools[0].name", id="without a name"),
         pytest.param({"tool_choice": "required"}, "tool_choice", id="none to be called"),
         pytest.param(
@@ -318,9 +364,11 @@ def ended(reason: FinishReason = FinishReason.STOP) -> Finished:
 
 
 def events(raw: bytes) -> list[dict[str, Any]]:
-    """The events, each as OpenAI's client reads it, and numbered without a gap."""
+    """The events, each as OpenAI's client reads it, numbered without a gap, and [DONE]."""
     found = []
-    for event in raw.decode().removesuffix("\n\n").split("\n\n"):
+    over = any(f"event: {name}\n".encode() in raw for name in LAST)
+    assert raw.endswith(sse.DONE) is over
+    for event in raw.removesuffix(sse.DONE).decode().removesuffix("\n\n").split("\n\n"):
         if event.startswith(":"):
             continue
         name, data = event.split("\n")
@@ -363,6 +411,65 @@ def test_a_stream_is_a_message_that_grows() -> None:
         "output_tokens_details": {"reasoning_tokens": 3},
         "total_tokens": 11,
     }
+
+
+def test_a_response_has_all_that_open_responses_demands() -> None:
+    call = parsed(
+        tools=[LOOK],
+        max_tool_calls=3,
+        temperature=0.25,
+        frequency_penalty=0.5,
+        safety_identifier="someone",
+        prompt_cache_key="k",
+    )
+    in_force = Sampling(temperature=0.25, top_p=0.75, frequency_penalty=0.5)
+    stamp = Stamp("tiny", "1.3.0", sampling=in_force)
+    answer = ResponseAnswer(call, "resp_1", 1700000000, stamp, now=lambda: 1700000009.7)
+    told = stream(answer, "Yes.")
+    demanded = {
+        "temperature": 0.25,
+        "top_p": 0.75,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.5,
+        "max_tool_calls": 3,
+        "service_tier": "default",
+        "safety_identifier": "someone",
+        "prompt_cache_key": "k",
+        "tool_choice": "auto",
+    }
+    begun, last = told[0]["response"], told[-1]["response"]
+    assert {name: begun[name] for name in demanded} == demanded
+    assert {name: last[name] for name in demanded} == demanded
+    assert (begun["completed_at"], last["completed_at"]) == (None, 1700000009)
+
+
+@pytest.mark.parametrize(
+    ("keys", "choice", "names"),
+    [
+        pytest.param({}, "auto", ["look", "wait"], id="nothing said"),
+        pytest.param({"tools": None}, "auto", [], id="no tools"),
+        pytest.param({"tool_choice": "none"}, "none", ["look", "wait"], id="none"),
+        pytest.param({"tool_choice": "required"}, "required", ["look", "wait"], id="required"),
+        pytest.param(
+            {"tool_choice": {"type": "function", "name": "wait"}},
+            {"type": "function", "name": "wait"},
+            ["look", "wait"],
+            id="named",
+        ),
+        pytest.param({"tool_choice": WAIT_ALLOWED}, WAIT_ALLOWED, ["look", "wait"], id="only some"),
+    ],
+)
+def test_tools_and_their_choice_are_repeated(
+    keys: dict[str, Any], choice: Any, names: list[str]
+) -> None:
+    echo = parsed(**{"tools": [LOOK, WAIT], **keys}).echo
+    assert (echo["tool_choice"], [tool["name"] for tool in echo["tools"]]) == (choice, names)
+
+
+def test_a_response_that_was_cut_has_not_been_completed() -> None:
+    answer = made()
+    raw = answer.opening(0) + answer.finish(0, ended(FinishReason.LENGTH)) + answer.closing()
+    assert events(raw)[-1]["response"]["completed_at"] is None
 
 
 def test_thoughts_and_calls_are_items_of_their_own() -> None:

@@ -302,7 +302,7 @@ def test_a_call_after_a_void_one_has_an_index_of_its_own() -> None:
 @pytest.mark.parametrize("cut", [False, True])
 def test_without_parallel_calls_the_first_one_counts(cut: bool) -> None:
     text = f"One.\n{HERMES_CALL}\n{HERMES_CALL.replace('Oslo', 'Rome')}\nTwo."
-    reading = Reading(form=FORMATS["hermes"], names=NAMES, parallel=False)
+    reading = Reading(form=FORMATS["hermes"], names=NAMES, most_calls=1)
     speech, told = heard(reading, list(text) if cut else [text])
     assert (speech.words, calls_of(speech)) == ("One.Two.", [OSLO])
     assert sum(isinstance(part, CallBegun) for part in told) == 1
@@ -434,16 +434,16 @@ PIECES = (
 @given(
     steps=st.lists(st.tuples(st.integers(0, 60), st.sampled_from(PIECES)), max_size=10),
     begun=st.booleans(),
-    parallel=st.booleans(),
+    most_calls=st.sampled_from([None, 1, 2]),
 )
 def test_whoever_follows_retractions_has_what_the_answer_became(
-    steps: list[tuple[int, str]], begun: bool, parallel: bool
+    steps: list[tuple[int, str]], begun: bool, most_calls: int | None
 ) -> None:
     reading = Reading(
         thinking=Thinking("<think>", "</think>", begun=begun),
         form=FORMATS["hermes"],
         names=NAMES,
-        parallel=parallel,
+        most_calls=most_calls,
     )
     speech, client, raw = Speech(reading), Client(), ""
     for number, (back, text) in enumerate(steps):

@@ -23,7 +23,7 @@ from rkserve.deployments.late import give_up, stream_late
 from rkserve.deployments.remembering import NO_MEMORY, Memory
 from rkserve.deployments.service import Service, read_call
 from rkserve.wire.dialect import Dialect
-from rkserve.wire.headers import TIMEOUT, read_timeout
+from rkserve.wire.headers import TIMEOUT, read_timeout, tool_headers
 from rkserve.wire.versions import POLICY, SESSION, read_policy
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ async def respond(
         await asyncio.wait({opening}, timeout=service.config.headers_after_s)
         if not opening.done() and (call := await read_call(body, dialect.parse)).stream:
             events = stream_late(service, opening, dialect, call)
-            return _Stream(events, partial(give_up, service, opening), dialect.headers)
+            early = {**dialect.headers, **tool_headers(call.left_out)}
+            return _Stream(events, partial(give_up, service, opening), early)
         opened = await opening
         if opened.call.stream:
             events, end = service.stream(opened), partial(service.close, opened)

@@ -41,10 +41,10 @@ from rkserve.metrics import BoardCollector, RouterMetrics
 from rkserve.modelfolder import ModelFolder
 from rkserve.reports import BoardReport, GenerationInfo
 from rkserve.routing.admission import Claim
-from rkserve.runvalues import Picture
+from rkserve.runvalues import Picture, Sampling
 from rkserve.wire.dialect import Answer, AnyCall, Dialect
 from rkserve.wire.failures import error_object
-from rkserve.wire.headers import answer_headers
+from rkserve.wire.headers import answer_headers, tool_headers
 from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.logprobs import Lexicon
 from rkserve.wire.models import (
@@ -113,7 +113,8 @@ class Opened:
     @property
     def headers(self) -> dict[str, str]:
         """Response headers that tell who answers, with which weights as far as that is known."""
-        return answer_headers(self.accepted, self.answer.versions)
+        headers = answer_headers(self.accepted, self.answer.versions)
+        return {**headers, **tool_headers(self.call.left_out)}
 
 
 class Service:
@@ -456,7 +457,16 @@ class Service:
             self._key_of(meant),
             len(requests[0].prompt_ids) or requests[0].counted,
             read,
+            sampling=self._sampling_in_force(meant.model, accepted[0], requests[0]),
         )
+
+    def _sampling_in_force(
+        self, model: str, accepted: Accepted, request: GenerateRequest
+    ) -> Sampling:
+        """Return the sampling values of an answer; what its board ignored stays the model's own."""
+        defaults = self._models[model].folder.settings.sampling.values()
+        ignored = {name: getattr(defaults, name) for name in accepted.sampling_ignored}
+        return replace(request.sampling, **ignored)
 
     def _key_of(self, meant: Meant) -> Callable[[str], str | None]:
         """Return what finds the content of versions. What it found it keeps: a version may be

@@ -56,6 +56,7 @@ ANSWERED = {
     headers.RELEASE: "The release of their runtime.",
     headers.QUEUED_AHEAD: "How many requests were before this one.",
     headers.SAMPLING_IGNORED: "Sampling parameters that the runtime could not honour.",
+    headers.TOOLS_IGNORED: "Types of offered tools that are not known here and were left out.",
     headers.EPOCH: "The epoch of what the boards obey.",
     headers.WEIGHT_VERSION: "The versions of the weights.",
 }
@@ -168,6 +169,7 @@ ENDPOINTS = (
         ASKED,
         in_json(ref("ResponseRequest")),
         Example({"model": SIM, "input": "Hello"}),
+        "Streams end with `data: [DONE]`, as Open Responses demands.",
     ),
     Endpoint(
         "GET",

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Sequence
 from rkserve.errors import RequestError
 from rkserve.messages import Accepted
 from rkserve.wire.fields import Range, quoted
-from rkserve.wire.limits import MAX_TIMEOUT_S
+from rkserve.wire.limits import MAX_TIMEOUT_S, MAX_TYPES_NAMED
 
 BOARD = "x-rkserve-board"
 RELEASE = "x-rkserve-release"
 QUEUED_AHEAD = "x-rkserve-queued-ahead"
 SAMPLING_IGNORED = "x-rkserve-sampling-ignored"
+TOOLS_IGNORED = "x-rkserve-tools-ignored"
 EPOCH = "x-rkserve-epoch"
 WEIGHT_VERSION = "x-weight-version"
 TIMEOUT = "x-request-timeout"
@@ -54,6 +55,14 @@ def answer_headers(accepted: Sequence[Accepted], versions: Sequence[str]) -> dic
         WEIGHT_VERSION: _once(versions),
     }
     return {name: value for name, value in headers.items() if value}
+
+
+def tool_headers(left_out: Sequence[str]) -> dict[str, str]:
+    """Return the header that names the types of offered tools that were left out, if any were."""
+    if not left_out:
+        return {}
+    more = ["..."] if len(left_out) > MAX_TYPES_NAMED else []
+    return {TOOLS_IGNORED: ", ".join([*left_out[:MAX_TYPES_NAMED], *more])}
 
 
 def _once(values: Iterable[str]) -> str:

@@ -15,6 +15,7 @@ MAX_PAUSE_ON = 16  # entries of pause_on; each may have as many characters as a 
 MAX_CLEAR_RANGES = 64  # of one edit: each is a call into the runtime
 MAX_TOOLS = 128  # as OpenAI
 MAX_TOOL_NAME_CHARS = 128
+MAX_TYPES_NAMED = 8  # of tools that were left out, in a response header
 MAX_MODEL_CHARS = 256  # the name comes back in the answer and in errors
 MAX_QUOTED_CHARS = 80  # of a client's value in an error message
 MAX_SALT_CHARS = 512

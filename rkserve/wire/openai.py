@@ -82,6 +82,11 @@ class Call:
     timeout_s: float | None = None
     steps: Steps = field(default_factory=Steps)
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The types of offered tools that were left out."""
+        return ()
+
 
 @dataclass(frozen=True)
 class ChatCall(Call):
@@ -90,6 +95,11 @@ class ChatCall(Call):
     messages: tuple[Message, ...] = ()
     tools: Tools = NO_TOOLS
     wish: Wish = NO_WISH
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The types of offered tools that were left out."""
+        return self.tools.left_out
 
     @property
     def images(self) -> tuple[ImagePart, ...]:

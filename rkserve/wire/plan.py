@@ -204,7 +204,7 @@ def reading(
         form=form,
         names=tools.names,
         opening=form.opening(tools.named) if tools.forced else "",
-        parallel=tools.parallel,
+        most_calls=tools.most_calls,
     )
 
 

@@ -28,14 +28,15 @@ class Reading:
     """How the answers to one call are read.
 
     ``form`` is None where no tool was offered: then nothing is a call. ``opening`` is the beginning
-    of a call that was put into the prompt. Unless ``parallel``, only the first call counts.
+    of a call that was put into the prompt. Only the first ``most_calls``
+    calls count.
     """
 
     thinking: Thinking | None = None
     form: type[Calls] | None = None
     names: frozenset[str] = frozenset()
     opening: str = ""
-    parallel: bool = True
+    most_calls: int | None = None
 
     @property
     def plain(self) -> bool:
@@ -92,7 +93,7 @@ class _Reader:
     def __init__(self, reading: Reading) -> None:
         self._thoughts = None if reading.thinking is None else Thoughts(reading.thinking)
         self._calls = None if reading.form is None else reading.form(reading.names)
-        self._one = not reading.parallel
+        self._most = reading.most_calls
         self._count, self._muted = 0, False
         self.news = self._read(Words(reading.opening)) if reading.opening else []
 
@@ -118,8 +119,8 @@ class _Reader:
         return self._counted(self._calls.feed(part.text))
 
     def _counted(self, parts: list[Part]) -> list[Part]:
-        """Leave out the calls after the first, where only one may be."""
-        if not self._one:
+        """Leave out the calls beyond those that there may be."""
+        if self._most is None:
             return parts
         return [part for part in parts if not self._is_mute(part)]
 
@@ -127,7 +128,7 @@ class _Reader:
         match part:
             case CallBegun():
                 self._count += 1
-                self._muted = self._count > 1
+                self._muted = self._most is not None and self._count > self._most
             case CallMore():
                 pass
             case Void():

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rkserve.messages import FIRST_LABEL, Delta, Finished, Paused, Timings
+from rkserve.runvalues import Sampling
 from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.logprobs import Choice, Lexicon
 from rkserve.wire.openai import ChatCall, CompletionCall
@@ -39,6 +40,7 @@ class Stamp:
     ``prompt_tokens`` are those of the first prompt, 0 where only its board can count them.
     ``reading`` says what their text may be beside words.
     ``lexicon`` is there where an answer is to tell of single tokens, or of its prompt.
+    ``sampling`` are the values in force.
     """
 
     model: str
@@ -48,6 +50,7 @@ class Stamp:
     prompt_tokens: int = 0
     reading: Reading = PLAIN
     lexicon: Lexicon | None = None
+    sampling: Sampling = field(default_factory=Sampling)
 
     def fingerprint(self, versions: Iterable[str]) -> str:
         """Return ``system_fingerprint`` of what comes from these versions."""

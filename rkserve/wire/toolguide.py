@@ -35,7 +35,7 @@ def calls_guide(tools: Tools, form: type[Calls]) -> Named | None:
         for tool in strict:
             _check_name(tool["function"]["name"])
         possible = tuple(one for one in possible if _PYTHON_NAME.fullmatch(one["function"]["name"]))
-    several = tools.named is None and tools.parallel
+    several = tools.named is None and tools.most_calls != 1
     given = {
         "calls": [_call(tool, tools, shape) for tool in possible],
         "between": shape.between if several else None,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from rkserve.errors import RequestError, UnsupportedParameter
@@ -26,7 +26,8 @@ class Tools:
 
     ``forced``: some tool must be called, or the one that is ``named``. ``legacy`` calls are
     answered under their deprecated names. Calls of the ``strict`` ones follow their schemas where
-    it is certain that there will be one.
+    it is certain that there will be one. An answer has at most ``max_calls``. Offered tools of the
+    types ``left_out`` are not among ``given``.
     """
 
     given: tuple[JsonObject, ...] = ()
@@ -35,6 +36,13 @@ class Tools:
     parallel: bool = True
     legacy: bool = False
     strict: frozenset[str] = frozenset()
+    max_calls: int | None = None
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def most_calls(self) -> int | None:
+        """The number of calls that an answer may have; None for any."""
+        return self.max_calls if self.parallel else 1
 
     @property
     def possible(self) -> tuple[JsonObject, ...]:
@@ -87,12 +95,15 @@ def strict_names(tools: Iterable[Fields]) -> frozenset[str]:
 
 
 def allowed(
-    choice: Fields, given: tuple[JsonObject, ...], name_of: Callable[[Fields], Fields]
+    choice: Fields,
+    given: tuple[JsonObject, ...],
+    name_of: Callable[[Fields], Fields],
+    left_out: Collection[str] = (),
 ) -> tuple[tuple[JsonObject, ...], bool]:
     """Return those tools that ``tool_choice`` allows, and whether one of them must be called.
 
     The model is shown no others: what it does not know of it does not call. ``name_of`` returns
-    the object with a tool's name.
+    the object with a tool's name. Tools of the types ``left_out`` are passed over.
     """
     mode = choice.choice("mode", _AUTO, _REQUIRED)
     if mode is None:
@@ -102,6 +113,8 @@ def allowed(
         raise RequestError(f"Invalid '{choice.path('tools')}': at most {MAX_TOOLS}.", "tool_choice")
     for index, value in enumerate(listed):
         tool = as_fields(value, f"{choice.path('tools')}[{index}]")
+        if tool.get("type") in left_out:
+            continue
         _check_kind(tool, "tool")
         function = name_of(tool)
         name, path = function.required_text("name"), function.path("name")

@@ -13,16 +13,16 @@ from typing import Any
 from rkserve.errors import RequestError, UnsupportedParameter
 from rkserve.wire import refusals
 from rkserve.wire.conversation import Message
-from rkserve.wire.dialects.offered import offered
+from rkserve.wire.dialects.offered import read_offered
 from rkserve.wire.fields import Fields, Range, as_fields, missing, quoted, wrong_type
 from rkserve.wire.guides import Named, schema_guide
 from rkserve.wire.images import ImagePart, image_at, image_file, shown
-from rkserve.wire.jsonbody import JsonObject, parse_object
-from rkserve.wire.limits import MAX_STOP_SEQUENCES, MAX_TOOLS
+from rkserve.wire.jsonbody import parse_object
+from rkserve.wire.limits import MAX_STOP_SEQUENCES
 from rkserve.wire.openai import ChatCall, read_model, read_shared, read_stop
 from rkserve.wire.steps import read_extras
 from rkserve.wire.thinking import EFFORTS, Wish, read_wish
-from rkserve.wire.tooling import NO_TOOLS, Tools, strict_names
+from rkserve.wire.tooling import NO_TOOLS, Tools
 
 _AT_LEAST_ONE = Range(1)
 _ROLES = ("user", "assistant", "system")
@@ -110,37 +110,34 @@ _REFUSED: dict[str, refusals.Harmless] = {
 
 def _tools(fields: Fields) -> Tools:
     """Read ``tools`` and ``tool_choice``: those that the client itself carries out."""
-    found = fields.get("tools")
-    given = [] if found in (None, []) else fields.items("tools")
-    if len(given) > MAX_TOOLS:
-        raise RequestError(f"Invalid 'tools': at most {MAX_TOOLS} are read.", "tools")
-    listed = [as_fields(one, f"tools[{at}]") for at, one in enumerate(given)]
-    tools, strict = tuple(_tool(one) for one in listed), strict_names(listed)
+    offer = read_offered(fields, "custom", "input_schema", default="custom")
+    none = replace(NO_TOOLS, left_out=offer.left_out)
     choice = fields.child("tool_choice")
     kind = None if choice is None else choice.choice("type", "auto", "any", "tool", "none")
     if choice is None or kind is None:
-        return Tools(tools, strict=strict)
+        return Tools(offer.tools, strict=offer.strict, left_out=offer.left_out)
     parallel = not choice.flag("disable_parallel_tool_use")
     if kind == "none":
-        return NO_TOOLS
+        return none
     named = choice.required_text("name") if kind == "tool" else None
-    if kind != "auto" and not tools:
-        raise RequestError("'tool_choice' asks for a call, but there are no tools.", "tool_choice")
-    if named is not None and all(tool["function"]["name"] != named for tool in tools):
-        path = choice.path("name")
-        raise RequestError(f"Invalid '{path}': there is no tool {quoted(named)}.", path)
-    return Tools(tools, forced=kind != "auto", named=named, parallel=parallel, strict=strict)
-
-
-def _tool(tool: Fields) -> JsonObject:
-    """One tool as templates expect it, which is as OpenAI describes it."""
-    if (kind := tool.text("type") or "custom") != "custom":
-        raise UnsupportedParameter(
-            f"Unsupported tool: {quoted(kind)}. Only tools that the client itself carries out are "
-            "known, with 'name', 'description' and 'input_schema'.",
-            tool.path("type"),
+    if kind != "auto" and not offer.tools:
+        raise RequestError(
+            "'tool_choice' asks for a call, but there are no tools of the type 'custom' to call.",
+            "tool_choice",
         )
-    return offered(tool, "input_schema")
+    if named is not None and named not in offer.names:
+        path = choice.path("name")
+        raise RequestError(
+            f"Invalid '{path}': there is no tool {quoted(named)} of the type 'custom'.", path
+        )
+    return Tools(
+        offer.tools,
+        forced=kind != "auto",
+        named=named,
+        parallel=parallel,
+        strict=offer.strict,
+        left_out=offer.left_out,
+    )
 
 
 def _wish(fields: Fields) -> Wish:

@@ -12,16 +12,16 @@ from typing import Any
 
 from rkserve.errors import RequestError, UnsupportedParameter
 from rkserve.wire import refusals
-from rkserve.wire.dialects.offered import offered
+from rkserve.wire.dialects.offered import Offered, read_offered
 from rkserve.wire.dialects.responses_items import REFERENCE, conversation
 from rkserve.wire.fields import Fields, Range, as_fields, missing, quoted
 from rkserve.wire.guides import JSON_OBJECT, Named, schema_guide
 from rkserve.wire.jsonbody import JsonObject, parse_object
-from rkserve.wire.limits import MAX_REFERENCES, MAX_TOOLS
+from rkserve.wire.limits import MAX_REFERENCES
 from rkserve.wire.openai import ChatCall, read_model, read_shared
 from rkserve.wire.steps import Steps, read_extras, read_top
 from rkserve.wire.thinking import EFFORTS, Wish, read_wish
-from rkserve.wire.tooling import ALLOWED, NO_TOOLS, Tools, allowed, strict_names
+from rkserve.wire.tooling import ALLOWED, NO_TOOLS, Tools, allowed
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -51,18 +51,17 @@ def parse_response(body: bytes) -> ResponseCall:
     messages = conversation(instructions, (), items)
     refusals.refuse(fields, _REFUSED)
     shared = read_shared(fields)
-    tools, limit = _tools(fields), fields.integer("max_output_tokens", Range(1))
+    tools, offer = _tools(fields)
+    limit = fields.integer("max_output_tokens", Range(1))
     steps, form = _steps(fields)
     effort = None if (reasoning := fields.child("reasoning")) is None else _effort(reasoning)
     echo = {
         "instructions": instructions,
         "max_output_tokens": limit,
         "metadata": _metadata(fields),
-        "temperature": shared["sampling"].get("temperature"),
-        "top_p": shared["sampling"].get("top_p"),
-        "parallel_tool_calls": tools.parallel,
-        "tool_choice": _told_choice(tools),
-        "tools": [_told(tool, tools.strict) for tool in tools.given],
+        "safety_identifier": fields.text("safety_identifier"),
+        "prompt_cache_key": _cache_key(fields),
+        **offer,
         "reasoning": {"effort": effort, "summary": None},
         "text": {"format": form},
         "top_logprobs": steps.top_logprobs or 0,
@@ -166,6 +165,11 @@ def _metadata(fields: Fields) -> JsonObject:
     return found
 
 
+def _cache_key(fields: Fields) -> str | None:
+    found = fields.get("prompt_cache_key")
+    return found if isinstance(found, str) else None  # as a session, what is no text is ignored
+
+
 def _effort(reasoning: Fields) -> str | None:
     return reasoning.choice("effort", *EFFORTS)
 
@@ -180,39 +184,44 @@ def _wish(fields: Fields, effort: str | None) -> Wish:
 # -- tools ----------------------------------------------------------------------------------------
 
 
-def _tools(fields: Fields) -> Tools:
-    found = fields.get("tools")
-    given = [] if found in (None, []) else fields.items("tools")
-    if len(given) > MAX_TOOLS:
-        raise RequestError(f"Invalid 'tools': at most {MAX_TOOLS} are read.", "tools")
-    listed = [as_fields(one, f"tools[{at}]") for at, one in enumerate(given)]
-    tools, strict = tuple(_tool(one) for one in listed), strict_names(listed)
+def _tools(fields: Fields) -> tuple[Tools, JsonObject]:
+    """Return the tools of a call, and what its answer repeats of them."""
+    offer = read_offered(fields, "function", "parameters")
     parallel = fields.maybe_flag("parallel_tool_calls") is not False
+    most = fields.integer("max_tool_calls", Range(1))
+    told = {
+        "parallel_tool_calls": parallel,
+        "max_tool_calls": most,
+        "tool_choice": fields.get("tool_choice") or "auto",
+        "tools": [_told(tool, offer.strict) for tool in offer.tools],
+    }
+    given, forced, named = _chosen(fields, offer)
+    if not given:
+        return replace(NO_TOOLS, left_out=offer.left_out), told
+    tools = Tools(given, forced, named, parallel, False, offer.strict, most, offer.left_out)
+    return tools, told
+
+
+def _chosen(fields: Fields, offer: Offered) -> tuple[tuple[JsonObject, ...], bool, str | None]:
+    """Return the tools that may be called, whether one must be, and which."""
     value = fields.get("tool_choice")
     if isinstance(value, dict) and value.get("type") == ALLOWED:
         choice = as_fields(value, "tool_choice")
-        tools, must = allowed(choice, tools, lambda tool: tool)
-        return Tools(tools, must, None, parallel, strict=strict)
-    forced, named, offers = _choice(fields)
-    if (forced or named) and not tools:
-        raise RequestError("'tool_choice' asks for a call, but there are no tools.", "tool_choice")
-    if named is not None and all(tool["function"]["name"] != named for tool in tools):
+        given, forced = allowed(choice, offer.tools, lambda tool: tool, offer.left_out)
+        named = None
+    else:
+        forced, named, offers = _choice(fields)
+        given = offer.tools if offers else ()
+    if (forced or named) and not given:
+        raise RequestError(
+            "'tool_choice' asks for a call, but there are no tools of the type 'function' to call.",
+            "tool_choice",
+        )
+    if named is not None and named not in offer.names:
         raise RequestError(
             f"Invalid 'tool_choice.name': there is no tool {quoted(named)}.", "tool_choice.name"
         )
-    if not tools or not offers:
-        return NO_TOOLS
-    return Tools(tools, forced, named, parallel, strict=strict)
-
-
-def _tool(tool: Fields) -> JsonObject:
-    if (kind := tool.required_text("type")) != "function":
-        raise UnsupportedParameter(
-            f"Unsupported tool: {quoted(kind)}. Only functions are known, which the client itself "
-            "carries out.",
-            tool.path("type"),
-        )
-    return offered(tool, "parameters")
+    return given, forced, named
 
 
 def _choice(fields: Fields) -> tuple[bool, str | None, bool]:
@@ -235,12 +244,6 @@ def _told(tool: JsonObject, strict: frozenset[str]) -> JsonObject:
     name = function["name"]
     rest = {"name": name, "parameters": function["parameters"], "strict": name in strict}
     return {"type": "function", "description": function.get("description"), **rest}
-
-
-def _told_choice(tools: Tools) -> Any:
-    if tools.named is not None:
-        return {"type": "function", "name": tools.named}
-    return "required" if tools.forced else "auto" if tools.given else "none"
 
 
 # -- what was said before -------------------------------------------------------------------------

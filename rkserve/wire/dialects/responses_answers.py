@@ -1,11 +1,14 @@
 """Events of boards as OpenAI's responses, streamed or whole; it knows that API's words, no models.
 
 An answer is a list of items: thoughts, messages and calls of tools, in the order in which they
-came. A stream numbers its events.
+came. A stream numbers its events, and ends with ``[DONE]`` as Open Responses demands: OpenAI's
+clients stop reading there, as in their other streams.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,8 +76,18 @@ class _Item:
 class ResponseAnswer(Tally):
     """The answer to a call of /v1/responses."""
 
-    def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: Stamp) -> None:
+    def __init__(
+        self,
+        call: AnyCall,
+        answer_id: str,
+        created: int,
+        stamp: Stamp,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """``now`` returns the seconds since 1970."""
         super().__init__(call, answer_id, created, stamp)
+        self._now = now
+        self._completed_at: int | None = None
         self.call = call if isinstance(call, ResponseCall) else None
         self._echo = {} if self.call is None else dict(self.call.echo)
         self._items: list[_Item] = []
@@ -131,11 +144,11 @@ class ResponseAnswer(Tally):
         """Return the last event, with all of the response."""
         response = self._ended()
         done = "completed" if response["status"] == "completed" else "incomplete"
-        return self._events([(f"response.{done}", {"response": response})])
+        return self._events([(f"response.{done}", {"response": response})]) + sse.DONE
 
     def broken(self, exc: BaseException) -> bytes:
         """Return the event that ends a response which has failed."""
-        return self._events([("response.failed", {"response": self.failed(exc)})])
+        return self._events([("response.failed", {"response": self.failed(exc)})]) + sse.DONE
 
     # -- kept -----------------------------------------------------------------------------------
 
@@ -254,6 +267,8 @@ class ResponseAnswer(Tally):
 
     def _complete(self) -> list[_Event]:
         """End all items; an answer without any has an empty message."""
+        if self._ends[0].reason is FinishReason.STOP:
+            self._completed_at = int(self._now())
         begun = [] if self._items else self._begin(_MESSAGE)
         return [*begun, *self._close(self._last_status())]
 
@@ -283,6 +298,7 @@ class ResponseAnswer(Tally):
         cut = {"reason": "max_output_tokens"} if finished.reason is FinishReason.LENGTH else None
         return {
             **self._response(_STATUS[finished.reason]),
+            "completed_at": self._completed_at,
             "incomplete_details": cut,
             "output": self._output(self._last_status()),
             "usage": usage,
@@ -292,10 +308,12 @@ class ResponseAnswer(Tally):
         }
 
     def _response(self, status: str) -> JsonObject:
+        sampling = self._stamp.sampling
         return {
             "id": self.id,
             "object": "response",
             "created_at": self._created,
+            "completed_at": None,
             "status": status,
             "background": False,
             "error": None,
@@ -303,6 +321,11 @@ class ResponseAnswer(Tally):
             "model": self._model,
             "output": [],
             "truncation": "disabled",
+            "service_tier": "default",
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
             "usage": None,
             **self._echo,
         }
@@ -339,8 +362,9 @@ def _ping(_: AnyCall) -> bytes:
 def _broken(exc: BaseException) -> bytes:
     """End a stream whose response was never begun."""
     told = error_object(exc)[2]["error"]
-    event = {"type": "error", "sequence_number": 0}
-    return sse.event("error", {**event, **{key: told[key] for key in ("code", "message", "param")}})
+    event: JsonObject = {"type": "error", "sequence_number": 0}
+    event |= {key: told[key] for key in ("code", "message", "param")}
+    return sse.event("error", event) + sse.DONE
 
 
 RESPONSES = Dialect(parse_response, ResponseAnswer, PREFIX, _ping, _broken)
