@@ -99,6 +99,8 @@ def refusal(status: str, code: str, *headers: str) -> Answer:
 
 
 MESSAGE = {"choices": [{"message": {"content": "all at once"}, "finish_reason": "stop"}]}
+CALL = {"index": 0, "id": "c", "function": {"name": "look", "arguments": ""}}
+MORE = {"index": 0, "function": {"arguments": '{"a": 1}'}}
 ANSWERS: dict[str, Answer] = {
     "ok": ok,
     "completion": completion,
@@ -125,6 +127,16 @@ ANSWERS: dict[str, Answer] = {
     "fails": lambda _: chunks(*said("one"), data({"error": {"message": "x", "code": "lost"}})),
     "fails-oddly": lambda _: chunks(*said("one"), data({"error": "a word"})),
     "truncated": lambda _: chunks(*said("one")),
+    "thinks": lambda _: chunks(
+        data({"choices": [{"index": 0, "delta": {"reasoning_content": "well, "}}]}),
+        data({"choices": [{"index": 0, "delta": {"reasoning_content": "yes"}}]}),
+        data({"choices": [{"index": 0, "delta": {"tool_calls": [CALL]}}]}),
+        data({"choices": [{"index": 0, "delta": {"tool_calls": [MORE]}}]}),
+        *said("```four```"),
+        end(),
+        usage(),
+        DONE,
+    ),
     "empty": lambda _: chunks(end(), usage(), DONE),
     "hangs": lambda _: [HANG],
     "hangs-after-head": lambda _: [*chunks(last=False), HANG],
@@ -157,13 +169,15 @@ ANSWERS: dict[str, Answer] = {
 
 @dataclass
 class FakeOpenAi:
-    """Where it listens, what it was asked, and by how many at once."""
+    """Where it listens, what it lists, what it was asked, and by how many at once."""
 
     port: int = 0
     asked: list[Asked] = field(default_factory=list)
     connections: int = 0
     running: int = 0
     most: int = 0
+    models: list[Json] = field(default_factory=lambda: [{"id": "ok"}])
+    boards: list[Json] | None = None  # a server without boards answers 404
 
     @property
     def url(self) -> str:
@@ -187,8 +201,11 @@ class FakeOpenAi:
         headers = {name.lower(): value for name, _, value in pairs}
         path = first.split()[1]
         if first.startswith("GET"):
-            listed = json.dumps({"data": [{"id": "ok"}]}).encode()
-            return await _write(writer, reader, whole("200 OK", listed))
+            listed = self.boards if path.endswith("/boards") else self.models
+            if listed is None:
+                return await _write(writer, reader, whole("404 Not Found", b"{}"))
+            told = json.dumps({"data": listed}).encode()
+            return await _write(writer, reader, whole("200 OK", told))
         body = json.loads(await reader.readexactly(int(headers["content-length"])))
         asked = Asked(path, headers, body)
         self.asked.append(asked)

@@ -281,3 +281,12 @@ def test_a_shell_that_only_names_a_process_is_not_taken_for_it() -> None:
 def test_a_process_that_does_not_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(BenchFailed, match="no process runs that is it"):
         Watch([Watched("it", text="x")], root=tmp_path)
+
+
+def test_what_is_too_long_to_compare_is_shown_all_the_same() -> None:
+    words = " ".join(f"w{number}" for number in range(3000))
+    assert marked(f"{words} end", f"{words} end") == f"{words} end"
+    shown = marked(f"{words} one", f"{words} two")
+    assert shown.startswith(words[:100])
+    assert "one" in shown
+    assert "two" in shown

@@ -297,3 +297,133 @@ def test_help_says_the_exit_codes() -> None:
     code, printed, _ = bench("--help")
     assert code == Exit.DONE
     assert "Exit codes" in plain(printed)
+
+
+# -- capturing, all models, several runs ----------------------------------------------------------
+
+BOARD = {
+    "id": "sim-0",
+    "memory_mb": 1689.2,
+    "hardware": {"npu_load": [40.0, 60.0], "npu_hz": 10**9, "memory_available_bytes": 2 * 10**9},
+}
+
+
+def captured(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "captured.jsonl").read_text().splitlines()]
+
+
+def test_a_capture_has_whole_prompts_answers_figures_and_boards(
+    server: FakeOpenAi, tmp_path: Path
+) -> None:
+    server.boards = [BOARD, {**BOARD, "id": "sim-1", "memory_mb": 1.0}]
+    shape = ("--sessions", "2", "--rate", "500", "--systems", "1", "--system-words", "900")
+    words = ("run", *shape, "--turns", "2", "--think", "0.001", "--clients", "1", "--capture")
+    code, _, err = bench(*words, "--url", server.url, "--out", str(tmp_path))
+    assert (code, err) == (0, "")
+    told = captured(tmp_path)
+    assert len(told) == len(server.asked)
+    for one, asked in zip(told, server.asked, strict=True):
+        assert one["messages"] == asked.messages, "the whole prompt, history included"
+        assert one["settings"] == {"max_tokens": asked.body["max_tokens"], "temperature": 0}
+        assert (one["answer"], one["error"], one["model"]) == ("one two three", "", "ok")
+        assert one["usage"]["completion_tokens"] == 3
+        assert one["timings"] == {"queue_ms": 4.0}
+        assert one["ttft_ms"] > 0
+        assert one["tokens_per_s"] > 0
+        assert one["board"] == "sim-0"
+        figures = one["board_figures"]
+        assert (figures["npu_load_mean"], figures["memory_mb"]) == (50.0, 1689.2)
+        assert figures["memory_available_mb"] == 2000.0
+    report = (tmp_path / "captured.md").read_text()
+    for one in told:
+        assert all(message["content"] in report for message in one["messages"])
+    assert "| sim-0 |" in report
+    assert "50 %" in report
+    assert "captured" not in (tmp_path / "outcomes.jsonl").read_text()
+
+
+def test_a_capture_keeps_thoughts_calls_errors_and_fences(
+    server: FakeOpenAi, tmp_path: Path
+) -> None:
+    urls = ("--url", f"a={server.url}", "--url", f"b={server.url}")
+    models = ("--model", "thinks", "--model", "busy")
+    words = ("run", *QUICK, "--capture", "--max-errors", "1", "--out", str(tmp_path))
+    assert bench(*words, *urls, *models)[0] == Exit.DONE
+    told = captured(tmp_path)
+    good = [one for one in told if one["run"] == "a"]
+    assert {(one["thoughts"], one["answer"]) for one in good} == {("well, yes", "```four```")}
+    assert good[0]["tool_calls"] == [{"name": "look", "arguments": '{"a": 1}'}]
+    refused = [one for one in told if one["run"] == "b"]
+    assert {one["error"] for one in refused} == {"refused 429 queue_full: no"}
+    assert all(one["messages"] and one["ttft_ms"] is None for one in refused)
+    report = (tmp_path / "captured.md").read_text()
+    assert "````\n```four```\n````" in report, "a text with a fence in it stays in its own"
+    assert "lists no boards" in report
+    assert told[0]["board_figures"] is None
+
+
+def test_a_capture_needs_a_place(server: FakeOpenAi) -> None:
+    code, _, err = bench("run", *QUICK, "--capture", "--url", server.url)
+    assert code == Exit.USAGE
+    assert "--out" in err
+    assert server.asked == []
+
+
+def test_without_capture_nothing_is_kept(server: FakeOpenAi, tmp_path: Path) -> None:
+    assert bench("run", *QUICK, "--url", server.url, "--out", str(tmp_path))[0] == Exit.DONE
+    assert not (tmp_path / "captured.jsonl").exists()
+    assert "one two three" not in (tmp_path / "outcomes.jsonl").read_text()
+
+
+def test_all_models_are_loaded_but_those_that_embed(server: FakeOpenAi) -> None:
+    embedding = {"id": "vectors", "rkserve": {"embedding": {"pooling": "last"}}}
+    server.models = [{"id": "ok"}, {"id": "echo", "rkserve": {"embedding": None}}, embedding]
+    code, found = report("run", *QUICK, "--all-models", "--url", server.url)
+    assert code == Exit.DONE
+    assert [run["target"] for run in found["runs"]] == ["ok", "echo"]
+    assert {asked.body["model"] for asked in server.asked} == {"ok", "echo"}
+    code, _, err = bench("run", "--all-models", "--model", "ok", "--url", server.url)
+    assert (code, "either --model or --all-models" in err) == (Exit.USAGE, True)
+    code, _, err = bench("run", "--all-models", "--boards", "1")
+    assert (code, "--all-models is for --url" in err) == (Exit.USAGE, True)
+
+
+def test_several_runs_are_played_and_their_spread_is_shown(server: FakeOpenAi) -> None:
+    urls = ("--url", f"a={server.url}", "--url", f"b={server.url}")
+    code, found = report("run", *QUICK, "--runs", "3", *urls)
+    assert code == Exit.DONE
+    names = [f"{name}, run {number}" for name in ("a", "b") for number in (1, 2, 3)]
+    assert [run["target"] for run in found["runs"]] == names
+    assert [(one["target"], one["to"]) for one in found["comparisons"]] == list(
+        zip(names[3:], names[:3], strict=True)
+    )
+    for name in ("a", "b"):
+        told = found["spread"][name]["TTFT p50, ms"]
+        medians = [
+            run["ttft_ms"]["p50"]["value"]
+            for run in found["runs"]
+            if run["target"].startswith(f"{name},")
+        ]
+        assert (told["least"], told["most"], told["runs"]) == (min(medians), max(medians), 3)
+        assert told["mean"] == pytest.approx(sum(medians) / 3)
+        assert found["spread"][name]["errors"]["deviation"] == 0
+    # Each run has a salt of its own: nothing that one left in a cache helps the next.
+    openings = {asked.messages[0]["content"][:8] for asked in server.asked}
+    assert len(openings) == 6
+    _, out, _ = bench("run", *QUICK, "--runs", "2", "--url", server.url)
+    assert "Spread over the runs" in out
+
+
+def test_compare_shows_all_prompts_uncut_where_that_is_asked(
+    server: FakeOpenAi, tmp_path: Path
+) -> None:
+    models = ("--model", "ok", "--model", "completion")
+    shape = ("--sessions", "2", "--user-words", "400", "--systems", "1", "--url", server.url)
+    _, out, _ = bench("compare", *shape, *models)
+    prompt = server.asked[0].messages[-1]["content"]
+    assert len(prompt) > 400
+    assert prompt not in out, "equal answers are only counted"
+    _, out, _ = bench("compare", *shape, *models, "--all-prompts")
+    assert prompt in out
+    assert server.asked[0].messages[0]["content"] in out, "the system prompt, too"
+    assert out.count("### ") == 2

@@ -53,6 +53,17 @@ def run(
     deadline: Annotated[
         float | None, typer.Option(min=0.001, help="Seconds, told to the server.")
     ] = None,
+    runs: Annotated[
+        int, typer.Option(min=1, max=1000, help="Play it so often on each; shows the spread.")
+    ] = 1,
+    capture: Annotated[
+        bool,
+        typer.Option(
+            "--capture",
+            help="Write each whole prompt and answer with figures, and the NPU load and memory of "
+            "its board, to captured.jsonl and captured.md in --out.",
+        ),
+    ] = False,
 ) -> Found:
     """Play a trace, one that is made or one from a file; open loop unless --clients."""
     from rkserve.bench.load.presets import play_all
@@ -63,8 +74,11 @@ def run(
         duration_s=duration,
         warmup_s=warmup,
         deadline_s=deadline,
+        capture=capture,
     )
-    asked = replace(load.asked(clients=clients), plan=plan)
+    if capture and load.given.out is None:
+        raise typer.BadParameter("--capture needs --out DIR, where it writes")
+    asked = replace(load.asked(clients=clients, runs=runs), plan=plan)
     return play_all(load.bench, _trace(trace, shape, load.given.seed), asked, "Load")
 
 
@@ -114,13 +128,24 @@ def overload(
 @loading
 @shaped
 def compare(
-    load: Session, *, shape: Shape, trace: TraceFile = None, clients: Clients = None
+    load: Session,
+    *,
+    shape: Shape,
+    trace: TraceFile = None,
+    clients: Clients = None,
+    all_prompts: Annotated[
+        bool,
+        typer.Option(
+            "--all-prompts", help="Show every prompt, also of equal answers, and nothing cut."
+        ),
+    ] = False,
 ) -> Found:
     """Have several servers, models or adapters answer the same prompts; show where they differ."""
     from rkserve.bench.load import presets
 
     played = _trace(trace, shape, load.given.seed)
-    return presets.side_by_side(load.bench, played, load.asked(clients=clients))
+    asked = load.asked(clients=clients, whole=all_prompts)
+    return presets.side_by_side(load.bench, played, asked)
 
 
 @bench.command("trace")

@@ -44,6 +44,14 @@ Models = Annotated[
         "first that the server lists.",
     ),
 ]
+AllModels = Annotated[
+    bool,
+    typer.Option(
+        "--all-models",
+        help="All models and adapters that a URL lists, one after the other; those that make "
+        "embeddings are left out.",
+    ),
+]
 Api = Annotated[str, typer.Option(help="chat or completions.")]
 KeyFile = Annotated[
     Path | None,
@@ -122,6 +130,7 @@ class Given:
 
     url: list[str] | None = None
     model: list[str] | None = None
+    all_models: bool = False
     api: str = "chat"
     key_file: Path | None = None
     key_env: str | None = None
@@ -159,6 +168,7 @@ class Given:
 ANNOTATIONS: Mapping[str, Any] = {
     "url": Urls,
     "model": Models,
+    "all_models": AllModels,
     "api": Api,
     "key_file": KeyFile,
     "key_env": KeyEnv,
@@ -182,19 +192,36 @@ ANNOTATIONS: Mapping[str, Any] = {
 
 def targets(given: Given) -> list[Target]:
     """Return the servers that were named. Raises ``BadParameter``, ``BenchFailed``."""
-    from rkserve.bench.load.target import CHAT, COMPLETIONS, Target, base_path, first_model
+    from rkserve.bench.load.target import CHAT, COMPLETIONS, Target
 
     if given.api not in (CHAT, COMPLETIONS):
         raise typer.BadParameter(f"--api is {CHAT} or {COMPLETIONS}")
     key, headers, body = _key(given), dict(map(_header, given.header or ())), _body(given.body)
     found = []
-    for name, url, model in _paired(given.url or [], given.model or []):
-        usage(base_path, url)
-        asked = model or first_model(url, key)
+    for name, url, asked in _asked(given, key):
         found.append(Target(name, url.rstrip("/"), asked, given.api, key, headers, body))
     if len({one.name for one in found}) != len(found):
         raise typer.BadParameter("two targets have the same name: --url NAME=URL")
     return found
+
+
+def _asked(given: Given, key: str | None) -> list[tuple[str, str, str]]:
+    """Return the name, URL and model of each target; a server is asked for what was not named."""
+    from rkserve.bench.load.target import base_path, models_of
+
+    paired = _paired(given.url or [], given.model or [])
+    for _, url, _ in paired:
+        usage(base_path, url)
+    if not given.all_models:
+        return [(name, url, model or models_of(url, key)[0]) for name, url, model in paired]
+    if given.model:
+        raise typer.BadParameter("either --model or --all-models")
+    several = len(paired) > 1
+    return [
+        (f"{name}, {model}" if several else model, url, model)
+        for name, url, _ in paired
+        for model in models_of(url, key)
+    ]
 
 
 def _paired(urls: Sequence[str], models: Sequence[str]) -> list[tuple[str, str, str | None]]:

@@ -148,6 +148,7 @@ def results_of(bench: Bench, found: Found | None) -> Results:
 
 def deliver(given: Given, results: Results) -> None:
     """Print the results, and write them where that was asked for."""
+    from rkserve.bench.load.capture import exchange_lines, render_exchanges
     from rkserve.bench.load.charts import svg
     from rkserve.bench.load.plots import charts
     from rkserve.bench.load.report import render, summary
@@ -168,6 +169,12 @@ def deliver(given: Given, results: Results) -> None:
     (given.out / "results.json").write_text(text + "\n", encoding="utf-8")
     with (given.out / "outcomes.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(line + "\n" for line in outcome_lines(results.runs))
+    captured = [run for run in results.runs if run.played.plan.capture]
+    if captured:
+        with (given.out / "captured.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in exchange_lines(captured))
+        text = render_exchanges(results.title, captured)
+        (given.out / "captured.md").write_text(text, encoding="utf-8")
 
 
 # -- what is loaded -------------------------------------------------------------------------------
@@ -197,6 +204,8 @@ def _site(given: Given, folder: Path, say: Callable[[str], None]) -> Site:
 
     if (given.boards is None) == (not given.url):
         raise typer.BadParameter("either --url, or --boards to start some")
+    if given.boards is not None and given.all_models:
+        raise typer.BadParameter("--all-models is for --url; --boards serve one model")
     if given.boards is None:
         if given.policy:
             raise typer.BadParameter("--policy is for --boards; a server has the one that it has")

@@ -16,7 +16,8 @@ from rkserve.bench.verdict import Verdict
 class Asked:
     """What a preset is told. ``sessions`` and ``seconds`` replace its own size where given.
 
-    Of ``overload``, ``sessions`` is the requests of which the capacity is found.
+    Of ``overload``, ``sessions`` is the requests of which the capacity is found. Each target is
+    played ``runs`` times. Of ``compare``, the ``whole`` shows equal answers too.
     """
 
     seed: int = 1
@@ -25,6 +26,8 @@ class Asked:
     clients: int | None = None
     slo: Slo | None = None
     tell_deadline: bool = True
+    runs: int = 1
+    whole: bool = False
     plan: Plan = field(default_factory=Plan)
 
 

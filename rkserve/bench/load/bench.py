@@ -19,6 +19,7 @@ from rkserve.bench.load.site import Site
 from rkserve.bench.load.slo import Slo
 from rkserve.bench.load.target import Target
 from rkserve.bench.load.trace import Trace
+from rkserve.bench.load.watch import BoardWatch
 
 Show = Callable[[str, Told], None]
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -40,9 +41,14 @@ class Bench:
         watch = self.site.watch()
         if watch is not None:
             watch.start()
+        boards = BoardWatch(target) if plan.capture else None
+        if boards is not None:
+            boards.start()
         played = play(replace(target, name=name), trace, plan, lambda told: self.show(name, told))
         found = figures(played, self.slo)
         result = Result(played, found) if watch is None else Result(played, found, *watch.stop())
+        if boards is not None:
+            result = replace(result, boards=boards.stop())
         self.runs.append(result)
         self.interrupted = self.interrupted or played.interrupted
         return result

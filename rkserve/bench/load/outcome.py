@@ -49,13 +49,27 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
+class Captured:
+    """The rest of an exchange, kept where a run captures: the body that was sent, the model's
+    thoughts, its calls of tools as they came, and the server's own ``usage`` and ``timings``.
+    """
+
+    body: dict[str, Any]
+    thoughts: str = ""
+    tool_calls: tuple[Any, ...] = ()
+    usage: dict[str, Any] = field(default_factory=dict)
+    timings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """A request and what became of it.
 
     ``text_s`` has one entry per event that brought text. ``end_s`` is the end of an answer that has
     one, ``over_s`` when the client was done with it either way. Token counts are the server's own;
     where ``usage`` is False it sent none, and ``completion_tokens`` counts the events with text.
-    ``cached_tokens`` and ``queue_ms`` are None where the server does not say.
+    ``cached_tokens`` and ``queue_ms`` are None where the server does not say. ``captured`` is None
+    unless its run captures.
     """
 
     asked: Asked
@@ -78,6 +92,7 @@ class Outcome:
     retry_after_s: float | None = None
     finish_reason: str = ""
     text: str = field(default="", repr=False)
+    captured: Captured | None = field(default=None, repr=False)
 
     @property
     def ok(self) -> bool:
@@ -129,8 +144,13 @@ def read_outcome(
     broken: Kind | None = None,
     detail: str = "",
     over_s: float | None = None,
+    *,
+    body: dict[str, Any] | None = None,
 ) -> Outcome:
-    """Say what became of a request. ``broken`` is what ended it, where the server did not."""
+    """Say what became of a request. ``broken`` is what ended it, where the server did not.
+
+    ``body`` is what was sent, where the exchange is to be captured.
+    """
     answer = _Answer(json_body=_is_json(incoming))
     try:
         answer.read(incoming)
@@ -155,6 +175,7 @@ def read_outcome(
         retry_after_s=_number(incoming.headers.get("retry-after")),
         finish_reason=answer.finish_reason,
         text="".join(answer.texts),
+        captured=None if body is None else answer.captured(body),
         **answer.counts(),
     )
 
@@ -187,6 +208,8 @@ class _Answer:
     json_body: bool
     text_s: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    tool_calls: list[Any] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
     timings: dict[str, Any] = field(default_factory=dict)
     error: str = ""
@@ -238,8 +261,27 @@ class _Answer:
             self.text_s.append(at_s)
         elif any(said.get(name) for name in UNSPOKEN):
             self.text_s.append(at_s)
+            self._take_unspoken(said)
         if reason := choice.get("finish_reason"):
             self.finish_reason, self.ended = str(reason), True
+
+    def _take_unspoken(self, said: dict[str, Any]) -> None:
+        thought = said.get("reasoning_content") or said.get("reasoning")
+        if isinstance(thought, str):
+            self.thoughts.append(thought)
+        calls = said.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = _dict(_dict(call).get("function"))
+            name, arguments = function.get("name"), function.get("arguments")
+            if isinstance(name, str) or not self.tool_calls:
+                self.tool_calls.append({"name": name, "arguments": ""})
+            if isinstance(arguments, str):
+                self.tool_calls[-1]["arguments"] += arguments
+
+    def captured(self, body: dict[str, Any]) -> Captured:
+        """Return what is kept of it beside its text."""
+        thoughts, calls = "".join(self.thoughts), tuple(self.tool_calls)
+        return Captured(body, thoughts, calls, self.usage, self.timings)
 
     def counts(self) -> dict[str, Any]:
         """Return what the server says that it cost, as fields of an ``Outcome``."""

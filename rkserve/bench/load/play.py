@@ -20,7 +20,14 @@ from typing import Any
 
 from rkserve.bench.child import BenchFailed, Json
 from rkserve.bench.client import Connection, ConnectionLost
-from rkserve.bench.load.outcome import Asked, Kind, Outcome, never_answered, read_outcome
+from rkserve.bench.load.outcome import (
+    Asked,
+    Captured,
+    Kind,
+    Outcome,
+    never_answered,
+    read_outcome,
+)
 from rkserve.bench.load.target import Target
 from rkserve.bench.load.trace import Session, Trace
 from rkserve.bench.stream import NotHttp
@@ -49,6 +56,7 @@ class Plan:
     ``clients`` makes it a closed loop. ``time_factor`` stretches all times of the trace. After
     ``duration_s`` nothing new is asked; what runs is waited for. ``deadline_s`` is told to the
     server with each request. ``salt`` keeps a server from reusing what another run has left.
+    ``keep_text`` keeps the text of answers, and ``capture`` all of the exchanges.
     """
 
     clients: int | None = None
@@ -58,6 +66,7 @@ class Plan:
     deadline_s: float | None = None
     salt: str = ""
     keep_text: bool = False
+    capture: bool = False
     limits: Limits = field(default_factory=Limits)
 
 
@@ -186,32 +195,37 @@ class Player:
 
     async def _ask(self, session: Session, number: int, due_s: float, said: list[Json]) -> Outcome:
         turn = session.turns[number]
-        request = self._target.request(said, turn.max_tokens, session.more, self._deadline())
+        body = self._target.body_of(said, turn.max_tokens, session.more)
         asked = Asked(session.name, number, due_s, time.monotonic())
         self._last_due_s = max(self._last_due_s, due_s)
         self._running += 1
         outcome = None
         try:
-            outcome = await self._exchange(asked, request)
+            outcome = await self._exchange(asked, body)
         finally:
             self._running -= 1
             self._keep(outcome or never_answered(asked, Kind.CUT, "", "", time.monotonic()))
         return outcome
 
     def _keep(self, outcome: Outcome) -> None:
-        self._outcomes.append(outcome if self._plan.keep_text else replace(outcome, text=""))
+        keep = self._plan.keep_text or self._plan.capture
+        self._outcomes.append(outcome if keep else replace(outcome, text=""))
 
     def _deadline(self) -> dict[str, str]:
         deadline_s = self._plan.deadline_s
         return {} if deadline_s is None else {DEADLINE_HEADER: f"{deadline_s:g}"}
 
-    async def _exchange(self, asked: Asked, request: bytes) -> Outcome:
+    async def _exchange(self, asked: Asked, body: Json) -> Outcome:
+        request, captured = self._target.request(body, self._deadline()), None
+        if self._plan.capture:
+            captured = body
         try:
             connection = await self._pool.take()
         except (OSError, asyncio.TimeoutError) as exc:
             own = getattr(exc, "errno", None) in OWN_LIMITS
             kind = Kind.CLIENT if own else Kind.CONNECT
-            return never_answered(asked, kind, _name(exc), str(exc), time.monotonic())
+            lost = never_answered(asked, kind, _name(exc), str(exc), time.monotonic())
+            return lost if captured is None else replace(lost, captured=Captured(captured))
         connection.send(request)
         incoming, broken, detail = connection.so_far, None, ""
         try:
@@ -227,7 +241,7 @@ class Player:
             self._pool.give(connection)
         else:
             connection.close()
-        return read_outcome(asked, incoming, broken, detail, time.monotonic())
+        return read_outcome(asked, incoming, broken, detail, time.monotonic(), body=captured)
 
     async def _receive(self, connection: Connection, asked: Asked) -> Kind | None:
         incoming, limits = connection.so_far, self._plan.limits

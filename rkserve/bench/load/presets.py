@@ -6,19 +6,22 @@ its capacity with three times that; ``smoke`` shows in seconds that a server can
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean, stdev
 
-from rkserve.bench.child import BenchFailed
+from rkserve.bench.child import BenchFailed, Json
 from rkserve.bench.load import capture
 from rkserve.bench.load.asked import Asked, Found
 from rkserve.bench.load.bench import Bench
-from rkserve.bench.load.figures import Comparison, compare
+from rkserve.bench.load.figures import Comparison, Distribution, Figures, compare
 from rkserve.bench.load.making import Shape, make_trace
 from rkserve.bench.load.play import Plan
 from rkserve.bench.load.results import Result
 from rkserve.bench.load.slo import Slo
 from rkserve.bench.load.target import Target
 from rkserve.bench.load.trace import Trace
+from rkserve.bench.tables import MISSING, figure, percent, table
 from rkserve.bench.verdict import Verdict
 
 CONVERSATIONS = Shape(
@@ -41,10 +44,82 @@ LIMIT_FACTOR = 5.0  # end-to-end, times that of a server whose queue is empty
 
 
 def play_all(bench: Bench, trace: Trace, asked: Asked, title: str) -> Found:
-    """Play one trace on everything that is loaded, and compare it with the first."""
+    """Play one trace on everything that is loaded, ``runs`` times, and compare it with the first.
+
+    Each round is compared with the same round of the first.
+    """
+    rounds: dict[str, list[Result]] = {}
     for number, target in enumerate(bench.targets()):
-        bench.run(target, trace, _plan(bench, asked, number))
-    return Found(title, describe(trace), _beside_the_first(bench))
+        for turn in range(asked.runs):
+            if bench.interrupted:
+                break
+            name = target.name if asked.runs == 1 else f"{target.name}, run {turn + 1}"
+            plan = _plan(bench, asked, number * asked.runs + turn)
+            rounds.setdefault(target.name, []).append(bench.run(target, trace, plan, name))
+    if asked.runs == 1:
+        return Found(title, describe(trace), _beside_the_first(bench))
+    first = next(iter(rounds.values()), [])
+    comparisons = [
+        compare(one.played, other.played, bench.slo)
+        for found in list(rounds.values())[1:]
+        for one, other in zip(found, first, strict=False)
+    ]
+    appendix, more = spread_table(rounds), {"spread": spread_of(rounds)}
+    return Found(title, describe(trace), comparisons, appendix=appendix, more=more)
+
+
+def spread_of(rounds: Mapping[str, Sequence[Result]]) -> Json:
+    """Return how far the rounds of each target lie apart, figure by figure."""
+    found: Json = {}
+    for name, runs in rounds.items():
+        found[name] = {}
+        for what, of in _SPREAD:
+            values = [value for run in runs if (value := of(run.figures)) is not None]
+            if not values:
+                continue
+            found[name][what] = {
+                "mean": fmean(values),
+                "least": min(values),
+                "most": max(values),
+                "deviation": stdev(values) if len(values) > 1 else None,
+                "runs": len(values),
+            }
+    return found
+
+
+def spread_table(rounds: Mapping[str, Sequence[Result]]) -> str:
+    """Return the same as Markdown."""
+    rows = [
+        [
+            f"{what}: {name}",
+            figure(told["mean"], 2),
+            figure(told["least"], 2),
+            figure(told["most"], 2),
+            figure(told["deviation"], 2),
+            MISSING
+            if told["deviation"] is None or not told["mean"]
+            else percent(told["deviation"] / told["mean"]),
+            figure(told["runs"], 0),
+        ]
+        for name, figures_of in spread_of(rounds).items()
+        for what, told in figures_of.items()
+    ]
+    head = ["", "mean", "least", "most", "standard deviation", "of the mean", "runs"]
+    return f"## Spread over the runs\n\n{table(head, rows)}"
+
+
+def _median(of: Distribution | None) -> float | None:
+    return None if of is None else of.p50.value
+
+
+_SPREAD: tuple[tuple[str, Callable[[Figures], float | None]], ...] = (
+    ("TTFT p50, ms", lambda found: _median(found.ttft_ms)),
+    ("per token p50, ms", lambda found: _median(found.token_ms)),
+    ("end-to-end p50, ms", lambda found: _median(found.e2e_ms)),
+    ("tokens/s", lambda found: found.token_rate),
+    ("goodput/s", lambda found: found.goodput),
+    ("errors", lambda found: float(sum(found.errors.values()))),
+)
 
 
 def smoke(bench: Bench, asked: Asked) -> Found:
@@ -78,7 +153,7 @@ def side_by_side(bench: Bench, trace: Trace, asked: Asked) -> Found:
             continue
         names = (first.target, played.target)
         pairs = capture.pairs(trace, first.outcomes, played.outcomes)
-        texts.append(capture.render(names, pairs))
+        texts.append(capture.render(names, pairs, whole=asked.whole))
         comparisons.append(capture.to_json(names, pairs))
     more = {"captured": comparisons}
     return Found("Answers side by side", describe(trace), appendix="\n".join(texts), more=more)

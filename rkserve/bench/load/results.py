@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rkserve.bench.child import Json
@@ -16,6 +16,7 @@ from rkserve.bench.load.figures import Comparison, Figures
 from rkserve.bench.load.outcome import Kind, Outcome
 from rkserve.bench.load.play import Played
 from rkserve.bench.load.slo import Slo
+from rkserve.bench.load.watch import BoardSample
 from rkserve.bench.procfs import Memory
 from rkserve.bench.report import Machine
 from rkserve.bench.verdict import Verdict
@@ -23,12 +24,15 @@ from rkserve.bench.verdict import Verdict
 
 @dataclass(frozen=True)
 class Result:
-    """One run, and what the processes that were watched took for it."""
+    """One run, what the processes that were watched took for it, and the boards' own figures where
+    it captures.
+    """
 
     played: Played
     figures: Figures
     cpu: CpuUse | None = None
     memories: Mapping[str, Sequence[Memory]] = field(default_factory=dict)
+    boards: Sequence[BoardSample] = ()
 
 
 @dataclass(frozen=True)
@@ -113,8 +117,9 @@ def _run(run: Result) -> Json:
 
 def _outcome(one: Outcome, played: Played) -> Json:
     since_s = played.start_s
-    said: Json = _plain(asdict(one))
+    said: Json = _plain(asdict(replace(one, captured=None)))
     asked = said.pop("asked")
+    del said["captured"]  # it has a file of its own
     times = {
         name: None if value is None else round(value - since_s, 6)
         for name, value in (

@@ -56,14 +56,13 @@ class Target:
         """The path that all calls begin with."""
         return base_path(self.url)
 
-    def request(
+    def body_of(
         self,
         messages: Sequence[Json],
         max_tokens: int,
         more: Mapping[str, Any] = MappingProxyType({}),
-        headers: Mapping[str, str] = MappingProxyType({}),
-    ) -> bytes:
-        """Return a streamed call as it goes over the wire."""
+    ) -> Json:
+        """Return the body of a streamed call."""
         body: Json = {
             "model": self.model,
             "max_tokens": max_tokens,
@@ -74,9 +73,14 @@ class Target:
             **self.body,
         }
         if self.api == CHAT:
-            path, body["messages"] = "/chat/completions", list(messages)
+            body["messages"] = list(messages)
         else:
-            path, body["prompt"] = "/completions", plain(messages)
+            body["prompt"] = plain(messages)
+        return body
+
+    def request(self, body: Json, headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
+        """Return a call as it goes over the wire."""
+        path = "/chat/completions" if self.api == CHAT else "/completions"
         host, port = self.address
         host = f"[{host}]" if ":" in host else host
         return request_bytes(host, port, body, self.base + path, {**self._headers(), **headers})
@@ -100,21 +104,40 @@ def plain(messages: Sequence[Json]) -> str:
     return "\n".join([*lines, "Assistant:"])
 
 
-def first_model(url: str, key: str | None) -> str:
-    """Ask a server for its models and return the first. Raises ``Unreachable``, ``BenchFailed``."""
-    parts = urlsplit(url)
-    where = f"{parts.scheme}://{parts.netloc}{base_path(url)}/models"
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+def models_of(url: str, key: str | None) -> list[str]:
+    """Ask a server for its models, adapters included, and return those that generate.
+
+    Models that rkserve lists with an ``embedding`` section are left out.
+
+    Raises:
+        Unreachable: nobody answers.
+        BenchFailed: it lists none.
+    """
+    where = f"{base_path(url)}/models"
     try:
-        asked = urllib.request.Request(where, headers=headers)
-        with urllib.request.urlopen(asked, timeout=ASK_S, context=_tls(parts.scheme)) as answer:
-            return str(json.load(answer)["data"][0]["id"])
+        listed = get_json(url, "/models", key)["data"]
+        embedding = [one["id"] for one in listed if (one.get("rkserve") or {}).get("embedding")]
+        found = [str(one["id"]) for one in listed if one["id"] not in embedding]
     except urllib.error.HTTPError as exc:
         raise BenchFailed(f"{where} answers HTTP {exc.code}; name the model instead") from exc
-    except (OSError, urllib.error.URLError) as exc:
-        raise Unreachable(f"{where} cannot be reached: {exc}") from exc
-    except (ValueError, KeyError, IndexError, TypeError) as exc:
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as exc:
         raise BenchFailed(f"{where} lists no model; name the model instead") from exc
+    except (OSError, urllib.error.URLError) as exc:
+        raise Unreachable(f"{url} cannot be reached: {exc}") from exc
+    if not found:
+        raise BenchFailed(f"{where} lists no model; name the model instead")
+    return found
+
+
+def get_json(url: str, path: str, key: str | None, timeout_s: float = ASK_S) -> Any:
+    """Return what a path below the base URL answers. Raises ``OSError``, ``ValueError``."""
+    parts = urlsplit(url)
+    where = f"{parts.scheme}://{parts.netloc}{base_path(url)}{path}"
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    asked = urllib.request.Request(where, headers=headers)
+    context = _tls(parts.scheme)
+    with urllib.request.urlopen(asked, timeout=timeout_s, context=context) as answer:
+        return json.load(answer)
 
 
 def _tls(scheme: str) -> ssl.SSLContext | None:
