@@ -10,6 +10,10 @@ from enum import Enum
 
 from rkserve.messages import Kv
 
+# What stands in for a file's sha256 while it is computed, and where it cannot be.
+HASHING = "hashing"
+UNREADABLE = "unreadable"
+
 
 class GenerationState(str, Enum):
     """Where a generation on a board is, as whoever controls it sees it."""
@@ -159,7 +163,10 @@ class BoardReport:
     with. It sleeps at ``level``, None where it is awake, and has had no request for ``idle_s``, nor
     was its model loaded in that time. ``base`` is the sha256 of the model's file that it has loaded
     instead of that in its model folder, or empty. ``holdings`` are the contexts that it holds and
-    can use again, as ``chains`` packs them.
+    can use again, as ``chains`` packs them. ``own_digest`` is the sha256 of the file in its model
+    folder, ``HASHING`` until that is computed, ``UNREADABLE`` where the file cannot be read, or
+    empty where the board has no such file; ``own_bytes`` is that file's size. ``serving`` has the
+    name and the sha256 of each adapter as a request without a version gets it on this board.
     """
 
     board_id: str
@@ -211,3 +218,6 @@ class BoardReport:
     idle_s: float = 0.0
     base: str = ""
     holdings: bytes = b""
+    own_digest: str = ""
+    own_bytes: int = 0
+    serving: tuple[tuple[str, str], ...] = ()

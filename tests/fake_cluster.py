@@ -339,6 +339,9 @@ class FakeStore:
     def own_digest(self, _model: str) -> str | None:
         return self.own
 
+    def known_own_digest(self, model: str) -> str | None:
+        return self.own_digest(model)
+
     def read(self, digest: str, offset: int, size: int) -> bytes:
         return self.files[digest][offset : offset + size]
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from board_bench import PLAIN, Listener, until
+from board_bench import PLAIN, SETTINGS, Bench, Listener, until
 from fakes import FakeEngine, run_loop
 from holding import LINE, PACE, SAYING, rest
 from rebased import (
@@ -50,7 +52,7 @@ from rkserve.errors import (
 from rkserve.messages import ControlAction, FinishReason, GenerateRequest
 from rkserve.native.sim import adapters as sim_adapters
 from rkserve.native.sim.models import reseed
-from rkserve.reports import BoardState, GenerationState
+from rkserve.reports import HASHING, UNREADABLE, BoardState, GenerationState
 
 KINDS = pytest.mark.parametrize(
     ("release", "n_batch"), [("1.2.3", 1), ("1.3.0", 3)], ids=["1.2.3", "batch"]
@@ -876,3 +878,24 @@ def test_whatever_happens_every_word_is_of_the_weights_that_it_is_put_down_to(
                 assert isinstance(client.error, EngineDied if kills else BoardBehind)
 
     play(tmp_path, body, release, n_batch)
+
+
+def test_a_board_tells_the_digest_of_its_model_folder_s_file_from_the_start(tmp_path: Path) -> None:
+    file, record = tmp_path / "m.rkllm", tmp_path / "board.digest"
+    file.write_bytes(b"the model")
+
+    async def main(**settings: Any) -> str:
+        bench = Bench(PLAIN, settings=replace(SETTINGS, own_digest_file=record, **settings))
+        async with bench.running():
+            assert bench.board.report().own_digest == (HASHING if settings["own_file"] else "")
+            if settings["own_file"]:
+                await until(lambda: bench.board.report().own_digest != HASHING)
+            told = bench.board.report()
+            assert told.own_bytes == (9 if told.own_digest not in ("", UNREADABLE) else 0)
+            return told.own_digest
+
+    digest = hashlib.sha256(b"the model").hexdigest()
+    assert run_loop(main(own_file=file)) == digest
+    assert digest in record.read_text(encoding="utf-8")
+    assert run_loop(main(own_file=tmp_path / "missing.rkllm")) == UNREADABLE
+    assert run_loop(main(own_file=None)) == ""

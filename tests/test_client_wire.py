@@ -205,7 +205,7 @@ def test_everything_that_can_be_looked_at_is_read() -> None:
         assert [one.id for one in await client.operations(limit=2)] == ["op-0", "op-1"]
         assert await client.audit() == [{"who": "local", "kind": "pause"}]
         assert await client.weight_version() == "default"
-        assert (await client.weight_info())["models"]["sim-chat"]["boards"]["a"]["base"] is None
+        assert (await client.weight_info())["models"]["sim-chat"]["boards"]["a"]["own"] is True
         asleep = await client.is_sleeping()
         assert (bool(asleep), dict(asleep.boards)) == (False, {"a": None})
 

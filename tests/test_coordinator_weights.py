@@ -573,12 +573,40 @@ def test_an_artifact_is_found_by_its_name_with_what_was_said_of_it(tmp_path: Pat
     run_loop(main())
 
 
+def test_a_later_rollout_compares_base_digest_with_the_weights_of_then(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with control(tmp_path) as it:
+            version, one = v2(it), base(it)
+            it.store.own = "f" * 64
+            it.store.said[version.digest] = Facts(base_digest=it.store.own)
+            assert (await it.stage(version)).status == 200
+            assert (await it.rebase(one)).status == 200
+            why = f"tone@v2 does not fit.*{'f' * 12}.* has {one.digest[:12]}"
+            before = it.it.operations(100)
+            with pytest.raises(ArtifactRefused, match=why):
+                await it.roll("v2")
+            with pytest.raises(ArtifactRefused, match=why):
+                await it.update(version, 3)
+            assert it.it.operations(100) == before, "nothing has begun"
+            assert (await it.rebase(None)).status == 200
+            assert (await it.roll("v2")).status == 200
+            # It is not rolled back to, either, where the weights are others by then.
+            other = it.store.add("v3", b"third")
+            assert (await it.stage(other)).status == 200
+            assert (await it.roll("v3")).status == 200
+            assert (await it.rebase(one)).status == 200
+            with pytest.raises(ArtifactRefused, match=why):
+                await it.call(OperationKind.ADAPTER_ROLLBACK, model=MODEL, name="tone")
+
+    run_loop(main())
+
+
 def test_what_was_trained_on_other_base_weights_does_not_fit(tmp_path: Path) -> None:
     async def main() -> None:
         async with control(tmp_path) as it:
             version, one = v2(it), base(it)
             it.store.said[version.digest] = Facts(base_digest=one.digest)
-            with pytest.raises(ArtifactRefused, match="does not have the model's file"):
+            with pytest.raises(ArtifactRefused, match="have told the sha256 of its file"):
                 await it.it.find_weights(MODEL, "tone@v2")
             it.store.own = "f" * 64
             with pytest.raises(ArtifactRefused, match="trained on base weights"):

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -32,7 +33,7 @@ from rkserve.errors import (
     RkserveError,
 )
 from rkserve.messages import Accepted, Delta, Event, GenerateRequest, Kv, Paused
-from rkserve.reports import BoardState
+from rkserve.reports import BoardReport, BoardState
 from rkserve.routing.breaker import Breaker
 from rkserve.routing.policies import policy
 
@@ -737,5 +738,38 @@ def test_rates_are_those_of_the_last_seconds() -> None:
         await asyncio.sleep(0.02)
         await of.refresh()
         assert of.rates()["a"].decode_tokens_per_s > 0
+
+    run_loop(main())
+
+
+@dataclass
+class SlowReports(FakeBoards):
+    """Boards whose first report is on its way until ``gate`` is set."""
+
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    rounds: int = 0
+
+    async def reports(self) -> list[BoardReport]:
+        self.rounds += 1
+        found = list(self.reported)
+        if self.rounds == 1:
+            await self.gate.wait()
+        return found
+
+
+def test_who_refreshes_gets_reports_that_were_written_afterwards() -> None:
+    async def main() -> None:
+        boards = SlowReports([report("a", base="old")])
+        of = fleet(only=boards)
+        first = asyncio.ensure_future(of.refresh())
+        await eventually(lambda: boards.rounds == 1)
+        boards.reported = [report("a", base="new")]
+        later = [asyncio.ensure_future(of.refresh()) for _ in range(5)]
+        await asyncio.sleep(1)
+        assert not any(one.done() for one in later)
+        boards.gate.set()
+        await asyncio.gather(first, *later)
+        assert [one.base for one in of.reports()] == ["new"]
+        assert boards.rounds == 2, "callers that come together share a round"
 
     run_loop(main())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
-from fake_boards import FakeBoards
+from fake_boards import FakeBoards, report
 from fake_head import FakeHead, line, version
 from fakes import run_loop
 from pydantic import SecretStr
@@ -321,5 +323,43 @@ def test_weight_info_tells_base_and_boards() -> None:
     told = send(house(desired=Desired(weights=(weights,))), "GET", "/weight_info").json()
     assert told["weight_version"] == "step-7"
     entry = told["models"][MODEL]
-    assert entry["base"] == {"version": "step-7", "digest": BASE.digest, "bytes": 5678}
-    assert entry["boards"] == {"a": {"weight_version": "default", "base": None}}
+    assert entry["base"]["digest"] == BASE.digest
+    assert entry["boards"]["a"]["weight_version"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("path", "figure"),
+    [
+        ("/weight_info", lambda told: told["models"][MODEL]["boards"]["a"]["base"]),
+        ("/v1/cluster", lambda told: told["boards"][0]["base"]),
+    ],
+)
+def test_after_an_update_no_figure_is_older_than_it_on_any_router(
+    path: str, figure: Callable[[Any], str]
+) -> None:
+    async def main() -> None:
+        of = house()
+        await of("GET", path)  # this Router has heard everybody
+        # Another Router has updated the weights, and has answered.
+        of.head.desired = Desired(1, weights=(Weights(MODEL, "step-7", 7, BASE),))
+        of.boards.reported = [report("a", base=BASE.digest)]
+        transport = httpx.ASGITransport(of.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            told = (await client.get(path)).json()
+        assert figure(told) == BASE.digest
+        entry = told["models"][MODEL]
+        assert (told["epoch"], entry["weight_version"], entry["step"]) == (1, "step-7", 7)
+
+    run_loop(main())
+
+
+def test_without_the_coordinator_the_boards_are_still_asked() -> None:
+    async def main() -> None:
+        of = house()
+        await of("GET", "/weight_info")
+        of.head.away = True
+        of.boards.reported = [report("a", base=BASE.digest)]
+        told = (await of("GET", "/weight_info")).json()
+        assert told["models"][MODEL]["boards"]["a"]["base"] == BASE.digest
+
+    run_loop(main())

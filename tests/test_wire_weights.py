@@ -16,6 +16,7 @@ from rkserve.control.operations import (
     ResultStatus,
 )
 from rkserve.desired import (
+    AdapterLine,
     AdapterVersion,
     BaseVersion,
     Desired,
@@ -26,8 +27,9 @@ from rkserve.desired import (
 from rkserve.errors import ArtifactRefused, RequestError, UnsupportedParameter
 from rkserve.messages import AdapterRef
 from rkserve.parameters import Parameter, difference, read_parameters
-from rkserve.reports import BoardReport, BoardState
+from rkserve.reports import HASHING, UNREADABLE, BoardReport, BoardState
 from rkserve.wire.asked import Asked
+from rkserve.wire.totals import weight_info
 from rkserve.wire.weights import (
     check_fits,
     disk_body,
@@ -364,10 +366,14 @@ def test_sglang_hears_whether_it_succeeded(
     assert words in body["message"]
 
 
+OWN = "d" * 64
+REST = {"adapter_digests": {}, "epoch": 3, "state": "ready"}
+
+
 def test_what_each_board_has_loaded_is_told_by_its_label() -> None:
     weights = Weights("m", "step-6", 6, None, Rebase(BASE, "step-7", ("b",)))
     boards = [
-        BoardReport(name, model, BoardState.READY, base=base)
+        BoardReport(name, model, BoardState.READY, base=base, own_digest=OWN, own_bytes=9, epoch=3)
         for name, model, base in (
             ("a", "m", ""),
             ("b", "m", BASE.digest),
@@ -379,15 +385,55 @@ def test_what_each_board_has_loaded_is_told_by_its_label() -> None:
     assert told == {
         "weight_version": "step-6",
         "step": 6,
-        "base": None,
+        "base": {"version": "default", "digest": OWN, "bytes": 9, "own": True},
         "rebase": {"version": "step-7", "digest": BASE.digest, "switched": ["b"]},
         "boards": {
-            "a": {"weight_version": "step-6", "base": None},
-            "b": {"weight_version": "step-7", "base": BASE.digest},
-            "c": {"weight_version": "c" * 12, "base": "c" * 64},
+            "a": {"weight_version": "step-6", "base": OWN, "own": True, **REST},
+            "b": {"weight_version": "step-7", "base": BASE.digest, "own": False, **REST},
+            "c": {"weight_version": "c" * 12, "base": "c" * 64, "own": False, **REST},
         },
     }
     settled = Weights("m", "step-7", 7, BASE)
     told = weights_entry(Desired(weights=(settled,)), "m", boards[:1])
-    assert told["base"] == {"version": "step-7", "digest": BASE.digest, "bytes": 5678}
-    assert told["boards"] == {"a": {"weight_version": "default", "base": None}}
+    assert told["base"] == {
+        "version": "step-7",
+        "digest": BASE.digest,
+        "bytes": 5678,
+        "own": False,
+    }
+    assert told["boards"] == {"a": {"weight_version": "default", "base": OWN, "own": True, **REST}}
+
+
+@pytest.mark.parametrize(
+    ("told", "digest"),
+    [
+        pytest.param((), "unknown", id="no board"),
+        pytest.param(("",), "unknown", id="a board without the file"),
+        pytest.param((HASHING,), HASHING, id="not computed yet"),
+        pytest.param((HASHING, OWN), OWN, id="computed by one board"),
+        pytest.param((OWN, OWN), OWN, id="the same on all boards"),
+        pytest.param((OWN, "e" * 64), "mixed", id="different files"),
+        pytest.param((UNREADABLE, OWN), OWN, id="unreadable on one board"),
+    ],
+)
+def test_the_model_folder_s_file_has_the_digest_that_its_boards_report(
+    told: tuple[str, ...], digest: str
+) -> None:
+    boards = [
+        BoardReport(str(n), "m", BoardState.READY, own_digest=one) for n, one in enumerate(told)
+    ]
+    entry = weights_entry(Desired(), "m", boards)
+    assert entry["base"]["digest"] == digest
+    assert [board["base"] for board in entry["boards"].values()] == [
+        one or "unknown" for one in told
+    ]
+
+
+def test_adapters_digests_stand_beside_the_base_weights() -> None:
+    active = AdapterVersion(AdapterRef("tone", "v1", "a" * 64), 7)
+    lines = (AdapterLine("m", "tone", active), AdapterLine("m", "other"))
+    board = BoardReport("a", "m", BoardState.READY, serving=(("tone", "a" * 64),))
+    entry = weight_info(Desired(lines=lines), ["m"], None, [board])["models"]["m"]
+    assert entry["adapters"] == {"tone": "v1", "other": None}
+    assert entry["adapter_digests"] == {"tone": "a" * 64}
+    assert entry["boards"]["a"]["adapter_digests"] == {"tone": "a" * 64}

@@ -21,8 +21,10 @@ from rkserve.board.duty import Charge
 from rkserve.board.engine import Engine
 from rkserve.board.stagedweights import StagedWeights
 from rkserve.desired import BaseVersion
+from rkserve.digests import KeptDigest
 from rkserve.disk import sync
 from rkserve.errors import RkserveError
+from rkserve.reports import HASHING, UNREADABLE
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,31 @@ def same(one: BaseVersion | None, other: BaseVersion | None) -> bool:
 
 def _digest(base: BaseVersion | None) -> str:
     return "" if base is None else base.digest
+
+
+class OwnFile:
+    """The base model in the model folder: its size, and its sha256 once that is computed."""
+
+    def __init__(self, file: Path | None, record: Path | None) -> None:
+        self._kept = None if file is None else KeptDigest(file, record)
+        self.digest = "" if file is None else HASHING
+        self.size_bytes = 0
+
+    async def look(self) -> None:
+        """Compute the digest in a thread: of gigabytes it takes half a minute."""
+        if self._kept is None:
+            return
+        try:
+            self.size_bytes = (await asyncio.to_thread(self._kept.file.stat)).st_size
+            self.digest = await asyncio.to_thread(self._kept.get)
+        except OSError as exc:
+            self.digest = UNREADABLE
+            log.warning("the sha256 of %s cannot be computed: %s", self._kept.file, exc)
+
+    def stop(self) -> None:
+        """End the computation, if there is one."""
+        if self._kept is not None:
+            self._kept.stop()
 
 
 class Bases:

@@ -19,7 +19,7 @@ from typing import TypeVar
 from rkserve.board import clock, reporting
 from rkserve.board.adapting import Adapting
 from rkserve.board.admission import Admission, Decision, Expire, Start
-from rkserve.board.bases import Bases, StartEngine
+from rkserve.board.bases import Bases, OwnFile, StartEngine
 from rkserve.board.caching import Caching
 from rkserve.board.conduct import Conductor
 from rkserve.board.control import Control
@@ -134,6 +134,7 @@ class Board:
             marker=settings.base_file,
             rest_s=settings.base_rest_s,
         )
+        self._own = OwnFile(settings.own_file, settings.own_digest_file)
         self.intake = Intake(self.staged, weights, self._bases.uses)
         self.versions = VersionBook()
         self.jobs: dict[int, Job] = {}  # by ticket, as long as someone listens
@@ -166,9 +167,12 @@ class Board:
         await self._bases.open()  # before the caches: they are of what is loaded
         await self.caching.open()
         await self._keeper.start(await self._sleeping.left_asleep())
+        # Not before: the load has brought the file into the page cache, and comes first.
+        self._keeper.spawn(self._own.look())
 
     async def stop(self) -> None:
         """End the engine and everything that waits or is paused."""
+        self._own.stop()
         if self._timer is not None:
             self._timer.cancel()
         await self._keeper.stop()
@@ -190,6 +194,7 @@ class Board:
             self._sleeping,
             self._bases,
             self,
+            own=self._own,
             holdings=self._holdings.packed(self._keeper.live),
         )
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import asdict
 
 from rkserve.board import clock
-from rkserve.board.bases import Bases
+from rkserve.board.bases import Bases, OwnFile
 from rkserve.board.keeper import Keeper
 from rkserve.board.settings import BoardSettings
 from rkserve.board.sleeping import Sleeping
@@ -21,6 +21,7 @@ def report(
     bases: Bases,
     board: Stage,
     *,
+    own: OwnFile,
     holdings: bytes,
 ) -> BoardReport:
     """Return what the board is doing and what it has done."""
@@ -58,10 +59,20 @@ def report(
         versions=board.versions.figures,
         level=sleeping.level,
         base=bases.digest,
+        own_digest=own.digest,
+        own_bytes=own.size_bytes,
+        serving=_serving(board),
         holdings=holdings,
         idle_s=_idle_s(keeper, board),
         **asdict(board.figures),
     )
+
+
+def _serving(board: Stage) -> tuple[tuple[str, str], ...]:
+    """Return name and sha256 of each adapter as a new session gets it."""
+    duty = board.charge.duty
+    refs = [] if duty is None else [line.serves(board.board_id, "") for line in duty.lines]
+    return tuple((ref.name, ref.digest) for ref in refs if ref is not None)
 
 
 def _idle_s(keeper: Keeper, board: Stage) -> float:

@@ -29,7 +29,8 @@ class BoardSettings:
     rest for ``base_rest_s`` before they are tried again, then for twice that. In ``text_mode``
     prompts are texts, and the ids of tokens are known to nobody; otherwise ``tokenizer_file`` says
     what they stand for, where answers are made of single steps. One with ``vision`` takes images.
-    ``guided`` says how answers with a grammar are made.
+    ``guided`` says how answers with a grammar are made. ``own_file`` is the base model in the model
+    folder, and ``own_digest_file`` keeps its sha256.
     """
 
     board_id: str
@@ -72,6 +73,8 @@ class BoardSettings:
     base_file: Path | None = None
     base_rest_s: float = 30.0
     asleep_file: Path | None = None
+    own_file: Path | None = None
+    own_digest_file: Path | None = None
 
     def ignored(self, request: GenerateRequest) -> tuple[str, ...]:
         """Return the sampling values asked for that a runtime cannot honour that fixes them."""

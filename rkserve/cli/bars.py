@@ -109,8 +109,13 @@ def meant(row: Mapping[str, Any], params: Mapping[str, Any]) -> bool:
 
 
 def _is_there(row: Mapping[str, Any], kind: str, params: Mapping[str, Any]) -> bool:
-    loaded = kind not in LOADS or row.get("base") == params.get("digest")
+    loaded = kind not in LOADS or bool(_base_of(row) == params.get("digest"))
     return loaded and row["state"] == ENDS[kind]
+
+
+def _base_of(row: Mapping[str, Any]) -> Any:
+    """Return the sha256 of other base weights than the model folder's, as operations name them."""
+    return None if row.get("own_base") else row.get("base")
 
 
 def describe(told: Told) -> str:

@@ -42,7 +42,7 @@ def status(cluster: Mapping[str, Any]) -> RenderableType:
 def _boards(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return the boards; that of their base weights is a column where it says something."""
     columns = ["board", "model", "state", "hold", "runs", "waits", "held", "tokens/s", "epoch"]
-    based = any(one.get("base") for one in rows)
+    based = any(one.get("base") and not one.get("own_base") for one in rows)
     return table(
         [*columns, *(["weights"] if based else []), "reason"],
         (

@@ -57,11 +57,12 @@ class Adapters:
         self._cluster = service.cluster
         self._operations = operations
 
-    def listed(self, asked: Asked) -> Made:
+    async def listed(self, asked: Asked) -> Made:
         """Return every version of every line, and which boards have it."""
         model = asked.fields({"model": Kind.TEXT}).text("model")
         self._operations.check_models([] if model is None else [model])
         models = self._service.fleet.models if model is None else [model]
+        await self._operations.look()
         desired = self._cluster.desired
         return Made(OK, lines_list(desired, self._service.fleet.reports(model), models))
 

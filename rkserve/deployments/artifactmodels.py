@@ -4,13 +4,14 @@ the one in the model's own folder. It knows files, and nothing of who sends or l
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rkserve.desired import BaseVersion
-from rkserve.digests import file_digest
+from rkserve.digests import KeptDigest
 from rkserve.errors import ArtifactNotFound, ArtifactRefused, ConfigError
 from rkserve.modelfolder import WeightsUnfit, weights_facts, weights_in
 
@@ -23,17 +24,37 @@ ANY = "any"  # a platform that is every one
 
 @dataclass(frozen=True)
 class OwnModels:
-    """The files in the models' own folders, by model, as far as this machine has them."""
+    """The files in the models' own folders, by model, as far as this machine has them.
+
+    Their digests are kept in ``records``, so that a file of gigabytes is read once.
+    """
 
     files: Mapping[str, Path]
+    records: Path
+    _digests: dict[str, KeptDigest] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for model, file in self.files.items():
+            name = hashlib.sha256(model.encode()).hexdigest()[:16]
+            self._digests[model] = KeptDigest(file, self.records / f"{name}.json")
+
+    def known(self, model: str) -> str | None:
+        """Return the sha256 of a model's own file as it was computed last; it reads nothing."""
+        own = self._digests.get(model)
+        return None if own is None else own.known
+
+    def stop(self) -> None:
+        """End what is being computed: the process is about to end."""
+        for own in self._digests.values():
+            own.stop()
 
     def digest(self, model: str) -> str | None:
         """Return the sha256 of a model's own file; None where it is not here. Raises ``OSError``.
 
         The first time it reads all of the file.
         """
-        own = self.files.get(model)
-        return None if own is None else file_digest(own)
+        own = self._digests.get(model)
+        return None if own is None else own.get()
 
     def require_alike(self, file: Path, model: str) -> None:
         """Raise ``ArtifactRefused`` for what certainly is no model for the boards of ``model``.

@@ -32,6 +32,7 @@ from rkserve.messages import AdapterRef
 log = logging.getLogger(__name__)
 
 UPLOADS = ".uploads"
+OWN = ".own"  # the digests of the files in the model folders
 VERSION_DIGITS = 12
 
 
@@ -87,7 +88,7 @@ class ArtifactStore:
         """
         self._folder = folder
         self._facts = FactsFolder(folder / FACTS)
-        self._own = OwnModels(own or {})
+        self._own = OwnModels(own or {}, folder / OWN)
         self._rules = rules
         self._now_s = now_s
         self._free = free
@@ -107,6 +108,7 @@ class ArtifactStore:
             uploads.mkdir(mode=0o700, exist_ok=True)
             for left in uploads.iterdir():
                 left.unlink()
+            self._own.records.mkdir(mode=0o700, exist_ok=True)
             self._kept_s = dict.fromkeys(self.digests(), self._now_s())
             self._facts.open(tuple(self._kept_s))
         except OSError as exc:
@@ -259,6 +261,14 @@ class ArtifactStore:
         It reads all of the file, the first time. Raises ``OSError``.
         """
         return self._own.digest(model)
+
+    def known_own_digest(self, model: str) -> str | None:
+        """Return the same where it was computed before; it reads nothing."""
+        return self._own.known(model)
+
+    def stop(self) -> None:
+        """End what is being read: the process is about to end."""
+        self._own.stop()
 
     def check(self, version: Artifact) -> None:
         """Read a file that is to be sent, once for as long as it is not touched.

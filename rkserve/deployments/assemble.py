@@ -84,6 +84,8 @@ def assemble(
         staged_dir=place.state_dir / ADAPTERS / place.board_id,
         weights_dir=place.state_dir / WEIGHTS / place.board_id,
         base_file=place.state_dir / f"{place.board_id}.base",
+        own_file=Path(spec.params.model_path),
+        own_digest_file=place.state_dir / f"{place.board_id}.digest",
         text_mode=spec.text_mode,
         vision=spec.vision is not None,
         tokenizer_file=folder.tokenizer_file,

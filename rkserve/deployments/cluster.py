@@ -113,6 +113,18 @@ class Cluster:
         self._desired = found
         self._on_change(found)
 
+    async def catch_up(self) -> None:
+        """Know every epoch that the Coordinator has answered until now; without it, change nothing.
+
+        One that is away is not waited for: ``follow`` asks it again and again.
+        """
+        if not self.reachable:
+            return
+        try:
+            await self.refresh(HEAR_OF_IT_S)
+        except CoordinatorAway as exc:
+            log.warning("answering from what was heard last: %s", exc)
+
     async def _hear_of(self, epoch: int) -> None:
         """Know that epoch, so that what this Router says next fits what it answered.
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -115,8 +115,9 @@ class Coordinator:
         )
         self._reclaim = Reclaim(self._desk, outside.store)
         self._settling = Settling(self._book, self._roster, outside.now_s)
-        versions = Versions(self._desk, outside.store, self._reclaim)
-        self._rebasing = Rebasing(outside.store)
+        self._rebasing = Rebasing(outside.store, self._roster)
+        require_fit = self._rebasing.require_fit
+        versions = Versions(self._desk, outside.store, self._reclaim, require_fit)
         self._sleeping = Sleeping(outside.policies)
         self._handlers: dict[Any, Handler] = {
             **HANDLERS,
@@ -305,6 +306,7 @@ class Coordinator:
         """
         operation = course.operation
         changes.expect(self._book.desired, course.call.expected_epoch)
+        await self._rebasing.prepare(self._book.desired, operation)
         await self._turn(course)
         if operation.kind not in _FREEING:  # nothing may keep boards from going on
             self._roster.require_known()
@@ -425,11 +427,16 @@ class Coordinator:
         desired = self._book.desired
         return await asyncio.to_thread(self._rebasing.find, desired, model, artifact)
 
+    def learn(self, models: Iterable[str]) -> None:
+        """Compute the digests of the models' own files. It reads these; call it in a thread."""
+        for model in models:
+            self._rebasing.learn(model)
+
     async def require_base(self, claim: Claim) -> None:
         """Raise ``ArtifactRefused`` for what was trained on other base weights than there are."""
         if claim.base_digest is not None:
-            asked = (self._book.desired, claim.model, claim.base_digest)
-            await asyncio.to_thread(self._rebasing.require_base, *asked)
+            await asyncio.to_thread(self._rebasing.learn, claim.model)
+            self._rebasing.require_base(self._book.desired, claim.model, claim.base_digest)
 
     def metrics(self) -> bytes:
         """Return the metrics in Prometheus' text format."""

@@ -79,6 +79,9 @@ class CoordinatorReplica:
         )
         await fleet.find_boards(FIND_BOARDS_S)
         await self._coordinator.start()
+        self._learning = asyncio.get_running_loop().create_task(
+            asyncio.to_thread(self._coordinator.learn, tuple(own)), name="hash the model files"
+        )
         self._sweeps = asyncio.get_running_loop().create_task(self._sweep(), name="sweep uploads")
 
     async def _sweep(self) -> None:
@@ -168,6 +171,8 @@ class CoordinatorReplica:
         """Ray's farewell, also after a constructor that failed."""
         if hasattr(self, "_sweeps"):
             self._sweeps.cancel()
+            self._store.stop()
+            await asyncio.gather(self._learning, return_exceptions=True)
             await self._coordinator.stop()
         if hasattr(self, "_fetching"):
             self._fetching.close()

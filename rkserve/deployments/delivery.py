@@ -38,6 +38,9 @@ class Store(Protocol):
     def own_digest(self, model: str) -> str | None:
         """Return the sha256 of the file in a model's own folder, None where it is not here."""
 
+    def known_own_digest(self, model: str) -> str | None:
+        """Return the same where it was computed before; it reads nothing."""
+
     def digests(self) -> tuple[str, ...]:
         """Return what is there."""
 

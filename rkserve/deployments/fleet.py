@@ -82,6 +82,8 @@ class Fleet:
         self.groups = groups
         self._refreshed_s = float("-inf")
         self._looking = asyncio.Lock()
+        self._rounds = asyncio.Lock()  # held while the boards are asked for their reports
+        self._begun = self._done = 0  # rounds of reports: those begun, and the last one that ended
         self.listing = Listing(groups, files_per_board=files_per_board)
         self.entries = Holders()
         self.changed: list[Callable[[], None]] = []  # who wants to know when anything may be new
@@ -201,8 +203,18 @@ class Fleet:
         return "; ".join(sorted(reasons)) or "no board has joined yet"
 
     async def refresh(self) -> None:
-        """Collect the boards' reports; what a group's boards fail to say is logged."""
-        await asyncio.gather(*(self._refresh(group) for group in self.links))
+        """Collect reports that the boards write after this call; a group that fails is logged.
+
+        Rounds never overlap, so that no older report replaces a newer one; callers that come during
+        a round share the one after it.
+        """
+        before = self._begun
+        async with self._rounds:
+            if self._done > before:
+                return
+            self._begun += 1
+            await asyncio.gather(*(self._refresh(group) for group in self.links))
+            self._done = self._begun
         self._refreshed_s = asyncio.get_running_loop().time()
         self._tell()
 

@@ -24,7 +24,6 @@ from rkserve.wire.asked import Asked, read_key
 PART_BYTES = 1024 * 1024
 OCTETS = "application/octet-stream"
 _Change = Callable[[Asked], Awaitable[Made]]
-_Look = Callable[[Asked], Made]
 
 
 def add_cluster(
@@ -54,10 +53,10 @@ class _Door:
         """Make a change that the operator asks for."""
         return _answer(await change(await self.asked(request)))
 
-    def look(self, request: Request, look: _Look) -> Response:
+    async def look(self, request: Request, look: _Change) -> Response:
         """Show a client something."""
         check_client(request, self._keys)
-        return _answer(look(Asked(query_of(request))))
+        return _answer(await look(Asked(query_of(request))))
 
     async def asked(self, request: Request, *, body: bool = True) -> Asked:
         """Return what the operator asks; raises before any of the body is read if it is not."""
@@ -101,7 +100,7 @@ def _add_rest(app: FastAPI, door: _Door, rest: Rest) -> None:
     @app.get("/is_sleeping")
     async def is_sleeping(request: Request) -> Response:
         """Say whether boards sleep."""
-        return door.look(request, rest.is_sleeping)
+        return await door.look(request, rest.is_sleeping)
 
 
 def _changing(door: _Door, change: _Change) -> Callable[[Request], Awaitable[Response]]:
@@ -115,22 +114,22 @@ def _add_looks(app: FastAPI, door: _Door, operations: Operations, adapters: Adap
     @app.get("/is_paused")
     async def is_paused(request: Request) -> Response:
         """Say whether boards are paused."""
-        return door.look(request, operations.is_paused)
+        return await door.look(request, operations.is_paused)
 
     @app.get("/weight_info")
     async def weights(request: Request) -> Response:
         """Say which weights are served."""
-        return door.look(request, operations.weights)
+        return await door.look(request, operations.weights)
 
     @app.get("/v1/cluster")
     async def glance(request: Request) -> Response:
         """Show totals of the cluster, and every board."""
-        return door.look(request, lambda _asked: operations.glance())
+        return await door.look(request, operations.glance)
 
     @app.get("/v1/lora_adapters")
     async def listed(request: Request) -> Response:
         """List adapters, their versions, and which boards have them."""
-        return door.look(request, adapters.listed)
+        return await door.look(request, adapters.listed)
 
 
 def _add_records(app: FastAPI, door: _Door, operations: Operations) -> None:

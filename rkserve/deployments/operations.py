@@ -4,6 +4,7 @@ Coordinator's, and outcomes back. It knows neither HTTP routes nor how anything 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -88,9 +89,10 @@ class Operations:
         outcome = await self._resumed(parse_resume(asked), asked)
         return made({"message": "Generation continued successfully.", "status": "ok"}, outcome)
 
-    def is_paused(self, asked: Asked) -> Made:
+    async def is_paused(self, asked: Asked) -> Made:
         """Say whether any and all boards are paused, and each."""
         model = self.one_model(asked)
+        await self.look()
         reports = self._fleet.reports(model)
         return Made(OK, is_paused_entry(self._cluster.desired, reports, model))
 
@@ -147,13 +149,22 @@ class Operations:
         outcome = await self.perform(_K.LABEL, params, call.terms, asked)
         return made({"success": True, "new_version": call.label, "model": model}, outcome)
 
-    def weights(self, asked: Asked) -> Made:
+    async def weights(self, asked: Asked) -> Made:
         """Say which weights are served."""
         model = self.one_model(asked)
+        await self.look()
         reports = self._fleet.reports()
         return Made(OK, weight_info(self._cluster.desired, self._fleet.models, model, reports))
 
     # -- looking ------------------------------------------------------------------------------
+
+    async def look(self) -> None:
+        """Ask the Coordinator and the boards how things are now.
+
+        What was answered to any client, by any Router, before this call is in what is known after
+        it. Where the Coordinator cannot be reached, the desired state stays as it was heard last.
+        """
+        await asyncio.gather(self._cluster.catch_up(), self._fleet.refresh())
 
     async def listed(self, asked: Asked) -> Made:
         """List the latest operations."""
@@ -168,8 +179,9 @@ class Operations:
         lines = await self._cluster.audit(_limit(asked))
         return Made(OK, {"object": "list", "data": lines})
 
-    def glance(self) -> Made:
+    async def glance(self, _asked: Asked) -> Made:
         """Return the totals of the cluster, and of each board."""
+        await self.look()
         rates = self._fleet.rates()
         boards = [
             Glance(

@@ -7,11 +7,12 @@ Each takes its ``Course``, as those of ``halting`` do: up to ``begin`` it checks
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
 
 from rkserve.control import params as read
 from rkserve.control import rebasing
-from rkserve.control.operations import OperationKind, OperationState, Phase
+from rkserve.control.operations import Operation, OperationKind, OperationState, Phase
 from rkserve.control.params import Params
 from rkserve.control.plan import Plan, Planned, Strategy
 from rkserve.control.rebasing import FOLDER_LABEL, RebasePlan
@@ -20,6 +21,7 @@ from rkserve.deployments.course import Course, Desk, Handler
 from rkserve.deployments.delivery import Store
 from rkserve.deployments.reclaim import base_of
 from rkserve.deployments.rolling import LOAD_S, Rolling
+from rkserve.deployments.roster import Roster
 from rkserve.desired import (
     AdapterVersion,
     Artifact,
@@ -29,7 +31,11 @@ from rkserve.desired import (
     Scope,
     Weights,
 )
+from rkserve.digests import DIGEST
 from rkserve.errors import ArtifactNotFound, ArtifactRefused, RequestError
+from rkserve.wire.weights import own_digest
+
+log = logging.getLogger(__name__)
 
 # A hold outlives the operation that made it by so many seconds: the operation takes it back, and
 # the lease is for a Coordinator that is gone for good.
@@ -39,8 +45,9 @@ SPARE_S = 60.0
 class Rebasing:
     """The handlers. Use it from one event loop."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, roster: Roster) -> None:
         self._store = store
+        self._roster = roster
 
     def find(self, desired: Desired, model: str, artifact: str) -> FoundWeights:
         """Return what ``<adapter>@<version>`` or ``<model>@<version>`` is. It may read a file.
@@ -60,24 +67,40 @@ class Rebasing:
         else:
             found = _staged(desired, model, {"name": name, "version": version})
         facts = self._store.facts(found.digest)
+        self.learn(model)
         self.require_base(desired, model, facts.base_digest)
         return FoundWeights(found, facts.parameters)
 
+    def learn(self, model: str) -> None:
+        """Compute the digest of the file in the model's folder, once; it may read all of it."""
+        try:
+            self._store.own_digest(model)
+        except OSError as exc:
+            log.warning("the file of model %s cannot be read on the head: %s", model, exc)
+
+    async def prepare(self, desired: Desired, operation: Operation) -> None:
+        """Compute the digest that a rollout's ``require_fit`` compares, where that is to be done:
+        a handler reads no file.
+        """
+        model = str(operation.params.get("model"))
+        line = desired.line(model, str(operation.params.get("name")))
+        if line is None or self._store.known_own_digest(model) is not None:
+            return
+        if any(self._store.facts(one.digest).base_digest is not None for one in line.versions):
+            await asyncio.to_thread(self.learn, model)
+
     def require_base(self, desired: Desired, model: str, digest: str | None) -> None:
         """Raise ``ArtifactRefused`` unless the model's base weights have that sha256, or None is
-        said. It may read a file.
+        said. What ``learn`` has not found out is taken from the boards' reports.
         """
         if digest is None:
             return
         base = desired.weights_of(model).base
-        try:
-            now = self._store.own_digest(model) if base is None else base.digest
-        except OSError as exc:
-            why = f"The model's file cannot be read on the head: {exc.strerror or exc}."
-            raise ArtifactRefused(why, "base_digest") from exc
+        now = self._own(model) if base is None else base.digest
         if now is None:
             raise ArtifactRefused(
-                "The head does not have the model's file to compare 'base_digest' with.",
+                f"Neither the head nor the boards of model '{model}' have told the sha256 of its "
+                "file to compare 'base_digest' with; GET /weight_info tells it once it is known.",
                 "base_digest",
             )
         if now != digest:
@@ -86,6 +109,24 @@ class Rebasing:
                 f"'{model}' has {now[:12]}... .",
                 "base_digest",
             )
+
+    def require_fit(self, desired: Desired, model: str, version: AdapterVersion | None) -> None:
+        """Raise ``ArtifactRefused`` for an adapter whose ``base_digest`` is not the model's now."""
+        if version is None:
+            return
+        try:
+            self.require_base(desired, model, self._store.facts(version.digest).base_digest)
+        except ArtifactRefused as exc:
+            raise ArtifactRefused(
+                f"{version.title} does not fit. {exc.message}", exc.param
+            ) from exc
+
+    def _own(self, model: str) -> str | None:
+        known = self._store.known_own_digest(model)
+        if known is not None:
+            return known
+        told = own_digest(self._roster.reports(model))
+        return told if DIGEST.fullmatch(told) else None
 
     @property
     def handlers(self) -> dict[OperationKind, Handler]:
@@ -114,6 +155,7 @@ class Rebasing:
             held_first=in_flight is not InFlight.PIN,
         )
         planned.check(desk.book.desired)
+        self.require_fit(desk.book.desired, model, planned.version)
         _begin(course)
         course.allow(desk.config.stage_timeout_s + LOAD_S)
         await _roll(desk, course, replace(planned, hold_s=course.limit_s + SPARE_S))

@@ -50,9 +50,10 @@ class Rest:
         }
         return made(told, outcome)
 
-    def is_sleeping(self, asked: Asked) -> Made:
+    async def is_sleeping(self, asked: Asked) -> Made:
         """Say whether any and all boards sleep, and each."""
         model = self._operations.one_model(asked)
+        await self._operations.look()
         reports = self._service.fleet.reports(model)
         return Made(OK, is_sleeping_entry(self._service.cluster.desired, reports, model))
 

@@ -6,6 +6,7 @@ Each takes its ``Course``, as those of ``halting`` do: up to ``begin`` it checks
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from rkserve.control import changes
 from rkserve.control import params as read
@@ -18,7 +19,7 @@ from rkserve.control.operations import (
     Phase,
     deciding,
 )
-from rkserve.control.plan import plan
+from rkserve.control.plan import Plan, plan
 from rkserve.deployments.course import Course, Desk, Handler, shortfall
 from rkserve.deployments.delivery import Store
 from rkserve.deployments.reclaim import RENEW_S, Reclaim, version_of
@@ -27,12 +28,15 @@ from rkserve.desired import AdapterVersion, Desired, Scope
 from rkserve.errors import ModelNotFound, OperationConflict
 
 HOLD_LEASES = 2.0
+RequireFit = Callable[[Desired, str, AdapterVersion | None], None]
 
 
 class Versions:
     """The handlers, and the rollouts that go on. Use it from one event loop."""
 
-    def __init__(self, desk: Desk, store: Store, reclaim: Reclaim) -> None:
+    def __init__(self, desk: Desk, store: Store, reclaim: Reclaim, require_fit: RequireFit) -> None:
+        """``require_fit`` raises for a version that was trained on other base weights."""
+        self._require_fit = require_fit
         self._desk = desk
         self._store = store
         self._reclaim = reclaim
@@ -103,6 +107,7 @@ class Versions:
             course.end(OperationState.SUCCEEDED)
             return
         made.check(before)
+        self._require_fit(before, made.model, _served_then(before, made))
         course.allow(desk.config.stage_timeout_s + len(made.boards) * RENEW_S)
         course.begin(Phase.ACCEPTED)
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -182,6 +187,12 @@ def handlers(versions: Versions) -> dict[OperationKind, Handler]:
         OperationKind.ADAPTER_PROMOTE: versions.promote,
         OperationKind.ADAPTER_RETIRE: versions.retire,
     }
+
+
+def _served_then(desired: Desired, made: Plan) -> AdapterVersion | None:
+    """Return the version that is served after a rollout; after a rollback the one before."""
+    line = desired.line(made.model, made.name)
+    return made.version or (None if line is None else line.previous)
 
 
 def _wanted(desired: Desired, course: Course) -> AdapterVersion | None:

@@ -153,12 +153,26 @@ SCHEMAS: dict[str, Schema] = {
                 obj(
                     {
                         **_WEIGHTS,
-                        "base": maybe(obj({"version": TEXT, "digest": TEXT, "bytes": COUNT})),
-                        "rebase": maybe(
-                            obj({"version": TEXT, "digest": maybe(TEXT), "switched": array(TEXT)})
+                        "base": obj(
+                            {"version": TEXT, "digest": TEXT, "bytes": maybe(COUNT), "own": FLAG}
                         ),
-                        "boards": mapping(obj({"weight_version": TEXT, "base": maybe(TEXT)})),
+                        "rebase": maybe(
+                            obj({"version": TEXT, "digest": TEXT, "switched": array(TEXT)})
+                        ),
+                        "boards": mapping(
+                            obj(
+                                {
+                                    "weight_version": TEXT,
+                                    "base": TEXT,
+                                    "own": FLAG,
+                                    "adapter_digests": mapping(TEXT),
+                                    "epoch": maybe(INTEGER),
+                                    "state": TEXT,
+                                }
+                            )
+                        ),
                         "adapters": mapping(maybe(TEXT)),
+                        "adapter_digests": mapping(TEXT),
                     }
                 )
             ),
@@ -170,7 +184,7 @@ SCHEMAS: dict[str, Schema] = {
             "epoch": INTEGER,
             "coordinator": obj({"reachable": FLAG, "heard_s_ago": maybe(NUMBER)}),
             "total": obj(_TOTAL),
-            "models": mapping(obj({**_TOTAL, **_WEIGHTS, "base": maybe(TEXT)})),
+            "models": mapping(obj({**_TOTAL, **_WEIGHTS, "base": TEXT})),
             "boards": array(ANYTHING),
             "pauses": array(ANYTHING),
         }

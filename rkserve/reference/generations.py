@@ -210,6 +210,9 @@ SCHEMAS: dict[str, Schema] = {
                 TEXT,
             ),
             "base": TEXT,
+            "own_digest": TEXT,
+            "own_bytes": INTEGER,
+            "serving": mapping(TEXT),
             **dict.fromkeys(_COUNTERS, INTEGER),
             **dict.fromkeys(
                 ("prefill_ms", "decode_ms", "memory_mb", "batch_tail_ms", "idle_s"), NUMBER

@@ -163,6 +163,7 @@ def board_entry(board: BoardReport, circuit: tuple[str, str]) -> JsonObject:
     """
     told = asdict(board)
     del told["holdings"]  # hashes, and of use to Routers only
+    told["serving"] = dict(board.serving)
     told |= {"state": board.state.value, "reason": without_folders(board.reason)}
     state, reason = circuit
     told["circuit"] = {"state": state, "reason": without_folders(reason)}

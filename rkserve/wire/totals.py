@@ -12,7 +12,7 @@ from rkserve.desired import Desired, Pause
 from rkserve.discretion import without_folders
 from rkserve.reports import BoardReport, BoardState, VersionFigures
 from rkserve.wire.jsonbody import JsonObject
-from rkserve.wire.weights import weights_entry
+from rkserve.wire.weights import base_entry, loaded_digest, weights_entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def cluster_entry(
         },
         "total": _total(known, desired),
         "models": {
-            model: {**_total(found, desired), **_weights(desired, model)}
+            model: {**_total(found, desired), **_weights(desired, model, found)}
             for model, found in by_model.items()
         },
         "boards": [_board(one, desired) for one in known],
@@ -136,15 +136,23 @@ def weight_info(
         "model": chosen,
         "epoch": desired.epoch,
         "models": {
-            one: {**weights_entry(desired, one, boards), "adapters": _adapters(desired, one)}
+            one: {
+                **weights_entry(desired, one, boards),
+                "adapters": _adapters(desired, one),
+                "adapter_digests": {
+                    line.name: line.active.digest
+                    for line in desired.lines
+                    if line.model == one and line.active is not None
+                },
+            }
             for one in models
         },
     }
 
 
-def _weights(desired: Desired, model: str) -> JsonObject:
+def _weights(desired: Desired, model: str, boards: Iterable[Glance]) -> JsonObject:
     meant = desired.weights_of(model)
-    base = None if meant.base is None else meant.base.digest
+    base = base_entry(meant, [one.report for one in boards])["digest"]
     return {"weight_version": meant.label, "step": meant.step, "base": base}
 
 
@@ -182,7 +190,8 @@ def _board(one: Glance, desired: Desired) -> JsonObject:
         "asleep": duty.level is not None,
         "level": duty.level,
         "idle_s": round(report.idle_s, 1),
-        "base": report.base or None,
+        "base": loaded_digest(report),
+        "own_base": not report.base,
         "adapters": list(report.adapters),
         "staged": list(report.staged),
         "versions": [_figures(figures) for figures in report.versions],

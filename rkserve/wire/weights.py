@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from rkserve.desired import Artifact, BaseVersion, Desired, InFlight
+from rkserve.desired import Artifact, BaseVersion, Desired, InFlight, Weights
 from rkserve.errors import ArtifactRefused, RequestError, UnsupportedParameter
 from rkserve.parameters import Parameter, difference, read_parameters
-from rkserve.reports import BoardReport
+from rkserve.reports import HASHING, UNREADABLE, BoardReport
 from rkserve.wire.asked import Asked, Kind, Kinds
 from rkserve.wire.cluster import COMMON, Terms, check_label, terms_of
 from rkserve.wire.fields import Fields, Range
@@ -22,6 +22,10 @@ from rkserve.wire.operations import ACCEPTED, Record
 
 OWN = "default"  # stands for the file in the model's own folder
 WHOLE_FILE = "uint8"
+# What stands in for the sha256 of the model folder's file: its boards have different ones, or no
+# board has told it.
+MIXED = "mixed"
+UNKNOWN = "unknown"
 KIND = "weight_update_request"
 MAX_STEP = 2**53 - 1  # what every JSON reader keeps whole
 
@@ -276,29 +280,67 @@ def weights_entry(desired: Desired, model: str, boards: Iterable[BoardReport]) -
     return {
         "weight_version": weights.label,
         "step": weights.step,
-        "base": base_entry(weights.base),
+        "base": base_entry(weights, having),
         "rebase": None
         if rebase is None
         else {
             "version": rebase.label,
-            "digest": _digest(rebase.to) or None,
+            "digest": _digest(rebase.to) or own_digest(having),
             "switched": [board for board in there if rebase.meets(board)],
         },
         "boards": {
             board.board_id: {
                 "weight_version": labels.get(board.base, board.base[:12] or OWN),
-                "base": board.base or None,
+                "base": loaded_digest(board),
+                "own": not board.base,
+                "adapter_digests": dict(board.serving),
+                "epoch": board.epoch,
+                "state": board.state.value,
             }
             for board in having
         },
     }
 
 
-def base_entry(base: BaseVersion | None) -> JsonObject | None:
-    """Return base weights as answers have them; None is the file in the model's own folder."""
-    if base is None:
-        return None
-    return {"version": base.version, "digest": base.digest, "bytes": base.size_bytes}
+def base_entry(weights: Weights, boards: Iterable[BoardReport]) -> JsonObject:
+    """Return base weights as answers have them: of the file in the model folder, as its boards
+    report that.
+    """
+    base = weights.base
+    if base is not None:
+        return {
+            "version": base.version,
+            "digest": base.digest,
+            "bytes": base.size_bytes,
+            "own": False,
+        }
+    known = list(boards)
+    sizes = {board.own_bytes for board in known if board.own_bytes}
+    return {
+        "version": OWN,
+        "digest": own_digest(known),
+        "bytes": sizes.pop() if len(sizes) == 1 else None,
+        "own": True,
+    }
+
+
+def loaded_digest(board: BoardReport) -> str:
+    """Return the sha256 of the base model's file that a board has loaded, or a word for why it is
+    not known.
+    """
+    return board.base or board.own_digest or UNKNOWN
+
+
+def own_digest(boards: Iterable[BoardReport]) -> str:
+    """Return the sha256 of the file in the model folders of these boards, or ``hashing``,
+    ``mixed`` where the boards have different files, or ``unknown``.
+    """
+    told = {board.own_digest for board in boards} - {"", UNREADABLE}
+    if len(told) > 1:
+        told.discard(HASHING)
+    if len(told) > 1:
+        return MIXED
+    return told.pop() if told else UNKNOWN
 
 
 def taken_entry(model: str, base: BaseVersion | None, facts: Mapping[str, object]) -> JsonObject:
