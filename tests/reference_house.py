@@ -24,6 +24,7 @@ from rkserve.control.operations import Operation, OperationKind
 from rkserve.deployments.artifactfacts import FoundWeights
 from rkserve.deployments.cluster import Cluster
 from rkserve.deployments.http import make_app
+from rkserve.deployments.http_gradio import GradioCalls, PendingCall
 from rkserve.deployments.responses import Responses
 from rkserve.deployments.responsestore import ResponseStore
 from rkserve.deployments.service import Service
@@ -32,7 +33,9 @@ from rkserve.desired import BaseVersion, Desired
 from rkserve.errors import ArtifactNotFound, GenerationNotFound, OperationNotFound
 from rkserve.messages import ControlAction, Kv
 from rkserve.metrics import RouterMetrics
+from rkserve.reference.dialects import EVENT
 from rkserve.reports import CacheEntry, GenerationInfo, GenerationState, KvReport
+from rkserve.wire.dialects import gradio
 from rkserve.wire.dialects.responses_kept import Kept
 
 CHAT, EMBED = "sim-chat", "sim-embed"
@@ -185,9 +188,11 @@ class ReferenceHouse:
         models = {CHAT: chat_model(), EMBED: embedding_model()}
         self.service = Service(self.config, models, dispatch, self.cluster, metrics)
         self.responses = Responses(self.config, self.kept)
-        self.app: ASGIApp = make_app(
-            self.service, MAX_ADAPTER_BYTES, MAX_MODEL_BYTES, self.responses
-        )
+        posted = GradioCalls()
+        call = gradio.GradioCall(gradio.CHAT, ("Hello", [], "", "", 0))
+        posted.keep(PendingCall(EVENT, "anybody", call, 100))
+        limits = (MAX_ADAPTER_BYTES, MAX_MODEL_BYTES)
+        self.app: ASGIApp = make_app(self.service, *limits, self.responses, gradio=posted)
 
     def remember(self) -> None:
         """Have the response stored that examples speak of."""

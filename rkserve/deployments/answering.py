@@ -62,11 +62,11 @@ async def respond(
         if not opening.done() and (call := await read_call(body, dialect.parse)).stream:
             events = stream_late(service, opening, dialect, call)
             early = {**dialect.headers, **tool_headers(call.left_out)}
-            return _Stream(events, partial(give_up, service, opening), early)
+            return StreamedAnswer(events, partial(give_up, service, opening), early)
         opened = await opening
         if opened.call.stream:
             events, end = service.stream(opened), partial(service.close, opened)
-            return _Stream(events, end, {**dialect.headers, **opened.headers})
+            return StreamedAnswer(events, end, {**dialect.headers, **opened.headers})
         answer = await service.whole(opened)  # only then it is known what it was generated with
     except BaseException:
         await give_up(service, opening)
@@ -74,7 +74,7 @@ async def respond(
     return JSONResponse(answer, headers=opened.headers)
 
 
-class _Stream(StreamingResponse):
+class StreamedAnswer(StreamingResponse):
     """A streamed answer that ends with its exchange, also where that never came to a first byte.
 
     The framework leaves a generator that it stopped reading to the garbage collector; the board

@@ -23,6 +23,7 @@ from rkserve.deployments.http_cluster import add_cluster
 from rkserve.deployments.http_control import add_control
 from rkserve.deployments.http_dialects import add_dialects, error_of
 from rkserve.deployments.http_embeddings import add_embeddings
+from rkserve.deployments.http_gradio import GradioCalls, add_gradio
 from rkserve.deployments.http_page import add_page
 from rkserve.deployments.http_reference import add_reference
 from rkserve.deployments.http_responses import add_responses
@@ -43,11 +44,13 @@ def make_app(
     peers: Peers | None = None,
     *,
     hosts: HostAllowList | None = None,
+    gradio: GradioCalls | None = None,
 ) -> ASGIApp:
     """Return the ASGI application of one Router; weights alone may be longer than other bodies.
 
     ``peers`` are all Routers of the application, where there are several, and ``responses`` what
-    they keep. ``hosts`` are the names by which they are reached.
+    they keep. ``hosts`` are the names by which they are reached, and ``gradio`` holds the posted
+    calls of Gradio's clients.
     """
     # Without redirects a trailing slash is a 404 in OpenAI's shape and not an empty 307.
     # The framework's own pages about the API would load scripts from elsewhere, and its document
@@ -68,6 +71,7 @@ def make_app(
     add_embeddings(app, service)
     add_tokens(app, service)
     add_dialects(app, service)
+    add_gradio(app, service, gradio or GradioCalls())
     add_responses(app, service, responses)
     if service.config.page:
         add_page(app)

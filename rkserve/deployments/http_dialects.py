@@ -1,4 +1,4 @@
-"""Routes of other APIs than OpenAI's: Anthropic's and Ollama's. The words are in ``wire/dialects``.
+"""Routes of Anthropic's, Ollama's and the vendor's APIs. The words are in ``wire/dialects``.
 
 Errors on these routes, also those of the framework, are that API's own: ``error_of`` knows which.
 """
@@ -24,6 +24,7 @@ from rkserve.wire.dialect import Dialect
 from rkserve.wire.dialects import anthropic_answers, ollama_answers, ollama_embed, ollama_models
 from rkserve.wire.dialects.anthropic import parse_count
 from rkserve.wire.dialects.ollama import parse_load
+from rkserve.wire.dialects.rkllm_chat import NAME, rkllm_dialect
 from rkserve.wire.embeddings import Form
 from rkserve.wire.failures import error_object
 from rkserve.wire.jsonbody import JsonObject
@@ -54,6 +55,7 @@ def add_dialects(app: FastAPI, service: Service) -> None:
     _add_ollama(app, service)
     _add_ollama_embeddings(app, service)
     _add_ollama_models(app, service)
+    _add_vendor(app, service)
 
 
 def _add_anthropic(app: FastAPI, service: Service) -> None:
@@ -151,6 +153,15 @@ def _add_ollama_models(app: FastAPI, service: Service) -> None:
     async def version() -> JSONResponse:
         """Say which release of Ollama's API this is."""
         return JSONResponse(ollama_models.version(__version__))
+
+
+def _add_vendor(app: FastAPI, service: Service) -> None:
+    @app.post(f"/{NAME}")
+    async def rkllm_chat(request: Request) -> Response:
+        """Answer a conversation as the vendor's demo server does."""
+        check_client(request, service.keys)  # before the models are listed for it
+        served = [str(one["id"]) for one in (await service.models())["data"]]
+        return await respond(service, request, rkllm_dialect(served, service.default_model))
 
 
 async def _body(service: Service, request: Request) -> bytes:

@@ -11,6 +11,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from rkserve.deployments.generations import ROUTERS
+from rkserve.deployments.http_gradio import PendingCall
 from rkserve.errors import BoardFailed, RkserveError
 from rkserve.reports import GenerationInfo
 from rkserve.wire.dialects.responses_kept import Kept
@@ -41,6 +42,14 @@ class RayPeers:
     async def forget_response(self, owner: str, response_id: str) -> bool:
         """Let all Routers remove a response; False where none had it. Raises ``BoardFailed``."""
         return any(await self._ask("forget_response", owner, response_id))
+
+    async def share_gradio(self, pending: PendingCall) -> None:
+        """Keep a posted call of a Gradio client on all Routers. Raises ``BoardFailed``."""
+        await self._ask("keep_gradio", pending)
+
+    async def claim_gradio(self, owner: str, event_id: str, *, cancel: bool) -> bool:
+        """Remove such a call from all Routers; False where none has it. Raises ``BoardFailed``."""
+        return any(await self._ask("drop_gradio", owner, event_id, cancel))
 
     async def _ask(self, method: str, *args: Any) -> list[Any]:
         # In a context of its own: the request that asks is not theirs.

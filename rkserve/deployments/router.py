@@ -22,6 +22,7 @@ from rkserve.deployments.front import is_loopback
 from rkserve.deployments.guard import host_names, machine_names
 from rkserve.deployments.headlink import RayHeadLink
 from rkserve.deployments.http import make_app
+from rkserve.deployments.http_gradio import GradioCalls, PendingCall
 from rkserve.deployments.link import RayLink
 from rkserve.deployments.logs import log_with_serve
 from rkserve.deployments.peers import RayPeers
@@ -135,6 +136,7 @@ class RouterReplica:
         self._responses = Responses(
             config.router, config.state_dir.expanduser() / "responses", peers
         )
+        self._gradio = GradioCalls(peers)
         self.asgi: ASGIApp = make_app(
             self._service,
             config.coordinator.max_adapter_bytes,
@@ -142,6 +144,7 @@ class RouterReplica:
             self._responses,
             peers,
             hosts=host_names(config.router, cluster_names),
+            gradio=self._gradio,
         )
         self.hides_clients = await asyncio.to_thread(hides_clients)
         # A Router that takes over from another one should know the boards, and what they shall be,
@@ -165,6 +168,14 @@ class RouterReplica:
     async def forget_response(self, owner: str, response_id: str) -> bool:
         """Remove a response from this Router's node; False where it is not there."""
         return await self._responses.forget_here(owner, response_id)
+
+    async def keep_gradio(self, pending: PendingCall) -> None:
+        """Keep a call that a client of Gradio's posted at one of the Routers."""
+        self._gradio.keep(pending)
+
+    async def drop_gradio(self, owner: str, event_id: str, cancel: bool) -> bool:
+        """Remove such a call from this Router; False where it is not here."""
+        return self._gradio.drop(owner, event_id, cancel=cancel)
 
     async def __del__(self) -> None:
         """Ray's farewell, also after a constructor that failed."""

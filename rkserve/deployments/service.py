@@ -67,7 +67,9 @@ log = logging.getLogger(__name__)
 # Shorter bodies are parsed and tokenized in about a millisecond: less than a thread's detour costs
 # the token streams of others.
 INLINE_BODY_BYTES = 8192
-CallT = TypeVar("CallT", bound=AnyCall)
+CallT = TypeVar("CallT")
+# The model's name in the vendor's demo client, whose server has one model and ignores it.
+VENDOR_MODEL = "rkllm"
 
 
 async def read_call(body: bytes, parse: Callable[[bytes], CallT]) -> CallT:
@@ -150,6 +152,12 @@ class Service:
 
     # -- models -------------------------------------------------------------------------------
 
+    @property
+    def default_model(self) -> str:
+        """The model of calls that name none: the first one that generates text, if any."""
+        chats = [n for n, one in self._models.items() if one.folder.settings.embedding is None]
+        return next(iter([*chats, *self._models]))
+
     def served(self, model_id: str) -> ServedModel:
         """Return one of the configured models."""
         return self._models[model_id]
@@ -201,6 +209,8 @@ class Service:
         try:
             return await self.catalog.resolve(asked, policy)
         except ModelNotFound:
+            if asked == VENDOR_MODEL:
+                return await self.catalog.resolve(self.default_model, policy)
             if self.cluster.known:
                 raise
             raise CoordinatorAway(

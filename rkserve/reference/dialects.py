@@ -1,25 +1,32 @@
-"""Endpoints of other APIs than OpenAI's: Anthropic's and Ollama's."""
+"""Endpoints of other APIs than OpenAI's: Anthropic's, Ollama's, Gradio's and the vendor's."""
 
 from __future__ import annotations
 
 from rkserve.reference import failures
 from rkserve.reference.asking import MODEL, STANDING
 from rkserve.reference.endpoints import (
+    EVENTS,
     LINES,
     OK,
+    PLAIN,
     Access,
     Answer,
     Endpoint,
     Errors,
     Example,
+    Parameter,
     in_json,
+    in_path,
+    in_query,
     told,
 )
 from rkserve.reference.openai import ANSWERED, ASKED, HELLO, SIM, generated
 from rkserve.reference.shapes import (
+    ANY,
     ANYTHING,
     COUNT,
     FLAG,
+    NULL,
     NUMBER,
     TEXT,
     Schema,
@@ -27,14 +34,17 @@ from rkserve.reference.shapes import (
     body,
     either,
     integer,
+    maybe,
     obj,
     ref,
     text,
 )
 from rkserve.reference.texts import EMBED
 from rkserve.wire import limits
+from rkserve.wire.dialects import gradio, rkllm_chat
 
-_ANTHROPIC, _OLLAMA = "Anthropic", "Ollama"
+_ANTHROPIC, _OLLAMA, _GRADIO = "Anthropic", "Ollama", "Gradio"
+EVENT = "0" * 32
 
 _DETAILS = obj(
     {
@@ -95,6 +105,49 @@ SCHEMAS: dict[str, Schema] = {
         }
     ),
     "OllamaVersion": obj({"version": TEXT, "rkserve": TEXT}),
+    "GradioCall": body(
+        {"data": array(ANY)},
+        {"session_hash": TEXT},
+        about="`data` are the arguments in order; those left out at the end take their defaults.",
+    ),
+    "GradioJoin": body(
+        {
+            "data": array(ANY),
+            "fn_index": integer(0, len(gradio.FUNCTIONS) - 1),
+            "session_hash": text(1, gradio.MAX_SESSION_CHARS),
+        },
+        {},
+    ),
+    "GradioEvent": obj({"event_id": TEXT}),
+    "GradioConfig": obj(
+        {
+            **dict.fromkeys(("version", "api_prefix", "protocol", "title", "mode"), TEXT),
+            "space_id": NULL,
+            **dict.fromkeys(
+                ("is_space", "auth_required", "connect_heartbeat", "enable_queue", "show_error"),
+                FLAG,
+            ),
+            "max_file_size": NULL,
+            "components": array(ANYTHING),
+            "dependencies": array(ANYTHING),
+        }
+    ),
+    "GradioInfo": obj({"named_endpoints": ANYTHING, "unnamed_endpoints": ANYTHING}),
+    "GradioCancel": body({"event_id": text(1)}, {"session_hash": TEXT, "fn_index": COUNT}),
+    "GradioCancelled": obj({"success": FLAG}),
+    "RkllmChat": obj(
+        {
+            **dict.fromkeys(("id", "object", "model"), TEXT),
+            "created": COUNT,
+            "choices": array(
+                obj(
+                    {"index": COUNT, "logprobs": NULL, "finish_reason": maybe(TEXT)},
+                    dict.fromkeys(("message", "delta"), obj({"role": TEXT, "content": TEXT})),
+                )
+            ),
+            "usage": ANYTHING,
+        }
+    ),
 }
 
 
@@ -122,7 +175,126 @@ def _look(method: str, path: str, summary: str, schema: Schema, access: Access) 
     return Endpoint(method, path, _OLLAMA, summary, access, (answer,), errors, shape=Errors.OLLAMA)
 
 
+_SESSION = Parameter(
+    "session_hash",
+    "query",
+    text(1, gradio.MAX_SESSION_CHARS),
+    "The session of the calls.",
+    required=True,
+)
+_STREAM = Answer(OK, "The events.", {EVENTS: {"type": "string"}})
+_POSTED = told(ref("GradioEvent"), says="The call waits for its events to be read.")
+
+
+def _gradio_call(root: str) -> tuple[Endpoint, Endpoint]:
+    """Return the two requests of a call that has a stream of its own."""
+    name = in_path("name", "`chat`, `get_user_input` or `get_RKLLM_output`.")
+    event = in_path("event_id", "What the call was answered with.")
+    return (
+        Endpoint(
+            "POST",
+            f"{root}/call/{{name}}",
+            _GRADIO,
+            "Post a call of a function.",
+            Access.CLIENT,
+            (_POSTED,),
+            (*failures.BODY, *failures.CLIENT, 404, 429, 503),
+            (name,),
+            in_json(ref("GradioCall")),
+            Example({"data": ["Hello"]}, {"name": "chat"}),
+        ),
+        Endpoint(
+            "GET",
+            f"{root}/call/{{name}}/{{event_id}}",
+            _GRADIO,
+            "Carry a posted call out, and stream its events.",
+            Access.CLIENT,
+            (_STREAM,),
+            failures.ASK,
+            (name, event),
+            example=Example(path={"name": "chat", "event_id": EVENT}),
+        ),
+    )
+
+
+def _gradio_cancel(name: str) -> Endpoint:
+    return Endpoint(
+        "POST",
+        f"{gradio.PREFIX}/{name}",
+        _GRADIO,
+        "End a call, posted or running.",
+        Access.CLIENT,
+        (told(ref("GradioCancelled"), says="Whether it was there."),),
+        (*failures.BODY, *failures.CLIENT, 503),
+        body=in_json(ref("GradioCancel")),
+        example=Example({"event_id": EVENT}),
+    )
+
+
+_GRADIO_ENDPOINTS = (
+    Endpoint(
+        "GET",
+        "/config",
+        _GRADIO,
+        "Describe the functions and their components.",
+        Access.CLIENT,
+        (told(ref("GradioConfig"), says="The configuration that Gradio's clients read."),),
+        failures.CLIENT,
+    ),
+    Endpoint(
+        "GET",
+        f"{gradio.PREFIX}/info",
+        _GRADIO,
+        "Describe the functions' arguments.",
+        Access.CLIENT,
+        (told(ref("GradioInfo"), says="The arguments and outputs of each."),),
+        failures.CLIENT,
+        (in_query("serialize", FLAG, "Ignored."),),
+    ),
+    Endpoint(
+        "POST",
+        f"{gradio.PREFIX}/queue/join",
+        _GRADIO,
+        "Post a call of a session.",
+        Access.CLIENT,
+        (_POSTED,),
+        (*failures.BODY, *failures.CLIENT, 429, 503),
+        body=in_json(ref("GradioJoin")),
+        example=Example({"fn_index": 0, "data": ["Hello"], "session_hash": "s1"}),
+    ),
+    Endpoint(
+        "GET",
+        f"{gradio.PREFIX}/queue/data",
+        _GRADIO,
+        "Carry the calls of a session out, and stream their events.",
+        Access.CLIENT,
+        (_STREAM,),
+        (400, *failures.ASK),
+        (_SESSION,),
+        example=Example(query={"session_hash": "s1"}),
+    ),
+    _gradio_cancel("cancel"),
+    _gradio_cancel("reset"),
+    *_gradio_call(gradio.PREFIX),
+    *_gradio_call(""),
+)
+
 ENDPOINTS = (
+    *_GRADIO_ENDPOINTS,
+    Endpoint(
+        "POST",
+        f"/{rkllm_chat.NAME}",
+        "RKLLM",
+        "Answer a conversation as the vendor's demo server does.",
+        Access.CLIENT,
+        generated("RkllmChat", "RkllmChat", PLAIN),
+        failures.GENERATION,
+        ASKED,
+        in_json(ref("ChatRequest")),
+        Example({"model": SIM, "messages": HELLO}),
+        "`model` may be any name: one that is not served is the first model that generates text. "
+        "Calls of tools and thoughts stay in the text; a stream is lines of JSON.",
+    ),
     Endpoint(
         "POST",
         "/v1/messages",
