@@ -167,6 +167,19 @@ class RouterConfig(Settings):
         -10, description="The most urgent `priority` that a request may have; lower goes first."
     )
     priority_max: int = Field(10, description="The least urgent one.")
+    grammar_processes: int = Field(
+        2,
+        ge=1,
+        le=16,
+        description="Processes of each Router in which new grammars are checked. Where keys are "
+        "configured, one key never has all of several.",
+    )
+    grammars_waiting_per_key: int = Field(
+        16,
+        ge=1,
+        description="New grammars of one key, or of all clients without keys, that may wait to be "
+        "checked at one Router; then 429.",
+    )
     headers_after_s: float = Field(
         10.0,
         gt=0,

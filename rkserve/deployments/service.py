@@ -19,7 +19,7 @@ from rkserve.deployments.claims import Caller, Callers, claim_of
 from rkserve.deployments.cluster import Cluster
 from rkserve.deployments.dispatch import Dispatch
 from rkserve.deployments.flows import Flows
-from rkserve.deployments.guiding import Guiding
+from rkserve.deployments.guiding import Guiding, GuidingRules
 from rkserve.deployments.imagefetch import fetch_of
 from rkserve.deployments.keys import open_keys
 from rkserve.deployments.remembering import NO_MEMORY, Memory
@@ -41,7 +41,7 @@ from rkserve.metrics import BoardCollector, RouterMetrics
 from rkserve.modelfolder import ModelFolder
 from rkserve.reports import BoardReport, GenerationInfo
 from rkserve.routing.admission import Claim
-from rkserve.runvalues import Picture, Sampling
+from rkserve.runvalues import Guide, Picture, Sampling
 from rkserve.wire.dialect import Answer, AnyCall, Dialect
 from rkserve.wire.failures import error_object
 from rkserve.wire.headers import answer_headers, tool_headers
@@ -138,7 +138,13 @@ class Service:
         self._dispatch = dispatch
         self.cluster = cluster
         self.flows = Flows(fleet)
-        self.guiding = Guiding()
+        self.guiding = Guiding(
+            GuidingRules(
+                config.grammar_processes,
+                config.grammars_waiting_per_key,
+                keys=self.keys.clients is not None,
+            )
+        )
         self._sight = Sight(config.images, fetch_of(config.images))
         self.waking = Waking(cluster, fleet, config.control_timeout_s)
         self.catalog = Catalog(
@@ -287,8 +293,7 @@ class Service:
             meant = await self.meant(call.model, policy)
             call = held(call, self._models[meant.model].renderer)
             if call.steps.guide is not None:
-                param, guide = call.steps.guide
-                await self.guiding.check(guide, param)
+                await self._check_guide(*call.steps.guide, caller)
             completion = f"{dialect.prefix}{uuid.uuid4().hex}"
             of = read_session(session, call.session, completion)
             pictures = await self._pictures(call, meant)
@@ -317,6 +322,14 @@ class Service:
             memory,
             started_s,
         )
+
+    async def _check_guide(self, param: str, guide: Guide, caller: Caller) -> None:
+        """Raise ``RequestError`` for a grammar that cannot be followed, or ``RateLimited``."""
+        try:
+            await self.guiding.check(guide, param, caller.name)
+        except RateLimited:
+            self.metrics.rate_limited.inc()
+            raise
 
     async def _woken(
         self, model: str, requests: list[GenerateRequest], claim: Claim

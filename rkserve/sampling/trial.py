@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import resource
 import signal
 import sys
@@ -18,6 +19,8 @@ from typing import TextIO
 from rkserve.runvalues import Guide, GuideKind
 from rkserve.sampling.asking import LIMIT_S, MEMORY_BYTES, READY
 from rkserve.sampling.guides import refusal
+
+_NICE = 10  # the Router and the boards' engines go first
 
 
 def answer(line: str) -> str:
@@ -41,6 +44,7 @@ def serve(given: TextIO, out: TextIO) -> None:
 
 def main() -> None:
     """Serve the Router at the other end of stdin and stdout."""
+    os.nice(_NICE)
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(ValueError, OSError):  # less than that was granted already
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
