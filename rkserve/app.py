@@ -13,7 +13,7 @@ from rkserve.config import RkserveConfig
 from rkserve.deployments.board import BoardReplica
 from rkserve.deployments.coordinator_replica import CoordinatorReplica
 from rkserve.deployments.follow_nodes import RESOURCE
-from rkserve.deployments.naming import HEAD
+from rkserve.deployments.naming import HEAD, ROUTER
 from rkserve.deployments.router import RouterReplica
 from rkserve.errors import ConfigError
 from rkserve.groupconfig import BoardGroupConfig
@@ -68,7 +68,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     ).bind(config, handles)
     router = serve.deployment(
         RouterReplica,
-        name="Router",
+        name=ROUTER,
         num_replicas=config.router.replicas,
         max_ongoing_requests=config.router.max_concurrent,
         graceful_shutdown_wait_loop_s=0.5,

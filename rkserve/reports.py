@@ -63,6 +63,21 @@ class GenerationInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class AtRouter:
+    """The choices of a generation that a Router knows and no board has, after a control call.
+
+    ``done`` are those that the call changed, ``refused`` those that it cannot be done to without a
+    board, and ``ended`` those that an earlier abort has ended here. ``known``: the Router has some
+    choice of it, here or on a board.
+    """
+
+    done: tuple[GenerationInfo, ...] = ()
+    refused: tuple[GenerationInfo, ...] = ()
+    ended: tuple[GenerationInfo, ...] = ()
+    known: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class CacheEntry:
     """One prompt cache file of a board. ``name`` is None for a parked conversation."""
 

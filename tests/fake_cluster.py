@@ -368,6 +368,7 @@ class Control:
     now_s: float = 1_000_000.0
     settings: Mapping[str, Any] = field(default_factory=dict)
     policies: Mapping[str, SleepPolicy] = field(default_factory=dict)
+    routers: Any = None
     wrap_link: Callable[[FakeCluster], Any] = lambda link: link
     wrap_ledger: Callable[[Ledger], Any] = lambda ledger: ledger
 
@@ -387,6 +388,7 @@ class Control:
             lambda: self.now_s,
             PACE,
             self.policies,
+            self.routers,
         )
         self.it = Coordinator(self.config, outside)
         await self.it.start()

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from fake_boards import eventually
-from fake_cluster import MODEL, Control, controlled
+from fake_cluster import MODEL, Control, FakeCluster, controlled, started
 from own_time import run_loop
 
 from rkserve.control.operations import Operation, OperationKind, OperationState, ResultStatus
-from rkserve.desired import PauseMode
+from rkserve.desired import PauseMode, Scope
 from rkserve.errors import (
     BoardFailed,
     BoardNotFound,
@@ -22,6 +22,7 @@ from rkserve.errors import (
     OperationConflict,
     OperationNotFound,
     RequestError,
+    RkserveError,
     StaleEpoch,
 )
 
@@ -382,6 +383,48 @@ def test_caches_are_cleared_and_requests_aborted_on_the_boards_that_are_meant(
             everything = await it.call(K.ABORT)
             assert everything.operation.results["a"].details["aborted"] == 7
             assert it.desired.epoch == 0
+
+    run_loop(main())
+
+
+class Routers:
+    """Routers that are asked to abort; ``fails`` is what becomes of it."""
+
+    def __init__(self, cluster: FakeCluster, fails: RkserveError | None = None) -> None:
+        self._cluster, self._fails = cluster, fails
+        self.asked: list[tuple[Scope, list[str] | None, int]] = []
+
+    async def abort(self, scope: Scope, request_ids: list[str] | None, timeout_s: float) -> int:
+        boards = sum(one.asked["abort_all"] for one in self._cluster.boards.values())
+        self.asked.append((scope, request_ids, boards))
+        if self._fails is not None:
+            raise self._fails
+        return 3
+
+
+def test_an_abort_reaches_the_routers_before_the_boards(tmp_path: Path) -> None:
+    async def main() -> None:
+        cluster = FakeCluster.of("a", "b")
+        routers = Routers(cluster)
+        async with started(Control(tmp_path, cluster, routers=routers)) as it:
+            done = await it.call(K.ABORT, request_ids=["x"], models=[MODEL])
+            assert routers.asked == [(Scope(models=(MODEL,)), ["x"], 0)]
+            assert done.operation.results["queue"].details == {"aborted": 3}
+            assert (done.status, done.operation.succeeded) == (200, 3)
+
+    run_loop(main())
+
+
+def test_an_abort_that_some_router_did_not_hear_of_is_partial(tmp_path: Path) -> None:
+    async def main() -> None:
+        cluster = FakeCluster.of("a", "b")
+        routers = Routers(cluster, BoardFailed("other Routers", "no answer"))
+        async with started(Control(tmp_path, cluster, routers=routers)) as it:
+            done = await it.call(K.ABORT)
+            assert (done.status, done.operation.state) == (207, S.PARTIAL)
+            (behind,) = [b for b, one in done.operation.results.items() if not one.good]
+            assert behind == "Routers"
+            assert done.operation.results["a"].details["aborted"] == 7
 
     run_loop(main())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from own_time import run_loop
 
 from rkserve.deployments.dispatch import Dispatch, Persistence
 from rkserve.deployments.fleet import Fleet
+from rkserve.desired import Scope
 from rkserve.errors import (
     AdapterBroken,
     BoardFailed,
@@ -32,8 +34,20 @@ from rkserve.errors import (
     RkserveError,
     RunFailed,
 )
-from rkserve.messages import Accepted, Delta, Event, Finished, GenerateRequest, Slot
+from rkserve.messages import (
+    Accepted,
+    ControlAction,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    Kv,
+    Paused,
+    Slot,
+)
 from rkserve.reports import GenerationState
+from rkserve.routing.admission import Claim
 from rkserve.routing.breaker import Circuit
 
 REQUEST = GenerateRequest("r/0", "sim-chat", (1, 2, 3), 10)
@@ -407,5 +421,150 @@ def test_what_no_board_has_accepted_or_has_any_more_is_told_by_the_router() -> N
         goes_on.set()
         await task
         assert talk.dispatch.homeless() == []
+
+    run_loop(main())
+
+
+# -- control calls while no board has it -----------------------------------------------------------
+
+
+def lost_then(*second: Step) -> Talk:
+    """Board a says a word and is lost; b is asked next."""
+    return Talk(half("a", EngineDied("a", "SIGSEGV")), second)
+
+
+def test_a_request_on_its_way_to_another_board_is_aborted_by_its_id() -> None:
+    async def main() -> None:
+        talk = lost_then(asyncio.Event(), *rest("b"))
+        task = asyncio.create_task(talk())
+        await eventually(lambda: talk.asked == ["a", "b"])
+        at = talk.dispatch.control("r", ControlAction.ABORT, None)
+        assert [one.request_id for one in at.done] == ["r/0"]
+        events = await task
+        assert (talk.text, events[-1].__class__, talk.boards.running) == ("Hel", Finished, 0)
+        assert isinstance(events[-1], Finished)
+        assert events[-1].reason is FinishReason.ABORT
+        assert events[-1].usage.completion_tokens == 1
+        assert talk.dispatch.control("r", ControlAction.ABORT, None).ended[0].request_id == "r/0"
+
+    run_loop(main())
+
+
+def test_a_request_that_waits_for_a_restart_is_aborted_at_once() -> None:
+    async def main() -> None:
+        talk = Talk(half("a", EngineDied("a", "SIGSEGV")))
+        talk.usher.away = lambda: bool(talk.events)
+        task = asyncio.create_task(talk())
+        await eventually(lambda: len(talk.events) == 2 and talk.dispatch.homeless())
+        assert talk.dispatch.abort_all(Scope(), None) == 1
+        events = await task
+        assert isinstance(events[-1], Finished)
+        assert (events[-1].reason, talk.asked) == (FinishReason.ABORT, ["a"])
+
+    run_loop(main())
+
+
+def test_an_aborted_request_that_then_loses_its_board_goes_nowhere_else() -> None:
+    """The board that should have ended it died first: another one must not go on with it."""
+
+    async def main() -> None:
+        dies = asyncio.Event()
+        talk = Talk(half("a", dies, EngineDied("a", "SIGSEGV")), rest("b"))
+        task = asyncio.create_task(talk())
+        await eventually(lambda: len(talk.events) == 2)
+        assert talk.dispatch.abort_all(Scope(), None) == 0  # the board is to end it
+        dies.set()
+        events = await task
+        assert isinstance(events[-1], Finished)
+        assert (events[-1].reason, talk.asked, talk.text) == (FinishReason.ABORT, ["a"], "Hel")
+
+    run_loop(main())
+
+
+def test_a_request_that_no_board_ever_had_is_accepted_and_ended() -> None:
+    async def main() -> None:
+        talk = Talk([asyncio.Event(), *answer("a", "Hello")])
+        task = asyncio.create_task(talk())
+        await eventually(lambda: talk.asked == ["a"])
+        assert talk.dispatch.abort_all(Scope(models=("other",)), None) == 0
+        assert talk.dispatch.abort_all(Scope(boards=("a",)), None) == 0  # a has not taken it
+        assert talk.dispatch.abort_all(Scope(), ["q", "r/1"]) == 0
+        assert talk.dispatch.abort_all(Scope(models=("sim-chat",)), ["r"]) == 1
+        events = await task
+        assert [type(event) for event in events] == [Accepted, Finished]
+
+    run_loop(main())
+
+
+def test_what_came_before_an_abort_of_everything_is_ended_when_it_comes_to_the_queue() -> None:
+    """Its body was still read, or its model still woken, when the abort came."""
+
+    async def main() -> None:
+        talk = Talk(answer("a", "Hello"))
+        await talk.dispatch.fleet.refresh()
+        before = Claim(came_s=time.monotonic())
+        await asyncio.sleep(0.001)
+        talk.dispatch.abort_all(Scope(), None)
+        await asyncio.sleep(0.001)
+        found = [event async for event in talk.dispatch.generate(REQUEST, before)]
+        assert [type(event) for event in found] == [Accepted, Finished]
+        assert talk.asked == []
+        after = Claim(came_s=time.monotonic())
+        found = [event async for event in talk.dispatch.generate(REQUEST, after)]
+        assert [type(event) for event in found] == [Accepted, Delta, Finished]
+
+    run_loop(main())
+
+
+def test_a_request_between_two_boards_is_paused_and_resumed_by_its_id() -> None:
+    async def main() -> None:
+        talk = Talk(
+            half("a", EngineDied("a", "SIGSEGV")),
+            [asyncio.Event(), *rest("b")],
+            [accepted("c"), Paused(None, 1, Kv.RECOMPUTED), asyncio.Event()],
+        )
+        task = asyncio.create_task(talk())
+        await eventually(lambda: talk.asked == ["a", "b"])
+        (paused,) = talk.dispatch.control("r", ControlAction.PAUSE, 0).done
+        assert (paused.state, paused.partial_output) == (GenerationState.PAUSED, "Hel")
+        await eventually(lambda: talk.asked == ["a", "b", "c"])
+        taken = talk.boards.opened[2][1].continued
+        assert taken is not None
+        assert taken.paused == Paused(None, 1, Kv.RECOMPUTED)
+        await eventually(lambda: talk.dispatch.homeless() == [])  # c has it, and keeps it paused
+        assert talk.text == "Hel"
+        task.cancel()
+        await asyncio.wait({task})
+
+    run_loop(main())
+
+
+def test_a_pause_that_ends_before_a_board_takes_it_is_none() -> None:
+    async def main() -> None:
+        gate = asyncio.Event()
+        talk = Talk(half("a", EngineDied("a", "SIGSEGV")), [gate, *rest("b")], rest("c"))
+        task = asyncio.create_task(talk())
+        await eventually(lambda: talk.asked == ["a", "b"])
+        talk.dispatch.control("r", ControlAction.PAUSE, None)
+        (resumed,) = talk.dispatch.control("r", ControlAction.RESUME, None).done
+        assert resumed.state is GenerationState.QUEUED
+        await task
+        assert talk.text == "Hello"
+        continued = talk.boards.opened[-1][1].continued
+        assert continued is not None
+        assert continued.paused is None
+
+    run_loop(main())
+
+
+def test_a_request_that_waits_for_its_first_board_cannot_be_paused() -> None:
+    async def main() -> None:
+        talk = Talk([asyncio.Event(), *answer("a", "Hello")])
+        task = asyncio.create_task(talk())
+        await eventually(lambda: talk.asked == ["a"])
+        at = talk.dispatch.control("r", ControlAction.PAUSE, None)
+        assert (at.done, at.refused[0].state) == ((), GenerationState.QUEUED)
+        task.cancel()
+        await asyncio.wait({task})
 
     run_loop(main())

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fake_boards import FakeBoards, Step, accepted, answer, eventually, finished, report
+from fake_cluster import Control, FakeCluster, started
 from own_time import run_loop
 from router_house import CHAT, House, chat, events, send
 
 from rkserve.config import RouterConfig
+from rkserve.control.operations import OperationKind
 from rkserve.deployments.http import make_app
 from rkserve.desired import Desired, Pause, PauseMode, Scope
 from rkserve.errors import BoardFailed, ConfigError, GenerationNotFound
-from rkserve.messages import Delta, Timings
-from rkserve.reports import GenerationInfo, GenerationState
+from rkserve.messages import ControlAction, Delta, Timings
+from rkserve.reports import AtRouter, GenerationInfo, GenerationState
 from rkserve.wire import sse
 
 MODEL = "sim-chat"
@@ -267,6 +269,98 @@ def test_what_waits_is_listed_and_cannot_be_controlled_yet() -> None:
     run_loop(main())
 
 
+def test_what_waits_for_a_board_is_aborted_by_its_id() -> None:
+    async def main() -> None:
+        gate = asyncio.Event()
+        of = held(gate, queue_limit=9)
+        talk = asyncio.create_task(of("POST", CHAT, json=chat(stream=True, n=2)))
+        await eventually(lambda: of.metric("rkserve_requests_in_flight") == 1)
+        name = of.boards.opened[0][1].request_id.partition("/")[0]
+        of.boards.says[("", "control")] = GenerationNotFound(name)
+        aborted = await of("POST", f"/v1/generations/{name}/abort?choice=1")
+        assert (aborted.status_code, aborted.json()["status"]) == (200, "aborted")
+        assert (aborted.json()["choice"], aborted.json()["board"]) == (1, "")
+        again = await of("POST", f"/v1/generations/{name}/abort?choice=1")
+        assert (again.status_code, error_of(again)["code"]) == (409, "state_conflict")
+        gate.set()
+        told = [one for one in events((await talk).text) if isinstance(one, dict)]
+        ends = {
+            choice["index"]: choice["finish_reason"]
+            for one in told
+            for choice in one["choices"]
+            if choice["finish_reason"]
+        }
+        assert ends == {0: "stop", 1: "abort"}
+        assert len(of.boards.opened) == 1
+        of.expect_nothing_left()
+
+    run_loop(main())
+
+
+def test_an_abort_of_a_request_that_waits_is_an_answer_without_text() -> None:
+    async def main() -> None:
+        gate = asyncio.Event()
+        of = held(gate, queue_limit=9)
+        running, waiting = (asyncio.create_task(of("POST", CHAT, json=chat())) for _ in range(2))
+        depth = {"model": MODEL, "priority": "0"}
+        await eventually(lambda: of.metric("rkserve_queue_depth", **depth) == 1)
+        assert of.service.abort_waiting(Scope(), None) == 1
+        answer = await waiting
+        assert answer.status_code == 200
+        (choice,) = answer.json()["choices"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("abort", "")
+        assert answer.json()["usage"]["completion_tokens"] == 0
+        assert answer.json()["usage"]["prompt_tokens"] > 0
+        assert of.metric("rkserve_queue_depth", **depth) == 0
+        gate.set()
+        assert (await running).json()["choices"][0]["finish_reason"] == "stop"
+        of.expect_nothing_left()
+
+    run_loop(main())
+
+
+@dataclass
+class BothRouters:
+    """All Routers of an application, as the Coordinator reaches them."""
+
+    houses: list[House]
+
+    async def abort(self, scope: Scope, request_ids: list[str] | None, timeout_s: float) -> int:
+        assert timeout_s > 0
+        return sum(one.service.abort_waiting(scope, request_ids) for one in self.houses)
+
+
+def test_an_abort_of_everything_reaches_the_queues_of_all_routers(tmp_path: Path) -> None:
+    """Eight streams, two Routers, two boards: those that wait must not start afterwards."""
+
+    async def main() -> None:
+        gate = asyncio.Event()
+        houses = [held(gate, queue_limit=9) for _ in range(2)]
+        control = Control(tmp_path, FakeCluster.of("a", "b"), routers=BothRouters(houses))
+        async with started(control) as it:
+            talks = [
+                asyncio.create_task(of("POST", CHAT, json=chat(stream=True)))
+                for of in houses
+                for _ in range(4)
+            ]
+            depth = {"model": MODEL, "priority": "0"}
+            await eventually(
+                lambda: [of.metric("rkserve_queue_depth", **depth) for of in houses] == [3, 3]
+            )
+            done = await it.call(OperationKind.ABORT)
+            assert done.status == 200
+            assert done.operation.results["queue"].details["aborted"] == 6
+            assert sorted(done.operation.results) == ["a", "b", "queue"]
+            waited = [talks[at] for at in (1, 2, 3, 5, 6, 7)]
+            texts = [one.text for one in await asyncio.gather(*waited)]
+            assert all('"finish_reason":"abort"' in text for text in texts)
+            gate.set()
+            await asyncio.gather(*talks)
+            assert [len(of.boards.opened) for of in houses] == [1, 1]
+
+    run_loop(main())
+
+
 class OtherRouters:
     """What they say of generations that no board has."""
 
@@ -277,6 +371,18 @@ class OtherRouters:
         if self._away:
             raise BoardFailed("other Routers", "no answer")
         return self._says
+
+    async def control_homeless(
+        self, generation: str, action: ControlAction, choice: int | None
+    ) -> AtRouter:
+        of = [
+            one
+            for one in await self.homeless()
+            if one.request_id.startswith(f"{generation}/")
+            and choice in (None, int(one.request_id.rpartition("/")[2]))
+        ]
+        done = action is ControlAction.ABORT
+        return AtRouter(tuple(of) if done else (), () if done else tuple(of), known=bool(of))
 
 
 def elsewhere(peers: OtherRouters) -> House:
@@ -300,6 +406,8 @@ def test_what_waits_at_another_router_is_listed_and_cannot_be_controlled_yet() -
     assert (one["choice"], one["state"]) == (2, "queued")
     other = send(of, "POST", "/v1/generations/chatcmpl-x/pause", json={"choice": 1})
     assert (other.status_code, error_of(other)["code"]) == (404, "generation_not_found")
+    aborted = send(of, "POST", "/v1/generations/chatcmpl-x/abort")
+    assert (aborted.status_code, aborted.json()["status"]) == (200, "aborted")
 
 
 def test_a_router_that_cannot_ask_the_others_does_not_deny_a_generation() -> None:

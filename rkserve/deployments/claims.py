@@ -98,4 +98,5 @@ def claim_of(
         priority=priority,
         deadline_s=None if limit_s is None else arrived_s + limit_s,
         timeout_s=limit_s or 0.0,
+        came_s=arrived_s,
     )

@@ -34,7 +34,7 @@ from rkserve.control.rest import SleepPolicy
 from rkserve.deployments.artifactclaims import Claim
 from rkserve.deployments.artifactfacts import FoundWeights
 from rkserve.deployments.book import Book
-from rkserve.deployments.course import Course, Desk, Handler
+from rkserve.deployments.course import Course, Desk, Handler, Routers
 from rkserve.deployments.delivery import Put, Stager, Store
 from rkserve.deployments.fleet import Fleet
 from rkserve.deployments.halting import HANDLERS
@@ -81,6 +81,7 @@ class Outside:
     now_s: Callable[[], float] = time.time
     pace: Pace = field(default_factory=Pace)
     policies: Mapping[str, SleepPolicy] = field(default_factory=dict)
+    routers: Routers | None = None
 
 
 class Coordinator:
@@ -112,6 +113,7 @@ class Coordinator:
             self._reconciler,
             self._metrics,
             outside.now_s,
+            outside.routers,
         )
         self._reclaim = Reclaim(self._desk, outside.store)
         self._settling = Settling(self._book, self._roster, outside.now_s)

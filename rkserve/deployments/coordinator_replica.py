@@ -30,6 +30,8 @@ from rkserve.deployments.fleet import Fleet
 from rkserve.deployments.ledger import Ledger
 from rkserve.deployments.link import RayLink
 from rkserve.deployments.logs import log_with_serve
+from rkserve.deployments.naming import ROUTER
+from rkserve.deployments.peers import RayRouters
 from rkserve.desired import AdapterVersion, BaseVersion, Desired
 from rkserve.errors import LedgerFailed
 from rkserve.modelfolder import open_model_folder
@@ -75,7 +77,15 @@ class CoordinatorReplica:
         await asyncio.to_thread(self._store.open)
         policies = _policies(config, models)
         self._coordinator = Coordinator(
-            settings, Outside(fleet, self._ledger, self._store, ray.put, policies=policies)
+            settings,
+            Outside(
+                fleet,
+                self._ledger,
+                self._store,
+                ray.put,
+                policies=policies,
+                routers=RayRouters(ROUTER),
+            ),
         )
         await fleet.find_boards(FIND_BOARDS_S)
         await self._coordinator.start()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from rkserve.config import CoordinatorConfig
 from rkserve.control.calls import Call, Outcome
@@ -39,6 +40,17 @@ from rkserve.metrics import CoordinatorMetrics
 UNDO_S = 5.0
 
 
+class Routers(Protocol):
+    """All Routers of the application."""
+
+    async def abort(self, scope: Scope, request_ids: list[str] | None, timeout_s: float) -> int:
+        """Have them end their requests that no board has, and return how many these were.
+
+        Raises:
+            RkserveError: not all of them answered.
+        """
+
+
 @dataclass(frozen=True)
 class Desk:
     """Everything that an operation works with. ``now_s`` reads seconds since 1970."""
@@ -50,6 +62,7 @@ class Desk:
     reconciler: Reconciler
     metrics: CoordinatorMetrics
     now_s: Callable[[], float]
+    routers: Routers | None = None
 
     def check(self, scope: Scope) -> None:
         """Raise ``ModelNotFound`` or ``BoardNotFound`` for what is not there."""

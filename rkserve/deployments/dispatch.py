@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 from rkserve.deployments.fleet import Fleet
 from rkserve.deployments.refusing import Tried
 from rkserve.deployments.seats import Holders
+from rkserve.desired import Scope
 from rkserve.errors import (
     AdapterBroken,
     BoardAsleep,
@@ -34,8 +36,8 @@ from rkserve.errors import (
     QueueTimeout,
     RkserveError,
 )
-from rkserve.messages import EmbedRequest, Event, Finished, GenerateRequest
-from rkserve.reports import BoardState, GenerationInfo, GenerationState
+from rkserve.messages import ControlAction, EmbedRequest, Event, Finished, GenerateRequest, Kv
+from rkserve.reports import AtRouter, BoardState, GenerationInfo, GenerationState
 from rkserve.routing.admission import Claim
 from rkserve.routing.breaker import Breaker, Circuit
 from rkserve.routing.continuing import Course, why
@@ -54,6 +56,9 @@ _LATER = (NoBoard, QueueFull, QueueTimeout, EnginePaused, *_WAITING)
 # order says so, and of a replica that has ended there is nothing left to be asked.
 _FAULTS = (EngineDied, EngineHung, BoardSilent)
 FORGIVE_S = 5.0
+ENDED_REMEMBERED = 256
+BY_REQUEST = "request"  # who paused it, where it did not pause by itself
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,35 +127,75 @@ class _Attempt:
         self.accepted = self.finished = self.left = False
 
 
-Homeless = dict[str, tuple[Course, float]]  # by request: what no board has, and since when
+class _Told(Exception):
+    """A control call has changed a request that no board has."""
 
 
 class _Home:
-    """Where one request is as long as this is entered: with a board, or with none."""
+    """Where one request is as long as this is entered: with a board, or with none.
 
-    def __init__(
-        self, course: Course, request_id: str, holders: Holders, homeless: Homeless
-    ) -> None:
-        self._course, self._id = course, request_id
-        self._holders, self._homeless = holders, homeless
+    While no board has it, a control call can change it: it waits by ``or_told``.
+    """
+
+    def __init__(self, course: Course, holders: Holders, homes: dict[str, _Home]) -> None:
+        self.course = course
+        self.id = course.asked.request_id
+        self.ended = False  # by an abort, wherever it is
+        self.failures = 0  # of boards that did not take it, or were lost
+        self.begun_s = self.since_s = time.monotonic()  # without a board since then
+        self._holders, self._homes = holders, homes
+        self.replica: str | None = None
+        self._told = asyncio.Event()
 
     def __enter__(self) -> _Home:
-        self.leave()
+        self._homes[self.id] = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._holders.leave(self._id)
-        self._homeless.pop(self._id, None)
+        self._holders.leave(self.id)
+        if self._homes.get(self.id) is self:
+            del self._homes[self.id]
 
     def enter(self, place: Seated) -> None:
         """A board has accepted it."""
-        self._homeless.pop(self._id, None)
-        self._holders.enter(self._id, place.group, place.replica)
+        self.replica = place.replica
+        self._holders.enter(self.id, place.group, place.replica)
 
     def leave(self) -> None:
-        """No board has it."""
-        self._holders.leave(self._id)
-        self._homeless[self._id] = (self._course, time.monotonic())
+        """No board has it any more."""
+        self._holders.leave(self.id)
+        self.replica, self.since_s = None, time.monotonic()
+
+    def tell(self) -> None:
+        """Its pause or its end has changed: what it waits for is asked for anew."""
+        self._told.set()
+
+    async def or_told(
+        self, work: Coroutine[Any, Any, T], drop: Callable[[T], None] = lambda _: None
+    ) -> T:
+        """Return what ``work`` comes to, which ``drop`` gives back where it comes too late.
+
+        Raises:
+            _Told: a control call changed the request first.
+        """
+        loop = asyncio.get_running_loop()
+        task, told = loop.create_task(work), loop.create_task(self._told.wait())
+        waits_for: set[asyncio.Task[Any]] = {task, told}
+        taken = False
+        try:
+            await asyncio.wait(waits_for, return_when=asyncio.FIRST_COMPLETED)
+            if not self._told.is_set():
+                taken = True
+                return task.result()
+            self._told.clear()
+            raise _Told
+        finally:
+            told.cancel()
+            if not taken:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                if not task.cancelled() and task.exception() is None:
+                    drop(task.result())
 
 
 class Dispatch:
@@ -173,7 +218,9 @@ class Dispatch:
         self._rng = rng
         self._persistence = persistence or Persistence()
         self._losses = losses
-        self._homeless: Homeless = {}
+        self._homes: dict[str, _Home] = {}
+        self._ended: dict[str, GenerationInfo] = {}  # by an abort here, the oldest first
+        self._aborts: dict[str | None, float] = {}  # of all of a model, or of everything: when
         self._tasks: set[asyncio.Task[None]] = set()
         fleet.changed.append(self._forget_boards)
 
@@ -187,12 +234,59 @@ class Dispatch:
 
         They wait for their turn, are on their way to a board, or between two.
         """
-        now_s = time.monotonic()
-        return [
-            _queued(course, now_s - since)
-            for course, since in self._homeless.values()
-            if not isinstance(course.asked, EmbedRequest)  # it is nothing that can be controlled
-        ]
+        return [_waiting(home) for home in self._homes.values() if _is_waiting(home)]
+
+    def control(self, generation: str, action: ControlAction, choice: int | None) -> AtRouter:
+        """Do ``action`` to the choices of a generation that no board has, where that can be done.
+
+        One that waits for its first board can be aborted only. An abort also ends a choice that
+        leaves the board that has it now.
+        """
+        homes = [home for home in self._homes.values() if _is_of(home.id, generation, choice)]
+        done: list[GenerationInfo] = []
+        refused: list[GenerationInfo] = []
+        for home in homes:
+            waits = _is_waiting(home)
+            if action is ControlAction.ABORT:
+                self._abort(home)
+            fits = waits and _act(home, action)
+            if waits:
+                (done if fits else refused).append(_waiting(home))
+        ended = [info for name, info in self._ended.items() if _is_of(name, generation, choice)]
+        return AtRouter(tuple(done), tuple(refused), tuple(ended), known=bool(homes))
+
+    def abort_all(self, scope: Scope, request_ids: Collection[str] | None) -> int:
+        """End requests that no board has, all or those of these ids; return how many.
+
+        Requests that boards have are ended by these, and here if they lose their board first. With
+        ``scope.boards`` only requests that these boards have are meant.
+        """
+        boards = {seat.replica: seat.board_id for seat in self.fleet.seats()}
+        if request_ids is None and not scope.boards:
+            now_s = time.monotonic()
+            self._aborts |= dict.fromkeys(scope.models or (None,), now_s)
+        ended = 0
+        for home in list(self._homes.values()):
+            asked = home.course.asked
+            board = "" if home.replica is None else boards.get(home.replica, home.replica)
+            if isinstance(asked, EmbedRequest) or not scope.covers(board, asked.model):
+                continue
+            if request_ids is None or any(_is_named(home.id, one) for one in request_ids):
+                ended += _is_waiting(home) and not home.ended
+                self._abort(home)
+        return ended
+
+    def _abort(self, home: _Home) -> None:
+        home.ended = True
+        if home.replica is None:
+            home.tell()
+
+    def _is_aborted(self, request: GenerateRequest, claim: Claim) -> bool:
+        """Whether everything was aborted after the call came, and before it came to this queue."""
+        if claim.came_s is None:
+            return False
+        latest_s = max(self._aborts.get(model, -math.inf) for model in (None, request.model))
+        return claim.came_s < latest_s and not isinstance(request, EmbedRequest)
 
     def _forget_boards(self) -> None:
         """Replicas that are there no more come back under other names."""
@@ -215,16 +309,14 @@ class Dispatch:
         """
         course = Course(request, self._persistence.continuations)
         tried = Tried()
-        failures = 0
-        with _Home(course, request.request_id, self.fleet.entries, self._homeless) as home:
-            while True:
-                one = _Attempt(await self._take(course, tried, claim or Claim()))
-                place = one.place
-                course.queued_ms += place.waited_ms
+        with _Home(course, self.fleet.entries, self._homes) as home:
+            home.ended = claim is not None and self._is_aborted(request, claim)
+            while (place := await self._place(home, tried, claim or Claim())) is not None:
+                one = _Attempt(place)
                 link = self.fleet.links[place.group]
                 try:
                     async with aclosing(link.open(place.request, place.replica)) as events:
-                        event = await self._first(events, place.replica)
+                        event = await home.or_told(self._first(events, place.replica))
                         one.accepted = True
                         home.enter(place)
                         place.heard(event)
@@ -238,9 +330,8 @@ class Dispatch:
                             if (told := course.heard(event)) is not None:
                                 yield told
                         self._require_end(one)
-                except _ELSEWHERE as exc:
-                    failures += 1
-                    self._missed(course, one, exc, tried)
+                except (_Told, *_ELSEWHERE) as exc:
+                    self._left(home, one, exc, tried)
                 except BaseException:
                     # Who has the last event need not wait for the end of the stream behind it.
                     one.left = not one.finished
@@ -250,8 +341,41 @@ class Dispatch:
                 finally:
                     self.breaker.undecided(place.replica)
                     place.ended(left=one.left)
-                home.leave()
-                await self._pause(course, failures)
+                await self._between(home)
+            for last in self._aborted(home):
+                yield last
+
+    async def _place(self, home: _Home, tried: Tried, claim: Claim) -> Seated | None:
+        """Return a place, however often it is changed meanwhile; None: it has been aborted.
+
+        Raises what nobody takes it for.
+        """
+        while not home.ended:
+            with suppress(_Told):
+                place = await home.or_told(self._take(home.course, tried, claim), self._give_back)
+                home.course.queued_ms += place.waited_ms
+                return place
+        return None
+
+    async def _between(self, home: _Home) -> None:
+        """Wait before the next try, unless a control call changes it meanwhile."""
+        home.leave()
+        if home.ended:
+            return
+        with suppress(_Told):
+            await home.or_told(self._pause(home.course, home.failures))
+
+    def _aborted(self, home: _Home) -> list[Event]:
+        """Return the events that end a request that no board has, and remember it."""
+        self._ended[home.id] = replace(_waiting(home), state=GenerationState.ENDED)
+        while len(self._ended) > ENDED_REMEMBERED:
+            del self._ended[next(iter(self._ended))]
+        return home.course.aborted((time.monotonic() - home.since_s) * 1e3)
+
+    def _give_back(self, place: Seated) -> None:
+        """Leave a place that its request does not want any more."""
+        self.breaker.undecided(place.replica)
+        place.ended(left=False)
 
     # -- before a board has it ----------------------------------------------------------------
 
@@ -324,6 +448,18 @@ class Dispatch:
 
     # -- when it is lost ----------------------------------------------------------------------
 
+    def _left(self, home: _Home, one: _Attempt, exc: _Told | RkserveError, tried: Tried) -> None:
+        """The request has no board after all, or no more. Raises as ``_missed``."""
+        if isinstance(exc, _Told):
+            one.left = True
+            return
+        home.failures += 1
+        try:
+            self._missed(home.course, one, exc, tried)
+        except RkserveError:
+            if not home.ended:  # by an abort, which is how it ends then
+                raise
+
     def _missed(self, course: Course, one: _Attempt, exc: RkserveError, tried: Tried) -> None:
         """A board did not take it, or is lost. Raises what the client gets, if it ends so."""
         if isinstance(exc, QueueTimeout) and not course.begun:
@@ -386,20 +522,54 @@ class Dispatch:
         task.add_done_callback(self._tasks.discard)
 
 
-def _queued(course: Course, age_s: float) -> GenerationInfo:
-    """Say what no board can say of it."""
-    request = course.request
+def _is_waiting(home: _Home) -> bool:
+    """Whether no board has it, and it is something that can be controlled."""
+    return home.replica is None and not isinstance(home.course.asked, EmbedRequest)
+
+
+def _is_of(request_id: str, generation: str, choice: int | None) -> bool:
+    completion, _, index = request_id.rpartition("/")
+    return completion == generation and choice in (None, int(index) if index.isdigit() else -1)
+
+
+def _is_named(request_id: str, asked: str) -> bool:
+    """Whether an id is that of the request, or of its completion."""
+    return asked in (request_id, request_id.rpartition("/")[0])
+
+
+def _act(home: _Home, action: ControlAction) -> bool:
+    """Change a request that no board has; False where that cannot be done to it."""
+    course = home.course
+    if action is ControlAction.ABORT:
+        return True
+    if action is ControlAction.PAUSE and course.accepted:
+        course.pause()
+    elif action is ControlAction.RESUME and course.rests is not None:
+        course.resume()
+    else:
+        return False
+    home.tell()
+    return True
+
+
+def _waiting(home: _Home) -> GenerationInfo:
+    """Return what no board can tell of a request."""
+    course = home.course
+    request, rests = course.request, course.rests
     done, ref = request.continued, request.adapter
+    state = GenerationState.QUEUED if rests is None else GenerationState.PAUSED
     return GenerationInfo(
         request_id=request.request_id,
         board_id="",
         model=request.model,
-        state=GenerationState.QUEUED,
+        state=GenerationState.ABORTING if home.ended else state,
         prompt_tokens=len(request.prompt_ids),
         tokens=0 if done is None else done.tokens,
         context_tokens=len(request.prompt_ids) + (0 if done is None else len(done.slots)),
         partial_output="" if done is None else done.text,
+        kv=None if rests is None else Kv.RECOMPUTED,
         adapter=request.line if ref is None else ref.name,
         native_pause=request.native_pause,
-        age_s=age_s,
+        paused_by=None if rests is None else rests.by or BY_REQUEST,
+        age_s=time.monotonic() - home.since_s,
     )

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Protocol
 
 from rkserve.deployments.fleet import Fleet
@@ -22,7 +24,7 @@ from rkserve.errors import (
     StateConflict,
 )
 from rkserve.messages import ControlAction, Edit
-from rkserve.reports import GenerationInfo, GenerationState
+from rkserve.reports import AtRouter, GenerationInfo, GenerationState
 from rkserve.wire.asked import Asked
 from rkserve.wire.caches import failures
 from rkserve.wire.generations import (
@@ -37,9 +39,11 @@ from rkserve.wire.generations import (
 from rkserve.wire.jsonbody import JsonObject
 
 OK, MULTI_STATUS = 200, 207
+# A generation may leave its board while it is asked there; it is looked for so often.
+MOVES = 3
 # They stand where a board's name would: for choices that no board has, and for who may know them.
 _QUEUE, ROUTERS = "queue", "other Routers"
-_NO_BOARD_YET = "It waits for a board; try again once it has one, or hang up."
+_NO_BOARD_YET = "It waits for a board; abort it, or try again once it has one."
 # As answers are named. Whatever else is in a path asks no board.
 _ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
 
@@ -49,6 +53,15 @@ class Peers(Protocol):
 
     async def homeless(self) -> list[GenerationInfo]:
         """Return the generations of all of them that no board has.
+
+        Raises:
+            BoardFailed: they did not answer.
+        """
+
+    async def control_homeless(
+        self, generation: str, action: ControlAction, choice: int | None
+    ) -> AtRouter:
+        """Control the choices of a generation that all of them have and no board.
 
         Raises:
             BoardFailed: they did not answer.
@@ -66,6 +79,16 @@ class _Found:
     seats: list[Seat]
     sure: bool
     failed: dict[str, RkserveError]
+
+
+@dataclass(frozen=True, slots=True)
+class _AtRouters:
+    """What became of choices that no board has; ``here``: this Router has some choice itself."""
+
+    done: tuple[GenerationInfo, ...] = ()
+    refused: tuple[GenerationInfo, ...] = ()
+    ended: tuple[GenerationInfo, ...] = ()
+    here: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,40 +160,52 @@ class Generations:
         self, generation: str, action: ControlAction, choice: int | None, call: EditCall | None
     ) -> tuple[int, JsonObject]:
         _check_id(generation)
-        queued = StateConflict(action.value, GenerationState.QUEUED.value, _NO_BOARD_YET)
-        waiting = self._waiting(generation, choice)
-        held = self._fleet.holders(generation, choice)
-        others = _Others()
-        if not held and not waiting:
-            others = await self._others()
-            waiting = others.of(generation, choice)
-        if waiting and not held and choice is not None:
-            raise queued
-        found = await self._find(generation, choice)
-        edit = None if call is None else await self._edit(found, call)
-        answers = await self._fleet.ask(
-            found.seats,
-            "control",
-            generation,
-            action,
-            edit,
-            choice,
-            timeout_s=self._config.control_timeout_s,
-        )
-        done: list[GenerationInfo] = merged(answers.said.values())
-        if not done:
-            if waiting:
-                raise queued
-            failed = {**found.failed, **answers.failed, **others.failed}
+        for moves in range(MOVES):
+            at, failed = await self._at_routers(generation, action, choice)
+            if moves and action is ControlAction.ABORT:
+                at = replace(at, done=(*at.done, *at.ended))  # it left its board, and has ended
+            if (at.here or at.ended) and not self._fleet.holders(generation, choice):
+                # All that is left of it is at this Router, and no board has any.
+                return _answered(action, at)
+            found = await self._find(generation, choice)
+            edit = None if call is None else await self._edit(found, call)
+            answers = await self._fleet.ask(
+                found.seats,
+                "control",
+                generation,
+                action,
+                edit,
+                choice,
+                timeout_s=self._config.control_timeout_s,
+            )
+            done: list[GenerationInfo] = [*merged(answers.said.values()), *at.done]
+            failed |= {**found.failed, **answers.failed}
+            if done or at.refused or not await self._moved(generation, choice):
+                break
+        if not done and not at.refused and not at.ended:
             raise _worst([*failed.values(), GenerationNotFound(generation)])
         # Choices on other boards that have ended need nothing any more.
-        failed = {board: exc for board, exc in answers.failed.items() if not _is_over(exc)}
-        if waiting:
-            failed[_QUEUE] = queued
-        answer = control_answer(action, done)
-        if not failed:
-            return OK, answer
-        return MULTI_STATUS, {**answer, "failed": failures(failed)}
+        left = {board: exc for board, exc in answers.failed.items() if not _is_over(exc)}
+        return _answered(action, replace(at, done=tuple(done)), left)
+
+    async def _at_routers(
+        self, generation: str, action: ControlAction, choice: int | None
+    ) -> tuple[_AtRouters, dict[str, RkserveError]]:
+        """Control what no board has, at this Router, or else at all others."""
+        own = self._service.control_homeless(generation, action, choice)
+        if self._peers is None or own.known or own.ended:
+            return _AtRouters(own.done, own.refused, own.ended, here=own.known), {}
+        try:
+            found = await self._peers.control_homeless(generation, action, choice)
+        except BoardFailed as exc:
+            return _AtRouters(), {ROUTERS: exc}
+        return _AtRouters(found.done, found.refused, found.ended), {}
+
+    async def _moved(self, generation: str, choice: int | None) -> bool:
+        """Whether a Router has it again, without a board, which had one a moment ago."""
+        if self._waiting(generation, choice):
+            return True
+        return bool((await self._others()).of(generation, choice))
 
     def _waiting(self, generation: str, choice: int | None) -> list[GenerationInfo]:
         """Return what no board has: yet, or any more."""
@@ -222,6 +257,28 @@ class Generations:
         if len(call.text or call.token_ids or "") <= INLINE_BODY_BYTES:
             return work()
         return await asyncio.to_thread(work)
+
+
+def _answered(
+    action: ControlAction,
+    at: _AtRouters,
+    failed: Mapping[str, RkserveError] = MappingProxyType({}),
+) -> tuple[int, JsonObject]:
+    """Return status and answer. Raises ``StateConflict`` where nothing could be done to it."""
+    if not at.done:
+        if not at.refused:
+            raise StateConflict(action.value, GenerationState.ENDED.value)
+        raise _refusal(action, at.refused[0])
+    answer = control_answer(action, at.done)
+    left = dict(failed)
+    if at.refused:
+        left[_QUEUE] = _refusal(action, at.refused[0])
+    return (MULTI_STATUS, {**answer, "failed": failures(left)}) if left else (OK, answer)
+
+
+def _refusal(action: ControlAction, info: GenerationInfo) -> StateConflict:
+    reason = _NO_BOARD_YET if info.state is GenerationState.QUEUED else ""
+    return StateConflict(action.value, info.state.value, reason)
 
 
 def _holding(

@@ -7,21 +7,29 @@ nothing can come between the check and what it changes.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Collection
 from dataclasses import replace
 
 from rkserve.control import changes
 from rkserve.control import params as read
 from rkserve.control.operations import (
+    BoardResult,
     OperationError,
     OperationKind,
     OperationState,
     Phase,
+    ResultStatus,
 )
 from rkserve.deployments.course import UNDO_S, Course, Desk, shortfall
-from rkserve.deployments.roster import Replies
+from rkserve.deployments.roster import Replies, result_of
 from rkserve.desired import PauseMode, Scope
+from rkserve.errors import RkserveError
 
 RESET_LEASE_S = 120.0
+ROUTERS_S = 10.0
+# They stand where a board's name would, for requests that no board has.
+QUEUE, ROUTERS = "queue", "Routers"
 SAFE_TRIES = 100  # of calls that may be repeated: the time limit ends them
 
 
@@ -168,13 +176,36 @@ async def abort(desk: Desk, course: Course) -> None:
     desk.check(scope)
     ids = read.texts(asked, "request_ids") or None
     course.begin(Phase.STOPPING)
+    # Routers come first: a board that is freed would take the next request of their queues, and a
+    # request that leaves its board from here on finds that it has been aborted.
+    waiting = await _abort_waiting(desk, course, scope, ids)
     # Whoever asks again for all may meet requests that came after an answer that was lost.
     tries = 1 if ids is None else SAFE_TRIES
     replies = await _ask(desk, course, scope, "abort_all", ids, tries=tries)
     for board, ended in replies.said.items():
         result = replies.results[board]
         course.heard({board: replace(result, details={"aborted": ended})})
+    course.heard(waiting)
+    replies.results |= waiting
+    replies.said |= {name: 0 for name, one in waiting.items() if one.good}
     _end(course, replies)
+
+
+async def _abort_waiting(
+    desk: Desk, course: Course, scope: Scope, ids: Collection[str] | None
+) -> dict[str, BoardResult]:
+    """End the requests that no board has, and return the Routers' result, where there is one."""
+    if desk.routers is None:
+        return {}
+    began_s = time.monotonic()
+    try:
+        named = None if ids is None else list(ids)
+        ended = await desk.routers.abort(scope, named, min(course.left_s, ROUTERS_S))
+    except RkserveError as exc:
+        return {ROUTERS: result_of(exc, (time.monotonic() - began_s) * 1e3)}
+    took_ms = (time.monotonic() - began_s) * 1e3
+    done = BoardResult(ResultStatus.OK, took_ms, details={"aborted": ended})
+    return {QUEUE: done} if ended else {}
 
 
 async def _ask(

@@ -9,6 +9,7 @@ from typing import Any
 from rkserve.groupconfig import BoardGroupConfig
 
 HEAD = "node:__internal_head__"  # the resource that Ray gives its head node
+ROUTER = "Router"  # the deployment
 
 
 @dataclass(frozen=True, slots=True)

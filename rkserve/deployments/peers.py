@@ -1,4 +1,4 @@
-"""Asks the other Routers of the application for what only they know; this is Ray's side of it."""
+"""Ask the Routers of the application for what only they know; this is Ray's side of it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from ray.serve.exceptions import RayServeException
 
 from rkserve.deployments.generations import ROUTERS
 from rkserve.deployments.http_gradio import PendingCall
+from rkserve.desired import Scope
 from rkserve.errors import BoardFailed, RkserveError
-from rkserve.reports import GenerationInfo
+from rkserve.messages import ControlAction
+from rkserve.reports import AtRouter, GenerationInfo
 from rkserve.wire.dialects.responses_kept import Kept
 
 
@@ -29,6 +31,18 @@ class RayPeers:
         """Return the generations of all Routers that no board has. Raises ``BoardFailed``."""
         answers: list[list[GenerationInfo]] = await self._ask("homeless")
         return [info for answer in answers for info in answer]
+
+    async def control_homeless(
+        self, generation: str, action: ControlAction, choice: int | None
+    ) -> AtRouter:
+        """Control what Routers have of a generation and no board. Raises ``BoardFailed``."""
+        answers: list[AtRouter] = await self._ask("control_homeless", generation, action, choice)
+        return AtRouter(
+            tuple(one for answer in answers for one in answer.done),
+            tuple(one for answer in answers for one in answer.refused),
+            tuple(one for answer in answers for one in answer.ended),
+            any(answer.known for answer in answers),
+        )
 
     async def kept_chain(self, owner: str, response_id: str, most_bytes: int | None) -> list[Kept]:
         """Return what some Router has kept of a response and those before it.
@@ -52,15 +66,42 @@ class RayPeers:
         return any(await self._ask("drop_gradio", owner, event_id, cancel))
 
     async def _ask(self, method: str, *args: Any) -> list[Any]:
-        # In a context of its own: the request that asks is not theirs.
-        broadcast = contextvars.Context().run(self._handle.broadcast, method, *args)
-        try:
-            answers: list[Any] = await broadcast.results_async(timeout_s=self._timeout_s)
-        except RayTaskError as exc:
-            # What a Router says on purpose is its answer.
-            if isinstance(exc.cause, RkserveError):
-                raise exc.cause from None
-            raise BoardFailed(ROUTERS, f"one of them failed ({type(exc.cause).__name__})") from exc
-        except (RayError, RayServeException, TimeoutError, asyncio.TimeoutError) as exc:
-            raise BoardFailed(ROUTERS, f"no answer ({type(exc).__name__})") from exc
-        return answers
+        return await _broadcast(self._handle, method, *args, timeout_s=self._timeout_s)
+
+
+class RayRouters:
+    """``Routers`` over Ray: all Routers of the application, as the Coordinator reaches them."""
+
+    def __init__(self, deployment: str) -> None:
+        self._deployment = deployment
+        self._app = serve.get_replica_context().app_name
+        self._handle: Any = None
+
+    async def abort(self, scope: Scope, request_ids: list[str] | None, timeout_s: float) -> int:
+        """Have all Routers end their requests that no board has. Raises ``BoardFailed``."""
+        if self._handle is None:
+            # Routers are deployed after the Coordinator, and Ray looks for them when it is asked.
+            find = serve.get_deployment_handle
+            try:
+                self._handle = await asyncio.to_thread(find, self._deployment, self._app)
+            except (RayError, RayServeException) as exc:
+                raise BoardFailed(ROUTERS, f"not found ({type(exc).__name__})") from exc
+        found: list[int] = await _broadcast(
+            self._handle, "abort_waiting", scope, request_ids, timeout_s=timeout_s
+        )
+        return sum(found)
+
+
+async def _broadcast(handle: Any, method: str, *args: Any, timeout_s: float) -> list[Any]:
+    # In a context of its own: the request that asks is not theirs.
+    broadcast = contextvars.Context().run(handle.broadcast, method, *args)
+    try:
+        answers: list[Any] = await broadcast.results_async(timeout_s=timeout_s)
+    except RayTaskError as exc:
+        # What a Router says on purpose is its answer.
+        if isinstance(exc.cause, RkserveError):
+            raise exc.cause from None
+        raise BoardFailed(ROUTERS, f"one of them failed ({type(exc.cause).__name__})") from exc
+    except (RayError, RayServeException, TimeoutError, asyncio.TimeoutError) as exc:
+        raise BoardFailed(ROUTERS, f"no answer ({type(exc).__name__})") from exc
+    return answers

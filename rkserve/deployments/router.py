@@ -29,9 +29,11 @@ from rkserve.deployments.peers import RayPeers
 from rkserve.deployments.responses import Responses
 from rkserve.deployments.service import ServedModel, Service
 from rkserve.deployments.wiring import open_dispatch, open_fleet
+from rkserve.desired import Scope as ClusterScope
+from rkserve.messages import ControlAction
 from rkserve.metrics import RouterMetrics, StreamCollector
 from rkserve.modelfolder import open_model_folder
-from rkserve.reports import GenerationInfo
+from rkserve.reports import AtRouter, GenerationInfo
 from rkserve.wire.dialects.responses_kept import Kept
 
 SWITCH_S = 0.001
@@ -160,6 +162,16 @@ class RouterReplica:
     async def homeless(self) -> list[GenerationInfo]:
         """Return this Router's generations that no board has."""
         return self._service.homeless()
+
+    async def control_homeless(
+        self, generation: str, action: ControlAction, choice: int | None
+    ) -> AtRouter:
+        """Control what this Router has of a generation and no board."""
+        return self._service.control_homeless(generation, action, choice)
+
+    async def abort_waiting(self, scope: ClusterScope, request_ids: list[str] | None) -> int:
+        """End this Router's requests that no board has; return how many."""
+        return self._service.abort_waiting(scope, request_ids)
 
     async def kept_chain(self, owner: str, response_id: str, most_bytes: int | None) -> list[Kept]:
         """Return what is kept on this Router's node of a response and those before it."""

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -25,6 +25,7 @@ from rkserve.deployments.keys import open_keys
 from rkserve.deployments.remembering import NO_MEMORY, Memory
 from rkserve.deployments.sight import Sight
 from rkserve.deployments.waking import Waking
+from rkserve.desired import Scope
 from rkserve.errors import (
     BoardAsleep,
     BoardNotFound,
@@ -36,10 +37,19 @@ from rkserve.errors import (
     RateLimited,
     RkserveError,
 )
-from rkserve.messages import FIRST_LABEL, Accepted, Delta, Event, Finished, GenerateRequest, Paused
+from rkserve.messages import (
+    FIRST_LABEL,
+    Accepted,
+    ControlAction,
+    Delta,
+    Event,
+    Finished,
+    GenerateRequest,
+    Paused,
+)
 from rkserve.metrics import BoardCollector, RouterMetrics
 from rkserve.modelfolder import ModelFolder
-from rkserve.reports import BoardReport, GenerationInfo
+from rkserve.reports import AtRouter, BoardReport, GenerationInfo
 from rkserve.routing.admission import Claim
 from rkserve.runvalues import Guide, Picture, Sampling
 from rkserve.wire.dialect import Answer, AnyCall, Dialect
@@ -257,6 +267,16 @@ class Service:
     def homeless(self) -> list[GenerationInfo]:
         """Return this Router's generations that no board has."""
         return self._dispatch.homeless()
+
+    def control_homeless(
+        self, generation: str, action: ControlAction, choice: int | None
+    ) -> AtRouter:
+        """Control what this Router has of a generation and no board; see ``Dispatch.control``."""
+        return self._dispatch.control(generation, action, choice)
+
+    def abort_waiting(self, scope: Scope, request_ids: Collection[str] | None) -> int:
+        """End this Router's requests that no board has; see ``Dispatch.abort_all``."""
+        return self._dispatch.abort_all(scope, request_ids)
 
     def events(self, request: GenerateRequest, claim: Claim) -> AsyncGenerator[Event, None]:
         """Yield what boards make of one request; see ``Dispatch.generate``."""

@@ -32,7 +32,7 @@ class Claim:
 
     ``flow`` is whose it is: those without a key share one, and each gets service by its ``weight``.
     A lower ``priority`` goes first. Its answer is of no use after ``deadline_s``, on the queue's
-    clock; it was given ``timeout_s``.
+    clock; it was given ``timeout_s``. ``came_s`` is when its call came, on the same clock.
     """
 
     flow: str = ANONYMOUS
@@ -40,6 +40,7 @@ class Claim:
     priority: int = 0
     deadline_s: float | None = None
     timeout_s: float = 0.0
+    came_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,16 @@ from rkserve.messages import (
     Delta,
     Event,
     Finished,
+    FinishReason,
     GenerateRequest,
     Kind,
+    Kv,
     Paused,
     Slot,
     Splice,
+    Timings,
+    Usage,
+    VersionSpan,
 )
 
 BY_CLUSTER = "cluster"  # of a pause that ends with the cluster's own
@@ -121,6 +126,45 @@ class Course:
             )
             return replace(event, timings=timings)
         return event
+
+    @property
+    def rests(self) -> Paused | None:
+        """The pause that it is in, which the next board takes over; None while it goes on."""
+        return self._rest
+
+    def pause(self) -> None:
+        """Pause it while no board has it: the next one keeps it paused."""
+        self._rest, self._over = Paused(None, self.tokens, Kv.RECOMPUTED), False
+
+    def resume(self) -> None:
+        """End its pause while no board has it."""
+        self._rest, self._over = None, True
+
+    def aborted(self, waited_ms: float) -> list[Event]:
+        """Return the events that end it while no board has it.
+
+        ``waited_ms`` is the time since it was last with a board, or since it came.
+        """
+        found: list[Event] = [] if self.accepted else [Accepted("", "", 0, version="")]
+        prompt, marks = self.asked, () if self._bound is None else self._bound.marks
+        ends = [*(start for start, _ in marks[1:]), self.tokens]
+        spans = (
+            VersionSpan(label, start, end)
+            for (start, label), end in zip(marks, ends, strict=False)
+            if start < end
+        )
+        timings = Timings(
+            queue_ms=self.queued_ms + waited_ms,
+            prefill_ms=0.0,
+            prefill_tokens=0,
+            decode_ms=0.0,
+            decode_tokens=0,
+            memory_mb=0.0,
+            continued=self.times,
+            lost_ms=self._lost_ms,
+        )
+        usage = Usage(len(prompt.prompt_ids) or prompt.counted, self.tokens)
+        return [*found, Finished(FinishReason.ABORT, usage, timings, tuple(spans))]
 
     def back(self, event: Event, now_s: float) -> float | None:
         """Return how long after a loss the answer goes on with this event, the first of its kind.
