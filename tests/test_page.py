@@ -62,7 +62,41 @@ def test_a_browser_that_has_a_file_is_not_sent_it_again() -> None:
         assert again.headers["content-security-policy"] == POLICY
     other = send(of, "GET", "/page/main.js", headers={"if-none-match": '"other"'})
     assert other.status_code == 200
-    assert len({file.etag for file in FILES.values()}) == len(FILES)
+    assert len({file.digest for file in FILES.values()}) == len(FILES)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "encoding"),
+    [
+        pytest.param("gzip, deflate, br", "gzip", id="browsers"),
+        pytest.param("br;q=1.0, gzip;q=0.5", "gzip", id="with weights"),
+        pytest.param("*", "gzip", id="anything"),
+        pytest.param("identity", None, id="nothing compressed"),
+        pytest.param("gzip;q=0, *", None, id="gzip refused"),
+        pytest.param("", None, id="no word of it"),
+    ],
+)
+def test_files_are_compressed_where_the_client_accepts_it(
+    accepted: str, encoding: str | None
+) -> None:
+    of = house()
+    for name, file in FILES.items():
+        answered = send(of, "GET", f"/page/{name}", headers={"accept-encoding": accepted})
+        assert answered.headers.get("content-encoding") == encoding
+        assert answered.content == file.content  # as the client reads it
+        assert answered.headers["vary"] == "accept-encoding"
+        sent = int(answered.headers["content-length"])
+        assert sent == len(file.compressed if encoding else file.content)
+        again = {"accept-encoding": accepted, "if-none-match": answered.headers["etag"]}
+        assert send(of, "GET", f"/page/{name}", headers=again).status_code == 304
+    text = [one for name, one in FILES.items() if name.endswith(("js", "css", "html"))]
+    assert sum(len(one.compressed) for one in text) < sum(len(one.content) for one in text) / 2
+
+
+def test_the_page_has_a_description() -> None:
+    front = FILES["index.html"].content.decode()
+    (description,) = re.findall(r'<meta name="description" content="([^"]+)">', front)
+    assert 50 <= len(description) <= 160  # what search results show
 
 
 @pytest.mark.parametrize(

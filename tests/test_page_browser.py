@@ -395,6 +395,82 @@ def test_what_breaks_is_told_and_can_be_asked_again(tab: OpenTab) -> None:
     assert one.page.locator(".answer").count() == 1
 
 
+def sent_by(one: Tab, act: Callable[[], None]) -> list[tuple[str, str]]:
+    """The conversation that the page sends when something is done."""
+    with one.page.expect_request("**/v1/chat/completions") as asked:
+        act()
+    return [(t["role"], t["content"]) for t in json.loads(asked.value.post_data)["messages"]]
+
+
+def test_an_earlier_message_is_edited_and_what_came_after_it_is_gone(tab: OpenTab) -> None:
+    one = tab(words("first"), words("second"), words("changed"))
+    for question in ("one", "two"):
+        one.ask(question)
+        one.done()
+    one.page.get_by_role("button", name="Edit").first.click()
+    field = one.page.get_by_label("Edit your message")
+    api.expect(field).to_be_focused()
+    api.expect(field).to_have_value("one")
+    assert one.violations() == []
+    field.press("Escape")
+    api.expect(one.page.locator(".asked .words").first).to_have_text("one")
+    api.expect(one.page.get_by_role("button", name="Edit").first).to_be_focused()
+    one.page.get_by_role("button", name="Edit").first.click()
+    field.fill("uno")
+    assert sent_by(one, lambda: field.press("Enter")) == [("user", "uno")]
+    one.done()
+    for _ in range(2):
+        api.expect(one.page.locator(".asked .words")).to_have_text(["uno"])
+        api.expect(one.page.locator(".answer > .words")).to_have_text(["changed"])
+        one.page.reload()
+        one.page.locator(".answer").wait_for()
+
+
+def test_the_last_message_is_taken_back_into_the_field(tab: OpenTab) -> None:
+    one = tab(words("first"), words("second"), words("third"))
+    for question in ("one", "two"):
+        one.ask(question)
+        one.done()
+    one.page.locator("#input").fill("more")
+    one.page.get_by_role("button", name="Undo").click()
+    api.expect(one.page.locator("#input")).to_be_focused()
+    api.expect(one.page.locator("#input")).to_have_value("two\nmore")
+    api.expect(one.page.locator(".asked .words")).to_have_text(["one"])
+    sent = sent_by(one, lambda: one.page.locator("#input").press("Enter"))
+    assert sent == [("user", "one"), ("assistant", "first"), ("user", "two\nmore")]
+    one.done()
+    for _ in range(2):
+        one.page.get_by_role("button", name="Undo").click()
+    api.expect(one.page.get_by_text("A new conversation")).to_be_visible()
+    one.page.reload()
+    api.expect(one.page.locator("#chats li")).to_have_count(0)
+
+
+def test_images_of_a_message_outlive_an_edit_and_an_undo(tab: OpenTab) -> None:
+    one = tab(words("red"), words("blue"), sees=True)
+    attach(one, picture())
+    api.expect(one.page.locator("#images img")).to_have_count(1)
+    one.ask("What is this?")
+    one.done()
+    one.page.get_by_role("button", name="Edit").click()
+    one.page.get_by_label("Edit your message").fill("Which colour?")
+    one.page.locator(".editor").get_by_role("button", name="Send").click()
+    one.done()
+    api.expect(one.page.locator(".asked img")).to_have_count(1)
+    one.page.get_by_role("button", name="Undo").click()
+    api.expect(one.page.locator("#images img")).to_have_count(1)
+
+
+def test_nothing_is_edited_while_an_answer_comes(tab: OpenTab) -> None:
+    one = tab(said("And then ", 1))
+    one.ask("Go on")
+    api.expect(one.last.locator(".words").last).to_have_text("And then")
+    api.expect(one.page.get_by_role("button", name="Edit")).to_be_hidden()
+    one.server.open_gate(1)
+    one.done()
+    api.expect(one.page.get_by_role("button", name="Edit")).to_be_visible()
+
+
 def test_a_server_that_wants_a_key_gets_it_asked_for(tab: OpenTab, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("sesame\n", encoding="utf-8")

@@ -30,7 +30,18 @@ def add_page(app: FastAPI) -> None:
 
 
 def _send(request: Request, file: PageFile) -> Response:
+    form = file.form(gzip_accepted=_accepts_gzip(request.headers.get("accept-encoding", "")))
     known = request.headers.get("if-none-match", "")
-    if file.etag in known:  # a proxy may have made it a weak one, or sent several
-        return Response(status_code=304, headers={**file.headers})
-    return Response(file.content, headers=file.headers)
+    if form.headers["etag"] in known:  # a proxy may have made it a weak one, or sent several
+        return Response(status_code=304, headers={**form.headers})
+    return Response(form.content, headers={**form.headers})
+
+
+def _accepts_gzip(accepted: str) -> bool:
+    """Whether an Accept-Encoding header names gzip, or anything, with a weight above zero."""
+    weights: dict[str, str] = {}
+    for one in accepted.lower().split(","):
+        coding, *parameters = [part.strip() for part in one.split(";")]
+        weights[coding] = next((p[2:] for p in parameters if p.startswith("q=")), "1")
+    weight = weights.get("gzip", weights.get("*", "0"))
+    return bool(weight.strip("0."))

@@ -6,6 +6,7 @@ It knows files and headers, and neither routes nor the server behind them; the p
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,16 +50,28 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class PageFile:
-    """One file of the page. ``etag`` is another one where the content is."""
+    """One file of the page. ``digest`` is another one where the content is."""
 
     content: bytes
+    compressed: bytes
     media_type: str
-    etag: str
+    digest: str
 
-    @property
-    def headers(self) -> dict[str, str]:
-        """Everything that a browser is told of it."""
-        return {**HEADERS, "content-type": self.media_type, "etag": self.etag}
+    def form(self, *, gzip_accepted: bool) -> PageForm:
+        """Return the file as one client gets it."""
+        headers = {**HEADERS, "content-type": self.media_type, "vary": "accept-encoding"}
+        if not gzip_accepted:
+            return PageForm(self.content, {**headers, "etag": f'"{self.digest}"'})
+        headers |= {"content-encoding": "gzip", "etag": f'"{self.digest}-gzip"'}
+        return PageForm(self.compressed, headers)
+
+
+@dataclass(frozen=True)
+class PageForm:
+    """A file in one encoding, with the headers that go with it."""
+
+    content: bytes
+    headers: Mapping[str, str]
 
 
 def page_files() -> Mapping[str, PageFile]:
@@ -69,4 +82,6 @@ def page_files() -> Mapping[str, PageFile]:
 
 def _page_file(name: str, content: bytes) -> PageFile:
     digest = hashlib.sha256(content).hexdigest()[:20]
-    return PageFile(content, _TYPES[name.rpartition(".")[2]], f'"{digest}"')
+    # Without a time in it, so that all Routers send the same bytes under the same tag.
+    compressed = gzip.compress(content, mtime=0)
+    return PageFile(content, compressed, _TYPES[name.rpartition(".")[2]], digest)

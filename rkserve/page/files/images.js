@@ -37,6 +37,12 @@ export function take() {
   return found;
 }
 
+/** Put images back that were taken. */
+export function put(uris) {
+  waiting = [...uris, ...waiting].slice(0, MOST);
+  draw();
+}
+
 /** Only models that see are shown images; what waits is kept for one. */
 export function allow(sees) {
   allowed = sees;

@@ -25,14 +25,14 @@ function show_chat(chosen) {
   log.replaceChildren();
   for (const message of chat.messages) {
     if (message.role === "user") {
-      log.append(question(message));
+      log.append(question(message, edit));
     } else {
       last = new Answer(message.model);
       log.append(last.element);
       last.restore(message);
     }
   }
-  last?.offer_again(again);
+  last?.offer(again, undo);
   greet();
   following = true;
   follow();
@@ -71,7 +71,7 @@ function ask(text, seen) {
   }
   const message = { role: "user", text, ...(seen.length && { images: seen }) };
   chat.messages.push(message);
-  log.append(question(message));
+  log.append(question(message, edit));
   store.keep(chat);
   list_chats();
   void respond();
@@ -115,12 +115,13 @@ async function respond() {
   const shown = new Answer(picker.value);
   const call = { hung_up: false, abort: new AbortController(), chat, model: picker.value };
   running = call;
-  last?.take_back_offer();
+  last?.withdraw();
   last = shown;
   log.append(shown.element);
   following = true;
   follow();
   panels.set_busy(true);
+  log.dataset.busy = "yes";
   const told = { reason: null, timings: null, usage: null, board: "", first_ms: 0 };
   let failure = null;
   try {
@@ -169,11 +170,12 @@ function settle(shown, told, call, failure) {
   if (!forgotten.has(call.chat.id)) store.keep(call.chat);
   running = null;
   panels.set_busy(false);
+  delete log.dataset.busy;
   list_chats();
   if (call.chat !== chat) return; // another conversation is open by now
   panels.say(words || (call.hung_up ? "Stopped." : "The answer is complete."));
   if (failure?.status === 401) panels.ask_key();
-  shown.offer_again(again);
+  shown.offer(again, undo);
   follow();
 }
 
@@ -184,6 +186,38 @@ function again() {
   last = null;
   input.focus(); // the button is gone
   void respond();
+}
+
+/** Ask an earlier question in other words; the messages behind it are dropped. */
+function edit(message, text) {
+  const seen = message.images ?? [];
+  if (running) panels.say("An answer is still coming: stop it first.");
+  if (running || (!text.trim() && !seen.length)) return;
+  cut(message);
+  ask(text, seen);
+  input.focus(); // the form is gone
+}
+
+/** Take the last question back into the composer, and drop its answer. */
+function undo() {
+  if (running) return;
+  const message = chat.messages.filter((one) => one.role === "user").at(-1);
+  if (!message) return;
+  cut(message);
+  if (chat.messages.length) store.keep(chat);
+  else store.forget(chat);
+  list_chats();
+  input.value = [message.text, input.value].filter(Boolean).join("\n");
+  images.put(message.images ?? []);
+  panels.fit(input);
+  input.focus();
+  panels.say("Your last message is back in the field.");
+}
+
+/** Drop a message and all behind it. */
+function cut(message) {
+  chat.messages.length = chat.messages.indexOf(message);
+  show_chat(chat);
 }
 
 function sentence(error) {

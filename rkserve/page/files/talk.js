@@ -5,13 +5,57 @@
 
 import { copy_text, make, Prose } from "./draw.js";
 import { shown } from "./images.js";
+import { fit } from "./panels.js";
 
-/** Return the element of what the user asked, and showed. */
-export function question({ text, images = [], lost = 0 }) {
+/** Return the element of a user's message; `edit` takes the message and its new text. */
+export function question(message, edit) {
+  const { text, images = [], lost = 0 } = message;
   const pieces = [...shown(images, lost), ...(text ? [text] : [])];
   const words = make("div", { class: "words" }, ...pieces);
   const name = make("h2", { class: "unseen" }, "You");
-  return make("article", { class: "asked", "aria-label": "You" }, name, words);
+  const begin = make("button", { type: "button", class: "quiet" }, "Edit");
+  const actions = make("div", { class: "actions" }, begin);
+  begin.addEventListener("click", () => {
+    const form = editor(text, {
+      send: (changed) => edit(message, changed),
+      cancel: () => {
+        form.replaceWith(words);
+        actions.hidden = false;
+        begin.focus();
+      },
+    });
+    words.replaceWith(form);
+    actions.hidden = true;
+    form.area.focus();
+    fit(form.area);
+  });
+  return make("article", { class: "asked", "aria-label": "You" }, name, words, actions);
+}
+
+/** Return a form to edit a message in. Enter sends it, Escape closes it. */
+function editor(text, { send, cancel }) {
+  const area = make("textarea", { rows: "1", "aria-label": "Edit your message" });
+  const submit = make("button", { class: "primary" }, "Send");
+  const back = make("button", { type: "button" }, "Cancel");
+  const form = make("form", { class: "editor" }, area, make("div", { class: "actions" }, submit, back));
+  area.value = text;
+  form.area = area;
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    send(area.value);
+  });
+  area.addEventListener("input", () => fit(area));
+  area.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") {
+      event.stopPropagation(); // it does not stop an answer, too
+      cancel();
+    } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      send(area.value);
+    }
+  });
+  back.addEventListener("click", cancel);
+  return form;
 }
 
 /** An answer: its state while nothing comes, thoughts folded, words, figures and what to do with it. */
@@ -87,18 +131,23 @@ export class Answer {
     this.actions.hidden = !this.text;
   }
 
-  /** Offer to ask again. */
-  offer_again(again) {
-    this.again = make("button", { type: "button", class: "quiet" }, "Ask again");
-    this.again.addEventListener("click", again);
-    this.actions.append(this.again);
+  /** Offer to ask again, and to take the question back. */
+  offer(again, undo) {
+    this.offered = [offer("Ask again", again), offer("Undo", undo)];
+    this.actions.append(...this.offered);
     this.actions.hidden = false;
   }
 
-  /** The conversation goes on behind it. */
-  take_back_offer() {
-    this.again?.remove();
+  /** Withdraw the offers: the conversation goes on behind the answer. */
+  withdraw() {
+    for (const button of this.offered ?? []) button.remove();
   }
+}
+
+function offer(words, act) {
+  const button = make("button", { type: "button", class: "quiet" }, words);
+  button.addEventListener("click", act);
+  return button;
 }
 
 function without(text, count) {
