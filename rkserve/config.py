@@ -271,6 +271,31 @@ def default_data_dir() -> Path:
     return (Path(root) if Path(root).is_absolute() else Path("~/.local/share")) / "rkserve"
 
 
+class CanaryConfig(Settings):
+    """What a canary must show before it is good."""
+
+    requests: int = Field(
+        20, ge=0, description="Requests that must have ended with the canary before it can be good."
+    )
+    tokens: int = Field(
+        200, ge=0, description="Tokens that it must have generated before it can be good."
+    )
+    failures: float = Field(
+        0.05,
+        ge=0,
+        le=1,
+        description="By how much its part of failed requests (0 to 1) may be above that of the "
+        "active version.",
+    )
+    speed: float = Field(
+        0.8,
+        ge=0,
+        le=1,
+        description="Which part of the active version's decode tokens per second, on the same "
+        "boards, it must reach; 0 does not compare speeds.",
+    )
+
+
 class CoordinatorConfig(Settings):
     """The keeper of what the cluster shall be."""
 
@@ -304,6 +329,9 @@ class CoordinatorConfig(Settings):
         le=64,
         description="Versions of each adapter that stay addressable as `name@version` after a "
         "newer one has replaced them, besides the one that a rollback returns to.",
+    )
+    canary: CanaryConfig = Field(
+        CanaryConfig(), description="The limits by which canaries are judged."
     )
     stage_timeout_s: float = Field(
         600.0, gt=0, description="Longest time for an adapter to reach the disks of all boards."

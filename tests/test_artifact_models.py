@@ -200,6 +200,22 @@ def test_facts_that_cannot_be_read_are_forgotten(tmp_path: Path, content: str) -
     assert reread.of(DIGEST) == Facts(PARAMETERS)
 
 
+def test_a_damaged_file_of_facts_stops_neither_the_start_nor_their_end(tmp_path: Path) -> None:
+    folder, other = tmp_path / FOLDER, "e" * 64
+    for digest in (DIGEST, other, "f" * 64):
+        (folder / f"{digest}.json" / "in").mkdir(parents=True)
+    (folder / f"{'a' * 64}.json").write_text("[" * 100_000)  # deeper than a parser goes
+    facts = FactsFolder(folder)
+    facts.open((DIGEST, "a" * 64))
+    assert list(folder.iterdir()) == []
+    facts.add(DIGEST, Facts(PARAMETERS))
+    (folder / f"{DIGEST}.json").unlink()
+    (folder / f"{DIGEST}.json").mkdir()  # by a hand, or a file system's repair
+    facts.forget(DIGEST)
+    assert facts.of(DIGEST) == Facts()
+    assert list(folder.iterdir()) == []
+
+
 def test_facts_are_added_up() -> None:
     first = Facts(PARAMETERS, None, ("m@1",))
     assert first.with_more(Facts(base_digest="c" * 64, labels=("m@2",))) == Facts(

@@ -33,7 +33,7 @@ from sleeping import (
 )
 
 from rkserve.board.hooks import Action, Continue, Decoded, Hook
-from rkserve.desired import PauseMode, SleepLevel
+from rkserve.desired import Pause, PauseMode, Scope, SleepLevel
 from rkserve.errors import EngineAsleep, EnginePaused
 from rkserve.messages import ControlAction, Edit, FinishReason, GenerateRequest, Kv
 from rkserve.reports import BoardState, GenerationState
@@ -349,6 +349,38 @@ def test_asleep_under_wait_all_that_was_taken_ends_first(
             await still([mine])
             await wake(told)
             await whole(calm, mine)
+            await is_over(told)
+
+    play(tmp_path, body, release, n_batch)
+
+
+@KINDS
+def test_a_wait_over_a_sleep_is_answered_and_leaves_what_is_held_to_the_wake(
+    tmp_path: Path, release: str, n_batch: int
+) -> None:
+    """What a sleep with ``keep`` holds cannot end before the wake: a ``wait`` does not wait for it.
+
+    Neither a pause nor a second sleep, for those that were cut short, queued or came meanwhile.
+    """
+
+    async def body(told: Governed, calm: Governed) -> None:
+        for mode_of_second in (None, UNLOADED):
+            told.sim.pace(SLOWLY)
+            clients = [told.ask(f"{SAYING} {n}", 40) for n in range(n_batch + 1)]
+            await told.said(clients[0], 4)
+            await nap(told, UNLOADED)
+            late = told.ask(f"{SAYING} late", 20, patient=True)
+            await in_state(told, late, S.QUEUED)
+            asleep = told.desired.pauses
+            second = Pause("op-wait", Scope(), PauseMode.WAIT, level=mode_of_second)
+            adoption = await told.tell(pauses=(*asleep, second))
+            assert (adoption.held, adoption.level) == (True, UNLOADED)
+            assert told.board.report().state is BoardState.ASLEEP
+            await still([*clients, late])
+            told.sim.pace(PACE)
+            await wake(told)
+            for client in (*clients, late):
+                await whole(calm, client)
             await is_over(told)
 
     play(tmp_path, body, release, n_batch)

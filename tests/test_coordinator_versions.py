@@ -624,6 +624,31 @@ def test_a_canary_is_promoted_or_rolled_back_by_what_boards_report(
 
 
 @pytest.mark.parametrize(
+    ("limits", "v2", "status"),
+    [
+        pytest.param({"failures": 0.6}, (40, 20, 1000.0), 200, id="failures"),
+        pytest.param({"speed": 0.3}, (40, 0, 2000.0), 200, id="speed"),
+        pytest.param({"failures": 0.0}, (40, 1, 1000.0), 409, id="none may fail"),
+        pytest.param({"requests": 3, "tokens": 5}, (4, 0, 1000.0), 200, id="fewer requests"),
+    ],
+)
+def test_the_limits_of_the_verdict_are_configured(
+    tmp_path: Path, limits: dict[str, float], v2: tuple[int, int, float], status: int
+) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, "v1", "v2", canary=limits) as it:
+            rolling = asyncio.create_task(
+                it.roll("v2", strategy="canary", weight=0.5, observe_s=0.2)
+            )
+            await observed(it, rolling)
+            it.cluster["a"].figures = figures((40, 0, 1000.0), v2)
+            outcome = await rolling
+            assert outcome.status == status, outcome
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize(
     ("kind", "ends_with", "state"),
     [
         pytest.param(K.ADAPTER_PROMOTE, "v2", S.SUCCEEDED, id="promoted"),

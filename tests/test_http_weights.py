@@ -343,8 +343,8 @@ def test_after_an_update_no_figure_is_older_than_it_on_any_router(
         # Another Router has updated the weights, and has answered.
         of.head.desired = Desired(1, weights=(Weights(MODEL, "step-7", 7, BASE),))
         of.boards.reported = [report("a", base=BASE.digest)]
-        transport = httpx.ASGITransport(of.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        transport = httpx.ASGITransport(of.app, client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             told = (await client.get(path)).json()
         assert figure(told) == BASE.digest
         entry = told["models"][MODEL]

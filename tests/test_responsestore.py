@@ -206,3 +206,14 @@ def test_what_was_kept_is_removed_as_a_whole(tmp_path: Path) -> None:
     remove_all(tmp_path)
     assert [one.name for one in tmp_path.iterdir()] == ["lock"]
     remove_all(tmp_path / "none")
+
+
+def test_a_damaged_response_is_told_in_a_sentence_and_can_be_removed(store: ResponseStore) -> None:
+    store.write(MINE, kept(A))
+    store._database.execute("UPDATE responses SET items = '[1, '")
+    with pytest.raises(ResponsesFailed):
+        store.read(MINE, A)
+    with pytest.raises(ResponsesFailed):
+        store.chain(MINE, A, 1 << 20)
+    assert store.delete(MINE, A)
+    assert store.read(MINE, A) is None

@@ -325,6 +325,7 @@ def test_a_trainer_hears_how_long_each_phase_took() -> None:
     body = update_body(DONE)
     assert body == {
         "status": "ok",
+        "untried": False,
         "timing": {
             "lock_ms": 1.0,
             "broadcast_ms": 20.0,
@@ -334,6 +335,28 @@ def test_a_trainer_hears_how_long_each_phase_took() -> None:
             "total_ms": 250.0,
         },
     }
+
+
+@pytest.mark.parametrize(
+    ("loaded", "untried"),
+    [
+        pytest.param({"a": "asleep", "b": "asleep"}, True, id="all boards sleep"),
+        pytest.param({"a": "asleep", "b": None}, False, id="one is awake"),
+        pytest.param({}, False, id="no board"),
+    ],
+)
+def test_an_update_tells_where_no_board_has_tried_it(
+    loaded: dict[str, str | None], untried: bool
+) -> None:
+    results = {
+        board: BoardResult(ResultStatus.OK, details={} if said is None else {"loaded": said})
+        for board, said in loaded.items()
+    }
+    one = Operation("op-2", OperationKind.REBASE, OperationState.SUCCEEDED, results=results)
+    assert update_body(one)["untried"] is untried
+    body = disk_body(one, 200, 0)
+    assert (body["success"], body["untried"]) == (True, untried)
+    assert ("No board has loaded them yet" in body["message"]) is untried
 
 
 def test_base_weights_are_verified_while_boards_load_them() -> None:

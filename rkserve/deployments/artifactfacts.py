@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import threading
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -63,20 +64,20 @@ class FactsFolder:
     def open(self, present: tuple[str, ...]) -> None:
         """Read what is known of the contents that are there, and forget the rest.
 
-        Raises ``OSError``. What cannot be read is logged and forgotten: whoever needs it says it
-        again.
+        Raises ``OSError`` where the folder cannot be used. A file in it that cannot be read is
+        logged and forgotten, so that a damaged one stops nothing: its sender tells its facts again.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for file in self.folder.iterdir():
             digest = file.name.removesuffix(SUFFIX)
             if digest not in present or not file.name.endswith(SUFFIX):
-                file.unlink()
+                _discard(file)
                 continue
             try:
                 self._known[digest] = _read(json.loads(file.read_text(encoding="utf-8")))
-            except (ValueError, KeyError, TypeError, RequestError) as exc:
+            except (OSError, RecursionError, ValueError, KeyError, TypeError, RequestError) as exc:
                 log.warning("%s is not what was written, and is forgotten: %s", file, exc)
-                file.unlink()
+                _discard(file)
 
     def of(self, digest: str) -> Facts:
         """Return what is known of a content."""
@@ -110,10 +111,10 @@ class FactsFolder:
             self._known[digest] = facts
 
     def forget(self, digest: str) -> None:
-        """The content is gone. Raises ``OSError``."""
+        """The content is gone, and so is what was said of it, also where its file is damaged."""
         with self._lock:
-            if self._known.pop(digest, None) is not None:
-                (self.folder / f"{digest}{SUFFIX}").unlink(missing_ok=True)
+            self._known.pop(digest, None)
+            _discard(self.folder / f"{digest}{SUFFIX}")
 
     def _write(self, digest: str, facts: Facts) -> None:
         place = self.folder / f"{digest}{SUFFIX}"
@@ -122,6 +123,17 @@ class FactsFolder:
         sync(fresh)
         fresh.replace(place)
         sync(self.folder)
+
+
+def _discard(file: Path) -> None:
+    """Remove a file; one that cannot be removed is left, and is of no content that is there."""
+    try:
+        if file.is_dir() and not file.is_symlink():
+            shutil.rmtree(file)
+        else:
+            file.unlink(missing_ok=True)
+    except OSError as exc:
+        log.warning("%s cannot be removed: %s", file, exc.strerror or exc)
 
 
 def _read(content: Any) -> Facts:

@@ -91,7 +91,7 @@ class ResponseStore:
                 f"SELECT {_COLUMNS} FROM responses WHERE id = ? AND owner = ? AND used_s > ?",
                 (response_id, owner, self._oldest_s),
             ).fetchone()
-        return None if row is None else _kept(row)
+            return None if row is None else _kept(row)
 
     def chain(self, owner: str, response_id: str, most_bytes: int | None) -> list[Kept]:
         """Return one and those that it goes on from, itself first, as far as they are here.
@@ -217,7 +217,7 @@ class ResponseStore:
         """Say in a sentence what is wrong with the file."""
         try:
             yield
-        except (sqlite3.Error, OSError) as exc:
+        except (sqlite3.Error, OSError, ValueError, RecursionError) as exc:  # also a damaged row
             # Not the folder: whoever asks need not know it, and the log has it.
             log.warning("the stored responses in %s cannot be used: %s", self._file, exc)
             reason = exc.strerror if isinstance(exc, OSError) else exc

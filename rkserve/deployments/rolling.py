@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from rkserve.control import rollout
-from rkserve.control.judge import Watch
+from rkserve.control.judge import Limits, Watch
 from rkserve.control.operations import BoardResult, OperationError, Phase, ResultStatus
 from rkserve.control.plan import Ask, Move, Plan, Planned, Round
 from rkserve.control.rollout import (
@@ -328,10 +328,10 @@ class Rolling:
         assert version is not None  # a rollback is not observed
         assert line is not None  # it has just been offered
         active = None if line.active is None else line.active.ref.label
-        watch = Watch()
+        watch, limits = Watch(), Limits(**self._desk.config.canary.model_dump())
         while True:
             watch = watch.saw(self._desk.roster.reports(self._plan.model))
-            judgement = watch.judge(version.ref.label, active)
+            judgement = watch.judge(version.ref.label, active, limits)
             self._events.put_nowait(Judged(judgement))
             await asyncio.sleep(self._desk.config.report_s)
 

@@ -250,6 +250,7 @@ ENDPOINTS = (
         "Serve a trainer's weights everywhere.",
         {
             "status": words("ok", "accepted"),
+            "untried": FLAG,
             "timing": obj(
                 dict.fromkeys(
                     (
@@ -269,7 +270,7 @@ ENDPOINTS = (
     change(
         "/update_weights_from_disk",
         "Load other base weights, board by board.",
-        {"success": FLAG, "message": TEXT, "num_paused_requests": COUNT},
+        {"success": FLAG, "message": TEXT, "num_paused_requests": COUNT, "untried": FLAG},
         _DISK,
         Example({"model": SIM, "model_path": "/srv/models/other.rkllm"}),
         needed=("model_path",),

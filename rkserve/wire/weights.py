@@ -237,7 +237,8 @@ def parse_weights(asked: Asked, *, from_body: bool) -> NewWeights:
 def update_body(record: Record) -> JsonObject:
     """Return PipelineRL's answer, with the time that each phase took."""
     status = "accepted" if _text(record.state) == "running" else "ok"
-    return {"status": status, "timing": timing(record.phases, record.created_s, record.finished_s)}
+    told: JsonObject = {"status": status, "untried": untried(record)}
+    return {**told, "timing": timing(record.phases, record.created_s, record.finished_s)}
 
 
 def timing(
@@ -262,10 +263,22 @@ def disk_body(record: Record, status: int, paused: int) -> JsonObject:
         message = f"The update goes on: GET /v1/operations/{record.id} tells how far it is."
     elif _text(record.state) == "partial":
         message = "The new weights stand; the boards in 'failed' are still to load them."
+    elif untried(record):
+        message = (
+            "Succeeded to update model weights. No board has loaded them yet: all of them sleep, "
+            "and load them when they wake."
+        )
     else:
         message = "Succeeded to update model weights."
     done = record.error is None and _text(record.state) == "succeeded"
-    return {"success": done, "message": message, "num_paused_requests": paused}
+    told: JsonObject = {"success": done, "message": message, "num_paused_requests": paused}
+    return {**told, "untried": untried(record)}
+
+
+def untried(record: Record) -> bool:
+    """Whether no board has loaded the weights that an update brought: every one of them sleeps."""
+    loaded = [one.details.get("loaded") for one in record.results.values() if one.good]
+    return bool(loaded) and all(one == "asleep" for one in loaded)
 
 
 def weights_entry(desired: Desired, model: str, boards: Iterable[BoardReport]) -> JsonObject:
