@@ -20,8 +20,8 @@ from typing import Any
 
 import yaml
 
-from rkserve.deployments.front import FLAG
-from rkserve.ports import free_port
+from rkserve.deployments.front import FLAG, available, environ
+from rkserve.ports import free_port, free_ports
 
 PROJECT = Path(__file__).resolve().parents[1]
 START_S = 240.0
@@ -75,8 +75,9 @@ def running(log: Path) -> Iterator[str]:
         url = f"http://127.0.0.1:{port}"
         with log.open("wb") as out:
             path = os.pathsep.join([str(PROJECT), *_given("PYTHONPATH")])
-            # What is in front of the Routers is no matter of clients.
-            process = serve_run(file, folder, out.fileno(), PYTHONPATH=path, **{FLAG: "0"})
+            # As in `make demo`: what clients meet is HAProxy.
+            front = environ(folder / "f", free_ports()) if available() else {FLAG: "0"}
+            process = serve_run(file, folder, out.fileno(), PYTHONPATH=path, **front)
             try:
                 _wait_until_ready(process, url, log)
                 yield url

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from ray import serve
@@ -13,6 +14,7 @@ from rkserve.config import RkserveConfig
 from rkserve.deployments.board import BoardReplica
 from rkserve.deployments.coordinator_replica import CoordinatorReplica
 from rkserve.deployments.follow_nodes import RESOURCE
+from rkserve.deployments.front import check_environ
 from rkserve.deployments.naming import HEAD, ROUTER
 from rkserve.deployments.router import RouterReplica
 from rkserve.errors import ConfigError
@@ -43,11 +45,13 @@ def build(args: dict[str, Any]) -> serve.Application:
     """Return the application for the ``args`` of serve_config.yaml.
 
     Raises:
-        ConfigError: a setting is wrong, or a model folder is missing or unusable on this machine.
+        ConfigError: a setting is wrong, a model folder is missing or unusable on this machine, or
+            Ray's HAProxy is on without rkserve's configuration.
     """
     try:
         config = check_args(args)
         check_folders(config)
+        check_environ(os.environ)
     except ConfigError as exc:
         raise ConfigurationRefused(str(exc)) from exc
     handles = {group.name: _boards(group, config) for group in config.deployed}

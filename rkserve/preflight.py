@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from rkserve.config import RkserveConfig, parse_config, resolve_folder
+from rkserve.deployments.front import own_environ
 from rkserve.errors import ConfigError, RkserveError
 from rkserve.groupconfig import BoardGroupConfig
 from rkserve.modelfolder import open_model_folder
@@ -199,7 +200,10 @@ def _check_given(name: str, file: Path, address: str | None) -> None:
         if file.suffix in YAML:
             raise ConfigError(f"{file} does not exist.")
         return  # an import path
-    check_file(file, starts=name == "run" and not _is_running(address))
+    starts = name == "run" and not _is_running(address)
+    check_file(file, starts=starts)
+    if starts:
+        os.environ.update(own_environ(os.environ))
 
 
 def _is_running(address: str | None) -> bool:

@@ -71,8 +71,16 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _as_interrupt)
     for attempt in range(1, ATTEMPTS + 1):
-        with tempfile.TemporaryDirectory(prefix="rkserve-") as folder, LOG.open("wb") as log:
-            code = _serve(url, log, Path(folder))
+        # Short, for the paths of HAProxy's sockets.
+        with (
+            tempfile.TemporaryDirectory(prefix="rkserve-", dir="/tmp") as folder,
+            LOG.open("wb") as log,
+        ):
+            try:
+                code = _serve(url, log, Path(folder))
+            except ConfigError as exc:
+                print(f"rkserve: {exc}", file=sys.stderr)
+                return 1
         if code is not None:
             return code
         again = "trying once more" if attempt < ATTEMPTS else f"giving up; see {_shown(LOG)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from typer.main import get_command
 
 from rkserve.cli import app
 from rkserve.cli.link import Exit
+from rkserve.deployments.front import available
 
 ROLLOUT = "POST /v1/lora_adapters/tone/rollout"
 CLUSTER: dict[str, Any] = {
@@ -325,3 +327,17 @@ def test_it_runs_as_a_module() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == Exit.USAGE
     assert "http://" in done.stderr
+
+
+@pytest.mark.skipif(not available(), reason="Ray has no HAProxy for this platform")
+def test_front_prints_the_environment_in_which_ray_starts(rkserve: Terminal) -> None:
+    with tempfile.TemporaryDirectory(prefix="rk-", dir="/tmp") as folder:
+        code, out, _ = rkserve("front", "--folder", f"{folder}/f")
+        assert code == Exit.DONE
+        assert f"export RAY_SERVE_HAPROXY_SOCKET_PATH={folder}/f/admin.sock" in out.splitlines()
+        code, out, _ = rkserve("front", "--plain", "--folder", f"{folder}/f")
+        assert "RAY_SERVE_ENABLE_HA_PROXY=1" in out.splitlines()
+        Path(folder, "f").chmod(0o777)
+        code, out, err = rkserve("front", "--folder", f"{folder}/f")
+        assert (code, out) == (Exit.FAILED, "")
+        assert "other accounts may write" in err

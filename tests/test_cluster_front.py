@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import stat
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
@@ -79,6 +82,8 @@ def test_it_is_haproxy_that_answers(crew: Crew) -> None:
     config = [*(crew.folder / "f").rglob("haproxy.cfg")]
     assert config, "Ray has written it"
     assert str(crew.address[1]) in config[0].read_text()
+    for socket in [*(crew.folder / "f").rglob("*.sock")]:
+        assert stat.S_IMODE(socket.stat().st_mode) & 0o177 == 0, socket.name
 
     async def main(http: httpx.AsyncClient) -> None:
         assert (await http.get("/-/healthz")).status_code == 200
@@ -109,6 +114,25 @@ def test_a_client_that_leaves_frees_its_board(crew: Crew) -> None:
             async with streaming(http, ENDLESS) as reply:
                 await reply.read(deltas=3)
         await reaches(http, "rkserve_board_aborted_total", aborted + 2)
+        await reaches(http, "rkserve_board_running", 0)
+
+    talk(crew, main)
+
+
+def test_a_client_that_leaves_before_its_whole_answer_frees_its_board(crew: Crew) -> None:
+    """Its head and its body come in two segments, as those of most HTTP libraries do."""
+
+    async def main(http: httpx.AsyncClient) -> None:
+        aborted = await figure(http, "rkserve_board_aborted_total")
+        body = json.dumps(chat_body(ENDLESS)).encode()
+        _, writer = await asyncio.open_connection(*crew.address)
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode())
+        await asyncio.sleep(0.2)  # only for two segments: one would pass as well
+        writer.write(body)
+        await reaches(http, "rkserve_board_running", 1)
+        writer.close()
+        await reaches(http, "rkserve_board_aborted_total", aborted + 1)
         await reaches(http, "rkserve_board_running", 0)
 
     talk(crew, main)

@@ -67,7 +67,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "local": GROUND | {"board", "wire", "reference", "deployments.assemble", "deployments.sight"},
     # The one place that knows every part, and the two programs beside it.
     "app": GROUND | {"native", "board", "wire", "routing", "control", "deployments", "preflight"},
-    "preflight": GROUND | {"native.quirks", "native.sim.profiles"},
+    "preflight": GROUND | {"native.quirks", "native.sim.profiles", "deployments.front"},
     "cli": GROUND
     | {"native", "board", "wire", "routing", "control", "deployments", "app", "client", "bench"},
     "client": GROUND,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -15,6 +16,7 @@ import yaml
 from ray.serve.exceptions import RayServeException
 
 from rkserve.app import build
+from rkserve.deployments.front import BINARY, FLAG, available, check_environ, own_environ
 from rkserve.errors import ConfigError
 from rkserve.ports import free_port
 from rkserve.preflight import check_file
@@ -174,3 +176,23 @@ def test_ray_reports_a_wrong_configuration_by_its_message() -> None:
     with pytest.raises(RayServeException) as caught:
         build(config(quue_limit=1)["applications"][0]["args"])
     assert "did you mean 'queue_limit'" in str(caught.value)
+
+
+@pytest.mark.skipif(not available(), reason="Ray has no HAProxy for this platform")
+def test_a_haproxy_that_is_switched_on_gets_the_rest_of_its_environment() -> None:
+    with tempfile.TemporaryDirectory(prefix="rk-", dir="/tmp") as folder:
+        given = {FLAG: "1", "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/f/haproxy.cfg"}
+        assert own_environ({FLAG: "0"}) == {}
+        made = {**given, **own_environ(given)}
+        check_environ(made)
+        assert made["RAY_SERVE_HAPROXY_SOCKET_PATH"] == f"{folder}/f/admin.sock"
+        assert own_environ(made) == {}
+
+
+def test_an_application_behind_rays_own_haproxy_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(FLAG, "1")
+    monkeypatch.delenv(BINARY, raising=False)
+    with pytest.raises(ConfigError, match="rkserve front"):
+        build(config()["applications"][0]["args"])

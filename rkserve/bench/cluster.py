@@ -28,7 +28,7 @@ def start(command: Json) -> dict[str, Any]:
     """Start Ray and Serve's proxy."""
     ray.init(
         address="local",  # never the cluster of somebody else
-        _temp_dir=command["folder"],
+        _temp_dir=str(Path(command["folder"]) / "ray"),  # Ray opens it to every account
         include_dashboard=False,
         log_to_driver=False,
         configure_logging=False,

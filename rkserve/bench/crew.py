@@ -241,7 +241,6 @@ class Crew:
         if not self._front:
             return {**RAY_ENVIRON, FLAG: "0"}
         place = self._folder / "f"  # short: the path of HAProxy's socket may have 97 characters
-        place.mkdir(exist_ok=True)
         return {**RAY_ENVIRON, **environ(place, free_ports())}
 
     def _child(self, module: str, environ: dict[str, str] | None = None) -> Child:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,6 +17,8 @@ from rkserve.cli.options import Boards, Mode, Models, Modes, Timeout
 from rkserve.cli.sleeping import models, sleep, wake
 from rkserve.cli.weights import weights
 from rkserve.client.answers import PARTIAL, SUCCEEDED
+from rkserve.deployments.front import default_folder, prepare
+from rkserve.errors import ConfigError
 
 app = typer.Typer(
     name="rkserve",
@@ -88,6 +92,26 @@ def resume(
 
 app.command()(sleep)
 app.command()(wake)
+
+
+@app.command()
+def front(
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Private folder for HAProxy's sockets, configuration and state."),
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="NAME=value, for systemd's EnvironmentFile.")
+    ] = False,
+) -> None:
+    """Prepare Ray's HAProxy on this node, and print the environment to start Ray in."""
+    try:
+        made = prepare(folder.expanduser().absolute() if folder else default_folder())
+    except ConfigError as exc:
+        typer.echo(f"rkserve: {exc}", err=True)
+        raise typer.Exit(Exit.FAILED) from None
+    for name, value in made.items():
+        typer.echo(f"{name}={value}" if plain else f"export {name}={shlex.quote(value)}")
 
 
 @app.command()

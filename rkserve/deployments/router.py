@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import sys
 from typing import Any
@@ -18,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rkserve.config import RkserveConfig, resolve_folder
 from rkserve.deployments.channel_router import Channels
 from rkserve.deployments.cluster import Cluster
-from rkserve.deployments.front import is_loopback
+from rkserve.deployments.front import check_environ, is_loopback
 from rkserve.deployments.guard import host_names, machine_names
 from rkserve.deployments.headlink import RayHeadLink
 from rkserve.deployments.http import make_app
@@ -117,6 +118,7 @@ class RouterReplica:
         self, config: RkserveConfig, handles: dict[str, Any], coordinator: Any
     ) -> None:
         log_with_serve()
+        check_environ(os.environ)  # of this node: the head may have another one
         # A thread that reads a long prompt lets go of the interpreter this often at the latest; a
         # token waits for that at every call into the kernel.
         sys.setswitchinterval(SWITCH_S)
