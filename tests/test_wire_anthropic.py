@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wire_json import JSON
 
-from rkserve.errors import EngineDied, QueueFull, RequestError, UnsupportedParameter
+from rkserve.errors import (
+    ContextOverflow,
+    EngineDied,
+    QueueFull,
+    RequestError,
+    UnsupportedParameter,
+)
 from rkserve.messages import Delta, Finished, FinishReason, Kv, Paused, Thinking, Timings, Usage
 from rkserve.runvalues import Guide, GuideKind
 from rkserve.wire.dialects.anthropic import parse_count, parse_messages
@@ -63,6 +69,11 @@ def shown(source: dict[str, Any]) -> dict[str, Any]:
             {"system": "Be brief."},
             [{"role": "system", "content": "Be brief."}, HELLO],
             id="system",
+        ),
+        pytest.param(
+            {"system": text("x-anthropic-billing-header: cc_version=1; cch=0;", "Be brief.")},
+            [{"role": "system", "content": "Be brief."}, HELLO],
+            id="system, behind a note to the provider",
         ),
         pytest.param(
             {"system": text("Be ", "brief.")},
@@ -337,6 +348,41 @@ def test_what_is_wrong_or_cannot_be_done_is_named(keys: dict[str, Any], param: s
     assert (caught.value.http_status, caught.value.param) == (400, param)
 
 
+def edits(**edit: Any) -> dict[str, Any]:
+    """Keys of a call that asks for one edit of its conversation, or with nothing for none."""
+    return {"context_management": {"edits": [edit] if edit else []}}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param({"context_management": "x"}, id="a word"),
+        pytest.param({"context_management": {"edits": 5}}, id="a number of edits"),
+        pytest.param({"context_management": {"edits": [5]}}, id="a number for an edit"),
+        pytest.param(edits(type="clear_thinking_20251015"), id="thoughts of earlier turns"),
+        pytest.param(
+            edits(type="clear_thinking_20251015", keep={"type": "thinking_turns", "value": 2}),
+            id="thoughts but for two turns",
+        ),
+        pytest.param(
+            edits(
+                type="clear_tool_uses_20250919", trigger={"type": "input_tokens", "value": 16383}
+            ),
+            id="within a context",
+        ),
+        pytest.param(
+            edits(type="clear_tool_uses_20250919", trigger={"type": "tool_uses", "value": 50}),
+            id="after so many calls",
+        ),
+        pytest.param(edits(type="forget_20990101"), id="unknown"),
+    ],
+)
+def test_edits_that_would_change_a_prompt_are_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedParameter) as caught:
+        parsed(**keys)
+    assert caught.value.param == "context_management"
+
+
 @pytest.mark.parametrize(
     "keys",
     [
@@ -344,6 +390,13 @@ def test_what_is_wrong_or_cannot_be_done_is_named(keys: dict[str, Any], param: s
         pytest.param({"tool_choice": {"type": "auto"}}, id="a choice among none"),
         pytest.param({"thinking": {"type": "disabled"}}, id="no thoughts"),
         pytest.param({"mcp_servers": [], "context_management": {}}, id="nothing of it"),
+        pytest.param(edits(), id="no edits"),
+        pytest.param(edits(type="clear_thinking_20251015", keep="all"), id="all thoughts are kept"),
+        pytest.param(edits(type="clear_tool_uses_20250919"), id="an edit beyond every context"),
+        pytest.param(
+            edits(type="compact_20260112", trigger={"type": "input_tokens", "value": 150000}),
+            id="a summary beyond every context",
+        ),
         pytest.param({"metadata": {"user_id": 5}}, id="a user without a name"),
         pytest.param({"metadata": "x"}, id="no metadata"),
         pytest.param({"output_config": {"format": None}, "output_format": None}, id="no format"),
@@ -673,3 +726,11 @@ def test_errors_are_anthropic_s_object(
     assert "secret" not in body["error"]["message"]
     (event,) = events(MESSAGES.broken(error))
     assert event == body
+
+
+def test_a_prompt_that_is_too_long_is_told_in_the_words_that_agents_look_for() -> None:
+    told = anthropic_error(ContextOverflow(5000, 4096))[2]["error"]
+    assert told["message"].startswith("prompt is too long: 5000 tokens > 4096 maximum. ")
+    assert told["code"] == "context_length_exceeded"
+    early = anthropic_error(ContextOverflow(5000, 4096, at_least=True))[2]["error"]["message"]
+    assert early.startswith("prompt is too long: at least 5000 tokens > 4096 maximum. ")

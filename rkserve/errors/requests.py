@@ -115,12 +115,16 @@ class ContextOverflow(RequestError):
         self.param, self.at_least = param, at_least
 
     @property
+    def size(self) -> str:
+        """The length of the prompt in tokens, as far as it is known."""
+        return f"at least {self.prompt_tokens}" if self.at_least else f"{self.prompt_tokens}"
+
+    @property
     def message(self) -> str:
         """The sentence for the user."""
-        size = f"at least {self.prompt_tokens}" if self.at_least else f"{self.prompt_tokens}"
         return (
             f"This model's maximum context length is {self.context_len} tokens, of which at least "
-            f"one must be left for the answer; the prompt has {size} tokens."
+            f"one must be left for the answer; the prompt has {self.size} tokens."
         )
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from rkserve.errors import RequestError, UnsupportedParameter
+from rkserve.modelfolder import CONTEXT_MAX
 from rkserve.wire import refusals
 from rkserve.wire.conversation import Message
 from rkserve.wire.dialects.offered import read_offered
@@ -26,6 +27,12 @@ from rkserve.wire.tooling import NO_TOOLS, Tools
 
 _AT_LEAST_ONE = Range(1)
 _ROLES = ("user", "assistant", "system")
+_CLEAR_THINKING = "clear_thinking_"  # dates follow
+_LATE_EDITS = ("clear_tool_uses_", "compact_")
+_USUAL_TRIGGER = {"type": "input_tokens", "value": 100_000}  # of these edits, at Anthropic
+# Claude Code's first block of the system prompt. It is for the provider's accounts, and as it
+# differs between conversations no KV cache would serve two of them.
+_ATTRIBUTION = "x-anthropic-billing-header:"
 _MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
 
@@ -100,10 +107,30 @@ def _never(_value: Any, _: Fields) -> bool:
     return False
 
 
+def _clears_nothing(value: Any, _: Fields) -> bool:
+    """Whether edits of the conversation would leave every prompt here as it is."""
+    if not isinstance(value, dict):
+        return False
+    edits = value.get("edits", [])
+    return isinstance(edits, list) and all(map(_is_harmless_edit, edits))
+
+
+def _is_harmless_edit(edit: Any) -> bool:
+    if not isinstance(edit, dict) or not isinstance(kind := edit.get("type"), str):
+        return False
+    if kind.startswith(_CLEAR_THINKING):
+        return edit.get("keep") in ("all", {"type": "all"})
+    trigger = edit.get("trigger") or _USUAL_TRIGGER
+    if not kind.startswith(_LATE_EDITS) or not isinstance(trigger, dict):
+        return False
+    at = trigger.get("value")
+    return trigger.get("type") == "input_tokens" and isinstance(at, int) and at >= CONTEXT_MAX
+
+
 # As ``refusals``: what would change the answer and cannot be honoured, with what asks for nothing.
 _REFUSED: dict[str, refusals.Harmless] = {
     "mcp_servers": _empty,
-    "context_management": _empty,
+    "context_management": _clears_nothing,
     "container": _never,
 }
 
@@ -159,8 +186,10 @@ def _wish(fields: Fields) -> Wish:
 
 
 def _system(fields: Fields) -> Iterator[Message]:
-    if fields.get("system") is not None:
-        yield {"role": "system", "content": _text(fields, "system")}
+    if fields.get("system") is None:
+        return
+    text = "".join(one for one in _texts(fields, "system") if not one.startswith(_ATTRIBUTION))
+    yield {"role": "system", "content": text}
 
 
 def _messages(fields: Fields) -> Iterator[Message]:
@@ -303,10 +332,14 @@ _BLOCKS: dict[tuple[str, str], Callable[[Fields, Message], Message | None]] = {
 
 def _text(fields: Fields, name: str) -> str:
     """Read a string or a list of text blocks, which are joined without anything between them."""
+    return "".join(_texts(fields, name))
+
+
+def _texts(fields: Fields, name: str) -> Iterator[str]:
     value = fields.get(name)
     if isinstance(value, str):
-        return value
-    found: list[str] = []
+        yield value
+        return
     for block in _blocks(fields, name):
         kind = block.required_text("type")
         if kind != "text":
@@ -314,5 +347,4 @@ def _text(fields: Fields, name: str) -> str:
                 f"Unsupported content block: {quoted(kind)}. This server reads text only.",
                 block.path("type"),
             )
-        found.append(_needed_text(block))
-    return "".join(found)
+        yield _needed_text(block)

@@ -5,6 +5,7 @@ What blocks an answer may have is in ``_OPENED``.
 
 from __future__ import annotations
 
+from rkserve.errors import ContextOverflow
 from rkserve.messages import Delta, Finished, FinishReason, Paused
 from rkserve.wire import sse
 from rkserve.wire.dialect import AnyCall, Dialect
@@ -214,9 +215,12 @@ def anthropic_error(exc: BaseException) -> tuple[int, dict[str, str], JsonObject
     status, headers, body = error_object(exc)
     told = body["error"]
     usual = "api_error" if status >= _SERVER else "invalid_request_error"
+    message = told["message"]
+    if isinstance(exc, ContextOverflow):  # Anthropic's words, by which agents know it
+        message = f"prompt is too long: {exc.size} tokens > {exc.context_len} maximum. {message}"
     error = {
         "type": _ERRORS.get(status, usual),
-        "message": told["message"],
+        "message": message,
         "param": told["param"],
         "code": told["code"],
     }
