@@ -151,6 +151,12 @@ class BoardGroupConfig(Settings):
     library_cpus: tuple[NonNegativeInt, ...] = Field(
         (), description="Cores that the library may use; empty leaves its own choice (4 to 7)."
     )
+    embed_flash: bool | None = Field(
+        None,
+        description="Whether the library reads the embedding table from the model's file instead "
+        "of keeping it in memory, which saves memory for slower prompts. Empty leaves it to the "
+        "library.",
+    )
     pin_cpus: tuple[NonNegativeInt, ...] = Field(
         (), description="Cores that the engine process is pinned to; empty leaves all."
     )

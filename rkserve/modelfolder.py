@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    ValidationError,
+    field_validator,
+)
 
 from rkserve.digests import content_digest
 from rkserve.errors import ConfigError
@@ -76,6 +83,17 @@ class SamplingDefaults(BaseModel):
     presence_penalty: float = Field(
         0.0, ge=-2, le=2, description="Held once against a token that was there; 0 is off."
     )
+    mirostat: int = Field(
+        0,
+        ge=0,
+        le=2,
+        description="Mirostat in place of `top_k` and `top_p`: its version, 0 is off. It cannot "
+        "serve requests with a seed, logprobs or a grammar, which have to send 0.",
+    )
+    mirostat_tau: float = Field(
+        5.0, gt=0, le=20, description="The surprise per token that Mirostat aims at."
+    )
+    mirostat_eta: float = Field(0.1, gt=0, le=1, description="How fast Mirostat corrects itself.")
 
     def values(self) -> Sampling:
         """Return them as the value that requests carry."""
@@ -211,6 +229,13 @@ class FolderSettings(BaseModel):
         ge=-1,
         description="Positions at the beginning that the runtime keeps when a context that is full "
         "is shifted; -1 leaves it to the runtime.",
+    )
+    ignore_eos_token: bool = Field(
+        False,
+        description="Whether the runtime is told to go on past the token that it takes for the "
+        "end. Answers then end at their `max_tokens`, or at one of `eos_token_ids`, should the "
+        "model still come to it: for a model whose end the runtime reads wrongly, and for answers "
+        "of a fixed length. RKLLM 1.3.0 and later; older releases refuse to load with it.",
     )
     sampling: SamplingDefaults = SamplingDefaults()
     thinking: ThinkingSettings = ThinkingSettings()

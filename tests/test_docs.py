@@ -182,3 +182,27 @@ def test_the_vendor_s_declarations_name_their_origin_and_licence(header: str) ->
     notice = (ROOT / "NOTICE").read_text(encoding="utf-8")
     assert f"rkserve/native/decl/{header}" in notice
     assert 'IS PROVIDED BY THE COPYRIGHT HOLDERS AND CONTRIBUTORS "AS IS"' in notice
+
+
+# -- the runtime's parameters ---------------------------------------------------------------------
+
+HEADERS = sorted((ROOT / "rkserve" / "native" / "decl").glob("rkllm_1_*.h"))
+STRUCTS = ("RKLLMParam", "RKLLMExtendParam", "RKLLMInferParam", "RKLLMSamplingParam", "RKLLMInput")
+
+
+def runtime_parameters() -> set[str]:
+    """Every field of the structs that the library is told something in, of all releases."""
+    found = set()
+    for header in HEADERS:
+        text = re.sub(r"/\*.*?\*/|//[^\n]*", "", header.read_text(encoding="utf-8"), flags=re.S)
+        for body, name in re.findall(r"typedef struct \{(.*?)\}\s*(\w+);", text, re.S):
+            if name in STRUCTS:
+                found |= set(re.findall(r"(\w+)(?:\[\d+\])?;", body))
+    return found
+
+
+def test_every_parameter_of_the_runtime_has_its_setting_or_its_reason() -> None:
+    listed = set(re.findall(r"`(\w+)`", page("runtime-parameters.md")))
+    fields = runtime_parameters()
+    assert {"embed_flash", "ignore_eos_token", "use_cross_attn", "top_k", "input_type"} <= fields
+    assert fields <= listed, f"not on the page: {sorted(fields - listed)}"

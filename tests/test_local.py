@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,7 @@ from rkserve.errors import (
     EmbeddingUnsupported,
     HookFailed,
     ModelNotFound,
+    NativeError,
     RequestError,
     RkserveError,
     StateConflict,
@@ -341,3 +344,50 @@ def test_coroutines_have_the_same_calls() -> None:
             )
 
     assert asyncio.run(ask()).text.startswith("1, 2, 3, 4, five")
+
+
+# -- settings of the runtime --------------------------------------------------------------------
+
+
+def folder_with(folder: Path, more: str) -> Path:
+    """A copy of the simulated model with more settings."""
+    made = folder / "sim-chat"
+    made.mkdir()
+    for file in MODEL.iterdir():
+        if file.is_file():
+            (made / file.name).write_bytes(file.read_bytes())
+    with (made / "rkserve.yaml").open("a", encoding="utf-8") as settings:
+        settings.write(more)
+    return made
+
+
+def told_at_load(model: Path, caplog: pytest.LogCaptureFixture, **settings: Any) -> str:
+    with caplog.at_level(logging.INFO), open_board(model, simulated=SIMULATED, **settings):
+        return caplog.text
+
+
+def test_settings_of_the_runtime_reach_the_library(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RKLLM_LOG_LEVEL", "2")
+    more = "  mirostat: 2\n  mirostat_tau: 3.5\n  mirostat_eta: 0.2\n"
+    model = folder_with(tmp_path, more)
+    assert "Embed Flash: 1" in told_at_load(MODEL, caplog), "left to the library"
+    caplog.clear()
+    told = told_at_load(model, caplog, embed_flash=False)
+    assert "Embed Flash: 0" in told
+    assert "Mirostat: 2, Tau: 3.500000, Eta: 0.200000" in told
+
+
+def test_the_library_goes_on_past_its_end_where_the_folder_says_so(tmp_path: Path) -> None:
+    model = folder_with(tmp_path, "ignore_eos_token: true\n")
+    with open_board(model, simulated=SIMULATED) as opened:
+        answer = opened.generate("Count to 8", temperature=0, max_tokens=40)
+        assert answer.text.startswith(f"{COUNTED} ")
+        assert (answer.usage.completion_tokens, answer.finish_reason) == (40, "length")
+
+
+def test_a_release_that_cannot_ignore_its_end_says_so(tmp_path: Path) -> None:
+    model = folder_with(tmp_path, "ignore_eos_token: true\n")
+    with pytest.raises(NativeError, match=r"RKLLM 1\.2\.3 has no ignore_eos_token"):
+        open_board(model, simulated={**SIMULATED, "release": "1.2.3"})

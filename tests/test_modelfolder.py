@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -231,3 +232,21 @@ def test_models_are_told_apart_by_their_files(tmp_path: Path) -> None:
 def test_a_model_without_its_file_has_no_digest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no \*\.rkllm file"):
         open_model_folder(folder(tmp_path / "m")).content_digest()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("ignore_eos_token: 7", "ignore_eos_token: must be true or false, not 7"),
+        ("sampling: {mirostat: 3}", "sampling.mirostat: must be a whole number from 0 to 2, not 3"),
+        (
+            "sampling: {mirostat_tau: 21}",
+            "sampling.mirostat_tau: must be a number above 0, up to 20",
+        ),
+    ],
+)
+def test_bad_settings_of_the_runtime_are_named(tmp_path: Path, line: str, words: str) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "rkserve.yaml").write_text(f"{line}\n")
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        open_model_folder(tmp_path / "m")

@@ -135,6 +135,8 @@ def _spec(group: BoardGroupConfig, place: Place, folder: ModelFolder) -> EngineS
             base_domain_id=group.base_domain_id,
             cpus=group.library_cpus,
             n_batch=group.n_batch,
+            embed_flash=group.embed_flash,
+            ignore_eos_token=folder.settings.ignore_eos_token,
         ),
         fence=str(place.state_dir / fence),
         text_mode=folder.tokenizer_file is None,
