@@ -167,6 +167,9 @@ class GenerateRequest:
 
     ``thinking`` is there where the model may think before it answers. ``continued`` is what was
     generated of it elsewhere. All limits and counts are those of the whole answer.
+
+    One of ``stop_ids`` ends the answer as an EOS token does. With ``include_stop`` the text that
+    ended it, of a stop string or of one of ``stop_ids``, is part of the answer.
     """
 
     request_id: str
@@ -195,6 +198,8 @@ class GenerateRequest:
     counted: int = 0
     once: bool = False
     salt: str = ""
+    stop_ids: tuple[int, ...] = ()
+    include_stop: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,9 @@ class Scored:
     top: tuple[tuple[int, float], ...] = ()
 
 
+NEVER_ENDS = 2**31 - 1  # tokens, more than any answer has: the model does not end it
+
+
 class GuideKind(str, Enum):
     """How a grammar is written."""
 

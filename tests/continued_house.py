@@ -30,6 +30,7 @@ from rkserve.errors import BoardFailed, BoardGone, NoBoard, RkserveError, StateC
 from rkserve.messages import ControlAction, Delta, Edit, Event, Finished, GenerateRequest, Paused
 from rkserve.reports import BoardReport, GenerationState
 from rkserve.routing.admission import Claim
+from rkserve.wire.logprobs import Choice
 
 MODEL = "m"
 LETTERS = "abcdefghijklmn"
@@ -273,6 +274,20 @@ class Heard:
     accepted: int = 0
     pauses: list[Paused] = field(default_factory=list)
     finished: Finished | None = None
+    choice: Choice = field(default_factory=Choice)
+    streamed: list[int] = field(default_factory=list)  # ids as a stream tells and retracts them
+
+    def take_ids(self, delta: Delta) -> None:
+        """Do as an answer that tells of ids."""
+        self.choice.add(delta)
+        found, void = self.choice.news()
+        self.streamed = self.streamed[: len(self.streamed) - void]
+        self.streamed += [token_id for token_id, _ in found]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The ids of the whole answer."""
+        return [token_id for token_id, _ in self.choice.chosen]
 
     @property
     def told(self) -> tuple[Any, ...]:
@@ -305,6 +320,7 @@ class Site:
                     heard.text = heard.text[: len(heard.text) - event.retract] + event.text
                     heard.retracted += event.retract
                     heard.ids += event.token_ids
+                    heard.take_ids(event)
                 elif isinstance(event, Paused):
                     heard.pauses.append(event)
                     if paused is not None:

@@ -13,15 +13,28 @@ from hypothesis import strategies as st
 
 from rkserve.board.generation import Generation, Want
 from rkserve.errors import ContextOverflow, RequestError, RkserveError
-from rkserve.messages import Delta, Edit, FinishReason, GenerateRequest, Kind, Slot, Splice
+from rkserve.messages import (
+    Continued,
+    Delta,
+    Edit,
+    FinishReason,
+    GenerateRequest,
+    Kind,
+    Slot,
+    Splice,
+)
 
 EOS = 2
 
 
 def generation(
-    max_tokens: int = 8, stop: tuple[str, ...] = (), *, runtime_counts: bool = True
+    max_tokens: int = 8,
+    stop: tuple[str, ...] = (),
+    *,
+    runtime_counts: bool = True,
+    **extra: Any,
 ) -> Generation:
-    request = GenerateRequest("r", "m", (7, 8, 9), max_tokens, stop=stop)
+    request = GenerateRequest("r", "m", (7, 8, 9), max_tokens, stop=stop, **extra)
     return Generation(request, frozenset({EOS}), runtime_counts=runtime_counts)
 
 
@@ -70,6 +83,33 @@ def generation(
             False,
             id="text held back for a stop string is released",
         ),
+        pytest.param(
+            {"stop_ids": (11, EOS)},
+            [(10, b"a"), (11, b"b"), (12, b"c")],
+            "a",
+            FinishReason.STOP,
+            True,
+            id="stop id",
+        ),
+        pytest.param(
+            {"stop_ids": (11,), "include_stop": True},
+            [(10, b"a"), (11, b"b"), (12, b"c")],
+            "ab",
+            FinishReason.STOP,
+            True,
+            id="stop id that is shown",
+        ),
+        pytest.param(
+            {"stop_ids": (EOS,)}, [(EOS, b"")], "", FinishReason.STOP, False, id="EOS as a stop id"
+        ),
+        pytest.param(
+            {"stop": ("!?",), "include_stop": True},
+            [(10, b"a!"), (11, b"?b")],
+            "a!?",
+            FinishReason.STOP,
+            True,
+            id="stop string that is shown",
+        ),
         pytest.param({}, [(10, b"a")], "a", FinishReason.STOP, False, id="an EOS of the runtime's"),
         pytest.param(
             {},
@@ -97,6 +137,27 @@ def test_an_answer_ends_for_the_true_reason(
     deltas = [delta for delta in (*given_out, made.take()) if delta is not None]
     assert "".join(delta.text for delta in deltas) == text
     assert [i for delta in deltas for i in delta.token_ids] == made.token_ids
+
+
+def test_an_answer_of_no_tokens_is_complete_at_once() -> None:
+    made = generation(0)
+    assert made.complete
+    assert made.ended(context_full=False) is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_an_answer_that_a_stop_id_ended_is_complete_on_another_board(include: bool) -> None:
+    made = generation(stop_ids=(11,), include_stop=include)
+    made.accept(10, b"a")
+    made.accept(11, b"b")
+    delta = made.take()
+    assert delta is not None
+    slots = (Slot(10, b"a"), Slot(11, b"b" if include else b""))
+    before = Continued(slots=slots, text=delta.text)
+    after = generation(stop_ids=(11,), include_stop=include, continued=before)
+    assert after.complete
+    assert (after.take(), after.token_ids) == (None, [10, 11])
+    assert after.ended(context_full=False) is FinishReason.STOP
 
 
 def test_a_run_that_ends_because_the_context_is_full_ended_by_length() -> None:

@@ -110,6 +110,28 @@ def test_an_end_of_sequence_ends_steps_too(
 
 
 @both_ways
+def test_a_stop_id_ends_native_answers_and_steps_alike_and_waits_for_the_least(
+    release: str, quirks: Mapping[str, bool], tmp_path: Path
+) -> None:
+    async def body() -> None:
+        sim = Sim(tmp_path, release, quirks=quirks, sampling=GREEDY)
+        async with sim.board(tokenizer_file=TOKENS) as board:
+            whole = await heard(board, asked(stepwise=None))
+            stop_id = ids(whole)[4]
+            at = ids(whole).index(stop_id)
+            for stepwise in (None, asked().stepwise):
+                events = await heard(board, asked(stepwise=stepwise, stop_ids=(stop_id,)))
+                assert ids(events) == ids(whole)[: at + 1]
+                assert end(events).reason is FinishReason.STOP
+            later = replace(asked().stepwise or Stepwise(0), least=at + 1)
+            events = await heard(board, asked(stepwise=later, stop_ids=(stop_id,)))
+            assert ids(events)[:at] == ids(whole)[:at]
+            assert ids(events)[at] != stop_id
+
+    run_loop(body())
+
+
+@both_ways
 def test_a_seed_decides_the_answer_and_boards_that_fix_sampling_heed_the_request(
     release: str, quirks: Mapping[str, bool], tmp_path: Path
 ) -> None:

@@ -97,6 +97,8 @@ class Case:
     prompt: int
     max_tokens: int
     stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    include_stop: bool = False
     pause_on: tuple[str, ...] = ()
     hooks: str = "none"
     edits: list[Edit | None] = field(default_factory=list)
@@ -112,6 +114,8 @@ class Case:
             self.max_tokens,
             sampling=GREEDY,
             stop=self.stop,
+            stop_ids=self.stop_ids,
+            include_stop=self.include_stop,
             pause_on_text=self.pause_on,
             native_pause=self.native,
         )
@@ -164,6 +168,8 @@ CASES = st.builds(
     prompt=st.integers(10, 400),
     max_tokens=st.integers(1, 30),
     stop=st.sampled_from([(), (), ("END",), ("END", "é"), ("DD",)]),
+    stop_ids=st.sampled_from([(), (), (1004,), (1000, 1007)]),
+    include_stop=st.booleans(),
     pause_on=st.sampled_from([(), (), ("a",), ("é",), ("END",)]),
     hooks=st.sampled_from(list(CHAINS)),
     edits=st.lists(EDITS, max_size=4),
@@ -191,6 +197,7 @@ def test_whatever_is_lost_the_client_gets_the_answer_of_a_board_that_lives(
     whole = run_loop(told(case, [], [], []))
     broken = run_loop(told(case, losses, slow, kills, resumed))
     assert broken.told == whole.told
+    assert broken.streamed == whole.streamed == broken.token_ids == whole.token_ids
     if case.hooks in ("none", "shout", "hold", "stumble") and not any(case.edits):
         assert broken.retracted == 0
         assert broken.ids == whole.ids

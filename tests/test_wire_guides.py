@@ -56,6 +56,10 @@ def openai_schema(**extra: Any) -> dict[str, Any]:
             Guide(GuideKind.LARK, 'start: "a"'),
             id="grammar",
         ),
+        pytest.param({"regex": "a+"}, "regex", Guide(GuideKind.REGEX, "a+"), id="SGLang's regex"),
+        pytest.param(
+            {"ebnf": 'root ::= "a"'}, "ebnf", Guide(GuideKind.LARK, 'root ::= "a"'), id="its EBNF"
+        ),
         pytest.param(
             {"structured_outputs": {"json": SCHEMA}}, "structured_outputs", COMPILED, id="newer"
         ),

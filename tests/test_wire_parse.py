@@ -23,7 +23,7 @@ from rkserve.wire.openai import (
     parse_chat,
     parse_completion,
 )
-from rkserve.wire.refusals import CHAT, COMPLETION
+from rkserve.wire.refusals import CHAT, COMPLETION, SHARED
 
 API_DOC = Path(__file__).parents[1] / "docs" / "api.md"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -204,7 +204,18 @@ def test_a_completion_accepts_what_asks_for_nothing(keys: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("read", [chat, completion])
 def test_null_counts_as_absent(read: Any) -> None:
-    names = {*CHAT, *COMPLETION, "max_tokens", "max_completion_tokens", "stop", "n", "stream"}
+    names = {
+        *CHAT,
+        *COMPLETION,
+        *SHARED,
+        "max_tokens",
+        "max_completion_tokens",
+        "stop",
+        "n",
+        "stream",
+    }
+    names |= {"stop_token_ids", "return_token_ids", "return_tokens_as_token_ids"}
+    names |= {"skip_special_tokens", "include_stop_str_in_output", "regex", "ebnf"}
     names |= {"stream_options", "temperature", "top_p", "top_k", "seed", "strict_sampling"}
     names |= {"logprobs", "top_logprobs", "logit_bias", "min_p", "echo", "best_of"}
     names |= {"pause_on", "native_pause", "use_cache", "cache_salt"}
@@ -278,6 +289,14 @@ WRONG = [
     ({"mirostat_tau": 0}, "mirostat_tau"),
     ({"mirostat_eta": 1.1}, "mirostat_eta"),
     ({"native_pause": 1}, "native_pause"),
+    ({"stop_token_ids": 5}, "stop_token_ids"),
+    ({"stop_token_ids": [1, "a"]}, "stop_token_ids[1]"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"stop_token_ids": [1] * 257}, "stop_token_ids"),
+    ({"return_token_ids": 1}, "return_token_ids"),
+    ({"return_tokens_as_token_ids": "yes"}, "return_tokens_as_token_ids"),
+    ({"skip_special_tokens": 0}, "skip_special_tokens"),
+    ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
     ({"pause_on": "x"}, "pause_on"),
     ({"pause_on": []}, "pause_on"),
     ({"pause_on": ["x"] * (MAX_PAUSE_ON + 1)}, "pause_on"),
@@ -350,7 +369,14 @@ def test_prompts_times_n_are_bounded() -> None:
 # --- what is refused ---
 
 REFUSED_BY_BOTH = [
-    ("stop_token_ids", [2]),
+    ("bad_words", ["no"]),
+    ("allowed_token_ids", [1]),
+    ("structural_tag", {"triggers": []}),
+    ("stop_regex", "a+"),
+    ("lora_path", "pirate"),
+    ("max_new_tokens", 5),
+    ("no_stop_trim", True),
+    ("xtc_probability", 0.1),
     ("use_beam_search", True),
     ("use_beam_search", 1),
 ]
@@ -377,7 +403,7 @@ def test_what_would_change_the_answer_is_refused_by_name(read: Any, name: str, v
     assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
 
 
-@pytest.mark.parametrize("name", sorted({*CHAT, *COMPLETION}))
+@pytest.mark.parametrize("name", sorted({*CHAT, *COMPLETION, *SHARED}))
 def test_every_refused_parameter_is_documented(name: str) -> None:
     refused = API_DOC.read_text(encoding="utf-8").partition("### Refused by name")[2]
     assert f"`{name}`" in refused.partition("### Messages")[0]
@@ -386,10 +412,22 @@ def test_every_refused_parameter_is_documented(name: str) -> None:
 # --- whatever comes ---
 
 VALUES: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(
-    [*CHAT, *COMPLETION, "stop", "n", "stream", "stream_options", "max_tokens", "temperature"], JSON
+    [
+        *CHAT,
+        *COMPLETION,
+        *SHARED,
+        "stop",
+        "n",
+        "stream",
+        "stream_options",
+        "max_tokens",
+        "temperature",
+    ],
+    JSON,
 ) | dict.fromkeys(["top_p", "top_k", "seed", "repeat_penalty", "repetition_penalty"], JSON)
 VALUES |= dict.fromkeys(["pause_on", "native_pause", "use_cache", "cache_salt"], JSON)
-VALUES |= dict.fromkeys(["mirostat", "mirostat_tau"], JSON)
+VALUES |= dict.fromkeys(["mirostat", "mirostat_tau", "stop_token_ids"], JSON)
+VALUES |= dict.fromkeys(["return_token_ids", "skip_special_tokens", "regex", "ebnf"], JSON)
 BODY = st.fixed_dictionaries(
     {
         "model": st.just("m") | JSON,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from rkserve.runvalues import Sampling, Scored, Stepwise
 from rkserve.vocabulary import Vocabulary
 from rkserve.wire.answers import ChatAnswer, CompletionAnswer
 from rkserve.wire.limits import MAX_LOGIT_BIAS
-from rkserve.wire.logprobs import CompletionLog, Lexicon
+from rkserve.wire.logprobs import CompletionLog, Lexicon, SpecialTokens
 from rkserve.wire.openai import ChatCall, CompletionCall, parse_chat, parse_completion
 from rkserve.wire.plan import held, plan, prompt_texts
 from rkserve.wire.renderer import Renderer
@@ -126,7 +127,7 @@ def test_a_wrong_value_is_named(read: Any, keys: dict[str, Any], param: str) -> 
         (completion, {"logprobs": 21}, "logprobs"),
         (completion, {"logprobs": True}, "logprobs"),
         (completion, {"echo": 1}, "echo"),
-        (completion, {"echo": True, "max_tokens": 0}, "max_tokens"),
+        (completion, {"max_tokens": 0}, "max_tokens"),
         (completion, {"logprobs": 1, "max_tokens": 0}, "max_tokens"),
         (completion, {"n": 3, "best_of": 2}, "best_of"),
         (completion, {"best_of": 17}, "best_of"),
@@ -209,6 +210,8 @@ def test_an_echo_asks_for_the_prompts_logprobs_and_may_ask_for_nothing_else(
     assert one.stepwise == Stepwise(4711, top_logprobs=1, prompt_logprobs=True)
     assert one.max_tokens == 0
     assert planned(renderer, completion(echo=True))[0].stepwise is None
+    (nothing,) = planned(renderer, completion(echo=True, max_tokens=0))
+    assert (nothing.stepwise, nothing.max_tokens) == (None, 0)
 
 
 def test_how_long_the_model_may_not_end_an_answer(renderer: Renderer) -> None:
@@ -274,6 +277,7 @@ PIECES = (b"<end>", b"The", b" sea", b" is", *(bytes([one]) for one in EURO), b"
 VOCABULARY = Vocabulary(PIECES, frozenset({0}))
 TIMINGS = Timings(1.0, 20.0, 4, 100.0, 2, 812.0)
 PROMPT = (1, 2)
+EOS = frozenset({0})
 
 
 def scored(token_id: int, logprob: float = -0.25) -> Scored:
@@ -284,9 +288,15 @@ def finished(tokens: int) -> Finished:
     return Finished(FinishReason.STOP, Usage(2, tokens), TIMINGS)
 
 
-def stamp(call: ChatCall | CompletionCall) -> Stamp:
-    lexicon = Lexicon(VOCABULARY, (PROMPT,) * call.choices, prompt_texts(call))
-    return Stamp("m", "1.3.0", lexicon=lexicon)
+def stamp(call: ChatCall | CompletionCall, hidden: frozenset[int] = frozenset()) -> Stamp:
+    lexicon = Lexicon(
+        VOCABULARY,
+        (PROMPT,) * call.choices,
+        prompt_texts(call),
+        hidden=hidden,
+        as_ids=call.tokens_as_ids,
+    )
+    return Stamp("m", "1.3.0", lexicon=lexicon, ends=EOS)
 
 
 def client_of(body: Any = None, raw: bytes | None = None, *, strict: bool = True) -> openai.OpenAI:
@@ -306,9 +316,15 @@ def client_of(body: Any = None, raw: bytes | None = None, *, strict: bool = True
     )
 
 
-def chat_answer() -> ChatAnswer:
-    call = chat(logprobs=True, top_logprobs=2)
-    return ChatAnswer(call, "chatcmpl-1", 1700000000, stamp(call))
+def chat_answer(hidden: frozenset[int] = frozenset(), **keys: Any) -> ChatAnswer:
+    call = chat(**{"logprobs": True, "top_logprobs": 2, **keys})
+    return ChatAnswer(call, "chatcmpl-1", 1700000000, stamp(call, hidden))
+
+
+def pieces(raw: bytes) -> list[dict[str, Any]]:
+    """The chunks of a stream."""
+    lines = [line.removeprefix(b"data: ") for line in raw.split(b"\n\n")]
+    return [json.loads(line) for line in lines if line.startswith(b"{")]
 
 
 HALF = Delta(" is", (3,), logprobs=(scored(3),))
@@ -341,6 +357,130 @@ def test_the_client_reads_the_logprobs_of_a_streamed_chat() -> None:
     assert "".join(choice.delta.content or "" for choice in choices) == " is€"
     found = [one for c in choices if c.logprobs for one in c.logprobs.content or []]
     assert [one.token for one in found] == [" is", "\\xe2", "\\x82", "\\xac", "<end>"]
+
+
+def streamed(answer: ChatAnswer | CompletionAnswer, *deltas: Delta) -> list[dict[str, Any]]:
+    raw = answer.opening(0) + b"".join(answer.delta(0, delta) for delta in deltas)
+    return pieces(raw + answer.finish(0, finished(5)) + answer.closing())
+
+
+def test_streamed_logprobs_travel_in_the_chunk_of_their_text() -> None:
+    got = streamed(chat_answer(EOS), HALF, REST)
+    told = [
+        (choice["delta"].get("content"), [one["token"] for one in choice["logprobs"]["content"]])
+        for chunk in got
+        for choice in chunk["choices"]
+        if choice["logprobs"]
+    ]
+    assert told == [(" is", [" is"]), ("€", ["\\xe2", "\\x82", "\\xac"])]
+    assert got[-1]["choices"][0]["logprobs"] is None  # of the EOS token nothing is seen
+
+
+def test_logprobs_of_text_that_is_held_back_wait_for_it() -> None:
+    held = Delta(
+        "", (3,), logprobs=(scored(3),), splice=Splice(0, (Slot(3, b" is", scored=scored(3)),))
+    )
+    got = streamed(chat_answer(EOS), held, replace(REST, text=" is€", lengths=(3, 0, 1, 0)))
+    texts = [c["choices"][0]["delta"].get("content") for c in got]
+    assert texts == ["", " is€", None]
+    assert len(got[1]["choices"][0]["logprobs"]["content"]) == 4
+
+
+def test_no_logprobs_are_listed_for_a_hidden_eos_token() -> None:
+    answer = chat_answer(EOS)
+    answer.add(0, REST)
+    answer.end(0, finished(4))
+    (choice,) = answer.whole()["choices"]
+    assert [one["token"] for one in choice["logprobs"]["content"]] == ["\\xe2", "\\x82", "\\xac"]
+
+
+def test_ids_come_with_the_answer_and_its_prompt() -> None:
+    answer = chat_answer(logprobs=None, top_logprobs=None, return_token_ids=True)
+    answer.add(0, HALF)
+    answer.add(0, REST)
+    answer.end(0, finished(5))
+    whole = answer.whole()
+    assert whole["prompt_token_ids"] == list(PROMPT)
+    assert whole["choices"][0]["token_ids"] == [3, 4, 5, 6, 0]
+    done = completion_answer(return_token_ids=True)
+    done.add(0, HALF)
+    done.end(0, finished(1))
+    (choice,) = done.whole()["choices"]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == (list(PROMPT), [3])
+
+
+def test_streamed_ids_come_with_their_text_and_the_last_with_the_end() -> None:
+    answer = chat_answer(logprobs=None, top_logprobs=None, return_token_ids=True)
+    end = Delta("", (0,))
+    got = streamed(answer, HALF, replace(REST, token_ids=(4, 5, 6), logprobs=()), end)
+    assert [chunk.get("prompt_token_ids") for chunk in got] == [list(PROMPT), None, None, None]
+    ids = [chunk["choices"][0].get("token_ids") for chunk in got]
+    assert ids == [None, [3], [4, 5, 6], [0]]
+    done = streamed(completion_answer(return_token_ids=True), HALF)
+    told = [
+        (c["choices"][0].get("prompt_token_ids"), c["choices"][0].get("token_ids")) for c in done
+    ]
+    assert told == [(list(PROMPT), [3]), (None, None)]
+
+
+def test_a_stream_tells_how_many_ids_an_edit_takes_back() -> None:
+    answer = chat_answer(logprobs=None, top_logprobs=None, return_token_ids=True)
+    put_in = (Slot(3, b" is"), Slot(9, b"", Kind.INJECTED), Slot(2, b" sea", Kind.APPENDED))
+    edit = Delta(" sea", (2,), retract=5, splice=Splice(0, put_in))
+    got = streamed(answer, HALF, Delta(" wide", (7,)), edit, Delta("The", (1,)))
+    ids: list[int] = []
+    for chunk in got:
+        ids = ids[: len(ids) - chunk.get("rkserve", {}).get("retract_tokens", 0)]
+        ids += chunk["choices"][0].get("token_ids", [])
+    assert ids == [3, 2, 1]
+
+
+def test_tokens_are_called_by_their_ids_where_that_was_asked() -> None:
+    keys: dict[str, Any] = {"return_tokens_as_token_ids": True}
+    answer = chat_answer(**keys)
+    answer.add(0, HALF)
+    answer.end(0, finished(1))
+    (one,) = answer.whole()["choices"][0]["logprobs"]["content"]
+    assert (one["token"], bytes(one["bytes"])) == ("token_id:3", b" is")
+    done = completion_answer(logprobs=1, **keys)
+    done.add(0, HALF)
+    done.end(0, finished(1))
+    log = done.whole()["choices"][0]["logprobs"]
+    assert log["tokens"] == ["token_id:3"]
+    assert log["top_logprobs"] == [{"token_id:3": -0.25}]
+    assert log["text_offset"] == [0]
+
+
+SHOWN = {"skip_special_tokens": False, "include_stop_str_in_output": True}
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        (SHOWN, " is€<end>"),
+        ({"skip_special_tokens": False}, " is€"),
+        ({"include_stop_str_in_output": True}, " is€"),
+    ],
+    ids=str,
+)
+def test_special_tokens_are_shown_where_that_was_asked(keys: dict[str, Any], text: str) -> None:
+    answer = chat_answer(**keys)
+    answer.add(0, HALF)
+    answer.add(0, REST)
+    answer.end(0, finished(5))
+    assert answer.whole()["choices"][0]["message"]["content"] == text
+    got = streamed(chat_answer(**keys), HALF, REST)
+    assert "".join(c["choices"][0]["delta"].get("content") or "" for c in got) == text
+
+
+def test_special_tokens_stand_at_their_place_and_go_with_the_text_around_them() -> None:
+    marks = Vocabulary((*PIECES, b"<tool>"), frozenset({0, 8}))
+    shown = SpecialTokens(marks, EOS)
+    assert shown.named(Delta(" is wide", (3, 8, 7), lengths=(3, 0, 5))).text == " is<tool> wide"
+    back = shown.named(Delta("!", (2,), retract=7, splice=Splice(1, (Slot(2, b"!"),))))
+    assert (back.text, back.retract) == ("!", 7 + len("<tool>"))
+    assert shown.tail(0) == "<end>"
+    assert shown.tail(8) == ""
 
 
 def test_what_an_edit_takes_back_has_no_logprobs_and_what_it_puts_in_neither() -> None:
@@ -444,7 +584,7 @@ def test_the_best_answers_are_given_in_order_and_all_are_counted() -> None:
 
 
 def test_bytes_that_never_become_a_character_do_not_hold_the_offset_up() -> None:
-    log = CompletionLog(VOCABULARY)
+    log = CompletionLog(Lexicon(VOCABULARY, ()))
     found = log.of([(4, None), (1, None), (2, None)], top=0)
     assert found["text_offset"] == [0, 0, 4]
 

@@ -369,9 +369,9 @@ class Board:
     def _line_up(self, job: Job) -> int:
         """Queue a job, and return how many are ahead of it. Raises ``QueueFull``.
 
-        One that goes on had a board before, and goes first.
+        One that goes on had a board before, and goes first. One that is complete needs no run.
         """
-        if job.request.continued is None:
+        if job.request.continued is None and not job.generation.complete:
             return self.admission.offer(job.ticket, clock.now_s(), job.key)
         if not self._conductor.arrive(job):
             self.admission.readmit(job.ticket, clock.now_s(), job.key)

@@ -67,6 +67,7 @@ class Generation:
         self.request = request
         self.runtime_counts = runtime_counts
         self._eos_ids = eos_ids
+        self._stop_ids = frozenset(request.stop_ids) - eos_ids
         self._vocab_size = vocab_size
         self._context_len = context_len
         self._unseen = 0  # tokens of a prompt in text mode, which only the runtime has counted
@@ -97,6 +98,8 @@ class Generation:
         self._left = self.budget  # tokens that the run may still give
         if request.continued is not None:
             self._take_over(request.continued)
+        elif request.max_tokens == 0 and not self.begin_scores():
+            self.reason = FinishReason.LENGTH  # nothing is asked for that needs a run
 
     # -- what it is ---------------------------------------------------------------------------
 
@@ -171,10 +174,15 @@ class Generation:
         if token_id in self._eos_ids:
             self._end_of_sequence()
             return True
+        if token_id in self._stop_ids and not self.request.include_stop:
+            self._stop_token()
+            return True
         self._open.append(slot)
         if not waiting:
             with self._hooked():
                 self._feed_newest()
+        if token_id in self._stop_ids and not self.complete and not self._rewinding:
+            self.reason, self._runtime_ends = FinishReason.STOP, False
         if not self.complete and not self._rewinding and self._left <= 0:
             self.reason, self._runtime_ends = FinishReason.LENGTH, self.runtime_counts
         return not waiting or self.complete
@@ -365,6 +373,11 @@ class Generation:
         self._handout.add_silent()
         self._all_certain()
 
+    def _stop_token(self) -> None:
+        # The runtime does not know these ids, so that the run has to be ended.
+        self._end_of_sequence()
+        self._runtime_ends = False
+
     def _all_certain(self) -> None:
         """Nothing waits for its text any more."""
         self._handout.certain, self._handout.ids = len(self._transcript.slots), self.tokens
@@ -468,10 +481,14 @@ class Generation:
             self._characters.drop()  # nothing completes a character across this border
         if slot.kind is Kind.INJECTED:
             return
-        if slot.kind is Kind.GENERATED and slot.token_id in self._eos_ids:
+        stops = slot.kind is Kind.GENERATED and slot.token_id in self._stop_ids
+        hidden = stops and not self.request.include_stop
+        if hidden or (slot.kind is Kind.GENERATED and slot.token_id in self._eos_ids):
             self.reason = FinishReason.STOP
             self._open.clear()
             return
+        if stops:
+            self.reason = FinishReason.STOP
         self._open.append(slot)
         if slot.waiting:
             return

@@ -106,16 +106,19 @@ HookFactory = Callable[[GenerateRequest], Hook | None]
 
 
 class StopStrings:
-    """Ends the answer before the first stop string of the request."""
+    """Ends the answer before the first stop string of the request, or behind it."""
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: tuple[str, ...], *, include: bool = False) -> None:
         self._search = StopSearch(stops)
+        self._include = include
 
     def on_piece(self, piece: Decoded) -> Action:
         """Hold back what may be the beginning of a stop string."""
         certain = self._search.feed(piece.text)
         found = self._search.found
-        return Continue(certain) if found is None else Stop(certain, found)
+        if found is None:
+            return Continue(certain)
+        return Stop(certain + found if self._include else certain, found)
 
     def on_end(self) -> str:
         """Release it: no stop string came."""
@@ -149,7 +152,7 @@ class PauseOn:
 
 def stop_strings(request: GenerateRequest) -> Hook | None:
     """Make the hook of the request's stop strings."""
-    return StopStrings(request.stop) if request.stop else None
+    return StopStrings(request.stop, include=request.include_stop) if request.stop else None
 
 
 def pause_on(request: GenerateRequest) -> Hook | None:

@@ -17,7 +17,7 @@ from rkserve.board.stage import Stage
 from rkserve.errors import EngineHung, Misuse, NativeError
 from rkserve.messages import Kv
 from rkserve.native.stepparams import StepParams
-from rkserve.runvalues import Guided, Stepwise
+from rkserve.runvalues import NEVER_ENDS, Guided, Stepwise
 
 
 class Opening:
@@ -160,7 +160,7 @@ class Opening:
                 tokenizer=file,
                 sampling=job.request.sampling,
                 wanted=asked,
-                eos=self._stage.eos_ids,
+                eos=_ends(job, asked, self._stage.eos_ids),
                 limit=generation.budget,
                 held=wanted[:reused],
                 said=tuple(generation.token_ids),
@@ -224,3 +224,17 @@ def _keeps_history(live: LiveEngine, job: Job) -> bool:
     if job.request.stepwise is not None:
         return live.context.append and live.quirk("logits_with_history")
     return live.context.append and (not job.request.native_pause or live.may_pause(history=True))
+
+
+def _ends(job: Job, asked: Stepwise, eos_ids: frozenset[int]) -> frozenset[int]:
+    """Return the token ids that end an answer, as far as the engine has to know them.
+
+    ``least`` forbids all of them until then; with ``ignore_eos`` only the model's own. A grammar
+    says itself where it ends.
+    """
+    stop_ids = frozenset(job.request.stop_ids)
+    if asked.guide is not None:
+        return eos_ids
+    if asked.least == NEVER_ENDS:
+        return eos_ids - stop_ids
+    return eos_ids | stop_ids

@@ -327,7 +327,11 @@ class Service:
             raise
         caller.spend(sum(len(one.prompt_ids) or one.counted for one in requests) // call.tries)
         read = reading(call, self._models[meant.model].renderer, requests[0])
-        stamp = replace(self._stamp(meant, accepted, requests, read), lexicon=lexicon)
+        stamp = replace(
+            self._stamp(meant, accepted, requests, read),
+            lexicon=lexicon,
+            ends=self._ends(call, meant),
+        )
         answer = dialect.answer(call, completion, int(time.time()), stamp)
         self.metrics.in_flight.inc()
         return Opened(
@@ -476,14 +480,30 @@ class Service:
         """
         echo = isinstance(call, CompletionCall) and call.echo
         ranked = isinstance(call, CompletionCall) and call.ranked
-        if call.steps.top_logprobs is None and not echo and not ranked:
+        scored = call.steps.top_logprobs is not None
+        if not any((scored, echo, ranked, call.token_ids, call.special_tokens)):
             return None
         texts = prompt_texts(call)
         vocabulary = None
-        if call.steps.top_logprobs is not None or (echo and None in texts):
+        if scored or call.special_tokens or (echo and None in texts):
+            param = "skip_special_tokens" if call.special_tokens else "logprobs"
             read = self._models[meant.model].renderer.vocabulary
-            vocabulary = await asyncio.to_thread(read)
-        return Lexicon(vocabulary, tuple(one.prompt_ids for one in requests), texts)
+            vocabulary = await asyncio.to_thread(read, param)
+        # Trainers pair ids and log-probabilities, so that none may be missing beside ids.
+        # Programs that measure likelihoods count an echo's log-probabilities from its end.
+        seen = call.token_ids or call.tokens_as_ids or call.special_tokens or echo
+        return Lexicon(
+            vocabulary,
+            tuple(one.prompt_ids for one in requests),
+            texts,
+            hidden=frozenset() if seen else self._ends(call, meant),
+            as_ids=call.tokens_as_ids,
+        )
+
+    def _ends(self, call: AnyCall, meant: Meant) -> frozenset[int]:
+        """Return the ids that end an answer and are not part of its text."""
+        eos_ids = self._models[meant.model].folder.settings.eos_token_ids
+        return frozenset((*eos_ids, *(() if call.include_stop else call.stop_ids)))
 
     def _stamp(
         self,

@@ -31,6 +31,9 @@ _HEAD: dict[str, Schema] = {
 }
 _VERSIONS = array(obj({"version": TEXT, "start": COUNT, "end": COUNT}))
 _SPANS = {"weight_versions": _VERSIONS}
+_IDS = array(INTEGER)
+_CHOICE = {**_SPANS, "token_ids": _IDS}
+_RAW = {**_CHOICE, "prompt_token_ids": _IDS}
 _TIMED: dict[str, Schema] = {"timings": ref("Timings"), "weight_version": TEXT}
 _REASON = words("stop", "length", "tool_calls", "function_call", "abort")
 _CALLED = obj({"name": TEXT, "arguments": TEXT})
@@ -64,6 +67,7 @@ _MESSAGE = obj(
 _STREAMED: dict[str, Schema] = {
     "usage": maybe(ref("Usage")),
     "rkserve": ANYTHING,
+    "prompt_token_ids": _IDS,
     **_TIMED,
     "error": ANYTHING,
 }
@@ -108,11 +112,12 @@ _OPENAI: dict[str, Schema] = {
                         "logprobs": maybe(_CHAT_LOGPROBS),
                         "finish_reason": _REASON,
                     },
-                    _SPANS,
+                    _CHOICE,
                 )
             ),
             "usage": ref("Usage"),
-        }
+        },
+        {"prompt_token_ids": _IDS},
     ),
     "ChatChunk": _chunk(
         "chat.completion.chunk",
@@ -133,7 +138,7 @@ _OPENAI: dict[str, Schema] = {
                 "logprobs": maybe(_CHAT_LOGPROBS),
                 "finish_reason": maybe(_REASON),
             },
-            _SPANS,
+            _CHOICE,
         ),
     ),
     "Completion": obj(
@@ -149,7 +154,7 @@ _OPENAI: dict[str, Schema] = {
                         "logprobs": maybe(_LOGPROBS),
                         "finish_reason": _REASON,
                     },
-                    _SPANS,
+                    _RAW,
                 )
             ),
             "usage": ref("Usage"),
@@ -164,7 +169,7 @@ _OPENAI: dict[str, Schema] = {
                 "logprobs": maybe(_LOGPROBS),
                 "finish_reason": maybe(_REASON),
             },
-            _SPANS,
+            _RAW,
         ),
     ),
 }

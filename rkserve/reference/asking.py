@@ -67,6 +67,8 @@ GUIDES: dict[str, Schema] = {
     "guided_choice": array(text(1), 1, limits.MAX_GUIDE_CHOICES),
     "guided_grammar": TEXT,
     "guided_json_object": FLAG,
+    "regex": said(TEXT, "SGLang's name of `guided_regex`."),
+    "ebnf": said(TEXT, "SGLang's name of `guided_grammar`."),
     "structured_outputs": said(ANYTHING, "Exactly one of the above, without its prefix."),
 }
 # rkserve's own keys, which have the same names in all dialects.
@@ -81,6 +83,10 @@ OWN: dict[str, Schema] = {
     "cache_salt": said(
         text(1, limits.MAX_SALT_CHARS), "KV cache is shared with requests of the same salt only."
     ),
+    "stop_token_ids": said(
+        array(COUNT, 0, limits.MAX_STOP_IDS), "Token ids that end the answer, as an EOS does."
+    ),
+    "include_stop_str_in_output": said(FLAG, "What ended the answer is part of it."),
     "return_weight_versions": said(FLAG, "Tell which tokens come from which weights."),
     "keep_version": said(FLAG, "No switch of adapters while it runs."),
     **STANDING,
@@ -106,6 +112,9 @@ _OPENAI: dict[str, Schema] = {
     **OWN,
     "prompt_cache_key": said(TEXT, "Keeps the requests of a session together."),
     "user": said(TEXT, "As `prompt_cache_key`."),
+    "return_token_ids": said(FLAG, "Token ids of prompt and answer."),
+    "return_tokens_as_token_ids": said(FLAG, "Log-probabilities name tokens by their ids."),
+    "skip_special_tokens": said(FLAG, "False shows special tokens in the text."),
 }
 FUNCTION = obj(
     {"name": text(1, limits.MAX_TOOL_NAME_CHARS)},
@@ -150,7 +159,7 @@ SCHEMAS: dict[str, Schema] = {
             "prompt": either(text(1), IDS, array(either(text(1), IDS), 1, limits.MAX_CHOICES)),
         },
         {
-            "max_tokens": said(COUNT, "0 only with `echo` and `logprobs`."),
+            "max_tokens": said(COUNT, "0 only with `echo`."),
             **_OPENAI,
             "logprobs": either(integer(0, limits.MAX_TOP_LOGPROBS), {"const": False}),
             "echo": FLAG,

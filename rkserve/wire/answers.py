@@ -13,12 +13,11 @@ from typing import Any, ClassVar
 
 from rkserve.messages import Delta, Finished, Paused
 from rkserve.runvalues import Scored
-from rkserve.vocabulary import Vocabulary
 from rkserve.wire import sse
 from rkserve.wire.dialect import Dialect
 from rkserve.wire.failures import error_event
 from rkserve.wire.jsonbody import JsonObject
-from rkserve.wire.logprobs import Chosen, CompletionLog, chat_logprobs, chosen, of_prompt
+from rkserve.wire.logprobs import Chosen, CompletionLog, Lexicon, chat_logprobs, of_prompt
 from rkserve.wire.openai import ChatCall, CompletionCall, parse_chat, parse_completion
 from rkserve.wire.parts import CallBegun, CallMore, Part, Thought, Void, Words
 from rkserve.wire.speech import TOOL_CALLS
@@ -39,6 +38,8 @@ class _Answer(Tally, ABC):
         self._call = call
         self._include_usage = call.include_usage
         self._lexicon, self._top = stamp.lexicon, call.steps.top_logprobs
+        self._tells = self._top is not None or call.token_ids  # of single tokens
+        self._begun: set[int] = set()  # choices of which a chunk was sent
         self._frames: dict[tuple[int, str], sse.Frame] = {}
 
     def opening(self, index: int) -> bytes:  # noqa: ARG002 - completions open with nothing
@@ -48,32 +49,54 @@ class _Answer(Tally, ABC):
     def delta(self, index: int, delta: Delta) -> bytes:
         """Return the chunks of a delta; nothing if it brings no text and takes none back.
 
-        Logprobs have a chunk of their own: which part of the text is theirs is not certain.
+        Log-probabilities and ids travel in the chunk of their text. Those of tokens whose text is
+        held back wait for it.
         """
-        worded = self._worded(index, delta)
-        return worded if self._top is None else worded + self._scored(index, delta)
-
-    def _scored(self, index: int, delta: Delta) -> bytes:
-        """Return what tells of the logprobs of a delta."""
-        if not delta.token_ids:
-            return b""
-        told = {"logprobs": self._logprobs(index, chosen(delta))}
-        return sse.data(self._chunk([self._piece(index, "", None) | told]))
+        return self._worded(index, delta)
 
     def _told(self, index: int) -> JsonObject:
-        """Return the logprobs of a whole choice, where they were asked for."""
-        if self._top is None:
+        """Return what is told of the tokens of a whole choice, where that was asked for."""
+        if not self._tells:
             return {}
-        return {"logprobs": self._logprobs(index, self._tokens[index].chosen)}
+        return self._of_prompt_ids(index) | self._of_tokens(index, self._tokens[index].chosen)
+
+    def _of_tokens(self, index: int, found: list[Chosen]) -> JsonObject:
+        """Return log-probabilities and ids of the next tokens of a choice."""
+        told: JsonObject = {}
+        if self._top is not None:
+            told["logprobs"] = self._logprobs(index, found)
+        if self._call.token_ids:
+            told["token_ids"] = [token_id for token_id, _ in found]
+        return told
+
+    def _of_prompt_ids(self, index: int) -> JsonObject:  # noqa: ARG002 - chats have them elsewhere
+        """Return the ids of the prompt, as far as each choice tells them."""
+        return {}
+
+    def _sent(self, index: int, piece: JsonObject, more: JsonObject | None = None) -> bytes:
+        """Return a chunk of a piece, with what is new of its choice's tokens."""
+        if not self._tells:
+            return sse.data({**self._chunk([piece]), **(more or {})})
+        found, void = self._tokens[index].news()
+        if index not in self._begun:
+            self._begun.add(index)
+            piece = piece | self._of_prompt_ids(index)
+        if found:
+            piece = piece | self._of_tokens(index, found)
+        if void:
+            more = more or {}
+            more = {**more, "rkserve": {**more.get("rkserve", {}), "retract_tokens": void}}
+        return sse.data({**self._chunk([piece]), **(more or {})})
 
     @abstractmethod
     def _logprobs(self, index: int, found: list[Chosen]) -> JsonObject:
         """Return the logprobs of the next tokens of a choice."""
 
     def _worded(self, index: int, delta: Delta) -> bytes:
+        delta = self._taken(index, delta)
         if delta.retract:
             piece = self._piece(index, delta.text, None)
-            return sse.data({**self._chunk([piece]), "rkserve": {"retract": delta.retract}})
+            return self._sent(index, piece, {"rkserve": {"retract": delta.retract}})
         return self._filled(index, "content", delta.text) if delta.text else b""
 
     def paused(self, index: int, paused: Paused) -> bytes:
@@ -88,7 +111,7 @@ class _Answer(Tally, ABC):
         reason = self.speech(index).reason(finished)
         piece = self._piece(index, "", reason) | self._spans(index)
         told = {**self._seal([self._version(index)]), "timings": timings_of([finished])}
-        return held_back + sse.data({**self._chunk([piece]), **told})
+        return held_back + self._sent(index, piece, told)
 
     def _part(self, index: int, part: Part) -> bytes:
         """Return the chunk of a part."""
@@ -122,11 +145,10 @@ class _Answer(Tally, ABC):
         }
 
     @property
-    def _known(self) -> Vocabulary:
-        """What ids stand for; whoever wants logprobs was given it."""
+    def _words(self) -> Lexicon:
+        """The tokens' names; answers that tell of tokens always have them."""
         assert self._lexicon is not None
-        assert self._lexicon.vocabulary is not None
-        return self._lexicon.vocabulary
+        return self._lexicon
 
     def _head(self, kind: str) -> JsonObject:
         return {
@@ -144,6 +166,8 @@ class _Answer(Tally, ABC):
 
     def _filled(self, index: int, kind: str, text: str) -> bytes:
         """Return a chunk of which only the text is new."""
+        if self._tells:
+            return self._sent(index, self._piece(index, text, None, kind))
         frame = self._frames.get((index, kind))
         if frame is None:
             piece = self._piece(index, sse.Frame.HOLE, None, kind)
@@ -170,7 +194,17 @@ class ChatAnswer(_Answer):
     def opening(self, index: int) -> bytes:
         """Return the chunk that names the role, once per choice."""
         role = {"role": "assistant", "content": "", "refusal": None}
-        return sse.data(self._chunk([_chat_piece(index, role, None)]))
+        chunk = self._chunk([_chat_piece(index, role, None)])
+        return sse.data({**chunk, **(self._prompt_ids() if index == 0 else {})})
+
+    def whole(self) -> JsonObject:
+        """Return the answer, with the ids of its prompt where they were asked for."""
+        return super().whole() | self._prompt_ids()
+
+    def _prompt_ids(self) -> JsonObject:
+        if not self._call.token_ids:
+            return {}
+        return {"prompt_token_ids": list(self._words.prompts[0])}
 
     def _worded(self, index: int, delta: Delta) -> bytes:
         if self._stamp.reading.plain:  # most tokens go this way, and nobody has to read them
@@ -184,8 +218,7 @@ class ChatAnswer(_Answer):
             case Thought(text=text):
                 return self._filled(index, "reasoning_content", text)
             case CallBegun() | CallMore():
-                piece = _chat_piece(index, self._called(part), None)
-                return sse.data(self._chunk([piece]))
+                return self._sent(index, _chat_piece(index, self._called(part), None))
             case Void(words=words, thoughts=thoughts, calls=calls):
                 void = {
                     "retract": words,
@@ -193,7 +226,7 @@ class ChatAnswer(_Answer):
                     "retract_tool_calls": calls,
                 }
                 told = {key: count for key, count in void.items() if count}
-                return sse.data({**self._chunk([_chat_piece(index, {}, None)]), "rkserve": told})
+                return self._sent(index, _chat_piece(index, {}, None), {"rkserve": told})
 
     def _called(self, part: CallBegun | CallMore) -> JsonObject:
         """Say of a call what is new: its name first, then its arguments."""
@@ -247,7 +280,7 @@ class ChatAnswer(_Answer):
         return "function_call" if reason == TOOL_CALLS and self._legacy else reason
 
     def _logprobs(self, index: int, found: list[Chosen]) -> JsonObject:  # noqa: ARG002 - all alike
-        return chat_logprobs(self._known, found)
+        return chat_logprobs(self._words, found)
 
 
 class CompletionAnswer(_Answer):
@@ -273,23 +306,30 @@ class CompletionAnswer(_Answer):
             return b""
         return self._prompt(index, {"logprobs": self._of_prompt(index, ())})
 
-    def _scored(self, index: int, delta: Delta) -> bytes:
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """Return the chunks of a delta; the prompt comes with its log-probabilities."""
         before = b""
-        if delta.prompt:
+        if delta.prompt and self._echo:
             before = self._prompt(index, {"logprobs": self._of_prompt(index, delta.prompt)})
-        return before + super()._scored(index, delta)
+        return before + super().delta(index, delta)
 
     def _prompt(self, index: int, told: JsonObject) -> bytes:
-        assert self._lexicon is not None
-        piece = self._piece(index, self._lexicon.prompt_text(index), None)
+        piece = self._piece(index, self._words.prompt_text(index), None)
         return sse.data(self._chunk([piece | told]))
 
     def _of_prompt(self, index: int, scored: Sequence[Scored]) -> JsonObject:
-        assert self._lexicon is not None
-        return self._logprobs(index, of_prompt(self._lexicon.prompts[index], scored))
+        return self._logs_of(index, of_prompt(self._words.prompts[index], scored))
+
+    def _of_prompt_ids(self, index: int) -> JsonObject:
+        if not self._call.token_ids:
+            return {}
+        return {"prompt_token_ids": list(self._words.prompts[index])}
 
     def _logprobs(self, index: int, found: list[Chosen]) -> JsonObject:
-        log = self._logs.setdefault(index, CompletionLog(self._known))
+        return self._logs_of(index, self._words.seen(found))
+
+    def _logs_of(self, index: int, found: list[Chosen]) -> JsonObject:
+        log = self._logs.setdefault(index, CompletionLog(self._words))
         return log.of(found, top=self._top or 0)
 
     def whole(self) -> JsonObject:
@@ -315,11 +355,12 @@ class CompletionAnswer(_Answer):
     def _told(self, index: int) -> JsonObject:
         if not self._echo or self._lexicon is None:
             return super()._told(index)
-        told: JsonObject = {}
+        told = super()._told(index)
         if self._top is not None:
             found, ids = self._tokens[index], self._lexicon.prompts[index]
-            every = [*of_prompt(ids, found.prompt), *found.chosen]
-            told = {"logprobs": self._logprobs(index, every)}
+            every = [*of_prompt(ids, found.prompt), *self._lexicon.seen(found.chosen)]
+            self._logs.pop(index, None)
+            told["logprobs"] = self._logs_of(index, every)
         text = self._lexicon.prompt_text(index) + self.speech(index).words
         return {"text": text, **told}
 

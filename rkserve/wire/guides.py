@@ -14,12 +14,13 @@ Named = tuple[str, Guide]  # the parameter, and what it asks for
 
 JSON_OBJECT = Guide(GuideKind.JSON_SCHEMA, '{"type":"object"}')
 _STRUCTURED = "structured_outputs"
+_SGLANG = {"regex": "regex", "ebnf": "grammar", "json_schema": "json"}
 _OURS = ("json", "regex", "choice", "grammar", "json_object")
 
 
-def is_vllms(name: str) -> bool:
-    """Whether a parameter that brought a grammar is one of vLLM's own."""
-    return name.startswith(("guided_", _STRUCTURED))
+def is_extension(name: str) -> bool:
+    """Whether a parameter that brought a grammar is one of vLLM's or SGLang's own."""
+    return name.startswith(("guided_", _STRUCTURED)) or name in _SGLANG
 
 
 def read_guide(fields: Fields) -> Named | None:
@@ -31,6 +32,8 @@ def read_guide(fields: Fields) -> Named | None:
     found = [_response_format(fields)]
     found += [_guided(fields, f"guided_{name}", name) for name in _OURS]
     found.append(_structured(fields))
+    # SGLang reads a schema of this name only beside its sampling values.
+    found += [_guided(fields, name, _SGLANG[name]) for name in ("regex", "ebnf")]
     asked = [one for one in found if one is not None]
     if len(asked) > 1:
         names = " and ".join(f"'{name}'" for name, _ in asked)

@@ -11,6 +11,7 @@ MAX_DIMENSIONS = 65536  # of a vector; no model has so many
 MAX_STOP = 4  # as OpenAI
 MAX_STOP_SEQUENCES = 16  # in dialects that know no limit of their own
 MAX_STOP_CHARS = 512  # every token of the answer is compared with them
+MAX_STOP_IDS = 256  # token ids
 MAX_PAUSE_ON = 16  # entries of pause_on; each may have as many characters as a stop string
 MAX_CLEAR_RANGES = 64  # of one edit: each is a call into the runtime
 MAX_TOOLS = 128  # as OpenAI

@@ -26,6 +26,7 @@ from rkserve.wire.limits import (
     MAX_SALT_CHARS,
     MAX_STOP,
     MAX_STOP_CHARS,
+    MAX_STOP_IDS,
     MAX_TIMEOUT_S,
 )
 from rkserve.wire.steps import Steps, read_steps
@@ -61,6 +62,10 @@ class Call:
     ``keep_version`` forbids to switch it to other weights on its way, and ``session`` is what the
     client keeps its requests together by. A lower ``priority`` goes first, and the answer is of use
     for ``timeout_s``.
+
+    One of ``stop_ids`` ends an answer, too, and with ``include_stop`` what ended it is part of it.
+    With ``token_ids`` the answer lists ids, with ``tokens_as_ids`` its log-probabilities name
+    tokens by them, and ``special_tokens`` are shown in its text.
     """
 
     model: str
@@ -81,6 +86,11 @@ class Call:
     priority: int | None = None
     timeout_s: float | None = None
     steps: Steps = field(default_factory=Steps)
+    stop_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+    special_tokens: bool = False
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -167,6 +177,7 @@ def parse_chat(body: bytes) -> ChatCall:
         n=_choices(fields, prompts=1),
         steps=read_steps(fields, chat=True),
         **read_shared(fields),
+        **read_token_wishes(fields),
     )
 
 
@@ -181,8 +192,7 @@ def parse_completion(body: bytes) -> CompletionCall:
     prompts = _prompts(fields)
     refusals.refuse(fields, refusals.COMPLETION)
     steps, echo = read_steps(fields, chat=False), fields.flag("echo")
-    scores_only = echo and steps.top_logprobs is not None
-    asked = fields.integer("max_tokens", Range(0) if scores_only else _AT_LEAST_ONE)
+    asked = fields.integer("max_tokens", Range(0) if echo else _AT_LEAST_ONE)
     n = _choices(fields, prompts=len(prompts))
     return CompletionCall(
         model=model,
@@ -193,6 +203,7 @@ def parse_completion(body: bytes) -> CompletionCall:
         best_of=_best_of(fields, n, len(prompts)),
         steps=steps,
         **read_shared(fields),
+        **read_token_wishes(fields),
     )
 
 
@@ -242,6 +253,7 @@ def read_shared(fields: Fields) -> dict[str, Any]:
 
     Other dialects use it for rkserve's own keys, which have the same names in all of them.
     """
+    refusals.refuse(fields, refusals.SHARED)
     stream = fields.flag("stream")
     pause_on = _pause_on(fields)
     native_pause = fields.maybe_flag("native_pause")
@@ -249,6 +261,8 @@ def read_shared(fields: Fields) -> dict[str, Any]:
         "sampling": read_sampling(fields),
         "strict_sampling": fields.flag("strict_sampling"),
         "stop": read_stop(fields, "stop", MAX_STOP),
+        "stop_ids": read_stop_ids(fields),
+        "include_stop": fields.flag("include_stop_str_in_output"),
         "pause_on": pause_on,
         # A function call in mid-stream is no use if it costs a prefill each time.
         "native_pause": bool(pause_on) if native_pause is None else native_pause,
@@ -260,6 +274,29 @@ def read_shared(fields: Fields) -> dict[str, Any]:
         "keep_version": fields.flag("keep_version"),
         **read_standing(fields),
     }
+
+
+def read_token_wishes(fields: Fields) -> dict[str, Any]:
+    """Read vLLM's keys about single tokens of an answer."""
+    return {
+        "token_ids": fields.flag("return_token_ids"),
+        "tokens_as_ids": fields.flag("return_tokens_as_token_ids"),
+        "special_tokens": fields.maybe_flag("skip_special_tokens") is False,
+    }
+
+
+def read_stop_ids(fields: Fields) -> tuple[int, ...]:
+    """Read vLLM's ``stop_token_ids``: token ids that end an answer."""
+    name = "stop_token_ids"
+    found = fields.integers(name, Range(0)) or ()
+    if len(found) > MAX_STOP_IDS:
+        path = fields.path(name)
+        raise RequestError(
+            f"Invalid '{path}': array too long. Expected at most {MAX_STOP_IDS} token ids, but got "
+            f"{len(found)}.",
+            path,
+        )
+    return tuple(dict.fromkeys(found))
 
 
 def read_standing(fields: Fields) -> dict[str, Any]:

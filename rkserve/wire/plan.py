@@ -9,7 +9,7 @@ from typing import Any
 from rkserve.errors import ContextOverflow, RequestError, UnsupportedParameter
 from rkserve.messages import GenerateRequest, Thinking
 from rkserve.runvalues import Picture, Sampling, Stepwise
-from rkserve.wire.guides import is_vllms
+from rkserve.wire.guides import is_extension
 from rkserve.wire.limits import TEXT_MODE_MAX_TOP_K
 from rkserve.wire.openai import TOP_K_OFF, ChatCall, CompletionCall
 from rkserve.wire.renderer import Header, Prompt, Renderer
@@ -51,6 +51,7 @@ def plan(
     prompts, param = _prompts(call, renderer, context_len)
     thinking = _thinking(call, renderer, prompts[0])
     _check_pause_ids(call, renderer)
+    _check_tokens(call, renderer, prompts)
     each = [prompt for prompt in prompts for _ in range(call.tries)]
     stepwise = _stepwise(call, renderer, sampling, dice)
     return [
@@ -80,6 +81,8 @@ def plan(
             images=tuple(pictures[number] for number in prompt.images),
             counted=prompt.counted,
             once=_is_task(call),
+            stop_ids=call.stop_ids,
+            include_stop=call.include_stop,
         )
         for index, prompt in enumerate(each)
     ]
@@ -98,7 +101,7 @@ def held(call: ChatCall | CompletionCall, renderer: Renderer) -> ChatCall | Comp
     """
     if not isinstance(call, ChatCall) or not call.tools.forced:
         return call
-    if call.steps.guide is not None and is_vllms(name := call.steps.guide[0]):
+    if call.steps.guide is not None and is_extension(name := call.steps.guide[0]):
         raise RequestError(
             f"An answer that has to call a tool cannot follow '{name}' as well.", name
         )
@@ -265,6 +268,22 @@ def _check_pause_ids(call: ChatCall | CompletionCall, renderer: Renderer) -> Non
     for index, entry in enumerate(call.pause_on):
         if isinstance(entry, int):
             renderer.check_id(entry, f"pause_on[{index}]")
+
+
+def _check_tokens(
+    call: ChatCall | CompletionCall, renderer: Renderer, prompts: Sequence[Prompt]
+) -> None:
+    """Hold what a call says of token ids to what the model can know of them."""
+    for index, token_id in enumerate(call.stop_ids):
+        renderer.check_id(token_id, f"stop_token_ids[{index}]")
+    if call.token_ids:
+        renderer.needs_ids("return_token_ids")
+        if any(prompt.text is not None for prompt in prompts):
+            raise UnsupportedParameter(
+                "Unsupported parameter: the token ids of a prompt with images are known to the "
+                "runtime only.",
+                "return_token_ids",
+            )
 
 
 def _max_tokens(asked: int | None, prompt: Prompt, context_len: int, param: str) -> int:

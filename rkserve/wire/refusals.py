@@ -31,37 +31,75 @@ def _empty(value: Any, _body: Fields) -> bool:
     return value in ([], {}, "")
 
 
-_BOTH: dict[str, Harmless] = {
+# Of all dialects: these keys are vLLM's, SGLang's and llama.cpp's own.
+SHARED: dict[str, Harmless] = {
     "typical_p": _only(1),
     "use_beam_search": _only(False),
-    "stop_token_ids": _empty,
     "bad_words": _empty,
-    "allowed_token_ids": _never,
+    "allowed_token_ids": _empty,
     "logits_processors": _empty,
-    "include_stop_str_in_output": _only(False),
-    "skip_special_tokens": _only(True),
+    "custom_logit_processor": _empty,
+    "custom_params": _empty,
+    "vllm_xargs": _empty,
+    "stop_regex": _empty,
+    "structural_tag": _empty,
     "prompt_logprobs": _only(False),
     "truncate_prompt_tokens": _never,
     "guided_whitespace_pattern": _never,
     "grammar": _empty,
+    "max_new_tokens": _never,
+    "min_new_tokens": _only(0),
+    "n_predict": _never,
+    "lora_path": _empty,
+    "no_stop_trim": _only(False),
+    "return_hidden_states": _only(False),
+    "session_params": _empty,
+    "thinking_token_budget": _never,
+    "include_reasoning": _only(True),
+    "separate_reasoning": _only(True),
+    "top_a": _only(0),
+    "tfs_z": _only(1),
+    "top_n_sigma": _only(0, -1),
+    "dry_multiplier": _only(0),
+    "xtc_probability": _only(0),
+    "dynatemp_range": _only(0),
+}
+# Where to turn instead.
+_INSTEAD = {
+    "lora_path": "Name the adapter in 'model'.",
+    "max_new_tokens": "OpenAI's name of it is 'max_tokens'.",
+    "min_new_tokens": "vLLM's name of it is 'min_tokens'.",
+    "n_predict": "OpenAI's name of it is 'max_tokens'.",
+    "no_stop_trim": "vLLM's name of it is 'include_stop_str_in_output'.",
+    "thinking_token_budget": "Its name here is 'max_reasoning_tokens'.",
+    "grammar": "Send a grammar as 'guided_grammar' or 'ebnf'.",
+}
+
+# Of dialects other than OpenAI's chats and completions, whose answers tell nothing of tokens.
+TOKENS: dict[str, Harmless] = {
+    "skip_special_tokens": _only(True),
+    "return_token_ids": _only(False),
+    "return_tokens_as_token_ids": _only(False),
 }
 
 CHAT: dict[str, Harmless] = {
-    **_BOTH,
     "modalities": _only(["text"]),
     "audio": _never,
     "web_search_options": _never,
     "chat_template": _never,
     "documents": _empty,
     "add_generation_prompt": _only(True),
+    "add_special_tokens": _only(False),
     "continue_final_message": _only(False),
     "echo": _only(False),
+    "input_ids": _empty,
+    "mm_processor_kwargs": _empty,
 }
 
 COMPLETION: dict[str, Harmless] = {
-    **_BOTH,
     "suffix": _empty,
     "prompt_embeds": _never,
+    "add_special_tokens": _only(True),
 }
 
 
@@ -74,8 +112,9 @@ def refuse(body: Fields, table: dict[str, Harmless]) -> None:
     for name, harmless in table.items():
         value = body.get(name)
         if value is not None and not harmless(value, body):
+            path, instead = body.path(name), _INSTEAD.get(name)
             raise UnsupportedParameter(
-                f"Unsupported parameter: '{name}' with the value {quoted(value)} would change the "
-                "answer, and rkserve cannot honour it.",
-                body.path(name),
+                f"Unsupported parameter: '{path}' with the value {quoted(value)} would change the "
+                "answer, and rkserve cannot honour it." + (f" {instead}" if instead else ""),
+                path,
             )

@@ -241,7 +241,7 @@ class Renderer:
         """Raise ``UnsupportedParameter`` in text mode."""
         self._needed(param)
 
-    def vocabulary(self) -> Vocabulary:
+    def vocabulary(self, param: str = "logprobs") -> Vocabulary:
         """Return what token ids stand for; the first call takes some tenths of a second.
 
         Raises:
@@ -249,7 +249,7 @@ class Renderer:
                 not known.
         """
         if self._vocabulary is None:
-            self._needed("logprobs")
+            self._needed(param)
             assert self._tokenizer_file is not None
             try:
                 self._vocabulary = read_vocabulary(self._tokenizer_file)
@@ -257,7 +257,7 @@ class Renderer:
                 raise UnsupportedParameter(
                     "Unsupported parameter: what the tokens of this model say is not known: its "
                     "tokenizer.json writes bytes in another way than those that rkserve reads.",
-                    "logprobs",
+                    param,
                 ) from exc
         return self._vocabulary
 

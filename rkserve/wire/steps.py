@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rkserve.errors import RequestError, UnsupportedParameter
-from rkserve.runvalues import Sampling, Stepwise
+from rkserve.runvalues import NEVER_ENDS, Sampling, Stepwise
 from rkserve.wire.fields import Fields, Range, wrong_type
 from rkserve.wire.guides import Named, read_guide
 from rkserve.wire.limits import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
@@ -21,8 +21,7 @@ _SEED = Range(-(2**63), 2**64 - 1)
 _SHARE = Range(0, 1)
 _TOP = Range(0, MAX_TOP_LOGPROBS)
 _MAX_BIAS = 100
-_ALWAYS = 2**31 - 1  # more tokens than any answer has
-_LEAST = Range(0, _ALWAYS)
+_LEAST = Range(0, NEVER_ENDS)
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class Steps:
             prompt_logprobs=prompt and top is not None,
             guide=None if self.guide is None else self.guide[1],
             free=self._only_guided(sampling, ranked=ranked),
-            least=_ALWAYS if self.ignore_eos else self.min_tokens,
+            least=NEVER_ENDS if self.ignore_eos else self.min_tokens,
         )
 
 

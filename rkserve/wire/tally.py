@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rkserve.messages import FIRST_LABEL, Delta, Finished, Paused, Timings
+from rkserve.messages import FIRST_LABEL, Delta, Finished, FinishReason, Paused, Timings
 from rkserve.runvalues import Sampling
 from rkserve.wire.jsonbody import JsonObject
-from rkserve.wire.logprobs import Choice, Lexicon
+from rkserve.wire.logprobs import Choice, Lexicon, SpecialTokens
 from rkserve.wire.openai import ChatCall, CompletionCall
 from rkserve.wire.parts import Part
 from rkserve.wire.speech import PLAIN, Reading, Speech
@@ -39,8 +39,8 @@ class Stamp:
     is asked when a version is met: a long answer may end with one that was not there before.
     ``prompt_tokens`` are those of the first prompt, 0 where only its board can count them.
     ``reading`` says what their text may be beside words.
-    ``lexicon`` is there where an answer is to tell of single tokens, or of its prompt.
-    ``sampling`` are the values in force.
+    ``lexicon`` is there where an answer is to tell of single tokens, or of its prompt. Tokens in
+    ``ends`` end an answer. ``sampling`` are the values in force.
     """
 
     model: str
@@ -51,6 +51,7 @@ class Stamp:
     reading: Reading = PLAIN
     lexicon: Lexicon | None = None
     sampling: Sampling = field(default_factory=Sampling)
+    ends: frozenset[int] = frozenset()
 
     def fingerprint(self, versions: Iterable[str]) -> str:
         """Return ``system_fingerprint`` of what comes from these versions."""
@@ -80,6 +81,11 @@ class Tally:
         self._tokens: list[Choice] = []
         if stamp.lexicon is not None:
             self._tokens = [Choice() for _ in range(call.choices)]
+        self._specials: list[SpecialTokens] = []
+        if call.special_tokens and stamp.lexicon is not None:
+            known = stamp.lexicon.known
+            self._specials = [SpecialTokens(known, stamp.ends) for _ in range(call.choices)]
+        self._include_stop = call.include_stop
         self._choices = call.choices
         self._speeches = [Speech(stamp.reading) for _ in range(call.choices)]
         self._ends: dict[int, Finished] = {}
@@ -90,14 +96,22 @@ class Tally:
 
     def add(self, index: int, delta: Delta) -> list[Part]:
         """Take a delta of a choice, and return what it means."""
+        return self._speeches[index].feed(self._taken(index, delta))
+
+    def _taken(self, index: int, delta: Delta) -> Delta:
+        """Count the tokens of a delta; return it with all the text that is to be shown."""
         if self._tokens:
             self._tokens[index].add(delta)
-        return self._speeches[index].feed(delta)
+        return self._specials[index].named(delta) if self._specials else delta
 
     def end(self, index: int, finished: Finished) -> list[Part]:
         """Take the end of a choice, and return what was held back of it."""
         self._ends[index] = finished
-        return self._speeches[index].end()
+        tail = ""
+        if self._specials and self._include_stop and finished.reason is FinishReason.STOP:
+            tail = self._specials[index].tail(self._tokens[index].last)
+        parts = self._speeches[index].feed(Delta(tail, ())) if tail else []
+        return [*parts, *self._speeches[index].end()]
 
     @property
     def versions(self) -> list[str]:

@@ -129,6 +129,7 @@ def _is_harmless_edit(edit: Any) -> bool:
 
 # As ``refusals``: what would change the answer and cannot be honoured, with what asks for nothing.
 _REFUSED: dict[str, refusals.Harmless] = {
+    **refusals.TOKENS,
     "mcp_servers": _empty,
     "context_management": _clears_nothing,
     "container": _never,

@@ -169,6 +169,7 @@ def _empty(value: Any, _: Fields) -> bool:
 
 # As ``refusals``: what would change the answer and cannot be honoured, with what asks for nothing.
 _REFUSED: dict[str, refusals.Harmless] = {
+    **refusals.TOKENS,
     "suffix": _empty,
     "template": _empty,
     "context": _empty,

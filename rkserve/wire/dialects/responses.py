@@ -119,6 +119,7 @@ def _off(value: Any, _: Fields) -> bool:
 
 # As ``refusals``: what would change the answer and cannot be honoured, with what asks for nothing.
 _REFUSED: dict[str, refusals.Harmless] = {
+    **refusals.TOKENS,
     "conversation": _never,
     "prompt": _never,
     "background": _off,

@@ -262,7 +262,7 @@ class ResponseAnswer(Tally):
             return
         messages = [item for item in self._items if item.kind == _MESSAGE]
         if messages:
-            told = chat_logprobs(lexicon.vocabulary, self._tokens[0].chosen)
+            told = chat_logprobs(lexicon, self._tokens[0].chosen)
             messages[-1].logprobs = told["content"]
 
     def _complete(self) -> list[_Event]:
