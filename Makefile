@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 .PHONY: help demo test unit unit-1 unit-2 unit-3 cluster page-test fuzz compat compat-lock check format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs lock sim sanitize clean
 
 help:
-	@echo "make demo    three simulated boards behind an OpenAI endpoint, until Ctrl-C"
+	@echo "make demo    a chat model on three simulated boards, an embedding model on a fourth, until Ctrl-C"
 	@echo "make test    checks and all tests (what CI runs)"
 	@echo "make unit    tests that need no Ray"
 	@echo "make cluster tests on a local Ray cluster"

@@ -48,7 +48,7 @@ The cluster is ready. Try it in another terminal:
 
   chat       {url}/
   state      {bin}/rkserve status
-  models     {url}/v1/models
+  models     {names}: {url}/v1/models
   metrics    {url}/metrics
   dashboard  {dashboard}
   log        {log}
@@ -112,13 +112,14 @@ def _serve(url: str, log: BinaryIO, folder: Path) -> int | None:
 
 
 def _watch(serve: subprocess.Popen[bytes], url: str) -> int | None:
-    model = _wait_until_ready(serve, url)
-    if model is None:
+    names = _wait_until_ready(serve, url)
+    if names is None:
         return None if serve.poll() is not None and _ray_failed() else 1
     print(
         HINT.format(
             url=url,
-            model=model,
+            model=names[0],
+            names=", ".join(names),
             dashboard=_dashboard(),
             log=_shown(LOG),
             bin=_shown(Path(sys.executable).parent),
@@ -130,8 +131,8 @@ def _watch(serve: subprocess.Popen[bytes], url: str) -> int | None:
     return 1
 
 
-def _wait_until_ready(serve: subprocess.Popen[bytes], url: str) -> str | None:
-    """Return the first model's id once every model has a board, or None after saying why not."""
+def _wait_until_ready(serve: subprocess.Popen[bytes], url: str) -> list[str] | None:
+    """Return the models and adapters once every model has a board, or None after saying why not."""
     started_s = time.monotonic()
     while (waited_s := time.monotonic() - started_s) < START_TIMEOUT_S:
         if serve.poll() is not None:
@@ -142,7 +143,7 @@ def _wait_until_ready(serve: subprocess.Popen[bytes], url: str) -> str | None:
             models = _get(f"{url}/v1/models")
             if models is not None:
                 print(f"\rStarting Ray and the boards ... ready after {waited_s:.0f} s", flush=True)
-                return str(models["data"][0]["id"])
+                return [str(one["id"]) for one in models["data"]]
         if sys.stdout.isatty():
             print(f"\rStarting Ray and the boards ... {waited_s:.0f} s", end="", flush=True)
         time.sleep(0.5)

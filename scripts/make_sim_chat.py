@@ -1,4 +1,4 @@
-"""Make models/sim-chat: a tokenizer, a chat template and a simulated model.rkllm.
+"""Make models/sim-chat: a tokenizer, a chat template, a simulated model.rkllm and an adapter.
 
 It knows the file format of the simulated runtime (docs/simulator.md) and the texts beside its
 sources. It refuses to depend on anything else, so that the folder only changes when they do:
@@ -43,6 +43,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TEXTS = ROOT / "rkserve" / "native" / "sim"
 
 MODEL_ID = "sim-chat"
+ADAPTER = ("pirate", "v2", "Pirate")  # name, version and title of the one that the examples use
 VOCABULARY = 4096
 CONTEXT = 4096
 PROFILE = "rk3588-qwen2.5-1.5b-w8a8"
@@ -300,6 +301,10 @@ def write(out: Path, *, embedding: bool = False, vision: bool = False) -> None:
         end_of_text=tokenizer.token_to_id("<|endoftext|>"),
     )
     (out / "rkserve.yaml").write_text(settings, encoding="utf-8")
+    if not embedding and not vision:
+        name, version, title = ADAPTER
+        (shelf := out / "adapters" / name / version).mkdir(parents=True, exist_ok=True)
+        adapters.write(shelf / "adapter.rkllm", title, base=MODEL_ID)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

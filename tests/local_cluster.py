@@ -95,10 +95,11 @@ class LocalCluster:
         return self.folder / "python"
 
     def model_copy(self, name: str, **settings: Any) -> Path:
-        """Copy the model's folder under another name, with more settings in its rkserve.yaml."""
+        """Copy the model's folder under another name, with more settings and without adapters."""
         target = self.folder / "models" / name
         shutil.rmtree(target, ignore_errors=True)  # of an application that is gone
-        shutil.copytree(PROJECT / "models" / MODEL, target)
+        without = shutil.ignore_patterns("adapters")
+        shutil.copytree(PROJECT / "models" / MODEL, target, ignore=without)
         with (target / "rkserve.yaml").open("a", encoding="utf-8") as file:
             file.writelines(f"{key}: {value}\n" for key, value in settings.items())
         return target

@@ -39,6 +39,7 @@ from rkserve.wire.dialects import gradio
 from rkserve.wire.dialects.responses_kept import Kept
 
 CHAT, EMBED = "sim-chat", "sim-embed"
+BOARD = "sim-0"
 GENERATION = "chatcmpl-1"
 RESPONSE = f"resp_{'0' * 32}"
 OPERATION = "op-1"
@@ -53,8 +54,8 @@ _AFTER = {
 
 def chat_boards() -> FakeBoards:
     """A board that answers, holds one paused generation, and has caches."""
-    boards = FakeBoards.answering("a")
-    boards.scripts = {"replica of a": [answer("a", "Hel", "lo")]}
+    boards = FakeBoards.answering(BOARD)
+    boards.scripts = {f"replica of {BOARD}": [answer(BOARD, "Hel", "lo")]}
     boards.says = {
         ("", "generations"): [],
         ("", "control"): GenerationNotFound(GENERATION),
@@ -64,10 +65,10 @@ def chat_boards() -> FakeBoards:
         ("", "clear_kv"): lambda _keep: kv("cleared"),
         ("", "build_cache"): lambda name, _ids, _ref: cache(name),
         ("", "forgive"): None,
-        ("replica of a", "generations"): [info()],
-        ("replica of a", "control"): control,
-        ("replica of a", "caches"): [cache("doc"), cache(None)],
-        ("replica of a", "delete_cache"): lambda name: name == "doc",
+        (f"replica of {BOARD}", "generations"): [info()],
+        (f"replica of {BOARD}", "control"): control,
+        (f"replica of {BOARD}", "caches"): [cache("doc"), cache(None)],
+        (f"replica of {BOARD}", "delete_cache"): lambda name: name == "doc",
     }
     return boards
 
@@ -100,7 +101,7 @@ def info(state: GenerationState = GenerationState.PAUSED) -> GenerationInfo:
     """The generation that is there."""
     return GenerationInfo(
         f"{GENERATION}/0",
-        "a",
+        BOARD,
         CHAT,
         state,
         prompt_tokens=5,
@@ -121,11 +122,11 @@ def control(
 
 
 def kv(status: str = "ok") -> KvReport:
-    return KvReport("a", CHAT, (100,), 4096, 1000, status)
+    return KvReport(BOARD, CHAT, (100,), 4096, 1000, status)
 
 
 def cache(name: str | None) -> CacheEntry:
-    return CacheEntry("a", CHAT, name, 500, 3000)
+    return CacheEntry(BOARD, CHAT, name, 500, 3000)
 
 
 _ITEM = {

@@ -56,7 +56,8 @@ def user(text: str) -> list[ChatCompletionMessageParam]:
 
 
 def test_the_models_are_listed_with_the_boards_that_serve_them(client: openai.OpenAI) -> None:
-    (listed,) = client.models.list().data
+    listed, adapter = client.models.list().data
+    assert adapter.id == f"{MODEL}:pirate"  # of the model folder
     assert (listed.id, listed.object, listed.owned_by) == (MODEL, "model", "rkserve")
     retrieved = client.models.retrieve(MODEL)
     assert retrieved.id == MODEL

@@ -55,19 +55,16 @@ def shipped(name: str) -> RkserveConfig:
     return parse_config(application["args"])
 
 
-def test_the_shipped_configuration_simulates_three_boards() -> None:
-    (group,) = shipped("serve_config.yaml").boards
+def test_the_shipped_configuration_has_a_model_of_each_kind() -> None:
+    groups = shipped("serve_config.yaml").boards
+    folders = [open_model_folder(resolve_folder(group.model)) for group in groups]
+    assert [folder.id for folder in folders] == ["sim-chat", "sim-embed"]
+    assert [folder.settings.embedding is not None for folder in folders] == [False, True]
+    group = groups[0]
     assert group.simulated is not None
     assert (group.simulated.boards, group.simulated.time_scale) == (3, 1.0)
     assert group.simulated.profile == "rk3588-qwen2.5-1.5b-w8a8"
     assert resolve_folder(group.model).is_dir()
-
-
-def test_the_configuration_with_embeddings_has_a_model_for_each() -> None:
-    groups = shipped("serve_config.embeddings.yaml").boards
-    folders = [open_model_folder(resolve_folder(group.model)) for group in groups]
-    assert [folder.id for folder in folders] == ["sim-chat", "sim-embed"]
-    assert [folder.settings.embedding is not None for folder in folders] == [False, True]
 
 
 def test_the_configuration_with_images_has_a_model_that_sees() -> None:

@@ -1,17 +1,29 @@
-"""The examples of docs/interrupting.md, run as they stand there, against a cluster."""
+"""The examples of the README and docs, run as they stand there, against what `make demo` starts.
+
+Those of docs/interrupting.md have their own boards, and their answers are looked at. docs/local.md
+has its own test, because its examples need no cluster.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+import yaml
 from local_cluster import PROJECT, App, LocalCluster
 from talk import CHAT, chat_body
+
+from rkserve.native.sim import adapters
 
 pytestmark = pytest.mark.ray
 
@@ -19,6 +31,143 @@ PAGE = (PROJECT / "docs" / "interrupting.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)^```$", PAGE, re.S | re.M))
 HOOKS = re.findall(r"^```yaml\nhooks: (\[.*\])\n```$", PAGE, re.M)
 FILTERED = "filtered"
+
+HOST = "http://127.0.0.1:8000"
+NEEDS = "# Needs "
+PAGES = (PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md")))
+ELSEWHERE = ("interrupting.md", "local.md")
+# What examples take away is given back before the next one.
+UNDO = {
+    "/pause": "/resume",
+    "/pause_generation": "/resume",
+    "/sleep": "/wake_up",
+    "/v1/models/unload": "/wake_up",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: the page and line that it begins at, and its text."""
+
+    place: str
+    language: str
+    text: str
+
+    @property
+    def needs(self) -> str:
+        """What its first line says that it needs."""
+        first = self.text.partition("\n")[0]
+        return first.removeprefix(NEEDS) if first.startswith(NEEDS) else ""
+
+    def commands(self) -> Iterator[list[str]]:
+        """The words of every ``curl`` in it, with an empty admin key as where none is set."""
+        text = self.text.replace("\\\n", " ").replace("$RKSERVE_ADMIN_KEY", "")
+        text = re.sub(r"(^|[ \t]+)# .*$", "", text, flags=re.M)
+        lexer = shlex.shlex(text, posix=True, punctuation_chars="\n")
+        lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+        words: list[str] = []
+        for word in [*lexer, "\n"]:
+            if word.strip("\n"):
+                words.append(word)
+            elif words:
+                if words[0] == "curl":
+                    yield words[1:]
+                words = []
+
+
+def blocks(*languages: str) -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for match in re.finditer(r"^```(\w+)\n(.*?)^```$", text, re.S | re.M):
+            line = text.count("\n", 0, match.start()) + 1
+            if match[1] in languages:
+                found.append(Block(f"{page.name}:{line}", match[1], match[2]))
+    return found
+
+
+CURLS = [block for block in blocks("sh") if any(block.commands())]
+PYTHON = [block for block in blocks("python") if block.place.partition(":")[0] not in ELSEWHERE]
+
+
+def request_of(words: list[str]) -> tuple[str, str, dict[str, Any]]:
+    """Return method, path and httpx's arguments of a curl command."""
+    method, path, headers, body = None, "", {}, None
+    rest = iter(words)
+    for word in rest:
+        if word == "-X":
+            method = next(rest)
+        elif word == "-H":
+            name, _, value = next(rest).partition(":")
+            headers[name.strip()] = value.strip()
+        elif word in ("-d", "--data-binary", "-T"):
+            text = next(rest)
+            is_file = text.startswith("@") or word == "-T"
+            body = adapters.render("Tone") if is_file else text.encode()
+            headers.setdefault("content-type", "application/x-www-form-urlencoded")
+        else:
+            assert word.startswith(f"{HOST}/"), f"{word}: the test knows no such option of curl"
+            path = word.removeprefix(HOST)
+    given = {"headers": headers, "content": body}
+    return method or ("GET" if body is None else "POST"), path, given
+
+
+def test_every_block_of_every_page_is_one_that_this_file_knows() -> None:
+    assert len(CURLS) > 90
+    assert {block.place.partition(":")[0] for block in CURLS} >= {
+        *("README.md", "api.md", "api-reference.md", "admission.md", "control.md", "vision.md")
+    }
+    for block in CURLS:
+        text = block.text.replace("\\\n", " ")
+        assert len([*block.commands()]) == len(re.findall(r"^\s*curl ", text, re.M)), block.place
+
+
+@pytest.fixture(scope="module")
+def demo(ray_cluster: LocalCluster) -> Iterator[App]:
+    """What serve_config.yaml has, only faster."""
+    config = yaml.safe_load((PROJECT / "serve_config.yaml").read_text(encoding="utf-8"))
+    args = config["applications"][0]["args"]
+    for group in args["boards"]:
+        group["simulated"] |= {"time_scale": 0.05, "load_s": 0.2}
+    ray_cluster.deploy("demo", args)
+    deployed = App(ray_cluster, "demo", "sim", 3)
+    deployed.ready()
+    yield deployed
+    ray_cluster.delete("demo")
+
+
+def test_every_example_is_answered_with_200_or_says_what_it_needs(demo: App) -> None:
+    wrong = []
+    with demo.http_sync() as http:
+        for block in CURLS:
+            for words in block.commands():
+                if any("$" in word for word in words):  # to be put in place, or another program's
+                    assert block.needs, f"{block.place} does not say what it needs"
+                    continue
+                method, path, given = request_of(words)
+                answer = http.request(method, demo.url + path, **given)
+                if answer.status_code != httpx.codes.OK and not block.needs:
+                    wrong.append(f"{block.place} {method} {path}: {answer.text[:200]}")
+                assert answer.status_code < httpx.codes.INTERNAL_SERVER_ERROR, answer.text
+                if undo := UNDO.get(path.partition("?")[0]):
+                    assert http.post(demo.url + undo).status_code == httpx.codes.OK
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.place)
+def test_every_example_in_python_runs_or_says_what_it_needs(
+    demo: App, block: Block, tmp_path: Path
+) -> None:
+    compile(block.text, block.place, "exec")
+    if block.needs:
+        return
+    script = tmp_path / "example.py"
+    script.write_text(block.text.replace(HOST, demo.url), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
 
 
 def test_every_example_is_found() -> None:

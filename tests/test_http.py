@@ -299,7 +299,8 @@ def test_readiness_follows_the_boards_and_health_does_not() -> None:
 def test_models_list_their_boards_with_state_and_reason() -> None:
     async def main() -> None:
         house = House(FakeBoards([report("b"), report("a", state=BoardState.HUNG, reason="hm")]))
-        (listed,) = (await house("GET", "/v1/models")).json()["data"]
+        listed, adapter = (await house("GET", "/v1/models")).json()["data"]
+        assert adapter["id"] == "sim-chat:pirate"  # of the model folder
         assert listed == (await house("GET", "/v1/models/sim-chat")).json()
         states = [(b["id"], b["state"], b["reason"]) for b in listed["rkserve"]["boards"]]
         assert states == [("a", "hung", "hm"), ("b", "ready", "")]

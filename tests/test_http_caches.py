@@ -501,9 +501,9 @@ def test_a_refusal_says_what_to_do_and_not_the_key() -> None:
 
 @pytest.fixture
 def served(tmp_path: Path) -> ServedModel:
-    """sim-chat with two versions of the adapter kind, and a broken one."""
+    """sim-chat with two versions of the adapter kind, and a broken one, in place of its own."""
     folder = tmp_path / "sim-chat"
-    shutil.copytree(FOLDER, folder)
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("adapters"))
     for name, version in (("kind", "v9"), ("kind", "v10"), ("torn", "v1")):
         place = folder / "adapters" / name / version
         place.mkdir(parents=True)

@@ -412,7 +412,8 @@ def test_lookups_need_a_key_where_there_are_any(path: str, tmp_path: Path) -> No
 
 def test_ollama_s_clients_find_the_models() -> None:
     of = house()
-    (tag,) = send(of, "GET", "/api/tags").json()["models"]
+    tag, adapter = send(of, "GET", "/api/tags").json()["models"]
+    assert adapter["name"] == "sim-chat:pirate"
     weights = sum(file.stat().st_size for file in FOLDER.glob("*.rkllm"))
     assert (tag["name"], tag["size"]) == ("sim-chat", weights)
     told = send(of, "POST", "/api/show", json={"model": "sim-chat:latest"}).json()

@@ -264,7 +264,7 @@ def test_the_command_of_an_example_is_the_example(one: Endpoint) -> None:
 def test_anthropic_s_keys_are_in_the_list_of_models(of: ReferenceHouse) -> None:
     told = run_loop(of("GET", "/v1/models")).json()
     names = [one["id"] for one in told["data"]]
-    assert names == ["sim-chat", "sim-chat:tone", "sim-embed"]
+    assert names == ["sim-chat", "sim-chat:tone", "sim-chat:pirate", "sim-embed"]
     assert (told["first_id"], told["last_id"], told["has_more"]) == (names[0], names[-1], False)
     assert [one["display_name"] for one in told["data"]] == names
     assert {one["type"] for one in told["data"]} == {"model"}

@@ -324,8 +324,12 @@ def test_a_tool_in_the_chat_template_is_called(sim: Sim) -> None:
 
 def test_making_the_model_folder_again_changes_nothing(tmp_path: Path) -> None:
     make_sim_chat.write(tmp_path / "sim-chat")
-    files = sorted(path.name for path in MODEL.iterdir() if path.suffix != ".lock")
-    assert files == ["model.rkllm", "rkserve.yaml", "tokenizer.json", "tokenizer_config.json"]
+    found = [path for path in MODEL.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    files = sorted(str(path.relative_to(MODEL)) for path in found)
+    assert files == [
+        "adapters/pirate/v2/adapter.rkllm",
+        *("model.rkllm", "rkserve.yaml", "tokenizer.json", "tokenizer_config.json"),
+    ]
     for name in files:
         assert (tmp_path / "sim-chat" / name).read_bytes() == (MODEL / name).read_bytes()
     assert sum((MODEL / name).stat().st_size for name in files) < 1_500_000

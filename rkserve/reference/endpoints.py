@@ -15,6 +15,10 @@ EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
 PLAIN = "text/plain"
 OK = 200
+PUSHED_ADAPTER = (
+    "an adapter of that name in the cluster: `rkserve sim adapter adapter.rkllm` and "
+    "`rkserve lora push adapter.rkllm --name tone --version v1`"
+)
 
 
 class Access(Enum):
@@ -68,7 +72,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Example:
-    """One call. ``path`` are the values of its parameters; ``file`` is a body from a file."""
+    """One call. ``path`` are the values of its parameters; ``file`` is a body from a file.
+
+    ``needs`` is what a cluster fresh from ``make demo`` lacks for it.
+    """
 
     body: Any = None
     path: Mapping[str, str] = field(default_factory=dict)
@@ -76,6 +83,7 @@ class Example:
     headers: Mapping[str, str] = field(default_factory=dict)
     file: str | None = None
     status: int = OK
+    needs: str = ""
 
 
 @dataclass(frozen=True)

@@ -376,6 +376,6 @@ ENDPOINTS = (
         (told(ref("Board"), says="The board."),),
         (*failures.CLIENT, 404),
         (in_path("board_id", "Its name; it may contain `/`."),),
-        example=Example(path={"board_id": "a"}),
+        example=Example(path={"board_id": "sim-0"}),
     ),
 )

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from urllib.parse import quote, urlencode
 
 from rkserve.reference import failures
-from rkserve.reference.endpoints import Access, Body, Endpoint
+from rkserve.reference.endpoints import PUSHED_ADAPTER, Access, Body, Endpoint
 from rkserve.reference.shapes import Schema
 from rkserve.reference.table import SCHEMAS, endpoints
 
@@ -17,6 +17,16 @@ _WHO = {
     Access.OPEN: "anybody",
     Access.CLIENT: "a client: an API key where keys are configured",
     Access.OPERATOR: "the operator: the admin key, or the Router's own machine without one",
+}
+# What the example of a call below something that clients or operators have made needs.
+_NEEDS = {
+    "generation": "a generation that runs or is paused; its id is in its chunks and in "
+    "`GET /v1/generations`",
+    "response_id": "the id of a response that `POST /v1/responses` answered",
+    "operation_id": "the id of an operation; `GET /v1/operations` lists them",
+    "cache_name": "a prompt cache of that name",
+    "name": PUSHED_ADAPTER,
+    "upload": "an upload that has begun",
 }
 _MOST_WORDS = 12  # of an enum in a table
 
@@ -30,8 +40,8 @@ def page() -> str:
         "",
         "Every call that a Router answers, with an example that a test runs. `GET /openapi.json` "
         "has the same as an OpenAPI 3.1 document; [api.md](api.md) and [control.md](control.md) "
-        "say what the calls mean. Names of models are those of `make demo`; ids of generations, "
-        "responses and operations, and names of boards and files, are to be put in place.",
+        "say what the calls mean. Every example is answered with 200 by a fresh `make demo`, or "
+        "says in its first line what it needs.",
         "",
         "Keys that are not listed are ignored, or [refused by name](api.md#refused-by-name) where "
         "they would change the answer. Calls that change the cluster refuse every unknown key. "
@@ -77,6 +87,15 @@ def curl(one: Endpoint) -> str:
     return f"{line} \\\n {body}" if body else line
 
 
+def needs_of(one: Endpoint) -> str:
+    """Return what an example needs that a fresh ``make demo`` does not have, or nothing."""
+    if one.example.needs:
+        return one.example.needs
+    if one.path.startswith("/page/"):
+        return ""
+    return next((_NEEDS[name] for name in one.example.path if name in _NEEDS), "")
+
+
 def _errors() -> Iterator[str]:
     yield "| status | meaning |"
     yield "| --- | --- |"
@@ -108,7 +127,8 @@ def _endpoint(one: Endpoint, *, with_head: bool) -> Iterator[str]:
     if one.errors:
         yield f"- Errors: {', '.join(str(status) for status in sorted(set(one.errors)))}."
     yield ""
-    yield from ("```sh", curl(one), "```", "")
+    needs = needs_of(one)
+    yield from ("```sh", *([f"# Needs {needs}."] if needs else ()), curl(one), "```", "")
 
 
 def _parameters(one: Endpoint) -> Iterator[str]:

@@ -25,6 +25,7 @@ from rkserve.reference.endpoints import (
     OCTETS,
     OK,
     PLAIN,
+    PUSHED_ADAPTER,
     Access,
     Answer,
     Body,
@@ -107,6 +108,7 @@ _NAMED: dict[str, Schema] = {"name": TEXT, "model": TEXT, "version": maybe(TEXT)
 _NAME = in_path("name", "The adapter.")
 _FILE: Schema = {"type": "string", "format": "binary"}
 _TONE = {"name": "tone"}
+_HEADS_FILE = "that file on the head node, in a folder of `coordinator.allowed_paths`"
 _TAKE = (*failures.CHANGE,)
 _LOAD = (
     *ROLLOUT,
@@ -187,6 +189,7 @@ ENDPOINTS = (
             query={"name": "tone", "version": "v2", "model": SIM},
             headers={"content-type": OCTETS},
             file="adapter.rkllm",
+            needs="an adapter file: `rkserve sim adapter adapter.rkllm` makes a simulated one",
         ),
         "With a file as the body everything else stands in the query; else one of `path` and "
         "`url` says where the file is.",
@@ -197,7 +200,8 @@ ENDPOINTS = (
         {},
         _LOAD,
         Example(
-            {"lora_name": "calm", "lora_path": "/srv/adapters/calm.rkllm", "base_model_name": SIM}
+            {"lora_name": "calm", "lora_path": "/srv/adapters/calm.rkllm", "base_model_name": SIM},
+            needs=_HEADS_FILE,
         ),
         needed=("lora_name", "lora_path"),
         tag=_ADAPTERS,
@@ -208,7 +212,7 @@ ENDPOINTS = (
         "Serve an adapter no more, in vLLM's words.",
         {},
         (*COMMON, "lora_name", "lora_int_id"),
-        Example({"lora_name": "tone"}),
+        Example({"lora_name": "tone"}, needs=PUSHED_ADAPTER),
         needed=("lora_name",),
         tag=_ADAPTERS,
         answers=_worded(),
@@ -217,19 +221,19 @@ ENDPOINTS = (
         "POST",
         "/v1/lora_adapters/{name}/rollout",
         "Have a staged version served.",
-        Example({"version": "v1", "strategy": "rolling"}, _TONE),
+        Example({"version": "v1", "strategy": "rolling"}, _TONE, needs=PUSHED_ADAPTER),
     ),
     _decide(
         "POST",
         "/v1/lora_adapters/{name}/rollback",
         "Have the previous version served again.",
-        Example(path=_TONE),
+        Example(path=_TONE, needs="an adapter of which two versions were served in turn"),
     ),
     _decide(
         "POST",
         "/v1/lora_adapters/{name}/promote",
         "Have the version on trial served to everybody.",
-        Example(path=_TONE),
+        Example(path=_TONE, needs="a canary that goes on: `rkserve lora push --strategy canary`"),
     ),
     _decide(
         "DELETE",
@@ -262,7 +266,10 @@ ENDPOINTS = (
             ),
         },
         _UPDATE,
-        Example({"version": 7, "artifact": f"{SIM}@step-7"}),
+        Example(
+            {"version": 7, "artifact": f"{SIM}@step-7"},
+            needs="weights that were uploaded as `step-7`: `POST /v1/weights`",
+        ),
         needed=("version",),
         changed=_STEPPED,
         tag=_WEIGHTS,
@@ -272,7 +279,7 @@ ENDPOINTS = (
         "Load other base weights, board by board.",
         {"success": FLAG, "message": TEXT, "num_paused_requests": COUNT, "untried": FLAG},
         _DISK,
-        Example({"model": SIM, "model_path": "/srv/models/other.rkllm"}),
+        Example({"model": SIM, "model_path": "/srv/models/other.rkllm"}, needs=_HEADS_FILE),
         needed=("model_path",),
         tag=_WEIGHTS,
     ),
@@ -286,6 +293,6 @@ ENDPOINTS = (
         _TAKE,
         (KEY, *query_of(_TAKEN)),
         _with_file(body_of(_TAKEN)),
-        Example({"model": SIM, "path": "/srv/models/other.rkllm"}),
+        Example({"model": SIM, "path": "/srv/models/other.rkllm"}, needs=_HEADS_FILE),
     ),
 )
