@@ -97,7 +97,9 @@ class KvReport:
 
     ``entries`` are the positions of each entry. ``position_bytes`` is None where the model folder
     does not say what a position takes. ``status`` is ``ok``, or after a clear ``cleared`` or
-    ``pending`` (it is done when the run that is going on has ended).
+    ``pending`` (it is done when the run that is going on has ended). ``at_resume``: the run that is
+    paused in there was edited, and so many of its positions stay when it is resumed; None where
+    nothing is going to be cut out.
     """
 
     board_id: str
@@ -106,6 +108,7 @@ class KvReport:
     capacity: int
     position_bytes: int | None = None
     status: str = "ok"
+    at_resume: int | None = None
 
 
 class BoardState(str, Enum):

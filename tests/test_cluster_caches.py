@@ -377,6 +377,8 @@ def test_the_size_of_the_kv_cache_is_told_by_board_and_together(http: httpx.Clie
                 "capacity": 4096,
                 "bytes": held * 28_672,
                 "status": "ok",
+                "applied": "at_once",
+                "positions_at_resume": None,
             }
         ],
         "total": {"positions": held, "capacity": 4096, "bytes": held * 28_672},

@@ -263,7 +263,10 @@ def test_the_model_forgets_what_is_cleared_and_the_answer_keeps_it(boards: App) 
             assert cleared["kv_positions"] == held - 2
             assert cleared["context_tokens"] == told["context_tokens"] - 2
             assert cleared["partial_output"] == told["partial_output"]
-            assert cleared["kv"] == "kept"
+            assert (cleared["kv"], cleared["applied"]) == ("kept", "at_resume")
+            (size,) = (await http.get("/v1/cache/kv/size?board=" + told["board"])).json()["data"]
+            assert (size["positions"], size["positions_at_resume"]) == (held, held - 2)
+            assert size["applied"] == "at_resume"
             pace(boards, FAST)
             await act(http, reply.id, "resume")
             await reply.read()

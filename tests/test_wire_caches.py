@@ -211,7 +211,7 @@ def test_text_mode_has_no_prompt_caches(tmp_path: Path, call: BuildCall) -> None
 def test_kv_caches_are_told_by_board_and_added_up() -> None:
     reports = [
         KvReport("b", "m", (30, 0), 256, 1000, "pending"),
-        KvReport("a", "m", (12,), 128, 1000),
+        KvReport("a", "m", (12,), 128, 1000, at_resume=10),
     ]
     lost: dict[str, RkserveError] = {"c": CacheUnsupported("No.")}
     assert kv_list(reports, lost) == {
@@ -225,6 +225,8 @@ def test_kv_caches_are_told_by_board_and_added_up() -> None:
                 "capacity": 128,
                 "bytes": 12000,
                 "status": "ok",
+                "applied": "at_resume",
+                "positions_at_resume": 10,
             },
             {
                 "board": "b",
@@ -234,6 +236,8 @@ def test_kv_caches_are_told_by_board_and_added_up() -> None:
                 "capacity": 256,
                 "bytes": 30000,
                 "status": "pending",
+                "applied": "at_once",
+                "positions_at_resume": None,
             },
         ],
         "total": {"positions": 42, "capacity": 384, "bytes": 42000},

@@ -142,7 +142,7 @@ class Board:
         self._at_work: list[Job | Errand] = []  # whose the board is now
         self._conductor = Conductor(self)
         self._control = Control(self, self._conductor)
-        self._upkeep = Upkeep(self)
+        self._upkeep = Upkeep(self, self._conductor.pauses)
         self.embedding: Vectors = Embedding(self)
         self._probing = Probing(self, self._conductor, settings.load_patience_s)
         self._tickets = itertools.count(1)

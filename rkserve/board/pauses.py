@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from rkserve.board.interrupt import GenerationEvent
 from rkserve.board.job import Job
+from rkserve.board.kv import common_prefix
 from rkserve.board.opening import outlook
 from rkserve.board.stage import Stage
 from rkserve.errors import PauseExpired, RkserveError, TooManyPaused
@@ -33,6 +34,22 @@ class Pauses:
     def holds(self, job: Job) -> bool:
         """Whether the job is paused inside the runtime and keeps the board."""
         return job is self._holding
+
+    def at_resume(self) -> int | None:
+        """Return how many positions stay when the run that holds the board is resumed.
+
+        None where no run holds it, or no edit has asked for anything to be cut out.
+        """
+        job, live = self._holding, self._stage.live
+        if job is None or live.paused is None or live.paused.ids is None:
+            return None
+        ids, generation = live.paused.ids, job.generation
+        if not generation.cuts and common_prefix(ids, generation.context) == len(ids):
+            return None
+        resume = live.resumption(generation.context, generation.cuts, job.origin)
+        if resume is None:
+            return 0  # all of it is computed again
+        return len(ids) - sum(end - start for start, end in resume.cut)
 
     def holdable(self, job: Job) -> bool:
         """Whether the job may hold the board: not while others wait that have waited enough."""

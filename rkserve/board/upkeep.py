@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 
 from rkserve.board.kv import Ids
+from rkserve.board.pauses import Pauses
 from rkserve.board.stage import Stage
 from rkserve.errors import BoardAsleep, CacheUnsupported, ContextOverflow
 from rkserve.messages import AdapterRef
@@ -23,16 +24,27 @@ log = logging.getLogger(__name__)
 class Upkeep:
     """The caches of one board, seen from outside."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, pauses: Pauses) -> None:
         self._stage = stage
+        self._pauses = pauses
         self._clears: dict[bool, asyncio.Future[None]] = {}  # the last of each kind
 
     def kv(self) -> KvReport:
-        """Return what the KV cache holds, by the runtime's last word and what was sent since."""
+        """Return what the KV cache holds, by the runtime's last word and what was sent since.
+
+        Edits of a run that is paused in it are applied when that is resumed, and told beside it.
+        """
         stage = self._stage
         entries = stage.live.entries
         capacity = stage.context_len * len(entries)
-        return KvReport(stage.board_id, stage.model, entries, capacity, stage.position_bytes)
+        return KvReport(
+            stage.board_id,
+            stage.model,
+            entries,
+            capacity,
+            stage.position_bytes,
+            at_resume=self._pauses.at_resume(),
+        )
 
     async def clear_kv(self, *, keep_system_prompt: bool) -> KvReport:
         """Empty the KV cache: now where the board is free, else before anything else starts.

@@ -41,6 +41,7 @@ from rkserve.reference.shapes import (
 )
 from rkserve.reports import BoardState, GenerationState
 from rkserve.wire import limits
+from rkserve.wire.generations import AT_ONCE, AT_RESUME
 
 _GENERATIONS, _CACHES, _BOARDS = "Generations", "Caches", "Boards"
 _STATE = words(*(one.value for one in GenerationState))
@@ -110,6 +111,7 @@ _DONE: dict[str, Schema] = {
     **_PROGRESS,
 }
 _WORDS = {"partial_output": TEXT}
+_APPLIED = {"applied": said(words(AT_RESUME), "Of an edit: when the KV cache follows it.")}
 _ONE = {**_ENTRY, **_PROGRESS, **_WORDS, "status": _STATE}
 _KV_BOARD = obj(
     {
@@ -120,6 +122,13 @@ _KV_BOARD = obj(
         "capacity": COUNT,
         "bytes": maybe(COUNT),
         "status": words("ok", "cleared", "pending"),
+        "applied": said(
+            words(AT_ONCE, AT_RESUME),
+            "`at_resume`: a paused generation's edits change it when that is resumed.",
+        ),
+        "positions_at_resume": said(
+            maybe(COUNT), "The positions that stay then; null where nothing is to be changed."
+        ),
     }
 )
 _KV_LIST: dict[str, Schema] = {
@@ -139,7 +148,15 @@ _COUNTERS = (
 SCHEMAS: dict[str, Schema] = {
     "Generations": listed(obj(_ENTRY), {"failed": FAILED}),
     "Generation": obj(_ONE, {"choices": array(obj(_ONE))}),
-    "Controlled": obj(_DONE, {**_WORDS, "choices": array(obj(_DONE, _WORDS)), "failed": FAILED}),
+    "Controlled": obj(
+        _DONE,
+        {
+            **_WORDS,
+            **_APPLIED,
+            "choices": array(obj(_DONE, {**_WORDS, **_APPLIED})),
+            "failed": FAILED,
+        },
+    ),
     "ChoiceRequest": body({}, {"choice": _CHOICE}, strict=True),
     "EditRequest": body(
         {},

@@ -15,7 +15,7 @@ from rkserve.wire.cluster import texts
 from rkserve.wire.conversation import Message, read_messages
 from rkserve.wire.failures import told
 from rkserve.wire.fields import Fields, missing
-from rkserve.wire.generations import Ranges, choice_of, ranges_of
+from rkserve.wire.generations import AT_ONCE, AT_RESUME, Ranges, choice_of, ranges_of
 from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.openai import TextOrIds, read_prompt
 from rkserve.wire.renderer import Header, Renderer
@@ -202,6 +202,8 @@ def _kv_entry(report: KvReport) -> JsonObject:
         "capacity": report.capacity,
         "bytes": None if size is None else positions * size,
         "status": report.status,
+        "applied": AT_ONCE if report.at_resume is None else AT_RESUME,
+        "positions_at_resume": report.at_resume,
     }
 
 

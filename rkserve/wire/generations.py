@@ -35,6 +35,8 @@ _STATUS = {
     ControlAction.RESUME: "resumed",
     ControlAction.ABORT: "aborted",
 }
+# When the KV cache follows what was asked for; the context of a generation follows at once.
+AT_ONCE, AT_RESUME = "at_once", "at_resume"
 _SHOWS_TEXT = (ControlAction.PAUSE, ControlAction.EDIT)
 
 
@@ -175,10 +177,12 @@ def _controlled(action: ControlAction, info: GenerationInfo) -> JsonObject:
     if action not in _SHOWS_TEXT:
         del progress["partial_output"]
     generation, choice = _split(info)
+    applied = {"applied": AT_RESUME} if action is ControlAction.EDIT else {}
     return {
         "id": generation,
         "choice": choice,
         "status": _STATUS[action],
+        **applied,
         "state": info.state.value,
         "board": info.board_id,
         **progress,
