@@ -16,7 +16,7 @@ from rkserve.native.frames import FrameReader, Kind
 from rkserve.native.runtime import Matrix, Mode, Runtime, TokenInput
 from rkserve.native.stepparams import StepParams
 from rkserve.native.steps import Room, Steps
-from rkserve.runvalues import Sampling, Scored, Stepwise
+from rkserve.runvalues import Guide, GuideKind, Sampling, Scored, Stepwise
 
 GREEDY = Sampling(temperature=0.0, repeat_penalty=1.0)
 # Id 0 ends answers; 1 to 3 are the bytes of a character; then letters.
@@ -232,3 +232,56 @@ def test_where_no_token_may_follow_the_run_is_refused(tmp_path: Path) -> None:
     command = {"steps": params.as_json(), "keep_history": True, "adapter": "a@1"}
     with pytest.raises(StepsRefused, match="no token"):
         Steps(desk.said.append).run(cast(Runtime, desk.library), 7, command, (4,), lambda: False)
+
+
+# -- tokens that a grammar leaves no choice of ----------------------------------------------------
+
+
+def letters(text: str) -> tuple[int, ...]:
+    return tuple(PIECES.index(one) for one in text)
+
+
+def guided(pattern: str, **more: Any) -> dict[str, Any]:
+    return {"wanted": Stepwise(1, guide=Guide(GuideKind.REGEX, pattern), **more), "limit": 20}
+
+
+@pytest.mark.parametrize("history", [True, False])
+def test_a_token_that_must_come_needs_no_step(desk: Desk, history: bool) -> None:
+    ended = desk.run(letters("ab"), history=history, **guided("gh[a-j]ije"))
+    assert [text for _, text, _ in desk.tokens] == [b"g", b"h", b"i", b"i", b"j", b"e"]
+    sent = [ids for ids, _, _ in desk.library.calls]
+    if history:
+        # The prompt, what was forced before the one choice, and what the KV cache lacks at the end.
+        assert sent == [letters("ab"), letters("gh"), letters("iij")]
+        assert desk.library.kv == letters("abghiij"), "all but the last token, as after any step"
+        assert ended["kv_positions"] == (7,)
+    else:
+        assert sent == [letters("ab"), letters("abgh")]
+    assert ended["perf"]["decode_tokens"] == 6
+
+
+def test_what_is_forced_changes_no_draw(desk: Desk) -> None:
+    """The logits of a choice are those behind everything that was forced before it."""
+    desk.library.model = lambda held: letters("c")[0] if held[-1] == letters("h")[0] else 5
+    desk.run(letters("ab"), **guided("gh[a-j]"))
+    assert [text for _, text, _ in desk.tokens] == [b"g", b"h", b"c"]
+
+
+def test_logprobs_are_computed_also_of_what_is_forced(desk: Desk) -> None:
+    desk.run(letters("ab"), **guided("ghij", top_logprobs=0))
+    assert len(desk.library.calls) == 4
+    assert sum(kind is Kind.SCORES for kind, _ in desk.frames) == 4
+
+
+def test_a_limit_and_an_abort_hold_for_what_is_forced(desk: Desk) -> None:
+    ended = desk.run(letters("ab"), **{**guided("ghijabcd"), "limit": 3})
+    assert ended["perf"]["decode_tokens"] == 3
+    assert desk.library.kv == letters("abgh")
+    asked: list[int] = []
+
+    def left() -> bool:
+        asked.append(1)
+        return len(asked) > 3  # once before the answer, then after each token
+
+    desk.library.kv = ()
+    assert desk.run(letters("ab"), left=left, **guided("ghijabcd"))["perf"]["decode_tokens"] == 3

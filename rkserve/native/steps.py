@@ -73,12 +73,16 @@ class _Feed:
         last: Row = self._rows(ids, last=True)[-1]
         return last
 
-    def next(self, token_id: int) -> Row:
-        """Send a token and return the logits of the one behind it."""
-        self._sent.append(token_id)
-        ids = (token_id,) if self._history else tuple(self._sent)
-        last: Row = self._rows(ids, last=True)[-1]
+    def next(self, ids: Ids) -> Row:
+        """Send tokens and return the logits of the one behind them."""
+        self._sent += ids
+        last: Row = self._rows(ids if self._history else tuple(self._sent), last=True)[-1]
         return last
+
+    def catch_up(self, unsent: Ids) -> None:
+        """Send what was told and not sent, but the last, so that the KV cache holds the answer."""
+        if self._history and len(unsent) > 1:
+            self._rows(unsent[:-1], last=True)
 
     def _rows(self, ids: Ids, *, last: bool) -> NDArray[np.float32]:
         found: Matrix = self._runtime.evaluate(
@@ -255,18 +259,31 @@ class _Run:
             least=wanted.least,
         )
         speech, size = Speech(self._vocabulary), len(self._vocabulary)
-        for told in range(limit):
-            token_id = sampler.choose(row[:size], self._allowed())  # padding stands for nothing
+        told, unsent = 0, list[int]()
+        while told < limit:
+            token_id = self._only_way()
+            if token_id is None:
+                if unsent:
+                    row = self._feed.next(tuple(unsent))
+                    unsent.clear()
+                token_id = sampler.choose(row[:size], self._allowed())  # padding is no token
             if token_id is None:
                 raise StepsRefused("no token of the vocabulary may follow")
             self._tell(row, token_id, *speech.say(token_id))
             sampler.take(token_id)
-            if token_id in steps.eos or self._is_over(token_id):
-                return told + 1
-            if told + 1 == limit or left():
-                return told + 1
-            row = self._feed.next(token_id)
-        return 0
+            unsent.append(token_id)
+            told += 1
+            if token_id in steps.eos or self._is_over(token_id) or left():
+                break
+        self._feed.catch_up(tuple(unsent))
+        return told
+
+    def _only_way(self) -> int | None:
+        """Return the token that the grammar leaves no choice of: it needs no logits.
+
+        Where logprobs were asked for, its own are needed.
+        """
+        return None if self._trail is None or self._top is not None else self._trail.only()
 
     def _allowed(self) -> Allowed | None:
         return None if self._trail is None else self._trail.allowed()
