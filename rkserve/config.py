@@ -7,10 +7,8 @@ inherits its replica's environment.
 
 from __future__ import annotations
 
-import getpass
 import os
 import re
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -357,8 +355,10 @@ class CoordinatorConfig(Settings):
 
 
 def default_state_dir() -> Path:
-    """Per user, so that two users of one machine do not trip over each other's lock files."""
-    return Path(tempfile.gettempdir()) / f"rkserve-{getpass.getuser()}"
+    """A folder of each user's own: in the temporary one any account could prepare it."""
+    root = os.environ.get("XDG_STATE_HOME", "")
+    # The specification wants a relative value ignored.
+    return (Path(root) if Path(root).is_absolute() else Path("~/.local/state")) / "rkserve"
 
 
 class RkserveConfig(Settings):
@@ -377,9 +377,10 @@ class RkserveConfig(Settings):
     )
     state_dir: Path = Field(
         default_factory=default_state_dir,
-        description="Folder for lock files on every node, and for stored responses; it must be on "
-        "a local disk. `~` is the home of Ray's user on that node.",
-        json_schema_extra={"default": "per user, in the temporary folder"},
+        description="Folder for lock files, caches and staged files on every node, and for stored "
+        "responses; it must be on a local disk. It must belong to Ray's user, and gets mode 0700; "
+        "one that others may write to is refused. `~` is the home of Ray's user on that node.",
+        json_schema_extra={"default": "`rkserve` in `$XDG_STATE_HOME`, else in `~/.local/state`"},
     )
 
     @property

@@ -98,6 +98,18 @@ def open_private(path: Path, flags: int) -> int:
     return descriptor
 
 
+def write_private(path: Path, text: str) -> None:
+    """Write a file of a private folder, as ``open_private`` opens it.
+
+    Raises:
+        UnsafeFolder: the file is not this account's own.
+        OSError: it cannot be written.
+    """
+    with os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT), "w", encoding="utf-8") as file:
+        file.truncate(0)  # not before it is known whose it is
+        file.write(text)
+
+
 def _claim_file(path: Path, descriptor: int) -> None:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rkserve.deployments.responsestore import FILE, ResponseStore, remove_all
+from rkserve.deployments.responsestore import FILE, LOCK, ResponseStore, remove_all
 from rkserve.errors import BodyTooLarge, ResponsesFailed
 from rkserve.wire.dialects.responses_kept import Kept
 
@@ -163,8 +163,30 @@ def test_nobody_else_can_read_the_folder(tmp_path: Path) -> None:
     store.close()
     if os.getuid() == 0:
         os.chown(folder, 12345, 12345)
-        with pytest.raises(ResponsesFailed, match="another user"):
+        with pytest.raises(ResponsesFailed, match="not Ray's user's alone"):
             ResponseStore(folder, 1 << 20, DAY_S)
+
+
+@pytest.mark.parametrize("name", [FILE, LOCK])
+def test_a_link_in_the_place_of_a_file_is_refused_and_followed_by_nothing(
+    name: str, tmp_path: Path
+) -> None:
+    folder, elsewhere = tmp_path / "responses", tmp_path / "elsewhere"
+    folder.mkdir(mode=0o700)
+    elsewhere.write_text("another's")
+    (folder / name).symlink_to(elsewhere)
+    with pytest.raises(ResponsesFailed):
+        ResponseStore(folder, 1 << 20, DAY_S)
+    assert elsewhere.read_text() == "another's"
+
+
+def test_its_files_are_for_this_account_only(tmp_path: Path) -> None:
+    store = ResponseStore(tmp_path / "responses", 1 << 20, DAY_S)
+    store.write(MINE, kept(A))
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "responses").iterdir()}
+    store.close()
+    assert FILE in modes
+    assert set(modes.values()) == {0o600}, modes
 
 
 @pytest.mark.parametrize("spoil", ["damaged", "newer", "no folder"])

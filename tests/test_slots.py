@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rkserve.board.slots import claim_slot
+from rkserve.config import default_state_dir
+from rkserve.disk import UnsafeFolder, write_private
 from rkserve.errors import LoadFailed
+from rkserve.native.fence import Fence
 
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 HOLDER = """
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from rkserve.board.slots import claim_slot
 print(claim_slot(Path(sys.argv[1]), "sim", 2).index, flush=True)
@@ -74,3 +81,105 @@ def test_the_folder_is_made_where_it_is_missing(tmp_path: Path) -> None:
     slot = claim_slot(tmp_path / "not" / "yet", "sim", 1)
     assert os.listdir(tmp_path / "not" / "yet") == ["sim-0.slot"]  # noqa: PTH208 - names only
     slot.release()
+
+
+def test_the_folder_and_its_files_are_for_this_account_only(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir(mode=0o755)
+    claim_slot(tmp_path / "state", "sim", 1).release()
+    assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "state" / "sim-0.slot").stat().st_mode) == 0o600
+
+
+def linked(folder: Path) -> None:
+    (folder.parent / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(folder.parent / "elsewhere")
+
+
+def with_a_link(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    (folder / "sim-0.slot").symlink_to(folder.parent / "precious")
+
+
+def of_a_group(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o770)
+
+
+def given_away(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 12345, 12345)
+
+
+def in_anothers_folder(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    os.chown(folder.parent, 12345, 12345)
+
+
+def in_an_open_folder(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    folder.parent.chmod(0o777)
+
+
+def with_anothers_file(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    (folder / "sim-0.slot").write_text("1")
+    os.chown(folder / "sim-0.slot", 12345, 12345)
+
+
+def with_a_pipe(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    os.mkfifo(folder / "sim-0.slot")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "sentence"),
+    [
+        pytest.param(linked, "is a symbolic link", id="a link to a folder"),
+        pytest.param(with_a_link, "is a symbolic link", id="a link to a file"),
+        pytest.param(of_a_group, "other accounts may write", id="a folder of a group"),
+        pytest.param(in_an_open_folder, "every account may rename", id="in an open folder"),
+        pytest.param(with_a_pipe, "is no regular file", id="a pipe that nothing writes to"),
+        pytest.param(given_away, "belongs to user 12345", id="another's", marks=as_root),
+        pytest.param(in_anothers_folder, "belongs to user 12345", id="in another's", marks=as_root),
+        pytest.param(
+            with_anothers_file, "belongs to user 12345", id="another's file", marks=as_root
+        ),
+    ],
+)
+def test_a_folder_that_others_prepared_is_refused_and_nothing_of_it_changed(
+    prepare: Callable[[Path], None], sentence: str, tmp_path: Path
+) -> None:
+    (tmp_path / "place").mkdir()
+    precious = tmp_path / "place" / "precious"
+    precious.write_text("not to be truncated")
+    state = tmp_path / "place" / "state"
+    prepare(state)
+    with pytest.raises(LoadFailed, match=sentence):
+        claim_slot(state, "sim", 1)
+    with pytest.raises(LoadFailed, match=sentence):
+        Fence(state / "sim-0.slot").take(0.0)
+    assert precious.read_text() == "not to be truncated"
+
+
+def test_the_default_folder_is_outside_of_the_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    assert default_state_dir() == Path("~/.local/state/rkserve")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert default_state_dir() == tmp_path / "rkserve"
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    assert default_state_dir() == Path("~/.local/state/rkserve")
+
+
+def test_a_file_that_is_written_follows_no_link(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("another's")
+    (tmp_path / "link").symlink_to(elsewhere)
+    with pytest.raises(UnsafeFolder, match="symbolic link"):
+        write_private(tmp_path / "link", "mine")
+    assert elsewhere.read_text() == "another's"
+    write_private(tmp_path / "new", "longer")
+    write_private(tmp_path / "new", "mine")
+    assert (tmp_path / "new").read_text() == "mine"
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o600

@@ -22,7 +22,7 @@ from rkserve.board.engine import Engine
 from rkserve.board.stagedweights import StagedWeights
 from rkserve.desired import BaseVersion
 from rkserve.digests import KeptDigest
-from rkserve.disk import sync
+from rkserve.disk import sync, write_private
 from rkserve.errors import RkserveError
 from rkserve.reports import HASHING, UNREADABLE
 
@@ -260,7 +260,7 @@ class Bases:
             if base is None:
                 self._marker.unlink(missing_ok=True)
                 return
-            fresh.write_text(json.dumps(asdict(base)), encoding="utf-8")
+            write_private(fresh, json.dumps(asdict(base)))
             sync(fresh)
             fresh.replace(self._marker)
         except OSError as exc:  # it costs the next process a load, and nothing else

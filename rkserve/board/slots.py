@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from rkserve.disk import open_private, private_folder
 from rkserve.errors import LoadFailed
 
 
@@ -31,15 +32,13 @@ def claim_slot(state_dir: Path, group: str, slots: int) -> Slot:
     """Claim the lowest free of ``slots``.
 
     Raises:
-        LoadFailed: all are held, or the folder cannot be written.
+        LoadFailed: all are held, or the folder is not private or cannot be written.
     """
     holders: list[str] = []
     try:
-        state_dir.mkdir(parents=True, exist_ok=True)
+        private_folder(state_dir)
         for index in range(slots):
-            fd = os.open(
-                state_dir / f"{group}-{index}.slot", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660
-            )
+            fd = open_private(state_dir / f"{group}-{index}.slot", os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

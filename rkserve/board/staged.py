@@ -17,7 +17,7 @@ from rkserve.adapterfolder import ADAPTER_FILE, MANIFEST_FILE, Adapter, Shelf, s
 from rkserve.board.parts import Parts, own_folder
 from rkserve.desired import AdapterVersion
 from rkserve.digests import file_digest
-from rkserve.disk import free_bytes, sync
+from rkserve.disk import free_bytes, sync, write_private
 from rkserve.names import NAME
 
 log = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ class Staged:
         }
         fresh = place / f".{MANIFEST_FILE}.new"
         fresh.unlink(missing_ok=True)
-        fresh.write_text(json.dumps(body), encoding="utf-8")
+        write_private(fresh, json.dumps(body))
         sync(fresh)
         fresh.replace(place / MANIFEST_FILE)
         sync(place)

@@ -17,7 +17,7 @@ from rkserve.board.parts import Parts
 from rkserve.board.staged import Staged
 from rkserve.desired import AdapterVersion, Artifact, BaseVersion
 from rkserve.digests import DIGEST, Stamp, file_digest, stamp
-from rkserve.disk import free_bytes, sync
+from rkserve.disk import free_bytes, sync, write_private
 from rkserve.errors import StageFailed
 
 log = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ class StagedWeights:
     def _note(self, file: Path, found: Stamp) -> None:
         fresh = file.with_suffix(".new")
         fresh.unlink(missing_ok=True)
-        fresh.write_text(json.dumps({"stamp": found}), encoding="utf-8")
+        write_private(fresh, json.dumps({"stamp": found}))
         sync(fresh)
         fresh.replace(file.with_suffix(STAMP))
         sync(file.parent)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rkserve.board.engine import EngineFacts, OnScores, OnToken, RunCommand, RunEnded
+from rkserve.disk import write_private
 from rkserve.errors import EngineDied
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class SleepMark:
         content = json.dumps(asdict(replace(facts, quirks=dict(facts.quirks))))
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            fresh.write_text(content, encoding="utf-8")
+            write_private(fresh, content)
             fresh.replace(self._path)
         except OSError as exc:
             log.warning("%s cannot be written; a restart loads the model: %s", self._path, exc)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rkserve.desired import Artifact
-from rkserve.disk import sync
+from rkserve.disk import sync, write_private
 from rkserve.errors import ArtifactRefused, RequestError
 from rkserve.parameters import Parameter, read_parameters
 
@@ -119,7 +119,7 @@ class FactsFolder:
     def _write(self, digest: str, facts: Facts) -> None:
         place = self.folder / f"{digest}{SUFFIX}"
         fresh = place.with_suffix(".new")
-        fresh.write_text(json.dumps(asdict(facts)), encoding="utf-8")
+        write_private(fresh, json.dumps(asdict(facts)))
         sync(fresh)
         fresh.replace(place)
         sync(self.folder)

@@ -22,6 +22,7 @@ from rkserve.deployments.hardware import HardwareView
 from rkserve.deployments.logs import log_with_serve
 from rkserve.deployments.naming import Node, board_name, find_node
 from rkserve.desired import Adoption, Artifact, Desired, Probe
+from rkserve.disk import write_private
 from rkserve.errors import BoardStartFailed, RkserveError
 from rkserve.groupconfig import BoardGroupConfig
 from rkserve.messages import AdapterRef, ControlAction, Edit, EmbedRequest, Event, GenerateRequest
@@ -55,7 +56,7 @@ class Failures:
         count, _ = self._read()
         fresh = self.path.with_suffix(".new")
         try:
-            fresh.write_text(json.dumps({"count": count + 1, "time": now_s}), encoding="utf-8")
+            write_private(fresh, json.dumps({"count": count + 1, "time": now_s}))
             fresh.replace(self.path)
         except OSError as exc:  # a full disk must not hide why the board failed
             log.warning("%s could not be written: %s", self.path, exc)

@@ -28,6 +28,7 @@ from rkserve.control.codec import (
 )
 from rkserve.control.operations import Operation, OperationKind, OperationState
 from rkserve.desired import Desired
+from rkserve.disk import open_private, private_folder
 from rkserve.errors import LedgerFailed
 
 FILE, LOCK = "ledger.sqlite3", "lock"
@@ -244,9 +245,8 @@ class Ledger:
 def _claim(folder: Path) -> int:
     """Return the descriptor of the folder's lock, which the kernel frees when this process ends."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o700)  # params of operations and uploaded weights are nobody else's business
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        private_folder(folder)  # it has params of operations and uploaded weights
+        lock = open_private(folder / LOCK, os.O_RDWR | os.O_CREAT)
     except OSError as exc:
         raise LedgerFailed(
             f"The folder {folder} (coordinator.data_dir) cannot be used: {exc.strerror or exc}."

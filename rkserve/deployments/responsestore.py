@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rkserve.disk import UnsafeFolder, open_private, private_folder
 from rkserve.errors import BodyTooLarge, ResponsesFailed
 from rkserve.wire.dialects.responses_kept import Kept
 
@@ -157,14 +158,18 @@ class ResponseStore:
     # -- the file -------------------------------------------------------------------------------
 
     def _open(self, folder: Path) -> sqlite3.Connection:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
+        # What people talk about is private. A Router may start before a board looks at state_dir.
+        try:
+            private_folder(folder.parent)
+            private_folder(folder)
+            lock = open_private(folder / LOCK, os.O_RDWR | os.O_CREAT)
+            os.close(open_private(self._file, os.O_RDWR | os.O_CREAT))
+        except UnsafeFolder as exc:
+            log.error("stored responses are off: %s", exc)  # noqa: TRY400 - one sentence is enough
             raise ResponsesFailed(
-                "The folder for stored responses belongs to another user. Set state_dir to a "
-                "folder of Ray's user."
-            )
-        folder.chmod(0o700)  # what people talk about is nobody else's business
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                "The folder for stored responses is not Ray's user's alone; the Router's log has "
+                "the reason. Set state_dir to a folder of Ray's user."
+            ) from exc
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)  # of several Routers one makes it
             # A new thread each time it is opened again; one at a time uses it.

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from rkserve.disk import open_private, private_folder
 from rkserve.errors import LoadFailed
 
 POLL_S = 0.05
@@ -22,9 +23,17 @@ class Fence:
     fd: int = -1
 
     def take(self, timeout_s: float) -> None:
-        """Wait for the lock. Raises ``LoadFailed`` naming the holder after ``timeout_s``."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
+        """Wait for the lock.
+
+        Raises:
+            LoadFailed: it is held after ``timeout_s``, and by which process, or the file or its
+                folder is not this account's own.
+        """
+        try:
+            private_folder(self.path.parent)
+            self.fd = open_private(self.path, os.O_RDWR | os.O_CREAT)
+        except OSError as exc:
+            raise LoadFailed(f"the lock {self.path} of the NPU cannot be used: {exc}") from exc
         deadline = time.monotonic() + timeout_s
         while True:
             try:
