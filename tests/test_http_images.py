@@ -14,6 +14,7 @@ from fake_boards import FakeBoards, Step, answer, report
 from own_time import run_loop
 from PIL import Image
 from router_house import CHAT, House, send
+from router_house import house as blind
 
 from rkserve.config import RouterConfig
 from rkserve.deployments.service import ServedModel
@@ -259,10 +260,76 @@ def test_images_of_earlier_turns_are_seen_again() -> None:
     assert len(opened(house).images) == 1
 
 
+COUNT = "/v1/messages/count_tokens"
+
+
+def asked_twice(count: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A question about so many images, to OpenAI's routes and to Anthropic's."""
+    files = [file_of(colour) for colour in ("red", "blue", "green")[:count]]
+    blocks: list[dict[str, Any]] = [
+        {
+            "type": "image",
+            "source": {
+                "type": "base64",
+                "media_type": "image/png",
+                "data": base64.b64encode(file).decode(),
+            },
+        }
+        for file in files
+    ]
+    words = {"type": "text", "text": "What is this?"}
+    messages = [{"role": "user", "content": [*blocks, words]}]
+    return body(*map(image, files)), {"model": MODEL, "messages": messages}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_images_are_counted_as_a_chat_about_them_has_them(count: int) -> None:
+    chat, message = asked_twice(count)
+    house = seeing()
+    assert send(house, "POST", CHAT, json=chat).status_code == 200
+    expected = opened(house).counted
+    assert expected > count * TOKENS
+    told = send(house, "POST", "/tokenize", json=chat).json()
+    assert (told["count"], len(told["tokens"])) == (expected, expected)
+    strings = send(house, "POST", "/tokenize", json={**chat, "return_token_strs": True}).json()
+    assert strings["token_strs"].count("<|image_pad|>") == count * TOKENS
+    assert strings["token_strs"].count("<|vision_start|>") == count
+    assert send(house, "POST", COUNT, json=message).json() == {"input_tokens": expected}
+    assert len(house.boards.opened) == 1  # counting asks no board
+
+
+def test_a_tag_that_a_user_typed_is_no_image() -> None:
+    house = seeing()
+    told = body(image(file_of("red")))
+    told["messages"][0]["content"][1]["text"] = "<|image_pad|>" * 9
+    counted = send(house, "POST", "/tokenize", json={**told, "return_token_strs": True}).json()
+    assert counted["token_strs"].count("<|image_pad|>") == TOKENS
+    assert counted["count"] == len(counted["tokens"])
+
+
+@pytest.mark.parametrize("path", ["/tokenize", COUNT])
+def test_more_images_than_a_request_may_have_are_not_counted(path: str) -> None:
+    chat, message = asked_twice(3)
+    of = seeing(max_count=2)
+    response = send(of, "POST", path, json=message if path == COUNT else chat)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert "2 images" in error["message"]
+    assert error["param"].startswith("messages[0].content[2]")
+
+
+@pytest.mark.parametrize("path", ["/tokenize", COUNT])
+def test_images_for_a_model_that_sees_none_are_not_counted(path: str) -> None:
+    chat, message = asked_twice(1)
+    asked = {**(message if path == COUNT else chat), "model": "sim-chat"}
+    response = send(blind(), "POST", path, json=asked)
+    assert response.status_code == 400
+    assert "takes no images" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "named"),
     [
-        pytest.param("/tokenize", {"model": MODEL}, id="counting tokens"),
         pytest.param(f"/v1/cache/{MODEL}", {"cache_name": "x"}, id="building a prompt cache"),
     ],
 )

@@ -6,9 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 from fake_boards import FakeBoards
-from router_house import CHAT, House, chat, house, send
+from own_time import run_loop
+from reference_house import ReferenceHouse
+from router_house import CHAT, House, chat, house, model, send
 from wire_folders import make_folder
 
 from rkserve.config import RouterConfig
@@ -157,3 +160,61 @@ def test_only_clients_with_a_key_may_ask_where_there_are_keys(tmp_path: Path) ->
     of = replace(of, config=RouterConfig(api_keys_file=keys))
     assert post("/tokenize", of, prompt="x").status_code == 401
     assert post("/detokenize", of, tokens=[1]).status_code == 401
+
+
+# --- the tokenizer itself ---
+
+
+@pytest.mark.parametrize("path", ["/tokenizer_info", "/v1/tokenizer_info"])
+def test_the_tokenizer_is_described_as_remote_tokenizers_read_it(path: str) -> None:
+    """As lm-evaluation-harness does: it names no model, and makes prompts by the template."""
+    of = house()
+    info = send(of, "GET", path).json()
+    assert info == send(of, "GET", f"{path}?model=sim-chat").json()
+    assert (info["eos_token"], info["pad_token"], info["bos_token"]) == (
+        "<|im_end|>",
+        "<|pad|>",
+        None,
+    )
+    assert (info["model_max_length"], info["tokenizer_class"]) == (4096, "PreTrainedTokenizerFast")
+    (eos,) = post("/tokenize", of, prompt=info["eos_token"], add_special_tokens=False).json()[
+        "tokens"
+    ]
+    assert eos in model().folder.settings.eos_token_ids
+    template = jinja2.Environment(autoescape=False).from_string(info["chat_template"])
+    messages = chat()["messages"]
+    prompt = template.render(messages=messages, add_generation_prompt=True)
+    ours = post("/tokenize", of, messages=messages).json()["tokens"]
+    assert post("/tokenize", of, prompt=prompt, add_special_tokens=False).json()["tokens"] == ours
+
+
+def test_a_template_of_rkserve_s_own_is_described_too(tmp_path: Path) -> None:
+    of = folder_house(tmp_path, settings="context_length: 64\nchat_template: plain\n")
+    assert send(of, "GET", "/tokenizer_info").json()["chat_template"]
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "param"),
+    [
+        pytest.param("model=nobody", 404, "model", id="an unknown model"),
+        pytest.param("modell=sim-chat", 400, "modell", id="a mistyped key"),
+    ],
+)
+def test_a_tokenizer_that_there_is_not_is_told(query: str, status: int, param: str) -> None:
+    response = send(house(), "GET", f"/tokenizer_info?{query}")
+    assert (response.status_code, response.json()["error"]["param"]) == (status, param)
+
+
+def test_text_mode_has_no_tokenizer_to_describe(tmp_path: Path) -> None:
+    response = send(folder_house(tmp_path, tokenizer=False), "GET", "/tokenizer_info")
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "unsupported_parameter"
+
+
+def test_a_model_for_vectors_beside_it_needs_no_naming(tmp_path: Path) -> None:
+    """What names no model means the one that generates text."""
+    of = ReferenceHouse(tmp_path)
+    info = run_loop(of("GET", "/tokenizer_info")).json()
+    assert info["chat_template"]
+    told = run_loop(of("POST", "/tokenize", json={"prompt": "Hello"}))
+    assert (told.status_code, told.json()["max_model_len"]) == (200, info["model_max_length"])

@@ -41,6 +41,7 @@ async def count_prompt(service: Service, body: bytes, parse: Callable[[bytes], C
     call = await read_call(body, parse)
     meant = await service.meant(call.model)
     served = service.served(meant.model)
+    service.check_images(call.messages, meant.model)
     if served.renderer.tokenizer is None:
         raise UnsupportedParameter(
             "Unsupported model: it is served without a tokenizer, so only its boards can count.",

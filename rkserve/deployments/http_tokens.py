@@ -23,6 +23,13 @@ def add_tokens(app: FastAPI, service: Service) -> None:
         body = await read_body(request, config.max_body_bytes, config.body_timeout_s)
         return JSONResponse(await tokenizing.tokenize(body))
 
+    @app.get("/tokenizer_info")
+    @app.get("/v1/tokenizer_info")
+    async def tokenizer_info(request: Request) -> JSONResponse:
+        """Describe the tokenizer of a model."""
+        check_client(request, service.keys)
+        return JSONResponse(await tokenizing.info(request.query_params.multi_items()))
+
     @app.post("/detokenize")
     @app.post("/v1/detokenize")
     async def detokenize(request: Request) -> JSONResponse:

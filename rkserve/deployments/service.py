@@ -52,9 +52,11 @@ from rkserve.modelfolder import ModelFolder
 from rkserve.reports import AtRouter, BoardReport, GenerationInfo
 from rkserve.routing.admission import Claim
 from rkserve.runvalues import Guide, Picture, Sampling
+from rkserve.wire.conversation import Message
 from rkserve.wire.dialect import Answer, AnyCall, Dialect
 from rkserve.wire.failures import error_object
 from rkserve.wire.headers import answer_headers, tool_headers
+from rkserve.wire.images import images_of
 from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.logprobs import Lexicon
 from rkserve.wire.models import (
@@ -552,6 +554,15 @@ class Service:
             return ()
         vision = self._models[meant.model].folder.settings.vision
         return await self._sight.pictures(call.images, vision)
+
+    def check_images(self, messages: Sequence[Message], model: str) -> None:
+        """Hold the images of a conversation to what a model may be shown, without decoding them.
+
+        Raises:
+            RequestError: the model sees none, or there are too many.
+        """
+        if images := images_of(messages):
+            self._sight.check(images, self._models[model].folder.settings.vision)
 
     def _plan(
         self,

@@ -44,6 +44,16 @@ class Sight:
         """
         if not images:
             return ()
+        vision = self.check(images, vision)
+        # One after the other: a request with eight of them takes no more memory than one with one.
+        return tuple([await self._picture(image, vision) for image in images])
+
+    def check(self, images: tuple[ImagePart, ...], vision: VisionSettings | None) -> VisionSettings:
+        """Hold the images of a call to what their model may be shown.
+
+        Raises:
+            RequestError: it sees none, or there are too many.
+        """
         if vision is None:
             raise UnsupportedParameter(
                 "Unsupported content part: this model takes no images.", images[0].path
@@ -55,8 +65,7 @@ class Sight:
                 f"earlier turns included; this one has {len(images)}.",
                 images[most].path,
             )
-        # One after the other: a request with eight of them takes no more memory than one with one.
-        return tuple([await self._picture(image, vision) for image in images])
+        return vision
 
     async def _picture(self, image: ImagePart, vision: VisionSettings) -> Picture:
         data = await self._file(image)

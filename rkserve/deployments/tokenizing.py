@@ -6,7 +6,7 @@ It knows the models' tokenizers through a ``Service``, and no HTTP.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -18,8 +18,10 @@ from rkserve.wire.tokens import (
     TokenizeCall,
     detokenized,
     parse_detokenize,
+    parse_info,
     parse_tokenize,
     tokenized,
+    tokenizer_info,
 )
 
 T = TypeVar("T")
@@ -34,27 +36,40 @@ class Tokenizing:
     async def tokenize(self, body: bytes) -> JsonObject:
         """Answer POST /tokenize. Raises ``RequestError``, ``ModelNotFound``."""
         call = await off_loop(body, partial(parse_tokenize, body))
-        served = await self._served(call.model)
-        return await off_loop(body, partial(_tokenize, served, call))
+        model = await self._model(call.model)
+        self._service.check_images(call.messages, model)
+        return await off_loop(body, partial(_tokenize, self._service.served(model), call))
 
     async def detokenize(self, body: bytes) -> JsonObject:
         """Answer POST /detokenize. Raises ``RequestError``, ``ModelNotFound``."""
         call = await off_loop(body, partial(parse_detokenize, body))
-        served = await self._served(call.model)
+        served = self._service.served(await self._model(call.model))
         text = partial(served.renderer.whole_text, call.ids, "tokens")
         return detokenized(await off_loop(body, text))
 
-    async def _served(self, asked: str | None) -> ServedModel:
-        """Return the model whose tokenizer is meant: an adapter's base, or the only one."""
+    async def info(self, query: Sequence[tuple[str, str]]) -> JsonObject:
+        """Answer GET /tokenizer_info. Raises ``RequestError``, ``ModelNotFound``."""
+        served = self._service.served(await self._model(parse_info(query)))
+        settings, facts = served.folder.settings, served.renderer.facts()
+        if facts["eos_token"] is None and settings.eos_token_ids:
+            facts["eos_token"] = served.renderer.strings(settings.eos_token_ids[:1])[0]
+        return tokenizer_info(served.folder.tokenizer_config, facts, settings.context_length)
+
+    async def _model(self, asked: str | None) -> str:
+        """Return the model whose tokenizer is meant: an adapter's base, or the only one.
+
+        Programs that name none mean the one that generates, not one beside it for vectors.
+        """
         service = self._service
         if asked is not None:
-            return service.served((await service.meant(asked)).model)
+            return (await service.meant(asked)).model
         names = list(service.fleet.models)
-        if len(names) == 1:
-            return service.served(names[0])
+        writing = [one for one in names if service.served(one).folder.settings.embedding is None]
+        if len(names) == 1 or len(writing) == 1:
+            return (writing or names)[0]
         raise RequestError(
-            "Missing required parameter: 'model'. Only where a single model is served may it be "
-            "left out.",
+            "Missing required parameter: 'model'. It may be left out only where a single model is "
+            "served that generates text.",
             "model",
         )
 
@@ -65,15 +80,21 @@ async def off_loop(body: bytes, work: Callable[[], T]) -> T:
 
 
 def _tokenize(served: ServedModel, call: TokenizeCall) -> JsonObject:
-    renderer = served.renderer
+    renderer, count = served.renderer, None
     if call.text is not None:
         ids = renderer.counted(call.text, special=call.special)
     else:
         # In text mode that is a text, and asking for its ids says so.
         if call.tools.given:
             renderer.form()  # a model that cannot be offered any is refused as by a chat
-        header = Header(answer=call.answer, tools=call.tools.given)
+        header = Header(answer=call.answer, tools=call.tools.given, images=True)
         prompt = renderer.chat(call.messages, header=header)
-        ids = prompt.ids if prompt.text is None else renderer.counted(prompt.text, special=False)
+        if prompt.images:
+            ids, count = renderer.image_ids(prompt), prompt.counted
+        elif prompt.text is not None:
+            ids = renderer.counted(prompt.text, special=False)
+        else:
+            ids = prompt.ids
     strings = renderer.strings(ids) if call.strings else None
-    return tokenized(ids, served.folder.settings.context_length, strings)
+    length = served.folder.settings.context_length
+    return tokenized(ids, length, strings, len(ids) if count is None else count)

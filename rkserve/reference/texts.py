@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rkserve.reference import failures
 from rkserve.reference.asking import FUNCTION, IDS, MODEL, STANDING
-from rkserve.reference.endpoints import Access, Endpoint, Example, in_json, told
+from rkserve.reference.endpoints import Access, Endpoint, Example, in_json, in_query, told
 from rkserve.reference.openai import ANSWERED, ASKED, HELLO, SIM
 from rkserve.reference.shapes import (
     ANYTHING,
@@ -113,7 +113,7 @@ SCHEMAS: dict[str, Schema] = {
             "tools": array(obj({"type": words("function"), "function": FUNCTION})),
             "chat_template_kwargs": ANYTHING,
         },
-        about="Either `prompt` or `messages`. `model` may be left out where there is one only.",
+        about="Either `prompt` or `messages`. `model` may be left out where only one generates.",
     ),
     "Tokens": obj(
         {
@@ -121,6 +121,17 @@ SCHEMAS: dict[str, Schema] = {
             "max_model_len": COUNT,
             "tokens": array(INTEGER),
             "token_strs": maybe(array(TEXT)),
+        }
+    ),
+    "TokenizerInfo": obj(
+        {
+            "tokenizer_class": TEXT,
+            "model_max_length": COUNT,
+            "add_bos_token": FLAG,
+            "add_eos_token": FLAG,
+            "chat_template": maybe(TEXT),
+            "vocab_size": COUNT,
+            **dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), maybe(TEXT)),
         }
     ),
     "DetokenizeRequest": body({"tokens": array(INTEGER)}, {"model": MODEL}),
@@ -186,6 +197,20 @@ def _detokenize(path: str) -> Endpoint:
     )
 
 
+def _tokenizer_info(path: str) -> Endpoint:
+    return Endpoint(
+        "GET",
+        path,
+        _TOKENS,
+        "Describe the tokenizer of a model.",
+        Access.CLIENT,
+        (told(ref("TokenizerInfo"), says="Keys of its tokenizer_config.json, as in force."),),
+        (400, *failures.CLIENT, 404, 503),
+        (in_query("model", TEXT, "Needed where several models generate text."),),
+        example=Example(query={"model": SIM}),
+    )
+
+
 ENDPOINTS = (
     Endpoint(
         "POST",
@@ -203,4 +228,5 @@ ENDPOINTS = (
     *(_score(path) for path in ("/v1/score", "/score")),
     *(_tokenize(path) for path in ("/tokenize", "/v1/tokenize")),
     *(_detokenize(path) for path in ("/detokenize", "/v1/detokenize")),
+    *(_tokenizer_info(path) for path in ("/tokenizer_info", "/v1/tokenizer_info")),
 )

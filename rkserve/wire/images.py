@@ -187,6 +187,18 @@ class Eyes:
             )
         return text, tuple(order)
 
+    @property
+    def tag(self) -> str:
+        """What the model expects in the place of each token of an image."""
+        return "" if self._vision is None else self._vision.tags[2]
+
+    def spelled(self, text: str) -> str:
+        """Return such a prompt with the tags of each image, as if it had one token."""
+        if self._vision is None:
+            return text
+        begin, end, tag = self._vision.tags
+        return text.replace(PLACE, f"{begin}{tag}{end}")
+
     def words(self, text: str) -> str:
         """Return such a prompt as it is tokenized, without the tokens of the images themselves."""
         return text if self._vision is None else text.replace(PLACE, "".join(self._vision.tags[:2]))

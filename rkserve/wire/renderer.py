@@ -164,6 +164,36 @@ class Renderer:
             counted += len(self.tokenizer.encode(words, add_special_tokens=False))
         return replace(_as_text(text, "messages"), images=order, counted=counted)
 
+    def image_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the ids of a prompt with images, as far as there are ids for them.
+
+        The id of the tag that stands for a token of an image is repeated for each of its tokens;
+        where that tag is no single token, images have none.
+
+        Raises:
+            UnsupportedParameter: in text mode.
+        """
+        tokenizer, text = self._needed("messages"), prompt.text or ""
+        tag = tokenizer.encode(self._eyes.tag, add_special_tokens=False)
+        if len(tag) != 1:
+            return tokenizer.encode(self._eyes.words(text), add_special_tokens=False)
+        ids = tokenizer.encode(self._eyes.spelled(text), add_special_tokens=False)
+        times = {tag[0]: self._eyes.tokens}
+        return tuple(one for one in ids for _ in range(times.get(one, 1)))
+
+    def facts(self) -> JsonObject:
+        """Return what tokenizer_config.json says, as it is in force; None for what is not there.
+
+        Raises:
+            UnsupportedParameter: in text mode.
+        """
+        tokenizer = self._needed("model")
+        return {
+            "chat_template": self._template.source or None,
+            "vocab_size": tokenizer.vocab_size,
+            **{name: text or None for name, text in self._template.tokens.items()},
+        }
+
     def form(self) -> type[Calls]:
         """Return the form in which the model calls tools.
 

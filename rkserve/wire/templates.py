@@ -50,7 +50,7 @@ class ChatTemplate:
             source, self.markers = named_template(name)
             tool_source = None
         self._model = folder.id
-        self._tokens = _special_tokens(folder)
+        self.tokens = _special_tokens(folder)
         self.source = source or ""
         self.tool_source = tool_source or self.source
         self._template = None if source is None else _compile(source, folder, now)
@@ -92,7 +92,7 @@ class ChatTemplate:
                     "tools": list(tools) or None,
                     "documents": None,
                     "add_generation_prompt": answer,
-                    **self._tokens,
+                    **self.tokens,
                 },
             )
         except RequestError:

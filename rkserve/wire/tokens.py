@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rkserve.errors import RequestError, UnsupportedParameter
@@ -95,10 +96,38 @@ def parse_detokenize(body: bytes) -> DetokenizeCall:
     return DetokenizeCall(model, fields.integers("tokens") or ())
 
 
-def tokenized(ids: tuple[int, ...], max_model_len: int, strings: list[str] | None) -> JsonObject:
-    """Return the answer of POST /tokenize."""
+def parse_info(query: Sequence[tuple[str, str]]) -> str | None:
+    """Read the query of GET /tokenizer_info: the name of a model, if it has one.
+
+    Raises:
+        RequestError: with the ``param`` at fault.
+    """
+    fields = Fields(dict(query))
+    fields.only(("model",))
+    return read_maybe_model(fields)
+
+
+def tokenizer_info(given: JsonObject, in_force: JsonObject, context_length: int) -> JsonObject:
+    """Return the answer of GET /tokenizer_info: keys of tokenizer_config.json.
+
+    What the file says beside what is ``in_force`` is told as far as programs read it: a file may
+    name folders of the machine that it was made on.
+    """
     return {
-        "count": len(ids),
+        "tokenizer_class": given.get("tokenizer_class") or "PreTrainedTokenizerFast",
+        "model_max_length": context_length,
+        "add_bos_token": bool(given.get("add_bos_token", False)),
+        "add_eos_token": bool(given.get("add_eos_token", False)),
+        **in_force,
+    }
+
+
+def tokenized(
+    ids: tuple[int, ...], max_model_len: int, strings: list[str] | None, count: int
+) -> JsonObject:
+    """Return the answer of POST /tokenize. ``count`` has those of images, too."""
+    return {
+        "count": count,
         "max_model_len": max_model_len,
         "tokens": list(ids),
         "token_strs": strings,
