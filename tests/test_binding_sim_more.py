@@ -230,6 +230,38 @@ runtime.destroy()
 
 
 @EVERY_RELEASE
+@pytest.mark.parametrize("limited", [True, False])
+def test_a_paused_handle_with_a_full_kv_cache_is_drained(
+    release: str, limited: bool, tmp_path: Path
+) -> None:
+    """There is no room for the token that ends the run, before one position is given up."""
+    script = f"""
+runtime = open_runtime(library, {{"drain_by_limit": {limited}}})
+load(max_context_len=64)
+def pausing_when_full(prompt):
+    at = [0]
+    def sink(step):
+        keep(step)
+        at[0] += 1
+        return Verdict.PAUSE if len(prompt.ids) + at[0] - 1 == 64 else Verdict.CONTINUE
+    return sink
+prompt = chat("Write 200 tokens")
+outcome = runtime.run(run_of(prompt), pausing_when_full(prompt))
+full = runtime.kv_cache_sizes()
+runtime.drain()
+state, after = runtime.state.value, runtime.kv_cache_sizes()
+pieces.clear()
+runtime.run(run_of(chat("Count to 3")), keep)
+tell(end=outcome.end.value, full=full, state=state, after=after, answer=text())
+runtime.destroy()
+"""
+    facts = told(child(release, script, tmp_path=tmp_path))
+    assert (facts["end"], facts["full"]) == ("paused", [64])
+    assert (facts["state"], facts["after"]) == ("idle", [0])
+    assert facts["answer"] == "1, 2, 3."
+
+
+@EVERY_RELEASE
 def test_a_resumption_that_is_refused_ends_the_pause(release: str, tmp_path: Path) -> None:
     script = """
 load(max_context_len=128)

@@ -24,6 +24,7 @@ from own_time import run_loop
 
 from rkserve.board.hooks import Action, Continue, Decoded, Hook, Pause, Replace
 from rkserve.errors import (
+    CallFailed,
     EngineHung,
     GenerationNotFound,
     HookFailed,
@@ -601,6 +602,22 @@ async def test_a_drain_that_hangs_costs_the_engine_and_not_the_pause(bench: Benc
     bench.scripts = [TALK]
     await control(bench, RESUME)
     assert await client.end() == (WHOLE, FinishReason.STOP)
+
+
+@board_test(lambda: Bench(TALK, TALK, settings=replace(SETTINGS, pause_hold_s=0.02)))
+async def test_a_drain_that_is_refused_costs_the_engine_and_no_request(bench: Bench) -> None:
+    client = Listener(bench.board, asked(1, native_pause=True))
+    await until(lambda: len(client.ids) >= 2)
+    await control(bench, PAUSE)
+    bench.engine.call_errors["drain"] = CallFailed("rkllm_run (to end a paused run)", -1)
+    other = Listener(bench.board, asked(2))
+    assert await other.end() == (WHOLE, FinishReason.STOP)
+    report = bench.board.report()
+    assert (len(bench.engines), report.engine_renewals, report.failed) == (2, 1, 0)
+    bench.scripts = [TALK]
+    await control(bench, RESUME)
+    assert await client.end() == (WHOLE, FinishReason.STOP)
+    assert bench.state is BoardState.READY
 
 
 @board_test(lambda: Bench(TALK, TALK))

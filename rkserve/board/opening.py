@@ -14,7 +14,7 @@ from rkserve.board.kv import Ids, common_prefix
 from rkserve.board.live import LiveEngine
 from rkserve.board.run import Beginning
 from rkserve.board.stage import Stage
-from rkserve.errors import EngineHung, Misuse, NativeError
+from rkserve.errors import Misuse, NativeError
 from rkserve.messages import Kv
 from rkserve.native.stepparams import StepParams
 from rkserve.runvalues import NEVER_ENDS, Guided, Stepwise
@@ -79,7 +79,12 @@ class Opening:
         )
 
     async def drain(self) -> None:
-        """End a run that is paused inside the runtime. Raises ``EngineHung``, ``EngineDied``."""
+        """End a run that is paused inside the runtime, by a fresh engine where it refuses that.
+
+        Raises:
+            EngineHung, EngineDied: the engine failed meanwhile.
+            RkserveError: the fresh engine did not load.
+        """
         live = self._stage.live
         if live.paused is None:
             return
@@ -88,8 +93,7 @@ class Opening:
         except Misuse:  # it is not paused, whatever was thought
             live.paused = None
         except NativeError as exc:
-            reason = f"a paused run cannot be ended: {exc}"
-            raise EngineHung(self._stage.board_id, reason) from None
+            await self._stage.renew(f"a paused run cannot be ended: {exc}")
 
     async def _afresh(self, live: LiveEngine, job: Job) -> tuple[LiveEngine, Beginning]:
         """Extend the live context, or begin from a prompt cache, or from nothing."""

@@ -190,15 +190,7 @@ class Binding:
     def clear_kv_range(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Cut ranges out of a paused handle's KV cache; see ``Runtime``."""
         with self._owned(HandleEvent.CLEAR_KV_RANGE):
-            paused, ffi = self._runs.paused, self._handle.ffi
-            assert paused is not None  # the table lets nobody else in
-            if paused.params.keep_history and not self._quirks["clear_range_with_history"]:
-                raise Misuse("ranges can be cleared of a run without keep_history only")
-            checks.check_ranges(ranges, self._handle.kv_sizes(self._callback.n_batch))
-            if all(start == end for start, end in ranges):
-                return
-            starts, ends = (ffi.new("int[]", [span[side] for span in ranges]) for side in (0, 1))
-            self._handle.call("rkllm_clear_kv_cache", 0, starts, ends)
+            self._runs.cut(ranges)
 
     def kv_cache_sizes(self) -> tuple[int, ...]:
         """Positions that the KV cache holds, for each entry. Raises ``CallFailed``."""

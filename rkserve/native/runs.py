@@ -7,7 +7,7 @@ paused run) and what has to stay alive for it. It holds no lock: its user is the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, TypeVar
 
@@ -33,6 +33,8 @@ from rkserve.native.runtime import (
 from rkserve.native.states import HandleState
 
 _T = TypeVar("_T")
+
+_CUTTABLE = 2  # positions: to cut all of them is as suspect as a full clear of a paused handle
 
 # How long the library may take from its last callback of an asynchronous run to its end, and how
 # long it has to say that nothing is running before a run without a callback is given up.
@@ -69,7 +71,44 @@ class Runs:
         return RunOutcome(end, run.perf, code)
 
     def drain(self, started: HandleState) -> None:
-        """Resume the paused run for one token that nobody hears of, and end it."""
+        """Resume the paused run for one token that nobody hears of, and end it.
+
+        Where that is refused, as it is with a full KV cache, room is made for the token first.
+
+        Raises:
+            CallFailed: the run is paused still, if the library refused it twice, or has failed.
+        """
+        code, end = self._drained(started)
+        if self._refused(end) and self._made_room():
+            code, end = self._drained(started)
+        if end is not RunEnd.FINISHED:
+            raise CallFailed("rkllm_run (to end a paused run)", code)
+
+    def cut(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Clear a range of each entry of a paused run. Raises ``Misuse``, ``CallFailed``."""
+        paused, ffi = self.paused, self._handle.ffi
+        assert paused is not None  # the state table lets nobody else in
+        if not self._may_cut(paused):
+            raise Misuse("ranges can be cleared of a run without keep_history only")
+        checks.check_ranges(ranges, self._handle.kv_sizes(self._callback.n_batch))
+        if all(start == end for start, end in ranges):
+            return
+        starts, ends = (ffi.new("int[]", [span[side] for span in ranges]) for side in (0, 1))
+        self._handle.call("rkllm_clear_kv_cache", 0, starts, ends)
+
+    def _may_cut(self, paused: Run) -> bool:
+        return not paused.params.keep_history or self._quirks["clear_range_with_history"]
+
+    def _made_room(self) -> bool:
+        """Give up the last position of each entry of the paused run; False where that cannot be."""
+        sizes = self._handle.kv_sizes(self._callback.n_batch)
+        if self.paused is None or not self._may_cut(self.paused) or max(sizes) < _CUTTABLE:
+            return False
+        self.cut([(size - 1, size) if size >= _CUTTABLE else (size, size) for size in sizes])
+        return True
+
+    def _drained(self, started: HandleState) -> tuple[int, RunEnd]:
+        """Make the run that ends the paused one, and return how it ended."""
         paused = self.paused
         assert paused is not None  # the state table lets nobody else in
         limited = self._quirks["drain_by_limit"] and self._handle.dialect.per_run_sampling
@@ -94,8 +133,7 @@ class Runs:
         code, end = self._make(run, started, drained=True)
         if run.failure is not None:
             raise run.failure
-        if end is not RunEnd.FINISHED:
-            raise CallFailed("rkllm_run (to end a paused run)", code)
+        return code, end
 
     def evaluate(
         self,
