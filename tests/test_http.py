@@ -15,7 +15,7 @@ from router_house import CHAT, House, chat, events, scripted
 from starlette.types import Message, Scope
 
 from rkserve.config import RouterConfig
-from rkserve.deployments.service import INLINE_BODY_BYTES
+from rkserve.deployments.bodies import INLINE_BODY_BYTES
 from rkserve.errors import BoardFailed, EngineDied, QueueFull, SamplingFixed
 from rkserve.messages import Delta
 from rkserve.reports import BoardState
@@ -347,7 +347,7 @@ class Exchange:
             "query_string": b"",
             "root_path": "",
             "scheme": "http",
-            "headers": [(b"content-type", b"application/json")],
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 2),
         }

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +15,11 @@ import pytest
 from fake_boards import FakeBoards
 from own_time import run_loop
 from reference_house import ReferenceHouse
-from router_house import CHAT, House, chat, house, model, send
+from router_house import CHAT, FOLDER, House, chat, house, model, send
 from wire_folders import make_folder
 
 from rkserve.config import RouterConfig
+from rkserve.deployments.bodies import off_loop
 from rkserve.deployments.service import ServedModel
 
 TEXT = "A cat sat on a mat. äöü 日本語 🙂"
@@ -95,6 +100,116 @@ def test_the_only_model_need_not_be_named_and_an_empty_text_has_no_tokens() -> N
 def test_a_long_text_is_counted_beyond_the_context() -> None:
     answer = post("/tokenize", prompt="word " * 20000).json()
     assert answer["count"] >= 20000 > answer["max_model_len"]
+
+
+def test_what_is_far_longer_than_the_context_is_refused() -> None:
+    refused = post("/tokenize", prompt="word " * 30_000)
+    assert refused.status_code == 400
+    assert "131072" in refused.json()["error"]["message"]
+    assert post("/detokenize", tokens=[5] * 131_073).status_code == 400
+
+
+def test_a_key_s_limits_hold_for_counting_too(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("secret requests_per_minute=1\n", encoding="utf-8")
+    of = House(FakeBoards.answering("a"), RouterConfig(api_keys_file=tmp_path / "keys"))
+    asks = {"json": {"prompt": "x"}, "headers": {"authorization": "Bearer secret"}}
+    statuses = [send(of, "POST", "/tokenize", **asks).status_code for _ in range(2)]
+    assert statuses == [200, 429]
+
+
+def many(item: Any) -> list[Any]:
+    return [item] * 4097
+
+
+USER = {"role": "user", "content": "x"}
+PART = {"type": "text", "text": "x"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        pytest.param(CHAT, {"messages": many(USER)}, "messages", id="chat"),
+        pytest.param(
+            CHAT,
+            {"messages": [{"role": "user", "content": many(PART)}]},
+            "messages[0].content",
+            id="parts",
+        ),
+        pytest.param("/tokenize", {"messages": many(USER)}, "messages", id="counting"),
+        pytest.param(
+            "/v1/messages", {"messages": many(USER), "max_tokens": 1}, "messages", id="Anthropic"
+        ),
+        pytest.param("/api/chat", {"messages": many(USER)}, "messages", id="Ollama"),
+        pytest.param("/v1/responses", {"input": many(USER)}, "input", id="responses"),
+    ],
+)
+def test_the_number_of_messages_is_bounded(path: str, body: dict[str, Any], param: str) -> None:
+    refused = send(house(), "POST", path, json={"model": "sim-chat", **body})
+    assert refused.status_code == 400
+    error = refused.json()
+    assert param in str(error)
+    assert "4096" in str(error)
+
+
+def test_few_long_bodies_are_worked_on_at_once_and_the_loop_is_free() -> None:
+    gate, running, most = threading.Event(), 0, 0
+    lock, both = threading.Lock(), threading.Event()
+
+    def work() -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+            if running == 2:
+                both.set()
+        assert gate.wait(30)
+        with lock:
+            running -= 1
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        tasks = [loop.create_task(off_loop(10**6, work)) for _ in range(6)]
+        assert await asyncio.to_thread(both.wait, 30)
+        # Counting has a thread of its own, and is not behind them.
+        assert await asyncio.wait_for(off_loop(10**6, lambda: 5, counts=True), 30) == 5
+        left = tasks.pop()
+        left.cancel()
+        gate.set()
+        await asyncio.gather(*tasks)
+        assert most == 2
+
+    asyncio.run(main())
+
+
+MEMORY = """
+import asyncio, sys
+from pathlib import Path
+from rkserve.deployments.bodies import off_loop
+from rkserve.wire.tokenizer import Tokenizer
+
+def rss_mb():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 1e6
+
+async def main():
+    tokenizer = Tokenizer(Path(sys.argv[1]))
+    text = "The quick brown fox jumps over it. " * 15_000
+    tokenizer.encode(text[:1000], add_special_tokens=False)
+    before = rss_mb()
+    work = lambda: len(tokenizer.encode(text, add_special_tokens=False))
+    await asyncio.gather(*(off_loop(len(text), work) for _ in range(4)))
+    print(rss_mb() - before)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and asks glibc")
+def test_the_memory_of_long_texts_is_given_back() -> None:
+    # Without that the process keeps more than 100 MB.
+    command = [sys.executable, "-c", MEMORY, str(FOLDER / "tokenizer.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 50
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from rkserve.wire.named_templates import NAMED
 from rkserve.wire.renderer import Header, Renderer
 from rkserve.wire.shield import Shield, pieces
 from rkserve.wire.templates import ChatTemplate
-from rkserve.wire.tokenizer import Tokenizer
+from rkserve.wire.tokenizer import SLICE_CHARS, Tokenizer
 
 TALK: list[dict[str, Any]] = [
     {"role": "system", "content": "Be kind."},
@@ -337,12 +337,71 @@ def test_the_last_token_of_the_vocabulary_is_one(renderer: Renderer) -> None:
 
 
 def test_a_hopelessly_long_text_is_refused_before_it_is_tokenized(renderer: Renderer) -> None:
+    assert renderer.tokenizer is not None
+    too_long = "x" * (64 * renderer.tokenizer.longest)
     with pytest.raises(ContextOverflow, match="at least 64 tokens") as caught:
-        renderer.text("x" * (64 * CHARS_PER_TOKEN), context_len=64)
+        renderer.text(too_long, context_len=64)
     assert caught.value.param == "prompt"
     with pytest.raises(ContextOverflow) as caught:
         renderer.chat([user("x" * (64 * CHARS_PER_TOKEN))], context_len=64)
     assert caught.value.param == "messages"
+
+
+def test_no_token_has_more_characters_than_the_tokenizer_says(renderer: Renderer) -> None:
+    tokenizer = renderer.tokenizer
+    assert tokenizer is not None
+    texts = [tokenizer.whole_text([i]) for i in range(tokenizer.vocab_size)]
+    assert max(map(len, texts)) <= tokenizer.longest < CHARS_PER_TOKEN
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "word ",
+        "a",
+        " ",
+        "\n",
+        "the quick brown fox",
+        "äöü日本",
+        "🙂",
+        "e\u0301",
+        "=-",
+        "12",
+        "<|im_end|>",
+    ],
+)
+def test_a_measured_text_has_as_many_tokens_at_least(renderer: Renderer, piece: str) -> None:
+    tokenizer = renderer.tokenizer
+    assert tokenizer is not None
+    text = piece * (5 * SLICE_CHARS // len(piece))
+    whole = tokenizer.encode(text, add_special_tokens=False)
+    same, found = tokenizer.beginning(text, len(whole) + 1)
+    assert same == text
+    assert 0.9 * len(whole) <= found <= len(whole)
+    cut, found = tokenizer.beginning(text, len(whole) // 3)
+    assert len(cut) < len(text)
+    assert (
+        tokenizer.encode(cut, add_special_tokens=False)[: len(whole) // 3 - 16]
+        == whole[: len(whole) // 3 - 16]
+    )
+
+
+def test_a_long_text_is_refused_before_all_of_it_is_tokenized(renderer: Renderer) -> None:
+    text = "a b " * 25_000  # not long enough to be refused by its characters
+    for refused in (
+        lambda: renderer.text(text, context_len=4096),
+        lambda: renderer.chat([user(text)], 4096),
+        lambda: renderer.words(text, 4096),
+    ):
+        with pytest.raises(ContextOverflow) as caught:
+            refused()
+        assert caught.value.at_least
+        assert 4096 <= caught.value.prompt_tokens < 10_000  # of 50,000
+
+
+def test_messages_that_cannot_all_have_a_token_are_refused(renderer: Renderer) -> None:
+    with pytest.raises(ContextOverflow, match="at least 64"):
+        renderer.chat([user("")] * 64, 64)
 
 
 def test_one_tokenizer_serves_many_threads(renderer: Renderer) -> None:

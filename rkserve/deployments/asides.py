@@ -9,8 +9,9 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rkserve.deployments.bodies import off_loop
 from rkserve.deployments.claims import Caller
-from rkserve.deployments.service import INLINE_BODY_BYTES, ServedModel, Service, read_call
+from rkserve.deployments.service import ServedModel, Service, read_call
 from rkserve.errors import RateLimited, UnsupportedParameter
 from rkserve.wire.dialects.ollama_models import FolderFacts
 from rkserve.wire.openai import ChatCall
@@ -51,9 +52,7 @@ async def count_prompt(service: Service, body: bytes, parse: Callable[[bytes], C
     def prompt() -> Prompt:
         return served.renderer.chat(call.messages, header=header(call, served.renderer))
 
-    if len(body) <= INLINE_BODY_BYTES:
-        return prompt().tokens
-    return (await asyncio.to_thread(prompt)).tokens
+    return (await off_loop(len(body), prompt, counts=True)).tokens
 
 
 async def make_ready(service: Service, asked: str) -> None:

@@ -5,13 +5,13 @@ It knows the boards through a ``Fleet``; a board that fails hides nobody else's 
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from typing import Any
 
+from rkserve.deployments.bodies import off_loop
 from rkserve.deployments.generations import MULTI_STATUS, OK, Generations
 from rkserve.deployments.seats import Answers, Seat, merged
-from rkserve.deployments.service import INLINE_BODY_BYTES, Service
+from rkserve.deployments.service import Service
 from rkserve.errors import BoardNotFound, BoardSilent, CacheNotFound, NoBoard
 from rkserve.names import check_cache_name
 from rkserve.wire.asked import Asked
@@ -71,12 +71,11 @@ class Caches:
 
     async def build(self, model: str, asked: Asked) -> tuple[int, JsonObject]:
         """Build a named prompt cache on every board of a model that is there now."""
-        short = len(asked.body) <= INLINE_BODY_BYTES
-        call = parse_build(asked) if short else await asyncio.to_thread(parse_build, asked)
+        call = await off_loop(len(asked.body), partial(parse_build, asked))
         meant = await self._service.meant(model)
         served = self._service.served(meant.model)
         work = partial(ids_of, call, served.renderer, served.folder.settings.context_length)
-        ids = work() if short else await asyncio.to_thread(work)
+        ids = await off_loop(len(asked.body), work)
         seats = self._some(self._service.fleet.seats(meant.model), meant.model)
         answers = await self._ask(seats, "build_cache", call.cache_name, ids, meant.ref)
         for board, exc in answers.failed.items():

@@ -15,8 +15,9 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from rkserve.deployments.bodies import off_loop
 from rkserve.deployments.claims import Caller, claim_of
-from rkserve.deployments.service import INLINE_BODY_BYTES, Service
+from rkserve.deployments.service import Service
 from rkserve.errors import (
     BoardAsleep,
     DeadlineExceeded,
@@ -312,4 +313,4 @@ def _as_late_as(request: RequestT, epoch: int) -> RequestT:
 
 async def beside(size: int, work: Callable[[], T]) -> T:
     """Do work on so many bytes; beyond a few it would hold up the token streams of others."""
-    return work() if size <= INLINE_BODY_BYTES else await asyncio.to_thread(work)
+    return await off_loop(size, work)

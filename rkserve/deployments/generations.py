@@ -13,9 +13,10 @@ from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
+from rkserve.deployments.bodies import off_loop
 from rkserve.deployments.fleet import Fleet
 from rkserve.deployments.seats import Answers, Seat, merged
-from rkserve.deployments.service import INLINE_BODY_BYTES, Service
+from rkserve.deployments.service import Service
 from rkserve.errors import (
     BoardFailed,
     GenerationNotFound,
@@ -148,9 +149,8 @@ class Generations:
 
     async def edit(self, generation: str, asked: Asked) -> tuple[int, JsonObject]:
         """Edit a paused one; return status and answer. Raises ``RkserveError``."""
-        if len(asked.body) <= INLINE_BODY_BYTES:
-            return await self.apply(generation, parse_edit(asked))
-        return await self.apply(generation, await asyncio.to_thread(parse_edit, asked))
+        call = await off_loop(len(asked.body), partial(parse_edit, asked))
+        return await self.apply(generation, call)
 
     async def apply(self, generation: str, call: EditCall) -> tuple[int, JsonObject]:
         """Apply an edit that was read already."""
@@ -254,9 +254,7 @@ class Generations:
             raise RequestError("The answer has several choices; say which one to edit.", "choice")
         served = self._service.served(found.seats[0].model)
         work = partial(edit_of, call, served.renderer, served.folder.settings.context_length)
-        if len(call.text or call.token_ids or "") <= INLINE_BODY_BYTES:
-            return work()
-        return await asyncio.to_thread(work)
+        return await off_loop(len(call.text or call.token_ids or ""), work)
 
 
 def _answered(

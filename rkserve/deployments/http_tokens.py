@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from collections.abc import Awaitable, Callable
 
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from rkserve.deployments.asides import let_in
 from rkserve.deployments.bodies import read_body
 from rkserve.deployments.guard import check_client
+from rkserve.deployments.http_embeddings import JSON
 from rkserve.deployments.service import Service
 from rkserve.deployments.tokenizing import Tokenizing
 
@@ -15,13 +19,17 @@ def add_tokens(app: FastAPI, service: Service) -> None:
     """Add the routes to the Router's application."""
     tokenizing, config = Tokenizing(service), service.config
 
+    async def answer(request: Request, of: Callable[[bytes], Awaitable[bytes]]) -> Response:
+        caller = service.callers.of(check_client(request, service.keys))
+        with let_in(service, caller):
+            body = await read_body(request, config.max_body_bytes, config.body_timeout_s)
+            return Response(await of(body), media_type=JSON)
+
     @app.post("/tokenize")
     @app.post("/v1/tokenize")
-    async def tokenize(request: Request) -> JSONResponse:
+    async def tokenize(request: Request) -> Response:
         """Return the token ids of a text or a conversation."""
-        check_client(request, service.keys)
-        body = await read_body(request, config.max_body_bytes, config.body_timeout_s)
-        return JSONResponse(await tokenizing.tokenize(body))
+        return await answer(request, tokenizing.tokenize)
 
     @app.get("/tokenizer_info")
     @app.get("/v1/tokenizer_info")
@@ -32,8 +40,6 @@ def add_tokens(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize")
     @app.post("/v1/detokenize")
-    async def detokenize(request: Request) -> JSONResponse:
+    async def detokenize(request: Request) -> Response:
         """Return the text of token ids."""
-        check_client(request, service.keys)
-        body = await read_body(request, config.max_body_bytes, config.body_timeout_s)
-        return JSONResponse(await tokenizing.detokenize(body))
+        return await answer(request, tokenizing.detokenize)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 from rkserve.config import RouterConfig
+from rkserve.deployments.bodies import INLINE_BODY_BYTES, off_loop
 from rkserve.deployments.catalog import Catalog
 from rkserve.deployments.choices import Choices
 from rkserve.deployments.claims import Caller, Callers, claim_of
@@ -76,9 +77,6 @@ from rkserve.wire.versions import ANY, Meant, Policy, bind, find_line, read_sess
 
 log = logging.getLogger(__name__)
 
-# Shorter bodies are parsed and tokenized in about a millisecond: less than a thread's detour costs
-# the token streams of others.
-INLINE_BODY_BYTES = 8192
 CallT = TypeVar("CallT")
 # The model's name in the vendor's demo client, whose server has one model and ignores it.
 VENDOR_MODEL = "rkllm"
@@ -86,7 +84,7 @@ VENDOR_MODEL = "rkllm"
 
 async def read_call(body: bytes, parse: Callable[[bytes], CallT]) -> CallT:
     """Return what a body asks for. Raises ``RequestError``."""
-    return parse(body) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse, body)
+    return await off_loop(len(body), partial(parse, body))
 
 
 @dataclass(frozen=True)
@@ -320,8 +318,8 @@ class Service:
             of = read_session(session, call.session, completion)
             pictures = await self._pictures(call, meant)
             work = partial(self._plan, call, meant, completion, of, pictures)
-            short = len(body) <= INLINE_BODY_BYTES and not memory.recalled
-            requests = work() if short else await asyncio.to_thread(work)
+            size = max(len(body), INLINE_BODY_BYTES + 1 if memory.recalled else 0)
+            requests = await off_loop(size, work)
             lexicon = await self._lexicon(call, meant, requests)
             choices, accepted = await self._woken(meant.model, requests, claim)
         except BaseException:

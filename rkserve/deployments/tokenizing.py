@@ -5,12 +5,13 @@ It knows the models' tokenizers through a ``Service``, and no HTTP.
 
 from __future__ import annotations
 
-import asyncio
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from rkserve.deployments.service import INLINE_BODY_BYTES, ServedModel, Service
+from rkserve.deployments.bodies import off_loop
+from rkserve.deployments.service import ServedModel, Service
 from rkserve.errors import RequestError
 from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.renderer import Header
@@ -33,19 +34,24 @@ class Tokenizing:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def tokenize(self, body: bytes) -> JsonObject:
-        """Answer POST /tokenize. Raises ``RequestError``, ``ModelNotFound``."""
-        call = await off_loop(body, partial(parse_tokenize, body))
+    async def tokenize(self, body: bytes) -> bytes:
+        """Answer POST /tokenize in JSON. Raises ``RequestError``, ``ModelNotFound``."""
+        call = await self._off_loop(body, partial(parse_tokenize, body))
         model = await self._model(call.model)
         self._service.check_images(call.messages, model)
-        return await off_loop(body, partial(_tokenize, self._service.served(model), call))
+        served = self._service.served(model)
+        return await self._off_loop(body, lambda: _written(_tokenize(served, call)))
 
-    async def detokenize(self, body: bytes) -> JsonObject:
-        """Answer POST /detokenize. Raises ``RequestError``, ``ModelNotFound``."""
-        call = await off_loop(body, partial(parse_detokenize, body))
+    async def detokenize(self, body: bytes) -> bytes:
+        """Answer POST /detokenize in JSON. Raises ``RequestError``, ``ModelNotFound``."""
+        call = await self._off_loop(body, partial(parse_detokenize, body))
         served = self._service.served(await self._model(call.model))
-        text = partial(served.renderer.whole_text, call.ids, "tokens")
-        return detokenized(await off_loop(body, text))
+        most = served.folder.settings.context_length
+        text = partial(served.renderer.whole_text, call.ids, "tokens", most)
+        return await self._off_loop(body, lambda: _written(detokenized(text())))
+
+    async def _off_loop(self, body: bytes, work: Callable[[], T]) -> T:
+        return await off_loop(len(body), work, counts=True)
 
     async def info(self, query: Sequence[tuple[str, str]]) -> JsonObject:
         """Answer GET /tokenizer_info. Raises ``RequestError``, ``ModelNotFound``."""
@@ -74,15 +80,11 @@ class Tokenizing:
         )
 
 
-async def off_loop(body: bytes, work: Callable[[], T]) -> T:
-    """Do what takes the longer, the longer the body is: a long one would hold up token streams."""
-    return work() if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(work)
-
-
 def _tokenize(served: ServedModel, call: TokenizeCall) -> JsonObject:
-    renderer, count = served.renderer, None
+    renderer, length = served.renderer, served.folder.settings.context_length
+    count = None
     if call.text is not None:
-        ids = renderer.counted(call.text, special=call.special)
+        ids = renderer.counted(call.text, special=call.special, context_len=length)
     else:
         # In text mode that is a text, and asking for its ids says so.
         if call.tools.given:
@@ -92,9 +94,12 @@ def _tokenize(served: ServedModel, call: TokenizeCall) -> JsonObject:
         if prompt.images:
             ids, count = renderer.image_ids(prompt), prompt.counted
         elif prompt.text is not None:
-            ids = renderer.counted(prompt.text, special=False)
+            ids = renderer.counted(prompt.text, special=False, context_len=length)
         else:
             ids = prompt.ids
     strings = renderer.strings(ids) if call.strings else None
-    length = served.folder.settings.context_length
     return tokenized(ids, length, strings, len(ids) if count is None else count)
+
+
+def _written(answer: JsonObject) -> bytes:
+    return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()

@@ -177,7 +177,7 @@ def _tokenize(path: str) -> Endpoint:
         "Return the token ids of a text or a conversation.",
         Access.CLIENT,
         (told(ref("Tokens"), says="The ids."),),
-        failures.LOOKUP,
+        (*failures.LOOKUP, 429),
         body=in_json(ref("TokenizeRequest")),
         example=Example({"model": SIM, "messages": HELLO}),
     )
@@ -191,7 +191,7 @@ def _detokenize(path: str) -> Endpoint:
         "Return the text of token ids.",
         Access.CLIENT,
         (told(ref("Detokenized"), says="The text."),),
-        failures.LOOKUP,
+        (*failures.LOOKUP, 429),
         body=in_json(ref("DetokenizeRequest")),
         example=Example({"model": SIM, "tokens": [72, 101]}),
     )

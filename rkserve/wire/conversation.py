@@ -11,6 +11,7 @@ from rkserve.errors import RequestError, UnsupportedParameter
 from rkserve.wire.fields import Fields, as_fields, missing, quoted, wrong_type
 from rkserve.wire.images import ImagePart, read_image, shown
 from rkserve.wire.jsonbody import JsonObject, JsonText
+from rkserve.wire.limits import MAX_MESSAGES
 
 Message = JsonObject
 IMAGE_PART = "image_url"
@@ -29,7 +30,7 @@ def read_messages(body: Fields) -> tuple[Message, ...]:
     and the role of its result, become a tool's. Tool calls and results without an id get one.
     """
     pairing, found = _Pairing(), []
-    for index, value in enumerate(body.items("messages")):
+    for index, value in enumerate(body.items("messages", MAX_MESSAGES)):
         fields = as_fields(value, f"messages[{index}]")
         found.append(pairing.add(_message(fields), fields))
     return tuple(found)
@@ -192,7 +193,7 @@ def _content(fields: Fields) -> str:
         return value
     if not isinstance(value, list):
         raise wrong_type(path, "a string or an array of content parts", value)
-    parts = fields.items("content")
+    parts = fields.items("content", MAX_MESSAGES)
     return "".join(_part(as_fields(part, f"{path}[{index}]")) for index, part in enumerate(parts))
 
 
@@ -200,7 +201,7 @@ def _shown(fields: Fields) -> str | list[str | ImagePart]:
     """Read the content of a user's message, which may have images among its words."""
     if not isinstance(fields.get("content"), list):
         return _content(fields)
-    path, given = fields.path("content"), fields.items("content")
+    path, given = fields.path("content"), fields.items("content", MAX_MESSAGES)
     parts = (as_fields(value, f"{path}[{index}]") for index, value in enumerate(given))
     return shown(
         read_image(part) if part.get("type") == IMAGE_PART else _part(part) for part in parts

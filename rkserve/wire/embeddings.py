@@ -20,7 +20,7 @@ from rkserve.runvalues import Pooling
 from rkserve.wire import refusals
 from rkserve.wire.fields import Fields, Range, missing, wrong_type
 from rkserve.wire.jsonbody import parse_object
-from rkserve.wire.limits import CHARS_PER_TOKEN, MAX_DIMENSIONS, MAX_INPUTS
+from rkserve.wire.limits import MAX_DIMENSIONS, MAX_INPUTS
 from rkserve.wire.openai import TextOrIds, read_model, read_prompt, read_standing
 from rkserve.wire.renderer import Prompt, Renderer
 from rkserve.wire.versions import Meant
@@ -175,8 +175,10 @@ def texts_of(
 
 def _beginning(text: TextOrIds, path: str, renderer: Renderer, context_len: int) -> Prompt:
     """As much of a text as fits, with what the tokenizer puts at the end of a whole one."""
-    most = (context_len - 1) * CHARS_PER_TOKEN  # more is hopelessly long
-    prompt = renderer.text(text[:most], path, context_len)
+    if isinstance(text, str):
+        prompt = renderer.text_beginning(text, path, context_len)
+    else:
+        prompt = renderer.text(text[: context_len + 1], path, context_len)
     if len(prompt.ids) <= context_len:
         return prompt
     last = renderer.counted("", special=True)[-1:] if isinstance(text, str) else ()

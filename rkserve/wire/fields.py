@@ -126,8 +126,8 @@ class Fields:
         except OverflowError:  # an integer of hundreds of digits, where no bound refuses it
             raise RequestError(f"Invalid '{path}': too large for a number.", path) from None
 
-    def items(self, name: str) -> list[Any]:
-        """A list with something in it, which must be there."""
+    def items(self, name: str, most: int | None = None) -> list[Any]:
+        """Return a list that is required, and has one item at least and ``most`` at most."""
         value = self.get(name)
         if value is None:
             raise missing(self.path(name))
@@ -135,6 +135,12 @@ class Fields:
             raise wrong_type(self.path(name), "an array", value)
         if not value:
             raise RequestError(f"Invalid '{self.path(name)}': empty array.", self.path(name))
+        if most is not None and len(value) > most:
+            raise RequestError(
+                f"Invalid '{self.path(name)}': array too long. Expected {most} items at most, but "
+                f"got {len(value)}.",
+                self.path(name),
+            )
         return value
 
     def child(self, name: str) -> Fields | None:

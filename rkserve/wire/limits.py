@@ -5,6 +5,8 @@ Body size and time are not here: they are bounded before a body reaches this roo
 
 from __future__ import annotations
 
+# No template writes a message with less than four tokens, and no context is longer than 16,384.
+MAX_MESSAGES = 4096  # or items of a conversation, or parts of one message
 MAX_CHOICES = 16  # n times the number of prompts: each keeps a board busy for a while
 MAX_INPUTS = 2048  # texts of one call for vectors, as OpenAI
 MAX_DIMENSIONS = 65536  # of a vector; no model has so many
@@ -31,6 +33,9 @@ DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy completions
 # No vocabulary in use has longer tokens. A text beyond this many characters per position cannot
 # fit, and is refused before minutes are spent on tokenizing it.
 CHARS_PER_TOKEN = 256
+# Characters that /tokenize takes for each position of the context: many times what fits, for
+# programs that count before they cut.
+COUNTED_CHARS_PER_POSITION = 32
 
 # A runtime that is asked for an absurd top_k allocates for it, and dies. With a tokenizer, top_k is
 # cut to the size of the vocabulary; without one that size is unknown.

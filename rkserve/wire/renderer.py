@@ -16,6 +16,7 @@ from rkserve.wire.conversation import Message
 from rkserve.wire.history import with_thoughts
 from rkserve.wire.images import Eyes, with_stand_ins
 from rkserve.wire.jsonbody import JsonObject
+from rkserve.wire.limits import CHARS_PER_TOKEN, COUNTED_CHARS_PER_POSITION
 from rkserve.wire.openai import TextOrIds
 from rkserve.wire.shield import Piece, Shield, pieces
 from rkserve.wire.templates import ChatTemplate, Clock, hold_to_context, local_time
@@ -106,7 +107,8 @@ class Renderer:
         self._tokenizer_file = file = folder.tokenizer_file
         self._vocabulary: Vocabulary | None = None
         self.tokenizer = None if file is None else Tokenizer(file)
-        self._template = ChatTemplate(folder, now)
+        self._longest = CHARS_PER_TOKEN if self.tokenizer is None else self.tokenizer.longest
+        self._template = ChatTemplate(folder, now, self._longest)
         self._shield = Shield(
             self._template.markers if self.tokenizer is None else self.tokenizer.control
         )
@@ -133,6 +135,8 @@ class Renderer:
             ContextOverflow: the text is hopelessly long.
         """
         header = header or Header()
+        if len(messages) >= context_len:  # each has a token at least
+            raise ContextOverflow(len(messages), context_len, at_least=True)
         typed: list[str] = []
         images = self._eyes.numbers(messages, answered=header.images)
         shield = self._eyes.shield if images else self._shield
@@ -148,20 +152,21 @@ class Renderer:
         rendered, thinks = self._opened(rendered, header)
         parts = pieces(rendered, typed)
         if images:
-            prompt = self._with_images(parts)
+            prompt = self._with_images(parts, context_len)
         elif self.tokenizer is None:
             prompt = _as_text("".join(map(_unmarked, parts)), "messages")
         else:
-            prompt = _as_ids(self._joined(self.tokenizer, parts), "messages")
+            joined = self._joined(self.tokenizer, parts, context_len, "messages")
+            prompt = _as_ids(joined, "messages")
         return replace(prompt, thinks=thinks)
 
-    def _with_images(self, parts: Iterable[Piece]) -> Prompt:
+    def _with_images(self, parts: Iterable[Piece], context_len: int) -> Prompt:
         """Return the prompt as the runtime takes it with images: as text, with their places."""
         text, order = self._eyes.placed(parts, _unmarked)
         words = self._eyes.words(text)
         counted = self._eyes.tokens * len(order)
         if self.tokenizer is not None:
-            counted += len(self.tokenizer.encode(words, add_special_tokens=False))
+            counted += len(_encoded(self.tokenizer, words, context_len, "messages"))
         return replace(_as_text(text, "messages"), images=order, counted=counted)
 
     def image_ids(self, prompt: Prompt) -> tuple[int, ...]:
@@ -250,10 +255,21 @@ class Renderer:
         """
         if isinstance(prompt, tuple):
             return self._given_ids(prompt, path)
-        hold_to_context(len(prompt), context_len, "prompt")
+        hold_to_context(len(prompt), context_len, "prompt", self._longest)
         if self.tokenizer is None:
             return _as_text(prompt, path)
-        return _as_ids(self.tokenizer.encode(prompt, add_special_tokens=True), path)
+        return _as_ids(_encoded(self.tokenizer, prompt, context_len, "prompt", special=True), path)
+
+    def text_beginning(self, prompt: str, path: str, context_len: int) -> Prompt:
+        """Take a raw prompt, or a beginning of it that has more tokens than the context.
+
+        Raises:
+            RequestError: there is nothing in it.
+            UnsupportedParameter: in text mode.
+        """
+        tokenizer = self._needed(path)
+        cut, _ = tokenizer.beginning(prompt[: context_len * self._longest], context_len + 1)
+        return _as_ids(tokenizer.encode(cut, add_special_tokens=True), path)
 
     def words(self, text: str, context_len: int = CONTEXT_MAX) -> tuple[int, ...]:
         """Return the ids of words that are put into an answer. Markers in them stay text.
@@ -263,9 +279,10 @@ class Renderer:
             ContextOverflow: the text is hopelessly long.
         """
         tokenizer = self._needed("text")
-        hold_to_context(len(text), context_len, "text")
+        hold_to_context(len(text), context_len, "text", self._longest)
         typed: list[str] = []
-        return self._joined(tokenizer, pieces(self._shield.hide(text, typed), typed))
+        parts = pieces(self._shield.hide(text, typed), typed)
+        return self._joined(tokenizer, parts, context_len, "text")
 
     def needs_ids(self, param: str) -> None:
         """Raise ``UnsupportedParameter`` in text mode."""
@@ -291,28 +308,40 @@ class Renderer:
                 ) from exc
         return self._vocabulary
 
-    def counted(self, text: str, *, special: bool) -> tuple[int, ...]:
-        """Return the ids of any text, however long; control tokens in it are control tokens.
+    def counted(
+        self, text: str, *, special: bool, context_len: int = CONTEXT_MAX
+    ) -> tuple[int, ...]:
+        """Return the ids of a text, also of one that is some times as long as the context.
 
-        ``special`` lets the tokenizer add what it adds to a whole text.
+        Control tokens in it are control tokens. ``special`` lets the tokenizer add what it adds to
+        a whole text.
 
         Raises:
+            RequestError: it is far longer.
             UnsupportedParameter: in text mode.
         """
+        if len(text) > (most := COUNTED_CHARS_PER_POSITION * context_len):
+            raise RequestError(
+                f"The text has {len(text)} characters; at most {most} are tokenized at once, "
+                f"{COUNTED_CHARS_PER_POSITION} for each position of the model's context.",
+                "prompt",
+            )
         return self._needed("prompt").encode(text, add_special_tokens=special)
 
     def strings(self, ids: tuple[int, ...]) -> list[str]:
         """Return how the vocabulary spells each token. Raises ``UnsupportedParameter``."""
         return self._needed("return_token_strs").strings(ids)
 
-    def whole_text(self, ids: tuple[int, ...], path: str) -> str:
+    def whole_text(self, ids: tuple[int, ...], path: str, context_len: int = CONTEXT_MAX) -> str:
         """Return what token ids say as a text of their own; control tokens say their names.
 
         Raises:
-            RequestError: an id that is no token.
+            RequestError: an id that is no token, or far more than the context has.
             UnsupportedParameter: in text mode.
         """
         tokenizer = self._needed(path)
+        if len(ids) > (most := COUNTED_CHARS_PER_POSITION * context_len):
+            raise RequestError(f"Invalid '{path}': {len(ids)} ids, of {most} at most.", path)
         tokenizer.check(ids, path)
         return tokenizer.whole_text(ids)
 
@@ -356,7 +385,7 @@ class Renderer:
             )
         typed: list[str] = []
         turn = self._after_call(self._shield.hide(result, typed), context_len)
-        return self._joined(tokenizer, pieces(turn, typed))
+        return self._joined(tokenizer, pieces(turn, typed), context_len, "text")
 
     def _after_call(self, result: str, context_len: int) -> str:
         """Return what the template writes behind a turn that it is shown cut off."""
@@ -382,8 +411,20 @@ class Renderer:
             )
         return self.tokenizer
 
-    def _joined(self, tokenizer: Tokenizer, parts: Iterable[Piece]) -> tuple[int, ...]:
-        return tuple(i for part in parts for i in self._ids(tokenizer, part))
+    @staticmethod
+    def _joined(
+        tokenizer: Tokenizer, parts: Iterable[Piece], context_len: int, param: str
+    ) -> tuple[int, ...]:
+        """Return the ids of a prompt's pieces. Raises ``ContextOverflow`` once they are too many
+        and the rest is long.
+        """
+        ids: list[int] = []
+        for part in parts:
+            if part.typed:
+                ids += tokenizer.literal(part.text)
+            else:
+                ids += _encoded(tokenizer, part.text, context_len, param, before=len(ids))
+        return tuple(ids)
 
     def _given_ids(self, ids: tuple[int, ...], path: str) -> Prompt:
         if self.tokenizer is None:
@@ -395,11 +436,26 @@ class Renderer:
         self.tokenizer.check(ids, path)
         return _as_ids(ids, path)
 
-    @staticmethod
-    def _ids(tokenizer: Tokenizer, part: Piece) -> tuple[int, ...]:
-        if part.typed:
-            return tokenizer.literal(part.text)
-        return tokenizer.encode(part.text, add_special_tokens=False)
+
+def _encoded(
+    tokenizer: Tokenizer,
+    text: str,
+    context_len: int,
+    param: str,
+    *,
+    special: bool = False,
+    before: int = 0,
+) -> tuple[int, ...]:
+    """Return the ids of a text that follows ``before`` others.
+
+    Raises:
+        ContextOverflow: the text is long, and found not to fit before all of it was tokenized.
+    """
+    room = context_len - before
+    _, found = tokenizer.beginning(text, room)
+    if found and found >= room:
+        raise ContextOverflow(before + found, context_len, param, at_least=True)
+    return tokenizer.encode(text, add_special_tokens=special)
 
 
 def _unmarked(part: Piece) -> str:

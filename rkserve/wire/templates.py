@@ -42,7 +42,13 @@ class ChatTemplate:
     ``markers`` are those of a built-in template, for whoever has no tokenizer to ask.
     """
 
-    def __init__(self, folder: ModelFolder, now: Clock = local_time) -> None:
+    def __init__(
+        self,
+        folder: ModelFolder,
+        now: Clock = local_time,
+        chars_per_token: int = CHARS_PER_TOKEN,
+    ) -> None:
+        self._chars_per_token = chars_per_token
         self.markers: tuple[str, ...] = ()
         source, name = folder.chat_template, folder.settings.chat_template
         tool_source = folder.tool_template
@@ -102,25 +108,28 @@ class ChatTemplate:
                 f"The chat template of '{self._model}' refuses these messages: {exc}", "messages"
             ) from exc
 
-    @staticmethod
-    def _joined(template: jinja2.Template, context_len: int, variables: Mapping[str, Any]) -> str:
+    def _joined(
+        self, template: jinja2.Template, context_len: int, variables: Mapping[str, Any]
+    ) -> str:
         parts, size = [], 0
         for part in template.generate(
             variables
         ):  # piece by piece, so that a template that runs away is stopped
             parts.append(part)
             size += len(part)
-            hold_to_context(size, context_len, "messages")
+            hold_to_context(size, context_len, "messages", self._chars_per_token)
         return "".join(parts)
 
 
-def hold_to_context(characters: int, context_len: int, param: str) -> None:
-    """Refuse a text that cannot fit before anyone spends time on it.
+def hold_to_context(
+    characters: int, context_len: int, param: str, chars_per_token: int = CHARS_PER_TOKEN
+) -> None:
+    """Refuse a text that cannot fit before it costs time and memory.
 
     Raises:
-        ContextOverflow: even tokens of ``CHARS_PER_TOKEN`` characters would be too many.
+        ContextOverflow: even tokens of the most characters would be too many.
     """
-    fewest = characters // CHARS_PER_TOKEN
+    fewest = characters // chars_per_token
     if fewest >= context_len:
         raise ContextOverflow(fewest, context_len, param, at_least=True)
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import tokenizers
+from tokenizers import decoders, models, normalizers
 
 from rkserve.errors import ConfigError, RequestError
+from rkserve.wire.limits import CHARS_PER_TOKEN
+
+# The library takes some 500 bytes for each character of a text, so that a long one is measured in
+# slices before it is tokenized as a whole.
+SLICE_CHARS = 16384
+# Tokens that a cut may make of one, and by which a measure is too high: more than it ever is.
+_CUT_TOKENS = 16
 
 
 class Tokenizer:
@@ -15,7 +23,7 @@ class Tokenizer:
 
     ``added`` are the texts of tokens beside the learned ones, and ``control`` those of the special
     ones among them. ``encode`` reads them as control tokens
-    wherever they stand; ``literal`` never does.
+    wherever they stand; ``literal`` never does. No token has more than ``longest`` characters.
     """
 
     def __init__(self, file: Path) -> None:
@@ -34,7 +42,26 @@ class Tokenizer:
         self._control_ids = frozenset(special)
         self._spelled: dict[str, tuple[int, ...]] = {}
         self._anchor = self._plain("a")
-        self._limit = max(self._hf.get_vocab().values(), default=-1)
+        vocabulary = self._hf.get_vocab()
+        self._limit = max(vocabulary.values(), default=-1)
+        self.longest = CHARS_PER_TOKEN
+        if self._keeps_characters(added.values()):
+            # Composition makes one character of at most two for each byte.
+            self.longest = min(CHARS_PER_TOKEN, 2 * max(map(len, vocabulary), default=1))
+
+    def _keeps_characters(self, added: Iterable[tokenizers.AddedToken]) -> bool:
+        """Return whether a token stands for no more characters than it has bytes, or twice that.
+
+        Where text is dropped or replaced on its way to tokens, nothing bounds what one stands for.
+        """
+        model, normalizer = self._hf.model, self._hf.normalizer
+        return (
+            isinstance(model, models.BPE)
+            and not model.fuse_unk
+            and isinstance(self._hf.decoder, decoders.ByteLevel)
+            and (normalizer is None or isinstance(normalizer, normalizers.NFC))
+            and not any(token.lstrip or token.rstrip for token in added)
+        )
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Return the ids of a text.
@@ -46,6 +73,23 @@ class Tokenizer:
         # all streams of this process, for up to two seconds per megabyte.
         (one,) = self._hf.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(one.ids)
+
+    def beginning(self, text: str, tokens: int) -> tuple[str, int]:
+        """Return a beginning of a text with as many tokens, and how many it has at least.
+
+        It is the whole text where that may be shorter. Short texts are not measured.
+        """
+        if len(text) <= SLICE_CHARS:
+            return text, 0
+        found = 0
+        for start in range(0, len(text), SLICE_CHARS):
+            end = start + SLICE_CHARS
+            # A cut between a letter and a blank adds nothing; any other one a few.
+            ids = self.encode(text[start:end], add_special_tokens=False)
+            found += max(0, len(ids) - _CUT_TOKENS)
+            if found >= tokens:
+                return text[:end], found
+        return text, found
 
     def literal(self, text: str) -> tuple[int, ...]:
         """Return ids that spell the text of a control token without being one.

@@ -19,7 +19,7 @@ from rkserve.wire.fields import Fields, Range, as_fields, missing, quoted, wrong
 from rkserve.wire.guides import Named, schema_guide
 from rkserve.wire.images import ImagePart, image_at, image_file, shown
 from rkserve.wire.jsonbody import parse_object
-from rkserve.wire.limits import MAX_STOP_SEQUENCES
+from rkserve.wire.limits import MAX_MESSAGES, MAX_STOP_SEQUENCES
 from rkserve.wire.openai import ChatCall, read_model, read_shared, read_stop
 from rkserve.wire.steps import read_extras
 from rkserve.wire.thinking import EFFORTS, Wish, read_wish
@@ -194,7 +194,7 @@ def _system(fields: Fields) -> Iterator[Message]:
 
 
 def _messages(fields: Fields) -> Iterator[Message]:
-    found = fields.items("messages")
+    found = fields.items("messages", MAX_MESSAGES)
     for index, value in enumerate(found):
         message = as_fields(value, f"messages[{index}]")
         role = message.choice("role", *_ROLES)
@@ -243,7 +243,7 @@ def _blocks(fields: Fields, name: str) -> Iterator[Fields]:
     path = fields.path(name)
     if not isinstance(fields.get(name), list):
         raise wrong_type(path, "a string or an array of content blocks", fields.get(name))
-    for index, block in enumerate(fields.items(name)):
+    for index, block in enumerate(fields.items(name, MAX_MESSAGES)):
         yield as_fields(block, f"{path}[{index}]")
 
 

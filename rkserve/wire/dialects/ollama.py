@@ -17,7 +17,7 @@ from rkserve.wire.fields import Fields, as_fields, missing, wrong_type
 from rkserve.wire.guides import JSON_OBJECT, Named, schema_guide
 from rkserve.wire.images import ImagePart, image_file, shown
 from rkserve.wire.jsonbody import parse_object
-from rkserve.wire.limits import MAX_STOP_SEQUENCES
+from rkserve.wire.limits import MAX_MESSAGES, MAX_STOP_SEQUENCES
 from rkserve.wire.openai import (
     ChatCall,
     CompletionCall,
@@ -184,7 +184,7 @@ _OPTIONS_REFUSED: dict[str, refusals.Harmless] = {
 
 def _messages(fields: Fields) -> Iterator[Message]:
     calls = results = 0
-    for index, value in enumerate(fields.items("messages")):
+    for index, value in enumerate(fields.items("messages", MAX_MESSAGES)):
         fields_of = as_fields(value, f"messages[{index}]")
         role = fields_of.choice("role", "system", "user", "assistant", "tool")
         if role is None:

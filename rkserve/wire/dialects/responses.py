@@ -17,7 +17,7 @@ from rkserve.wire.dialects.responses_items import REFERENCE, conversation
 from rkserve.wire.fields import Fields, Range, as_fields, missing, quoted
 from rkserve.wire.guides import JSON_OBJECT, Named, schema_guide
 from rkserve.wire.jsonbody import JsonObject, parse_object
-from rkserve.wire.limits import MAX_REFERENCES
+from rkserve.wire.limits import MAX_MESSAGES, MAX_REFERENCES
 from rkserve.wire.openai import ChatCall, read_model, read_shared
 from rkserve.wire.steps import Steps, read_extras, read_top
 from rkserve.wire.thinking import EFFORTS, Wish, read_wish
@@ -255,7 +255,7 @@ def _items(fields: Fields) -> list[JsonObject]:
     value = fields.get("input")
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
-    items = fields.items("input")
+    items = fields.items("input", MAX_MESSAGES)
     for index, item in enumerate(items):
         as_fields(item, f"input[{index}]")
     return items

@@ -10,6 +10,7 @@ from rkserve.wire.dialects.arguments import RAW, as_object
 from rkserve.wire.fields import Fields, as_fields, missing, quoted, wrong_type
 from rkserve.wire.images import DETAILS, ImagePart, image_at, shown
 from rkserve.wire.jsonbody import JsonObject, JsonText
+from rkserve.wire.limits import MAX_MESSAGES
 
 REFERENCE = "item_reference"
 _IMAGE = "input_image"
@@ -88,7 +89,7 @@ def _shown(item: Fields) -> str | list[str | ImagePart]:
     """Read the content of a user's message, which may have images among its words."""
     if not isinstance(item.get("content"), list):
         return _text(item, "content")
-    path, given = item.path("content"), item.items("content")
+    path, given = item.path("content"), item.items("content", MAX_MESSAGES)
     parts = (as_fields(value, f"{path}[{index}]") for index, value in enumerate(given))
     return shown(_image(part) if part.get("type") == _IMAGE else _part(part) for part in parts)
 
@@ -120,7 +121,7 @@ def _result(item: Fields, turns: _Turns) -> None:
 
 def _reasoning(item: Fields, turns: _Turns) -> None:
     if item.get("content") not in (None, []):
-        for index, part in enumerate(item.items("content")):
+        for index, part in enumerate(item.items("content", MAX_MESSAGES)):
             turns.think(as_fields(part, f"{item.path('content')}[{index}]").text("text") or "")
 
 
@@ -146,7 +147,8 @@ def _text(fields: Fields, name: str) -> str:
     if value is not None and not isinstance(value, list):
         raise wrong_type(path, "a string or an array of parts", value)
     return "".join(
-        _part(as_fields(part, f"{path}[{index}]")) for index, part in enumerate(fields.items(name))
+        _part(as_fields(part, f"{path}[{index}]"))
+        for index, part in enumerate(fields.items(name, MAX_MESSAGES))
     )
 
 
