@@ -208,6 +208,19 @@ def test_a_damaged_value_is_an_error_and_not_an_empty_cluster(tmp_path: Path) ->
         ledger.desired()
 
 
+def test_a_folder_that_others_prepared_is_refused(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    (tmp_path / "linked").symlink_to(elsewhere)
+    with pytest.raises(LedgerFailed, match="is a symbolic link"):
+        Ledger.open(tmp_path / "linked")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(LedgerFailed, match="other accounts may write"):
+        Ledger.open(tmp_path / "open")
+    assert not [*elsewhere.iterdir(), *(tmp_path / "open").iterdir()]
+
+
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LedgerFailed, match=r"file/data \(coordinator.data_dir\) cannot be used"):
