@@ -35,6 +35,8 @@ PATIENCE = {
     "RAY_raylet_start_wait_time_s": "180",
     "RAY_agent_register_timeout_ms": "180000",
     "RAY_worker_register_timeout_seconds": "180",
+    # Ray ends a proxy that is not ready after 5 s, and serve with it.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
 TOKEN_ASKED = "Token authentication is enabled"
 STARTED = "Started a local Ray instance"
