@@ -123,7 +123,7 @@ def test_a_wrong_value_is_named(read: Any, keys: dict[str, Any], param: str) -> 
     [
         (chat, {"top_logprobs": 3}, "top_logprobs"),
         (chat, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        (chat, {"logprobs": 1}, "logprobs"),
+        (chat, {"logprobs": 2}, "logprobs"),
         (completion, {"logprobs": 21}, "logprobs"),
         (completion, {"logprobs": True}, "logprobs"),
         (completion, {"echo": 1}, "echo"),

@@ -21,7 +21,14 @@ from rkserve.deployments.guard import check_client
 from rkserve.deployments.http_embeddings import JSON, visit_of
 from rkserve.deployments.service import Service
 from rkserve.wire.dialect import Dialect
-from rkserve.wire.dialects import anthropic_answers, ollama_answers, ollama_embed, ollama_models
+from rkserve.wire.dialects import (
+    anthropic_answers,
+    ollama_answers,
+    ollama_embed,
+    ollama_models,
+    sglang_generate,
+    vllm_generate,
+)
 from rkserve.wire.dialects.anthropic import parse_count
 from rkserve.wire.dialects.ollama import parse_load
 from rkserve.wire.dialects.rkllm_chat import NAME, rkllm_dialect
@@ -56,6 +63,19 @@ def add_dialects(app: FastAPI, service: Service) -> None:
     _add_ollama_embeddings(app, service)
     _add_ollama_models(app, service)
     _add_vendor(app, service)
+    _add_generate(app, service)
+
+
+def _add_generate(app: FastAPI, service: Service) -> None:
+    @app.post("/inference/v1/generate")
+    async def generate_ids(request: Request) -> Response:
+        """Continue token ids with token ids, as vLLM does."""
+        return await respond(service, request, vllm_generate.GENERATE)
+
+    @app.api_route("/generate", methods=["POST", "PUT"])
+    async def generate(request: Request) -> Response:
+        """Continue a text or token ids as SGLang does."""
+        return await respond(service, request, sglang_generate.GENERATE)
 
 
 def _add_anthropic(app: FastAPI, service: Service) -> None:

@@ -36,6 +36,7 @@ from rkserve.errors import (
     ModelNotFound,
     NoBoard,
     RateLimited,
+    RequestError,
     RkserveError,
 )
 from rkserve.messages import (
@@ -56,6 +57,7 @@ from rkserve.runvalues import Guide, Picture, Sampling
 from rkserve.wire.conversation import Message
 from rkserve.wire.dialect import Answer, AnyCall, Dialect
 from rkserve.wire.failures import error_object
+from rkserve.wire.fields import quoted
 from rkserve.wire.headers import answer_headers, tool_headers
 from rkserve.wire.images import images_of
 from rkserve.wire.jsonbody import JsonObject
@@ -68,7 +70,7 @@ from rkserve.wire.models import (
     model_entry,
     models_list,
 )
-from rkserve.wire.openai import ChatCall, CompletionCall
+from rkserve.wire.openai import ChatCall, CompletionCall, named_answer
 from rkserve.wire.plan import held, plan, prompt_texts, reading
 from rkserve.wire.renderer import Renderer
 from rkserve.wire.speech import Reading
@@ -162,6 +164,7 @@ class Service:
             lambda: cluster.desired,
         )
         self._models = models
+        self._named: set[str] = set()  # ids of answers to requests that clients have named
         self.metrics = metrics
         self.registry = metrics.registry
         self.registry.register(BoardCollector(fleet.reports))
@@ -307,14 +310,16 @@ class Service:
         except RateLimited:
             self.metrics.rate_limited.inc()
             raise
+        completion = ""
         try:
             call = await memory.recall(await read_call(body, dialect.parse))
+            call = self._with_model(call)
             claim = claim_of(call, caller, timeout_s, self.config, started_s)
             meant = await self.meant(call.model, policy)
             call = held(call, self._models[meant.model].renderer)
             if call.steps.guide is not None:
                 await self._check_guide(*call.steps.guide, caller)
-            completion = f"{dialect.prefix}{uuid.uuid4().hex}"
+            completion = self._name(dialect, call)
             of = read_session(session, call.session, completion)
             pictures = await self._pictures(call, meant)
             work = partial(self._plan, call, meant, completion, of, pictures)
@@ -323,6 +328,7 @@ class Service:
             lexicon = await self._lexicon(call, meant, requests)
             choices, accepted = await self._woken(meant.model, requests, claim)
         except BaseException:
+            self._named.discard(completion)
             caller.leave()
             raise
         caller.spend(sum(len(one.prompt_ids) or one.counted for one in requests) // call.tries)
@@ -354,6 +360,33 @@ class Service:
         except RateLimited:
             self.metrics.rate_limited.inc()
             raise
+
+    def _with_model(self, call: AnyCall) -> AnyCall:
+        """Return a call that names a model: the only one, where it names none.
+
+        Raises ``RequestError`` where several are served.
+        """
+        if call.model:
+            return call
+        if len(self._models) > 1:
+            raise RequestError(
+                "Missing required parameter: 'model'. Only where a single model is served may it "
+                "be left out.",
+                "model",
+            )
+        return replace(call, model=next(iter(self._models)))
+
+    def _name(self, dialect: Dialect, call: AnyCall) -> str:
+        """Return the id of the answer to a call. Raises ``RequestError``: it is in use."""
+        if call.request_id is None:
+            return f"{dialect.prefix}{uuid.uuid4().hex}"
+        name = named_answer(call.request_id)
+        if name in self._named:
+            raise RequestError(
+                f"Invalid 'request_id': a request of the id {quoted(call.request_id)} is in flight."
+            )
+        self._named.add(name)
+        return name
 
     async def _woken(
         self, model: str, requests: list[GenerateRequest], claim: Claim
@@ -392,6 +425,7 @@ class Service:
         if opened.closed:
             return
         opened.closed = True
+        self._named.discard(opened.answer.id)
         self.metrics.in_flight.dec()
         opened.caller.spend(opened.tokens)
         opened.caller.leave()
@@ -478,9 +512,11 @@ class Service:
 
         Raises ``RequestError``: nobody knows. It is asked before any board is.
         """
-        echo = isinstance(call, CompletionCall) and call.echo
-        ranked = isinstance(call, CompletionCall) and call.ranked
-        scored = call.steps.top_logprobs is not None
+        raw = call if isinstance(call, CompletionCall) else None
+        echo, ranked = raw is not None and raw.echo, raw is not None and raw.ranked
+        scored = call.steps.top_logprobs is not None or (
+            raw is not None and raw.prompt_top is not None
+        )
         if not any((scored, echo, ranked, call.token_ids, call.special_tokens)):
             return None
         texts = prompt_texts(call)

@@ -347,4 +347,65 @@ _OLLAMA: dict[str, Schema] = {
     "OllamaGenerate": obj({**_LINE, "response": TEXT}, {**_LAST, "thinking": TEXT}),
 }
 
-SCHEMAS: dict[str, Schema] = {**_OPENAI, **_RESPONSES, **_ANTHROPIC, **_OLLAMA}
+_GENERATED = obj(
+    {
+        "index": COUNT,
+        "token_ids": _IDS,
+        "logprobs": maybe(_CHAT_LOGPROBS),
+        "finish_reason": maybe(_REASON),
+    },
+    _SPANS,
+)
+_SCORES = array(array(ANY))
+_TRAINERS: dict[str, Schema] = {
+    "Generated": obj(
+        {
+            "request_id": TEXT,
+            "id": TEXT,
+            "model": TEXT,
+            "created": INTEGER,
+            "choices": array(_GENERATED),
+            "prompt_logprobs": maybe(array(maybe(ANYTHING))),
+            "kv_transfer_params": NULL,
+            "system_fingerprint": TEXT,
+            "weight_version": TEXT,
+            "usage": ref("Usage"),
+        }
+    ),
+    "GeneratedChunk": obj(
+        {"request_id": TEXT, "id": TEXT, "choices": array(_GENERATED)},
+        {
+            "usage": ref("Usage"),
+            "rkserve": ANYTHING,
+            "error": ANYTHING,
+            "system_fingerprint": TEXT,
+            "weight_version": TEXT,
+        },
+    ),
+    "SglangGenerated": obj(
+        {
+            "text": TEXT,
+            "output_ids": _IDS,
+            "meta_info": obj(
+                {
+                    "id": TEXT,
+                    "finish_reason": maybe(ANYTHING),
+                    "prompt_tokens": COUNT,
+                    "completion_tokens": COUNT,
+                    "cached_tokens": COUNT,
+                    "weight_version": TEXT,
+                },
+                {
+                    **_SPANS,
+                    "output_token_logprobs": _SCORES,
+                    "output_top_logprobs": array(maybe(_SCORES)),
+                    "input_token_logprobs": _SCORES,
+                    "input_top_logprobs": array(maybe(_SCORES)),
+                },
+            ),
+        },
+        {"index": COUNT},
+    ),
+}
+
+SCHEMAS: dict[str, Schema] = {**_TRAINERS, **_OPENAI, **_RESPONSES, **_ANTHROPIC, **_OLLAMA}

@@ -166,6 +166,55 @@ SCHEMAS: dict[str, Schema] = {
             "best_of": integer(1, limits.MAX_CHOICES),
         },
     ),
+    "GenerateRequest": body(
+        {
+            "token_ids": IDS,
+            "sampling_params": said(
+                body(
+                    {},
+                    {
+                        **SAMPLING,
+                        **DRAWS,
+                        **ENDS,
+                        "n": integer(1, limits.MAX_CHOICES),
+                        "stop": either(_STOP, array(_STOP, 0, limits.MAX_STOP)),
+                        "stop_token_ids": array(COUNT, 0, limits.MAX_STOP_IDS),
+                        "max_tokens": integer(1),
+                        "logprobs": integer(0, limits.MAX_TOP_LOGPROBS),
+                        "prompt_logprobs": either(
+                            integer(0, limits.MAX_TOP_LOGPROBS), {"const": False}
+                        ),
+                        "structured_outputs": ANYTHING,
+                    },
+                ),
+                "vLLM's SamplingParams: what is left out has their values and not the model's.",
+            ),
+        },
+        {
+            "model": said(MODEL, "May be left out where a single model is served."),
+            "request_id": said(text(1, limits.MAX_MODEL_CHARS), "Comes back in the answer."),
+            "stream": FLAG,
+            "stream_options": body({}, {"include_usage": FLAG}),
+            **{name: OWN[name] for name in ("cache_salt", "priority", "timeout", "pause_on")},
+        },
+    ),
+    "SglangGenerateRequest": body(
+        {},
+        {
+            "text": said(either(text(1), array(text(1), 1, limits.MAX_CHOICES)), "Or `input_ids`."),
+            "input_ids": either(IDS, array(IDS, 1, limits.MAX_CHOICES)),
+            "sampling_params": said(
+                ANYTHING, "SGLang's: what is left out has their values and not the model's."
+            ),
+            "return_logprob": FLAG,
+            "logprob_start_len": said(integer(-1), "-1: none of the prompt."),
+            "top_logprobs_num": integer(0, limits.MAX_TOP_LOGPROBS),
+            "stream": FLAG,
+            "rid": said(text(1, limits.MAX_MODEL_CHARS), "Comes back in the answer."),
+            "lora_path": said(TEXT, "The name of an adapter."),
+            "model": said(MODEL, "May be left out where a single model is served."),
+        },
+    ),
     "ResponseRequest": body(
         {"model": MODEL, "input": either(TEXT, array(ANYTHING, 1))},
         {

@@ -6,6 +6,7 @@ from rkserve.reference import failures
 from rkserve.reference.asking import MODEL, STANDING
 from rkserve.reference.endpoints import (
     EVENTS,
+    JSON,
     LINES,
     OK,
     PLAIN,
@@ -44,6 +45,7 @@ from rkserve.wire import limits
 from rkserve.wire.dialects import gradio, rkllm_chat
 
 _ANTHROPIC, _OLLAMA, _GRADIO = "Anthropic", "Ollama", "Gradio"
+_TRAINERS = "Trainers"
 EVENT = "0" * 32
 
 _DETAILS = obj(
@@ -372,4 +374,54 @@ ENDPOINTS = (
         Access.OPEN,
     ),
     _look("HEAD", "/api/version", "Say that the Router lives.", ref("OllamaVersion"), Access.OPEN),
+    Endpoint(
+        "POST",
+        "/inference/v1/generate",
+        _TRAINERS,
+        "Continue token ids with token ids, as vLLM does.",
+        Access.CLIENT,
+        generated("Generated", "GeneratedChunk"),
+        failures.GENERATION,
+        ASKED,
+        in_json(ref("GenerateRequest")),
+        Example(
+            {
+                "model": SIM,
+                "token_ids": [1, 2, 3],
+                "sampling_params": {"max_tokens": 4, "temperature": 0},
+            }
+        ),
+    ),
+    *(
+        Endpoint(
+            method,
+            "/generate",
+            _TRAINERS,
+            "Continue a text or token ids as SGLang does.",
+            Access.CLIENT,
+            (
+                Answer(
+                    OK,
+                    "The answer; an array of them for several prompts or `n`.",
+                    {
+                        JSON: either(ref("SglangGenerated"), array(ref("SglangGenerated"))),
+                        EVENTS: {"type": "string"},
+                    },
+                    ANSWERED,
+                    {EVENTS: ref("SglangGenerated")},
+                ),
+            ),
+            failures.GENERATION,
+            ASKED,
+            in_json(ref("SglangGenerateRequest")),
+            Example(
+                {
+                    "model": SIM,
+                    "input_ids": [1, 2, 3],
+                    "sampling_params": {"max_new_tokens": 4, "temperature": 0},
+                }
+            ),
+        )
+        for method in ("POST", "PUT")
+    ),
 )

@@ -6,6 +6,7 @@ context is decided in ``plan``. Keys that are read nowhere are accepted and igno
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,7 @@ _NUMBERS = {
 _MIROSTAT = Range(0, 2)
 _REPEAT = Range(0, MAX_REPEAT_PENALTY, above=True)
 TOP_K_OFF = 0
+REQUEST_PREFIX = "gen-"  # of ids of answers in dialects whose clients name their requests
 TIMEOUT = Range(0, MAX_TIMEOUT_S, above=True)
 
 
@@ -64,6 +66,7 @@ class Call:
     for ``timeout_s``.
 
     One of ``stop_ids`` ends an answer, too, and with ``include_stop`` what ended it is part of it.
+    ``request_id`` is the client's own name of the request, by which it can be aborted.
     With ``token_ids`` the answer lists ids, with ``tokens_as_ids`` its log-probabilities name
     tokens by them, and ``special_tokens`` are shown in its text.
     """
@@ -91,6 +94,7 @@ class Call:
     token_ids: bool = False
     tokens_as_ids: bool = False
     special_tokens: bool = False
+    request_id: str | None = None
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -132,10 +136,14 @@ class CompletionCall(Call):
     """A call of /v1/completions. Choice ``p * tries + k`` is the k-th answer to prompt p.
 
     With ``echo`` an answer begins with its prompt. Of ``best_of`` answers the best ``n`` are given.
+    ``prompt_top`` asks for the log-probabilities of the prompt, and of so many of the likeliest
+    tokens, apart from those of the answer.
     """
 
     prompts: tuple[TextOrIds, ...] = ()
     echo: bool = False
+    prompt_top: int | None = None
+    prompt_param: str = "prompt"
     best_of: int | None = None
 
     @property
@@ -174,7 +182,7 @@ def parse_chat(body: bytes) -> ChatCall:
         messages=messages,
         tools=read_tools(fields),
         wish=read_wish(fields),
-        n=_choices(fields, prompts=1),
+        n=read_choices(fields, prompts=1),
         steps=read_steps(fields, chat=True),
         **read_shared(fields),
         **read_token_wishes(fields),
@@ -193,7 +201,7 @@ def parse_completion(body: bytes) -> CompletionCall:
     refusals.refuse(fields, refusals.COMPLETION)
     steps, echo = read_steps(fields, chat=False), fields.flag("echo")
     asked = fields.integer("max_tokens", Range(0) if echo else _AT_LEAST_ONE)
-    n = _choices(fields, prompts=len(prompts))
+    n = read_choices(fields, prompts=len(prompts))
     return CompletionCall(
         model=model,
         max_tokens=DEFAULT_COMPLETION_TOKENS if asked is None else asked,
@@ -329,6 +337,28 @@ def _session_key(fields: Fields) -> str | None:
     return next((value for value in given if isinstance(value, str) and value), None)
 
 
+def read_request_id(fields: Fields, name: str) -> str | None:
+    """Read a client's own name of its request. Raises ``RequestError``."""
+    if fields.get(name) is None:
+        return None
+    given = fields.required_text(name)
+    if len(given) > MAX_MODEL_CHARS:
+        path = fields.path(name)
+        raise RequestError(
+            f"Invalid '{path}': an id has at most {MAX_MODEL_CHARS} characters.", path
+        )
+    return given
+
+
+def named_answer(request_id: str) -> str:
+    """Return the id of the answer to a request that its client has named.
+
+    All Routers derive the same one, so that any of them can abort the request.
+    """
+    digest = hashlib.sha256(request_id.encode(errors="replace")).hexdigest()
+    return f"{REQUEST_PREFIX}{digest[:32]}"
+
+
 def read_sampling(fields: Fields) -> dict[str, Any]:
     """Read the sampling values that a client set itself."""
     asked = {name: fields.number(name, within) for name, within in _NUMBERS.items()}
@@ -416,7 +446,8 @@ def _include_usage(fields: Fields, stream: bool) -> bool:
     return options.flag("include_usage")
 
 
-def _choices(fields: Fields, prompts: int) -> int:
+def read_choices(fields: Fields, prompts: int) -> int:
+    """Read ``n``, the number of answers to each prompt. Raises ``RequestError``."""
     n = fields.integer("n", Range(1, MAX_CHOICES))
     n = 1 if n is None else n
     _hold_to_choices(n, prompts, "n")
@@ -445,7 +476,7 @@ def _prompts(fields: Fields) -> tuple[TextOrIds, ...]:
     if isinstance(first, str | list):
         # Counted before they are read: a list of a million prompts is not worth a look.
         if len(value) > MAX_CHOICES:
-            _choices(fields, prompts=len(value))
+            read_choices(fields, prompts=len(value))
         return tuple(read_prompt(one, f"prompt[{index}]") for index, one in enumerate(value))
     return (read_prompt(value, "prompt"),)
 

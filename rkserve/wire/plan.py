@@ -135,12 +135,12 @@ def _prompts(
 ) -> tuple[list[Prompt], str]:
     if isinstance(call, ChatCall):
         return [renderer.chat(call.messages, context_len, header(call, renderer))], "messages"
-    one = len(call.prompts) == 1
+    one, param = len(call.prompts) == 1, call.prompt_param
     rendered = [
-        renderer.text(prompt, "prompt" if one else f"prompt[{index}]", context_len)
+        renderer.text(prompt, param if one else f"{param}[{index}]", context_len)
         for index, prompt in enumerate(call.prompts)
     ]
-    return rendered, "prompt"
+    return rendered, param
 
 
 def header(call: ChatCall, renderer: Renderer) -> Header:
@@ -224,7 +224,11 @@ def _stepwise(
 ) -> list[Stepwise | None]:
     """Return for each answer to a prompt what RKLLM's own sampling cannot do."""
     ranked = isinstance(call, CompletionCall) and call.ranked
-    name = call.steps.asked(sampling, ranked=ranked)
+    steps, prompt = call.steps, isinstance(call, CompletionCall) and call.echo
+    if isinstance(call, CompletionCall) and call.prompt_top is not None:
+        top = max(call.prompt_top, steps.top_logprobs or 0)
+        steps, prompt = replace(steps, top_logprobs=top), True
+    name = steps.asked(sampling, ranked=ranked)
     if name is None:
         return [None] * call.tries
     renderer.needs_ids(name)
@@ -242,9 +246,8 @@ def _stepwise(
             "not compute from a prompt cache. Leave out 'use_cache'.",
             "use_cache",
         )
-    prompt = isinstance(call, CompletionCall) and call.echo
     return [
-        call.steps.stepwise(sampling, choice, dice, ranked=ranked, prompt=prompt)
+        steps.stepwise(sampling, choice, dice, ranked=ranked, prompt=prompt)
         for choice in range(call.tries)
     ]
 

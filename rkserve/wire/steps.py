@@ -152,7 +152,13 @@ def check_ids(steps: Steps, check: Callable[[int, str], None]) -> None:
 
 def _of_chat(fields: Fields) -> int | None:
     top = fields.integer("top_logprobs", _TOP)
-    if fields.flag("logprobs"):
+    # Trainers (PipelineRL) send completions' number here, which vLLM takes for the switch.
+    given = fields.get("logprobs")
+    if type(given) is int and given in (0, 1):
+        given = bool(given)
+    elif given is not None:
+        given = fields.flag("logprobs")
+    if given:
         return top or 0
     if top:
         raise RequestError(
