@@ -382,6 +382,24 @@ class Adoption:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptCache:
+    """A named prompt cache that every board of a model is to hold; without ``ids`` none is.
+
+    It is computed with the base model, with the version of the adapter ``line`` that is active at
+    the time (or the one called ``version``), or with ``ref``, an adapter of the model folder.
+    ``at_s`` is when it was asked for, in seconds since 1970.
+    """
+
+    model: str
+    name: str
+    ids: tuple[int, ...] = ()
+    line: str | None = None
+    version: str | None = None
+    ref: AdapterRef | None = None
+    at_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Probe:
     """What a board found of an adapter that it has loaded: times in ms, tokens of a trial run."""
 

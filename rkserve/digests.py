@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 
@@ -59,6 +59,11 @@ def stamp(path: Path) -> Stamp:
     if not stat.S_ISREG(found.st_mode):
         raise OSError(f"{path} is not a regular file")
     return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+def ids_digest(ids: Iterable[int]) -> str:
+    """Return a digest of token ids."""
+    return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:32]
 
 
 class KeptDigest:

@@ -103,6 +103,19 @@ class PromptCacheConfig(Settings):
     folder: Path | None = Field(
         None, description="Folder for the files, on a local disk; empty: `cache` in state_dir."
     )
+    system_prompt: str | None = Field(
+        None,
+        min_length=1,
+        description="A system prompt whose KV cache every board of the group builds when it "
+        "starts, and boards that join later, too, as the prompt cache `system-prompt`. "
+        "Conversations that begin with it are not prefilled from the start.",
+    )
+
+    @model_validator(mode="after")
+    def _has_room(self) -> PromptCacheConfig:
+        if self.system_prompt is not None and self.max_bytes == 0:
+            raise ValueError("'system_prompt' needs prompt caches, and 'max_bytes' 0 has none")
+        return self
 
 
 class BoardGroupConfig(Settings):
@@ -279,6 +292,15 @@ class BoardGroupConfig(Settings):
     def _one_kind_of_board(self) -> BoardGroupConfig:
         if (self.library is None) == (self.simulated is None):
             raise ValueError("set exactly one of 'library' (real boards) and 'simulated'")
+        return self
+
+    @model_validator(mode="after")
+    def _batches_have_no_caches(self) -> BoardGroupConfig:
+        if self.prompt_cache.system_prompt is not None and self.n_batch > 1:
+            raise ValueError(
+                "'prompt_cache.system_prompt' needs prompt caches, and boards that serve batches "
+                f"(n_batch {self.n_batch}) have none"
+            )
         return self
 
     @model_validator(mode="after")

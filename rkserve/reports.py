@@ -79,7 +79,9 @@ class AtRouter:
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """One prompt cache file of a board. ``name`` is None for a parked conversation."""
+    """One prompt cache file of a board. ``name`` is None for a parked conversation; ``digest`` is
+    that of the token ids of a named one.
+    """
 
     board_id: str
     model: str
@@ -89,6 +91,7 @@ class CacheEntry:
     adapter: str | None = None
     age_s: float = 0.0
     idle_s: float = 0.0
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

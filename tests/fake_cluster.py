@@ -24,6 +24,7 @@ from rkserve.control.calls import Call, Outcome
 from rkserve.control.operations import OperationKind
 from rkserve.control.rest import SleepPolicy
 from rkserve.deployments.artifactfacts import Facts
+from rkserve.deployments.cachekeeping import Times
 from rkserve.deployments.coordinator import Coordinator, Outside
 from rkserve.deployments.fleet import Fleet
 from rkserve.deployments.ledger import Ledger
@@ -35,10 +36,12 @@ from rkserve.desired import (
     BaseVersion,
     Desired,
     Duty,
+    KeptCache,
     PauseMode,
     Probe,
     SleepLevel,
 )
+from rkserve.digests import ids_digest
 from rkserve.errors import (
     ArtifactNotFound,
     BoardAsleep,
@@ -50,7 +53,7 @@ from rkserve.errors import (
     StageFailed,
 )
 from rkserve.messages import AdapterRef, Event, GenerateRequest
-from rkserve.reports import BoardReport, BoardState
+from rkserve.reports import BoardReport, BoardState, CacheEntry
 from rkserve.reports import VersionFigures as Figures
 
 MODEL = "sim-chat"
@@ -90,6 +93,7 @@ class FakeBoard:
     jobs: int = 0
     idle_s: float = 0.0
     figures: tuple[Figures, ...] = ()
+    prompts: dict[str, CacheEntry] = field(default_factory=dict)  # named caches on its disk
 
     @property
     def replica(self) -> str:
@@ -132,7 +136,7 @@ class FakeBoard:
         self.desired, self.dead, self.frozen = None, False, False
         self.loaded, self.asleep, self.jobs, self.base = set(), False, 0, ""
         if not disk:
-            self.files, self.whole = {}, {}
+            self.files, self.whole, self.prompts = {}, {}, {}
 
     def report(self) -> BoardReport:
         lacking = len(self.missing) + (self.missing_base is not None)
@@ -232,6 +236,21 @@ class FakeBoard:
 
     def clear_kv(self, keep_system_prompt: bool) -> str:
         return f"cleared {keep_system_prompt}"
+
+    def caches(self) -> list[CacheEntry]:
+        return list(self.prompts.values())
+
+    def build_cache(
+        self, name: str, ids: tuple[int, ...], adapter: AdapterRef | None
+    ) -> CacheEntry:
+        key = None if adapter is None else adapter.key
+        self.prompts[name] = CacheEntry(
+            self.board_id, self.model, name, len(ids), 100, key, digest=ids_digest(ids)
+        )
+        return self.prompts[name]
+
+    def delete_cache(self, name: str) -> bool:
+        return self.prompts.pop(name, None) is not None
 
     def abort_all(self, request_ids: tuple[str, ...] | None) -> int:
         return 7 if request_ids is None else len(request_ids)
@@ -369,6 +388,7 @@ class Control:
     settings: Mapping[str, Any] = field(default_factory=dict)
     policies: Mapping[str, SleepPolicy] = field(default_factory=dict)
     routers: Any = None
+    system_prompts: Mapping[str, KeptCache] = field(default_factory=dict)
     wrap_link: Callable[[FakeCluster], Any] = lambda link: link
     wrap_ledger: Callable[[Ledger], Any] = lambda ledger: ledger
 
@@ -388,7 +408,9 @@ class Control:
             lambda: self.now_s,
             PACE,
             self.policies,
-            self.routers,
+            system_prompts=self.system_prompts,
+            cache_times=Times(again_s=0.2, differs_s=0.1),
+            routers=self.routers,
         )
         self.it = Coordinator(self.config, outside)
         await self.it.start()

@@ -18,7 +18,7 @@ from rkserve.control.operations import (
     ResultStatus,
 )
 from rkserve.deployments.artifactclaims import Claim
-from rkserve.desired import AdapterLine, AdapterVersion, Desired
+from rkserve.desired import AdapterLine, AdapterVersion, Desired, KeptCache
 from rkserve.errors import CoordinatorAway, OperationNotFound
 from rkserve.messages import AdapterRef
 
@@ -100,6 +100,15 @@ class FakeHead:
 
     def _operation_by_key(self, _key: str) -> Operation | None:
         return None
+
+    def _keep_cache(self, _cache: KeptCache) -> None:
+        pass
+
+    def _drop_cache(self, _model: str, _name: str) -> bool:
+        return False
+
+    def _kept_caches(self, _model: str) -> list[dict[str, object]]:
+        return []
 
     def _audit(self, limit: int) -> list[dict[str, Any]]:
         return [{"who": "local", "kind": "pause"}][:limit]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fake_boards import FakeBoards, report
+from fake_head import line
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from own_time import run_loop
@@ -18,7 +19,15 @@ from router_house import CHAT, FOLDER, House, chat, model
 from rkserve.config import RouterConfig
 from rkserve.deployments.http_control import add_control
 from rkserve.deployments.service import ServedModel
-from rkserve.errors import AdapterBroken, BoardFailed, BoardSilent, CacheNotFound, CacheUnsupported
+from rkserve.desired import Desired
+from rkserve.errors import (
+    AdapterBroken,
+    BoardFailed,
+    BoardSilent,
+    CacheNotFound,
+    CacheUnsupported,
+    RequestError,
+)
 from rkserve.messages import ControlAction, Edit
 from rkserve.modelfolder import open_model_folder
 from rkserve.reports import (
@@ -239,7 +248,10 @@ def test_a_cache_is_built_on_every_board(what: dict[str, Any]) -> None:
         house = house_of("a", "b", a__build_cache=cache("a"), b__build_cache=cache("b"))
         response = await house("POST", MODEL_CACHE, json={"cache_name": "doc", **what})
         found = response.json()
-        assert (response.status_code, found["cache_name"]) == (200, "doc")
+        assert (response.status_code, found["cache_name"], found["kept"]) == (200, "doc", True)
+        (kept,) = [args[0] for method, args in house.head.asked if method == "keep_cache"]
+        assert (kept.model, kept.name, len(kept.ids)) == ("sim-chat", "doc", found["tokens"])
+        assert (kept.line, kept.version, kept.ref) == (None, None, None)
         assert [(one["board"], one["bytes"]) for one in found["boards"]] == [
             ("a", 3000),
             ("b", 3000),
@@ -319,6 +331,46 @@ def test_a_build_that_takes_too_long_is_said_to_be_withdrawn() -> None:
         assert (response.status_code, response.json()["error"]["code"]) == (503, "board_failed")
         message = response.json()["error"]["message"]
         assert "nothing came within 60 s, and the build was withdrawn" in message
+
+    run_loop(main())
+
+
+def test_without_the_coordinator_a_cache_is_built_and_not_kept_and_none_is_deleted() -> None:
+    async def main() -> None:
+        house = house_of("a", build_cache=cache("a"), delete_cache=True, caches=[])
+        house.head.away = True
+        built = await house("POST", MODEL_CACHE, json={"cache_name": "doc", "prompt": "A text."})
+        assert (built.status_code, built.json()["kept"]) == (200, False)
+        assert (await house("GET", MODEL_CACHE)).json()["kept"] is None
+        refused = await house("DELETE", f"{MODEL_CACHE}/doc")
+        assert refused.json()["error"]["code"] == "coordinator_unavailable"
+        assert "delete_cache" not in {method for _, method, _ in house.boards.asked}
+
+    run_loop(main())
+
+
+def test_a_cache_that_must_not_be_kept_is_left_on_no_board() -> None:
+    async def main() -> None:
+        house = house_of("a", build_cache=cache("a"), delete_cache=True)
+        house.head.says["keep_cache"] = RequestError("the limit is 64", "cache_name")
+        refused = await house("POST", MODEL_CACHE, json={"cache_name": "doc", "prompt": "A text."})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_name")
+        assert house.boards.asked[-1] == ("replica of a", "delete_cache", ("doc",))
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize(("asked", "version"), [("tone", None), ("tone@v1", "v1")])
+def test_a_cache_of_an_adapter_is_kept_for_its_name_or_for_its_version(
+    asked: str, version: str | None
+) -> None:
+    async def main() -> None:
+        house = house_of("a", build_cache=cache("a"))
+        house.head.desired = Desired(1, lines=(line(),))
+        made = {"cache_name": "doc", "prompt": "A text."}
+        assert (await house("POST", f"/v1/cache/{asked}", json=made)).status_code == 200
+        (kept,) = [args[0] for method, args in house.head.asked if method == "keep_cache"]
+        assert (kept.model, kept.line, kept.version) == ("sim-chat", "tone", version)
 
     run_loop(main())
 

@@ -18,6 +18,7 @@ from rkserve.board.kv import Ids, common_prefix
 from rkserve.board.live import LiveEngine
 from rkserve.board.promptcache import CacheStore, Entry, Hit
 from rkserve.board.run import Beginning, Run
+from rkserve.digests import ids_digest
 from rkserve.errors import (
     BoardFailed,
     CacheNotFound,
@@ -154,6 +155,7 @@ class Caching:
             adapter=adapter_of(entry.origin),
             age_s=max(0.0, now_s - entry.created_s),
             idle_s=max(0.0, now_s - entry.used_s),
+            digest="" if entry.name is None else ids_digest(entry.ids),
         )
 
     # -- restoring ----------------------------------------------------------------------------

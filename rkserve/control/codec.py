@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rkserve.control.operations import Operation
-from rkserve.desired import Desired
+from rkserve.desired import Desired, KeptCache
 from rkserve.errors import LedgerFailed
 
 # Rises with every change of a field in what is kept; whoever raises it adds how the old is read.
@@ -50,6 +50,16 @@ def write_operation(operation: Operation) -> str:
 def read_operation(text: str) -> Operation:
     """Return the operation that was written. Raises ``LedgerFailed`` that says why not."""
     return _parse("operation", Operation, text)
+
+
+def write_cache(cache: KeptCache) -> str:
+    """Return a named prompt cache as text."""
+    return _write("cache", cache)
+
+
+def read_cache(text: str) -> KeptCache:
+    """Return the prompt cache that was written. Raises ``LedgerFailed`` that says why not."""
+    return _parse("cache", KeptCache, text)
 
 
 def plain(value: object) -> Any:

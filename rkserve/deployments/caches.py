@@ -5,14 +5,27 @@ It knows the boards through a ``Fleet``; a board that fails hides nobody else's 
 
 from __future__ import annotations
 
+import logging
+import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from rkserve.deployments.bodies import off_loop
+from rkserve.deployments.cachekeeping import SYSTEM_PROMPT
 from rkserve.deployments.generations import MULTI_STATUS, OK, Generations
 from rkserve.deployments.seats import Answers, Seat, merged
 from rkserve.deployments.service import Service
-from rkserve.errors import BoardNotFound, BoardSilent, CacheNotFound, NoBoard
+from rkserve.desired import Desired, KeptCache
+from rkserve.errors import (
+    BoardNotFound,
+    BoardSilent,
+    CacheNotFound,
+    CoordinatorAway,
+    LedgerFailed,
+    NoBoard,
+    RequestError,
+)
 from rkserve.names import check_cache_name
 from rkserve.wire.asked import Asked
 from rkserve.wire.caches import (
@@ -30,6 +43,9 @@ from rkserve.wire.caches import (
 )
 from rkserve.wire.generations import EditCall
 from rkserve.wire.jsonbody import JsonObject
+from rkserve.wire.versions import Meant
+
+log = logging.getLogger(__name__)
 
 
 class Caches:
@@ -84,8 +100,27 @@ class Caches:
                 reason = f"{exc.reason}, and the build was withdrawn; the board may be busy"
                 answers.failed[board] = BoardSilent(board, reason)
         answers.require_one()
+        desired = self._service.cluster.desired
+        kept = await self._keep(_to_keep(call.cache_name, ids, meant, desired))
         made = built(call, model, len(ids), list(answers.said.values()), answers.failed)
-        return _status(answers), made
+        return _status(answers), {**made, "kept": kept}
+
+    async def _keep(self, cache: KeptCache) -> bool:
+        """Have boards that join build it, too; False where the Coordinator cannot be reached.
+
+        Raises ``RequestError`` where the cache must not be kept: then no board holds it.
+        """
+        try:
+            await self._service.cluster.keep_cache(cache)
+        except RequestError:
+            seats = self._service.fleet.seats(cache.model)
+            if cache.name != SYSTEM_PROMPT:
+                await self._ask(seats, "delete_cache", cache.name)
+            raise
+        except (CoordinatorAway, LedgerFailed) as exc:
+            log.warning("prompt cache %s: boards that join will not have it: %s", cache.name, exc)
+            return False
+        return True
 
     async def listed(self, model: str) -> JsonObject:
         """Return the prompt caches of a model, or only those of one adapter."""
@@ -98,16 +133,31 @@ class Caches:
         entries = merged(answers.said.values())
         if meant.ref is not None:
             entries = [entry for entry in entries if entry.adapter == meant.ref.key]
-        return caches_list(entries, answers.failed)
+        listed = caches_list(entries, answers.failed)
+        return {**listed, "kept": await self._kept(meant)}
+
+    async def _kept(self, meant: Meant) -> list[dict[str, object]] | None:
+        """Return what boards that join will build; None while the Coordinator is away."""
+        try:
+            kept = await self._service.cluster.kept_caches(meant.model)
+        except CoordinatorAway:
+            return None
+        name = meant.adapter_name
+        return kept if name is None else [one for one in kept if one["adapter"] == name]
 
     async def delete(self, model: str, name: str, asked: Asked) -> tuple[int, JsonObject]:
-        """Delete a named prompt cache wherever it is. Raises ``CacheNotFound``."""
+        """Delete a named prompt cache wherever it is, and have no board build it again.
+
+        Raises ``CacheNotFound``, and ``CoordinatorAway``, where nothing is deleted: boards that
+        join would build it again.
+        """
         check_delete(asked)
         check_cache_name(name)
         meant = await self._service.meant(model)
+        kept = await self._service.cluster.drop_cache(meant.model, name)
         answers = await self._ask(self._service.fleet.seats(meant.model), "delete_cache", name)
         had = sorted(board for board, deleted in answers.said.items() if deleted)
-        if not had:
+        if not had and not kept:
             if answers.failed:
                 raise min(answers.failed.items())[1]  # it may well have been there
             raise CacheNotFound(name, "cache_name")
@@ -146,6 +196,16 @@ class Caches:
     ) -> Answers[Any]:
         limit_s = self._service.config.control_timeout_s if timeout_s is None else timeout_s
         return await self._service.fleet.ask(seats, method, *args, timeout_s=limit_s)
+
+
+def _to_keep(name: str, ids: tuple[int, ...], meant: Meant, desired: Desired) -> KeptCache:
+    """Return what is to be kept of a cache: for the bare name of an adapter, no version."""
+    made = KeptCache(meant.model, name, ids, at_s=time.time())
+    adapter = meant.adapter_name
+    if adapter is None or desired.line(meant.model, adapter) is None:
+        return replace(made, ref=meant.adapter)  # the base model, or an adapter in its folder
+    named = meant.adapter if meant.named else None
+    return replace(made, line=adapter, version=None if named is None else named.version)
 
 
 def _status(answers: Answers[Any]) -> int:

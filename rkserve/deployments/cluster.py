@@ -16,7 +16,7 @@ from rkserve.control.calls import Call, Outcome
 from rkserve.control.operations import Operation
 from rkserve.deployments.artifactclaims import Claim
 from rkserve.deployments.artifactfacts import FoundWeights
-from rkserve.desired import AdapterVersion, Artifact, BaseVersion, Desired
+from rkserve.desired import AdapterVersion, Artifact, BaseVersion, Desired, KeptCache
 from rkserve.errors import CoordinatorAway, RkserveError
 
 log = logging.getLogger(__name__)
@@ -179,6 +179,22 @@ class Cluster:
         if not self.reachable:
             raise CoordinatorAway("The Coordinator is not heard at the moment.")
         found: bytes = await self._link.call("metrics", timeout_s=METRICS_S)
+        return found
+
+    # -- prompt caches ------------------------------------------------------------------------
+
+    async def keep_cache(self, cache: KeptCache) -> None:
+        """Have every board hold a prompt cache, also those that join. Raises ``RkserveError``."""
+        await self._look("keep_cache", cache)
+
+    async def drop_cache(self, model: str, name: str) -> bool:
+        """Have no board hold it any more; False where it was not kept. Raises ``RkserveError``."""
+        dropped: bool = await self._look("drop_cache", model, name)
+        return dropped
+
+    async def kept_caches(self, model: str) -> list[dict[str, object]]:
+        """Return what is kept for a model, and what boards could not build."""
+        found: list[dict[str, object]] = await self._look("kept_caches", model)
         return found
 
     # -- artifacts ----------------------------------------------------------------------------

@@ -34,6 +34,8 @@ from rkserve.control.rest import SleepPolicy
 from rkserve.deployments.artifactclaims import Claim
 from rkserve.deployments.artifactfacts import FoundWeights
 from rkserve.deployments.book import Book
+from rkserve.deployments.cachekeeping import CacheKeeping
+from rkserve.deployments.cachekeeping import Times as CacheTimes
 from rkserve.deployments.course import Course, Desk, Handler, Routers
 from rkserve.deployments.delivery import Put, Stager, Store
 from rkserve.deployments.fleet import Fleet
@@ -48,7 +50,7 @@ from rkserve.deployments.settling import Settling
 from rkserve.deployments.sleeping import Sleeping
 from rkserve.deployments.staging import Pace
 from rkserve.deployments.versions import Versions, handlers
-from rkserve.desired import Desired, Scope
+from rkserve.desired import Desired, KeptCache, Scope
 from rkserve.errors import (
     LedgerFailed,
     OperationConflict,
@@ -71,7 +73,8 @@ TURN_S = 0.05
 class Outside:
     """What the Coordinator works with and does not own. ``now_s`` reads seconds since 1970.
 
-    ``policies`` say by model how its boards are configured to sleep.
+    ``policies`` say by model how its boards are configured to sleep, and ``system_prompts`` by
+    group which prompt its boards hold from their start.
     """
 
     fleet: Fleet
@@ -81,6 +84,8 @@ class Outside:
     now_s: Callable[[], float] = time.time
     pace: Pace = field(default_factory=Pace)
     policies: Mapping[str, SleepPolicy] = field(default_factory=dict)
+    system_prompts: Mapping[str, KeptCache] = field(default_factory=dict)
+    cache_times: CacheTimes = field(default_factory=CacheTimes)
     routers: Routers | None = None
 
 
@@ -127,6 +132,9 @@ class Coordinator:
             **handlers(versions),
             **self._rebasing.handlers,
         }
+        self.caches = CacheKeeping(
+            self._desk, outside.ledger, outside.system_prompts, outside.cache_times
+        )
         self._idling = Idling(self._desk, outside.policies, self.perform)
         self._courses: dict[str, tuple[Course, asyncio.Task[None]]] = {}  # by idempotency key
         self._going_on: set[asyncio.Task[None]] = set()
@@ -164,6 +172,7 @@ class Coordinator:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.caches.stop()
         await self._reconciler.stop()
         await self._roster.stop()
 
@@ -196,6 +205,7 @@ class Coordinator:
         self._reconciler.look()
         self._settling.look()
         self._idling.look()
+        self.caches.look()
         self._metrics.epoch.set(self._book.desired.epoch)
         asleep = sum(pause.level is not None for pause in self._book.desired.pauses)
         self._metrics.pauses_in_force.set(len(self._book.desired.pauses) - asleep)

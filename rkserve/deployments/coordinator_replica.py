@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from rkserve.control.rest import SleepPolicy
 from rkserve.deployments.artifactclaims import Claim
 from rkserve.deployments.artifactfacts import FoundWeights
 from rkserve.deployments.artifacts import ArtifactRules, ArtifactStore
+from rkserve.deployments.cachekeeping import SYSTEM_PROMPT
 from rkserve.deployments.channel_router import Channels
 from rkserve.deployments.coordinator import Coordinator, Outside
 from rkserve.deployments.fetching import Fetching
@@ -32,9 +33,12 @@ from rkserve.deployments.link import RayLink
 from rkserve.deployments.logs import log_with_serve
 from rkserve.deployments.naming import ROUTER
 from rkserve.deployments.peers import RayRouters
-from rkserve.desired import AdapterVersion, BaseVersion, Desired
-from rkserve.errors import LedgerFailed
-from rkserve.modelfolder import open_model_folder
+from rkserve.desired import AdapterVersion, BaseVersion, Desired, KeptCache
+from rkserve.errors import LedgerFailed, RkserveError
+from rkserve.groupconfig import BoardGroupConfig
+from rkserve.modelfolder import ModelFolder, open_model_folder
+from rkserve.wire.caches import BuildCall, ids_of
+from rkserve.wire.renderer import Renderer
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +88,7 @@ class CoordinatorReplica:
                 self._store,
                 ray.put,
                 policies=policies,
+                system_prompts=await asyncio.to_thread(system_prompts, config.deployed, folders),
                 routers=RayRouters(ROUTER),
             ),
         )
@@ -177,6 +182,20 @@ class CoordinatorReplica:
         """Return what can be served under a name; see ``Coordinator.find_weights``."""
         return await self._coordinator.find_weights(model, artifact)
 
+    # -- prompt caches -------------------------------------------------------------------------
+
+    async def keep_cache(self, cache: KeptCache) -> None:
+        """Have every board of a model hold a prompt cache; see ``CacheKeeping.keep``."""
+        self._coordinator.caches.keep(cache)
+
+    async def drop_cache(self, model: str, name: str) -> bool:
+        """Have no board hold a prompt cache; see ``CacheKeeping.drop``."""
+        return self._coordinator.caches.drop(model, name)
+
+    async def kept_caches(self, model: str) -> list[dict[str, object]]:
+        """Return the prompt caches that are kept; see ``CacheKeeping.told``."""
+        return self._coordinator.caches.told(model)
+
     async def __del__(self) -> None:
         """Ray's farewell, also after a constructor that failed."""
         if hasattr(self, "_sweeps"):
@@ -199,6 +218,28 @@ def _rules(settings: CoordinatorConfig) -> ArtifactRules:
         allowed_paths=settings.allowed_paths,
         allowed_urls=settings.allowed_urls,
     )
+
+
+def system_prompts(
+    groups: Iterable[BoardGroupConfig], folders: Mapping[str, ModelFolder]
+) -> dict[str, KeptCache]:
+    """Return the prompt caches that the configuration asks for, by group. It reads tokenizers.
+
+    A prompt that the model cannot take is logged, and keeps nothing else from starting.
+    """
+    found = {}
+    for group in groups:
+        text, folder = group.prompt_cache.system_prompt, folders[group.name]
+        if text is None:
+            continue
+        call = BuildCall(SYSTEM_PROMPT, messages=({"role": "system", "content": text},))
+        try:
+            ids = ids_of(call, Renderer(folder), folder.settings.context_length)
+        except RkserveError as exc:
+            log.warning("group %s: prompt_cache.system_prompt is not built: %s", group.name, exc)
+            continue
+        found[group.name] = KeptCache(folder.id, SYSTEM_PROMPT, ids)
+    return found
 
 
 def _policies(config: RkserveConfig, models: Mapping[str, str]) -> dict[str, SleepPolicy]:

@@ -21,13 +21,15 @@ from typing import Any
 
 from rkserve.control.codec import (
     plain,
+    read_cache,
     read_desired,
     read_operation,
+    write_cache,
     write_desired,
     write_operation,
 )
 from rkserve.control.operations import Operation, OperationKind, OperationState
-from rkserve.desired import Desired
+from rkserve.desired import Desired, KeptCache
 from rkserve.disk import open_private, private_folder
 from rkserve.errors import LedgerFailed
 
@@ -48,6 +50,10 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE UNIQUE INDEX operations_by_key ON operations (key) WHERE key IS NOT NULL",
         "CREATE INDEX operations_by_state ON operations (state)",
         "CREATE TABLE audit (number INTEGER PRIMARY KEY AUTOINCREMENT, value TEXT NOT NULL)",
+    ),
+    (
+        "CREATE TABLE caches (model TEXT NOT NULL, name TEXT NOT NULL, value TEXT NOT NULL, "
+        "PRIMARY KEY (model, name))",
     ),
 )
 
@@ -171,6 +177,25 @@ class Ledger:
         database.execute(
             "DELETE FROM audit WHERE number <= (SELECT max(number) FROM audit) - ?", (self._limit,)
         )
+
+    def caches(self) -> list[KeptCache]:
+        """Return the named prompt caches that are kept, and those that were deleted."""
+        rows = self._rows("SELECT value FROM caches ORDER BY model, name")
+        return [read_cache(value) for (value,) in rows]
+
+    def write_caches(self, kept: Iterable[KeptCache], forgotten: Iterable[KeptCache] = ()) -> None:
+        """Write named prompt caches down, and forget others. Raises ``LedgerFailed``."""
+        with self._transaction() as database:
+            for one in kept:
+                database.execute(
+                    "INSERT INTO caches VALUES (?, ?, ?) "
+                    "ON CONFLICT (model, name) DO UPDATE SET value = excluded.value",
+                    (one.model, one.name, write_cache(one)),
+                )
+            for one in forgotten:
+                database.execute(
+                    "DELETE FROM caches WHERE model = ? AND name = ?", (one.model, one.name)
+                )
 
     # -- what was asked of it ------------------------------------------------------------------
 

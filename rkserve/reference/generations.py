@@ -189,6 +189,7 @@ SCHEMAS: dict[str, Schema] = {
                     {"tokens": COUNT, "bytes": COUNT, "error": TEXT, "message": TEXT},
                 )
             ),
+            "kept": FLAG,
         }
     ),
     "PromptCaches": listed(
@@ -205,7 +206,22 @@ SCHEMAS: dict[str, Schema] = {
                 "idle_s": NUMBER,
             }
         ),
-        {"failed": FAILED},
+        {
+            "failed": FAILED,
+            "kept": maybe(
+                array(
+                    obj(
+                        {
+                            "cache_name": TEXT,
+                            "adapter": maybe(TEXT),
+                            "tokens": COUNT,
+                            "configured": FLAG,
+                            "failed": array(obj({"board": TEXT, "message": TEXT})),
+                        }
+                    )
+                )
+            ),
+        },
     ),
     "CacheDeleted": obj(
         {
