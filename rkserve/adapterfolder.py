@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from rkserve.digests import DIGEST, file_digest
-from rkserve.errors import AdapterBroken, ConfigError, ModelNotFound, RequestError
+from rkserve.errors import AdapterBroken, AdapterNotFound, ConfigError, ModelNotFound, RequestError
 from rkserve.messages import AdapterRef
 from rkserve.names import NAME
 from rkserve.settingwords import explain
@@ -199,7 +199,8 @@ def resolve(asked: str, catalog: Mapping[str, Sequence[Adapter]]) -> Chosen:
     request fails, rather than get an older answer unasked.
 
     Raises:
-        ModelNotFound: there is no such model or adapter.
+        ModelNotFound: there is no such model.
+        AdapterNotFound: there is no such adapter of a model that there is.
         AdapterBroken: it is there and cannot be used.
         RequestError: several models have an adapter of that name.
     """
@@ -213,7 +214,8 @@ def resolve(asked: str, catalog: Mapping[str, Sequence[Adapter]]) -> Chosen:
         if (matching := _matching(catalog.get(model, ()), parts.name, parts.version))
     }
     if not found:
-        raise ModelNotFound(asked)
+        of_model = parts.base in catalog or (parts.base is None and parts.version is not None)
+        raise AdapterNotFound(asked) if of_model else ModelNotFound(asked)
     if len(found) > 1:
         raise parts.ambiguous(found)
     ((model, adapter),) = found.items()

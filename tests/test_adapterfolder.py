@@ -305,6 +305,22 @@ def test_what_there_is_not_is_a_404_with_the_name_that_was_asked(asked: str) -> 
     assert refused.value.model == asked
 
 
+@pytest.mark.parametrize(
+    ("asked", "kind"),
+    [
+        pytest.param("nowhere", "model", id="a name"),
+        pytest.param("nowhere:legal", "model", id="an adapter of no model"),
+        pytest.param("qwen:nothing", "adapter", id="an adapter of a model"),
+        pytest.param("legal@v99", "adapter", id="a version"),
+    ],
+)
+def test_an_adapter_that_there_is_not_is_called_an_adapter(asked: str, kind: str) -> None:
+    with pytest.raises(ModelNotFound) as refused:
+        resolve(asked, CATALOG)
+    assert refused.value.message.startswith(f"The {kind} '{asked}' does not exist.")
+    assert refused.value.code == "model_not_found"
+
+
 def test_a_newest_version_that_is_broken_is_not_replaced_by_an_older_one_unasked() -> None:
     with pytest.raises(AdapterBroken, match="'poet@2' cannot be used: its size is wrong"):
         resolve("poet", CATALOG)

@@ -33,7 +33,9 @@ def server() -> Iterator[FakeOpenAi]:
 
 
 def bench(*words: str, **environ: str) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, ["bench", *words], env={"COLUMNS": "200", **environ})
+    done = CliRunner().invoke(
+        app, ["bench", *words], env={"COLUMNS": "200", "RKSERVE_URL": "", **environ}
+    )
     return done.exit_code, done.stdout, plain(done.stderr)
 
 
@@ -82,10 +84,16 @@ def test_nobody_at_the_url_is_said() -> None:
     assert "connect ECONNREFUSED" in out
 
 
+def test_without_a_url_it_loads_the_server_of_the_environment(server: FakeOpenAi) -> None:
+    code, _, err = bench("run", *QUICK, "--model", "ok", RKSERVE_URL=server.url)
+    assert code == Exit.DONE, err
+    assert server.asked
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        pytest.param(("run",), "either --url, or --boards", id="nothing to load"),
+        pytest.param(("run",), "either --url (or RKSERVE_URL", id="nothing to load"),
         pytest.param(("run", "--url", "ftp://a"), "no http://", id="no HTTP"),
         pytest.param(("run", "--url", "http://a", "--boards", "2"), "either", id="both"),
         pytest.param(("run", "--url", "http://a", "--policy", "prefix"), "--policy", id="policy"),

@@ -25,7 +25,7 @@ from rkserve.desired import (
 )
 from rkserve.errors import (
     AdapterExists,
-    ModelNotFound,
+    AdapterNotFound,
     OperationConflict,
     RequestError,
     RkserveError,
@@ -369,13 +369,15 @@ CANARY = changes.begin(serving(V1, V2), "m", V3, weight=0.5)
             lambda: changes.retire(CANARY, "m", "law"), OperationConflict, id="retire all"
         ),
         pytest.param(
-            lambda: changes.retire(serving(V1), "m", "law", "v9"), ModelNotFound, id="no version"
+            lambda: changes.retire(serving(V1), "m", "law", "v9"), AdapterNotFound, id="no version"
         ),
-        pytest.param(lambda: changes.retire(serving(V1), "m", "x"), ModelNotFound, id="no adapter"),
         pytest.param(
-            lambda: changes.rollback(serving(V1), "n", "law"), ModelNotFound, id="no model"
+            lambda: changes.retire(serving(V1), "m", "x"), AdapterNotFound, id="no adapter"
         ),
-        pytest.param(lambda: changes.commit(Desired(), "m", "law"), ModelNotFound, id="no line"),
+        pytest.param(
+            lambda: changes.rollback(serving(V1), "n", "law"), AdapterNotFound, id="no model"
+        ),
+        pytest.param(lambda: changes.commit(Desired(), "m", "law"), AdapterNotFound, id="no one"),
         pytest.param(lambda: changes.set_label(Desired(), "m", ""), RequestError, id="no label"),
         pytest.param(lambda: changes.expect(Desired(4), 3), StaleEpoch, id="an older epoch"),
         pytest.param(lambda: changes.expect(Desired(4), 5), StaleEpoch, id="a later epoch"),

@@ -20,6 +20,7 @@ SAMPLES: list[RkserveError] = [
     errors.RequestError("The key is wrong.", "stop[1]"),
     errors.UnsupportedParameter("No.", "logprobs"),
     errors.ModelNotFound("gpt-4o"),
+    errors.AdapterNotFound("tone@v9"),
     errors.RouteNotFound("There is no such path."),
     errors.MethodNotAllowed("POST only."),
     errors.BodyTooLarge("The body is too long."),

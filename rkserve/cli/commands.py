@@ -8,12 +8,16 @@ from typing import Annotated
 
 import typer
 
+from rkserve import __version__
 from rkserve.cli import show
 from rkserve.cli.bars import progress
 from rkserve.cli.bench import bench
+from rkserve.cli.chat import chat
+from rkserve.cli.inside import boards, caches, generations, kv
 from rkserve.cli.link import EXIT_CODES, Exit, Link, connected
 from rkserve.cli.lora import lora
 from rkserve.cli.options import Boards, Mode, Models, Modes, Timeout
+from rkserve.cli.sim import sim
 from rkserve.cli.sleeping import models, sleep, wake
 from rkserve.cli.weights import weights
 from rkserve.client.answers import PARTIAL, SUCCEEDED
@@ -28,9 +32,30 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench", short_help="Measure any OpenAI server, or simulated boards.")
+app.add_typer(boards, name="boards", short_help="Show the boards and their hardware.")
+app.add_typer(caches, name="caches", short_help="Show, build and delete prompt caches.")
+app.add_typer(generations, name="generations", short_help="Control single answers.")
+app.add_typer(kv, name="kv", short_help="Show and clear KV caches.")
 app.add_typer(lora, name="lora", short_help="Bring LoRA adapters to the boards.")
 app.add_typer(models, name="models", short_help="Show the models, load and unload them.")
+app.add_typer(sim, name="sim", short_help="Make files for simulated boards.")
 app.add_typer(weights, name="weights", short_help="Show base weights, and change them.")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"rkserve {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def rkserve(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Say the version.")
+    ] = False,
+) -> None:
+    """Options of rkserve itself."""
 
 
 Adapter = Annotated[str | None, typer.Option(help="Only generations with this adapter.")]
@@ -90,6 +115,7 @@ def resume(
         link.note(lambda: show.still_held(link.client.cluster()["pauses"], asleep=True))
 
 
+app.command()(chat)
 app.command()(sleep)
 app.command()(wake)
 

@@ -24,6 +24,7 @@ from rkserve.client import (
     Operation,
     OperationError,
     PartlyDone,
+    UnexpectedAnswer,
     Unreachable,
 )
 from rkserve.client.connection import DEFAULT_URL
@@ -98,10 +99,13 @@ class Link:
 
     def failed(self, exc: ClientError) -> Exit:
         """Say what went wrong, and return the exit code for it."""
+        url = self.client.url
         if self.as_json:
-            self.err.print_json(json.dumps(_error(exc)))
+            self.err.print_json(json.dumps(_error(exc, url)))
         else:
-            self.err.print(f"rkserve: {exc}", markup=False, highlight=False, soft_wrap=True)
+            self.err.print(
+                f"rkserve: {_sentence(exc, url)}", markup=False, highlight=False, soft_wrap=True
+            )
         if isinstance(exc, PartlyDone):
             if self.as_json:
                 typer.echo(json.dumps(dict(exc.operation.body), ensure_ascii=False, indent=2))
@@ -109,8 +113,17 @@ class Link:
         return Exit.UNREACHABLE if isinstance(exc, Unreachable) else Exit.FAILED
 
 
-def _error(exc: ClientError) -> dict[str, Any]:
-    said: dict[str, Any] = {"type": type(exc).__name__, "message": str(exc)}
+def _sentence(exc: ClientError, url: str) -> str:
+    """Return the error for people, with the URL where that may be the mistake."""
+    if isinstance(exc, Unreachable):
+        return f"{url} cannot be reached: {exc}. --url or RKSERVE_URL names another one."
+    if isinstance(exc, UnexpectedAnswer):
+        return f"{str(exc).rstrip('.')}. The URL was {url}; --url or RKSERVE_URL names another one."
+    return str(exc)
+
+
+def _error(exc: ClientError, url: str) -> dict[str, Any]:
+    said: dict[str, Any] = {"type": type(exc).__name__, "message": str(exc), "url": url}
     if isinstance(exc, CallError):
         said |= {"status": exc.status, "code": exc.code, "retry_after_s": exc.retry_after_s}
     if isinstance(exc, OperationError):

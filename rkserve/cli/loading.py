@@ -7,12 +7,13 @@ of which is imported only when one of the commands runs: the others need none of
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -202,8 +203,12 @@ def _site(given: Given, folder: Path, say: Callable[[str], None]) -> Site:
     from rkserve.bench.load.site import DEFAULT_POLICY, Boards, Servers, Simulated
     from rkserve.bench.load.watch import parse_watched
 
+    if given.boards is None and not given.url and (url := os.environ.get("RKSERVE_URL")):
+        given = replace(given, url=[url])
     if (given.boards is None) == (not given.url):
-        raise typer.BadParameter("either --url, or --boards to start some")
+        raise typer.BadParameter(
+            "either --url (or RKSERVE_URL in the environment), or --boards to start some"
+        )
     if given.boards is not None and given.all_models:
         raise typer.BadParameter("--all-models is for --url; --boards serve one model")
     if given.boards is None:

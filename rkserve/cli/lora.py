@@ -12,6 +12,9 @@ from rkserve.cli import show
 from rkserve.cli.bars import progress
 from rkserve.cli.link import EXIT_CODES, Link, connected
 from rkserve.cli.options import InFlight, Model, Running, Timeout
+from rkserve.client.upload import ADAPTER_FILE
+from rkserve.modelfolder import SIM_MAGIC
+from rkserve.native.sim import adapters as sim_adapters
 
 lora = typer.Typer(help=f"Bring LoRA adapters to the boards. {EXIT_CODES}", no_args_is_help=True)
 
@@ -63,6 +66,7 @@ def push(
     timeout: Timeout = None,
 ) -> None:
     """Upload an adapter, bring it to every board, and into use."""
+    _look_at(path)
     with progress(link) as tell:
         pushed = link.client.push_adapter(
             path,
@@ -146,6 +150,48 @@ def rm(
             title, version or None, model=model, timeout_s=timeout, on_progress=tell
         )
     link.done(one, f"retired {name}")
+
+
+# Beginnings of files that are taken for adapters, and what they are.
+_KNOWN = (
+    (b"PK\x03\x04", "a zip archive or a PyTorch checkpoint"),
+    (b"GGUF", "a GGUF file"),
+    (SIM_MAGIC, "a simulated model, and no adapter"),
+    (b"\x1f\x8b", "a compressed archive"),
+    (b"version https://git-lfs", "a Git LFS pointer; `git lfs pull` gets the file"),
+)
+_CONVERT = "RKLLM loads adapters that rkllm-toolkit has converted (*.rkllm)"
+
+
+def _look_at(path: Path) -> None:
+    """Refuse before the upload what no board could load. Raises ``BadParameter``."""
+    file = path / ADAPTER_FILE if path.is_dir() else path
+    if not file.is_file():
+        inside = ", ".join(sorted(one.name for one in path.iterdir())[:5]) or "nothing"
+        raise typer.BadParameter(f"{path} has no {ADAPTER_FILE} in it, but {inside}. {_CONVERT}.")
+    try:
+        with file.open("rb") as opened:
+            begin = opened.read(sim_adapters.HEADER_BYTES)
+    except OSError as exc:
+        raise typer.BadParameter(f"{file} cannot be read: {exc.strerror or exc}") from exc
+    if wrong := _wrong(file, begin):
+        raise typer.BadParameter(f"{file} is {wrong}. {_CONVERT}.")
+
+
+def _wrong(file: Path, begin: bytes) -> str:
+    """Return what a file is instead of an adapter, or nothing."""
+    if not begin:
+        return "empty"
+    known = next((what for magic, what in _KNOWN if begin.startswith(magic)), "")
+    if known:
+        return known
+    if begin[8:9] == b"{" and int.from_bytes(begin[:8], "little") < file.stat().st_size:
+        return "a safetensors file"
+    if begin.lstrip()[:1] in (b"{", b"["):
+        return "JSON"
+    if begin.startswith(sim_adapters.MAGIC):
+        return sim_adapters.damage(file)
+    return ""
 
 
 def _how(

@@ -246,3 +246,97 @@ def _cell(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:.1f}" if isinstance(value, float) else escape(str(value))
+
+
+def generations(rows: Iterable[Mapping[str, Any]]) -> RenderableType:
+    """Return what runs, waits or is paused."""
+    return table(
+        ("generation", "choice", "state", "board", "model", "adapter", "tokens", "kv", "age"),
+        (
+            (
+                one["id"],
+                one["choice"],
+                one["state"],
+                one["board"],
+                one["model"],
+                one["adapter"],
+                one["tokens"],
+                one["kv_positions"],
+                f"{one['age_s']:.1f} s",
+            )
+            for one in rows
+        ),
+    )
+
+
+def kv(found: Mapping[str, Any]) -> RenderableType:
+    """Return what KV caches hold, by board and together."""
+    rows = [
+        (one["board"], one["model"], one["positions"], one["capacity"], one["bytes"], one["status"])
+        for one in found["data"]
+    ]
+    total = found["total"]
+    rows.append(("total", None, total["positions"], total["capacity"], total["bytes"], None))
+    return table(("board", "model", "positions", "capacity", "bytes", "status"), rows)
+
+
+def caches(rows: Iterable[Mapping[str, Any]]) -> RenderableType:
+    """Return prompt caches by board."""
+    return table(
+        ("cache", "board", "model", "adapter", "tokens", "bytes", "idle"),
+        (
+            (
+                one["cache_name"] or "(parked)",
+                one["board"],
+                one["model"],
+                one["adapter"],
+                one["tokens"],
+                one["bytes"],
+                f"{one['idle_s']:.0f} s",
+            )
+            for one in rows
+        ),
+    )
+
+
+def hardware(rows: Iterable[Mapping[str, Any]]) -> RenderableType:
+    """Return the boards with their states and what their kernels report."""
+    return table(
+        ("board", "model", "state", "platform", "release", "node", "hardware", "reason"),
+        (
+            (
+                one["id"],
+                one["model"],
+                one["state"],
+                one.get("platform"),
+                one.get("release"),
+                one.get("node"),
+                _figures(one.get("hardware")),
+                one.get("reason"),
+            )
+            for one in rows
+        ),
+    )
+
+
+def _figures(found: Any, prefix: str = "") -> str:
+    """Return figures in one line, those of blocks by their dotted names."""
+    if not isinstance(found, Mapping):
+        return ""
+    parts = []
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            parts.append(_figures(value, f"{prefix}{name}."))
+        elif value is not None and value != []:
+            shown = f"{value:g}" if isinstance(value, float) else value
+            parts.append(f"{prefix}{name} {shown}")
+    return ", ".join(part for part in parts if part)
+
+
+def facts(found: Mapping[str, Any]) -> RenderableType:
+    """Return an object as a table of two columns."""
+    rows = []
+    for name, value in found.items():
+        if name != "object" and value not in (None, "", [], {}):
+            rows.append((name, _figures(value) if isinstance(value, Mapping) else value))
+    return table(("what", "value"), rows)

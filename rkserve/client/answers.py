@@ -6,6 +6,7 @@ are; what a program decides by is a value with a type.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ import httpx
 from rkserve.client.errors import (
     OperationFailed,
     PartlyDone,
+    ServerFailed,
     UnexpectedAnswer,
     of_status,
 )
@@ -193,6 +195,26 @@ def is_sleeping(body: Mapping[str, Any]) -> IsSleeping:
         return IsSleeping(bool(body["is_sleeping"]), bool(body["all"]), int(body["epoch"]), boards)
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
         raise UnexpectedAnswer(f"This does not say what is asleep ({exc!r})") from exc
+
+
+def event_of(line: str) -> dict[str, Any] | None:
+    """Return the event of a line of a stream, None where it has none.
+
+    Raises:
+        ServerFailed: the answer ended with an error.
+        UnexpectedAnswer: the line is no event.
+    """
+    if not line.startswith("data:") or (text := line[len("data:") :].strip()) == "[DONE]":
+        return None
+    try:
+        event = json.loads(text)
+    except ValueError as exc:
+        raise UnexpectedAnswer(f"This is no event: {text[:SHOWN_CHARACTERS]}") from exc
+    if not isinstance(event, dict):
+        raise UnexpectedAnswer(f"This is no event: {text[:SHOWN_CHARACTERS]}")
+    if isinstance(error := event.get("error"), dict):
+        raise ServerFailed(500, error.get("code"), str(error.get("message")))
+    return event
 
 
 def rows(body: Mapping[str, Any]) -> list[dict[str, Any]]:

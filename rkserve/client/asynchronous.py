@@ -29,14 +29,16 @@ from rkserve.client.connection import (
     check_url,
     headers,
 )
+from rkserve.client.errors import Unreachable
 from rkserve.client.flows import Flow, Patience, Push, Rest, Told, Work
+from rkserve.client.inside import AsyncInsideCalls
 from rkserve.client.lease import Lease
 from rkserve.client.leased import leased_async
 
 T = TypeVar("T")
 
 
-class AsyncClient(AsyncModelCalls, AsyncWeightCalls):
+class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
     """The control API of a cluster. Calls raise ``ClientError``; see docs/client.md.
 
     ``admin_key`` is never logged or shown. A call is tried again for ``patience_s`` seconds where
@@ -360,6 +362,33 @@ class AsyncClient(AsyncModelCalls, AsyncWeightCalls):
     async def boards(self) -> list[dict[str, Any]]:
         """Return what every board says of itself."""
         return await self._ask("/v1/boards", answers.rows)
+
+    # Streams
+
+    async def stream(
+        self, path: str, body: Mapping[str, Any], *, api_key: str | None = None
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Yield the events of a streamed answer, such as that of ``/v1/chat/completions``.
+
+        ``api_key`` is sent instead of the admin key. Leaving the loop hangs up, which ends it.
+
+        Raises:
+            CallError: it was refused, or ended with an error.
+            Unreachable: the connection was lost.
+        """
+        request = Request("POST", path, body={**body, "stream": True})
+        asked = arguments(request, self._read_s)
+        asked["headers"].update(headers(api_key) if api_key else {})
+        try:
+            async with self._http.stream("POST", path, **asked) as response:
+                if response.is_error:
+                    await response.aread()
+                    answers.json_of(response)
+                async for line in response.aiter_lines():
+                    if (event := answers.event_of(line)) is not None:
+                        yield event
+        except httpx.RequestError as exc:
+            raise Unreachable(flows.why(request, exc)) from exc
 
     # The steps
 

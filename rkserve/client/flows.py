@@ -91,11 +91,11 @@ def exchange(request: Request, patience: Patience) -> Flow[httpx.Response]:
             response: httpx.Response = yield request
         except LOST as exc:
             if patience.clock() - began + wait_s > patience.seconds:
-                raise Unreachable(_why(request, exc)) from exc
+                raise Unreachable(why(request, exc)) from exc
         except httpx.DecodingError as exc:
-            raise UnexpectedAnswer(_why(request, exc)) from exc
+            raise UnexpectedAnswer(why(request, exc)) from exc
         except httpx.RequestError as exc:
-            raise Unreachable(_why(request, exc)) from exc
+            raise Unreachable(why(request, exc)) from exc
         else:
             wait_s = max(delay, answers.retry_after_s(response) or 0.0)
             over = patience.clock() - began + wait_s > patience.seconds
@@ -103,6 +103,11 @@ def exchange(request: Request, patience: Patience) -> Flow[httpx.Response]:
                 return response
         yield Rest(wait_s)
         delay = min(2 * delay, RETRY_S[1])
+
+
+def once(patience: Patience) -> Patience:
+    """Return the patience for a call that must not be sent twice."""
+    return replace(patience, seconds=0.0)
 
 
 def _will_pass(response: httpx.Response) -> bool:
@@ -114,7 +119,8 @@ def _will_pass(response: httpx.Response) -> bool:
     return response.status_code in PROXY_ERRORS
 
 
-def _why(request: Request, exc: httpx.RequestError) -> str:
+def why(request: Request, exc: httpx.RequestError) -> str:
+    """Return the call and what became of it."""
     what = str(exc) or type(exc).__name__
     if isinstance(exc, httpx.TimeoutException) and not isinstance(exc, httpx.ConnectTimeout):
         what = "no answer came in time"

@@ -30,6 +30,10 @@ class Runs(ABC):
     def _ask(self, path: str, read: Callable[[dict[str, Any]], T], **query: str | int | None) -> T:
         return self._run(flows.ask(calls.fetch(path, **query), self._patience, read))
 
+    def _tell(self, request: Request) -> dict[str, Any]:
+        """Change something that has no idempotency key: sent once, and never again."""
+        return self._run(flows.ask(request, flows.once(self._patience), dict))
+
     def _complete(self, request: Request, wait: bool, told: Told | None) -> Operation:
         return self._run(flows.complete(request, self._patience, wait=wait, told=told))
 
@@ -47,6 +51,10 @@ class AsyncRuns(ABC):
         self, path: str, read: Callable[[dict[str, Any]], T], **query: str | int | None
     ) -> T:
         return await self._run(flows.ask(calls.fetch(path, **query), self._patience, read))
+
+    async def _tell(self, request: Request) -> dict[str, Any]:
+        """Change something that has no idempotency key: sent once, and never again."""
+        return await self._run(flows.ask(request, flows.once(self._patience), dict))
 
     async def _complete(self, request: Request, wait: bool, told: Told | None) -> Operation:
         return await self._run(flows.complete(request, self._patience, wait=wait, told=told))

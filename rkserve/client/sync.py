@@ -26,7 +26,9 @@ from rkserve.client.connection import (
     check_url,
     headers,
 )
+from rkserve.client.errors import Unreachable
 from rkserve.client.flows import Flow, Patience, Push, Rest, Told, Work
+from rkserve.client.inside import InsideCalls
 from rkserve.client.lease import Lease
 from rkserve.client.leased import leased
 from rkserve.client.sync_models import ModelCalls
@@ -35,7 +37,7 @@ from rkserve.client.sync_weights import WeightCalls
 T = TypeVar("T")
 
 
-class Client(ModelCalls, WeightCalls):
+class Client(InsideCalls, ModelCalls, WeightCalls):
     """The control API of a cluster. Calls raise ``ClientError``; see docs/client.md.
 
     ``admin_key`` is never logged or shown. A call is tried again for ``patience_s`` seconds where
@@ -358,6 +360,33 @@ class Client(ModelCalls, WeightCalls):
     def boards(self) -> list[dict[str, Any]]:
         """Return what every board says of itself."""
         return self._ask("/v1/boards", answers.rows)
+
+    # Streams
+
+    def stream(
+        self, path: str, body: Mapping[str, Any], *, api_key: str | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the events of a streamed answer, such as that of ``/v1/chat/completions``.
+
+        ``api_key`` is sent instead of the admin key. Leaving the loop hangs up, which ends it.
+
+        Raises:
+            CallError: it was refused, or ended with an error.
+            Unreachable: the connection was lost.
+        """
+        request = Request("POST", path, body={**body, "stream": True})
+        asked = arguments(request, self._read_s)
+        asked["headers"].update(headers(api_key) if api_key else {})
+        try:
+            with self._http.stream("POST", path, **asked) as response:
+                if response.is_error:
+                    response.read()
+                    answers.json_of(response)
+                for line in response.iter_lines():
+                    if (event := answers.event_of(line)) is not None:
+                        yield event
+        except httpx.RequestError as exc:
+            raise Unreachable(flows.why(request, exc)) from exc
 
     # The steps
 

@@ -23,7 +23,7 @@ from rkserve.desired import (
 )
 from rkserve.errors import (
     AdapterExists,
-    ModelNotFound,
+    AdapterNotFound,
     OperationConflict,
     RequestError,
     StaleEpoch,
@@ -256,7 +256,7 @@ def commit(desired: Desired, model: str, name: str, keep: int = KEEP_VERSIONS) -
 
     Versions that were staged and never served are all remembered. What was active becomes what a
     rollback returns to. Raises ``OperationConflict`` where there is no candidate, and
-    ``ModelNotFound`` where there is no such adapter.
+    ``AdapterNotFound`` where there is no such adapter.
     """
     line = _rolled_out(desired, model, name)
     previous = line.active or line.previous
@@ -302,7 +302,7 @@ def rollback(
 
     It goes back one step and then there is none to go back to, so that a call that is sent twice
     does not bring the bad version back. Raises ``OperationConflict`` where there is no previous
-    version, or a candidate (which is to be dropped instead), and ``ModelNotFound`` where there is
+    version, or a candidate (which is to be dropped instead), and ``AdapterNotFound`` where there is
     no such adapter.
     """
     line = _line(desired, model, name)
@@ -338,8 +338,8 @@ def _kept(
 def retire(desired: Desired, model: str, name: str, version: str | None = None) -> Desired:
     """Forget a version, or the whole adapter; what runs with it goes on with it to its end.
 
-    Raises ``ModelNotFound`` where there is none of that name, and ``OperationConflict`` where it is
-    being rolled out, or is the active one of several.
+    Raises ``AdapterNotFound`` where there is none of that name, and ``OperationConflict`` where it
+    is being rolled out, or is the active one of several.
     """
     line = _line(desired, model, name)
     if line.candidate is not None and version in (None, line.candidate.ref.version):
@@ -350,7 +350,7 @@ def retire(desired: Desired, model: str, name: str, version: str | None = None) 
         return _forget(desired, line)
     found = line.version(version)
     if found is None:
-        raise ModelNotFound(f"{name}@{version}")
+        raise AdapterNotFound(f"{name}@{version}")
     if line.versions == (found,):
         return _forget(desired, line)
     if found == line.active:
@@ -466,7 +466,7 @@ def _is(line: AdapterLine, model: str, name: str) -> bool:
 def _line(desired: Desired, model: str, name: str) -> AdapterLine:
     line = desired.line(model, name)
     if line is None:
-        raise ModelNotFound(name)
+        raise AdapterNotFound(name)
     return line
 
 

@@ -13,7 +13,7 @@ from rkserve.deployments.artifactclaims import Claim
 from rkserve.deployments.operations import OK, Made, Operations, made
 from rkserve.deployments.service import Service
 from rkserve.desired import AdapterVersion
-from rkserve.errors import AdapterExists, ModelNotFound, RequestError
+from rkserve.errors import AdapterExists, AdapterNotFound, RequestError
 from rkserve.wire.asked import Asked, Kind
 from rkserve.wire.cluster import Terms
 from rkserve.wire.jsonbody import JsonObject
@@ -219,7 +219,7 @@ class Adapters:
         return self._operations.one_of(push.terms.models)
 
     async def _model_of(self, name: str, terms: Terms, asked: Asked) -> str:
-        """Return the model that has the line. Raises ``ModelNotFound``, ``RequestError``."""
+        """Return the model that has the line. Raises ``AdapterNotFound``, ``RequestError``."""
         check_name(name, "name")
         self._operations.check_models(terms.models)
         earlier = await self._earlier(asked.key)
@@ -228,7 +228,7 @@ class Adapters:
             return had  # what the earlier call did may be why there is no such line any more
         known = [one for one in self._models_of(name) if one in (terms.models or (one,))]
         if not known:
-            raise ModelNotFound(name)
+            raise AdapterNotFound(name)
         if len(known) > 1:
             raise RequestError(
                 f"Several models have an adapter '{name}': say which 'model'.", "model"

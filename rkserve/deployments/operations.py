@@ -14,7 +14,7 @@ from rkserve.control.calls import Call, Outcome
 from rkserve.control.operations import OperationKind
 from rkserve.deployments.service import Service
 from rkserve.desired import Scope
-from rkserve.errors import BoardNotFound, ModelNotFound, RequestError
+from rkserve.errors import AdapterNotFound, BoardNotFound, ModelNotFound, RequestError
 from rkserve.wire.asked import Asked, Kind
 from rkserve.wire.cluster import (
     PauseCall,
@@ -246,7 +246,7 @@ class Operations:
         if adapter is not None and not await self._service.catalog.has_adapter(
             adapter, terms.models
         ):
-            raise ModelNotFound(adapter)
+            raise AdapterNotFound(adapter)
         return Scope(terms.models, self._boards(terms), adapter)
 
     def _boards(self, terms: Terms) -> tuple[str, ...]:

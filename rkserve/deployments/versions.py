@@ -25,7 +25,7 @@ from rkserve.deployments.delivery import Store
 from rkserve.deployments.reclaim import RENEW_S, Reclaim, version_of
 from rkserve.deployments.rolling import Rolling
 from rkserve.desired import AdapterVersion, Desired, Scope
-from rkserve.errors import ModelNotFound, OperationConflict
+from rkserve.errors import AdapterNotFound, OperationConflict
 
 HOLD_LEASES = 2.0
 RequireFit = Callable[[Desired, str, AdapterVersion | None], None]
@@ -203,5 +203,5 @@ def _wanted(desired: Desired, course: Course) -> AdapterVersion | None:
     line = desired.line(read.text(asked, "model"), name)
     version = None if line is None else line.version(wanted)
     if version is None:
-        raise ModelNotFound(f"{name}@{wanted}")
+        raise AdapterNotFound(f"{name}@{wanted}")
     return version

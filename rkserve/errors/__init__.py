@@ -6,6 +6,7 @@
     +-- RequestError                 400  invalid_request_error
     |   +-- UnsupportedParameter     400  unsupported_parameter
     |   +-- ModelNotFound            404  model_not_found
+    |   |   +-- AdapterNotFound      404  model_not_found
     |   +-- RouteNotFound            404
     |   +-- MethodNotAllowed         405
     |   +-- BodyTooLarge             413  body_too_large
@@ -142,6 +143,7 @@ from rkserve.errors.native import (
 )
 from rkserve.errors.requests import (
     AdapterBroken,
+    AdapterNotFound,
     BoardNotFound,
     BodyTooLarge,
     BodyTooSlow,
@@ -171,6 +173,7 @@ from rkserve.errors.requests import (
 __all__ = [
     "AdapterBroken",
     "AdapterExists",
+    "AdapterNotFound",
     "ArtifactNotFound",
     "ArtifactRefused",
     "BoardAsleep",

@@ -42,6 +42,18 @@ class ModelNotFound(RequestError):
         return f"The model '{self.model}' does not exist. GET /v1/models lists those that do."
 
 
+class AdapterNotFound(ModelNotFound):
+    """No such adapter, or no such version of it; OpenAI has one code for this and for models."""
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return (
+            f"The adapter '{self.model}' does not exist. GET /v1/models and GET /v1/lora_adapters "
+            "list those that do."
+        )
+
+
 class RouteNotFound(RequestError):
     """No such path."""
 

@@ -42,6 +42,27 @@ def render(title: str, *, seed: int = 1, base: str = "any", size: int = HEADER_B
     return _HEAD.pack(MAGIC, FORMAT, zlib.crc32(content)) + content
 
 
+def damage(path: Path) -> str:
+    """Return why the simulated runtime would not load a file of this format, or nothing."""
+    with path.open("rb") as file:
+        begin = file.read(HEADER_BYTES)
+        found = zlib.crc32(begin[_HEAD.size :])
+        length = len(begin)
+        while piece := file.read(1 << 20):
+            found, length = zlib.crc32(piece, found), length + len(piece)
+    if length < HEADER_BYTES:
+        return f"a simulated adapter that was cut after {length} bytes"
+    _, version, crc = _HEAD.unpack_from(begin)
+    size, *_ = _REST.unpack_from(begin, _HEAD.size)
+    if version != FORMAT:
+        return f"a simulated adapter of format {version}, and the simulator reads {FORMAT}"
+    if size != length:
+        return f"a simulated adapter of {size} bytes of which {length} are there"
+    if crc != found:
+        return "a simulated adapter with a wrong checksum"
+    return ""
+
+
 def write(
     path: Path, title: str, *, seed: int = 1, base: str = "any", size: int = HEADER_BYTES
 ) -> Path:

@@ -1,0 +1,243 @@
+"""``rkserve generations``, ``kv``, ``caches`` and ``boards``: what boards do and hold."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rkserve.cli import show
+from rkserve.cli.groups import ListFirst
+from rkserve.cli.link import EXIT_CODES, Exit, Link, connected
+from rkserve.cli.options import Boards, Model
+
+generations = typer.Typer(
+    cls=ListFirst, help=f"Pause, edit, resume and abort what generates. {EXIT_CODES}"
+)
+kv = typer.Typer(help=f"Show and clear the boards' KV caches. {EXIT_CODES}", no_args_is_help=True)
+caches = typer.Typer(help=f"Show, build and delete prompt caches. {EXIT_CODES}", cls=ListFirst)
+boards = typer.Typer(help=f"Show the boards. {EXIT_CODES}", cls=ListFirst)
+
+RANGE = re.compile(r"(\d+)-(\d+)")
+
+Id = Annotated[str, typer.Argument(metavar="ID", help="Of the answer, as in its chunks.")]
+Choice = Annotated[int | None, typer.Option(min=0, help="Only this choice of the answer.")]
+Ranges = Annotated[
+    list[str] | None,
+    typer.Option("--clear", metavar="FROM-TO", help="Positions to clear; may be repeated."),
+]
+CacheModel = Annotated[str, typer.Argument(metavar="MODEL", help="A model or an adapter.")]
+CacheName = Annotated[str, typer.Argument(metavar="NAME", help="What the cache is called.")]
+
+
+def _told(link: Link, body: dict[str, Any], said: str) -> None:
+    """Print an answer, and exit with 3 where boards have not done their part."""
+    link.show(body, lambda: said)
+    if failed := body.get("failed"):
+        for one in failed:
+            line = f"{one.get('board')}: {one.get('message') or one.get('error')}"
+            link.err.print(line, markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(Exit.PARTLY)
+
+
+# -- generations ----------------------------------------------------------------------------------
+
+
+@generations.command("list")
+@connected
+def list_generations(link: Link) -> None:
+    """List what runs, waits or is paused."""
+    rows = link.client.generations()
+    link.show(rows, lambda: show.generations(rows))
+
+
+@generations.command("show")
+@connected
+def show_generation(link: Link, generation: Id) -> None:
+    """Show one, with what it has generated."""
+    one = link.client.generation(generation)
+    link.show(one, lambda: show.facts(one))
+
+
+@generations.command("pause")
+@connected
+def pause_generation(link: Link, generation: Id, choice: Choice = None) -> None:
+    """Pause one; done when nothing more of it comes."""
+    one = link.client.pause_generation(generation, choice)
+    text = f" after {one.get('partial_output')!r}" if "partial_output" in one else ""
+    _told(link, one, f"paused {generation}{text}")
+
+
+@generations.command("edit")
+@connected
+def edit_generation(
+    link: Link,
+    *,
+    generation: Id,
+    text: Annotated[str | None, typer.Option(help="Text to append.")] = None,
+    replace_last: Annotated[
+        int | None, typer.Option(min=0, help="Tokens to drop from the end before.")
+    ] = None,
+    role: Annotated[
+        str | None, typer.Option(help="assistant, or tool: the text is a tool's result.")
+    ] = None,
+    clear: Ranges = None,
+    choice: Choice = None,
+) -> None:
+    """Change one that is paused."""
+    if text is None and replace_last is None and not clear:
+        raise typer.BadParameter("say --text, --replace-last or --clear")
+    one = link.client.edit_generation(
+        generation,
+        choice=choice,
+        replace_last=replace_last,
+        text=text,
+        role=role,
+        clear=_ranges(clear),
+    )
+    _told(link, one, f"edited {generation}: rkserve generations resume {generation}")
+
+
+@generations.command("resume")
+@connected
+def resume_generation(link: Link, generation: Id, choice: Choice = None) -> None:
+    """Let one that is paused go on."""
+    _told(link, link.client.resume_generation(generation, choice), f"resumed {generation}")
+
+
+@generations.command("abort")
+@connected
+def abort_generation(link: Link, generation: Id, choice: Choice = None) -> None:
+    """End one, whatever it does."""
+    _told(link, link.client.abort_generation(generation, choice), f"aborted {generation}")
+
+
+def _ranges(given: list[str] | None) -> list[tuple[int, int]] | None:
+    found = []
+    for one in given or ():
+        if (match := RANGE.fullmatch(one)) is None:
+            raise typer.BadParameter(f"{one!r} is not FROM-TO, such as 12-40")
+        found.append((int(match[1]), int(match[2])))
+    return found or None
+
+
+# -- KV caches ------------------------------------------------------------------------------------
+
+
+@kv.command("size")
+@connected
+def kv_size(link: Link, model: Model = None, board: Boards = None) -> None:
+    """Show how many positions the KV caches hold, by board."""
+    found = link.client.kv_size(model=model, boards=board or None)
+    link.show(found, lambda: show.kv(found))
+
+
+@kv.command("clear")
+@connected
+def kv_clear(
+    link: Link,
+    *,
+    model: Model = None,
+    board: Boards = None,
+    every: Annotated[bool, typer.Option("--all", help="All boards of all models.")] = False,
+    generation: Annotated[
+        str | None, typer.Option(metavar="ID", help="One that is paused, instead of boards.")
+    ] = None,
+    clear: Ranges = None,
+    keep_system_prompt: Annotated[
+        bool, typer.Option(help="Spare the system prompt of each cache.")
+    ] = True,
+) -> None:
+    """Clear KV caches; the next requests prefill their whole prompts."""
+    if not (model or board or generation or every):
+        raise typer.BadParameter("say --model, --board, --generation or --all")
+    if (generation is None) != (clear is None):
+        raise typer.BadParameter("--generation and --clear FROM-TO belong together")
+    found = link.client.clear_kv(
+        model=model,
+        boards=board or None,
+        generation=generation,
+        ranges=_ranges(clear),
+        everything=every,
+        keep_system_prompt=None if generation else keep_system_prompt,
+    )
+    names = ", ".join(str(one["board"]) for one in found.get("data", ()))
+    _told(link, found, f"cleared {generation or names or 'nothing'}")
+
+
+# -- prompt caches --------------------------------------------------------------------------------
+
+
+@caches.command("list")
+@connected
+def list_caches(
+    link: Link, model: Annotated[str | None, typer.Argument(metavar="[MODEL]")] = None
+) -> None:
+    """List the prompt caches of a model, or of all."""
+    if model is None:
+        models = [str(one["id"]) for one in link.client.models() if not one.get("parent")]
+    else:
+        models = [model]
+    rows = [row for one in models for row in link.client.caches(one)]
+    link.show(rows, lambda: show.caches(rows))
+
+
+@caches.command("build")
+@connected
+def build_cache(
+    link: Link,
+    *,
+    model: CacheModel,
+    name: CacheName,
+    prompt: Annotated[str | None, typer.Option(help="A raw prompt.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Its text is the system prompt."),
+    ] = None,
+) -> None:
+    """Build a prompt cache on every board of a model."""
+    if sum(one is not None for one in (prompt, system, file)) != 1:
+        raise typer.BadParameter("say one of --prompt, --system and --file")
+    if file is not None:
+        try:
+            system = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as exc:
+            raise typer.BadParameter(f"{file} cannot be read: {exc}") from exc
+    messages = None if system is None else [{"role": "system", "content": system}]
+    made = link.client.build_cache(model, name, prompt=prompt, messages=messages)
+    wrong = [one for one in made["boards"] if "error" in one]
+    done = len(made["boards"]) - len(wrong)
+    total = len(made["boards"])
+    said = f"built {name} of {made['tokens']} tokens on {done} of {total} boards"
+    _told(link, {**made, **({"failed": wrong} if wrong else {})}, said)
+
+
+@caches.command("rm")
+@connected
+def delete_cache(link: Link, model: CacheModel, name: CacheName) -> None:
+    """Delete a prompt cache wherever it is."""
+    _told(link, link.client.delete_cache(model, name), f"deleted {name}")
+
+
+# -- boards ---------------------------------------------------------------------------------------
+
+
+@boards.command("list")
+@connected
+def list_boards(link: Link) -> None:
+    """List the boards: state, and what their hardware says."""
+    rows = link.client.boards()
+    link.show(rows, lambda: show.hardware(rows))
+
+
+@boards.command("show")
+@connected
+def show_board(
+    link: Link, board: Annotated[str, typer.Argument(metavar="ID", help="Such as sim-0.")]
+) -> None:
+    """Show everything that one board says of itself."""
+    one = link.client.board(board)
+    link.show(one, lambda: show.facts(one))
