@@ -141,6 +141,40 @@ def test_calls_and_results_of_tools_find_each_other_by_their_order() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ids", "results", "answered"),
+    [
+        pytest.param(
+            (None, None), ({"tool_name": "wait"}, {"tool_name": "look"}), (1, 0), id="by name"
+        ),
+        pytest.param(
+            ("a", "b"), ({"tool_name": "look"}, {"name": "wait"}), (0, 1), id="calls with ids"
+        ),
+        pytest.param(("a", "b"), ({"tool_call_id": "b"}, {}), (1, 0), id="one by its id"),
+        pytest.param((None, None), ({"tool_name": "see"}, {}), (0, 1), id="a name of no call"),
+    ],
+)
+def test_results_of_tools_find_their_calls(
+    ids: tuple[str | None, ...], results: tuple[dict[str, str], ...], answered: tuple[int, ...]
+) -> None:
+    named = zip(ids, ("look", "wait"), strict=True)
+    calls = [{"id": one, "function": {"name": name, "arguments": {}}} for one, name in named]
+    told = [{"role": "tool", "content": "x", **result} for result in results]
+    turn = {"role": "assistant", "tool_calls": calls}
+    _, made, *read = chat(messages=[HELLO, turn, *told]).messages
+    given = [call["id"] for call in made["tool_calls"]]
+    assert [one["tool_call_id"] for one in read] == [given[at] for at in answered]
+
+
+def test_results_of_no_call_have_ids_of_their_own() -> None:
+    said = {"role": "tool", "content": "x"}
+    turn = {"role": "assistant", "tool_calls": [{"function": {"name": "look"}}]}
+    first, second, made, third = chat(messages=[said, said, turn, said]).messages
+    ids = [first["tool_call_id"], second["tool_call_id"], third["tool_call_id"]]
+    assert len(set(ids)) == 3
+    assert made["tool_calls"][0]["id"] == ids[2]
+
+
+@pytest.mark.parametrize(
     ("keys", "made"),
     [
         pytest.param({}, (HELLO,), id="a prompt is a turn of the user"),

@@ -29,20 +29,22 @@ def read_messages(body: Fields) -> tuple[Message, ...]:
     JSON text says, since templates print them with ``tojson``. The deprecated ``function_call``,
     and the role of its result, become a tool's. Tool calls and results without an id get one.
     """
-    pairing, found = _Pairing(), []
+    pairing, found = Pairing(), []
     for index, value in enumerate(body.items("messages", MAX_MESSAGES)):
         fields = as_fields(value, f"messages[{index}]")
         found.append(pairing.add(_message(fields), fields))
     return tuple(found)
 
 
-class _Pairing:
+class Pairing:
     """Tool calls without a result so far, for results that come without the id of their call.
 
     Templates that print ids want nine letters and digits, so ids that are made here have these.
+    With ``orphans`` a result may have the name of no call, or answer none at all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, orphans: bool = False) -> None:
+        self._orphans = orphans
         self._open: list[tuple[str, str]] = []  # id and name of each
         self._calls = 0
 
@@ -58,7 +60,7 @@ class _Pairing:
 
     def _call(self, call: Message) -> Message:
         self._calls += 1
-        return call if "id" in call else {"id": f"call{self._calls - 1:05d}", **call}
+        return call if "id" in call else {"id": _made_id(self._calls - 1), **call}
 
     def _result(self, message: Message, fields: Fields) -> Message:
         call_id = message.get("tool_call_id")
@@ -72,6 +74,9 @@ class _Pairing:
         for call_id, called in self._open:
             if name is None or name == called:
                 return call_id
+        if self._orphans:
+            self._calls += 0 if self._open else 1
+            return self._open[0][0] if self._open else _made_id(self._calls - 1)
         path = fields.path("tool_call_id")
         of = "" if name is None else f" of {quoted(name)}"
         raise RequestError(
@@ -79,6 +84,10 @@ class _Pairing:
             f"last tool calls include one{of} without a result, and there is none.",
             path,
         )
+
+
+def _made_id(number: int) -> str:
+    return f"call{number:05d}"
 
 
 def _message(fields: Fields) -> Message:

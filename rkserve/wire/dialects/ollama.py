@@ -11,7 +11,7 @@ from typing import Any
 
 from rkserve.errors import RequestError, UnsupportedParameter
 from rkserve.wire import refusals
-from rkserve.wire.conversation import Message
+from rkserve.wire.conversation import Message, Pairing
 from rkserve.wire.dialect import AnyCall
 from rkserve.wire.fields import Fields, as_fields, missing, wrong_type
 from rkserve.wire.guides import JSON_OBJECT, Named, schema_guide
@@ -183,7 +183,7 @@ _OPTIONS_REFUSED: dict[str, refusals.Harmless] = {
 
 
 def _messages(fields: Fields) -> Iterator[Message]:
-    calls = results = 0
+    pairing = Pairing(orphans=True)
     for index, value in enumerate(fields.items("messages", MAX_MESSAGES)):
         fields_of = as_fields(value, f"messages[{index}]")
         role = fields_of.choice("role", "system", "user", "assistant", "tool")
@@ -197,14 +197,12 @@ def _messages(fields: Fields) -> Iterator[Message]:
         content = fields_of.text("content") or ""
         message: Message = {"role": role, "content": shown([*images, content])}
         if role == "tool":
-            message |= _result(fields_of, results)
-            results += 1
+            message |= _result(fields_of)
         if role == "assistant" and fields_of.get("tool_calls") not in (None, []):
-            message["tool_calls"] = list(_tool_calls(fields_of, calls))
-            calls += len(message["tool_calls"])
+            message["tool_calls"] = list(_tool_calls(fields_of))
         if role == "assistant" and (thoughts := fields_of.text("thinking")):
             message["reasoning_content"] = thoughts
-        yield message
+        yield pairing.add(message, fields_of)
 
 
 def _images(fields: Fields) -> list[ImagePart]:
@@ -219,14 +217,14 @@ def _images(fields: Fields) -> list[ImagePart]:
     return found
 
 
-def _result(message: Fields, number: int) -> Message:
-    """What tells which call a tool answers: results come in the order of the calls."""
+def _result(message: Fields) -> Message:
+    """What tells which call a tool answers, as far as the client does."""
     name = message.text("tool_name") or message.text("name")
-    call_id = message.text("tool_call_id") or _call_id(number)
-    return {"tool_call_id": call_id} if name is None else {"tool_call_id": call_id, "name": name}
+    told = {"tool_call_id": message.text("tool_call_id"), "name": name}
+    return {key: value for key, value in told.items() if value}
 
 
-def _tool_calls(message: Fields, before: int) -> Iterator[Message]:
+def _tool_calls(message: Fields) -> Iterator[Message]:
     path = message.path("tool_calls")
     for index, value in enumerate(message.items("tool_calls")):
         call = as_fields(value, f"{path}[{index}]")
@@ -235,14 +233,10 @@ def _tool_calls(message: Fields, before: int) -> Iterator[Message]:
             raise missing(call.path("function"))
         given = function.child("arguments")
         yield {
-            "id": call.text("id") or _call_id(before + index),
+            **({"id": given_id} if (given_id := call.text("id")) else {}),
             "type": "function",
             "function": {
                 "name": function.required_text("name"),
                 "arguments": {} if given is None else function.get("arguments"),
             },
         }
-
-
-def _call_id(number: int) -> str:
-    return f"call{number:05d}"  # nine letters and digits, as some templates demand
