@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from rkserve.runvalues import Picture, Pooling, Sampling, Scored, Stepwise
+from rkserve.runvalues import Embeds, Picture, Pooling, Sampling, Scored, Stepwise
 
 
 class FinishReason(str, Enum):
@@ -162,6 +162,9 @@ class GenerateRequest:
     A prompt with ``images`` is one in text mode too, also of a model with a tokenizer: its text has
     one ``<image>`` for each of them, in their order. ``counted`` tokens are what it should have.
 
+    With ``embeds`` they are the prompt, and ``prompt_text`` is empty. Such an answer is generated
+    in one go: nobody has the embeddings of what the model has said, to go on from there.
+
     ``once``: nobody will go on from the answer, so that its KV cache is not worth a file. It shares
     none with requests of another ``salt``; see ``origins``.
 
@@ -200,6 +203,7 @@ class GenerateRequest:
     salt: str = ""
     stop_ids: tuple[int, ...] = ()
     include_stop: bool = False
+    embeds: Embeds | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,6 +212,13 @@ class FolderSettings(BaseModel):
         description="What these adapters may take together, by the sizes of their files, as "
         "`max_adapters` limits their number. Empty: no limit.",
     )
+    hidden_size: int | None = Field(
+        None,
+        ge=1,
+        description="Numbers in the embedding of a token, `hidden_size` of the model's "
+        "config.json. Without it the model takes no `prompt_embeds`, since the runtime reads as "
+        "many as the model has, unchecked.",
+    )
     kv_bytes_per_token: int | None = Field(
         None,
         ge=1,

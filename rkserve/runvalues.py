@@ -101,6 +101,15 @@ class Picture:
     pixels: bytes = field(repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Embeds:
+    """A prompt of embeddings: float32, row by row, one row of ``columns`` for each position."""
+
+    rows: int
+    columns: int
+    data: bytes = field(repr=False)
+
+
 class Pooling(str, Enum):
     """How hidden states of all positions become one vector of a text."""
 

@@ -221,6 +221,7 @@ class Board:
         self.caching.check(request)
         self._settings.check_steps(request)
         self._settings.check_images(request)
+        self._settings.check_embeds(request)
         job = self._job(request, live.facts, hooks)
         self.jobs[job.ticket] = job
         self.asked_s = clock.now_s()

@@ -37,6 +37,11 @@ log = logging.getLogger(__name__)
 
 _S, _E = GenerationState, GenerationEvent
 
+CANNOT_GO_ON = (
+    "an answer to 'prompt_embeds' was interrupted, and cannot go on: nobody has the embeddings of "
+    "what it has said"
+)
+
 
 class Conductor:
     """Makes the runs of those who have the board, and pauses, resumes and ends them."""
@@ -185,6 +190,9 @@ class Conductor:
 
     async def _solo(self, job: Job) -> None:
         going = not self._closed(job)
+        if going and job.request.embeds is not None and job.generation.tokens:
+            self.fail(job, RunFailed(self._stage.board_id, CANNOT_GO_ON))
+            going = False
         while going:
             live, begin = await self._opening.of_one(job)
             if self._closed(job):  # the client left, or aborted it, while that was prepared

@@ -61,6 +61,11 @@ class Control:
             RequestError: the edit asks for something that is not there, or names no choice.
         """
         jobs = self._fitting(self._find(generation, action, choice), action)
+        if action is ControlAction.PAUSE and any(job.request.embeds is not None for job in jobs):
+            raise RequestError(
+                "A generation with 'prompt_embeds' cannot be paused: nobody has the embeddings of "
+                "what it has said, to go on from there."
+            )
         if action is ControlAction.EDIT:
             if len(jobs) > 1:
                 raise RequestError("Several choices are paused; say which one to edit.", "choice")

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from rkserve.native.runtime import LoadParams, Perf, RunEnd, VisionParams
 from rkserve.native.stepparams import StepParams
-from rkserve.runvalues import Picture, Pooling, Scored
+from rkserve.runvalues import Embeds, Picture, Pooling, Scored
 
 # What a run gives for every token: entry of the batch, token id, text, and whether the library
 # still holds text back (``waiting``). See ``Piece``.
@@ -66,12 +66,13 @@ class EngineFacts:
 class EntryCommand:
     """One entry of a batch: token ids, or in text mode the rendered prompt and no ids.
 
-    Such a prompt may have ``images``; then it is the only entry.
+    Such a prompt may have ``images``, or be ``embeds`` and no text; then it is the only entry.
     """
 
     ids: tuple[int, ...] = ()
     prompt_text: str | None = None
     images: tuple[Picture, ...] = ()
+    embeds: Embeds | None = None
 
 
 @dataclass(frozen=True, slots=True)

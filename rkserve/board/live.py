@@ -171,7 +171,10 @@ class LiveEngine:
 
     def _seat(self, seats: Sequence[Job | None], beginning: Beginning) -> Run:
         patience = patience_for(beginning, self._patience)
-        prefill = sum(len(entry.ids) for entry in beginning.entries)
+        prefill = sum(
+            len(entry.ids) if entry.embeds is None else entry.embeds.rows
+            for entry in beginning.entries
+        )
         watchdog = Watchdog(patience, prefill, clock.now_s())
         # Nobody can go on with a paused run in text mode: which ids it consists of is not known.
         in_text_mode = beginning.entries[0].prompt_text is not None

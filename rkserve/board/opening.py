@@ -63,7 +63,9 @@ class Opening:
             return await self._afresh(live, job)
         await self._stage.caching.park(live)  # what others have said in token ids
         prompt, limit = text + job.generation.spoken, job.generation.budget
-        entry = EntryCommand(prompt_text=prompt, images=job.request.images)
+        entry = EntryCommand(
+            prompt_text=prompt, images=job.request.images, embeds=job.request.embeds
+        )
         return live, Beginning((entry,), clear=True, origin=job.origin, limit=limit)
 
     async def of_many(self, jobs: Sequence[Job]) -> tuple[LiveEngine, Beginning]:

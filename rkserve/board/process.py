@@ -165,6 +165,11 @@ class EngineProcess:
             for entry in command.entries
             for picture in entry.images
         ]
+        shown += [
+            frames.pack_embeds(command.run_id, entry.embeds)
+            for entry in command.entries
+            if entry.embeds is not None
+        ]
         frame = b"".join((*shown, frames.pack_run(command.run_id, params, ids)))
         future: asyncio.Future[RunEnded] = asyncio.get_running_loop().create_future()
         if self._ask(frame, future):

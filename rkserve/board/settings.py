@@ -28,7 +28,8 @@ class BoardSettings:
     ``weights_dir``, those that were sent to the board, it has loaded. Those that cannot be loaded
     rest for ``base_rest_s`` before they are tried again, then for twice that. In ``text_mode``
     prompts are texts, and the ids of tokens are known to nobody; otherwise ``tokenizer_file`` says
-    what they stand for, where answers are made of single steps. One with ``vision`` takes images.
+    what they stand for, where answers are made of single steps. One with ``vision`` takes images,
+    and one that knows its ``hidden_size`` embeddings of so many numbers.
     ``guided`` says how answers with a grammar are made. ``own_file`` is the base model in the model
     folder, and ``own_digest_file`` keeps its sha256.
     """
@@ -68,6 +69,7 @@ class BoardSettings:
     load_patience_s: float = 2.0
     text_mode: bool = False
     vision: bool = False
+    hidden_size: int | None = None
     guided: Guided = Guided.AUTO
     weights_dir: Path | None = None
     base_file: Path | None = None
@@ -110,6 +112,25 @@ class BoardSettings:
         if request.images and (request.stepwise is not None or request.use_cache is not None):
             raise RequestError(
                 "Answers about images are generated as RKLLM itself does, and from no prompt cache."
+            )
+
+    def check_embeds(self, request: GenerateRequest) -> None:
+        """Raise ``RequestError`` for embeddings that the library would read beyond their end."""
+        embeds = request.embeds
+        if embeds is None:
+            return
+        if embeds.columns != self.hidden_size:
+            known = "not known" if self.hidden_size is None else f"{self.hidden_size}"
+            raise RequestError(
+                f"Embeddings of {embeds.columns} numbers do not fit the model '{self.model}': its "
+                f"hidden_size is {known} on this board.",
+                "prompt_embeds",
+            )
+        if self.n_batch > 1 or request.stepwise is not None or request.use_cache is not None:
+            raise RequestError(
+                "Answers to 'prompt_embeds' are generated as RKLLM itself does, from no prompt "
+                "cache, and not on boards that serve batches (n_batch).",
+                "prompt_embeds",
             )
 
     @property

@@ -88,6 +88,7 @@ def assemble(
         own_digest_file=place.state_dir / f"{place.board_id}.digest",
         text_mode=spec.text_mode,
         vision=spec.vision is not None,
+        hidden_size=folder.settings.hidden_size,
         tokenizer_file=folder.tokenizer_file,
         guided=group.guided,
         asleep_file=place.state_dir / f"{place.board_id}.asleep",

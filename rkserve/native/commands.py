@@ -15,6 +15,7 @@ from typing import Any
 from rkserve.errors import Misuse, NativeError
 from rkserve.native.pooling import pooled
 from rkserve.native.runtime import (
+    EmbedInput,
     Image,
     LoadParams,
     Mode,
@@ -26,7 +27,7 @@ from rkserve.native.runtime import (
     TokenInput,
     VisionParams,
 )
-from rkserve.runvalues import Pooling, Sampling
+from rkserve.runvalues import Embeds, Pooling, Sampling
 
 
 def load_params(given: Mapping[str, Any]) -> LoadParams:
@@ -77,13 +78,19 @@ def _cut(runtime: Runtime, start: int, end: int, *, entries: int) -> None:
 
 
 def run_params(
-    params: Mapping[str, Any], entries: tuple[tuple[int, ...], ...], image: Image | None = None
+    params: Mapping[str, Any],
+    entries: tuple[tuple[int, ...], ...],
+    image: Image | None = None,
+    embeds: Embeds | None = None,
 ) -> RunParams:
-    """Return the run that is asked for; ``image`` has all those of its one entry."""
+    """Return the run that is asked for; ``image`` has all those of its one entry, and ``embeds``
+    are that entry.
+    """
     sampling = params["sampling"]
     return RunParams(
         inputs=tuple(
-            _input(ids, text, image) for ids, text in zip(entries, params["texts"], strict=True)
+            _input(ids, text, image) if embeds is None else EmbedInput(embeds.data, embeds.rows)
+            for ids, text in zip(entries, params["texts"], strict=True)
         ),
         keep_history=params["keep_history"],
         sampling=Sampling(**sampling) if sampling else None,

@@ -30,7 +30,7 @@ from rkserve.native.frames import Kind
 from rkserve.native.outbox import Outbox
 from rkserve.native.releases import ACCEPTED, Abi
 from rkserve.native.runtime import Image, Perf, RunEnd, RunOutcome, Runtime, Sink, Step, Verdict
-from rkserve.runvalues import Picture, Pooling
+from rkserve.runvalues import Embeds, Picture, Pooling
 
 if TYPE_CHECKING:
     from rkserve.native.steps import Steps
@@ -65,6 +65,7 @@ class Engine:
         self._steps: Steps | None = None
         self._vision: Vision | None = None
         self._pictures: list[tuple[int, Picture]] = []  # of the run that comes next
+        self._embeds: list[tuple[int, Embeds]] = []
         self._fence: Fence | None = None  # held until the process ends
         # Guards the three below: an abort that overtakes its run must keep it from starting, and
         # one that comes late must not hit the next run. The library's callback never takes it.
@@ -102,9 +103,12 @@ class Engine:
             self._load(frames.unpack(payload))
         elif kind is Kind.IMAGE:
             self._pictures.append(frames.unpack_picture(payload))
+        elif kind is Kind.EMBEDS:
+            self._embeds.append(frames.unpack_embeds(payload))
         elif kind is Kind.RUN:
             self._run(*frames.unpack_run(payload))
             self._pictures.clear()
+            self._embeds.clear()
         elif kind is Kind.CALL:
             self._call(frames.unpack(payload))
         elif kind is Kind.STOP:
@@ -205,7 +209,8 @@ class Engine:
             began_s = time.monotonic()
             image = self._image(run_id)
             encode_ms = (time.monotonic() - began_s) * 1e3 if image is not None else 0.0
-            run = commands.run_params(params, entries, image)
+            embeds = next((one for of, one in self._embeds if of == run_id), None)
+            run = commands.run_params(params, entries, image, embeds)
             if not self._begins(run_id):  # an abort came while the handle was being prepared
                 return {"end": "unstarted", "cache_refused": cache_refused}
             if params["pooling"] is not None:

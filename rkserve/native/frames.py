@@ -15,7 +15,7 @@ from enum import IntEnum
 from typing import Any
 
 from rkserve.errors import FrameCorrupt
-from rkserve.runvalues import Picture, Scored
+from rkserve.runvalues import Embeds, Picture, Scored
 
 MAX_FRAME = 16 * 1024 * 1024  # far above the largest prompt; a larger one is a corrupt stream
 
@@ -29,6 +29,7 @@ _SCORE = struct.Struct("<dH")  # a logprob, and how many of the likeliest follow
 _LIKELY = struct.Struct("<id")  # an id and its logprob
 _RUN = struct.Struct("<III")  # run id, bytes of JSON, entries; then the entries' lengths, u32 each
 
+_EMBEDS = struct.Struct("<III")  # run id, rows, columns; then float32 values
 _PICTURE = struct.Struct("<III")  # run id, width, height; then pixels
 _VECTOR = struct.Struct("<II")  # run id, tokens of the text; then float32 values
 
@@ -45,6 +46,7 @@ class Kind(IntEnum):
     PAUSE = 5
     CALL = 6
     IMAGE = 7
+    EMBEDS = 8
     LOADED = 16
     LOAD_FAILED = 17
     TOKEN = 18
@@ -110,6 +112,26 @@ def pack_picture(run_id: int, picture: Picture) -> bytes:
     """
     head = _PICTURE.pack(run_id, picture.width, picture.height)
     return _head(1 + len(head) + len(picture.pixels), Kind.IMAGE) + head + picture.pixels
+
+
+def pack_embeds(run_id: int, embeds: Embeds) -> bytes:
+    """Return the frame of the embeddings of a run that is about to be started.
+
+    Raises ``FrameCorrupt`` where they are too large.
+    """
+    head = _EMBEDS.pack(run_id, embeds.rows, embeds.columns)
+    return _head(1 + len(head) + len(embeds.data), Kind.EMBEDS) + head + embeds.data
+
+
+def unpack_embeds(payload: bytes) -> tuple[int, Embeds]:
+    """Return the run's id and the embeddings. Raises ``FrameCorrupt``."""
+    if len(payload) < _EMBEDS.size:
+        raise FrameCorrupt(f"an embeddings' frame holds only {len(payload)} bytes")
+    run_id, rows, columns = _EMBEDS.unpack_from(payload)
+    data = payload[_EMBEDS.size :]
+    if len(data) != rows * columns * _FLOAT:
+        raise FrameCorrupt(f"{len(data)} bytes are not {rows} rows of {columns} float32")
+    return run_id, Embeds(rows, columns, data)
 
 
 def unpack_picture(payload: bytes) -> tuple[int, Picture]:

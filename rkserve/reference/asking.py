@@ -156,9 +156,15 @@ SCHEMAS: dict[str, Schema] = {
     "CompletionRequest": body(
         {
             "model": MODEL,
-            "prompt": either(text(1), IDS, array(either(text(1), IDS), 1, limits.MAX_CHOICES)),
         },
         {
+            "prompt": said(
+                either(text(0), array(INTEGER), array(either(text(1), IDS), 1, limits.MAX_CHOICES)),
+                "Demanded, and not empty, unless there are `prompt_embeds`.",
+            ),
+            "prompt_embeds": said(
+                TEXTS, "In place of `prompt`: base64 of safetensors, or of a NumPy array."
+            ),
             "max_tokens": said(COUNT, "0 only with `echo`."),
             **_OPENAI,
             "logprobs": either(integer(0, limits.MAX_TOP_LOGPROBS), {"const": False}),

@@ -12,6 +12,7 @@ from typing import Any
 
 from rkserve.errors import RequestError
 from rkserve.origins import salted
+from rkserve.runvalues import Embeds
 from rkserve.wire import refusals
 from rkserve.wire.conversation import Message, read_messages
 from rkserve.wire.fields import Fields, Range, missing, wrong_type
@@ -31,6 +32,7 @@ from rkserve.wire.limits import (
     MAX_TIMEOUT_S,
 )
 from rkserve.wire.steps import Steps, read_steps
+from rkserve.wire.tensors import read_embeds
 from rkserve.wire.thinking import NO_WISH, Wish, read_wish
 from rkserve.wire.tooling import NO_TOOLS, Tools, read_tools
 
@@ -140,7 +142,7 @@ class CompletionCall(Call):
     tokens, apart from those of the answer.
     """
 
-    prompts: tuple[TextOrIds, ...] = ()
+    prompts: tuple[TextOrIds | Embeds, ...] = ()
     echo: bool = False
     prompt_top: int | None = None
     prompt_param: str = "prompt"
@@ -155,6 +157,11 @@ class CompletionCall(Call):
     def tries(self) -> int:
         """How many answers there are to a prompt."""
         return self.n if self.best_of is None else self.best_of
+
+    @property
+    def embedded(self) -> bool:
+        """Whether its prompts are embeddings."""
+        return any(isinstance(one, Embeds) for one in self.prompts)
 
     @property
     def ranked(self) -> bool:
@@ -463,9 +470,11 @@ def _hold_to_choices(each: int, prompts: int, name: str) -> None:
         )
 
 
-def _prompts(fields: Fields) -> tuple[TextOrIds, ...]:
-    """One prompt or a list of them, each a string or a list of token ids."""
-    value = fields.get("prompt")
+def _prompts(fields: Fields) -> tuple[TextOrIds | Embeds, ...]:
+    """One prompt or a list of them: strings, lists of token ids, or vLLM's ``prompt_embeds``."""
+    value, embeds = fields.get("prompt"), fields.get("prompt_embeds")
+    if embeds is not None:
+        return _embedded(embeds, value, fields.path("prompt_embeds"))
     if value is None:
         raise missing("prompt")
     if isinstance(value, str):
@@ -479,6 +488,21 @@ def _prompts(fields: Fields) -> tuple[TextOrIds, ...]:
             read_choices(fields, prompts=len(value))
         return tuple(read_prompt(one, f"prompt[{index}]") for index, one in enumerate(value))
     return (read_prompt(value, "prompt"),)
+
+
+def _embedded(embeds: object, prompt: object, path: str) -> tuple[Embeds, ...]:
+    """One tensor or a list of them. OpenAI's clients must send a prompt: an empty one is none."""
+    if prompt not in (None, "", []):
+        raise RequestError(
+            f"Send either 'prompt' or '{path}', not both; an empty 'prompt' is none.", path
+        )
+    if not isinstance(embeds, list):
+        return (read_embeds(embeds, path),)
+    if not 1 <= len(embeds) <= MAX_CHOICES:
+        raise RequestError(
+            f"Invalid '{path}': expected 1 to {MAX_CHOICES} tensors, but got {len(embeds)}.", path
+        )
+    return tuple(read_embeds(one, f"{path}[{index}]") for index, one in enumerate(embeds))
 
 
 def read_prompt(

@@ -8,7 +8,7 @@ from typing import Any
 
 from rkserve.errors import ContextOverflow, RequestError, UnsupportedParameter
 from rkserve.messages import GenerateRequest, Thinking
-from rkserve.runvalues import Picture, Sampling, Stepwise
+from rkserve.runvalues import Embeds, Picture, Sampling, Stepwise
 from rkserve.wire.guides import is_extension
 from rkserve.wire.limits import TEXT_MODE_MAX_TOP_K
 from rkserve.wire.openai import TOP_K_OFF, ChatCall, CompletionCall
@@ -48,6 +48,7 @@ def plan(
     """
     sampling = replace(defaults, **_sampling(call, renderer))
     _check_images(call)
+    _check_embeds(call)
     prompts, param = _prompts(call, renderer, context_len)
     thinking = _thinking(call, renderer, prompts[0])
     _check_pause_ids(call, renderer)
@@ -80,6 +81,7 @@ def plan(
             stepwise=stepwise[index % call.tries],
             images=tuple(pictures[number] for number in prompt.images),
             counted=prompt.counted,
+            embeds=prompt.embeds,
             once=_is_task(call),
             stop_ids=call.stop_ids,
             include_stop=call.include_stop,
@@ -118,6 +120,27 @@ def _check_images(call: ChatCall | CompletionCall) -> None:
         )
 
 
+def _check_embeds(call: ChatCall | CompletionCall) -> None:
+    """Refuse what an answer cannot have whose prompt is embeddings."""
+    if not isinstance(call, CompletionCall) or not call.embedded:
+        return
+    asked = {
+        "echo": call.echo,
+        "use_cache": call.use_cache is not None,
+        "pause_on": bool(call.pause_on),
+        "native_pause": call.native_pause,
+        "logprobs": call.steps.top_logprobs is not None,
+        "best_of": call.ranked,
+    }
+    for name, given in asked.items():
+        if given:
+            raise UnsupportedParameter(
+                f"Unsupported parameter: '{name}' does not go together with 'prompt_embeds', of "
+                "which nobody knows the token ids.",
+                name,
+            )
+
+
 def _is_task(call: ChatCall | CompletionCall) -> bool:
     """Whether it looks like what Open WebUI asks for after a turn: a title, tags, follow-ups.
 
@@ -135,11 +158,15 @@ def _prompts(
 ) -> tuple[list[Prompt], str]:
     if isinstance(call, ChatCall):
         return [renderer.chat(call.messages, context_len, header(call, renderer))], "messages"
-    one, param = len(call.prompts) == 1, call.prompt_param
-    rendered = [
-        renderer.text(prompt, param if one else f"{param}[{index}]", context_len)
-        for index, prompt in enumerate(call.prompts)
-    ]
+    one = len(call.prompts) == 1
+    param = "prompt_embeds" if call.embedded else call.prompt_param
+    rendered = []
+    for index, prompt in enumerate(call.prompts):
+        path = param if one else f"{param}[{index}]"
+        if isinstance(prompt, Embeds):
+            rendered.append(renderer.embedded(prompt, path))
+        else:
+            rendered.append(renderer.text(prompt, path, context_len))
     return rendered, param
 
 
@@ -232,10 +259,12 @@ def _stepwise(
     if name is None:
         return [None] * call.tries
     renderer.needs_ids(name)
-    if isinstance(call, ChatCall) and call.images:
+    images = isinstance(call, ChatCall) and bool(call.images)
+    if images or (isinstance(call, CompletionCall) and call.embedded):
+        what = "answers about images" if images else "'prompt_embeds'"
         raise UnsupportedParameter(
             f"Unsupported parameter: '{name}' needs the logits of every step, which RKLLM does "
-            "not compute for answers about images.",
+            f"not compute for {what}.",
             name,
         )
     check_ids(call.steps, renderer.check_id)

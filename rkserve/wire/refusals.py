@@ -98,7 +98,6 @@ CHAT: dict[str, Harmless] = {
 
 COMPLETION: dict[str, Harmless] = {
     "suffix": _empty,
-    "prompt_embeds": _never,
     "add_special_tokens": _only(True),
 }
 

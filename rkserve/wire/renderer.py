@@ -11,6 +11,7 @@ from typing import Any
 
 from rkserve.errors import ConfigError, ContextOverflow, RequestError, UnsupportedParameter
 from rkserve.modelfolder import CONTEXT_MAX, ModelFolder
+from rkserve.runvalues import Embeds
 from rkserve.vocabulary import Vocabulary, read_vocabulary
 from rkserve.wire.conversation import Message
 from rkserve.wire.history import with_thoughts
@@ -41,7 +42,7 @@ class Prompt:
 
     ``thinks``: the template has begun the thoughts of the answer. ``images`` are the numbers of
     those of the conversation, in the order of their places in the text. ``counted`` tokens are what
-    a text has, as far as that is known here.
+    a text has, as far as that is known here. With ``embeds`` these are the prompt.
     """
 
     ids: tuple[int, ...]
@@ -49,6 +50,7 @@ class Prompt:
     thinks: bool = False
     images: tuple[int, ...] = ()
     counted: int = 0
+    embeds: Embeds | None = None
 
     @property
     def tokens(self) -> int:
@@ -116,6 +118,7 @@ class Renderer:
         self.thinking = folder.settings.thinking
         self.marks = self._marks()
         self._form = folder.settings.tool_format
+        self._hidden_size = folder.settings.hidden_size
 
     @property
     def vocab_size(self) -> int | None:
@@ -242,6 +245,27 @@ class Renderer:
         marks = Marks(begin, end, self.tokenizer.encode(end, add_special_tokens=False))
         closing = self.tokenizer.encode(marks.closing, add_special_tokens=False)
         return replace(marks, closing_ids=closing)
+
+    def embedded(self, embeds: Embeds, path: str) -> Prompt:
+        """Take embeddings for a prompt.
+
+        Raises:
+            UnsupportedParameter: nobody says how large those of this model are.
+            RequestError: these have another size.
+        """
+        if self._hidden_size is None:
+            raise UnsupportedParameter(
+                "Unsupported parameter: this model takes no 'prompt_embeds': the rkserve.yaml of "
+                "its folder does not say its 'hidden_size'.",
+                "prompt_embeds",
+            )
+        if embeds.columns != self._hidden_size:
+            raise RequestError(
+                f"Invalid '{path}': its rows have {embeds.columns} numbers, and embeddings of this "
+                f"model {self._hidden_size}.",
+                path,
+            )
+        return Prompt((), "", counted=embeds.rows, embeds=embeds)
 
     def text(
         self, prompt: TextOrIds, path: str = "prompt", context_len: int = CONTEXT_MAX
