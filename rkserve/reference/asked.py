@@ -26,10 +26,20 @@ TEXTS = either(_NAME, array(_NAME, 0, limits.MAX_NAMED))
 _PLACE = text(1, limits.MAX_PATH_CHARS)
 _SHA = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
 _ARTIFACT = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"}
+_SHARD = either(
+    COUNT,
+    {"type": "string", "pattern": "^[0-9]+(/|-of-)[0-9]+$"},
+    {
+        "type": "object",
+        "properties": {"index": COUNT, "count": COUNT, "dim": COUNT},
+        "required": ["index"],
+        "additionalProperties": False,
+    },
+)
 _LIST = array(
     {
         "type": "object",
-        "properties": {"name": TEXT, "shape": array(COUNT), "dtype": TEXT},
+        "properties": {"name": TEXT, "shape": array(COUNT), "dtype": TEXT, "shard": _SHARD},
         "required": ["name", "shape", "dtype"],
         "additionalProperties": False,
     }
