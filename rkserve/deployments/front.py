@@ -135,8 +135,17 @@ def prepare(folder: Path) -> dict[str, str]:
 
 
 def default_folder() -> Path:
-    """Return where operators' HAProxy keeps its files: short, private, and there after a reboot."""
-    return Path("/var/lib/rkserve/front") if os.geteuid() == 0 else Path.home() / ".rkserve-front"
+    """Return where operators' HAProxy keeps its files: short, private, and there after a reboot.
+
+    Raises:
+        ConfigError: this account has no home.
+    """
+    if os.geteuid() == 0:
+        return Path("/var/lib/rkserve/front")
+    try:
+        return Path.home() / ".rkserve-front"
+    except RuntimeError as exc:
+        raise ConfigError(f"HAProxy needs a private folder, and there is no home: {exc}") from exc
 
 
 def own_environ(environ: Mapping[str, str]) -> dict[str, str]:
