@@ -165,6 +165,18 @@ class RouterConfig(Settings):
         -10, description="The most urgent `priority` that a request may have; lower goes first."
     )
     priority_max: int = Field(10, description="The least urgent one.")
+    max_board_s: float | None = Field(
+        3600.0,
+        gt=0,
+        description="How long one generation may have boards, at work, in single steps, or paused "
+        "inside the runtime; then it ends with a 504. `null`: for ever.",
+    )
+    board_seconds_per_minute: int | None = Field(
+        600,
+        ge=1,
+        description="Board time that a key may use in a minute at one Router, where its line in "
+        "`api_keys_file` does not say: ten boards that do nothing else. Then 429. `null`: any.",
+    )
     grammar_processes: int = Field(
         2,
         ge=1,

@@ -182,6 +182,12 @@ class RouterMetrics:
             ("model", "reason"),
             registry=registry,
         )
+        self.board_seconds = Counter(
+            "rkserve_board_seconds",
+            "Time for which generations had boards, also stepped and paused inside the runtime.",
+            ["model"],
+            registry=registry,
+        )
         self.rate_limited = Counter(
             "rkserve_rate_limited", "Calls beyond the limits of their key.", registry=registry
         )

@@ -25,6 +25,7 @@ SAMPLES: list[RkserveError] = [
     errors.MethodNotAllowed("POST only."),
     errors.BodyTooLarge("The body is too long."),
     errors.BodyTooSlow("The body came too slowly."),
+    errors.BoardTimeExceeded(3600.0),
     errors.UnsupportedMediaType("Send JSON."),
     errors.HostNotAllowed("evil.example"),
     errors.OriginNotAllowed("http://evil.example"),

@@ -616,3 +616,94 @@ def test_a_wrong_setting_of_a_key_stops_the_router_and_shows_no_key(
 def test_two_keys_of_one_name_stop_the_router(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="several keys are called team"):
         keyed(tmp_path, "one name=team", "two name=team")
+
+
+# -- board time -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "config", "passes"),
+    [
+        pytest.param("", {"board_seconds_per_minute": 60}, False, id="of all"),
+        pytest.param("board_seconds_per_minute=60", {}, False, id="of one"),
+        pytest.param(
+            "board_seconds_per_minute=600",
+            {"board_seconds_per_minute": 60},
+            True,
+            id="more for one",
+        ),
+        pytest.param("", {"board_seconds_per_minute": None}, True, id="no limit"),
+    ],
+)
+def test_board_time_of_a_key_has_a_limit(
+    tmp_path: Path, setting: str, config: dict[str, Any], passes: bool
+) -> None:
+    assert RouterConfig().board_seconds_per_minute == 600
+    (tmp_path / "keys").write_text(f"tiger {setting}\nlion", encoding="utf-8")
+
+    async def main() -> None:
+        gate = asyncio.Event()
+        of = held(gate, api_keys_file=tmp_path / "keys", **config)
+        of.boards.scripts["replica of a"].append(answer("a", "x"))
+
+        async def call(key: str) -> httpx.Response:
+            return await of("POST", CHAT, json=chat(), headers=authorized(key))
+
+        endless = asyncio.create_task(call("tiger"))
+        await eventually(lambda: of.boards.running)
+        await asyncio.sleep(150)
+        gate.set()
+        assert (await endless).status_code == 200
+        again = await call("tiger")
+        assert again.status_code == (200 if passes else 429)
+        if not passes:
+            assert error_of(again)["code"] == "rate_limit_exceeded"
+            assert "60 s of board time" in error_of(again)["message"]
+            wait_s = int(again.headers["retry-after"])
+            assert 80 < wait_s < 100  # for 90 s too many, of which one comes back each second
+            assert (await call("lion")).status_code == 200
+            await asyncio.sleep(wait_s)
+            assert (await call("tiger")).status_code == 200
+        assert of.metric("rkserve_board_seconds_total", model=MODEL) == pytest.approx(150, abs=1)
+        of.expect_nothing_left()
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_generation_that_has_its_board_for_too_long_is_stopped(stream: bool) -> None:
+    async def main() -> None:
+        of = held(asyncio.Event(), max_board_s=100.0)
+        call = asyncio.create_task(of("POST", CHAT, json=chat(stream=stream)))
+        await eventually(lambda: of.boards.running)
+        await asyncio.sleep(99)
+        await of.service.fleet.refresh()
+        assert not call.done()
+        await asyncio.sleep(2)
+        await of.service.fleet.refresh()
+        response = await call
+        if stream:
+            assert response.status_code == 200
+            assert events(response.text)[-2]["error"]["code"] == "board_time_exceeded"
+        else:
+            assert response.status_code == 504
+            assert error_of(response)["code"] == "board_time_exceeded"
+            assert "max_board_s" in error_of(response)["message"]
+        of.expect_nothing_left()
+
+    run_loop(main())
+
+
+def test_time_in_the_queue_is_no_board_time() -> None:
+    async def main() -> None:
+        gate = asyncio.Event()
+        of = held(gate, max_board_s=100.0, queue_timeout_s=1000)
+        first = asyncio.create_task(of("POST", CHAT, json=chat()))
+        await eventually(lambda: of.boards.running)
+        second = asyncio.create_task(of("POST", CHAT, json=chat()))
+        await asyncio.sleep(80)
+        await of.service.fleet.refresh()
+        gate.set()
+        assert [(await one).status_code for one in (first, second)] == [200, 200]
+
+    run_loop(main())

@@ -853,3 +853,95 @@ def test_many_that_wait_for_their_board_keep_nobody_behind_them() -> None:
             task.cancel()
 
     run_loop(main())
+
+
+# -- board time -----------------------------------------------------------------------------------
+
+
+def test_board_time_is_told_as_it_passes_also_in_pauses_that_keep_the_board() -> None:
+    async def main() -> None:
+        of = await hall("a", limit=9)
+        told: list[tuple[str, float]] = []
+        place = await of.ask(Claim(flow="x", use=lambda *used: told.append(used)))
+
+        def total() -> float:
+            assert {name for name, _ in told} == {"r1/0"}
+            return sum(seconds for _, seconds in told)
+
+        await asyncio.sleep(20)
+        await of.hear()
+        assert total() == pytest.approx(20, abs=0.1)
+        place.heard(Paused(None, 1, Kv.KEPT))
+        await asyncio.sleep(100)
+        await of.hear()
+        assert total() == pytest.approx(120, abs=0.1)
+        place.heard(Delta("x", (1,)))
+        await asyncio.sleep(10)
+        place.heard(Paused(None, 2, Kv.RECOMPUTED))
+        await asyncio.sleep(200)  # the board is others' meanwhile
+        await of.hear()
+        assert total() == pytest.approx(130, abs=0.1)
+        place.heard(Delta("y", (2,)))
+        await asyncio.sleep(7)
+        place.ended(left=False)
+        await asyncio.sleep(50)
+        await of.hear()
+        assert total() == pytest.approx(137, abs=0.1)
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize("paused", [False, True], ids=["stepped", "paused"])
+def test_fair_shares_hold_against_a_request_that_does_not_end(paused: bool) -> None:
+    async def main() -> None:
+        of = await hall("a", "b", limit=9)
+        endless = await of.ask(Claim(flow="greedy"))
+        if paused:
+            endless.heard(Paused("x", 1, Kv.KEPT))
+        other = await of.ask(Claim(flow="modest"))
+        await asyncio.sleep(100)
+        other.ended(left=False)
+        (held,) = await of.busy(1)
+        if paused:  # the first board is thought to have a place, too
+            await of.busy(1)
+        of.taken.clear()
+        await asyncio.sleep(300)
+        await of.hear(report("a"), report("b"))
+        # Without the time that passes the greedy one has had the least: one estimate.
+        waits = [of.ask(Claim(flow=flow)) for flow in ("greedy", "modest")]
+        await of.settle()
+        assert of.taken == []
+        held.ended(left=False)
+        await of.settle()
+        assert of.taken == [of.number], "the modest one"
+        for one in waits:
+            one.cancel()
+
+    run_loop(main())
+
+
+def test_of_one_key_half_of_the_boards_are_kept_in_pauses_at_most() -> None:
+    async def main() -> None:
+        of = await hall("a", "b", "c", "d", limit=9)
+        first, second, third = [await of.ask(Claim(flow="x"), native_pause=True) for _ in range(3)]
+        assert [one.request.native_pause for one in (first, second, third)] == [True, True, False]
+        other = await of.ask(Claim(flow="y"), native_pause=True)
+        assert other.request.native_pause
+        for one in (first, third):
+            one.ended(left=False)
+        again = [await of.ask(Claim(flow="x"), native_pause=True) for _ in range(2)]
+        assert [one.request.native_pause for one in again] == [True, False]
+
+    run_loop(main())
+
+
+def test_without_keys_and_on_one_board_a_pause_may_keep_it() -> None:
+    async def main() -> None:
+        of = await hall("a", "b")
+        pair = await of.busy(2, native_pause=True)
+        assert all(one.request.native_pause for one in pair)
+        alone = await hall("a")
+        place = await alone.ask(Claim(flow="x"), native_pause=True)
+        assert place.request.native_pause
+
+    run_loop(main())

@@ -32,6 +32,10 @@ class Caller:
         """That many tokens were read or generated for it."""
         self.meter.spend(tokens, time.monotonic())
 
+    def use_board(self, seconds: float) -> None:
+        """Count time for which one of its requests had a board."""
+        self.meter.use_board(seconds, time.monotonic())
+
     def leave(self) -> None:
         """A call is over."""
         self.meter.leave()
@@ -98,5 +102,6 @@ def claim_of(
         priority=priority,
         deadline_s=None if limit_s is None else arrived_s + limit_s,
         timeout_s=limit_s or 0.0,
+        use=lambda _, seconds: caller.use_board(seconds),
         came_s=arrived_s,
     )

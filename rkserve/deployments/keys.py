@@ -71,7 +71,8 @@ def open_keys(config: RouterConfig) -> Keys:
         admin = _key(_lines(config.admin_key_file, "admin_key_file")[0], "admin_key_file")
     if config.api_keys_file is not None:
         lines = _lines(config.api_keys_file, "api_keys_file")
-        clients = tuple(_client(line, number) for number, line in enumerate(lines, start=1))
+        usual = {"board_seconds_per_minute": config.board_seconds_per_minute}
+        clients = tuple(_client(line, number, usual) for number, line in enumerate(lines, start=1))
         names = [one.name for one in clients]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -82,8 +83,11 @@ def open_keys(config: RouterConfig) -> Keys:
     return Keys(admin, clients)
 
 
-def _client(line: bytes, number: int) -> ClientKey:
-    """Read a line: the key, and behind it what its owner may. Errors show neither key nor words."""
+def _client(line: bytes, number: int, usual: Mapping[str, Any]) -> ClientKey:
+    """Read a line: the key, and behind it what its owner may. Errors show neither key nor words.
+
+    ``usual`` are limits of keys that do not set them.
+    """
     key, *words = line.split()
     where = f"router.api_keys_file: key number {number}"
     said: dict[str, Any] = {}
@@ -101,7 +105,7 @@ def _client(line: bytes, number: int) -> ClientKey:
             raise ConfigError(f"{where} has a value for {name} that cannot be used.")
         said[name] = value
     name = said.pop("name", f"key-{number}")
-    return ClientKey(_key(key, "api_keys_file"), name, Limits(**said))
+    return ClientKey(_key(key, "api_keys_file"), name, Limits(**{**usual, **said}))
 
 
 def _count(text: str) -> int | None:
@@ -127,6 +131,7 @@ _SETTINGS: Mapping[str, Callable[[str], Any]] = {
     "requests_per_minute": _count,
     "tokens_per_minute": _count,
     "concurrent": _count,
+    "board_seconds_per_minute": _count,
     "min_priority": _priority,
 }
 

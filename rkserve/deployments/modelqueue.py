@@ -11,12 +11,11 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 
 from rkserve.deployments.place import Place
 from rkserve.errors import DeadlineUnreachable, QueueTimeout, RkserveError
 from rkserve.messages import GenerateRequest
-from rkserve.routing.admission import Admission, Claim, Supply, Ticket
+from rkserve.routing.admission import ANONYMOUS, Admission, Claim, Supply, Ticket
 from rkserve.routing.asks import Ask
 from rkserve.routing.boards import Boards, Candidate, Held
 from rkserve.routing.expect import Asked, Expectation, Took
@@ -73,6 +72,15 @@ class Waiter:
             self.granted.set_exception(exc)
 
 
+@dataclass(eq=False, slots=True)
+class _Running:
+    """A request that has a board. So many seconds of that are ``told`` to its owner's meter."""
+
+    claim: Claim
+    ticket: Ticket[Waiter] | None
+    told_s: float = 0.0
+
+
 class ModelQueue:
     """Use it from one event loop. ``waiters`` are all that wait, by the request's id."""
 
@@ -97,6 +105,7 @@ class ModelQueue:
         self._shared: list[Candidate] = []
         self._again_s = math.inf  # when one that waits for a certain board asks again
         self._timer: asyncio.TimerHandle | None = None
+        self._running: dict[Place, _Running] = {}
 
     def __len__(self) -> int:
         return len(self._admission) + len(self._aside)
@@ -228,6 +237,8 @@ class ModelQueue:
     def pump(self) -> None:
         """Give out the places that are free, and come back when something has to be done."""
         now_s = time.monotonic()
+        for place in list(self._running):
+            self._meter(place, now_s)
         for ticket, exc in self._admission.expire(now_s):
             self._left(ticket.what, exc)
         if len(self._admission) and self.boards.held in (None, Held.REFUSES):
@@ -316,9 +327,41 @@ class ModelQueue:
     def _place(self, waiter: Waiter, board: Candidate, ticket: Ticket[Waiter] | None) -> Place:
         now_s = time.monotonic()
         request = replace(waiter.request, patient=self._patient(waiter, board))
+        if isinstance(request, GenerateRequest) and request.native_pause:
+            request = replace(request, native_pause=self._may_keep(waiter.claim))
         waited_ms = (now_s - waiter.since_s) * 1e3
-        freed = partial(self._freed, board, waiter.asked, ticket)
-        return Place(request, self.boards, board, waiter.ask, waited_ms=waited_ms, freed=freed)
+
+        def freed(held_ms: float | None, took: Took | None) -> None:
+            if held_ms is not None:
+                self._meter(place, time.monotonic())
+                del self._running[place]
+                held_ms = sum(place.used_s(now_s)) * 1e3
+            self._freed(board, waiter.asked, ticket, held_ms, took)
+
+        place = Place(request, self.boards, board, waiter.ask, waited_ms=waited_ms, freed=freed)
+        self._running[place] = _Running(waiter.claim, ticket)
+        return place
+
+    def _may_keep(self, claim: Claim) -> bool:
+        """Whether one more request may keep its board while it is paused.
+
+        Of one key so many may as half of the boards, and one at least: others find a free one.
+        """
+        if claim.flow == ANONYMOUS:
+            return True
+        keeps = sum(
+            place.keeps and one.claim.flow == claim.flow for place, one in self._running.items()
+        )
+        return keeps < max(1, len(list(self.boards)) // 2)
+
+    def _meter(self, place: Place, now_s: float) -> None:
+        """Charge a request's owner with the board time that it has had."""
+        running, used_s = self._running[place], sum(place.used_s(now_s))
+        if running.ticket is not None:
+            self._admission.charge(running.ticket, used_s * 1e3)
+        since_s, running.told_s = used_s - running.told_s, used_s
+        if since_s > 0:
+            running.claim.use(place.request.request_id, since_s)
 
     def _patient(self, waiter: Waiter, chosen: Candidate) -> bool:
         """Whether it shall wait on a board that has gone to sleep meanwhile: only where no other

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from rkserve.errors import RkserveError
-from rkserve.messages import Delta, EmbedRequest, Event, Finished, GenerateRequest, Paused
+from rkserve.messages import Delta, EmbedRequest, Event, Finished, GenerateRequest, Kv, Paused
 from rkserve.routing.asks import Ask
 from rkserve.routing.boards import Boards, Candidate
 from rkserve.routing.expect import Took
@@ -45,6 +45,8 @@ class Place:
         self._freed = freed
         self._over = self._paused = self._interrupted = False
         self._held_s = 0.0
+        self._kept = False  # paused inside the runtime, which keeps the board
+        self._kept_s = 0.0  # in such pauses
 
     def heard(self, event: Event) -> None:
         """Take over an event of the answer; with the last one the board is free for others."""
@@ -52,7 +54,25 @@ class Place:
         if isinstance(event, Finished):
             self._end(event, left=False)
         elif isinstance(event, Paused) if not self._paused else _goes_on(event):
-            self._turn()
+            self._turn(kept=isinstance(event, Paused) and event.kv is Kv.KEPT)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it may keep the board while it is paused, and is not over."""
+        return (
+            not self._over
+            and isinstance(self.request, GenerateRequest)
+            and (self.request.native_pause)
+        )
+
+    def used_s(self, now_s: float) -> tuple[float, float]:
+        """Return how long it has worked on its board, and kept that while it was paused."""
+        worked_s, kept_s = self._held_s, self._kept_s
+        if not self._over and not self._paused:
+            worked_s += now_s - self._since_s
+        elif not self._over and self._kept:
+            kept_s += now_s - self._since_s
+        return worked_s, kept_s
 
     def lost(self, exc: RkserveError) -> None:  # noqa: ARG002 - the board's own report says why
         """The board failed: nobody is sent there until its next report."""
@@ -65,22 +85,21 @@ class Place:
         """
         self._end(None, left=left)
 
-    def _turn(self) -> None:
+    def _turn(self, *, kept: bool) -> None:
         """It pauses, or goes on."""
         now_s = time.monotonic()
-        self._paused, self._interrupted = not self._paused, True
-        if self._paused:
-            self._held_s += now_s - self._since_s
-            self._freed(None, None)
+        self._held_s, self._kept_s = self.used_s(now_s)
+        self._paused, self._interrupted, self._kept = not self._paused, True, kept
         self._since_s = now_s
+        if self._paused:
+            self._freed(None, None)
 
     def _end(self, finished: Finished | None, *, left: bool) -> None:
         if self._over:
             return
-        self._over = True
         now_s = time.monotonic()
-        if not self._paused:
-            self._held_s += now_s - self._since_s
+        self._held_s, self._kept_s = self.used_s(now_s)
+        self._over = True
         self._stay.ended(now_s, left=left)
         held_ms = self._held_s * 1e3
         self._freed(held_ms, None if finished is None else self._took(finished, held_ms))

@@ -30,6 +30,7 @@ from rkserve.desired import Scope
 from rkserve.errors import (
     BoardAsleep,
     BoardNotFound,
+    BoardTimeExceeded,
     CoordinatorAway,
     DeadlineExceeded,
     EnginePaused,
@@ -408,7 +409,18 @@ class Service:
         """Have boards that are as late as ``epoch`` take all requests of a call, or none."""
         if epoch:
             requests = [replace(one, min_epoch=max(one.min_epoch, epoch)) for one in requests]
-        choices = Choices(partial(self._dispatch.generate, claim=claim), requests)
+        used: dict[str, float] = {}
+
+        def use(request_id: str, seconds: float) -> None:
+            claim.use(request_id, seconds)
+            self.metrics.board_seconds.labels(requests[0].model).inc(seconds)
+            before, limit_s = used.get(request_id, 0.0), self.config.max_board_s
+            used[request_id] = before + seconds
+            if limit_s is not None and before < limit_s <= used[request_id]:
+                choices.fail(BoardTimeExceeded(limit_s))
+
+        metered = replace(claim, use=use)
+        choices = Choices(partial(self._dispatch.generate, claim=metered), requests)
         if claim.deadline_s is not None:
             # As it waits it may be told earlier, once it is certain; from here on it is stopped.
             choices.fail_at(claim.deadline_s, DeadlineExceeded(claim.timeout_s))

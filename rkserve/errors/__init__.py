@@ -44,6 +44,7 @@
     +-- RateLimited                  429  rate_limit_exceeded
     +-- DeadlineUnreachable          503  deadline_unreachable
     +-- DeadlineExceeded             504  deadline_exceeded
+    +-- BoardTimeExceeded            504  board_time_exceeded
     +-- NoBoard                      503  no_board
     +-- EnginePaused                 503  engine_paused
     +-- ModelAsleep                  503  model_asleep
@@ -93,6 +94,7 @@ from rkserve.errors.boards import (
     BoardOutOfOrder,
     BoardSilent,
     BoardStartFailed,
+    BoardTimeExceeded,
     ConfigError,
     DeadlineExceeded,
     DeadlineUnreachable,
@@ -184,6 +186,7 @@ __all__ = [
     "BoardOutOfOrder",
     "BoardSilent",
     "BoardStartFailed",
+    "BoardTimeExceeded",
     "BodyTooLarge",
     "BodyTooSlow",
     "CacheNotFound",

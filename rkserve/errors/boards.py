@@ -140,6 +140,25 @@ class DeadlineExceeded(RkserveError):
         return f"The answer was not ready within {self.timeout_s:g} s, and was stopped."
 
 
+class BoardTimeExceeded(RkserveError):
+    """A request has had a board for longer than one may; it was stopped."""
+
+    http_status = 504
+    code = "board_time_exceeded"
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(limit_s)
+        self.limit_s = limit_s
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return (
+            f"The request had a board for {self.limit_s:g} s, pauses on it included, which is the "
+            "limit (router.max_board_s), and was stopped."
+        )
+
+
 class NoBoard(RkserveError):
     """No board is ready to serve the model now."""
 

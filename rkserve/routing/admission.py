@@ -11,8 +11,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from rkserve.errors import DeadlineUnreachable, QueueFull, QueueTimeout, RkserveError
@@ -26,13 +26,22 @@ UNKNOWN_MS = 1000.0
 ANONYMOUS = ""
 
 
+# A request's id, and the seconds for which it had a board since the last time.
+Use = Callable[[str, float], None]
+
+
+def _unmetered(request_id: str, seconds: float) -> None:
+    """Count nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Claim:
     """What a request may ask of the queue.
 
     ``flow`` is whose it is: those without a key share one, and each gets service by its ``weight``.
     A lower ``priority`` goes first. Its answer is of no use after ``deadline_s``, on the queue's
-    clock; it was given ``timeout_s``. ``came_s`` is when its call came, on the same clock.
+    clock; it was given ``timeout_s``. ``came_s`` is when its call came, on the same clock. ``use``
+    is told of the board time of each of its requests.
     """
 
     flow: str = ANONYMOUS
@@ -41,6 +50,7 @@ class Claim:
     deadline_s: float | None = None
     timeout_s: float = 0.0
     came_s: float | None = None
+    use: Use = field(default=_unmetered, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +79,7 @@ class Ticket(Waiting, Generic[T]):
     start_by_s: float
     queued: bool = True
     started_s: float = 0.0
+    charged_ms: float = 0.0  # to its owner, since it has its board
 
 
 class Admission(Generic[T]):
@@ -147,16 +158,23 @@ class Admission(Generic[T]):
         ticket.queued = False
         ticket.started_s = now_s
         self._queue.serve(ticket)
+        ticket.charged_ms = ticket.cost_ms
         self._served += 1
         self._served_until_s += _until_s(ticket)
 
-    def ended(self, ticket: Ticket[T], held_ms: float) -> None:
-        """It has let go of the board, which it had for ``held_ms``."""
+    def charge(self, ticket: Ticket[T], used_ms: float) -> None:
+        """It has had a board for ``used_ms`` so far: what is above the estimate is charged now."""
+        if used_ms > ticket.charged_ms:
+            self._queue.charge(ticket.flow, ticket.weight, used_ms - ticket.charged_ms)
+            ticket.charged_ms = used_ms
+
+    def ended(self, ticket: Ticket[T], used_ms: float) -> None:
+        """It has let go of the board, which it had for ``used_ms``, pauses on it included."""
         self._served -= 1
         self._served_until_s -= _until_s(ticket)
         if not self._served:
             self._served_until_s = 0.0  # sums of floats do not cancel out
-        self._queue.charge(ticket.flow, ticket.weight, held_ms - ticket.cost_ms)
+        self._queue.charge(ticket.flow, ticket.weight, used_ms - ticket.charged_ms)
 
     def expire(self, now_s: float) -> list[tuple[Ticket[T], RkserveError]]:
         """Take out those that have waited too long, with what each is told."""

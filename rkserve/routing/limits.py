@@ -2,7 +2,8 @@
 
 Each limit per minute is a bucket that fills evenly and holds one minute's worth, so that nobody has
 to wait for the full minute. Tokens of a prompt count when it is let in; those of an answer, which
-nobody knows before, once it has ended: a bucket may get into debt, and has to fill up again first.
+nobody knows before, once it has ended, and board time as it passes: a bucket may get into debt, and
+has to fill up again first.
 The clock is passed in.
 """
 
@@ -29,6 +30,7 @@ class Limits:
     concurrent: int | None = None
     weight: float = 1.0
     min_priority: int | None = None
+    board_seconds_per_minute: int | None = None
 
 
 @dataclass(slots=True)
@@ -59,6 +61,7 @@ class Meter:
         self.running = 0
         self._requests = _Bucket.full(limits.requests_per_minute, now_s)
         self._tokens = _Bucket.full(limits.tokens_per_minute, now_s)
+        self._board = _Bucket.full(limits.board_seconds_per_minute, now_s)
 
     def enter(self, now_s: float) -> None:
         """Let a call in. Raises ``RateLimited``; then nothing was counted."""
@@ -70,6 +73,11 @@ class Meter:
             if self._tokens.level <= 0:
                 what = f"{self._tokens.per_minute} tokens per minute"
                 raise RateLimited(what, self._tokens.wait_s(1.0))
+        if self._board is not None:
+            self._board.fill(now_s)
+            if self._board.level <= 0:
+                what = f"{self._board.per_minute} s of board time per minute"
+                raise RateLimited(what, self._board.wait_s(1.0))
         if self._requests is not None:
             self._requests.fill(now_s)
             if self._requests.level < 1:
@@ -83,6 +91,12 @@ class Meter:
         if self._tokens is not None:
             self._tokens.fill(now_s)
             self._tokens.level -= tokens
+
+    def use_board(self, seconds: float, now_s: float) -> None:
+        """Count time for which one of its requests had a board, also while it was paused there."""
+        if self._board is not None:
+            self._board.fill(now_s)
+            self._board.level -= seconds
 
     def leave(self) -> None:
         """A call that was let in is over."""
