@@ -116,3 +116,4 @@ class Pooling(str, Enum):
     LAST = "last"  # that of the last token, which has seen all others
     MEAN = "mean"
     CLS = "cls"  # that of the first token
+    ALL = "all"  # none: the hidden state of every token, row by row

@@ -27,6 +27,7 @@ from rkserve.messages import (
     VersionSpan,
 )
 from rkserve.modelfolder import open_model_folder
+from rkserve.runvalues import Pooling
 
 FOLDER = Path(__file__).resolve().parents[1] / "models" / "sim-embed"
 MODEL = "sim-embed"
@@ -81,7 +82,15 @@ class VectorBoards(FakeBoards):
                 raise self.losses[replica].pop(0)
             if self.gate is not None:
                 await self.gate.wait()
-            yield Embedded(tuple(vector_of(ids).tobytes() for ids in request.inputs))
+            rows = request.pooling is Pooling.ALL
+            yield Embedded(
+                tuple(
+                    b"".join(vector_of((one,)).tobytes() for one in ids)
+                    if rows
+                    else vector_of(ids).tobytes()
+                    for ids in request.inputs
+                )
+            )
             tokens = sum(map(len, request.inputs))
             self.served.append((replica, request))
             timings = Timings(0.0, float(tokens), tokens, 0.0, 0, 0.0)

@@ -363,3 +363,50 @@ def test_what_waits_for_vectors_is_no_generation() -> None:
         assert len(body["data"]) == 2
 
     run_loop(main())
+
+
+# -- hidden states of all tokens ------------------------------------------------------------------
+
+
+def pool(of: House | None = None, **body: Any) -> Any:
+    made = of or embed_house(VectorBoards.of("a"))
+    return send(made, "POST", "/pooling", json={"model": MODEL, **body})
+
+
+def test_pooling_returns_a_row_for_each_token_as_it_was_computed() -> None:
+    boards = VectorBoards.of("a")
+    answer = pool(embed_house(boards), input=["A cat sat", "on"])
+    body = answer.json()
+    texts = [ids_of("A cat sat"), ids_of("on")]
+    assert [(one["index"], one["object"]) for one in body["data"]] == [
+        (0, "pooling"),
+        (1, "pooling"),
+    ]
+    for one, ids in zip(body["data"], texts, strict=True):
+        assert one["data"] == [list(vector_of((token_id,))) for token_id in ids], "not normalized"
+    tokens = sum(map(len, texts))
+    assert body["usage"] == {
+        "prompt_tokens": tokens,
+        "total_tokens": tokens,
+        "completion_tokens": 0,
+    }
+    assert (body["object"], body["model"], body["id"][:5]) == ("list", MODEL, "pool-")
+    assert [len(request.inputs) for _, request in boards.served] == [1, 1]
+    raw = pool(input="A cat sat", encoding_format="base64").json()["data"][0]["data"]
+    assert base64.b64decode(raw) == b"".join(vector_of((one,)).tobytes() for one in texts[0])
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": "x", "task": "classify"}, "task"),
+        ({"input": "x", "dimensions": 2}, "dimensions"),
+        ({"input": "x", "normalize": True}, "normalize"),
+        ({"input": "x", "messages": []}, "messages"),
+        ({}, "input"),
+        ({"input": ["x " * 1500] * 2}, "input"),
+    ],
+)
+def test_pooling_refuses_by_name_what_it_does_not_do(body: dict[str, Any], param: str) -> None:
+    answer = pool(**body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

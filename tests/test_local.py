@@ -35,6 +35,8 @@ from rkserve.local import (
     LocalBoard,
     open_board,
 )
+from rkserve.messages import Embedded, EmbedRequest
+from rkserve.runvalues import Pooling
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "sim-chat"
@@ -391,3 +393,18 @@ def test_a_release_that_cannot_ignore_its_end_says_so(tmp_path: Path) -> None:
     model = folder_with(tmp_path, "ignore_eos_token: true\n")
     with pytest.raises(NativeError, match=r"RKLLM 1\.2\.3 has no ignore_eos_token"):
         open_board(model, simulated={**SIMULATED, "release": "1.2.3"})
+
+
+def test_all_rows_of_hidden_states_end_with_the_vector_of_the_last_token() -> None:
+    with open_board(MODEL.parent / "sim-embed", simulated=SIMULATED) as opened:
+
+        async def made(pooling: Pooling) -> bytes:
+            asked = EmbedRequest("r/0", "sim-embed", (), 0, inputs=((5, 6, 7),), pooling=pooling)
+            events = [event async for event in opened._inner._board.embed(asked)]
+            (found,) = [event for event in events if isinstance(event, Embedded)]
+            return found.vectors[0]
+
+        rows, last = opened._call(made(Pooling.ALL)), opened._call(made(Pooling.LAST))
+        assert len(rows) == 3 * len(last)
+        assert rows[-len(last) :] == last
+        assert sum(opened.kv().entries) == 0

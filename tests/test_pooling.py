@@ -10,7 +10,7 @@ import pytest
 from rkserve.errors import FrameCorrupt, NothingComputed
 from rkserve.native import frames
 from rkserve.native.frames import FrameReader, Kind
-from rkserve.native.pooling import pooled
+from rkserve.native.pooling import MAX_BYTES, pooled
 from rkserve.native.runtime import Matrix
 from rkserve.runvalues import Pooling
 
@@ -67,3 +67,14 @@ def test_a_damaged_vector_is_refused(payload: bytes) -> None:
 def test_a_vector_that_is_too_long_is_refused_where_it_is_sent() -> None:
     with pytest.raises(FrameCorrupt):
         frames.pack_vector(1, 1, bytes(frames.MAX_FRAME))
+
+
+def test_all_rows_are_handed_on_as_they_are_and_within_limits() -> None:
+    data = array("f", [1, 2, 3, 4, 5, 6]).tobytes()
+    assert pooled(Matrix(3, 2, data), Pooling.ALL, 3) == data
+    with pytest.raises(NothingComputed, match="3 rows for 4"):
+        pooled(Matrix(3, 2, data), Pooling.ALL, 4)
+    with pytest.raises(NothingComputed, match="no number"):
+        pooled(Matrix(1, 1, array("f", [float("nan")]).tobytes()), Pooling.ALL, 1)
+    with pytest.raises(NothingComputed, match="can be handed on"):
+        pooled(Matrix(MAX_BYTES, 1, b""), Pooling.ALL, MAX_BYTES)

@@ -23,6 +23,7 @@ from rkserve.errors import (
     DeadlineExceeded,
     EmbeddingUnsupported,
     EnginePaused,
+    InputTooLong,
     NoBoard,
     QueueFull,
     RateLimited,
@@ -40,6 +41,7 @@ from rkserve.messages import (
 from rkserve.modelfolder import EmbeddingSettings
 from rkserve.reports import BoardState
 from rkserve.routing.admission import Claim
+from rkserve.runvalues import Pooling
 from rkserve.wire.embeddings import (
     OPENAI,
     Chunk,
@@ -48,6 +50,8 @@ from rkserve.wire.embeddings import (
     check_dimensions,
     chunks_of,
     finished_vector,
+    parse_pooling,
+    pooling_answer,
     texts_of,
 )
 from rkserve.wire.failures import error_object
@@ -150,6 +154,36 @@ class Embeddings:
 
             return await beside(sum(map(len, made.vectors)), answer), made.headers
 
+    async def pool(self, body: bytes, visit: Visit) -> tuple[bytes, dict[str, str]]:
+        """Answer a call for the hidden states of all tokens. Raises ``RkserveError``."""
+        with self.entered(visit):
+            call = await beside(len(body), lambda: parse_pooling(body))
+            meant = await self._service.meant(call.wanted.model, visit.policy)
+            served = self._service.served(meant.model)
+            served.renderer.needs_ids("input")
+            context_len = served.folder.settings.context_length
+            texts = await beside(
+                len(body),
+                lambda: texts_of(call.inputs, call.paths, served.renderer, context_len),
+            )
+            tokens = sum(len(text.ids) for text in texts)
+            if tokens > context_len:  # what the answer may take in memory, too
+                raise InputTooLong(tokens, context_len, "input")
+            model = Model(meant, EmbeddingSettings(), served.renderer, context_len)
+            made = await self.vectors(call.wanted, model, texts, visit, Pooling.ALL)
+            rows = [len(text.ids) for text in texts]
+            for data, count in zip(made.vectors, rows, strict=True):
+                if not data or len(data) % (4 * count):
+                    board = made.accepted[0].board_id
+                    raise RunFailed(board, f"{len(data)} bytes are no rows of {count} tokens")
+            found = list(zip(made.vectors, rows, strict=True))
+            answer_id, created = f"pool-{uuid.uuid4().hex}", int(time.time())
+
+            def answer() -> bytes:
+                return pooling_answer(call, found, answer_id, created)
+
+            return await beside(sum(map(len, made.vectors)), answer), made.headers
+
     @contextmanager
     def entered(self, visit: Visit) -> Iterator[None]:
         """Count a call from its beginning to its end. Raises ``RateLimited``."""
@@ -198,7 +232,12 @@ class Embeddings:
         return Model(meant, settings, served.renderer, served.folder.settings.context_length)
 
     async def vectors(
-        self, wanted: Wanted, model: Model, texts: Sequence[Prompt], visit: Visit
+        self,
+        wanted: Wanted,
+        model: Model,
+        texts: Sequence[Prompt],
+        visit: Visit,
+        pooling: Pooling | None = None,
     ) -> Collected:
         """Have boards make vectors of all texts.
 
@@ -217,6 +256,7 @@ class Embeddings:
             call_id,
             session=read_session(visit.session, wanted.session, call_id),
             boards=boards,
+            pooling=pooling,
         )
         sending = _Sending(service, chunks, claim, Collected([b""] * len(texts)))
         limit_s = None if claim.deadline_s is None else claim.deadline_s - time.monotonic()

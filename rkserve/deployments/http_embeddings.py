@@ -29,6 +29,13 @@ def add_embeddings(app: FastAPI, service: Service) -> None:
         body, headers = await embeddings.create(await body_of(service, request), visit)
         return Response(body, media_type=JSON, headers=headers)
 
+    @app.post("/pooling")
+    async def pool(request: Request) -> Response:
+        """Return the hidden states of texts."""
+        visit = visit_of(service, request)
+        body, headers = await embeddings.pool(await body_of(service, request), visit)
+        return Response(body, media_type=JSON, headers=headers)
+
     @app.post("/v1/rerank")
     @app.post("/v2/rerank")
     @app.post("/rerank")

@@ -14,10 +14,11 @@ from rkserve.native.runtime import Matrix, Mode
 from rkserve.runvalues import Pooling
 
 _FLOAT = 4
+MAX_BYTES = 12 * 1024 * 1024  # of all positions of a text: they cross to the board in one frame
 
 
 def pooled(matrix: Matrix, pooling: Pooling, expected: int | None = None) -> bytes:
-    """Return one vector, float32 raw bytes.
+    """Return one vector, or with ``Pooling.ALL`` one for each position: float32 raw bytes.
 
     ``expected`` are the positions that were computed, where that is known: of what is averaged, or
     begins with the first, none may be missing.
@@ -28,10 +29,25 @@ def pooled(matrix: Matrix, pooling: Pooling, expected: int | None = None) -> byt
     if pooling is not Pooling.LAST and expected is not None and matrix.rows != expected:
         found = f"it gave {matrix.rows} rows for {expected} tokens"
         raise NothingComputed(Mode.HIDDEN.value, found)
+    if pooling is Pooling.ALL:
+        return _all(matrix)
     vector = _mean(matrix) if pooling is Pooling.MEAN else _row(matrix, pooling)
     if not all(map(math.isfinite, vector)):
         raise NothingComputed(Mode.HIDDEN.value, "it gave what is no number (NaN or infinite)")
     return vector.tobytes()
+
+
+def _all(matrix: Matrix) -> bytes:
+    size = matrix.rows * matrix.columns * _FLOAT
+    if size > MAX_BYTES:
+        raise NothingComputed(
+            Mode.HIDDEN.value, f"it gave {size} bytes, of which {MAX_BYTES} can be handed on"
+        )
+    values = array("f")
+    values.frombytes(memoryview(matrix.data)[:size])
+    if not all(map(math.isfinite, values)):
+        raise NothingComputed(Mode.HIDDEN.value, "it gave what is no number (NaN or infinite)")
+    return values.tobytes()
 
 
 def _row(matrix: Matrix, pooling: Pooling) -> array[float]:

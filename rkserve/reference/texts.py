@@ -64,6 +64,33 @@ SCHEMAS: dict[str, Schema] = {
             "usage": obj({"prompt_tokens": COUNT, "total_tokens": COUNT}),
         }
     ),
+    "PoolingRequest": body(
+        {
+            "model": MODEL,
+            "input": either(text(1), IDS, array(either(text(1), IDS), 1, limits.MAX_INPUTS)),
+        },
+        {"encoding_format": words("float", "base64"), "task": words("token_embed"), **_SESSION},
+    ),
+    "Pooled": obj(
+        {
+            "id": TEXT,
+            "object": const("list"),
+            "created": COUNT,
+            "model": TEXT,
+            "data": array(
+                obj(
+                    {
+                        "index": COUNT,
+                        "object": const("pooling"),
+                        "data": either(array(array(NUMBER)), TEXT),
+                    }
+                )
+            ),
+            "usage": obj(
+                {"prompt_tokens": COUNT, "total_tokens": COUNT, "completion_tokens": COUNT}
+            ),
+        }
+    ),
     "RerankRequest": body(
         {"model": MODEL, "query": _ONE, "documents": array(_ONE, 1, limits.MAX_INPUTS)},
         {"top_n": integer(1), "return_documents": FLAG, **_SESSION},
@@ -223,6 +250,18 @@ ENDPOINTS = (
         ASKED,
         in_json(ref("EmbeddingsRequest")),
         Example({"model": EMBED, "input": ["A trout.", "A stone."]}),
+    ),
+    Endpoint(
+        "POST",
+        "/pooling",
+        _TEXTS,
+        "Return the hidden states of all tokens of texts, as vLLM does.",
+        Access.CLIENT,
+        (told(ref("Pooled"), says="A row for each token of each text.", headers=ANSWERED),),
+        failures.GENERATION,
+        ASKED,
+        in_json(ref("PoolingRequest")),
+        Example({"model": EMBED, "input": ["A trout."]}),
     ),
     *(_rerank(path) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
     *(_score(path) for path in ("/v1/score", "/score")),

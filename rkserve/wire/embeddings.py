@@ -35,6 +35,13 @@ _REFUSED: dict[str, refusals.Harmless] = {
     name: lambda _value, _body: False
     for name in ("truncate_prompt_tokens", "prompt_embeds", "messages")
 }
+_NOT_POOLED: dict[str, refusals.Harmless] = {
+    "task": lambda value, _body: value == "token_embed",
+    **{
+        name: lambda value, _body: value is False
+        for name in ("normalize", "use_activation", "activation", "softmax", "dimensions")
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,16 @@ class EmbeddingCall:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolingCall:
+    """A call of /pooling: the hidden states of every token of each text."""
+
+    wanted: Wanted
+    inputs: tuple[TextOrIds, ...]
+    paths: tuple[str, ...]
+    as_base64: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """Some of the texts of a call, for one board: ``at`` are their places among all."""
 
@@ -85,6 +102,24 @@ def parse_embeddings(body: bytes) -> EmbeddingCall:
         paths,
         as_base64=fields.choice("encoding_format", "float", BASE64) == BASE64,
         dimensions=fields.integer("dimensions", Range(1, MAX_DIMENSIONS)),
+    )
+
+
+def parse_pooling(body: bytes) -> PoolingCall:
+    """Read the body of POST /pooling, in vLLM's form. One of its tasks is done: ``token_embed``.
+
+    Raises:
+        RequestError: with the ``param`` at fault.
+    """
+    fields = Fields(parse_object(body))
+    wanted = read_wanted(fields)
+    inputs, paths = _inputs(fields)
+    refusals.refuse(fields, _REFUSED | _NOT_POOLED)
+    return PoolingCall(
+        wanted,
+        inputs,
+        paths,
+        as_base64=fields.choice("encoding_format", "float", BASE64) == BASE64,
     )
 
 
@@ -194,9 +229,15 @@ def chunks_of(
     *,
     session: str = "",
     boards: int = 1,
+    pooling: Pooling | None = None,
 ) -> list[Chunk]:
-    """Return the requests for all texts, so that each of so many ``boards`` has one at least."""
-    most = min(CHUNK_INPUTS, math.ceil(len(texts) / max(1, boards)))
+    """Return the requests for all texts, so that each of so many ``boards`` has one at least.
+
+    ``pooling`` goes before that of the settings; with all rows each text has a request of its own.
+    """
+    most = (
+        1 if pooling is Pooling.ALL else min(CHUNK_INPUTS, math.ceil(len(texts) / max(1, boards)))
+    )
     chunks = []
     for number, at in enumerate(_cut(texts, most)):
         taken = [texts[index] for index in at]
@@ -212,7 +253,7 @@ def chunks_of(
             keep_version=meant.named,
             inputs=tuple(text.ids for text in taken if text.text is None),
             texts=tuple(text.text for text in taken if text.text is not None),
-            pooling=Pooling(settings.pooling),
+            pooling=pooling or Pooling(settings.pooling),
         )
         chunks.append(Chunk(at, request))
     return chunks
@@ -274,6 +315,36 @@ def embeddings_answer(
     model = json.dumps(call.wanted.model).encode()
     usage = b'{"prompt_tokens":%d,"total_tokens":%d}' % (tokens, tokens)
     return b'{"object":"list","data":[%b],"model":%b,"usage":%b}' % (items, model, usage)
+
+
+def pooling_answer(
+    call: PoolingCall, found: Sequence[tuple[bytes, int]], answer_id: str, created: int
+) -> bytes:
+    """Return the body of an answer of /pooling; ``found`` are rows, and how many, of each text."""
+    items = b",".join(
+        b'{"index":%d,"object":"pooling","data":%b}' % (index, _rows_written(call, data, rows))
+        for index, (data, rows) in enumerate(found)
+    )
+    head = {"id": answer_id, "object": "list", "created": created, "model": call.wanted.model}
+    tokens = sum(rows for _, rows in found)
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
+    return b'%b,"data":[%b],"usage":%b}' % (
+        json.dumps(head).encode()[:-1],
+        items,
+        json.dumps(usage).encode(),
+    )
+
+
+def _rows_written(call: PoolingCall, data: bytes, rows: int) -> bytes:
+    if call.as_base64:
+        return b'"%b"' % base64.b64encode(data)
+    size = len(data) // rows
+    values = array("f")
+    values.frombytes(data)
+    columns = size // values.itemsize
+    return b"[%b]" % b",".join(
+        written(values[at : at + columns]) for at in range(0, len(values), columns)
+    )
 
 
 def _written(call: EmbeddingCall, vector: array[float]) -> bytes:
