@@ -217,7 +217,7 @@ def test_what_sleeps_is_listed_everywhere() -> None:
     assert told == {"a": (True, 1, 0.0), "b": (False, None, 12.3)}
     (pause,) = cluster["pauses"]
     assert (pause["level"], pause["wake_on_request"]) == (1, False)
-    (model,) = send(of, "GET", "/v1/models").json()["data"]
+    model, _adapter = send(of, "GET", "/v1/models").json()["data"]
     assert model["rkserve"]["state"] == "ready"
     of.head.desired = replace(slept(wakes=False), epoch=8)
     of.boards.reported = [report(name, state=ASLEEP, level=1) for name in ("a", "b")]

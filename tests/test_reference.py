@@ -268,3 +268,14 @@ def test_anthropic_s_keys_are_in_the_list_of_models(of: ReferenceHouse) -> None:
     assert (told["first_id"], told["last_id"], told["has_more"]) == (names[0], names[-1], False)
     assert [one["display_name"] for one in told["data"]] == names
     assert {one["type"] for one in told["data"]} == {"model"}
+
+
+def test_an_adapter_that_names_no_model_is_for_the_only_one_that_generates(
+    of: ReferenceHouse,
+) -> None:
+    (push,) = [one for one in ENDPOINTS if ident(one) == "POST /v1/lora_adapters"]
+    query = {name: value for name, value in push.example.query.items() if name != "model"}
+    assert call(of, push, params=query).status_code == 200
+    refused = call(of, push, params={**query, "model": "sim-chat,sim-embed"})
+    assert refused.status_code == 400
+    assert "one of 'sim-chat', 'sim-embed'" in refused.json()["error"]["message"]

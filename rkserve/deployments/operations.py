@@ -221,11 +221,18 @@ class Operations:
         )
 
     def one_of(self, models: tuple[str, ...]) -> str:
-        """Return the one model that is meant: named, or the only one. Raises ``RequestError``."""
+        """Return the model that is meant: named, the only one, or the only one that generates.
+
+        Raises:
+            RequestError: several could be meant.
+        """
         self.check_models(models)
         among = models or tuple(self._fleet.models)
+        if not models and len(generate := self._service.generating) == 1:
+            among = generate  # a model for embeddings beside it has no adapters and no steps
         if len(among) > 1:
-            raise RequestError("Say which 'model' it is for: one of several.", "model")
+            names = ", ".join(repr(one) for one in among)
+            raise RequestError(f"Say which 'model' it is for: one of {names}.", "model")
         return among[0]
 
     def check_models(self, models: Iterable[str]) -> None:

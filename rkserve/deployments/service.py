@@ -175,8 +175,12 @@ class Service:
     @property
     def default_model(self) -> str:
         """The model of calls that name none: the first one that generates text, if any."""
-        chats = [n for n, one in self._models.items() if one.folder.settings.embedding is None]
-        return next(iter([*chats, *self._models]))
+        return next(iter([*self.generating, *self._models]))
+
+    @property
+    def generating(self) -> tuple[str, ...]:
+        """The models that generate text: those whose folders make no embeddings."""
+        return tuple(n for n, one in self._models.items() if one.folder.settings.embedding is None)
 
     def served(self, model_id: str) -> ServedModel:
         """Return one of the configured models."""
