@@ -242,7 +242,7 @@ def test_keys_of_changes_are_those_that_are_read(path: str, kinds: Any) -> None:
 
 
 def test_shared_lists_of_keys_are_those_that_are_read() -> None:
-    assert set(PLACES) == set(cluster._PLACES)
+    assert set(PLACES) == set(cluster.PLACES)
     assert set(RESUME) == set(cluster._RESUME)
     assert set(HOLD) == set(cluster._HOLD)
     assert set(REST) == set(sleep._REST)

@@ -12,13 +12,18 @@ from typing import Any
 import pytest
 from fake_boards import FakeBoards, Step, accepted, finished, report
 from own_time import run_loop
-from router_house import CHAT, House, events, send
+from router_house import CHAT, House, events, house, send
 
+from rkserve import __version__
+from rkserve.control.operations import OperationKind
+from rkserve.deployments.http_trainers import REFUSED
 from rkserve.messages import Delta, FinishReason, GenerateRequest
 from rkserve.runvalues import Guide, GuideKind, Scored
 from rkserve.wire.dialects.sglang_generate import parse_generate
+from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.openai import named_answer
 
+_K = OperationKind
 EOS = 2911
 IDS = [5, 6, 7]
 TOP = ((100, -0.5), (7, -1.5))
@@ -327,3 +332,140 @@ def test_grammars_beside_sampling_values_are_followed() -> None:
     params = {"max_new_tokens": 8, "ebnf": 'root ::= "a"'}
     call = parse_generate(json.dumps({"text": "x", "sampling_params": params}).encode())
     assert call.steps.guide == ("ebnf", Guide(GuideKind.LARK, 'root ::= "a"'))
+
+
+# -- control calls ----------------------------------------------------------------------------
+
+
+def operated(of: House, method: str, path: str, **rest: Any) -> tuple[OperationKind, JsonObject]:
+    """Make a control call, and return what the Coordinator was asked for."""
+    answer = send(of, method, path, **rest)
+    assert answer.status_code == 200, answer.text
+    call = of.head.calls[-1]
+    return call.kind, dict(call.params)
+
+
+CONTROL: dict[str, tuple[str, str, dict[str, Any], OperationKind, JsonObject]] = {
+    "slime flushes": ("GET", "/flush_cache", {}, _K.CACHE_RESET, {}),
+    "SGLang flushes": ("POST", "/flush_cache?timeout=5", {}, _K.CACHE_RESET, {}),
+    "slime releases": (
+        *("POST", "/release_memory_occupation"),
+        *({"json": {}}, _K.SLEEP, {"level": 1}),
+    ),
+    "verl releases": (
+        *("POST", "/release_memory_occupation"),
+        *({"json": {"tags": ["kv_cache", "weights"]}}, _K.SLEEP, {"level": 1}),
+    ),
+    "slime resumes": (
+        *("POST", "/resume_memory_occupation"),
+        *({"json": {"tags": None}}, _K.WAKE, {"tags": []}),
+    ),
+    "verl resumes": (
+        *("POST", "/resume_memory_occupation"),
+        *({"json": {"tags": ["weights"]}}, _K.WAKE, {"tags": ["weights"]}),
+    ),
+    "slime aborts all": (
+        *("POST", "/abort_request"),
+        *({"json": {"abort_all": True}}, _K.ABORT, {"request_ids": None}),
+    ),
+    "AReaL aborts one": (
+        *("POST", "/abort_request"),
+        *({"json": {"rid": "r-1"}}, _K.ABORT, {"request_ids": ["r-1", named_answer("r-1")]}),
+    ),
+    "SkyRL aborts": (
+        *("POST", "/abort_requests", {"json": {"request_ids": ["r-1"]}}, _K.ABORT),
+        {"request_ids": ["r-1", named_answer("r-1")]},
+    ),
+    "an answer is aborted": (
+        *("POST", "/abort_request", {"json": {"rid": "chatcmpl-1"}}, _K.ABORT),
+        {"request_ids": ["chatcmpl-1"]},
+    ),
+    "slime pauses": ("POST", "/pause_generation", {"json": {}}, _K.PAUSE, {"mode": "abort"}),
+    "SkyRL pauses": (
+        *("POST", "/pause?mode=abort&wait_for_inflight_requests=false", {}),
+        *(_K.PAUSE, {"mode": "abort"}),
+    ),
+    "vLLM waits": (
+        *("POST", "/pause?wait_for_inflight_requests=true", {}),
+        *(_K.PAUSE, {"mode": "wait"}),
+    ),
+    "SkyRL resets": (
+        *("POST", "/reset_prefix_cache?reset_external=false&reset_running_requests=false", {}),
+        *(_K.CACHE_RESET, {}),
+    ),
+    "SkyRL sleeps": ("POST", "/sleep?level=2&tags=weights", {}, _K.SLEEP, {"level": 2}),
+}
+
+
+@pytest.mark.parametrize("name", CONTROL)
+def test_a_control_call_is_the_operation_that_is_meant(name: str) -> None:
+    method, path, rest, kind, params = CONTROL[name]
+    found, asked_for = operated(house("a"), method, path, **rest)
+    assert found is kind
+    assert {key: asked_for[key] for key in params} == params
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "key", "value"),
+    [
+        ("GET", "/get_weight_version", "weight_version", "default"),
+        ("GET", "/weight_version", "weight_version", "default"),
+        ("GET", "/get_world_size", "world_size", 2),
+        ("GET", "/load", "server_load", 0),
+        ("GET", "/version", "version", __version__),
+    ],
+)
+def test_what_trainers_look_at(method: str, path: str, key: str, value: Any) -> None:
+    answer = send(house("a", "b"), method, path)
+    assert (answer.status_code, answer.json()[key]) == (200, value)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/ping"), ("POST", "/ping"), ("GET", "/health_generate")]
+)
+def test_what_only_says_that_it_lives(method: str, path: str) -> None:
+    answer = send(house("a"), method, path)
+    assert (answer.status_code, answer.content) == (200, b"")
+
+
+def test_without_a_board_nothing_generates() -> None:
+    of = House(FakeBoards([]))
+    assert send(of, "GET", "/health_generate").status_code == 503
+
+
+def test_a_flush_waits_for_requests_only_as_long_as_it_was_told() -> None:
+    of = House(FakeBoards([report("a", running=1)]))
+    answer = send(of, "GET", "/flush_cache?timeout=0.2")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "timeout")
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_tensors_are_refused_with_what_to_use_instead(path: str) -> None:
+    answer = send(house("a"), "POST", path, json={"group_name": "g", "names": ["w"]})
+    assert answer.status_code == 400
+    assert "/update_weights_from_disk" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/abort_request", {}, "rid"),
+        ("/release_memory_occupation", {"tags": ["kv_cache"]}, "tags"),
+        ("/release_memory_occupation", {"tags": ["cuda_graph", "weights"]}, "tags"),
+        ("/reset_prefix_cache", {"reset_external": True}, "reset_external"),
+        ("/pause", {"mode": "keep", "wait_for_inflight_requests": True}, None),
+        ("/update_weights", {"update_info": {"names": ["w"]}}, "update_info"),
+        (
+            "/v1/load_lora_adapter",
+            {"lora_name": "a", "lora_path": "/x", "is_3d_lora_weight": True},
+            "is_3d_lora_weight",
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_board_cannot_do_is_refused_by_name(
+    path: str, body: dict[str, Any], param: str | None
+) -> None:
+    answer = send(house("a"), "POST", path, json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == (param or "wait_for_inflight_requests")

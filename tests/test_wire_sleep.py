@@ -57,7 +57,7 @@ def test_what_a_sleep_may_say_besides() -> None:
         pytest.param(parse_sleep, asked(mode="in_place"), "mode", id="another peer's mode"),
         pytest.param(parse_sleep, asked(lease_s="0"), "lease_s", id="a lease of no time"),
         pytest.param(parse_sleep, asked({"adapter": "x"}), "adapter", id="an adapter"),
-        pytest.param(parse_sleep, asked(tags="weights"), "tags", id="tags"),
+        pytest.param(parse_sleep, asked(tags="kv_cache"), "tags", id="tags without weights"),
         pytest.param(parse_wake, asked(level="1"), "level", id="a level of a wake-up"),
         pytest.param(parse_wake, asked(tags="weights,code"), "tags", id="an unknown tag"),
         pytest.param(parse_unload, asked(), "model", id="unload what"),

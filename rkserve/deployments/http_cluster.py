@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from rkserve.deployments.adapters import Adapters
 from rkserve.deployments.bodies import announced, query_of, read_body, read_parts
 from rkserve.deployments.guard import check_client, check_operator
+from rkserve.deployments.http_trainers import Trainers, add_trainers
 from rkserve.deployments.operations import Made, Operations
 from rkserve.deployments.rest import Rest
 from rkserve.deployments.service import Service
@@ -34,12 +35,15 @@ def add_cluster(
     adapters = Adapters(service, operations)
     door = _Door(service)
     _add_changes(app, door, operations)
-    _add_rest(app, door, Rest(service, operations))
+    rest, weights = Rest(service, operations), Weights(service, operations)
+    _add_rest(app, door, rest)
     _add_looks(app, door, operations, adapters)
     _add_records(app, door, operations)
     _add_uploads(app, door, adapters, max_adapter_bytes)
     _add_adapters(app, door, adapters)
-    _add_weights(app, door, Weights(service, operations), max_model_bytes)
+    _add_weights(app, door, weights, max_model_bytes)
+    trainers = Trainers(service, operations, rest, adapters, weights)
+    add_trainers(app, service, trainers, door.change, door.look)
 
 
 class _Door:
@@ -79,7 +83,6 @@ def _add_changes(app: FastAPI, door: _Door, operations: Operations) -> None:
         "/continue_generation": (operations.continue_generation, "Resume, in SGLang's words."),
         "/abort_requests": (operations.abort, "End requests."),
         "/reset_prefix_cache": (operations.reset, "Drop KV caches."),
-        "/flush_cache": (operations.reset, "Drop KV caches, in SGLang's words."),
         "/update_weight_version": (operations.label, "Name a model's weights anew."),
     }
     for path, (change, says) in routes.items():

@@ -182,6 +182,11 @@ class Service:
         """The models that generate text: those whose folders make no embeddings."""
         return tuple(n for n, one in self._models.items() if one.folder.settings.embedding is None)
 
+    @property
+    def in_flight(self) -> int:
+        """How many calls this Router answers now."""
+        return int(self.registry.get_sample_value("rkserve_requests_in_flight") or 0)
+
     def served(self, model_id: str) -> ServedModel:
         """Return one of the configured models."""
         return self._models[model_id]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rkserve.control.operations import OperationKind, OperationState
 from rkserve.desired import PauseMode
 from rkserve.reference import failures
@@ -48,7 +50,15 @@ from rkserve.reference.shapes import (
 )
 from rkserve.wire import limits
 
-_CLUSTER, _OPERATIONS = "Cluster", "Operations"
+_CLUSTER, _OPERATIONS, _TRAINERS = "Cluster", "Operations", "Trainers"
+# Trainers' ways of sending tensors, which a board does not have.
+REFUSED = (
+    *("/init_weights_update_group", "/destroy_weights_update_group"),
+    *("/update_weights_from_distributed", "/update_weights_from_tensor"),
+    *("/update_weights_from_ipc", "/init_weight_transfer_engine"),
+    *("/start_weight_update", "/finish_weight_update"),
+)
+_VERSION: dict[str, Schema] = {"weight_version": TEXT, "model": TEXT}
 _MODES = words(*(one.value for one in PauseMode))
 _STATES = words(*(one.value for one in OperationState))
 _KINDS = words(*(one.value for one in OperationKind))
@@ -255,7 +265,7 @@ ENDPOINTS = (
         "/pause",
         "Pause boards, and answer when they have stopped.",
         {**_STATUS, "mode": _MODES},
-        (*HOLD, "clear_cache"),
+        (*HOLD, "clear_cache", "wait_for_inflight_requests"),
         Example({"mode": "keep"}),
     ),
     change("/resume", "Let paused boards go on.", _STATUS, RESUME, Example()),
@@ -279,15 +289,82 @@ ENDPOINTS = (
         "/reset_prefix_cache",
         "Drop KV caches.",
         _SUCCESS,
-        (*PLACES, "reset_running_requests"),
+        (*PLACES, "reset_running_requests", "reset_external"),
         Example(),
     ),
+    *(
+        replace(
+            change(
+                "/flush_cache",
+                "Drop KV caches, in SGLang's words.",
+                _SUCCESS,
+                (*PLACES, "reset_running_requests", "timeout"),
+                Example(),
+            ),
+            method=method,
+        )
+        for method in ("GET", "POST")
+    ),
     change(
-        "/flush_cache",
-        "Drop KV caches, in SGLang's words.",
-        _SUCCESS,
-        (*PLACES, "reset_running_requests"),
-        Example(),
+        "/abort_request",
+        "End a request, in SGLang's words.",
+        {**_STATUS, "aborted": COUNT},
+        (*PLACES, "rid", "abort_all", "abort_message"),
+        Example({"rid": "chatcmpl-1"}),
+        tag=_TRAINERS,
+    ),
+    change(
+        "/release_memory_occupation",
+        "Unload models, in SGLang's words.",
+        {**_STATUS, "level": COUNT, "mode": _MODES},
+        (*PLACES, *REST, "tags"),
+        Example({"tags": ["weights", "kv_cache"]}),
+        tag=_TRAINERS,
+    ),
+    change(
+        "/resume_memory_occupation",
+        "Load models again, in SGLang's words.",
+        {**_STATUS, "tags": array(TEXT)},
+        (*PLACES, "tags"),
+        Example({"tags": ["weights", "kv_cache"]}),
+        tag=_TRAINERS,
+    ),
+    *(
+        Endpoint(
+            "GET",
+            path,
+            _TRAINERS,
+            summary,
+            Access.CLIENT,
+            (told(obj(body), says=summary),),
+            (400, *failures.CLIENT, 404),
+            (in_query("model", TEXT, "The model; the first one without it."),)
+            if "weight" in path
+            else (in_query("include_dp", FLAG, "vLLM's."),)
+            if "size" in path
+            else (),
+        )
+        for path, summary, body in (
+            ("/get_weight_version", "Say which weights a model has.", _VERSION),
+            ("/weight_version", "Say which weights a model has.", _VERSION),
+            ("/get_world_size", "Say how many boards there are.", {"world_size": COUNT}),
+            ("/load", "Say how many requests this Router answers.", {"server_load": COUNT}),
+        )
+    ),
+    *(
+        Endpoint(
+            "POST",
+            path,
+            _TRAINERS,
+            "Refuse weights that are no file, and say what to use instead.",
+            Access.OPERATOR,
+            (told(ref("Error"), 400, "Weights come as files."),),
+            (*failures.OPERATOR, 408, 413, 415),
+            example=Example(
+                {}, status=400, needs="nothing: it answers 400 and says what to use instead"
+            ),
+        )
+        for path in REFUSED
     ),
     change(
         "/update_weight_version",
@@ -302,7 +379,7 @@ ENDPOINTS = (
         "/sleep",
         "Put boards to sleep, and answer when their models are unloaded.",
         {**_STATUS, "level": COUNT, "mode": _MODES},
-        (*PLACES, *REST),
+        (*PLACES, *REST, "tags"),
         Example(query={"level": "1", "mode": "wait"}),
     ),
     *(

@@ -65,9 +65,31 @@ def _file(path: str, summary: str, types: tuple[str, ...], name: str = "") -> tu
     )
 
 
+_ALIVE = Answer(OK, "An empty answer.")
 ENDPOINTS = (
     *_both("/health", "Say that the Router lives.", "Health", ()),
     *_both("/ready", "Say whether every model has a board that serves.", "Ready", (503,)),
+    *(
+        Endpoint(method, "/ping", _SERVICE, "Say that the Router lives.", Access.OPEN, (_ALIVE,))
+        for method in ("GET", "POST")
+    ),
+    Endpoint(
+        "GET",
+        "/version",
+        _SERVICE,
+        "Say which release this is, in vLLM's words.",
+        Access.OPEN,
+        (told(obj({"version": TEXT}), says="The release."),),
+    ),
+    Endpoint(
+        "GET",
+        "/health_generate",
+        _SERVICE,
+        "Say that every model has a board that generates, in SGLang's words.",
+        Access.OPEN,
+        (_ALIVE,),
+        (503,),
+    ),
     Endpoint(
         "GET",
         "/metrics",

@@ -31,11 +31,13 @@ from rkserve.reference.endpoints import (
     Body,
     Endpoint,
     Example,
+    in_json,
     in_path,
     told,
 )
 from rkserve.reference.openai import SIM
 from rkserve.reference.shapes import (
+    ANYTHING,
     COUNT,
     FLAG,
     INTEGER,
@@ -44,11 +46,13 @@ from rkserve.reference.shapes import (
     TEXT,
     Schema,
     array,
+    body,
     const,
     mapping,
     maybe,
     obj,
     ref,
+    said,
     words,
 )
 
@@ -110,9 +114,11 @@ _FILE: Schema = {"type": "string", "format": "binary"}
 _TONE = {"name": "tone"}
 _HEADS_FILE = "that file on the head node, in a folder of `coordinator.allowed_paths`"
 _TAKE = (*failures.CHANGE,)
+_TRAINERS = "Trainers"
 _LOAD = (
     *ROLLOUT,
     *("lora_name", "lora_path", "load_inplace", "base_model_name", "version", "sha256", "scale"),
+    *("is_3d_lora_weight", "lora_int_id", "pinned"),
 )
 _UPDATE = (
     *COMMON,
@@ -143,6 +149,12 @@ def _worded() -> tuple[Answer, ...]:
         Answer(OK, "A sentence, as vLLM says it.", {PLAIN: TEXT}, headers),
         told(obj({"message": TEXT, **ENVELOPE}), 202, "It goes on."),
     )
+
+
+def _success() -> tuple[Answer, ...]:
+    """SGLang's answer where all went well."""
+    done = {"success": FLAG, "message": TEXT, "error_message": maybe(TEXT)}
+    return (told(obj(done), says="It is done."), _worded()[1])
 
 
 def _decide(method: str, path: str, summary: str, example: Example, **more: Schema) -> Endpoint:
@@ -216,6 +228,55 @@ ENDPOINTS = (
         needed=("lora_name",),
         tag=_ADAPTERS,
         answers=_worded(),
+    ),
+    change(
+        "/load_lora_adapter",
+        "Take and serve an adapter, as SGLang answers it.",
+        {},
+        _LOAD,
+        Example(
+            {"lora_name": "calm", "lora_path": "/srv/adapters/calm.rkllm", "base_model_name": SIM},
+            needs=_HEADS_FILE,
+        ),
+        needed=("lora_name", "lora_path"),
+        tag=_TRAINERS,
+        answers=_success(),
+    ),
+    change(
+        "/unload_lora_adapter",
+        "Serve an adapter no more, as SGLang answers it.",
+        {},
+        (*COMMON, "lora_name", "lora_int_id"),
+        Example({"lora_name": "tone"}, needs=PUSHED_ADAPTER),
+        needed=("lora_name",),
+        tag=_TRAINERS,
+        answers=_success(),
+    ),
+    Endpoint(
+        "POST",
+        "/update_weights",
+        _TRAINERS,
+        "Load base weights from the head's disk, as prime-rl and vLLM ask for them.",
+        Access.OPERATOR,
+        changing(
+            {"success": FLAG, "message": TEXT, "num_paused_requests": COUNT, "untried": FLAG},
+            "The weights are served.",
+        ),
+        failures.CHANGE,
+        (KEY,),
+        in_json(
+            body(
+                {},
+                {
+                    "weight_dir": said(TEXT, "prime-rl's: the path; without it the folder's own."),
+                    "update_info": said(ANYTHING, "vLLM's; only with `model_path`."),
+                    "model": TEXT,
+                    "weight_version": TEXT,
+                },
+            ),
+            required=False,
+        ),
+        Example({"model": SIM, "weight_dir": "/srv/models/other.rkllm"}, needs=_HEADS_FILE),
     ),
     _decide(
         "POST",

@@ -20,6 +20,7 @@ from rkserve.wire.limits import (
     MAX_NAMED,
     MAX_TIMEOUT_S,
 )
+from rkserve.wire.openai import REQUEST_PREFIX, named_answer
 
 COMMON: Kinds = {
     "model": Kind.TEXTS,
@@ -28,18 +29,24 @@ COMMON: Kinds = {
     "async": Kind.FLAG,
     "epoch": Kind.NUMBER,
 }
-_PLACES: Kinds = {**COMMON, "boards": Kind.TEXTS, "selector": Kind.TEXTS}
-_RESUME: Kinds = {**_PLACES, "adapter": Kind.TEXT}
+PLACES: Kinds = {**COMMON, "boards": Kind.TEXTS, "selector": Kind.TEXTS}
+_RESUME: Kinds = {**PLACES, "adapter": Kind.TEXT}
 _HOLD: Kinds = {**_RESUME, "mode": Kind.TEXT, "lease_s": Kind.NUMBER}
-_PAUSE: Kinds = {**_HOLD, "clear_cache": Kind.FLAG}
-_RESET: Kinds = {**_PLACES, "reset_running_requests": Kind.FLAG}
-_ABORT: Kinds = {**_PLACES, "request_ids": Kind.TEXTS}
+_PAUSE: Kinds = {**_HOLD, "clear_cache": Kind.FLAG, "wait_for_inflight_requests": Kind.FLAG}
+_RESET: Kinds = {
+    **PLACES,
+    "reset_running_requests": Kind.FLAG,
+    "reset_external": Kind.FLAG,
+}
+_ABORT: Kinds = {**PLACES, "request_ids": Kind.TEXTS}
 _LABEL: Kinds = {
     **COMMON,
     "new_version": Kind.TEXT,
     "abort_all_requests": Kind.FLAG,
     "reset_step": Kind.FLAG,
 }
+
+_ANSWERS = ("chatcmpl-", "cmpl-", "resp_", "msg_", REQUEST_PREFIX)  # of ids that are no names
 
 # SGLang's modes: what becomes of running requests, and whether their KV cache is given up.
 _SGLANG = {
@@ -113,6 +120,14 @@ def parse_pause(asked: Asked) -> PauseCall:
     fields = asked.fields(_PAUSE)
     mode = fields.choice("mode", *(one.value for one in PauseMode))
     clear = fields.maybe_flag("clear_cache")
+    # vLLM's older name of one mode, which goes before the default and not before another mode.
+    if fields.flag("wait_for_inflight_requests"):
+        if mode not in (None, PauseMode.WAIT.value):
+            raise RequestError(
+                "'wait_for_inflight_requests' means 'mode': 'wait', but 'mode' is another one.",
+                "wait_for_inflight_requests",
+            )
+        mode = PauseMode.WAIT.value
     return _pause(fields, PauseMode(mode or PauseMode.ABORT), clear is None or clear)
 
 
@@ -132,13 +147,22 @@ def parse_resume(asked: Asked) -> ResumeCall:
 def parse_reset(asked: Asked) -> ResetCall:
     """Read POST /reset_prefix_cache, or POST /flush_cache."""
     fields = asked.fields(_RESET)
+    if fields.flag("reset_external"):
+        raise UnsupportedParameter(
+            "Unsupported parameter: there is no KV cache outside of the boards. Prompt caches are "
+            "deleted by DELETE /v1/cache/{model}/{cache_name}.",
+            "reset_external",
+        )
     return ResetCall(terms_of(fields), fields.flag("reset_running_requests"))
 
 
 def parse_abort(asked: Asked) -> AbortCall:
     """Read POST /abort_requests; no ids, or none in the list, are all requests."""
     fields = asked.fields(_ABORT)
-    return AbortCall(terms_of(fields), texts(fields, "request_ids") or None)
+    given = texts(fields, "request_ids")
+    # Ids of answers, or what clients have named their requests.
+    named = (named_answer(name) for name in given if not name.startswith(_ANSWERS))
+    return AbortCall(terms_of(fields), (*given, *named) or None)
 
 
 def parse_label(asked: Asked) -> LabelCall:

@@ -9,7 +9,7 @@ from pydantic_core import from_json
 
 from rkserve.desired import AdapterLine, AdapterVersion, Desired, InFlight
 from rkserve.digests import DIGEST
-from rkserve.errors import RequestError
+from rkserve.errors import RequestError, UnsupportedParameter
 from rkserve.names import NAME
 from rkserve.parameters import Parameter, read_parameters
 from rkserve.reports import BoardReport
@@ -52,6 +52,9 @@ _LOAD: Kinds = {
     "lora_path": Kind.TEXT,
     "load_inplace": Kind.FLAG,
     "base_model_name": Kind.TEXT,
+    "is_3d_lora_weight": Kind.FLAG,
+    "lora_int_id": Kind.NUMBER,
+    "pinned": Kind.FLAG,
     "version": Kind.TEXT,
     "sha256": Kind.TEXT,
     "scale": Kind.NUMBER,
@@ -135,6 +138,12 @@ def parse_register(asked: Asked) -> Push:
 def parse_load(asked: Asked) -> LoadCall:
     """Read POST /v1/load_lora_adapter."""
     fields = asked.fields(_LOAD)
+    if fields.flag("is_3d_lora_weight"):
+        raise UnsupportedParameter(
+            "Unsupported parameter: 'is_3d_lora_weight' is about tensors of a checkpoint. A board "
+            "loads an adapter that was converted to .rkllm.",
+            "is_3d_lora_weight",
+        )
     name = check_name(fields.required_text("lora_name"), "lora_name")
     path = fields.required_text("lora_path")
     _place(fields, "lora_path")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rkserve.desired import PauseMode, SleepLevel
-from rkserve.errors import RequestError
+from rkserve.errors import RequestError, UnsupportedParameter
 from rkserve.wire.asked import Asked, Kind, Kinds
 from rkserve.wire.cluster import COMMON, Terms, terms_of, texts
 from rkserve.wire.fields import Fields, Range
@@ -25,7 +25,7 @@ _REST: Kinds = {
     "lease_s": Kind.NUMBER,
     "wake_on_request": Kind.FLAG,
 }
-_SLEEP: Kinds = {**_PLACES, **_REST}
+_SLEEP: Kinds = {**_PLACES, **_REST, "tags": Kind.TEXTS}
 _WAKE: Kinds = {**_PLACES, "tags": Kind.TEXTS}
 _UNLOAD: Kinds = {**COMMON, **_REST}
 
@@ -57,6 +57,7 @@ class WakeCall:
 def parse_sleep(asked: Asked) -> SleepCall:
     """Read POST /sleep, vLLM's form: level 1, and what runs is aborted, by default."""
     fields = asked.fields(_SLEEP)
+    check_tags(fields)
     return _sleep(fields, PauseMode.ABORT, wakes=fields.flag("wake_on_request"))
 
 
@@ -73,13 +74,28 @@ def parse_unload(asked: Asked) -> SleepCall:
 def parse_wake(asked: Asked) -> WakeCall:
     """Read POST /wake_up."""
     fields = asked.fields(_WAKE)
+    return WakeCall(terms_of(fields), _tags(fields))
+
+
+def _tags(fields: Fields) -> tuple[str, ...]:
     tags = texts(fields, "tags")
     for tag in tags:
         if tag not in TAGS:
             raise RequestError(
                 f"Invalid 'tags': expected some of {', '.join(TAGS)}, got '{tag[:40]}'.", "tags"
             )
-    return WakeCall(terms_of(fields), tags)
+    return tags
+
+
+def check_tags(fields: Fields) -> None:
+    """Hold the memory that is to be freed to what a board can free. Raises ``RequestError``."""
+    tags = _tags(fields)
+    if tags and WEIGHTS not in tags:
+        raise UnsupportedParameter(
+            "Unsupported parameter: 'tags' without 'weights'. A board's KV cache is a part of its "
+            "loaded model; POST /reset_prefix_cache drops what is in it.",
+            "tags",
+        )
 
 
 def parse_load(asked: Asked) -> WakeCall:
