@@ -125,6 +125,11 @@ def test_the_folder_and_the_launcher_are_for_this_account_only(short: Path) -> N
     assert prepare(folder)[BINARY] == str(launcher), "a second time changes nothing"
 
 
+@with_haproxy
+def test_a_busy_machine_has_more_than_rays_five_seconds_to_start_it(short: Path) -> None:
+    assert float(prepare(short / "front")["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"]) > 5.0
+
+
 def linked(folder: Path) -> None:
     (folder.parent / "elsewhere").mkdir(mode=0o700)
     folder.symlink_to(folder.parent / "elsewhere")

@@ -41,6 +41,7 @@ ONE_LOOP = {
 }
 # Ray's own 0.1 s wakes every replica ten times a second, which on a board is never idle then.
 METRICS_MS = 5000
+READY_S = 60  # Ray ends a proxy that is not ready after 5 s, and a busy machine takes longer
 DRAIN_S = 1  # on one machine nobody need be told for 30 s that a Router leaves
 # Ray adds the node's id (56 characters) and a name, HAProxy a suffix; a socket's path has 107.
 LONGEST_FOLDER = 29
@@ -126,6 +127,7 @@ def prepare(folder: Path) -> dict[str, str]:
         BINARY: str(launcher),
         **ONE_LOOP,
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": str(METRICS_MS),
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(READY_S),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
