@@ -266,6 +266,17 @@ class Desired:
         """Return the label and the step of a model."""
         return next((one for one in self.weights if one.model == model), Weights(model))
 
+    def served(self, model: str) -> Served:
+        """Return what boards of a model serve, to tell later whether that has changed."""
+        lines = tuple(line for line in self.lines if line.model == model)
+        return Served(self.weights_of(model), lines, self._sleeps(model))
+
+    def _sleeps(self, model: str) -> bool:
+        return any(
+            pause.level is not None and (not pause.scope.models or model in pause.scope.models)
+            for pause in self.pauses
+        )
+
     def duty(self, board_id: str, model: str) -> Duty:
         """Return what it makes of one board."""
         mine = [pause for pause in self.pauses if pause.scope.covers(board_id, model)]
@@ -287,6 +298,21 @@ class Desired:
             base=base,
             rebase=weights.in_flight,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What boards of a model serve at one moment, and whether some of them shall be asleep."""
+
+    weights: Weights
+    lines: tuple[AdapterLine, ...]
+    sleeps: bool
+
+    def held_by(self, later: Served) -> str:
+        """Return what held the model from then until now: ``update``, ``sleep`` or ``pause``."""
+        if (self.weights, self.lines) != (later.weights, later.lines):
+            return "update"
+        return "sleep" if self.sleeps else "pause"
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,8 @@ class GenerationInfo:
     ``tokens`` are those of the answer so far, ``context_tokens`` those of the whole context: the
     prompt, the answer and what edits injected. ``kv_positions`` are the leading
     ones that a range may be cleared in: those in the KV cache, or all where it will be recomputed.
-    ``partial_output`` is the answer's text so far. ``kv`` is known while it is paused.
+    ``partial_output`` is the answer's text so far. ``kv`` is known while it is paused. ``paused_s``
+    is the time that it has been paused, all pauses together.
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class GenerationInfo:
     native_pause: bool = False
     paused_by: str | None = None
     age_s: float = 0.0
+    paused_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -673,5 +674,23 @@ def test_the_metrics_count_operations_boards_and_failures(tmp_path: Path) -> Non
                 "rkserve_pauses_in_force 1.0",
             ):
                 assert line in said, said
+
+    run_loop(main())
+
+
+def test_each_operation_is_one_line_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with controlled(tmp_path, "a", "b") as it:
+            with caplog.at_level(logging.INFO, "rkserve"):
+                done = await it.pause()
+                await it.resume()
+            lines = [one.getMessage() for one in caplog.records]
+            found = [line for line in lines if line.startswith("operation ")]
+            assert len(found) == 2
+            assert found[0].startswith(f"operation {done.operation.id}: pause succeeded in ")
+            assert "2 of 2 boards, epoch 1, stopping " in found[0]
+            assert found[1].split(": ")[1].startswith("resume succeeded in ")
 
     run_loop(main())

@@ -14,6 +14,7 @@ from continued_house import InTurn
 from fake_boards import FakeBoards, Step, accepted, answer, eventually, finished, report
 from own_time import run_loop
 
+from rkserve.control import changes
 from rkserve.deployments.dispatch import Dispatch, Persistence
 from rkserve.deployments.fleet import Fleet
 from rkserve.desired import Scope
@@ -49,6 +50,7 @@ from rkserve.messages import (
 from rkserve.reports import GenerationState
 from rkserve.routing.admission import Claim
 from rkserve.routing.breaker import Circuit
+from rkserve.routing.continuing import BY_CLUSTER
 
 REQUEST = GenerateRequest("r/0", "sim-chat", (1, 2, 3), 10)
 PATIENCE = Persistence(accept_timeout_s=0.2, continuations=3, restart_wait_s=30.0)
@@ -69,6 +71,11 @@ class Counted:
 
     def opened(self) -> None:
         self.words.append("opened")
+
+    def held(self, model: str, by: str, held_s: float) -> None:
+        assert model == "sim-chat"
+        assert held_s >= 0
+        self.words.append(f"held by {by}")
 
 
 class Talk:
@@ -566,5 +573,23 @@ def test_a_request_that_waits_for_its_first_board_cannot_be_paused() -> None:
         assert (at.done, at.refused[0].state) == ((), GenerationState.QUEUED)
         task.cancel()
         await asyncio.wait({task})
+
+    run_loop(main())
+
+
+def test_how_long_the_cluster_held_a_generation_is_counted_by_why() -> None:
+    async def main() -> None:
+        gate, again = asyncio.Event(), asyncio.Event()
+        held = Paused(BY_CLUSTER, 1, Kv.RECOMPUTED)
+        talk = Talk(half("a", held, gate, Delta("l", (101,)), held, again, *rest("a")[1:]))
+        task = asyncio.create_task(talk())
+        await eventually(lambda: len(talk.events) == 3)
+        before = talk.dispatch.fleet.listing.desired
+        talk.dispatch.fleet.obey(changes.set_label(before, "sim-chat", "step-2"))
+        gate.set()
+        await eventually(lambda: len(talk.events) == 5)
+        again.set()
+        await task
+        assert talk.counted.words == ["held by update", "held by pause"]
 
     run_loop(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import httpx
@@ -495,5 +496,26 @@ def test_what_a_request_says_of_pauses_reaches_the_board() -> None:
         assert (request.native_pause, request.use_cache) == (True, "doc")
         assert (request.sampling.mirostat, request.sampling.mirostat_tau) == (2, 4.0)
         assert request.sampling_asked == ("mirostat_tau", "mirostat")
+
+    run_loop(main())
+
+
+def test_what_was_done_to_a_generation_is_one_line_of_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        told = info(state=S.PREFILLING, age_s=7.25, paused_s=4.5)
+        house = house_of("a", a_control=[told], a_generations=[told])
+        with caplog.at_level(logging.INFO, "rkserve"):
+            done = await house("POST", f"{GENERATIONS}/{ID}/resume")
+            assert done.status_code == 200
+            house.boards.says["replica of a", "control"] = StateConflict("resume", "generating")
+            assert (await house("POST", f"{GENERATIONS}/{ID}/resume")).status_code == 409
+        (line,) = [one.getMessage() for one in caplog.records if "resume of" in one.getMessage()]
+        assert line.startswith(f"resume of {ID} done in ")
+        assert line.endswith(
+            "choice 0 on a is prefilling after 3 tokens and 7.250 s, of which 4.500 s paused"
+        )
+        assert "Hello" not in line
 
     run_loop(main())

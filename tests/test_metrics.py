@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from rkserve.messages import Timings
-from rkserve.metrics import BoardCollector, RouterMetrics
+from rkserve.metrics import BoardCollector, CoordinatorMetrics, RouterMetrics
 from rkserve.reports import BoardReport, BoardState, Hardware
 
 REPORT = BoardReport(
@@ -234,3 +234,15 @@ def test_the_exposition_parses_as_prometheus_text() -> None:
     families = list(text_string_to_metric_families(generate_latest(registry).decode()))
     assert all(family.documentation for family in families)
     assert len({family.name for family in families}) == len(families)
+
+
+def test_no_series_tells_when_another_one_began() -> None:
+    registry = CollectorRegistry()
+    metrics = RouterMetrics(registry)
+    CoordinatorMetrics(registry)
+    metrics.hang_ups.inc()
+    metrics.held("sim-chat", "update", 0.3)
+    text = generate_latest(registry).decode()
+    assert "rkserve_hang_ups_total 1.0" in text
+    assert 'rkserve_held_seconds_bucket{by="update",le="0.5",model="sim-chat"} 1.0' in text
+    assert "_created" not in text

@@ -46,6 +46,7 @@ class Counted:
 
     waits_s: list[float] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    holds: list[str] = field(default_factory=list)
 
     def waited(self, model: str, waited_s: float) -> None:
         assert model == MODEL
@@ -54,6 +55,11 @@ class Counted:
     def refused(self, model: str, reason: str) -> None:
         assert model == MODEL
         self.reasons.append(reason)
+
+    def held(self, model: str, by: str, held_s: float) -> None:
+        assert model == MODEL
+        assert held_s >= 0
+        self.holds.append(by)
 
 
 @dataclass
@@ -748,9 +754,11 @@ def test_requests_for_an_adapter_that_is_paused_keep_no_board_from_others() -> N
         (place,) = await of.busy(1)
         place.heard(finished())
         of.fleet.obey(Desired(3))
+        assert of.counted.holds == []
         first = await asides[0]
         first.heard(finished())
         await asides[1]
+        assert of.counted.holds == ["pause", "pause"]
 
     run_loop(main())
 

@@ -154,6 +154,8 @@ class Control:
     def _info(self, job: Job) -> GenerationInfo:
         generation, request = job.generation, job.request
         kv, positions = self._kv(job)
+        now_s = asyncio.get_running_loop().time()
+        paused_s = 0.0 if job.paused_s is None else now_s - job.paused_s
         return GenerationInfo(
             request_id=request.request_id,
             board_id=self._stage.board_id,
@@ -168,7 +170,8 @@ class Control:
             adapter=job.adapter,
             native_pause=request.native_pause,
             paused_by=job.paused_by,
-            age_s=asyncio.get_running_loop().time() - job.arrived_s,
+            age_s=now_s - job.arrived_s,
+            paused_s=job.tally.paused_s + paused_s,
         )
 
     def _kv(self, job: Job) -> tuple[Kv | None, int]:

@@ -6,6 +6,7 @@ It knows the ledger's book and the metrics, and not what the operation does.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ from rkserve.errors import (
     OperationTimeout,
 )
 from rkserve.metrics import CoordinatorMetrics
+
+log = logging.getLogger(__name__)
 
 # Releasing boards that answer takes milliseconds; one that does not answer is told again later.
 UNDO_S = 5.0
@@ -185,6 +188,18 @@ class Course:
         self._desk.metrics.operations.labels(ended.kind.value, ended.state.value).inc()
         took_s = time.monotonic() - self._began_s
         self._desk.metrics.duration.labels(ended.kind.value).observe(took_s)
+        log.info(
+            "operation %s: %s %s in %.1f ms, %d of %d boards, epoch %d%s%s",
+            ended.id,
+            ended.kind.value,
+            ended.state.value,
+            took_s * 1e3,
+            ended.succeeded,
+            len(ended.results),
+            ended.epoch,
+            "".join(f", {name} {ms:.1f} ms" for name, ms in ended.phases),
+            "" if ended.error is None else f": {ended.error.message}",
+        )
 
     @property
     def outcome(self) -> Outcome:

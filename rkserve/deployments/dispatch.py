@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 from rkserve.deployments.fleet import Fleet
 from rkserve.deployments.refusing import Tried
 from rkserve.deployments.seats import Holders
-from rkserve.desired import Scope
+from rkserve.desired import Scope, Served
 from rkserve.errors import (
     AdapterBroken,
     BoardAsleep,
@@ -36,11 +36,20 @@ from rkserve.errors import (
     QueueTimeout,
     RkserveError,
 )
-from rkserve.messages import ControlAction, EmbedRequest, Event, Finished, GenerateRequest, Kv
+from rkserve.messages import (
+    ControlAction,
+    Delta,
+    EmbedRequest,
+    Event,
+    Finished,
+    GenerateRequest,
+    Kv,
+    Paused,
+)
 from rkserve.reports import AtRouter, BoardState, GenerationInfo, GenerationState
 from rkserve.routing.admission import Claim
 from rkserve.routing.breaker import Breaker, Circuit
-from rkserve.routing.continuing import Course, why
+from rkserve.routing.continuing import BY_CLUSTER, Course, why
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +127,9 @@ class Losses(Protocol):
     def opened(self) -> None:
         """A board is left alone for a while."""
 
+    def held(self, model: str, by: str, held_s: float) -> None:
+        """A generation goes on that the cluster has held for so long."""
+
 
 class _Attempt:
     """What became of a request on one board."""
@@ -141,6 +153,9 @@ class _Home:
         self.course = course
         self.id = course.asked.request_id
         self.ended = False  # by an abort, wherever it is
+        self.held: tuple[float, Served] | None = (
+            None  # by the cluster: since when, and what it served
+        )
         self.failures = 0  # of boards that did not take it, or were lost
         self.begun_s = self.since_s = time.monotonic()  # without a board since then
         self._holders, self._homes = holders, homes
@@ -325,8 +340,8 @@ class Dispatch:
                         async for event in events:
                             one.finished = isinstance(event, Finished)
                             place.heard(event)
-                            if course.waits:
-                                self._back(course, event)
+                            if course.waits or home.held or isinstance(event, Paused):
+                                self._noted(home, event)
                             if (told := course.heard(event)) is not None:
                                 yield told
                         self._require_end(one)
@@ -496,6 +511,20 @@ class Dispatch:
         if opened and self._losses is not None:
             self._losses.opened()
 
+    def _noted(self, home: _Home, event: Event) -> None:
+        """An answer stops, or may go on, with this event."""
+        now_s, model = time.monotonic(), home.course.asked.model
+        served = self.fleet.listing.desired.served
+        if isinstance(event, Paused):
+            if event.by == BY_CLUSTER and home.held is None:
+                home.held = (now_s, served(model))
+        elif home.held is not None and (isinstance(event, Finished) or _grows(event)):
+            (since_s, before), home.held = home.held, None
+            if self._losses is not None:
+                self._losses.held(model, before.held_by(served(model)), now_s - since_s)
+        if home.course.waits:
+            self._back(home.course, event)
+
     def _back(self, course: Course, event: Event) -> None:
         """An answer that lost its board may go on with this event."""
         took_s = course.back(event, time.monotonic())
@@ -520,6 +549,11 @@ class Dispatch:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _grows(event: Event) -> bool:
+    """Whether an answer has a token more with that."""
+    return isinstance(event, Delta) and bool(event.token_ids)
 
 
 def _is_waiting(home: _Home) -> bool:

@@ -6,7 +6,9 @@ It knows the boards through a ``Fleet``. The board is the judge of what a genera
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,6 +40,8 @@ from rkserve.wire.generations import (
     read_choice,
 )
 from rkserve.wire.jsonbody import JsonObject
+
+log = logging.getLogger(__name__)
 
 OK, MULTI_STATUS = 200, 207
 # A generation may leave its board while it is asked there; it is looked for so often.
@@ -160,13 +164,14 @@ class Generations:
         self, generation: str, action: ControlAction, choice: int | None, call: EditCall | None
     ) -> tuple[int, JsonObject]:
         _check_id(generation)
+        began_s = time.monotonic()
         for moves in range(MOVES):
             at, failed = await self._at_routers(generation, action, choice)
             if moves and action is ControlAction.ABORT:
                 at = replace(at, done=(*at.done, *at.ended))  # it left its board, and has ended
             if (at.here or at.ended) and not self._fleet.holders(generation, choice):
                 # All that is left of it is at this Router, and no board has any.
-                return _answered(action, at)
+                return _answered(action, at, began_s)
             found = await self._find(generation, choice)
             edit = None if call is None else await self._edit(found, call)
             answers = await self._fleet.ask(
@@ -186,7 +191,7 @@ class Generations:
             raise _worst([*failed.values(), GenerationNotFound(generation)])
         # Choices on other boards that have ended need nothing any more.
         left = {board: exc for board, exc in answers.failed.items() if not _is_over(exc)}
-        return _answered(action, replace(at, done=tuple(done)), left)
+        return _answered(action, replace(at, done=tuple(done)), began_s, left)
 
     async def _at_routers(
         self, generation: str, action: ControlAction, choice: int | None
@@ -260,6 +265,7 @@ class Generations:
 def _answered(
     action: ControlAction,
     at: _AtRouters,
+    began_s: float,
     failed: Mapping[str, RkserveError] = MappingProxyType({}),
 ) -> tuple[int, JsonObject]:
     """Return status and answer. Raises ``StateConflict`` where nothing could be done to it."""
@@ -268,10 +274,27 @@ def _answered(
             raise StateConflict(action.value, GenerationState.ENDED.value)
         raise _refusal(action, at.refused[0])
     answer = control_answer(action, at.done)
+    log.info(
+        "%s of %s done in %.1f ms: %s",
+        action.value,
+        at.done[0].request_id.rpartition("/")[0],
+        (time.monotonic() - began_s) * 1e3,
+        "; ".join(_summary(info) for info in at.done),
+    )
     left = dict(failed)
     if at.refused:
         left[_QUEUE] = _refusal(action, at.refused[0])
     return (MULTI_STATUS, {**answer, "failed": failures(left)}) if left else (OK, answer)
+
+
+def _summary(info: GenerationInfo) -> str:
+    """A choice in the log: where it is, how far, and how old; none of its text."""
+    where = info.board_id or "no board"
+    choice = info.request_id.rpartition("/")[2]
+    return (
+        f"choice {choice} on {where} is {info.state.value} after {info.tokens} tokens and "
+        f"{info.age_s:.3f} s, of which {info.paused_s:.3f} s paused"
+    )
 
 
 def _refusal(action: ControlAction, info: GenerationInfo) -> StateConflict:

@@ -178,7 +178,8 @@ async def abort(desk: Desk, course: Course) -> None:
     course.begin(Phase.STOPPING)
     # Routers come first: a board that is freed would take the next request of their queues, and a
     # request that leaves its board from here on finds that it has been aborted.
-    waiting = await _abort_waiting(desk, course, scope, ids)
+    with course.timed(Phase.STOPPING.value):
+        waiting = await _abort_waiting(desk, course, scope, ids)
     # Whoever asks again for all may meet requests that came after an answer that was lost.
     tries = 1 if ids is None else SAFE_TRIES
     replies = await _ask(desk, course, scope, "abort_all", ids, tries=tries)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from rkserve.deployments.place import Place
+from rkserve.desired import Served
 from rkserve.errors import DeadlineUnreachable, QueueTimeout, RkserveError
 from rkserve.messages import GenerateRequest
 from rkserve.routing.admission import ANONYMOUS, Admission, Claim, Supply, Ticket
@@ -42,6 +43,7 @@ class Waiter:
     let_in: bool = False
     barred: Collection[str] = ()
     shed: bool = False
+    held: tuple[float, Served] | None = None  # by the cluster: since when, and what it served
     ticket: Ticket[Waiter] | None = None
     granted: asyncio.Future[Place | None] | None = None
 

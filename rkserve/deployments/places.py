@@ -66,6 +66,9 @@ class PlacesFigures(Protocol):
     def refused(self, model: str, reason: str) -> None:
         """A request got none; the reason is its error's code, or ``shed``."""
 
+    def held(self, model: str, by: str, held_s: float) -> None:
+        """A request goes on that waited so long for the end of what the cluster held it by."""
+
 
 class Places:
     """The queues of all models at one Router. Use it from one event loop."""
@@ -130,6 +133,10 @@ class Places:
             raise
         if self._figures is not None:
             self._figures.waited(request.model, place.waited_ms / 1e3)
+            if waiter.held is not None:
+                since_s, before = waiter.held
+                by = before.held_by(self._fleet.listing.desired.served(request.model))
+                self._figures.held(request.model, by, time.monotonic() - since_s)
         return place
 
     async def _place(self, queue: ModelQueue, waiter: Waiter, tried: Tried) -> Place:
@@ -177,7 +184,15 @@ class Places:
             raise refusal(self._fleet, waiter.request.model, tried, self._avoided(blocked))
         if found.asks is not None:
             return queue.at_once(waiter, found.asks)
-        return await (queue.aside(waiter) if found.waits else queue.wait(waiter))
+        return await (self._aside(queue, waiter) if found.waits else queue.wait(waiter))
+
+    async def _aside(self, queue: ModelQueue, waiter: Waiter) -> Place | None:
+        """Wait as ``ModelQueue.aside`` does, and note for how long the cluster held the request."""
+        model, since_s = waiter.request.model, time.monotonic()
+        before = self._fleet.listing.desired.served(model)
+        if waiter.held is None:
+            waiter.held = (since_s, before)
+        return await queue.aside(waiter)
 
     def _blocked(self) -> Collection[str]:
         return () if self._avoid is None else self._avoid.blocked(time.monotonic())
