@@ -324,6 +324,35 @@ class FailingLedger:
         return getattr(self.real, name)
 
 
+def test_a_coordinator_starts_on_a_full_disk_and_writes_down_later_what_it_found(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, "v1", "v2") as it:
+            it.cluster["b"].slow_s["load_adapter"], before = 30.0, it.cluster["b"].asked.copy()
+            rolling = asyncio.create_task(it.roll("v2"))
+            await eventually(lambda: it.cluster["b"].asked["load_adapter"] > before["load_adapter"])
+            (begun,) = it.it.operations(1)
+            assert begun.state is S.RUNNING
+            state = {"full": True}
+            it.wrap_ledger = lambda ledger: FailingLedger(ledger, lambda: state["full"])
+            await it.again()  # its predecessor left a rollout that is to be undone
+            rolling.cancel()
+            await eventually(lambda: it.follows)
+            assert it.it.operation(begun.id).state in (S.UNDONE, S.FAILED)
+            with pytest.raises(LedgerFailed):
+                await it.pause()
+            assert it.ledger.operation(begun.id) == begun, "nothing could be written yet"
+            state["full"] = False
+            assert (await it.pause()).status == 200
+            written = it.ledger.operation(begun.id)
+            assert written is not None
+            assert written.state in (S.UNDONE, S.FAILED)
+            assert (await it.resume()).status == 200
+
+    run_loop(main())
+
+
 @pytest.mark.parametrize(
     "method", ["load_adapter", "adopt"], ids=["before the hold", "before the commit"]
 )

@@ -23,7 +23,7 @@ from rkserve.control.operations import (
     OperationState,
     ResultStatus,
 )
-from rkserve.deployments.ledger import FILE, MIGRATIONS, AuditLine, Ledger
+from rkserve.deployments.ledger import FILE, MIGRATIONS, RESERVE, RESERVE_BYTES, AuditLine, Ledger
 from rkserve.desired import Desired, PauseMode, Scope
 from rkserve.errors import LedgerFailed
 
@@ -243,3 +243,21 @@ def test_nobody_else_may_read_it(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     Ledger.open(folder).close()
     assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_a_full_disk_gets_the_ledger_s_reserve_to_open_it(tmp_path: Path) -> None:
+    reserve = tmp_path / RESERVE
+    Ledger.open(tmp_path, free=lambda _: 10 * RESERVE_BYTES).close()
+    assert reserve.stat().st_size == RESERVE_BYTES
+    seen: list[bool] = []
+
+    def full(_folder: Path) -> int:
+        seen.append(reserve.exists())
+        return 0
+
+    Ledger.open(tmp_path, free=full).close()
+    assert (seen, reserve.exists()) == ([True], False)
+    Ledger.open(tmp_path, free=lambda _: 2 * RESERVE_BYTES).close()
+    assert not reserve.exists(), "what is left is not taken from others"
+    Ledger.open(tmp_path, free=lambda _: 10 * RESERVE_BYTES).close()
+    assert reserve.exists()

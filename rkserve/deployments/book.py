@@ -37,6 +37,7 @@ class Book:
         self._turned = asyncio.Event()
         self._owes = False  # what is desired is not in the ledger yet
         self._owed: list[AuditLine] = []
+        self._unwritten: dict[str, Operation] = {}  # that ended, and could not be written down
 
     @property
     def desired(self) -> Desired:
@@ -62,9 +63,11 @@ class Book:
         now = self._desired if desired is None else desired
         changed = self._owes or now != self._desired
         self._ledger.write(
-            desired=now if changed else None, operations=operations, audit=[*self._owed, *audit]
+            desired=now if changed else None,
+            operations=[*self._unwritten.values(), *operations],
+            audit=[*self._owed, *audit],
         )
-        self._owes, self._owed = False, []
+        self._owes, self._owed, self._unwritten = False, [], {}
         for one in operations:
             if one.over:
                 self._going_on.pop(one.id, None)
@@ -72,17 +75,21 @@ class Book:
                 self._going_on[one.id] = one
         self._turn(now)
 
-    def derive(self, desired: Desired, audit: Iterable[AuditLine] = ()) -> None:
+    def derive(self, desired: Desired, *ended: Operation, audit: Iterable[AuditLine] = ()) -> None:
         """Have what follows from the ledger and the time alone hold, also where it cannot be
         written: a full disk keeps nobody paused. It is written with the next thing that can be.
         """
         lines = list(audit)
         try:
-            self.write(desired, audit=lines)
+            self.write(desired, *ended, audit=lines)
         except LedgerFailed as exc:
             log.warning("it holds without being written down: %s", exc)
+            for one in ended:
+                self._going_on.pop(one.id, None)
+                self._unwritten[one.id] = one
             self._owes, self._owed = True, [*self._owed, *lines]
-            self._turn(replace(desired, epoch=desired.epoch + LEAP))
+            if desired != self._desired:
+                self._turn(replace(desired, epoch=desired.epoch + LEAP))
 
     def catch_up(self) -> None:
         """Write down what could not be so far. Raises ``LedgerFailed``."""
@@ -141,7 +148,8 @@ class Book:
 
     def operation(self, name: str) -> Operation | None:
         """Return the operation of that id, also one that is over."""
-        return self._going_on.get(name) or self._ledger.operation(name)
+        unwritten = self._going_on.get(name) or self._unwritten.get(name)
+        return unwritten or self._ledger.operation(name)
 
     def operations(self, limit: int) -> list[Operation]:
         """Return the latest ones, the last one first. Call it in any thread."""

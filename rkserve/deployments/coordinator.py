@@ -148,11 +148,13 @@ class Coordinator:
     async def start(self) -> None:
         """Finish or undo what a predecessor left, look for boards, and keep them to it from now on.
 
-        Raises:
-            LedgerFailed: what was found cannot be written down.
+        Also while the disk is full: what was found holds, and is written down once it can be.
         """
         desired, ended = recover(self._book.desired, self._book.unsettled(), self._now_s())
-        self._book.write(desired, *ended, audit=[_recovered(self._now_s(), one) for one in ended])
+        lines = [_recovered(self._now_s(), one) for one in ended]
+        if ended or desired != self._book.desired:
+            # A full disk keeps it from no board: a successor would come to the same.
+            self._book.derive(desired, *ended, audit=lines)
         for one in ended:
             log.warning("operation %s (%s) is %s now", one.id, one.kind.value, one.state.value)
         for one in self._book.partial():
@@ -232,7 +234,7 @@ class Coordinator:
             )
             for pause in ended
         ]
-        self._book.derive(desired, audit)
+        self._book.derive(desired, audit=audit)
         self._metrics.leases_expired.inc(len(ended))
         for pause in ended:
             what = "pause" if pause.level is None else "sleep"

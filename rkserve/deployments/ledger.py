@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,10 +31,15 @@ from rkserve.control.codec import (
 )
 from rkserve.control.operations import Operation, OperationKind, OperationState
 from rkserve.desired import Desired, KeptCache
-from rkserve.disk import open_private, private_folder
+from rkserve.disk import FULL, free_bytes, open_private, private_folder
 from rkserve.errors import LedgerFailed
 
-FILE, LOCK = "ledger.sqlite3", "lock"
+log = logging.getLogger(__name__)
+
+FILE, LOCK, RESERVE = "ledger.sqlite3", "lock", "reserve"
+# Set aside while there is room, and given back to open the ledger on a disk that is full: SQLite
+# needs some pages beside the file before it reads it.
+RESERVE_BYTES = 1 << 20
 BUSY_S = 5.0  # a backup or an operator's sqlite3 shell may hold it for a moment
 
 # Each entry takes the schema one version further. Entries are never edited: ledgers out there have
@@ -103,15 +109,19 @@ class Ledger:
         folder: Path,
         max_operations: int = 10_000,
         migrations: Sequence[Sequence[str]] = MIGRATIONS,
+        free: Callable[[Path], int] = free_bytes,
     ) -> Ledger:
         """Open the folder's ledger, or make one; older schemas are migrated.
 
         Raises:
             LedgerFailed: another process uses the folder, the disk is full or not writable, the
                 file is damaged, or a newer release wrote it.
+
+        ``free`` tells how many bytes the disk has left. On a full one the reserve is given back.
         """
         lock = _claim(folder)
         try:
+            _provide(folder, free)
             database = _connect(folder / FILE, migrations)
             reading = _connect_to_read(folder / FILE, database)
         except BaseException:
@@ -289,9 +299,26 @@ def _claim(folder: Path) -> int:
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     except OSError as exc:
-        os.close(lock)
-        raise LedgerFailed(f"The folder {folder} cannot be written: {exc.strerror}.") from exc
+        if exc.errno not in FULL:
+            os.close(lock)
+            raise LedgerFailed(f"The folder {folder} cannot be written: {exc.strerror}.") from exc
+        log.warning("%s does not name its process: %s", folder / LOCK, exc.strerror)
     return lock
+
+
+def _provide(folder: Path, free: Callable[[Path], int]) -> None:
+    """Set the reserve aside where there is room for it, and give it back where there is none."""
+    reserve = folder / RESERVE
+    try:
+        if free(folder) < RESERVE_BYTES:
+            reserve.unlink(missing_ok=True)
+            log.warning("the disk of %s is full: the ledger's reserve is given back", folder)
+        elif not reserve.exists() and free(folder) >= 4 * RESERVE_BYTES:
+            descriptor = open_private(reserve, os.O_WRONLY | os.O_CREAT)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(bytes(RESERVE_BYTES))
+    except OSError as exc:
+        log.warning("the ledger's reserve in %s cannot be seen to: %s", folder, exc)
 
 
 def _connect(file: Path, migrations: Sequence[Sequence[str]]) -> sqlite3.Connection:
