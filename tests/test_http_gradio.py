@@ -101,12 +101,37 @@ def test_arguments_become_the_conversation() -> None:
         (["Hello", [["one"]]], "data[1][0]"),
         (["Hello", [7]], "data[1][0]"),
         (["Hello", [], "", "", -1], "data[4].max_tokens"),
+        (["Hello", [], "", "", 1e30], "data[4].max_tokens"),
+        (["Hello", [{"role": "user", "content": 5}]], "data[1][0].content"),
+        (["Hello", [{"role": "nobody", "content": "x"}]], "messages[0].role"),
+        (
+            ["Hello", [{"role": "user", "content": [{"file": {"path": "x"}}]}]],
+            "data[1][0].content[0]",
+        ),
         (["Hello", [], "", "", 0, "more"], "data"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_refused_by_their_place(data: Any, param: str) -> None:
     refused = send(house(), "POST", CALL, json={"data": data})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        pytest.param(CALL, '{"data": ["Hello", [{"role": "user", "content": 1e999}]]}', id="call"),
+        pytest.param(CALL, '{"data": ["Hello", [], "", "", 1e999]}', id="tokens"),
+        pytest.param(
+            "/rkllm_chat",
+            '{"messages": [{"role": "assistant", "function_call": '
+            '{"name": "f", "arguments": {"x": 1e999}}}]}',
+            id="arguments",
+        ),
+    ],
+)
+def test_numbers_beyond_all_are_the_requests_mistake(path: str, body: str) -> None:
+    headers = {"content-type": "application/json"}
+    assert send(house(), "POST", path, content=body.encode(), headers=headers).status_code == 400
 
 
 @pytest.mark.parametrize(

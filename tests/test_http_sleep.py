@@ -256,7 +256,11 @@ def test_the_prefixes_of_boards_that_sleep_are_forgotten() -> None:
 
 
 def test_many_requests_wake_their_model_once_and_are_answered() -> None:
-    of = napping()
+    async def wake(call: Call) -> Outcome:
+        await asyncio.sleep(1.0)  # of the loop's own time: until then all of them have come
+        return woken(of, call)
+
+    of = napping(wake=wake)
 
     async def main() -> None:
         found = await asyncio.gather(*(of("POST", CHAT, json=chat()) for _ in range(8)))

@@ -29,6 +29,7 @@ from rkserve.wire import sse
 from rkserve.wire.dialects import gradio
 from rkserve.wire.fields import Fields
 from rkserve.wire.jsonbody import parse_object
+from rkserve.wire.openai import read_chat
 
 # A client reads the events of a call at once; one that has not after this long has gone.
 PENDING_S = 60.0
@@ -229,7 +230,7 @@ class _Routes:
         body = await self.body(request)
         call = await read_call(body, read)
         if gradio.immediate(call) is None:  # a mistake in its arguments is told at once
-            gradio.chat_body(call, "")
+            read_chat(Fields(gradio.chat_body(call, self._service.default_model)))
         pending = PendingCall(uuid.uuid4().hex, owner, call, len(body))
         await self._calls.post(pending)
         return JSONResponse({"event_id": pending.event_id})

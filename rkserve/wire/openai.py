@@ -170,14 +170,18 @@ class CompletionCall(Call):
 
 
 def parse_chat(body: bytes) -> ChatCall:
-    """Read the body of POST /v1/chat/completions.
+    """Read the body of POST /v1/chat/completions. Raises ``RequestError``, as ``read_chat``."""
+    return read_chat(Fields(parse_object(body)))
+
+
+def read_chat(fields: Fields) -> ChatCall:
+    """Read a chat completion call.
 
     ``max_completion_tokens`` wins over the deprecated ``max_tokens`` where both are given.
 
     Raises:
         RequestError: with the ``param`` at fault.
     """
-    fields = Fields(parse_object(body))
     model = read_model(fields)
     messages = read_messages(fields)
     refusals.refuse(fields, refusals.CHAT)

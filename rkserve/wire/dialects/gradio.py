@@ -28,6 +28,7 @@ GRADIO = "5.49.1"
 # The client closes its stream by itself once nothing is pending: no race with a close message.
 PROTOCOL = "sse_v2.1"
 MAX_SESSION_CHARS = 128
+MAX_TOKENS = 1_000_000  # more than any context; an infinity is no number of tokens
 _USER, _ASSISTANT = "user", "assistant"
 
 _STRING: JsonObject = {"type": "string"}
@@ -262,14 +263,14 @@ def chat_body(call: GradioCall, default_model: str) -> JsonObject:
         messages.insert(0, {"role": "system", "content": system})
     body = {"model": _text(model, "data[3]") or default_model, "stream": True, "messages": messages}
     # Gradio's number field posts 0.0 and 64.0.
-    limit = Fields({"max_tokens": most}, "data[4]").number("max_tokens", Range(0))
+    limit = Fields({"max_tokens": most}, "data[4]").number("max_tokens", Range(0, MAX_TOKENS))
     return {**body, "max_tokens": int(limit)} if limit else body
 
 
 def _text(value: object, path: str) -> str:
-    """Return a text, also the one of a multimodal text box without files."""
+    """Return a text, also that of a multimodal text box or of a part of a message."""
     if isinstance(value, dict):
-        if value.get("files"):
+        if value.get("files") or value.get("file"):
             raise RequestError(
                 f"Unsupported '{path}': files are not taken here; send images to "
                 "/v1/chat/completions.",
@@ -304,10 +305,11 @@ def _pair(entry: list[Any], path: str) -> list[JsonObject]:
 
 def _message(fields: Fields) -> JsonObject:
     """Return a message without what Gradio's chatbot adds to it, such as ``metadata``."""
-    content = fields.get("content")
-    if content is None:
-        content = ""
-    return {"role": fields.required_text("role"), "content": content}
+    content, path = fields.get("content"), fields.path("content")
+    if isinstance(content, list):
+        parts = [_text(part, f"{path}[{index}]") for index, part in enumerate(content)]
+        content = " ".join(parts)
+    return {"role": fields.required_text("role"), "content": _text(content or "", path)}
 
 
 # -- events ---------------------------------------------------------------------------------------

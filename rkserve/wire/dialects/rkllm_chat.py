@@ -11,13 +11,15 @@ from collections.abc import Collection
 from functools import partial
 from typing import Any
 
+from rkserve.errors import RequestError
 from rkserve.messages import Delta, Finished, FinishReason, Paused
 from rkserve.wire import sse
 from rkserve.wire.dialect import AnyCall, Dialect
 from rkserve.wire.dialects.arguments import as_object
 from rkserve.wire.failures import error_object
+from rkserve.wire.fields import Fields
 from rkserve.wire.jsonbody import JsonObject, parse_object
-from rkserve.wire.openai import ChatCall, parse_chat
+from rkserve.wire.openai import ChatCall, read_chat
 from rkserve.wire.parts import Part, Thought, Words
 from rkserve.wire.tally import Stamp, Tally
 
@@ -44,7 +46,7 @@ def parse_rkllm(body: bytes, served: Collection[str], default_model: str) -> Cha
     messages = asked.get("messages")
     if isinstance(messages, list):
         asked = {**asked, "messages": _messages(messages)}
-    return parse_chat(sse.dumps(asked).encode())
+    return read_chat(Fields(asked))
 
 
 def _messages(given: list[Any]) -> list[Any]:
@@ -78,7 +80,14 @@ def _calls(message: Any) -> int:
 
 
 def _as_text(arguments: Any) -> Any:
-    return sse.dumps(arguments) if isinstance(arguments, dict) else arguments
+    if not isinstance(arguments, dict):
+        return arguments
+    try:
+        return sse.dumps(arguments)
+    except ValueError:
+        raise RequestError(
+            "Invalid 'function_call.arguments': a number is too large.", "messages"
+        ) from None
 
 
 class _RkllmAnswer(Tally):
