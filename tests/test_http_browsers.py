@@ -204,6 +204,7 @@ def test_a_websocket_of_another_host_is_closed_before_it_is_open() -> None:
 
 BODY = b'{"model": "sim-chat", "messages": [{"role": "user", "content": "Hello"}]}'
 FORM = "application/x-www-form-urlencoded"
+BYTES = "application/octet-stream"
 
 
 @pytest.mark.parametrize(
@@ -215,6 +216,10 @@ FORM = "application/x-www-form-urlencoded"
         pytest.param({}, 200, id="no type, as Ollama's examples"),
         pytest.param({"content-type": FORM}, 200, id="curl -d"),
         pytest.param({"content-type": FORM, "referer": "http://a"}, 415, id="a browser's form"),
+        pytest.param({"content-type": BYTES}, 200, id="aiohttp with bytes"),
+        pytest.param(
+            {"content-type": BYTES, "sec-fetch-site": "same-origin"}, 415, id="a browser's bytes"
+        ),
         pytest.param({"origin": "http://localhost"}, 415, id="a browser without a type"),
         pytest.param({"content-type": "text/plain"}, 415, id="text"),
         pytest.param({"content-type": "text/plain;charset=UTF-8"}, 415, id="text with charset"),

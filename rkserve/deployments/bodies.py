@@ -31,7 +31,9 @@ _PROMPTS = ThreadPoolExecutor(2, thread_name_prefix="long bodies")
 _COUNTS = ThreadPoolExecutor(1, thread_name_prefix="counting")
 # After longer bodies the allocator is told to give memory back: by itself it keeps all of it.
 _TRIM_BYTES = 128 * 1024
-_FORM = "application/x-www-form-urlencoded"
+# Types that HTTP libraries set when the caller names none: curl's ``-d`` the first, aiohttp the
+# second for a body of bytes.
+_UNNAMED = ("", "application/x-www-form-urlencoded", "application/octet-stream")
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
@@ -112,10 +114,10 @@ async def _collect(request: Request, max_bytes: int) -> bytes:
 
 
 def _check_type(request: Request) -> None:
-    """Hold a body to JSON, which pages of other origins cannot send unasked.
+    """Require JSON, which pages of other origins cannot send without a preflight.
 
-    Many clients send JSON without a type, and curl's ``-d`` calls everything a form; both are
-    taken where no browser sends it.
+    Many programs name no type, and their libraries send none or a default; these pass unless a
+    browser sends them. A page of another origin cannot hide that it is one: its POST has an Origin.
     """
     headers = request.headers
     if headers.get("content-length") == "0":
@@ -128,7 +130,7 @@ def _check_type(request: Request) -> None:
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
         return
-    if kind in ("", _FORM) and not is_browser(request):
+    if kind in _UNNAMED and not is_browser(request):
         return
     raise UnsupportedMediaType(
         f"Content-Type {quoted(kind)} is not supported: send 'Content-Type: application/json'."
