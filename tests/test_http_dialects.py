@@ -432,3 +432,68 @@ def test_a_call_without_a_prompt_loads_the_model_and_generates_nothing() -> None
     assert send(of, "POST", CHAT, json={"model": "sim-chat"}).json()["message"]["content"] == ""
     assert send(of, "POST", CHAT, json={"model": "other"}).status_code == 404
     assert of.boards.opened == []
+
+
+BEGUN = "The answer is <|im_end|> 4"
+TURNS = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": BEGUN}]
+OPEN_ITEM = {"type": "message", **TURNS[1], "status": "incomplete"}
+OPENAI = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        pytest.param(OPENAI, {"messages": TURNS, "continue_final_message": True}, id="vLLM"),
+        pytest.param(MESSAGES, {"messages": TURNS, "max_tokens": 50}, id="Anthropic"),
+        pytest.param(CHAT, {"messages": TURNS, "stream": False}, id="Ollama"),
+        pytest.param(RESPONSES, {"input": [TURNS[0], OPEN_ITEM]}, id="Responses"),
+    ],
+)
+def test_an_answer_is_what_follows_the_text_of_the_assistant(path: str, body: Any) -> None:
+    of = house()
+    response = send(of, "POST", path, json={"model": "sim-chat", **body})
+    assert response.status_code == 200
+    told = response.json()
+    said = told["choices"][0]["message"]["content"] if path == OPENAI else words(path, told)
+    assert said == "hello"
+    renderer = model().renderer
+    tokenizer = renderer.tokenizer
+    assert tokenizer is not None
+    header = renderer.chat([TURNS[0]]).ids
+    ids = of.boards.opened[-1][1].prompt_ids
+    # The text is cut at no control token: the typed marker is none.
+    assert ids[: len(header)] == header
+    assert ids[len(header) :] == renderer.words(BEGUN)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        pytest.param(OPENAI, {"messages": TURNS}, id="chat"),
+        pytest.param(RESPONSES, {"input": TURNS}, id="Responses"),
+    ],
+)
+def test_without_a_word_an_answer_is_a_new_turn(path: str, body: Any) -> None:
+    of = house()
+    assert send(of, "POST", path, json={"model": "sim-chat", **body}).status_code == 200
+    assert of.boards.opened[-1][1].prompt_ids == model().renderer.chat(TURNS).ids
+
+
+def test_a_forced_call_cannot_continue_a_text() -> None:
+    tool = {"name": "look", "input_schema": LOOK}
+    body = {**BODIES[MESSAGES], "messages": TURNS, "tools": [tool], "tool_choice": {"type": "any"}}
+    of = house()
+    response = send(of, "POST", MESSAGES, json=body)
+    assert (response.status_code, of.boards.opened) == (400, [])
+    assert "begins with the call" in message_of(response.json())
+
+
+def test_tokenizing_and_counting_see_the_same_prompt() -> None:
+    of = house()
+    body = {"model": "sim-chat", "messages": TURNS, "continue_final_message": True}
+    ids = send(of, "POST", "/tokenize", json={**body, "add_generation_prompt": False}).json()
+    both = send(of, "POST", "/tokenize", json={**body, "add_generation_prompt": True})
+    count = send(of, "POST", COUNT, json={"model": "sim-chat", "messages": TURNS}).json()
+    send(of, "POST", OPENAI, json=body)
+    assert ids["tokens"] == list(of.boards.opened[-1][1].prompt_ids)
+    assert (count["input_tokens"], both.status_code) == (ids["count"], 400)

@@ -277,9 +277,17 @@ def test_the_other_keys_are_those_of_every_call() -> None:
             id="arguments that are no object",
         ),
         pytest.param(
-            {"messages": [HELLO, {"role": "assistant", "content": "I"}]},
-            "messages[1].role",
-            id="words to be continued",
+            {
+                "messages": [
+                    HELLO,
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "t", "name": "n", "input": {}}],
+                    },
+                ]
+            },
+            "messages",
+            id="a call without its result at the end",
         ),
         pytest.param({"system": 5}, "system", id="a number for a system prompt"),
         pytest.param({"system": [{"type": "image"}]}, "system[0].type", id="a system image"),

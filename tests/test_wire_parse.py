@@ -385,7 +385,7 @@ REFUSED_IN_CHAT = [
     ("modalities", ["text", "audio"]),
     ("audio", {"voice": "alloy"}),
     ("web_search_options", {}),
-    ("continue_final_message", True),
+    ("add_generation_prompt", False),
 ]
 REFUSED_IN_COMPLETIONS = [("suffix", "end")]
 
@@ -401,6 +401,50 @@ def test_what_would_change_the_answer_is_refused_by_name(read: Any, name: str, v
     with pytest.raises(UnsupportedParameter, match=name) as caught:
         read(**{name: value})
     assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
+
+
+BEGUN = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well,"}]
+CALLED = {
+    "role": "assistant",
+    "tool_calls": [{"id": "a", "function": {"name": "look", "arguments": "{}"}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "prefill"),
+    [
+        pytest.param({}, False, id="a new turn"),
+        pytest.param({"add_generation_prompt": True}, False, id="a new turn by name"),
+        pytest.param({"continue_final_message": True}, True, id="vLLM's flag alone"),
+        pytest.param(
+            {"continue_final_message": True, "add_generation_prompt": False}, True, id="vLLM's"
+        ),
+        pytest.param({"messages": [BEGUN[0], {**BEGUN[1], "prefix": True}]}, True, id="DeepSeek's"),
+        pytest.param({"messages": [BEGUN[0], {**BEGUN[1], "prefix": False}]}, False, id="no"),
+    ],
+)
+def test_an_answer_continues_the_final_message_where_that_is_asked(
+    keys: dict[str, Any], prefill: bool
+) -> None:
+    assert chat(**{"messages": BEGUN, **keys}).prefill is prefill
+
+
+@pytest.mark.parametrize(
+    ("keys", "param"),
+    [
+        pytest.param({"add_generation_prompt": True}, "continue_final_message", id="both"),
+        pytest.param({"messages": BEGUN[:1]}, "messages[0].role", id="the user's"),
+        pytest.param({"messages": [BEGUN[0], CALLED]}, "messages[1].role", id="a call of a tool"),
+        pytest.param({"continue_final_message": "yes"}, "continue_final_message", id="a word"),
+        pytest.param(
+            {"messages": [BEGUN[0], {**BEGUN[1], "prefix": 1}]}, "messages[1].prefix", id="a number"
+        ),
+    ],
+)
+def test_what_no_answer_can_continue_is_refused(keys: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(**{"messages": BEGUN, "continue_final_message": True, **keys})
+    assert caught.value.param == param
 
 
 @pytest.mark.parametrize("name", sorted({*CHAT, *COMPLETION, *SHARED}))

@@ -491,6 +491,39 @@ def test_a_conversation_without_the_header_of_an_answer(
     assert renderer.chat(TALK).ids[: len(begins)] == begins
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["Sure, ", "", " two\n\n", INJECTION, "\ufdd2", "a\ufdd2b", "\ufdd00\ufdd1", "<tool_call>"],
+)
+def test_a_prompt_ends_with_the_text_that_its_answer_continues(
+    renderer: Renderer, folder: ModelFolder, text: str
+) -> None:
+    begun = [*TALK, {"role": "assistant", "content": text}]
+    prompt = renderer.chat(begun, header=Header(prefill=True))
+    assert read_back(folder, prompt.ids) == TALK_IN_CHATML + text
+    before = [i for i in renderer.chat(TALK).ids if i < len(CONTROL)]
+    assert [i for i in prompt.ids if i < len(CONTROL)] == before
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+def test_built_in_templates_leave_the_final_message_open(tmp_path: Path, name: str) -> None:
+    folder = make_folder(tmp_path / "m", tokenizer=False, settings=f"chat_template: {name}\n")
+    begun = [user("Hi"), {"role": "assistant", "content": "Well, "}]
+    text = Renderer(folder).chat(begun, header=Header(prefill=True)).text
+    assert text is not None
+    assert text.endswith("Well, ")
+
+
+def test_a_template_that_hides_the_final_message_refuses_to_continue_it(tmp_path: Path) -> None:
+    template = "{% for message in messages[:-1] %}{{ message.content }}{% endfor %}"
+    hiding = Renderer(make_folder(tmp_path / "m", template=template))
+    with pytest.raises(RequestError, match="does not show the text") as caught:
+        hiding.chat(
+            [user("Hi"), {"role": "assistant", "content": "x"}], header=Header(prefill=True)
+        )
+    assert caught.value.param == "messages"
+
+
 @pytest.mark.parametrize("text", [" and so on", "é 你好", INJECTION, "<tool_call>"])
 def test_words_are_their_ids_and_markers_in_them_stay_text(
     renderer: Renderer, folder: ModelFolder, text: str

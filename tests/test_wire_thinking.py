@@ -41,6 +41,42 @@ def chat(**keys: Any) -> ChatCall:
     return parse_chat(json.dumps({"model": "m", "messages": HELLO, **keys}).encode())
 
 
+@pytest.mark.parametrize("history", ["template", "strip", "keep"])
+@pytest.mark.parametrize(
+    ("text", "begun", "extra"),
+    [
+        pytest.param("Yes, ", None, {}, id="words: no thoughts come before the rest"),
+        pytest.param("<think>\nHm", True, {}, id="thoughts"),
+        pytest.param("<think>Hm</think>Yes", None, {}, id="after thoughts"),
+        pytest.param("", False, {}, id="nothing: the model thinks as it likes"),
+        pytest.param("<think>\nHm", None, {"max_reasoning_tokens": 0}, id="no thoughts wanted"),
+    ],
+)
+def test_an_answer_to_a_prefill_thinks_where_the_prefill_does(
+    tmp_path: Path, text: str, begun: bool | None, extra: dict[str, Any], history: str
+) -> None:
+    settings = f"thinking: {{history: {history}}}\n"
+    folder = make_folder(tmp_path / "m", template=SWITCHED, settings=settings)
+    turns = [*HELLO, {"role": "assistant", "content": text}]
+    kwargs = {"always": True}
+    call = chat(messages=turns, continue_final_message=True, chat_template_kwargs=kwargs, **extra)
+    (request,) = plan(
+        call, Meant("m"), Renderer(folder), defaults=Sampling(), context_len=500, completion="c"
+    )
+    closed = "\n</think>\n\n" if extra else ""
+    prompt = f"<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n{text}{closed}"
+    assert read_back(folder, request.prompt_ids) == prompt
+    if begun is None:
+        assert request.thinking is None
+    else:
+        assert request.thinking is not None
+        assert request.thinking.begun is begun
+
+
+def test_the_blank_before_a_continued_thought_is_kept() -> None:
+    assert told(OPENED, [" ", "so</think>", "Yes."]) == (" so", "Yes.")
+
+
 def told(thinking: Thinking, pieces: list[str]) -> tuple[str, str]:
     """The thoughts and the words of an answer that comes in these pieces."""
     thoughts = Thoughts(thinking)

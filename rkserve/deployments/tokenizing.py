@@ -89,7 +89,9 @@ def _tokenize(served: ServedModel, call: TokenizeCall) -> JsonObject:
         # In text mode that is a text, and asking for its ids says so.
         if call.tools.given:
             renderer.form()  # a model that cannot be offered any is refused as by a chat
-        header = Header(answer=call.answer, tools=call.tools.given, images=True)
+        header = Header(
+            answer=call.answer, tools=call.tools.given, images=True, prefill=call.prefill
+        )
         prompt = renderer.chat(call.messages, header=header)
         if prompt.images:
             ids, count = renderer.image_ids(prompt), prompt.counted

@@ -133,6 +133,7 @@ SCHEMAS: dict[str, Schema] = {
             "tool_call_id": said(TEXT, "Without it a result answers the first open call."),
             "tool_calls": array(ANYTHING),
             "reasoning_content": TEXT,
+            "prefix": said(FLAG, "Of a final message of the assistant: the answer continues it."),
         },
     ),
     "ChatRequest": body(
@@ -151,6 +152,10 @@ SCHEMAS: dict[str, Schema] = {
             "functions": said(array(FUNCTION, 0, limits.MAX_TOOLS), "Deprecated."),
             "function_call": said(either(words("none", "auto"), ANYTHING), "Deprecated."),
             **THINKING,
+            "continue_final_message": said(
+                FLAG, "The answer continues the final message, which is the assistant's."
+            ),
+            "add_generation_prompt": said(FLAG, "False with `continue_final_message` only."),
         },
     ),
     "CompletionRequest": body(

@@ -136,6 +136,7 @@ SCHEMAS: dict[str, Schema] = {
             "messages": array(ref("ChatMessage"), 1),
             "add_special_tokens": FLAG,
             "add_generation_prompt": FLAG,
+            "continue_final_message": FLAG,
             "return_token_strs": FLAG,
             "tools": array(obj({"type": words("function"), "function": FUNCTION})),
             "chat_template_kwargs": ANYTHING,

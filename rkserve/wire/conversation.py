@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pydantic_core import from_json
 
@@ -34,6 +34,45 @@ def read_messages(body: Fields) -> tuple[Message, ...]:
         fields = as_fields(value, f"messages[{index}]")
         found.append(pairing.add(_message(fields), fields))
     return tuple(found)
+
+
+def read_prefill(body: Fields, messages: Sequence[Message]) -> bool:
+    """Read vLLM's ``continue_final_message``, or ``prefix`` of the last message, as DeepSeek's and
+    Mistral's clients send it: the answer continues the last message.
+
+    Raises ``RequestError``.
+    """
+    name = "continue_final_message"
+    asked = body.flag(name)
+    if asked and body.maybe_flag("add_generation_prompt"):
+        raise RequestError(
+            f"'{name}' and 'add_generation_prompt' cannot both be true: an answer either continues "
+            "the final message or begins a new one.",
+            name,
+        )
+    last = as_fields(body.items("messages", MAX_MESSAGES)[-1], f"messages[{len(messages) - 1}]")
+    prefix = messages[-1]["role"] == "assistant" and last.flag("prefix")
+    if not asked and not prefix:
+        return False
+    check_prefill(messages, last.path("role") if asked else last.path("prefix"))
+    return True
+
+
+def check_prefill(messages: Sequence[Message], param: str) -> None:
+    """Raise ``RequestError`` where no answer can continue the last message."""
+    last = messages[-1]
+    if last["role"] != "assistant":
+        raise RequestError(
+            f"The final message is of the role {quoted(last['role'])}: an answer continues a "
+            "message of the assistant only.",
+            param,
+        )
+    if last.get("tool_calls"):
+        raise RequestError(
+            "The final message calls tools: an answer continues a message of text only. Send the "
+            "results of the calls.",
+            param,
+        )
 
 
 class Pairing:

@@ -10,21 +10,27 @@ _THOUGHTS = "reasoning_content"
 
 
 def with_thoughts(
-    messages: Iterable[Message], history: str, marks: tuple[str, str] | None
+    messages: Iterable[Message],
+    history: str,
+    marks: tuple[str, str] | None,
+    *,
+    prefill: bool = False,
 ) -> list[Message]:
     """Return the messages as the template gets them.
 
     With ``template`` that is as they came: most templates take out what they do not want, whether
     it comes as ``reasoning_content`` or within the words. ``strip`` takes out both, and ``keep``
-    puts the thoughts before the words of their turn.
+    puts the thoughts before the words of their turn. The last message of a ``prefill`` is no
+    earlier turn, so nothing is taken out of it.
     """
+    found = list(messages)
     if history == "template" or marks is None:
-        return list(messages)
+        return found
     change = _kept if history == "keep" else _stripped
-    return [
-        change(message, marks) if message["role"] == "assistant" else message
-        for message in messages
+    changed = [
+        change(message, marks) if message["role"] == "assistant" else message for message in found
     ]
+    return [*changed[:-1], found[-1]] if prefill and history == "strip" else changed
 
 
 def _kept(message: Message, marks: tuple[str, str]) -> Message:

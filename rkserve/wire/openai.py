@@ -14,7 +14,7 @@ from rkserve.errors import RequestError
 from rkserve.origins import salted
 from rkserve.runvalues import Embeds
 from rkserve.wire import refusals
-from rkserve.wire.conversation import Message, read_messages
+from rkserve.wire.conversation import Message, read_messages, read_prefill
 from rkserve.wire.fields import Fields, Range, missing, wrong_type
 from rkserve.wire.images import ImagePart, images_of
 from rkserve.wire.jsonbody import parse_object
@@ -106,9 +106,13 @@ class Call:
 
 @dataclass(frozen=True)
 class ChatCall(Call):
-    """A call of /v1/chat/completions. ``messages`` are ready for a template."""
+    """A call of /v1/chat/completions. ``messages`` are ready for a template.
+
+    With ``prefill`` the last one is the assistant's, and the answer continues it.
+    """
 
     messages: tuple[Message, ...] = ()
+    prefill: bool = False
     tools: Tools = NO_TOOLS
     wish: Wish = NO_WISH
 
@@ -184,6 +188,7 @@ def read_chat(fields: Fields) -> ChatCall:
     """
     model = read_model(fields)
     messages = read_messages(fields)
+    prefill = read_prefill(fields, messages)
     refusals.refuse(fields, refusals.CHAT)
     older = fields.integer("max_tokens", _AT_LEAST_ONE)
     newer = fields.integer("max_completion_tokens", _AT_LEAST_ONE)
@@ -191,6 +196,7 @@ def read_chat(fields: Fields) -> ChatCall:
         model=model,
         max_tokens=older if newer is None else newer,
         messages=messages,
+        prefill=prefill,
         tools=read_tools(fields),
         wish=read_wish(fields),
         n=read_choices(fields, prompts=1),

@@ -171,13 +171,25 @@ def _prompts(
 
 
 def header(call: ChatCall, renderer: Renderer) -> Header:
-    """Return what a chat's prompt has beside its conversation."""
+    """Return what a chat's prompt has beside its conversation.
+
+    Raises:
+        RequestError: the answer continues a message and has to call a tool.
+        UnsupportedParameter: the model's form of calls is not known.
+    """
     tools, opening = call.tools, ""
+    if call.prefill and tools.forced:
+        raise RequestError(
+            "An answer that has to call a tool begins with the call, so it cannot continue a "
+            "final assistant message. Leave out that message, or set 'tool_choice' to 'auto'.",
+            "tool_choice",
+        )
     if tools.given:
         form = renderer.form()
         opening = form.opening(tools.named) if tools.forced else ""
     return Header(
         images=True,
+        prefill=call.prefill,
         tools=tools.given,
         variables=call.wish.given(renderer.thinking.enabled),
         opening=opening,
@@ -204,6 +216,8 @@ def _thinking(
         return None
     if call.tools.forced or call.steps.guide is not None:
         return None
+    if call.prefill and not prompt.thinks and str(call.messages[-1]["content"]).strip():
+        return None  # the answer has begun, so no thoughts come before it
     most = _most_thoughts(call, renderer)
     if most is not None and prompt.text is not None:
         raise UnsupportedParameter(

@@ -27,6 +27,10 @@ def _only(*harmless: Any) -> Harmless:
     )
 
 
+def _generation_prompt(value: Any, body: Fields) -> bool:
+    return value is True or (value is False and body.get("continue_final_message") is True)
+
+
 def _empty(value: Any, _body: Fields) -> bool:
     return value in ([], {}, "")
 
@@ -66,6 +70,7 @@ SHARED: dict[str, Harmless] = {
 }
 # Where to turn instead.
 _INSTEAD = {
+    "add_generation_prompt": "It is false where 'continue_final_message' is true.",
     "lora_path": "Name the adapter in 'model'.",
     "max_new_tokens": "OpenAI's name of it is 'max_tokens'.",
     "min_new_tokens": "vLLM's name of it is 'min_tokens'.",
@@ -88,9 +93,8 @@ CHAT: dict[str, Harmless] = {
     "web_search_options": _never,
     "chat_template": _never,
     "documents": _empty,
-    "add_generation_prompt": _only(True),
+    "add_generation_prompt": _generation_prompt,
     "add_special_tokens": _only(False),
-    "continue_final_message": _only(False),
     "echo": _only(False),
     "input_ids": _empty,
     "mm_processor_kwargs": _empty,

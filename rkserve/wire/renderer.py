@@ -19,14 +19,12 @@ from rkserve.wire.images import Eyes, with_stand_ins
 from rkserve.wire.jsonbody import JsonObject
 from rkserve.wire.limits import CHARS_PER_TOKEN, COUNTED_CHARS_PER_POSITION
 from rkserve.wire.openai import TextOrIds
-from rkserve.wire.shield import Piece, Shield, pieces
+from rkserve.wire.shield import LEFT_OFF, Piece, Shield, pieces
 from rkserve.wire.templates import ChatTemplate, Clock, hold_to_context, local_time
 from rkserve.wire.tokenizer import Tokenizer
 from rkserve.wire.tools import FORMATS, guess
 from rkserve.wire.tools.calls import Calls
 
-# Where a turn of the assistant is left off; no template changes it.
-_LEFT_OFF = "\ufdd2"
 # Told from everything that templates write around a result; nine letters and digits, as some
 # templates demand of the id of a call.
 _PROBE = "probe4711"
@@ -87,7 +85,8 @@ class Header:
 
     The answer begins with ``opening``, and without thoughts if it is ``thoughtless``. It may be
     about ``images``. Without ``answer`` there is none: the prompt is what conversations that begin
-    like this one have in common.
+    like this one have in common. With ``prefill`` the answer continues the last message, which is
+    the assistant's: the prompt ends with its text.
     """
 
     answer: bool = True
@@ -96,6 +95,7 @@ class Header:
     opening: str = ""
     thoughtless: bool = False
     images: bool = False
+    prefill: bool = False
 
 
 class Renderer:
@@ -134,7 +134,7 @@ class Renderer:
         """Render a conversation. Markers inside messages and tools stay text.
 
         Raises:
-            RequestError: the template refuses the messages.
+            RequestError: the template refuses the messages, or shows nothing of a prefill.
             ContextOverflow: the text is hopelessly long.
         """
         header = header or Header()
@@ -144,15 +144,20 @@ class Renderer:
         images = self._eyes.numbers(messages, answered=header.images)
         shield = self._eyes.shield if images else self._shield
         marks = None if self.marks is None else self.marks.pair
-        told = with_thoughts(messages, self.thinking.history, marks)
+        told = with_thoughts(messages, self.thinking.history, marks, prefill=header.prefill)
+        hidden = [with_stand_ins(shield.hide(message, typed), images) for message in told]
+        if header.prefill:
+            # What stands behind it, as the end of the turn, is no part of the prompt.
+            hidden[-1] = {**hidden[-1], "content": f"{hidden[-1]['content']}{LEFT_OFF}"}
         rendered = self._template.render(
-            [with_stand_ins(shield.hide(message, typed), images) for message in told],
+            hidden,
             context_len,
-            answer=header.answer,
+            answer=header.answer and not header.prefill,
             tools=[shield.hide(tool, typed) for tool in header.tools],
             variables=shield.hide(dict(header.variables), typed),
         )
-        rendered, thinks = self._opened(rendered, header)
+        begun = str(messages[-1]["content"]) if header.prefill else ""
+        rendered, thinks = self._opened(_left_off(rendered, header), header, begun)
         parts = pieces(rendered, typed)
         if images:
             prompt = self._with_images(parts, context_len)
@@ -222,10 +227,13 @@ class Renderer:
             )
         return FORMATS[name]
 
-    def _opened(self, rendered: str, header: Header) -> tuple[str, bool]:
+    def _opened(self, rendered: str, header: Header, prefill: str = "") -> tuple[str, bool]:
         """Begin the answer; return the prompt, and whether it ends among thoughts."""
         marks = self.marks
         thinks = marks is not None and header.answer and rendered.rstrip().endswith(marks.open)
+        if marks is not None and prefill:
+            _, begun, rest = prefill.rpartition(marks.open)
+            thinks = bool(begun) and marks.close not in rest
         if marks is not None and thinks and header.thoughtless:
             return f"{rendered.rstrip()}{marks.closing}{header.opening}", False
         return rendered + header.opening, thinks
@@ -415,7 +423,7 @@ class Renderer:
         """Return what the template writes behind a turn that it is shown cut off."""
         conversation = [
             {"role": "user", "content": "x"},
-            {"role": "assistant", "content": _LEFT_OFF},
+            {"role": "assistant", "content": LEFT_OFF},
             {"role": "tool", "content": result, "tool_call_id": _PROBE},
         ]
         try:
@@ -424,7 +432,7 @@ class Renderer:
             raise ContextOverflow(exc.prompt_tokens, context_len, "text", exc.at_least) from exc
         except RequestError as exc:
             raise RequestError(exc.message, _TOOL_PARAM) from exc
-        return rendered.partition(_LEFT_OFF)[2]
+        return rendered.partition(LEFT_OFF)[2]
 
     def _needed(self, path: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -459,6 +467,24 @@ class Renderer:
             )
         self.tokenizer.check(ids, path)
         return _as_ids(ids, path)
+
+
+def _left_off(rendered: str, header: Header) -> str:
+    """Return a rendered conversation up to the end of a prefill's text.
+
+    Raises:
+        RequestError: the template does not show it.
+    """
+    if not header.prefill:
+        return rendered
+    prompt, found, _ = rendered.rpartition(LEFT_OFF)
+    if not found:
+        raise RequestError(
+            "The model's chat template does not show the text of a final assistant message, so "
+            "no answer can continue it.",
+            "messages",
+        )
+    return prompt
 
 
 def _encoded(

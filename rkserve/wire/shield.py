@@ -17,6 +17,7 @@ from rkserve.wire.jsonbody import JsonText
 # Unicode noncharacters: no text in interchange holds them. A client's own are shielded as markers.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 VERBATIM = "\ufdd3"  # a template's own stand-in for JSON text that it prints as it came
+LEFT_OFF = "\ufdd2"  # stands where a turn of the assistant is left off
 IMAGE = "\ufdd4"  # stands around the number of an image
 _STAND_IN = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 
@@ -35,7 +36,8 @@ class Shield:
         self.markers = frozenset(markers)
         # Longest first: a marker may begin with another.
         names = sorted(
-            {*self.markers, _OPEN, _CLOSE, VERBATIM, IMAGE}, key=lambda name: (-len(name), name)
+            {*self.markers, _OPEN, _CLOSE, LEFT_OFF, VERBATIM, IMAGE},
+            key=lambda name: (-len(name), name),
         )
         self._found = re.compile("|".join(map(re.escape, names)))
 

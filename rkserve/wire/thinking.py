@@ -123,7 +123,9 @@ class Thoughts:
         text = self._left.lstrip()
         if self._open.startswith(text):  # some models open once more what the template has opened
             return False
-        self._left = text.removeprefix(self._open).lstrip("\n")
+        again = text.startswith(self._open)
+        # A blank before the first word is part of thoughts that continue a prefill.
+        self._left = (text.removeprefix(self._open) if again else self._left).lstrip("\n")
         self._state = self._inside
         return True
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rkserve.errors import RequestError, UnsupportedParameter
 from rkserve.wire import refusals
-from rkserve.wire.conversation import Message, read_messages
+from rkserve.wire.conversation import Message, read_messages, read_prefill
 from rkserve.wire.fields import Fields, missing, wrong_type
 from rkserve.wire.jsonbody import JsonObject, parse_object
 from rkserve.wire.openai import read_maybe_model
@@ -17,7 +17,6 @@ from rkserve.wire.tooling import NO_TOOLS, Tools, read_tools
 _CONVERSATION: dict[str, refusals.Harmless] = {
     "chat_template": lambda _value, _body: False,
     "chat_template_kwargs": lambda value, _body: value == {},
-    "continue_final_message": lambda value, _body: value is False,
 }
 
 
@@ -27,13 +26,14 @@ class TokenizeCall:
 
     ``special`` lets the tokenizer add what it adds to a whole text, a BOS for some models;
     ``answer`` adds the header of the answer to a conversation, and ``tools`` are those that it
-    offers. ``strings`` asks how the vocabulary
-    spells each token.
+    offers. With ``prefill`` it ends with the text of its last message. ``strings`` asks how the
+    vocabulary spells each token.
     """
 
     model: str | None
     text: str | None = None
     messages: tuple[Message, ...] = ()
+    prefill: bool = False
     special: bool = True
     answer: bool = True
     tools: Tools = NO_TOOLS
@@ -72,9 +72,11 @@ def parse_tokenize(body: bytes) -> TokenizeCall:
         )
     refusals.refuse(fields, _CONVERSATION)
     answer = fields.maybe_flag("add_generation_prompt") is not False
+    messages = read_messages(fields)
     return TokenizeCall(
         model,
-        messages=read_messages(fields),
+        messages=messages,
+        prefill=read_prefill(fields, messages),
         answer=answer,
         tools=read_tools(fields),
         strings=strings,

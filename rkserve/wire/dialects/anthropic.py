@@ -13,7 +13,7 @@ from typing import Any
 from rkserve.errors import RequestError, UnsupportedParameter
 from rkserve.modelfolder import CONTEXT_MAX
 from rkserve.wire import refusals
-from rkserve.wire.conversation import Message
+from rkserve.wire.conversation import Message, check_prefill
 from rkserve.wire.dialects.offered import read_offered
 from rkserve.wire.fields import Fields, Range, as_fields, missing, quoted, wrong_type
 from rkserve.wire.guides import Named, schema_guide
@@ -54,6 +54,8 @@ def parse_count(body: bytes) -> ChatCall:
 def _conversation(fields: Fields) -> ChatCall:
     model = read_model(fields)
     messages = (*_system(fields), *_messages(fields))
+    if prefill := messages[-1]["role"] == "assistant":
+        check_prefill(messages, "messages")
     refusals.refuse(fields, _REFUSED)
     shared = read_shared(fields)
     shared["stop"] = read_stop(fields, "stop_sequences", MAX_STOP_SEQUENCES)
@@ -62,6 +64,7 @@ def _conversation(fields: Fields) -> ChatCall:
         model=model,
         max_tokens=None,
         messages=messages,
+        prefill=prefill,
         tools=_tools(fields),
         wish=_wish(fields),
         steps=read_extras(fields, _format(fields)),
@@ -203,12 +206,6 @@ def _messages(fields: Fields) -> Iterator[Message]:
         if message.get("content") is None:
             raise missing(message.path("content"))
         yield from _read_message(message, role)
-    if role == "assistant":
-        raise UnsupportedParameter(
-            "Unsupported conversation: it ends with words of the assistant, which a model here "
-            "cannot be made to continue. End it with a message of the user.",
-            message.path("role"),
-        )
 
 
 def _read_message(message: Fields, role: str) -> Iterator[Message]:

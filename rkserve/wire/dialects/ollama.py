@@ -47,9 +47,11 @@ def parse_chat(body: bytes) -> ChatCall:
     model = asked_model(fields)
     messages = tuple(_messages(fields))
     refusals.refuse(fields, _REFUSED)
+    last = messages[-1]
     return ChatCall(
         model=model,
         messages=messages,
+        prefill=last["role"] == "assistant" and not last.get("tool_calls"),
         tools=read_tools(fields),
         wish=_wish(fields),
         **_shared(fields),

@@ -6,7 +6,7 @@ what it needs of them, and ``remembered`` puts it in. What is refused is in ``_R
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,6 +72,7 @@ def parse_response(body: bytes) -> ResponseCall:
         model=model,
         max_tokens=limit,
         messages=messages,
+        prefill=_prefill(items),
         tools=tools,
         wish=_wish(fields, effort),
         echo=echo,
@@ -259,6 +260,13 @@ def _items(fields: Fields) -> list[JsonObject]:
     for index, item in enumerate(items):
         as_fields(item, f"input[{index}]")
     return items
+
+
+def _prefill(items: Sequence[JsonObject]) -> bool:
+    """Whether the answer continues the last message: vLLM's reading of one that is unfinished."""
+    last = items[-1]
+    message = last.get("type") in (None, "message") and last.get("role") == "assistant"
+    return message and last.get("status") in ("in_progress", "incomplete")
 
 
 def _references(items: Iterable[JsonObject]) -> tuple[tuple[int, str], ...]:
