@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from rkserve.runvalues import Embeds, Picture, Pooling, Sampling, Scored, Stepwise
+from rkserve.runvalues import Embeds, EncoderStates, Picture, Pooling, Sampling, Scored, Stepwise
 
 
 class FinishReason(str, Enum):
@@ -165,6 +165,10 @@ class GenerateRequest:
     With ``embeds`` they are the prompt, and ``prompt_text`` is empty. Such an answer is generated
     in one go: nobody has the embeddings of what the model has said, to go on from there.
 
+    With the states of an ``encoder`` the prompt is ``decoder_ids`` and ``prompt_text`` is empty, or
+    in text mode the prompt is ``prompt_text``. Such an answer is generated in one go too: the KV
+    cache depends on these states, and token ids do not tell it from others.
+
     ``once``: nobody will go on from the answer, so that its KV cache is not worth a file. It shares
     none with requests of another ``salt``; see ``origins``.
 
@@ -204,6 +208,13 @@ class GenerateRequest:
     stop_ids: tuple[int, ...] = ()
     include_stop: bool = False
     embeds: Embeds | None = None
+    encoder: EncoderStates | None = None
+    decoder_ids: tuple[int, ...] = ()
+
+    @property
+    def in_one_go(self) -> bool:
+        """Whether the answer cannot go on from what was generated before."""
+        return self.embeds is not None or self.encoder is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,13 @@ from pydantic import (
     NonNegativeInt,
     ValidationError,
     field_validator,
+    model_validator,
 )
 
 from rkserve.digests import content_digest
 from rkserve.errors import ConfigError
 from rkserve.reranksettings import RerankSettings
-from rkserve.runvalues import Sampling
+from rkserve.runvalues import EncoderShape, Sampling
 from rkserve.settingwords import explain
 from rkserve.visionsettings import VisionSettings
 
@@ -172,6 +173,26 @@ class EmbeddingSettings(BaseModel):
     )
 
 
+class CrossAttentionSettings(BaseModel):
+    """Sizes of the decoder's cross-attention, as the model's config.json has them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: int = Field(ge=1, le=1024, description="Layers of the decoder with cross-attention.")
+    kv_heads: int = Field(ge=1, le=1024, description="K and V heads of each of these layers.")
+    head_dim: int = Field(ge=1, le=4096, description="Numbers of a head.")
+    max_tokens: int = Field(
+        ge=1,
+        le=CONTEXT_MAX,
+        description="The most tokens of the encoder's output that the model was converted for.",
+    )
+
+    @property
+    def shape(self) -> EncoderShape:
+        """The sizes that a request's caches must have."""
+        return EncoderShape(self.layers, self.kv_heads, self.head_dim)
+
+
 class FolderSettings(BaseModel):
     """What rkserve needs to know about a model beyond its files; every key is optional."""
 
@@ -257,6 +278,23 @@ class FolderSettings(BaseModel):
         description="How documents are judged in `/v1/rerank` and `/score`. Without it they are "
         "compared by their vectors; `{}` is right for Qwen3-Reranker.",
     )
+    cross_attention: CrossAttentionSettings | None = Field(
+        None,
+        description="Sizes of the cross-attention of an encoder-decoder model, whose decoder is "
+        "loaded with `use_cross_attn`. Every prompt of it needs `cross_attention`, the encoder's "
+        "output, in `/v1/completions`. RKLLM 1.2.1 and later, which are all that rkserve accepts.",
+    )
+
+    @model_validator(mode="after")
+    def _decode_only(self) -> FolderSettings:
+        if self.cross_attention is not None:
+            for name in ("embedding", "vision", "rerank"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"cross_attention and {name} do not go together: only completions can "
+                        "bring the encoder's output"
+                    )
+        return self
 
 
 class ModelFolder(BaseModel):

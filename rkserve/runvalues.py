@@ -110,6 +110,42 @@ class Embeds:
     data: bytes = field(repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class EncoderShape:
+    """Sizes of the cross-attention of an encoder-decoder model's decoder."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def row(self) -> int:
+        """Numbers of the K cache, or of the V cache, for each token of the encoder."""
+        return self.layers * self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderStates:
+    """An encoder's output for cross-attention; raw bytes, float32, and int32 for ``positions``.
+
+    ``k_cache`` is ``[layers, tokens, KV heads, head size]``, ``v_cache`` ``[layers, KV heads, head
+    size, tokens]``; mask and positions have one value for each token.
+    """
+
+    shape: EncoderShape
+    tokens: int
+    k_cache: bytes = field(repr=False)
+    v_cache: bytes = field(repr=False)
+    mask: bytes = field(repr=False)
+    positions: bytes = field(repr=False)
+
+    @classmethod
+    def zeros(cls, shape: EncoderShape) -> EncoderStates:
+        """Return states of one token, for trial runs."""
+        number = bytes(4)
+        return cls(shape, 1, number * shape.row, number * shape.row, number, number)
+
+
 class Pooling(str, Enum):
     """How hidden states of all positions become one vector of a text."""
 

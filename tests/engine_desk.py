@@ -104,7 +104,7 @@ class Desk:
             if all(kind is Kind.TOKEN for kind, _ in put)
         ]
 
-    def load(self, n_batch: int = 1) -> None:
+    def load(self, n_batch: int = 1, *, use_cross_attn: bool = False) -> None:
         params = {
             "model_path": "m",
             "max_context_len": 64,
@@ -112,6 +112,7 @@ class Desk:
             "sampling": {},
             "cpus": [4, 5],
             "n_batch": n_batch,
+            "use_cross_attn": use_cross_attn,
             "image_tags": ["a", "b", "c"],
         }
         command = {

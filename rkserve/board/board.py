@@ -105,6 +105,7 @@ class Board:
         self.context_len, self.n_batch = settings.context_len, settings.n_batch
         self.text_mode = settings.text_mode
         self.eos_ids, self.tokenizer_file = settings.eos_ids, settings.tokenizer_file
+        self.encoder = settings.encoder
         self.sampling, self.guided = settings.sampling, settings.guided
         self.position_bytes = settings.kv_position_bytes
         self.pause_timeout_s, self.max_paused = settings.pause_timeout_s, settings.max_paused
@@ -222,6 +223,7 @@ class Board:
         self._settings.check_steps(request)
         self._settings.check_images(request)
         self._settings.check_embeds(request)
+        self._settings.check_encoder(request)
         job = self._job(request, live.facts, hooks)
         self.jobs[job.ticket] = job
         self.asked_s = clock.now_s()

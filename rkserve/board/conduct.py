@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 _S, _E = GenerationState, GenerationEvent
 
 CANNOT_GO_ON = (
-    "an answer to 'prompt_embeds' was interrupted, and cannot go on: nobody has the embeddings of "
-    "what it has said"
+    "an answer to 'prompt_embeds' or 'cross_attention' was interrupted, and cannot go on: its KV "
+    "cache cannot be computed again from token ids"
 )
 
 
@@ -190,7 +190,7 @@ class Conductor:
 
     async def _solo(self, job: Job) -> None:
         going = not self._closed(job)
-        if going and job.request.embeds is not None and job.generation.tokens:
+        if going and job.request.in_one_go and job.generation.tokens:
             self.fail(job, RunFailed(self._stage.board_id, CANNOT_GO_ON))
             going = False
         while going:

@@ -61,10 +61,10 @@ class Control:
             RequestError: the edit asks for something that is not there, or names no choice.
         """
         jobs = self._fitting(self._find(generation, action, choice), action)
-        if action is ControlAction.PAUSE and any(job.request.embeds is not None for job in jobs):
+        if action is ControlAction.PAUSE and any(job.request.in_one_go for job in jobs):
             raise RequestError(
-                "A generation with 'prompt_embeds' cannot be paused: nobody has the embeddings of "
-                "what it has said, to go on from there."
+                "A generation with 'prompt_embeds' or 'cross_attention' cannot be paused: its KV "
+                "cache cannot be computed again from token ids."
             )
         if action is ControlAction.EDIT:
             if len(jobs) > 1:

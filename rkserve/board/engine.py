@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from rkserve.native.runtime import LoadParams, Perf, RunEnd, VisionParams
 from rkserve.native.stepparams import StepParams
-from rkserve.runvalues import Embeds, Picture, Pooling, Scored
+from rkserve.runvalues import Embeds, EncoderStates, Picture, Pooling, Scored
 
 # What a run gives for every token: entry of the batch, token id, text, and whether the library
 # still holds text back (``waiting``). See ``Piece``.
@@ -66,13 +66,15 @@ class EngineFacts:
 class EntryCommand:
     """One entry of a batch: token ids, or in text mode the rendered prompt and no ids.
 
-    Such a prompt may have ``images``, or be ``embeds`` and no text; then it is the only entry.
+    Such a prompt may have ``images``, or be ``embeds`` and no text; then it is the only entry. So
+    is one with the states of an ``encoder``, whose ids, if it has any, go before its text.
     """
 
     ids: tuple[int, ...] = ()
     prompt_text: str | None = None
     images: tuple[Picture, ...] = ()
     embeds: Embeds | None = None
+    encoder: EncoderStates | None = None
 
 
 @dataclass(frozen=True, slots=True)

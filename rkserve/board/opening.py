@@ -64,7 +64,11 @@ class Opening:
         await self._stage.caching.park(live)  # what others have said in token ids
         prompt, limit = text + job.generation.spoken, job.generation.budget
         entry = EntryCommand(
-            prompt_text=prompt, images=job.request.images, embeds=job.request.embeds
+            ids=job.request.decoder_ids,
+            prompt_text=prompt,
+            images=job.request.images,
+            embeds=job.request.embeds,
+            encoder=job.request.encoder,
         )
         return live, Beginning((entry,), clear=True, origin=job.origin, limit=limit)
 

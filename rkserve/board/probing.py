@@ -16,7 +16,7 @@ from rkserve.desired import Probe
 from rkserve.errors import AdapterBroken, RunFailed
 from rkserve.messages import AdapterRef
 from rkserve.native.runtime import RunEnd
-from rkserve.runvalues import Sampling
+from rkserve.runvalues import EncoderStates, Sampling
 
 GREEDY = Sampling(temperature=0.0, top_k=1, repeat_penalty=1.0)
 PROBE_TEXT = "Hello"  # in text mode
@@ -109,6 +109,8 @@ async def try_out(
         EngineHung, EngineDied: as any run.
     """
     entry = EntryCommand(prompt_ids) if prompt_ids else EntryCommand(prompt_text=PROBE_TEXT)
+    if stage.encoder is not None:
+        entry = replace(entry, encoder=EncoderStates.zeros(stage.encoder))
     begin = Beginning(
         entries=(entry,) * stage.n_batch,
         base=prompt_ids,

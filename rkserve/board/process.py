@@ -170,6 +170,11 @@ class EngineProcess:
             for entry in command.entries
             if entry.embeds is not None
         ]
+        shown += [
+            frames.pack_encoder(command.run_id, entry.encoder)
+            for entry in command.entries
+            if entry.encoder is not None
+        ]
         frame = b"".join((*shown, frames.pack_run(command.run_id, params, ids)))
         future: asyncio.Future[RunEnded] = asyncio.get_running_loop().create_future()
         if self._ask(frame, future):

@@ -11,7 +11,7 @@ from rkserve.board.promptcache import CacheStore
 from rkserve.board.watchdog import Patience
 from rkserve.errors import RequestError
 from rkserve.messages import GenerateRequest
-from rkserve.runvalues import Guided, Sampling
+from rkserve.runvalues import EncoderShape, Guided, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class BoardSettings:
     rest for ``base_rest_s`` before they are tried again, then for twice that. In ``text_mode``
     prompts are texts, and the ids of tokens are known to nobody; otherwise ``tokenizer_file`` says
     what they stand for, where answers are made of single steps. One with ``vision`` takes images,
-    and one that knows its ``hidden_size`` embeddings of so many numbers.
+    and one that knows its ``hidden_size`` embeddings of so many numbers. The decoder of an
+    encoder-decoder model needs states of the shape ``encoder``, of up to ``encoder_tokens`` tokens.
     ``guided`` says how answers with a grammar are made. ``own_file`` is the base model in the model
     folder, and ``own_digest_file`` keeps its sha256.
     """
@@ -70,6 +71,8 @@ class BoardSettings:
     text_mode: bool = False
     vision: bool = False
     hidden_size: int | None = None
+    encoder: EncoderShape | None = None
+    encoder_tokens: int = 0
     guided: Guided = Guided.AUTO
     weights_dir: Path | None = None
     base_file: Path | None = None
@@ -132,6 +135,29 @@ class BoardSettings:
                 "cache, and not on boards that serve batches (n_batch).",
                 "prompt_embeds",
             )
+
+    def check_encoder(self, request: GenerateRequest) -> None:
+        """Raise ``RequestError`` for states that the library would read beyond their end.
+
+        A request without them must not be answered from those of another one, which the library
+        keeps.
+        """
+        states = request.encoder
+        if states is None and self.encoder is None:
+            return
+        if states is None:
+            why = "needs 'cross_attention', an encoder's output, with every prompt"
+        elif self.encoder is None:
+            why = "takes no 'cross_attention'"
+        elif states.shape != self.encoder or not 1 <= states.tokens <= self.encoder_tokens:
+            why = f"takes 'cross_attention' of other sizes than those on board {self.board_id}"
+        elif request.embeds is not None or request.images or request.stepwise is not None:
+            why = "generates as RKLLM itself does, and from text or token ids only"
+        elif request.use_cache is not None:
+            why = "uses no prompt cache with 'cross_attention'"
+        else:
+            return
+        raise RequestError(f"The model '{self.model}' {why}.", "cross_attention")
 
     @property
     def cache_rules(self) -> CacheRules:

@@ -16,7 +16,7 @@ from rkserve.board.job import Job
 from rkserve.board.live import LiveEngine
 from rkserve.board.versions import VersionBook
 from rkserve.messages import EmbedRequest, Event
-from rkserve.runvalues import Guided, Sampling
+from rkserve.runvalues import EncoderShape, Guided, Sampling
 
 T = TypeVar("T")
 
@@ -47,6 +47,7 @@ class Stage(Protocol):
     n_batch: int
     eos_ids: frozenset[int]
     tokenizer_file: Path | None
+    encoder: EncoderShape | None
     sampling: Sampling  # what the model is loaded with
     guided: Guided
     text_mode: bool  # prompts are texts: their ids are known to nobody

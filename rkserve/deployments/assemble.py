@@ -56,6 +56,13 @@ def assemble(
             f"n_batch: group {group.name} cannot serve batches, because {folder.path} is a model "
             "that sees images, which have runs of their own. Set n_batch to 1."
         )
+    cross = folder.settings.cross_attention
+    if group.n_batch > 1 and cross is not None:
+        raise ConfigError(
+            f"n_batch: group {group.name} cannot serve batches, because {folder.path} is the "
+            "decoder of an encoder-decoder model, and the runtime takes one encoder output for all "
+            "entries of a batch. Set n_batch to 1."
+        )
     spec = _spec(group, place, folder)
     settings = BoardSettings(
         board_id=place.board_id,
@@ -89,6 +96,8 @@ def assemble(
         text_mode=spec.text_mode,
         vision=spec.vision is not None,
         hidden_size=folder.settings.hidden_size,
+        encoder=None if cross is None else cross.shape,
+        encoder_tokens=0 if cross is None else cross.max_tokens,
         tokenizer_file=folder.tokenizer_file,
         guided=group.guided,
         asleep_file=place.state_dir / f"{place.board_id}.asleep",
@@ -137,6 +146,7 @@ def _spec(group: BoardGroupConfig, place: Place, folder: ModelFolder) -> EngineS
             cpus=group.library_cpus,
             n_batch=group.n_batch,
             embed_flash=group.embed_flash,
+            use_cross_attn=folder.settings.cross_attention is not None,
             ignore_eos_token=folder.settings.ignore_eos_token,
         ),
         fence=str(place.state_dir / fence),
@@ -186,6 +196,8 @@ def _caches(
     settings = group.prompt_cache
     if settings.max_bytes == 0 or group.n_batch > 1 or not folder.prompt_cache:
         return None
+    if folder.settings.cross_attention is not None:
+        return None  # a KV cache depends on the encoder's output, and a file's name on token ids
     root = settings.folder.expanduser() if settings.folder else place.state_dir / "cache"
     seal = Seal(
         model=folder.content_digest(),

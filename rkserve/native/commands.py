@@ -102,7 +102,7 @@ def run_params(
 
 
 def _input(ids: tuple[int, ...], text: str | None, image: Image | None) -> RunInput:
-    if text is None:
+    if ids or text is None:
         return TokenInput(ids)
     return PromptInput(text) if image is None else MultimodalInput(text, image)
 

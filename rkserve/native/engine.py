@@ -29,8 +29,18 @@ from rkserve.native.fence import Fence
 from rkserve.native.frames import Kind
 from rkserve.native.outbox import Outbox
 from rkserve.native.releases import ACCEPTED, Abi
-from rkserve.native.runtime import Image, Perf, RunEnd, RunOutcome, Runtime, Sink, Step, Verdict
-from rkserve.runvalues import Embeds, Picture, Pooling
+from rkserve.native.runtime import (
+    CrossAttention,
+    Image,
+    Perf,
+    RunEnd,
+    RunOutcome,
+    Runtime,
+    Sink,
+    Step,
+    Verdict,
+)
+from rkserve.runvalues import Embeds, EncoderStates, Picture, Pooling
 
 if TYPE_CHECKING:
     from rkserve.native.steps import Steps
@@ -66,6 +76,8 @@ class Engine:
         self._vision: Vision | None = None
         self._pictures: list[tuple[int, Picture]] = []  # of the run that comes next
         self._embeds: list[tuple[int, Embeds]] = []
+        self._encoder: list[tuple[int, EncoderStates]] = []
+        self._needs_encoder = False  # the model is a decoder with cross-attention
         self._fence: Fence | None = None  # held until the process ends
         # Guards the three below: an abort that overtakes its run must keep it from starting, and
         # one that comes late must not hit the next run. The library's callback never takes it.
@@ -105,10 +117,13 @@ class Engine:
             self._pictures.append(frames.unpack_picture(payload))
         elif kind is Kind.EMBEDS:
             self._embeds.append(frames.unpack_embeds(payload))
+        elif kind is Kind.ENCODER:
+            self._encoder.append(frames.unpack_encoder(payload))
         elif kind is Kind.RUN:
             self._run(*frames.unpack_run(payload))
             self._pictures.clear()
             self._embeds.clear()
+            self._encoder.clear()
         elif kind is Kind.CALL:
             self._call(frames.unpack(payload))
         elif kind is Kind.STOP:
@@ -165,6 +180,7 @@ class Engine:
         if vision is not None and ACCEPTED[runtime.release] is Abi.V1_2:
             load = replace(load, image_tags=vision.tags)
         runtime.load(load)
+        self._needs_encoder = load.use_cross_attn
         if vision is not None:
             from rkserve.native.vision import open_vision  # late, as the library
 
@@ -198,6 +214,7 @@ class Engine:
             if run_id in self._aborted:
                 return {"end": "unstarted"}
             cache_refused = commands.prepare(runtime, params)
+            self._hand_over_encoder(runtime, run_id)
             if params["steps"] is not None:
                 # It never is the current run: it is left between two steps, and the library has
                 # nothing to abort.
@@ -229,6 +246,22 @@ class Engine:
             "cache_refused": cache_refused,
             "encoded": self._vision.encoded - seen if self._vision is not None else 0,
         }
+
+    def _hand_over_encoder(self, runtime: Runtime, run_id: int) -> None:
+        """Give the library the encoder's output of this run.
+
+        The library keeps it until the next one and has no call to clear it, so that a run without
+        is refused here: it would be answered from what another client sent.
+        """
+        states = next((one for of, one in self._encoder if of == run_id), None)
+        if states is not None:
+            runtime.set_cross_attention(
+                CrossAttention(
+                    states.k_cache, states.v_cache, states.mask, states.positions, states.tokens
+                )
+            )
+        elif self._needs_encoder:
+            raise Misuse("a run of an encoder-decoder model came without its encoder's output")
 
     def _image(self, run_id: int) -> Image | None:
         """Return what the run is to show; None also where it is not to begin any more."""

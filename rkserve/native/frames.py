@@ -15,7 +15,7 @@ from enum import IntEnum
 from typing import Any
 
 from rkserve.errors import FrameCorrupt
-from rkserve.runvalues import Embeds, Picture, Scored
+from rkserve.runvalues import Embeds, EncoderShape, EncoderStates, Picture, Scored
 
 MAX_FRAME = 16 * 1024 * 1024  # far above the largest prompt; a larger one is a corrupt stream
 
@@ -30,6 +30,7 @@ _LIKELY = struct.Struct("<id")  # an id and its logprob
 _RUN = struct.Struct("<III")  # run id, bytes of JSON, entries; then the entries' lengths, u32 each
 
 _EMBEDS = struct.Struct("<III")  # run id, rows, columns; then float32 values
+_ENCODER = struct.Struct("<5I")  # run id, tokens, layers, KV heads, head size; then K, V and so on
 _PICTURE = struct.Struct("<III")  # run id, width, height; then pixels
 _VECTOR = struct.Struct("<II")  # run id, tokens of the text; then float32 values
 
@@ -47,6 +48,7 @@ class Kind(IntEnum):
     CALL = 6
     IMAGE = 7
     EMBEDS = 8
+    ENCODER = 9
     LOADED = 16
     LOAD_FAILED = 17
     TOKEN = 18
@@ -132,6 +134,31 @@ def unpack_embeds(payload: bytes) -> tuple[int, Embeds]:
     if len(data) != rows * columns * _FLOAT:
         raise FrameCorrupt(f"{len(data)} bytes are not {rows} rows of {columns} float32")
     return run_id, Embeds(rows, columns, data)
+
+
+def pack_encoder(run_id: int, states: EncoderStates) -> bytes:
+    """Return the frame of an encoder's output for a run that is about to be started.
+
+    Raises ``FrameCorrupt`` where it is too large.
+    """
+    shape = states.shape
+    head = _ENCODER.pack(run_id, states.tokens, shape.layers, shape.kv_heads, shape.head_dim)
+    body = b"".join((head, states.k_cache, states.v_cache, states.mask, states.positions))
+    return _head(1 + len(body), Kind.ENCODER) + body
+
+
+def unpack_encoder(payload: bytes) -> tuple[int, EncoderStates]:
+    """Return the run's id and the encoder's output. Raises ``FrameCorrupt``."""
+    if len(payload) < _ENCODER.size:
+        raise FrameCorrupt(f"an encoder's frame holds only {len(payload)} bytes")
+    run_id, tokens, *sizes = _ENCODER.unpack_from(payload)
+    shape = EncoderShape(*sizes)
+    cache, flat = tokens * shape.row * _FLOAT, tokens * _FLOAT
+    edges = list(itertools.accumulate((cache, cache, flat, flat), initial=_ENCODER.size))
+    if len(payload) != edges[-1]:
+        raise FrameCorrupt(f"an encoder's frame claims {edges[-1]} bytes and has {len(payload)}")
+    k, v, mask, positions = (payload[a:b] for a, b in itertools.pairwise(edges))
+    return run_id, EncoderStates(shape, tokens, k, v, mask, positions)
 
 
 def unpack_picture(payload: bytes) -> tuple[int, Picture]:

@@ -170,6 +170,18 @@ SCHEMAS: dict[str, Schema] = {
             "prompt_embeds": said(
                 TEXTS, "In place of `prompt`: base64 of safetensors, or of a NumPy array."
             ),
+            "cross_attention": said(
+                body(
+                    {
+                        "k_cache": said(TEXT, "`[layers, tokens, KV heads, head size]`."),
+                        "v_cache": said(TEXT, "`[layers, KV heads, head size, tokens]`."),
+                        "mask": said(array(number(), 1), "One number for each token."),
+                        "positions": said(array(COUNT, 1), "One for each token."),
+                    },
+                    {},
+                ),
+                "An encoder's output, for encoder-decoder models; caches as `prompt_embeds`.",
+            ),
             "max_tokens": said(COUNT, "0 only with `echo`."),
             **_OPENAI,
             "logprobs": either(integer(0, limits.MAX_TOP_LOGPROBS), {"const": False}),

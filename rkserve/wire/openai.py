@@ -12,7 +12,7 @@ from typing import Any
 
 from rkserve.errors import RequestError
 from rkserve.origins import salted
-from rkserve.runvalues import Embeds
+from rkserve.runvalues import Embeds, EncoderStates
 from rkserve.wire import refusals
 from rkserve.wire.conversation import Message, read_messages, read_prefill
 from rkserve.wire.fields import Fields, Range, missing, wrong_type
@@ -32,7 +32,7 @@ from rkserve.wire.limits import (
     MAX_TIMEOUT_S,
 )
 from rkserve.wire.steps import Steps, read_steps
-from rkserve.wire.tensors import read_embeds
+from rkserve.wire.tensors import read_embeds, read_encoder
 from rkserve.wire.thinking import NO_WISH, Wish, read_wish
 from rkserve.wire.tooling import NO_TOOLS, Tools, read_tools
 
@@ -151,6 +151,7 @@ class CompletionCall(Call):
     prompt_top: int | None = None
     prompt_param: str = "prompt"
     best_of: int | None = None
+    encoder: EncoderStates | None = None
 
     @property
     def choices(self) -> int:
@@ -226,6 +227,7 @@ def parse_completion(body: bytes) -> CompletionCall:
         n=n,
         echo=echo,
         best_of=_best_of(fields, n, len(prompts)),
+        encoder=read_encoder(fields),
         steps=steps,
         **read_shared(fields),
         **read_token_wishes(fields),

@@ -8,7 +8,7 @@ from typing import Any
 
 from rkserve.errors import ContextOverflow, RequestError, UnsupportedParameter
 from rkserve.messages import GenerateRequest, Thinking
-from rkserve.runvalues import Embeds, Picture, Sampling, Stepwise
+from rkserve.runvalues import Embeds, EncoderStates, Picture, Sampling, Stepwise
 from rkserve.wire.guides import is_extension
 from rkserve.wire.limits import TEXT_MODE_MAX_TOP_K
 from rkserve.wire.openai import TOP_K_OFF, ChatCall, CompletionCall
@@ -49,6 +49,7 @@ def plan(
     sampling = replace(defaults, **_sampling(call, renderer))
     _check_images(call)
     _check_embeds(call)
+    _check_encoder(call, renderer)
     prompts, param = _prompts(call, renderer, context_len)
     thinking = _thinking(call, renderer, prompts[0])
     _check_pause_ids(call, renderer)
@@ -82,6 +83,8 @@ def plan(
             images=tuple(pictures[number] for number in prompt.images),
             counted=prompt.counted,
             embeds=prompt.embeds,
+            encoder=prompt.encoder,
+            decoder_ids=prompt.decoder_ids,
             once=_is_task(call),
             stop_ids=call.stop_ids,
             include_stop=call.include_stop,
@@ -122,8 +125,26 @@ def _check_images(call: ChatCall | CompletionCall) -> None:
 
 def _check_embeds(call: ChatCall | CompletionCall) -> None:
     """Refuse what an answer cannot have whose prompt is embeddings."""
-    if not isinstance(call, CompletionCall) or not call.embedded:
+    if isinstance(call, CompletionCall) and call.embedded:
+        _check_in_one_go(call, "prompt_embeds", "of which nobody knows the token ids")
+
+
+def _check_encoder(call: ChatCall | CompletionCall, renderer: Renderer) -> None:
+    """Hold an encoder's output to the model, and refuse what such an answer cannot have."""
+    states = call.encoder if isinstance(call, CompletionCall) else None
+    renderer.check_encoder(states)
+    if not isinstance(call, CompletionCall) or states is None:
         return
+    why = "on which its KV cache depends"
+    if call.embedded or call.token_ids:
+        name = "prompt_embeds" if call.embedded else "return_token_ids"
+        raise UnsupportedParameter(
+            f"Unsupported parameter: '{name}' does not go together with 'cross_attention'.", name
+        )
+    _check_in_one_go(call, "cross_attention", why)
+
+
+def _check_in_one_go(call: CompletionCall, param: str, why: str) -> None:
     asked = {
         "echo": call.echo,
         "use_cache": call.use_cache is not None,
@@ -135,8 +156,7 @@ def _check_embeds(call: ChatCall | CompletionCall) -> None:
     for name, given in asked.items():
         if given:
             raise UnsupportedParameter(
-                f"Unsupported parameter: '{name}' does not go together with 'prompt_embeds', of "
-                "which nobody knows the token ids.",
+                f"Unsupported parameter: '{name}' does not go together with '{param}', {why}.",
                 name,
             )
 
@@ -166,8 +186,23 @@ def _prompts(
         if isinstance(prompt, Embeds):
             rendered.append(renderer.embedded(prompt, path))
         else:
-            rendered.append(renderer.text(prompt, path, context_len))
+            rendered.append(_decoded(renderer.text(prompt, path, context_len), call.encoder))
     return rendered, param
+
+
+def _decoded(prompt: Prompt, states: EncoderStates | None) -> Prompt:
+    """Return the prompt of a decoder, whose KV cache its token ids alone do not tell."""
+    if states is None:
+        return prompt
+    ids = prompt.ids
+    return replace(
+        prompt,
+        ids=(),
+        text=prompt.text or "",
+        decoder_ids=ids,
+        counted=len(ids) or prompt.counted,
+        encoder=states,
+    )
 
 
 def header(call: ChatCall, renderer: Renderer) -> Header:
@@ -274,8 +309,11 @@ def _stepwise(
         return [None] * call.tries
     renderer.needs_ids(name)
     images = isinstance(call, ChatCall) and bool(call.images)
-    if images or (isinstance(call, CompletionCall) and call.embedded):
-        what = "answers about images" if images else "'prompt_embeds'"
+    embedded = isinstance(call, CompletionCall) and call.embedded
+    encoder = isinstance(call, CompletionCall) and call.encoder is not None
+    if images or embedded or encoder:
+        other = "'prompt_embeds'" if embedded else "'cross_attention'"
+        what = "answers about images" if images else other
         raise UnsupportedParameter(
             f"Unsupported parameter: '{name}' needs the logits of every step, which RKLLM does "
             f"not compute for {what}.",

@@ -77,6 +77,7 @@ _INSTEAD = {
     "n_predict": "OpenAI's name of it is 'max_tokens'.",
     "no_stop_trim": "vLLM's name of it is 'include_stop_str_in_output'.",
     "thinking_token_budget": "Its name here is 'max_reasoning_tokens'.",
+    "cross_attention": "Send it to /v1/completions.",
     "grammar": "Send a grammar as 'guided_grammar' or 'ebnf'.",
 }
 
@@ -98,6 +99,7 @@ CHAT: dict[str, Harmless] = {
     "echo": _only(False),
     "input_ids": _empty,
     "mm_processor_kwargs": _empty,
+    "cross_attention": _never,
 }
 
 COMPLETION: dict[str, Harmless] = {

@@ -11,7 +11,7 @@ from typing import Any
 
 from rkserve.errors import ConfigError, ContextOverflow, RequestError, UnsupportedParameter
 from rkserve.modelfolder import CONTEXT_MAX, ModelFolder
-from rkserve.runvalues import Embeds
+from rkserve.runvalues import Embeds, EncoderShape, EncoderStates
 from rkserve.vocabulary import Vocabulary, read_vocabulary
 from rkserve.wire.conversation import Message
 from rkserve.wire.history import with_thoughts
@@ -40,7 +40,8 @@ class Prompt:
 
     ``thinks``: the template has begun the thoughts of the answer. ``images`` are the numbers of
     those of the conversation, in the order of their places in the text. ``counted`` tokens are what
-    a text has, as far as that is known here. With ``embeds`` these are the prompt.
+    a text has, as far as that is known here. With ``embeds`` these are the prompt. With the states
+    of an ``encoder`` the ids are ``decoder_ids``, and the text is empty.
     """
 
     ids: tuple[int, ...]
@@ -49,6 +50,8 @@ class Prompt:
     images: tuple[int, ...] = ()
     counted: int = 0
     embeds: Embeds | None = None
+    encoder: EncoderStates | None = None
+    decoder_ids: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -119,6 +122,7 @@ class Renderer:
         self.marks = self._marks()
         self._form = folder.settings.tool_format
         self._hidden_size = folder.settings.hidden_size
+        self._cross_attention = folder.settings.cross_attention
 
     @property
     def vocab_size(self) -> int | None:
@@ -274,6 +278,41 @@ class Renderer:
                 path,
             )
         return Prompt((), "", counted=embeds.rows, embeds=embeds)
+
+    def check_encoder(self, states: EncoderStates | None) -> None:
+        """Hold an encoder's output, or that there is none, to what the model needs.
+
+        Raises:
+            UnsupportedParameter: the model has no cross-attention.
+            RequestError: it has, and the output is missing or of another size.
+        """
+        needs, path = self._cross_attention, "cross_attention"
+        if needs is None:
+            if states is not None:
+                raise UnsupportedParameter(
+                    "Unsupported parameter: this model takes no 'cross_attention': the "
+                    "rkserve.yaml of its folder has no such section.",
+                    path,
+                )
+            return
+        if states is None:
+            raise RequestError(
+                "This is an encoder-decoder model: send a prompt with 'cross_attention', the "
+                "encoder's output, to /v1/completions.",
+                path,
+            )
+        if states.shape != needs.shape:
+            raise RequestError(
+                f"Invalid '{path}': it is of {_sizes(states.shape)}, and this model has "
+                f"{_sizes(needs.shape)}.",
+                path,
+            )
+        if states.tokens > needs.max_tokens:
+            raise RequestError(
+                f"Invalid '{path}': it has {states.tokens} tokens, and this model takes "
+                f"{needs.max_tokens} at most.",
+                path,
+            )
 
     def text(
         self, prompt: TextOrIds, path: str = "prompt", context_len: int = CONTEXT_MAX
@@ -524,3 +563,7 @@ def _as_ids(ids: tuple[int, ...], path: str) -> Prompt:
     if not ids:
         raise RequestError(f"Invalid '{path}': it has no tokens.", path)
     return Prompt(ids)
+
+
+def _sizes(shape: EncoderShape) -> str:
+    return f"{shape.layers} layers, {shape.kv_heads} KV heads and head size {shape.head_dim}"

@@ -1,4 +1,4 @@
-"""Tensors in request bodies: base64 of a safetensors file or a NumPy array, to rows of float32.
+"""Tensors in request bodies: base64 of a safetensors file or a NumPy array, to float32.
 
 Neither format can carry code, as ``torch.save``'s pickle can. It knows bytes, and no numerics
 library.
@@ -16,16 +16,21 @@ from array import array
 from collections.abc import Callable
 
 from rkserve.errors import RequestError
-from rkserve.runvalues import Embeds
+from rkserve.runvalues import Embeds, EncoderShape, EncoderStates
+from rkserve.wire.fields import Fields
 
 # One run's embeddings cross to the engine in one frame; as float32.
 MAX_TENSOR_BYTES = 12 * 1024 * 1024
 _FLOAT = 4
-_MATRIX = 2  # dimensions
+_SHAPE = ("tokens", "hidden size")
+_K_SHAPE = ("layers", "tokens", "KV heads", "head size")
+_V_SHAPE = ("layers", "KV heads", "head size", "tokens")
+_INT32 = 2**31
 _NPY = b"\x93NUMPY"
 _NPY_LENGTHS = {1: "<H", 2: "<I", 3: "<I"}  # of the header, by major version
 _NPY_KINDS = {"<f4": "F32", "<f2": "F16"}
 _NPY_KEYS = {"descr", "fortran_order", "shape"}
+_FLOAT_MAX = 3.4028234663852886e38  # of float32
 _MAX_HEADER = 64 * 1024
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 
@@ -36,6 +41,63 @@ def read_embeds(value: object, path: str) -> Embeds:
     Raises:
         RequestError: naming ``path``.
     """
+    (rows, columns), data = _tensor(value, path, _SHAPE)
+    return Embeds(rows, columns, data)
+
+
+def read_encoder(fields: Fields) -> EncoderStates | None:
+    """Read ``cross_attention``, an encoder's output; None where there is none.
+
+    Raises:
+        RequestError: naming the part at fault.
+    """
+    found = fields.child("cross_attention")
+    if found is None:
+        return None
+    found.only(("k_cache", "v_cache", "mask", "positions"))
+    k, k_cache = _tensor(found.get("k_cache"), found.path("k_cache"), _K_SHAPE)
+    v, v_cache = _tensor(found.get("v_cache"), found.path("v_cache"), _V_SHAPE)
+    layers, tokens, heads, size = k
+    if v != (layers, heads, size, tokens):
+        path = found.path("v_cache")
+        raise RequestError(
+            f"Invalid '{path}': its shape is {[*v]}, and that of the K cache asks for "
+            f"{[layers, heads, size, tokens]} ({', '.join(_V_SHAPE)}).",
+            path,
+        )
+    if len(k_cache) + len(v_cache) > MAX_TENSOR_BYTES:
+        raise RequestError(
+            f"Invalid 'cross_attention': its caches take {len(k_cache) + len(v_cache)} bytes as "
+            f"float32; {MAX_TENSOR_BYTES} are the most.",
+            "cross_attention",
+        )
+    mask, positions = _each(found, "mask", tokens), _each(found, "positions", tokens)
+    if not all(isinstance(one, int) and 0 <= one < _INT32 for one in positions):
+        path = found.path("positions")
+        raise RequestError(f"Invalid '{path}': expected whole numbers of at least 0.", path)
+    return EncoderStates(
+        EncoderShape(layers, heads, size),
+        tokens,
+        k_cache,
+        v_cache,
+        array("f", mask).tobytes(),
+        array("i", map(int, positions)).tobytes(),
+    )
+
+
+def _each(fields: Fields, name: str, tokens: int) -> list[float]:
+    """Read a list of one number for each token of the encoder."""
+    values, path = fields.get(name), fields.path(name)
+    if not isinstance(values, list) or len(values) != tokens:
+        raise RequestError(
+            f"Invalid '{path}': expected a list of {tokens} numbers, one for each token.", path
+        )
+    if not all(type(one) in (int, float) and abs(one) <= _FLOAT_MAX for one in values):
+        raise RequestError(f"Invalid '{path}': it holds what is no float32.", path)
+    return values
+
+
+def _tensor(value: object, path: str, dims: tuple[str, ...]) -> tuple[tuple[int, ...], bytes]:
     if not isinstance(value, str):
         raise RequestError(f"Invalid '{path}': expected base64 of a tensor.", path)
     try:
@@ -44,7 +106,7 @@ def read_embeds(value: object, path: str) -> Embeds:
         raise RequestError(f"Invalid '{path}': it is not base64.", path) from exc
     try:
         kind, shape, raw = _npy(data) if data.startswith(_NPY) else _safetensors(data)
-        return _matrix(kind, shape, raw)
+        return shape, _floats(kind, shape, raw, dims)
     except _Unreadable as exc:
         raise RequestError(f"Invalid '{path}': {exc}.", path) from exc
 
@@ -53,26 +115,26 @@ class _Unreadable(Exception):
     """Why bytes are no tensor; it never leaves this module."""
 
 
-def _matrix(kind: str, shape: tuple[int, ...], raw: bytes) -> Embeds:
+def _floats(kind: str, shape: tuple[int, ...], raw: bytes, dims: tuple[str, ...]) -> bytes:
     if kind not in _WIDTHS:
         raise _Unreadable(f"its dtype is {kind}; send {', '.join(_WIDTHS)}")
-    if len(shape) != _MATRIX or min(shape) < 1:
-        raise _Unreadable(f"its shape is {[*shape]}; send [tokens, hidden size]")
-    rows, columns = shape
-    size = rows * columns
+    if len(shape) != len(dims) or min(shape) < 1:
+        raise _Unreadable(f"its shape is {[*shape]}; send [{', '.join(dims)}]")
+    size = math.prod(shape)
     if size * _FLOAT > MAX_TENSOR_BYTES:
         raise _Unreadable(
             f"it takes {size * _FLOAT} bytes as float32; {MAX_TENSOR_BYTES} are the most"
         )
     width, turn = _WIDTHS[kind]
     if len(raw) != size * width:
-        raise _Unreadable(f"it has {len(raw)} bytes for {rows} x {columns} values of {width} bytes")
+        sizes = " x ".join(map(str, shape))
+        raise _Unreadable(f"it has {len(raw)} bytes for {sizes} values of {width} bytes")
     data = turn(raw)
     values = array("f")
     values.frombytes(data)
     if not all(map(math.isfinite, values)):
         raise _Unreadable("it holds what is no number (NaN or infinite)")
-    return Embeds(rows, columns, data)
+    return data
 
 
 def _bfloat16(raw: bytes) -> bytes:
