@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import embedding_boards
 import pytest
 from fake_boards import FakeBoards, Step, accepted, finished, report
 from own_time import run_loop
@@ -469,3 +470,27 @@ def test_what_a_board_cannot_do_is_refused_by_name(
     answer = send(house("a"), "POST", path, json=body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == (param or "wait_for_inflight_requests")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        pytest.param("/generate", SLIME, id="slime"),
+        pytest.param("/generate", AREAL, id="AReaL"),
+        pytest.param(
+            "/inference/v1/generate", {"token_ids": IDS, "sampling_params": {}}, id="vLLM"
+        ),
+    ],
+)
+def test_the_only_model_that_generates_is_meant_beside_one_for_vectors(
+    path: str, body: JsonObject
+) -> None:
+    of = rollout()
+    generates = of.served
+    models = {"vectors": embedding_boards.model(), generates.folder.id: generates}
+    of.service._models = models
+    assert send(of, "POST", path, json=body).status_code == 200
+    assert asked(of).model == generates.folder.id
+    models["another"] = generates
+    response = send(of, "POST", path, json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "model")

@@ -372,19 +372,19 @@ class Service:
             raise
 
     def _with_model(self, call: AnyCall) -> AnyCall:
-        """Return a call that names a model: the only one, where it names none.
+        """Return a call that names a model: the only one that generates text, where it names none.
 
-        Raises ``RequestError`` where several are served.
+        Raises ``RequestError`` where several do.
         """
         if call.model:
             return call
-        if len(self._models) > 1:
+        if len(self.generating or self._models) > 1:
             raise RequestError(
-                "Missing required parameter: 'model'. Only where a single model is served may it "
-                "be left out.",
+                "Missing required parameter: 'model'. It may be left out only where a single model "
+                "is served that generates text.",
                 "model",
             )
-        return replace(call, model=next(iter(self._models)))
+        return replace(call, model=self.default_model)
 
     def _name(self, dialect: Dialect, call: AnyCall) -> str:
         """Return the id of the answer to a call. Raises ``RequestError``: it is in use."""

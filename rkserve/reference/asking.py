@@ -214,7 +214,7 @@ SCHEMAS: dict[str, Schema] = {
             ),
         },
         {
-            "model": said(MODEL, "May be left out where a single model is served."),
+            "model": said(MODEL, "May be left out where only one generates."),
             "request_id": said(text(1, limits.MAX_MODEL_CHARS), "Comes back in the answer."),
             "stream": FLAG,
             "stream_options": body({}, {"include_usage": FLAG}),
@@ -235,7 +235,7 @@ SCHEMAS: dict[str, Schema] = {
             "stream": FLAG,
             "rid": said(text(1, limits.MAX_MODEL_CHARS), "Comes back in the answer."),
             "lora_path": said(TEXT, "The name of an adapter."),
-            "model": said(MODEL, "May be left out where a single model is served."),
+            "model": said(MODEL, "May be left out where only one generates."),
         },
     ),
     "ResponseRequest": body(
