@@ -10,7 +10,7 @@ import asyncio
 import random
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -305,6 +305,7 @@ class Site:
     house: House
     dispatch: Dispatch
     usher: InTurn
+    over: bool = False  # the answer that is listened to
 
     async def listen(
         self,
@@ -314,6 +315,7 @@ class Site:
     ) -> Heard:
         """Be a client; let ``paused`` do what the n-th pause is for. A slow one reads in turns."""
         heard, turns, acts = Heard(), list(slow), list[asyncio.Task[None]]()
+        self.over = False
         async with aclosing(self.dispatch.generate(request)) as events:
             async for event in events:
                 if isinstance(event, Delta):
@@ -331,18 +333,25 @@ class Site:
                     heard.accepted += 1
                 for _ in range(turns.pop() if turns else 0):
                     await asyncio.sleep(0)
+        self.over = True
         await asyncio.gather(*acts)
         assert heard.accepted == 1
         return heard
 
     async def holder(self, request_id: str) -> str:
-        """Wait until the generation rests on the board that this Router knows; return that."""
-        while True:
+        """Wait until the generation is paused on the board that this Router knows; return that.
+
+        Raises:
+            Over: it has ended. One that an edit has filled up to its limit does so without being
+                resumed where its board is lost meanwhile: there is nothing left to generate.
+        """
+        while not self.over:
             for _, replica in self.dispatch.fleet.entries.of(*_parts(request_id)):
                 for info in self.house.board(replica).generations():
                     if info.request_id == request_id and info.state is GenerationState.PAUSED:
                         return replica
             await asyncio.sleep(0.001)
+        raise Over
 
     async def control(
         self, request_id: str, action: ControlAction, edit: Edit | None = None
@@ -370,9 +379,14 @@ def _parts(request_id: str) -> tuple[str, int]:
     return completion, int(choice)
 
 
+class Over(Exception):
+    """The answer has ended."""
+
+
 async def _done(steps: AsyncGenerator[None, None]) -> None:
-    async for _ in steps:
-        pass
+    with suppress(Over):
+        async for _ in steps:
+            pass
 
 
 @asynccontextmanager

@@ -212,3 +212,15 @@ def test_after_any_token_of_an_answer(how: How, per_run: bool) -> None:
         for tokens in range(26):
             broken = run_loop(told(case, [Loss(tokens, how)], [], []))
             assert (broken.told, broken.ids) == (whole.told, whole.ids), (prompt, tokens)
+
+
+def test_an_edit_that_fills_the_answer_ends_it_where_its_board_is_lost_before_the_resume() -> None:
+    def edit() -> Edit:
+        return Edit(clear=((1, 4),), ids=(1003,), text="d")
+
+    case = Case(269, 9, pause_on=("a",), hooks="all", edits=[edit(), edit(), None], per_run=False)
+    losses = [Loss(5, How.GONE, 2)] * 2
+    kills = [True, False, False, False, True, False]
+    slow = [12, 7, 0, 12, 7, 2, 4, 11, 5, 9, 2]
+    whole = run_loop(told(case, [], [], []))
+    assert run_loop(told(case, losses, slow, kills)).told == whole.told
