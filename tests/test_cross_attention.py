@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_refused_by_name(
     [
         ({"echo": True}, "echo"),
         ({"logprobs": 1}, "logprobs"),
-        ({"seed": 3}, "seed"),
+        ({"seed": 3, "temperature": 1}, "seed"),
         ({"use_cache": "x"}, "use_cache"),
         ({"pause_on": ["x"]}, "pause_on"),
         ({"native_pause": True}, "native_pause"),
