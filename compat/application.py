@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from rkserve.deployments.front import FLAG, available, environ
+from rkserve.deployments.front import FLAG, PATIENCE, available, environ
 from rkserve.ports import free_port, free_ports
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -92,6 +92,7 @@ def serve_run(file: Path, folder: Path, out: int, **more: str) -> subprocess.Pop
     ``more`` is added to its environment.
     """
     environ = {
+        **PATIENCE,
         **os.environ,
         "RAY_TMPDIR": str(folder),
         "RAY_USAGE_STATS_ENABLED": "0",

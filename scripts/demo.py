@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 import yaml
 
-from rkserve.deployments.front import FLAG, available, environ
+from rkserve.deployments.front import FLAG, PATIENCE, available, environ
 from rkserve.errors import ConfigError
 from rkserve.ports import free_ports
 from rkserve.preflight import check_file
@@ -27,17 +27,6 @@ CONFIG = PROJECT / "serve_config.yaml"
 SERVE = (sys.executable, "-m", "rkserve.preflight", "run")
 START_TIMEOUT_S = 600
 ATTEMPTS = 2
-# A busy machine may take minutes for what Ray gives 30 s by default. The variables of that name
-# win where they are set; the last of Ray's limits has none, and is met with a second attempt.
-PATIENCE = {
-    "RAY_gcs_server_port_wait_time_s": "180",
-    "RAY_py_gcs_connect_timeout_s": "180",
-    "RAY_raylet_start_wait_time_s": "180",
-    "RAY_agent_register_timeout_ms": "180000",
-    "RAY_worker_register_timeout_seconds": "180",
-    # Ray ends a proxy that is not ready after 5 s, and serve with it.
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
-}
 TOKEN_ASKED = "Token authentication is enabled"
 STARTED = "Started a local Ray instance"
 LOG = PROJECT / ".venv" / "demo.log"

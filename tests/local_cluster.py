@@ -21,6 +21,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from rkserve.deployments.front import PATIENCE
 from rkserve.ports import free_port
 from rkserve.reports import BoardReport, BoardState
 
@@ -35,9 +36,7 @@ _ENVIRON = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    # A machine that is busy with other things takes more than Ray's own 30 s.
-    "RAY_gcs_server_port_wait_time_s": "120",
-    "RAY_py_gcs_connect_timeout_s": "120",
+    **PATIENCE,
     # Ray's own 15 lets all else on the machine go first, and these tests are what one waits for.
     "RAY_worker_niceness": "0",
 }

@@ -17,7 +17,7 @@ from rkserve.bench.procfs import PROC, Reading, read
 from rkserve.bench.stream import Exchange, Interrupted
 from rkserve.bench.upload import post
 from rkserve.config import engine_environ, resolve_folder
-from rkserve.deployments.front import FLAG, available, environ
+from rkserve.deployments.front import FLAG, PATIENCE, available, environ
 from rkserve.groupconfig import BoardGroupConfig, SimulatedConfig
 from rkserve.modelfolder import open_model_folder
 from rkserve.native.sim.build import ensure_built
@@ -33,9 +33,7 @@ START_S, DEPLOY_S = 300.0, 300.0
 RAY_ENVIRON = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
-    # A machine that is busy with other things takes more than Ray's own 30 s.
-    "RAY_gcs_server_port_wait_time_s": "120",
-    "RAY_py_gcs_connect_timeout_s": "120",
+    **PATIENCE,
 }
 Say = Callable[[str], None]
 

@@ -27,6 +27,15 @@ from typing import NoReturn
 from rkserve.disk import UnsafeFolder, private_folder
 from rkserve.errors import ConfigError
 
+# Ray's time limits for its own start, in its environment. A busy machine may take minutes for what
+# they give 30 s by default. One more limit of 30 s has no variable: start once more then.
+PATIENCE = {
+    "RAY_gcs_server_port_wait_time_s": "180",
+    "RAY_py_gcs_connect_timeout_s": "180",
+    "RAY_raylet_start_wait_time_s": "180",
+    "RAY_agent_register_timeout_ms": "180000",
+    "RAY_worker_register_timeout_seconds": "180",
+}
 FLAG = "RAY_SERVE_ENABLE_HA_PROXY"
 BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
 MAXCONN = "RAY_SERVE_HAPROXY_MAXCONN"
