@@ -130,6 +130,7 @@ SETTINGS = """\
 # What rkserve needs to know about this model beyond its files.
 context_length: 4096
 eos_token_ids: [{im_end}, {end_of_text}]
+hidden_size: 64 # of the simulated library
 kv_bytes_per_token: 28672 # of Qwen2.5-1.5B, whose speed it imitates unless told otherwise
 sampling:
   temperature: 0.8
@@ -155,7 +156,7 @@ embedding:
 
 
 VISION_SETTINGS = (
-    SETTINGS
+    SETTINGS.replace("hidden_size: 64 # of the simulated library\n", "")
     + """\
 vision:
   family: {family}

@@ -211,7 +211,8 @@ class Talk:
         except RequestError:
             now = self.info()
             assert now is not None
-            assert replace(now, age_s=info.age_s) == info, "it was refused, and something changed"
+            same = replace(now, age_s=info.age_s, paused_s=info.paused_s)
+            assert same == info, "it was refused, and something changed"
         assert allowed is (changed is not None), edit
         if changed is None:
             return "edit invalid"

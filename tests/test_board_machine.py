@@ -283,7 +283,7 @@ class BoardMachine(RuleBasedStateMachine):
     async def _info(self, reader: Reader) -> GenerationInfo | None:
         name = f"c{reader.number}/0"
         found = [info for info in self.board.generations() if info.request_id == name]
-        return replace(found[0], age_s=0.0) if found else None
+        return replace(found[0], age_s=0.0, paused_s=0.0) if found else None
 
     def _apply(
         self, reader: Reader, before: GenerationInfo, edit: Edit, after: GenerationInfo
