@@ -282,7 +282,7 @@ def default_data_dir() -> Path:
 
 
 class CanaryConfig(Settings):
-    """What a canary must show before it is good."""
+    """Limits that a canary is held to before it is promoted."""
 
     requests: int = Field(
         20, ge=0, description="Requests that must have ended with the canary before it can be good."

@@ -302,7 +302,7 @@ class Desired:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What boards of a model serve at one moment, and whether some of them shall be asleep."""
+    """The weights that a model's boards serve at one moment, and whether some of them sleep."""
 
     weights: Weights
     lines: tuple[AdapterLine, ...]

@@ -110,7 +110,7 @@ _NOT_HERE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What an answer has grown by.
+    """The growth of an answer.
 
     An edit may void text that was given out: ``retract`` characters at the end of the text so far,
     before ``text`` is added. A piece with ``paused`` brings no text: the generation has paused.
@@ -578,7 +578,7 @@ class Generation:
 
     @property
     def paused(self) -> Paused | None:
-        """How it is paused: by what, after how many tokens, and what became of the KV cache."""
+        """The state of its pause: the cause, the tokens so far, and the fate of the KV cache."""
         return self._inner.paused
 
     def __iter__(self) -> Iterator[Piece]:

@@ -163,7 +163,7 @@ class GenerateRequest:
     one ``<image>`` for each of them, in their order. ``counted`` tokens are what it should have.
 
     With ``embeds`` they are the prompt, and ``prompt_text`` is empty. Such an answer is generated
-    in one go: nobody has the embeddings of what the model has said, to go on from there.
+    in one go: there are no embeddings of its own tokens to continue from.
 
     With the states of an ``encoder`` the prompt is ``decoder_ids`` and ``prompt_text`` is empty, or
     in text mode the prompt is ``prompt_text``. Such an answer is generated in one go too: the KV
@@ -213,7 +213,7 @@ class GenerateRequest:
 
     @property
     def in_one_go(self) -> bool:
-        """Whether the answer cannot go on from what was generated before."""
+        """Return whether the answer cannot go on from what was generated before."""
         return self.embeds is not None or self.encoder is not None
 
 

@@ -207,7 +207,7 @@ def _check_given(name: str, file: Path, address: str | None) -> None:
 
 
 def _is_running(address: str | None) -> bool:
-    """Whether ``serve run`` joins a Ray that is there, instead of starting one."""
+    """Return whether ``serve run`` joins a Ray that is there, instead of starting one."""
     from ray._private.services import find_bootstrap_address
 
     return bool(address or os.environ.get("RAY_ADDRESS") or find_bootstrap_address(None))

@@ -143,7 +143,7 @@ def _wait_until_ready(serve: subprocess.Popen[bytes], url: str) -> list[str] | N
 
 
 def _ray_failed() -> bool:
-    """Whether ``serve run`` ended before its Ray ran, and not over the configuration."""
+    """Return whether ``serve run`` ended before its Ray ran, and not over the configuration."""
     said = LOG.read_text(errors="replace")
     return STARTED not in said and not _last_line().startswith("rkserve: ")
 

@@ -358,7 +358,7 @@ def test_asleep_under_wait_all_that_was_taken_ends_first(
 def test_a_wait_over_a_sleep_is_answered_and_leaves_what_is_held_to_the_wake(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
-    """What a sleep with ``keep`` holds cannot end before the wake: a ``wait`` does not wait for it.
+    """Requests held by a sleep with ``keep`` end after the wake: a ``wait`` does not wait for it.
 
     Neither a pause nor a second sleep, for those that were cut short, queued or came meanwhile.
     """

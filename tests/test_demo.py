@@ -1,4 +1,4 @@
-"""What `make demo` does around `serve run`, with a program of a few lines in its place."""
+"""`make demo` around `serve run`, with a program of a few lines in its place."""
 
 from __future__ import annotations
 

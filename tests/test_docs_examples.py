@@ -55,7 +55,7 @@ class Block:
 
     @property
     def needs(self) -> str:
-        """What its first line says that it needs."""
+        """The needs that its first line names."""
         first = self.text.partition("\n")[0]
         return first.removeprefix(NEEDS) if first.startswith(NEEDS) else ""
 
@@ -124,7 +124,7 @@ def test_every_block_of_every_page_is_one_that_this_file_knows() -> None:
 
 @pytest.fixture(scope="module")
 def demo(ray_cluster: LocalCluster) -> Iterator[App]:
-    """What serve_config.yaml has, only faster."""
+    """The boards of serve_config.yaml, only faster."""
     config = yaml.safe_load((PROJECT / "serve_config.yaml").read_text(encoding="utf-8"))
     args = config["applications"][0]["args"]
     for group in args["boards"]:

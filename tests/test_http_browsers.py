@@ -20,7 +20,7 @@ MACHINES = ("Rock5b.fritz.box", "board-2")
 
 
 def allowed(host: str, *configured: str) -> bool:
-    """Whether a Host header passes on machines of those names."""
+    """Return whether a Host header passes on machines of those names."""
     hosts = HostAllowList(configured, lambda: MACHINES)
     try:
         run_loop(hosts.check(host))

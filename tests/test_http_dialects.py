@@ -153,7 +153,7 @@ def test_many_types_of_tools_are_named_in_part() -> None:
 
 
 def test_a_response_tells_the_sampling_values_in_force() -> None:
-    """What the client asked for, unless its board ignored it, and the model's own beside it."""
+    """The values that the client sent, unless its board ignored them, and the model's own."""
     own = model().folder.settings.sampling.values()
     asked = {**BODIES[RESPONSES], "temperature": 0.25, "presence_penalty": 1.5}
     for ignored in ((), ("temperature",)):

@@ -214,7 +214,7 @@ class Reader:
         return [one for one in self.messages if one.get("event_id") == event_id]
 
     def completed(self, event_id: str) -> dict[str, Any] | None:
-        """How a call ended, None before that."""
+        """The last message of a call, None before that."""
         ended = [m for m in self.of_event(event_id) if m["msg"] == "process_completed"]
         return ended[0] if ended else None
 

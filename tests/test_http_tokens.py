@@ -327,7 +327,7 @@ def test_text_mode_has_no_tokenizer_to_describe(tmp_path: Path) -> None:
 
 
 def test_a_model_for_vectors_beside_it_needs_no_naming(tmp_path: Path) -> None:
-    """What names no model means the one that generates text."""
+    """A call that names no model means the one that generates text."""
     of = ReferenceHouse(tmp_path)
     info = run_loop(of("GET", "/tokenizer_info")).json()
     assert info["chat_template"]

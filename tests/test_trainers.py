@@ -45,7 +45,7 @@ def rollout(*, reason: FinishReason = FinishReason.STOP) -> House:
 
 
 def asked(of: House) -> GenerateRequest:
-    """What the board was asked for."""
+    """The request that the board got."""
     return of.boards.opened[-1][1]
 
 

@@ -72,7 +72,7 @@ def build(
 
 
 class InsideCalls(Runs):
-    """What boards do and hold."""
+    """The work and the caches of boards."""
 
     def board(self, board: str) -> dict[str, Any]:
         """Return what one board says of itself."""
@@ -173,7 +173,7 @@ class InsideCalls(Runs):
 
 
 class AsyncInsideCalls(AsyncRuns):
-    """What boards do and hold."""
+    """The work and the caches of boards."""
 
     async def board(self, board: str) -> dict[str, Any]:
         """Return what one board says of itself."""

@@ -36,7 +36,7 @@ FIRST_REST_S, LONGEST_REST_S = 2.0, 60.0
 
 @dataclass(frozen=True)
 class Times:
-    """How patient it is, in seconds. A board is looked at again after ``again_s``; one whose file
+    """Time limits, in seconds. A board is looked at again after ``again_s``; one whose file
     is of another content is left to the call that may be building it for ``differs_s``.
     """
 
@@ -46,7 +46,7 @@ class Times:
 
 @dataclass
 class _Board:
-    """What is known of one replica."""
+    """The known state of one replica."""
 
     replica: str
     looked_s: float = float("-inf")
@@ -290,5 +290,5 @@ class CacheKeeping:
 
 
 def _is_free(report: BoardReport) -> bool:
-    """Whether the board could build something: it is loaded, and nothing holds it."""
+    """Return whether the board could build something: it is loaded, and nothing holds it."""
     return report.state is BoardState.READY and not report.hold

@@ -144,7 +144,7 @@ class _Told(Exception):
 
 
 class _Home:
-    """Where one request is as long as this is entered: with a board, or with none.
+    """The place of one request as long as this is entered: a board, or none.
 
     While no board has it, a control call can change it: it waits by ``or_told``.
     """
@@ -297,7 +297,7 @@ class Dispatch:
             home.tell()
 
     def _is_aborted(self, request: GenerateRequest, claim: Claim) -> bool:
-        """Whether everything was aborted after the call came, and before it came to this queue."""
+        """Return whether everything was aborted between the call's arrival and this queue."""
         if claim.came_s is None:
             return False
         latest_s = max(self._aborts.get(model, -math.inf) for model in (None, request.model))
@@ -363,7 +363,7 @@ class Dispatch:
     async def _place(self, home: _Home, tried: Tried, claim: Claim) -> Seated | None:
         """Return a place, however often it is changed meanwhile; None: it has been aborted.
 
-        Raises what nobody takes it for.
+        Raises the error for which no board takes it.
         """
         while not home.ended:
             with suppress(_Told):
@@ -397,7 +397,7 @@ class Dispatch:
     async def _take(self, course: Course, tried: Tried, claim: Claim) -> Seated:
         """Return a place; where nobody is left to go on with an answer, wait for a restart.
 
-        Raises what nobody takes it for.
+        Raises the error for which no board takes it.
         """
         until_s = time.monotonic() + self._persistence.restart_wait_s
         tries = 0
@@ -552,12 +552,12 @@ class Dispatch:
 
 
 def _grows(event: Event) -> bool:
-    """Whether an answer has a token more with that."""
+    """Return whether an answer has a token more with that."""
     return isinstance(event, Delta) and bool(event.token_ids)
 
 
 def _is_waiting(home: _Home) -> bool:
-    """Whether no board has it, and it is something that can be controlled."""
+    """Return whether no board has it, and it is something that can be controlled."""
     return home.replica is None and not isinstance(home.course.asked, EmbedRequest)
 
 
@@ -567,7 +567,7 @@ def _is_of(request_id: str, generation: str, choice: int | None) -> bool:
 
 
 def _is_named(request_id: str, asked: str) -> bool:
-    """Whether an id is that of the request, or of its completion."""
+    """Return whether an id is that of the request, or of its completion."""
     return asked in (request_id, request_id.rpartition("/")[0])
 
 

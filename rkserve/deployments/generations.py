@@ -88,7 +88,7 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class _AtRouters:
-    """What became of choices that no board has; ``here``: this Router has some choice itself."""
+    """The outcome for choices that no board has; ``here``: this Router has some choice itself."""
 
     done: tuple[GenerationInfo, ...] = ()
     refused: tuple[GenerationInfo, ...] = ()
@@ -207,7 +207,7 @@ class Generations:
         return _AtRouters(found.done, found.refused, found.ended), {}
 
     async def _moved(self, generation: str, choice: int | None) -> bool:
-        """Whether a Router has it again, without a board, which had one a moment ago."""
+        """Return whether a Router has it again, without a board, which had one a moment ago."""
         if self._waiting(generation, choice):
             return True
         return bool((await self._others()).of(generation, choice))

@@ -44,7 +44,7 @@ _RETRY_S = 5
 
 @dataclass(frozen=True)
 class PendingCall:
-    """A posted call whose events nobody reads yet. ``size`` is its body's in bytes."""
+    """A posted call whose events are not read yet. ``size`` is its body's in bytes."""
 
     event_id: str
     owner: str
@@ -209,7 +209,7 @@ class _SessionStream:
 
 
 class _Routes:
-    """What the routes do."""
+    """The handlers behind the routes."""
 
     def __init__(self, service: Service, calls: GradioCalls) -> None:
         self._service, self._calls = service, calls

@@ -38,7 +38,7 @@ def _send(request: Request, file: PageFile) -> Response:
 
 
 def _accepts_gzip(accepted: str) -> bool:
-    """Whether an Accept-Encoding header names gzip, or anything, with a weight above zero."""
+    """Return whether an Accept-Encoding header allows gzip with a weight above zero."""
     weights: dict[str, str] = {}
     for one in accepted.lower().split(","):
         coding, *parameters = [part.strip() for part in one.split(";")]

@@ -53,7 +53,7 @@ REFUSED = (
 
 
 class Trainers:
-    """What trainers call, as operations."""
+    """The calls of trainers as operations."""
 
     def __init__(
         self,

@@ -345,7 +345,7 @@ class ModelQueue:
         return place
 
     def _may_keep(self, claim: Claim) -> bool:
-        """Whether one more request may keep its board while it is paused.
+        """Return whether one more request may keep its board while it is paused.
 
         Of one key so many may as half of the boards, and one at least: others find a free one.
         """

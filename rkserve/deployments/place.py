@@ -58,7 +58,7 @@ class Place:
 
     @property
     def keeps(self) -> bool:
-        """Whether it may keep the board while it is paused, and is not over."""
+        """Return whether it may keep the board while it is paused, and is not over."""
         return (
             not self._over
             and isinstance(self.request, GenerateRequest)

@@ -184,7 +184,7 @@ class Service:
 
     @property
     def in_flight(self) -> int:
-        """How many calls this Router answers now."""
+        """The number of calls in flight at this Router."""
         return int(self.registry.get_sample_value("rkserve_requests_in_flight") or 0)
 
     def served(self, model_id: str) -> ServedModel:

@@ -71,7 +71,7 @@ class Runs:
         return RunOutcome(end, run.perf, code)
 
     def drain(self, started: HandleState) -> None:
-        """Resume the paused run for one token that nobody hears of, and end it.
+        """Resume the paused run for one token that is not delivered, and end it.
 
         Where that is refused, as it is with a full KV cache, room is made for the token first.
 
@@ -87,7 +87,7 @@ class Runs:
     def cut(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Clear a range of each entry of a paused run. Raises ``Misuse``, ``CallFailed``."""
         paused, ffi = self.paused, self._handle.ffi
-        assert paused is not None  # the state table lets nobody else in
+        assert paused is not None  # by the state table
         if not self._may_cut(paused):
             raise Misuse("ranges can be cleared of a run without keep_history only")
         checks.check_ranges(ranges, self._handle.kv_sizes(self._callback.n_batch))
@@ -110,7 +110,7 @@ class Runs:
     def _drained(self, started: HandleState) -> tuple[int, RunEnd]:
         """Make the run that ends the paused one, and return how it ended."""
         paused = self.paused
-        assert paused is not None  # the state table lets nobody else in
+        assert paused is not None  # by the state table
         limited = self._quirks["drain_by_limit"] and self._handle.dialect.per_run_sampling
         # An entry of a batch that has ended is resumed with what another one said: it is drained.
         spare = max(paused.paused_on)

@@ -2,7 +2,7 @@
 
 Each limit per minute is a bucket that fills evenly and holds one minute's worth, so that nobody has
 to wait for the full minute. Tokens of a prompt count when it is let in; those of an answer, which
-nobody knows before, once it has ended, and board time as it passes: a bucket may get into debt, and
+is not known before, once it has ended, and board time as it passes: a bucket may get into debt, and
 has to fill up again first.
 The clock is passed in.
 """

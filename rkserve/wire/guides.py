@@ -19,7 +19,7 @@ _OURS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 def is_extension(name: str) -> bool:
-    """Whether a parameter that brought a grammar is one of vLLM's or SGLang's own."""
+    """Return whether a parameter that brought a grammar is one of vLLM's or SGLang's own."""
     return name.startswith(("guided_", _STRUCTURED)) or name in _SGLANG
 
 

@@ -189,7 +189,7 @@ class Eyes:
 
     @property
     def tag(self) -> str:
-        """What the model expects in the place of each token of an image."""
+        """The token id in the place of each token of an image."""
         return "" if self._vision is None else self._vision.tags[2]
 
     def spelled(self, text: str) -> str:

@@ -165,7 +165,7 @@ class CompletionCall(Call):
 
     @property
     def embedded(self) -> bool:
-        """Whether its prompts are embeddings."""
+        """Return whether its prompts are embeddings."""
         return any(isinstance(one, Embeds) for one in self.prompts)
 
     @property

@@ -126,7 +126,7 @@ def _check_images(call: ChatCall | CompletionCall) -> None:
 def _check_embeds(call: ChatCall | CompletionCall) -> None:
     """Refuse what an answer cannot have whose prompt is embeddings."""
     if isinstance(call, CompletionCall) and call.embedded:
-        _check_in_one_go(call, "prompt_embeds", "of which nobody knows the token ids")
+        _check_in_one_go(call, "prompt_embeds", "which have no token ids")
 
 
 def _check_encoder(call: ChatCall | CompletionCall, renderer: Renderer) -> None:

@@ -262,7 +262,7 @@ class Renderer:
         """Take embeddings for a prompt.
 
         Raises:
-            UnsupportedParameter: nobody says how large those of this model are.
+            UnsupportedParameter: the size of this model's images is not configured.
             RequestError: these have another size.
         """
         if self._hidden_size is None:

@@ -276,7 +276,7 @@ def disk_body(record: Record, status: int, paused: int) -> JsonObject:
 
 
 def untried(record: Record) -> bool:
-    """Whether no board has loaded the weights that an update brought: every one of them sleeps."""
+    """Return whether every board sleeps, so that none has loaded the weights of an update."""
     loaded = [one.details.get("loaded") for one in record.results.values() if one.good]
     return bool(loaded) and all(one == "asleep" for one in loaded)
 

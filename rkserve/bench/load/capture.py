@@ -2,7 +2,7 @@
 
 Side by side, the second one gets the history with the first one's answers, so that both answer the
 same prompt in every turn. It judges nothing: how much differs is measured by words, which of the
-two is better is for whoever reads it.
+two is better is for the reader to judge.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def models_of(url: str, key: str | None) -> list[str]:
     Models that rkserve lists with an ``embedding`` section are left out.
 
     Raises:
-        Unreachable: nobody answers.
+        Unreachable: no server answers.
         BenchFailed: it lists none.
     """
     where = f"{base_path(url)}/models"

@@ -1,4 +1,4 @@
-"""What is read beside a run: processes of this machine, and a server's boards as it lists them.
+"""Readings beside a run: processes of this machine, and a server's boards as it lists them.
 
 Processes are named by pid or by a part of their command, and read from /proc; those of other
 machines it cannot see. Boards are read over HTTP, from ``/v1/boards``.

@@ -111,7 +111,7 @@ def _never(_value: Any, _: Fields) -> bool:
 
 
 def _clears_nothing(value: Any, _: Fields) -> bool:
-    """Whether edits of the conversation would leave every prompt here as it is."""
+    """Return whether edits of the conversation would leave every prompt here as it is."""
     if not isinstance(value, dict):
         return False
     edits = value.get("edits", [])

@@ -220,7 +220,7 @@ def _images(fields: Fields) -> list[ImagePart]:
 
 
 def _result(message: Fields) -> Message:
-    """What tells which call a tool answers, as far as the client does."""
+    """The keys by which a tool result names its call, as far as the client sent them."""
     name = message.text("tool_name") or message.text("name")
     told = {"tool_call_id": message.text("tool_call_id"), "name": name}
     return {key: value for key, value in told.items() if value}

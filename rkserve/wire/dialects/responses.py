@@ -263,7 +263,7 @@ def _items(fields: Fields) -> list[JsonObject]:
 
 
 def _prefill(items: Sequence[JsonObject]) -> bool:
-    """Whether the answer continues the last message: vLLM's reading of one that is unfinished."""
+    """Return whether the answer continues the last message, which is unfinished (as in vLLM)."""
     last = items[-1]
     message = last.get("type") in (None, "message") and last.get("role") == "assistant"
     return message and last.get("status") in ("in_progress", "incomplete")
