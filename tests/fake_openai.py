@@ -169,7 +169,7 @@ ANSWERS: dict[str, Answer] = {
 
 @dataclass
 class FakeOpenAi:
-    """Where it listens, what it lists, what it was asked, and by how many at once."""
+    """Its address, models and requests, and the highest number of requests at once."""
 
     port: int = 0
     asked: list[Asked] = field(default_factory=list)

@@ -318,6 +318,7 @@ def add_gradio(app: FastAPI, service: Service, calls: GradioCalls) -> None:
 
     @app.get(f"{gradio.PREFIX}/call/{{name}}/{{event_id}}")
     @app.get("/call/{name}/{event_id}")
+    # The event alone tells the function; the name is only a part of the path.
     async def events(request: Request, name: str, event_id: str) -> Response:  # noqa: ARG001
         """Stream the events of a call."""
         return await routes.one(request, event_id)
