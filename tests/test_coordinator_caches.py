@@ -110,7 +110,7 @@ def test_a_board_that_cannot_build_it_is_told_of_and_stops_nothing(tmp_path: Pat
             it.cluster["b"].refuses["build_cache"] = CacheUnsupported("The disk is full.")
             it.it.caches.keep(DOC)
             await eventually(lambda: set(have(it)) == {"a", "c"})
-            await eventually(lambda: it.cluster["b"].asked["build_cache"] > 0)
+            await eventually(lambda: it.it.caches.told(MODEL)[0]["failed"])
             (told,) = it.it.caches.told(MODEL)
             assert told["failed"] == [{"board": "b", "message": "The disk is full."}]
             assert (told["cache_name"], told["tokens"], told["configured"]) == ("doc", 3, False)

@@ -129,6 +129,8 @@ def demo(ray_cluster: LocalCluster) -> Iterator[App]:
     args = config["applications"][0]["args"]
     for group in args["boards"]:
         group["simulated"] |= {"time_scale": 0.05, "load_s": 0.2}
+    # Its group `sim` shares the name, and would share the slots, of other tests' boards.
+    args["state_dir"] = str(ray_cluster.folder / "state-of-the-demo")
     ray_cluster.deploy("demo", args)
     deployed = App(ray_cluster, "demo", "sim", 3)
     deployed.ready()
