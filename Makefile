@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit unit-1 unit-2 unit-3 cluster page-test fuzz compat compat-lock check format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs lock sim sanitize clean
+.PHONY: help demo test unit cluster page-test fuzz compat compat-lock check format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs lock sim sanitize clean
 
 help:
 	@echo "make demo    a chat model on three simulated boards, an embedding model on a fourth, until Ctrl-C"
@@ -34,32 +34,22 @@ help:
 demo: $(READY) sim
 	@$(BIN)/python scripts/demo.py
 
-# Three at a time, because they mostly wait, the longest first; all must pass.
+# The three groups side by side, because those with Ray mostly wait; all must pass.
 test: $(READY) sim
-	@$(MAKE) --no-print-directory --jobs=3 cluster check unit-2 unit-1 unit-3
+	@$(MAKE) --no-print-directory --jobs=3 cluster unit check
+
+# A file's tests stay in one process, which shares their fixtures.
+PYTEST := $(BIN)/python -m pytest --dist loadfile
 
 unit: $(READY) sim
-	$(BIN)/python -m pytest -m "not ray"
-
-# Thirds of the above, of about the same length; what is in none of the first two is in the last.
-UNIT := $(wildcard tests/test_*.py)
-UNIT_1 := $(wildcard tests/test_a*.py tests/test_b[!o]*.py tests/test_board_[a-h]*.py)
-UNIT_2 := $(wildcard tests/test_board_[!a-h]*.py tests/test_[c-h]*.py)
-
-unit-1: $(READY) sim
-	$(BIN)/python -m pytest -m "not ray" $(UNIT_1)
-
-unit-2: $(READY) sim
-	$(BIN)/python -m pytest -m "not ray" $(UNIT_2)
-
-unit-3: $(READY) sim
-	$(BIN)/python -m pytest -m "not ray" $(filter-out $(UNIT_1) $(UNIT_2),$(UNIT))
+	$(PYTEST) -n 2 -m "not ray"
 
 # To collect the tests of all files takes longer than some of them.
-RAY := $(shell grep -l 'mark\.ray' tests/test_*.py)
+RAY := $(shell grep -rl 'mark\.ray' --include='test_*.py' tests)
 
+# Each process has a Ray cluster of its own.
 cluster: $(READY) sim
-	$(BIN)/python -m pytest -m ray $(RAY)
+	$(PYTEST) -n 2 -m ray $(RAY)
 
 # What it needs is pinned here: nobody else needs it, and CI has no browser.
 PAGE_TOOLS := playwright==1.65.2 axe-playwright-python==0.1.8
@@ -68,7 +58,7 @@ page-test: $(READY)
 	@command -v chromium > /dev/null || \
 		{ echo "make page-test needs a browser: apt-get install chromium"; exit 1; }
 	@$(PIP) install $(PAGE_TOOLS)
-	$(BIN)/python -m pytest --page tests/test_page_browser.py
+	$(BIN)/python -m pytest --page tests/page/test_page_browser.py
 
 # In a virtual environment of its own: it would change packages that are pinned in the other one.
 FUZZ_TOOLS := schemathesis==4.32.5
@@ -101,16 +91,16 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 bench: $(READY) sim
-	$(BIN)/python -m rkserve.bench
+	$(BIN)/python -m benchmarks.serving
 
 bench-control: $(READY) sim
-	$(BIN)/python -m rkserve.bench.control
+	$(BIN)/python -m benchmarks.control
 
 bench-scale: $(READY)
-	$(BIN)/python -m rkserve.bench.scale
+	$(BIN)/python -m benchmarks.scale
 
 bench-kills: $(READY) sim
-	$(BIN)/python -m rkserve.bench.kills
+	$(BIN)/python -m benchmarks.kills
 
 # They exit with 3 where a target is missed; the report is there all the same. What is shed under
 # overload is an error to its client, and none of these runs.

@@ -20,8 +20,8 @@ from typing import Any
 
 import yaml
 
-from rkserve.deployments.front import FLAG, PATIENCE, available, environ
-from rkserve.ports import free_port, free_ports
+from rkserve.core.ports import free_port, free_ports
+from rkserve.deployments.haproxy import FLAG, PATIENCE, available, environ
 
 PROJECT = Path(__file__).resolve().parents[1]
 START_S = 240.0

@@ -34,23 +34,35 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from rkserve.adapterfolder import adapters, resolve
+from rkserve.api.admin.caches import ids_of, parse_build
+from rkserve.api.admin.generations import EditCall, edit_of, parse_edit
+from rkserve.api.admin.query import Asked
+from rkserve.api.common.answer import Stamp
+from rkserve.api.common.calls import ChatCall, CompletionCall
+from rkserve.api.common.dialect import AnyCall
+from rkserve.api.common.logprobs import Choice, Lexicon
+from rkserve.api.common.plan import held, plan, prompt_texts, reading
+from rkserve.api.common.renderer import Renderer
+from rkserve.api.common.version_policy import Meant
+from rkserve.api.json.body import JsonObject
+from rkserve.api.openai import answers
+from rkserve.api.openai.embeddings import chunks_of, finished_vector, texts_of
+from rkserve.board.answer.hooks import Action, Continue, Decoded, Hook, HookFactory, Pause
 from rkserve.board.board import Board
-from rkserve.board.hooks import Action, Continue, Decoded, Hook, HookFactory, Pause
-from rkserve.board.slots import claim_slot
-from rkserve.config import default_state_dir, resolve_folder
-from rkserve.deployments.assemble import Place, assemble
-from rkserve.deployments.sight import Sight
-from rkserve.errors import (
+from rkserve.board.storage.node_slots import claim_slot
+from rkserve.config.board_group import BoardGroupConfig
+from rkserve.config.explain import explain
+from rkserve.config.images import ImagesConfig
+from rkserve.config.serve_config import default_state_dir, resolve_folder
+from rkserve.core.board_report import BoardReport, CacheEntry, GenerationInfo, KvReport
+from rkserve.core.errors import (
     ConfigError,
     EmbeddingUnsupported,
     RequestError,
     StateConflict,
     UnsupportedParameter,
 )
-from rkserve.groupconfig import BoardGroupConfig
-from rkserve.imageconfig import ImagesConfig
-from rkserve.messages import (
+from rkserve.core.messages import (
     FIRST_LABEL,
     Accepted,
     AdapterRef,
@@ -64,23 +76,11 @@ from rkserve.messages import (
     Timings,
     Usage,
 )
-from rkserve.modelfolder import ModelFolder, open_model_folder
+from rkserve.deployments.board_factory import Place, assemble
+from rkserve.models.adapters import adapters, resolve
+from rkserve.models.folder import ModelFolder, open_model_folder
 from rkserve.reference.asking import SCHEMAS
-from rkserve.reports import BoardReport, CacheEntry, GenerationInfo, KvReport
-from rkserve.settingwords import explain
-from rkserve.wire import answers
-from rkserve.wire.asked import Asked
-from rkserve.wire.caches import ids_of, parse_build
-from rkserve.wire.dialect import AnyCall
-from rkserve.wire.embeddings import chunks_of, finished_vector, texts_of
-from rkserve.wire.generations import EditCall, edit_of, parse_edit
-from rkserve.wire.jsonbody import JsonObject
-from rkserve.wire.logprobs import Choice, Lexicon
-from rkserve.wire.openai import ChatCall, CompletionCall
-from rkserve.wire.plan import held, plan, prompt_texts, reading
-from rkserve.wire.renderer import Renderer
-from rkserve.wire.tally import Stamp
-from rkserve.wire.versions import Meant
+from rkserve.router.images.inputs import Sight
 
 __all__ = [
     "Answer",

@@ -17,14 +17,14 @@ from typing import BinaryIO
 
 import yaml
 
-from rkserve.deployments.front import FLAG, PATIENCE, available, environ
-from rkserve.errors import ConfigError
-from rkserve.ports import free_ports
-from rkserve.preflight import check_file
+from rkserve.core.errors import ConfigError
+from rkserve.core.ports import free_ports
+from rkserve.deployments.haproxy import FLAG, PATIENCE, available, environ
+from rkserve.deployments.preflight import check_file
 
 PROJECT = Path(__file__).resolve().parents[1]
 CONFIG = PROJECT / "serve_config.yaml"
-SERVE = (sys.executable, "-m", "rkserve.preflight", "run")
+SERVE = (sys.executable, "-m", "rkserve.deployments.preflight", "run")
 START_TIMEOUT_S = 600
 ATTEMPTS = 2
 TOKEN_ASKED = "Token authentication is enabled"

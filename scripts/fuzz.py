@@ -24,11 +24,10 @@ from typing import Any
 import uvicorn
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-
-from reference_house import CHAT, EMBED, ReferenceHouse  # noqa: E402 - the tests are no package
+sys.path.insert(0, str(ROOT))
 
 from rkserve.reference.document import document  # noqa: E402 - as above
+from tests.support.http.reference_house import CHAT, EMBED, ReferenceHouse  # noqa: E402 - not installed
 
 HOST = "127.0.0.1"
 CHECKS = (

@@ -34,10 +34,10 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from rkserve.models.vision import FAMILIES
 from rkserve.native.sim import adapters
 from rkserve.native.sim import models as sim_models
 from rkserve.native.sim.encoders import SimEncoder
-from rkserve.visionsettings import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = ROOT / "rkserve" / "native" / "sim"

@@ -13,11 +13,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = (
-    "tests/test_binding.py",
-    "tests/test_binding_api.py",
-    "tests/test_binding_sim.py",
-    "tests/test_binding_sim_more.py",
-    "tests/test_pause_history.py",
+    "tests/native/binding/test_runtime.py",
+    "tests/native/binding/test_runtime_api.py",
+    "tests/native/binding/test_runtime_sim.py",
+    "tests/native/binding/test_runtime_sim_more.py",
+    "tests/native/binding/test_pause_history.py",
 )
 # CPython frees little at its end; and some tests want a process to die as it would without ASan.
 OPTIONS = "detect_leaks=0:handle_segv=0:handle_abort=0"

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
-from local_cluster import App, LocalCluster, running_cluster
 
-from rkserve.errors import RkserveError
-from rkserve.native.detect import detect
+from rkserve.core.errors import RkserveError
+from rkserve.native.binding.detect import detect
 from rkserve.native.sim.build import RELEASES, ensure_built
+from tests.support.cluster.local_cluster import App, LocalCluster, running_cluster
 
 # Each option with the environment variable that stands in for it.
 BOARD_OPTIONS = {

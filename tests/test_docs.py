@@ -13,18 +13,18 @@ import pytest
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 
-from rkserve.config import RkserveConfig
-from rkserve.errors import RkserveError
-from rkserve.metrics import BoardCollector, CoordinatorMetrics, RouterMetrics, StreamCollector
-from rkserve.modelfolder import FolderSettings
+from rkserve.config.explain import inner_model
+from rkserve.config.serve_config import RkserveConfig
+from rkserve.core.board_report import BoardReport, BoardState
+from rkserve.core.errors import RkserveError
+from rkserve.core.metrics import BoardCollector, CoordinatorMetrics, RouterMetrics, StreamCollector
+from rkserve.models.folder import FolderSettings
 from rkserve.native.quirks import NAMES as QUIRKS
 from rkserve.native.sim import profiles
-from rkserve.reports import BoardReport, BoardState
-from rkserve.settingwords import inner_model
+from tests.support.paths import PROJECT
 
-ROOT = Path(__file__).resolve().parents[1]
-DOCS = ROOT / "docs"
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")])
+DOCS = PROJECT / "docs"
+PAGES = sorted([PROJECT / "README.md", PROJECT / "CHANGELOG.md", *DOCS.rglob("*.md")])
 # Made by building, not part of the project.
 MADE = ("rkserve/native/sim/build/",)
 
@@ -34,8 +34,8 @@ def page(name: str) -> str:
 
 
 def make_docs(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "make_docs.py"), *options]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    command = [sys.executable, str(PROJECT / "scripts" / "make_docs.py"), *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=PROJECT)
 
 
 def test_generated_pages_are_what_the_code_says() -> None:
@@ -128,7 +128,7 @@ def test_every_profile_is_listed(profile: profiles.Profile) -> None:
 
 MENTIONED = sorted(
     {
-        (str(file.relative_to(ROOT)), path)
+        (str(file.relative_to(PROJECT)), path)
         for file in PAGES
         for path in re.findall(
             r"`((?:rkserve|scripts|tests|models|cluster)/[^\s`:]*)",
@@ -140,12 +140,12 @@ MENTIONED = sorted(
 
 @pytest.mark.parametrize(("file", "path"), MENTIONED)
 def test_every_path_of_the_project_that_a_page_names_exists(file: str, path: str) -> None:
-    assert path in MADE or any(ROOT.glob(path.rstrip("/"))), f"{file} names {path}"
+    assert path in MADE or any(PROJECT.glob(path.rstrip("/"))), f"{file} names {path}"
 
 
 LINKS = sorted(
     {
-        (str(file.relative_to(ROOT)), link)
+        (str(file.relative_to(PROJECT)), link)
         for file in PAGES
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", file.read_text(encoding="utf-8"))
     }
@@ -154,7 +154,7 @@ LINKS = sorted(
 
 @pytest.mark.parametrize(("file", "link"), LINKS)
 def test_every_link_between_pages_leads_somewhere(file: str, link: str) -> None:
-    assert (ROOT / file).parent.joinpath(link).exists(), f"{file} links to {link}"
+    assert (PROJECT / file).parent.joinpath(link).exists(), f"{file} links to {link}"
 
 
 def test_there_are_paths_and_links_to_check() -> None:
@@ -165,10 +165,10 @@ def test_there_are_paths_and_links_to_check() -> None:
 def test_every_test_that_a_page_names_exists() -> None:
     there = {
         name
-        for file in (ROOT / "tests").glob("test_*.py")
+        for file in (PROJECT / "tests").rglob("test_*.py")
         for name in re.findall(r"def (test_\w+)", file.read_text(encoding="utf-8"))
     }
-    page = (ROOT / "docs" / "control-tests.md").read_text(encoding="utf-8")
+    page = (PROJECT / "docs" / "control-tests.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(test_\w+)`", page))
     assert len(named) > page.count("\n| ")  # at least one in nearly every row
     assert not named - there
@@ -176,17 +176,17 @@ def test_every_test_that_a_page_names_exists() -> None:
 
 @pytest.mark.parametrize("header", ["rkllm_1_2.h", "rkllm_1_3.h"])
 def test_the_vendor_s_declarations_name_their_origin_and_licence(header: str) -> None:
-    declared = (ROOT / "rkserve" / "native" / "decl" / header).read_text(encoding="utf-8")
+    declared = (PROJECT / "rkserve" / "native" / "decl" / header).read_text(encoding="utf-8")
     assert "https://github.com/airockchip/rknn-llm" in declared
     assert "Copyright (c) Rockchip Electronics Co." in declared
-    notice = (ROOT / "NOTICE").read_text(encoding="utf-8")
+    notice = (PROJECT / "NOTICE").read_text(encoding="utf-8")
     assert f"rkserve/native/decl/{header}" in notice
     assert 'IS PROVIDED BY THE COPYRIGHT HOLDERS AND CONTRIBUTORS "AS IS"' in notice
 
 
 # -- the runtime's parameters ---------------------------------------------------------------------
 
-HEADERS = sorted((ROOT / "rkserve" / "native" / "decl").glob("rkllm_1_*.h"))
+HEADERS = sorted((PROJECT / "rkserve" / "native" / "decl").glob("rkllm_1_*.h"))
 STRUCTS = ("RKLLMParam", "RKLLMExtendParam", "RKLLMInferParam", "RKLLMSamplingParam", "RKLLMInput")
 
 

@@ -20,10 +20,11 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from local_cluster import PROJECT, App, LocalCluster
-from talk import CHAT, chat_body
 
 from rkserve.native.sim import adapters
+from tests.support.cluster.local_cluster import App, LocalCluster
+from tests.support.http.talk import CHAT, chat_body
+from tests.support.paths import PROJECT
 
 pytestmark = pytest.mark.ray
 

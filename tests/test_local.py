@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.errors import (
+from rkserve.core.errors import (
     ConfigError,
     EmbeddingUnsupported,
     HookFailed,
@@ -26,6 +26,8 @@ from rkserve.errors import (
     RkserveError,
     StateConflict,
 )
+from rkserve.core.messages import Embedded, EmbedRequest
+from rkserve.core.run_params import Pooling
 from rkserve.local import (
     Answer,
     AsyncGeneration,
@@ -35,13 +37,11 @@ from rkserve.local import (
     LocalBoard,
     open_board,
 )
-from rkserve.messages import Embedded, EmbedRequest
-from rkserve.runvalues import Pooling
+from tests.support.paths import PROJECT
 
-ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "models" / "sim-chat"
+MODEL = PROJECT / "models" / "sim-chat"
 SIMULATED = {"strict": True, "time_scale": 0.02}
-PAGE = (ROOT / "docs" / "local.md").read_text(encoding="utf-8")
+PAGE = (PROJECT / "docs" / "local.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)^```$", PAGE, re.S | re.M))
 COUNTED = "1, 2, 3, 4, 5, 6, 7, 8."
 
@@ -55,7 +55,7 @@ def board() -> Iterator[LocalBoard]:
 def run(*command: str) -> str:
     done = subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, timeout=120, check=False,
-        cwd=ROOT, env=dict(os.environ),
+        cwd=PROJECT, env=dict(os.environ),
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout

@@ -1,1 +1,1 @@
-"""``python -m rkserve.bench``: what rkserve costs beside the bare runtime, measured in one run."""
+"""Load on any server that speaks OpenAI's API: traces, loops, figures, reports."""

@@ -1,263 +1,324 @@
-"""Figures from timed answers: percentiles, rates, ratios with their uncertainty. Pure.
+"""From outcomes to figures: percentiles with intervals, rates, goodput, prefix hits, ratios. Pure.
 
-Times are seconds of one monotonic clock, durations in results are milliseconds.
+Intervals are of 95 %: those of percentiles by the ranks between which the true one lies, without
+any assumption about the distribution; those of ratios by resampling sessions, because turns of one
+session depend on each other. What too few answers say nothing about is None.
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
-from statistics import fmean, median
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 
-from rkserve.bench.child import hold
-from rkserve.bench.procfs import Memory, Reading
-from rkserve.bench.stream import Exchange, HangUp
+from rkserve.bench.harness.figures import CONFIDENCE, SEED, Ratio, percentile
+from rkserve.bench.outcome import NO_ERRORS, Kind, Outcome
+from rkserve.bench.play import Played
+from rkserve.bench.slo import Slo
 
-RESAMPLES = 4000
-CONFIDENCE = 0.95
-SEED = 0  # of the resampling: the same measurements give the same interval
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which ``share`` of them lie, interpolated between neighbours."""
-    ordered = sorted(values)
-    position = share * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
+Pair = tuple[float, float]  # a value and its weight, or a part and its whole
+SHARES = (0.5, 0.9, 0.99)
+Z = 1.959964  # of the normal distribution, for CONFIDENCE
+RESAMPLES = 1000
+BUSY_SHARE, LATE_MS = 0.8, 25.0  # beyond this the load generator measures itself
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """How some durations or rates are distributed."""
+class Percentile:
+    """A percentile, and between which values the true one lies; None where too few were seen."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+    @classmethod
+    def of(cls, ordered: Sequence[float], share: float) -> Percentile:
+        """Return a percentile of at least one value, in order."""
+        count = len(ordered)
+        middle, reach = count * share, Z * math.sqrt(count * share * (1 - share))
+        low, high = math.floor(middle - reach), math.ceil(middle + reach)
+        value = percentile(ordered, share)
+        if low < 0 or high >= count:
+            return cls(value, None, None)
+        return cls(value, ordered[low], ordered[high])
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """How some durations are distributed."""
 
     count: int
     mean: float
-    p50: float
-    p99: float
+    largest: float
+    p50: Percentile
+    p90: Percentile
+    p99: Percentile
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Return the spread of at least one value."""
-        return cls(len(values), fmean(values), median(values), percentile(values, 0.99))
+    def of(cls, values: Sequence[float]) -> Distribution | None:
+        """Return the distribution, or None of nothing."""
+        if not values:
+            return None
+        ordered = sorted(values)
+        cuts = (Percentile.of(ordered, share) for share in SHARES)
+        return cls(len(ordered), fmean(ordered), ordered[-1], *cuts)
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
-    """A ratio of two medians, and between which two it lies with 95 % confidence."""
+class Prefix:
+    """What the servers' caches saved, in tokens.
 
-    value: float
-    low: float
-    high: float
+    ``told`` is how many answers say anything about it, ``reusable`` what the turn before has left.
+    """
+
+    told: int
+    prompt: int
+    cached: int
+    reusable: int
+    hits: int
+
+    @property
+    def ratio(self) -> float | None:
+        """Share of all prompt tokens that were not prefilled."""
+        return self.cached / self.prompt if self.prompt else None
+
+    @property
+    def of_reusable(self) -> float | None:
+        """Cached tokens by what the same sessions could have reused; shared prompts come on top."""
+        return self.cached / self.reusable if self.reusable else None
 
 
-def ratio(of: Sequence[float], to: Sequence[float], rng: random.Random) -> Ratio:
-    """Return the ratio of the medians, its interval by resampling both."""
-    drawn = sorted(
-        median(rng.choices(of, k=len(of))) / median(rng.choices(to, k=len(to)))
-        for _ in range(RESAMPLES)
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """How this program itself did. ``doubt`` says why it may be what was measured, or nothing."""
+
+    cpu_share: float
+    lag_p99_ms: float
+    late_p99_ms: float
+    late_most_ms: float
+    us_per_event: float
+
+    @property
+    def doubt(self) -> str:
+        """Return a sentence where the figures may be the load generator's."""
+        reasons = []
+        if self.cpu_share > BUSY_SHARE:
+            reasons.append(f"it used {self.cpu_share:.0%} of a core")
+        if self.late_p99_ms > LATE_MS:
+            reasons.append(
+                f"one request in a hundred was sent {self.late_p99_ms:.0f} ms late or more"
+            )
+        if self.lag_p99_ms > LATE_MS:
+            reasons.append(f"its loop came {self.lag_p99_ms:.0f} ms late to one thing in a hundred")
+        if not reasons:
+            return ""
+        return f"The load generator itself is in these figures: {', '.join(reasons)}."
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What one run found. Rates are by second of the window, durations in milliseconds."""
+
+    target: str
+    asked: int
+    answered: int
+    cut: int
+    errors: Mapping[str, int]
+    window_s: float
+    offered_rate: float
+    answer_rate: float
+    token_rate: float
+    good: int
+    good_share: float
+    goodput: float
+    good_token_rate: float
+    ttft_ms: Distribution | None
+    gap_ms: Distribution | None
+    token_ms: Distribution | None
+    e2e_ms: Distribution | None
+    queue_ms: Distribution | None
+    retry_after_s: Distribution | None
+    prefix: Prefix
+    tokens_per_event: float
+    without_usage: int
+    not_streamed: int
+    continued: int
+    finish_reasons: Mapping[str, int]
+    boards: Mapping[str, int]
+    generator: Generator
+    interrupted: bool
+
+
+def figures(played: Played, slo: Slo) -> Figures:
+    """Sum up a run."""
+    start_s, end_s = played.window_s
+    seconds = max(end_s - start_s, 1e-9)
+    asked = [one for one in played.outcomes if one.asked.due_s >= start_s]
+    ended = [one for one in asked if one.kind is not Kind.CUT]
+    answered = [one for one in asked if one.ok]
+    good = [one for one in answered if slo.met(one)]
+    # Rates count what happened in the window, whenever it was asked.
+    done = [o for o in played.outcomes if o.ok and o.end_s and start_s <= o.end_s <= end_s]
+    good_done = [one for one in done if slo.met(one)]
+    return Figures(
+        target=played.target,
+        asked=len(asked),
+        answered=len(answered),
+        cut=len(asked) - len(ended),
+        errors=dict(Counter(one.label for one in asked if one.kind not in NO_ERRORS).most_common()),
+        window_s=end_s - start_s,
+        offered_rate=len(asked) / seconds,
+        answer_rate=len(done) / seconds,
+        token_rate=tokens_between(played.outcomes, start_s, end_s) / seconds,
+        good=len(good),
+        good_share=len(good) / len(ended) if ended else 0.0,
+        goodput=len(good_done) / seconds,
+        good_token_rate=sum(one.completion_tokens for one in good_done) / seconds,
+        ttft_ms=Distribution.of([one.ttft_ms for one in answered]),
+        gap_ms=Distribution.of([gap for one in answered for gap in one.gaps_ms]),
+        token_ms=Distribution.of([one.token_ms for one in answered if one.token_ms is not None]),
+        e2e_ms=Distribution.of([one.e2e_ms for one in answered]),
+        queue_ms=Distribution.of([one.queue_ms for one in answered if one.queue_ms is not None]),
+        retry_after_s=Distribution.of(
+            [one.retry_after_s for one in asked if one.retry_after_s is not None]
+        ),
+        prefix=prefix_hits(played.outcomes, start_s),
+        tokens_per_event=tokens_per_event(answered),
+        without_usage=sum(not one.usage for one in answered),
+        not_streamed=sum(not one.streamed for one in answered),
+        continued=sum(one.continued for one in asked),
+        finish_reasons=dict(Counter(one.finish_reason or "none" for one in answered)),
+        boards=dict(sorted(Counter(one.board for one in answered if one.board).items())),
+        generator=generator(played),
+        interrupted=played.interrupted,
     )
+
+
+def prefix_hits(outcomes: Sequence[Outcome], since_s: float = 0.0) -> Prefix:
+    """Count what was not prefilled, over answers that say so."""
+    last: dict[str, int] = {}
+    told = prompt = cached = reusable = hits = 0
+    for one in sorted(outcomes, key=lambda one: (one.asked.session, one.asked.turn)):
+        if not one.ok:
+            continue
+        left, name = last.get(one.asked.session, 0), one.asked.session
+        last[name] = one.prompt_tokens + one.completion_tokens
+        if one.cached_tokens is None or one.asked.due_s < since_s:
+            continue
+        told, hits = told + 1, hits + (one.cached_tokens > 0)
+        prompt, cached = prompt + one.prompt_tokens, cached + one.cached_tokens
+        reusable += min(left, one.prompt_tokens)
+    return Prefix(told, prompt, cached, reusable, hits)
+
+
+def tokens_per_event(answered: Sequence[Outcome]) -> float:
+    """Tokens that one event with text brings; more than 1 where they are sent together."""
+    texts = sum(len(one.text_s) for one in answered)
+    return sum(one.completion_tokens for one in answered) / texts if texts else 0.0
+
+
+def tokens_between(outcomes: Sequence[Outcome], start_s: float, end_s: float) -> float:
+    """Tokens that arrived in a window, also those of answers that it cuts or that failed."""
+    each = tokens_per_event([one for one in outcomes if one.ok]) or 1.0
+    return each * sum(start_s <= at_s <= end_s for one in outcomes for at_s in one.text_s)
+
+
+def generator(played: Played) -> Generator:
+    """Say how the load generator did."""
+    late = [one.late_ms for one in played.outcomes] or [0.0]
+    events = sum(len(one.text_s) for one in played.outcomes)
+    return Generator(
+        cpu_share=played.cpu_s / max(played.end_s - played.start_s, 1e-9),
+        lag_p99_ms=percentile(played.lag_ms or [0.0], 0.99),
+        late_p99_ms=percentile(late, 0.99),
+        late_most_ms=max(late),
+        us_per_event=played.cpu_s * 1e6 / events if events else 0.0,
+    )
+
+
+# -- two runs beside each other -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A run by another one, as ratios; None where a side has no such figure, or it is 0."""
+
+    target: str
+    to: str
+    ratios: Mapping[str, Ratio | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Measure:
+    """A figure of many answers: what each of them brings to it, and what is made of that."""
+
+    each: Callable[[Outcome], Pair | None]
+    sum_up: Callable[[Sequence[Pair]], float | None]
+
+
+def compare(of: Played, to: Played, slo: Slo) -> Comparison:
+    """Return the ratios of one run to another of the same trace, sessions drawn in pairs."""
+    ttft, e2e = _of_answers(lambda one: one.ttft_ms), _of_answers(lambda one: one.e2e_ms)
+    measures = {
+        "prefix hit ratio": _Measure(_cached, _share),
+        "TTFT p50": _Measure(ttft, _cut(0.5)),
+        "TTFT p99": _Measure(ttft, _cut(0.99)),
+        "end-to-end p50": _Measure(e2e, _cut(0.5)),
+        "end-to-end p99": _Measure(e2e, _cut(0.99)),
+        "share within the limits": _Measure(lambda one: (float(slo.met(one)), 1.0), _share),
+    }
+    return Comparison(
+        of.target, to.target, {name: _ratio(of, to, measure) for name, measure in measures.items()}
+    )
+
+
+def _of_answers(value: Callable[[Outcome], float]) -> Callable[[Outcome], Pair | None]:
+    return lambda one: (value(one), 1.0) if one.ok else None
+
+
+def _cached(one: Outcome) -> Pair | None:
+    if not one.ok or one.cached_tokens is None:
+        return None
+    return float(one.cached_tokens), float(one.prompt_tokens)
+
+
+def _share(pairs: Sequence[Pair]) -> float | None:
+    whole = sum(of for _, of in pairs)
+    return sum(part for part, _ in pairs) / whole if whole else None
+
+
+def _cut(share: float) -> Callable[[Sequence[Pair]], float | None]:
+    return lambda pairs: percentile([value for value, _ in pairs], share) if pairs else None
+
+
+def _ratio(of: Played, to: Played, measure: _Measure) -> Ratio | None:
+    ours, theirs = (_by_session(side, measure.each) for side in (of, to))
+    names = sorted(ours.keys() & theirs.keys())
+
+    def quotient(drawn: Sequence[str]) -> float | None:
+        above, below = (
+            measure.sum_up([pair for name in drawn for pair in side[name]])
+            for side in (ours, theirs)
+        )
+        return None if above is None or not below else above / below
+
+    if (value := quotient(names)) is None:
+        return None
+    rng = random.Random(SEED)
+    found = (quotient(rng.choices(names, k=len(names))) for _ in range(RESAMPLES))
+    drawn = [one for one in found if one is not None]
     outside = (1 - CONFIDENCE) / 2
-    return Ratio(
-        median(of) / median(to), percentile(drawn, outside), percentile(drawn, 1 - outside)
-    )
+    return Ratio(value, percentile(drawn, outside), percentile(drawn, 1 - outside))
 
 
-# -- answers --------------------------------------------------------------------------------------
-
-
-def ttft_ms(exchange: Exchange) -> float:
-    """From the request to its first text."""
-    return (exchange.content_s[0] - exchange.sent_s) * 1e3
-
-
-def gaps_ms(exchange: Exchange) -> list[float]:
-    """Times between texts that follow each other."""
-    return [(after - before) * 1e3 for before, after in pairwise(exchange.content_s)]
-
-
-def decode_rate(exchange: Exchange) -> float:
-    """Tokens per second between the first text and the last."""
-    return (exchange.completion_tokens - 1) / (exchange.content_s[-1] - exchange.content_s[0])
-
-
-def tail_ms(exchange: Exchange) -> float:
-    """From the last text to the end of the answer."""
-    return (_end_s(exchange) - exchange.content_s[-1]) * 1e3
-
-
-def whole_rate(exchange: Exchange) -> float:
-    """Tokens per second from the request to the end of its answer."""
-    return exchange.completion_tokens / (_end_s(exchange) - exchange.sent_s)
-
-
-def never_idle_rate(exchanges: Sequence[Exchange]) -> float:
-    """Tokens per second of a board that goes from one of these runs straight to the next."""
-    took_s = sum(_end_s(one) - one.sent_s for one in exchanges)
-    return sum(one.completion_tokens for one in exchanges) / took_s
-
-
-def complete(exchanges: Iterable[Exchange]) -> list[Exchange]:
-    """Return those that were answered to the end."""
-    return [one for one in exchanges if one.end_s is not None and not one.error]
-
-
-def tokens_per_text(exchanges: Iterable[Exchange]) -> float:
-    """Tokens that one event brings on average; 1 but for characters that take several tokens.
-
-    Above that the path is behind: what a board has ready when it is asked travels together.
-    """
-    done = complete(exchanges)
-    texts = sum(len(one.content_s) for one in done)
-    return sum(one.completion_tokens for one in done) / texts if texts else 0.0
-
-
-def tokens_between(exchanges: Sequence[Exchange], start_s: float, end_s: float) -> float:
-    """Tokens that arrived in a window, also those of answers that it cuts."""
-    texts = sum(start_s <= at_s < end_s for one in exchanges for at_s in one.content_s)
-    return texts * tokens_per_text(exchanges)
-
-
-def board_rates(
-    exchanges: Iterable[Exchange], start_s: float, end_s: float, load_end_s: float
-) -> dict[str, float]:
-    """Tokens per second of each board, from its first answer's end in the window to a later one's.
-
-    The last is the first end after ``end_s``, so that whole cycles are counted, with every idle
-    moment between them. A board that finishes nothing after the window is taken to have idled until
-    the load's end.
-    """
-    ends: dict[str, list[tuple[float, int]]] = {}
-    done = complete(exchanges)
-    hold([f"{count} x an answer names no board" for count in [_nameless(done)] if count])
-    for one in done:
-        ends.setdefault(one.board, []).append((_end_s(one), one.completion_tokens))
-    return {
-        board: _rate_of_ends(sorted(found), start_s, end_s, load_end_s)
-        for board, found in ends.items()
-    }
-
-
-def _nameless(exchanges: Iterable[Exchange]) -> int:
-    return sum(not one.board for one in exchanges)
-
-
-def _rate_of_ends(
-    ends: Sequence[tuple[float, int]], start_s: float, end_s: float, load_end_s: float
-) -> float:
-    first_s = next((at_s for at_s, _ in ends if at_s >= start_s), load_end_s)
-    last_s = next((at_s for at_s, _ in ends if at_s >= end_s), load_end_s)
-    tokens = sum(count for at_s, count in ends if first_s < at_s <= last_s)
-    return tokens / (last_s - first_s) if last_s > first_s else 0.0
-
-
-def flaws(exchanges: Iterable[Exchange], prompt_tokens: int, completion_tokens: int) -> list[str]:
-    """Say what makes answers unfit for measuring; nothing where all were as they should be."""
-    found: dict[str, int] = {}
-    for one in exchanges:
-        for flaw in _flaws_of(one, prompt_tokens, completion_tokens):
-            found[flaw] = found.get(flaw, 0) + 1
-    return [f"{count} x {flaw}" for flaw, count in found.items()]
-
-
-def _flaws_of(one: Exchange, prompt_tokens: int, completion_tokens: int) -> list[str]:
-    if one.error:
-        return [one.error]
-    if one.end_s is None:
-        return []
-    counts = {
-        "prompt tokens": (one.prompt_tokens, prompt_tokens),
-        "completion tokens": (one.completion_tokens, completion_tokens),
-        "cached tokens": (one.cached_tokens, 0),
-    }
-    return [f"{is_} {name}, not {want}" for name, (is_, want) in counts.items() if is_ != want]
-
-
-def _end_s(exchange: Exchange) -> float:
-    assert exchange.end_s is not None  # callers pass answers that were complete
-    return exchange.end_s
-
-
-# -- hang-ups -------------------------------------------------------------------------------------
-
-
-def freed_ms(hang_up: HangUp) -> float:
-    """From a hang-up to the board being free for the next run, and a little more.
-
-    The next answer's first text is preceded by its prefill, whose time the runtime itself reports.
-    What remains is the end of the run that nobody wanted, and also the start of the next one and
-    the way of its first text to the client, so that it is never less than what is asked for.
-    """
-    return (hang_up.next.content_s[0] - hang_up.closed_s) * 1e3 - hang_up.next.prefill_ms
-
-
-def flaws_of_hang_ups(
-    hang_ups: Sequence[HangUp], prompt_tokens: int, completion_tokens: int
-) -> list[str]:
-    """Say what makes hang-ups unfit for measuring; the counts are of the answers behind them."""
-    found = flaws([one.next for one in hang_ups], prompt_tokens, completion_tokens)
-    not_left = sum(one.left.end_s is not None or not one.left.content_s for one in hang_ups)
-    unanswered = sum(one.next.end_s is None or not one.next.content_s for one in hang_ups)
-    # An answer whose headers came before it had a board names none.
-    apart = sum(one.next.board not in ("", one.left.board) for one in hang_ups)
-    early = sum(
-        bool(one.next.content_s) and one.next.content_s[0] <= one.closed_s for one in hang_ups
-    )
-    counts = {
-        "an answer was not left in mid-stream": not_left,
-        "nothing was answered after a hang-up": unanswered,
-        "the next answer came from another board": apart,
-        "the next answer did not wait for the hang-up": early,
-    }
-    return [*found, *(f"{count} x {flaw}" for flaw, count in counts.items() if count)]
-
-
-# -- processes ------------------------------------------------------------------------------------
-
-
-@dataclass
-class CpuUse:
-    """What the processes used over one or several stretches of time, all times in milliseconds."""
-
-    cores: int
-    wall_ms: float = 0.0
-    by_part_ms: dict[str, float] = field(default_factory=dict)
-    nice: dict[str, int] = field(default_factory=dict)
-    machine_ms: float = 0.0
-    stolen_ms: float = 0.0
-
-    def add(self, before: Reading, after: Reading) -> None:
-        """Count the time between two readings; a process that is new counts from its start."""
-        self.wall_ms += (after.at_s - before.at_s) * 1e3
-        self.machine_ms += after.machine.busy_ms - before.machine.busy_ms
-        self.stolen_ms += after.machine.stolen_ms - before.machine.stolen_ms
-        for identity, (part, stat) in after.processes.items():
-            earlier = before.processes.get(identity)
-            spent_ms = stat.cpu_ms - (earlier[1].cpu_ms if earlier else 0.0)
-            self.by_part_ms[part] = self.by_part_ms.get(part, 0.0) + spent_ms
-            self.nice[part] = stat.nice
-
-    @property
-    def ours_share(self) -> float:
-        """Share of all cores' time that the measured processes took."""
-        return self._share(sum(self.by_part_ms.values()))
-
-    @property
-    def others_share(self) -> float:
-        """Share that everything else on the machine took: noise."""
-        return max(0.0, self._share(self.machine_ms) - self.ours_share)
-
-    @property
-    def stolen_share(self) -> float:
-        """Share that the hypervisor kept for itself: noise."""
-        return self._share(self.stolen_ms)
-
-    def _share(self, spent_ms: float) -> float:
-        return spent_ms / (self.cores * self.wall_ms) if self.wall_ms else 0.0
-
-
-def largest(memories: Mapping[str, Sequence[Memory]], part: str) -> int | None:
-    """Resident bytes of a part's largest process, or None where there is none."""
-    return max((one.rss for one in memories.get(part, ())), default=None)
+def _by_session(played: Played, each: Callable[[Outcome], Pair | None]) -> dict[str, list[Pair]]:
+    found: dict[str, list[Pair]] = {}
+    for one in played.outcomes:
+        if one.kind is not Kind.CUT and one.asked.due_s >= played.window_s[0]:
+            pairs = found.setdefault(one.asked.session, [])
+            if (pair := each(one)) is not None:
+                pairs.append(pair)
+    return found

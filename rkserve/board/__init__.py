@@ -1,1 +1,1 @@
-"""One board as plain Python: admission, text, KV reuse and the engine process, without Ray or C."""
+"""One board as plain Python, without Ray or C. Start with ``board/board.py``."""

@@ -16,37 +16,47 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
-from rkserve.board import clock, reporting
-from rkserve.board.adapting import Adapting
-from rkserve.board.admission import Admission, Decision, Expire, Start
-from rkserve.board.bases import Bases, OwnFile, StartEngine
-from rkserve.board.caching import Caching
-from rkserve.board.conduct import Conductor
-from rkserve.board.control import Control
-from rkserve.board.duty import Charge
-from rkserve.board.embedding import Embedding
-from rkserve.board.engine import EngineFacts
-from rkserve.board.figures import Figures
-from rkserve.board.generation import Generation
-from rkserve.board.holding import Holding
-from rkserve.board.holdings import HoldingsReport
-from rkserve.board.hooks import HookFactory
-from rkserve.board.interrupt import GenerationEvent
-from rkserve.board.job import Errand, Job
-from rkserve.board.keeper import Keeper
-from rkserve.board.live import LiveEngine
-from rkserve.board.probing import Probing
-from rkserve.board.rebasing import Rebasing
-from rkserve.board.settings import BoardSettings
-from rkserve.board.sleeping import Sleeping
-from rkserve.board.stage import Vectors
-from rkserve.board.staged import Staged
-from rkserve.board.stagedweights import Intake, StagedWeights
-from rkserve.board.unloaded import SleepMark
-from rkserve.board.upkeep import Upkeep
-from rkserve.board.versions import VersionBook
-from rkserve.desired import Adoption, Desired, Probe
-from rkserve.errors import (
+from rkserve.board.answer.generation import Generation
+from rkserve.board.answer.hooks import HookFactory
+from rkserve.board.engine.protocol import EngineFacts
+from rkserve.board.engine.unloaded import SleepMark
+from rkserve.board.operations import report as reporting
+from rkserve.board.operations.adopt import Holding
+from rkserve.board.operations.base_weights import Bases, OwnFile, StartEngine
+from rkserve.board.operations.cache_calls import Upkeep
+from rkserve.board.operations.embedding import Embedding
+from rkserve.board.operations.probe_adapter import Probing
+from rkserve.board.operations.sleep import Sleeping
+from rkserve.board.operations.swap_weights import Rebasing
+from rkserve.board.rules.admission import Admission, Decision, Expire, Start
+from rkserve.board.rules.counters import Figures
+from rkserve.board.rules.generation_states import GenerationEvent
+from rkserve.board.rules.obligations import Charge
+from rkserve.board.rules.versions import VersionBook
+from rkserve.board.run import clock
+from rkserve.board.run.adapter_loading import Adapting
+from rkserve.board.run.board_protocol import Vectors
+from rkserve.board.run.job import Errand, Job
+from rkserve.board.run.kv_report import HoldingsReport
+from rkserve.board.run.loaded_engine import LiveEngine
+from rkserve.board.run.prompt_caching import Caching
+from rkserve.board.run.request_control import Control
+from rkserve.board.run.runner import Conductor
+from rkserve.board.run.settings import BoardSettings
+from rkserve.board.run.supervisor import Keeper
+from rkserve.board.storage.adapters import Staged
+from rkserve.board.storage.base_weights import Intake, StagedWeights
+from rkserve.core.board_report import (
+    BoardReport,
+    BoardState,
+    CacheEntry,
+    Emitted,
+    GenerationInfo,
+    GenerationState,
+    KvReport,
+)
+from rkserve.core.desired_state import Adoption, Desired, Probe
+from rkserve.core.errors import (
     BoardAsleep,
     BoardFailed,
     BoardOutOfOrder,
@@ -61,7 +71,7 @@ from rkserve.errors import (
     RunFailed,
     SamplingFixed,
 )
-from rkserve.messages import (
+from rkserve.core.messages import (
     Accepted,
     AdapterRef,
     ControlAction,
@@ -70,15 +80,6 @@ from rkserve.messages import (
     Event,
     Finished,
     GenerateRequest,
-)
-from rkserve.reports import (
-    BoardReport,
-    BoardState,
-    CacheEntry,
-    Emitted,
-    GenerationInfo,
-    GenerationState,
-    KvReport,
 )
 
 __all__ = ["Board", "BoardSettings"]

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from rkserve.bench.load.asked import Found
-from rkserve.bench.load.making import Shape, make_trace
-from rkserve.bench.load.trace import Trace, lines_of, read_trace, write_trace
+from rkserve.bench.asked import Found
+from rkserve.bench.making import Shape, make_trace
+from rkserve.bench.trace import Trace, lines_of, read_trace, write_trace
 from rkserve.cli.given import Seed
 from rkserve.cli.loading import EXIT_CODES, Session, loading
 from rkserve.cli.shaping import shaped
@@ -66,7 +66,7 @@ def run(
     ] = False,
 ) -> Found:
     """Play a trace, one that is made or one from a file; open loop unless --clients."""
-    from rkserve.bench.load.presets import play_all
+    from rkserve.bench.presets import play_all
 
     plan = replace(
         load.given.plan(),
@@ -86,7 +86,7 @@ def run(
 @loading
 def smoke(load: Session, *, sessions: Sessions = None, clients: Clients = None) -> Found:
     """Ask a few questions: seconds, to see that a server can be measured."""
-    from rkserve.bench.load import presets
+    from rkserve.bench import presets
 
     return presets.smoke(load.bench, load.asked(sessions=sessions, clients=clients))
 
@@ -95,7 +95,7 @@ def smoke(load: Session, *, sessions: Sessions = None, clients: Clients = None) 
 @loading
 def multi_turn(load: Session, *, sessions: Sessions = None, clients: Clients = None) -> Found:
     """Play 200 conversations with shared system prompts; policies are compared on the same ones."""
-    from rkserve.bench.load import presets
+    from rkserve.bench import presets
 
     return presets.multi_turn(load.bench, load.asked(sessions=sessions, clients=clients))
 
@@ -116,7 +116,7 @@ def overload(
     ] = True,
 ) -> Found:
     """Measure the capacity, then ask that much and three times as much; compare the goodput."""
-    from rkserve.bench.load import presets
+    from rkserve.bench import presets
 
     asked = load.asked(
         seconds=seconds, sessions=sessions, clients=clients, tell_deadline=tell_deadline
@@ -141,7 +141,7 @@ def compare(
     ] = False,
 ) -> Found:
     """Have several servers, models or adapters answer the same prompts; show where they differ."""
-    from rkserve.bench.load import presets
+    from rkserve.bench import presets
 
     played = _trace(trace, shape, load.given.seed)
     asked = load.asked(clients=clients, whole=all_prompts)

@@ -21,8 +21,8 @@ from rkserve.cli.sim import sim
 from rkserve.cli.sleeping import models, sleep, wake
 from rkserve.cli.weights import weights
 from rkserve.client.answers import PARTIAL, SUCCEEDED
-from rkserve.deployments.front import default_folder, prepare
-from rkserve.errors import ConfigError
+from rkserve.core.errors import ConfigError
+from rkserve.deployments.haproxy import default_folder, prepare
 
 app = typer.Typer(
     name="rkserve",

@@ -18,9 +18,9 @@ import typer
 from rkserve.cli.link import first_line
 
 if TYPE_CHECKING:
-    from rkserve.bench.load.play import Plan
-    from rkserve.bench.load.slo import Slo
-    from rkserve.bench.load.target import Target
+    from rkserve.bench.play import Plan
+    from rkserve.bench.slo import Slo
+    from rkserve.bench.target import Target
 
 NAMED = re.compile(r"([\w .-]+)=(https?://.*)")
 _A = TypeVar("_A")
@@ -152,15 +152,15 @@ class Given:
 
     def plan(self) -> Plan:
         """Return how traces are played, as far as these options say."""
-        from rkserve.bench.load.play import Limits as ClientLimits
-        from rkserve.bench.load.play import Plan
+        from rkserve.bench.play import Limits as ClientLimits
+        from rkserve.bench.play import Plan
 
         limits = ClientLimits(stall_s=self.stall, total_s=self.timeout)
         return Plan(salt=self.salt or "", limits=limits)
 
     def limits(self) -> Slo | None:
         """Return the limits that answers are held to, if there are any."""
-        from rkserve.bench.load.slo import parse_slo
+        from rkserve.bench.slo import parse_slo
 
         return None if self.slo is None else usage(parse_slo, self.slo)
 
@@ -192,7 +192,7 @@ ANNOTATIONS: Mapping[str, Any] = {
 
 def targets(given: Given) -> list[Target]:
     """Return the servers that were named. Raises ``BadParameter``, ``BenchFailed``."""
-    from rkserve.bench.load.target import CHAT, COMPLETIONS, Target
+    from rkserve.bench.target import CHAT, COMPLETIONS, Target
 
     if given.api not in (CHAT, COMPLETIONS):
         raise typer.BadParameter(f"--api is {CHAT} or {COMPLETIONS}")
@@ -207,7 +207,7 @@ def targets(given: Given) -> list[Target]:
 
 def _asked(given: Given, key: str | None) -> list[tuple[str, str, str]]:
     """Return the name, URL and model of each target; a server is asked for what was not named."""
-    from rkserve.bench.load.target import base_path, models_of
+    from rkserve.bench.target import base_path, models_of
 
     paired = _paired(given.url or [], given.model or [])
     for _, url, _ in paired:

@@ -1,6 +1,6 @@
 """What all commands of ``rkserve bench`` have: what is loaded, where results go, exit codes.
 
-It knows the command line and files; what is asked and measured is in ``rkserve.bench.load``, most
+It knows the command line and files; what is asked and measured is in ``rkserve.bench``, most
 of which is imported only when one of the commands runs: the others need none of it.
 """
 
@@ -24,15 +24,15 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rkserve.cli.given import ANNOTATIONS, Given, known_profile, targets, usage
 from rkserve.cli.link import Exit
 from rkserve.cli.options import keyword, own_options, signed
-from rkserve.errors import RkserveError
+from rkserve.core.errors import RkserveError
 
 if TYPE_CHECKING:
-    from rkserve.bench.load.asked import Asked, Found
-    from rkserve.bench.load.bench import Bench
-    from rkserve.bench.load.play import Told
-    from rkserve.bench.load.results import Results
-    from rkserve.bench.load.site import Site
-    from rkserve.bench.load.slo import Slo
+    from rkserve.bench.asked import Asked, Found
+    from rkserve.bench.bench import Bench
+    from rkserve.bench.play import Told
+    from rkserve.bench.results import Results
+    from rkserve.bench.site import Site
+    from rkserve.bench.slo import Slo
 
 EXIT_CODES = (
     "Exit codes: 0 measured; 1 failed, or nothing was answered; 2 wrong usage; 3 measured, but a "
@@ -63,7 +63,7 @@ class Session:
 
     def asked(self, **own: Any) -> Asked:
         """Return what a preset is told: these options, and those of the command."""
-        from rkserve.bench.load.asked import Asked
+        from rkserve.bench.asked import Asked
 
         given = self.given
         return Asked(seed=given.seed, slo=given.limits(), plan=given.plan(), **own)
@@ -71,7 +71,7 @@ class Session:
 
 def carry_out(given: Given, command: Callable[[Session], Found]) -> Exit:
     """Run a command, deliver what it found, and return the exit code."""
-    from rkserve.bench.load.bench import Bench
+    from rkserve.bench.bench import Bench
 
     err, limits = Console(stderr=True), given.limits() or _no_limits()
     folder = Path(tempfile.mkdtemp(prefix="rkbench-"))  # short: sockets' paths have a limit
@@ -111,7 +111,7 @@ def _attempt(
 
 
 def _failed(err: Console, exc: RkserveError) -> Exit:
-    from rkserve.bench.load.target import Unreachable
+    from rkserve.bench.target import Unreachable
 
     err.print(f"rkserve bench: {exc}", markup=False, highlight=False, soft_wrap=True)
     return Exit.UNREACHABLE if isinstance(exc, Unreachable) else Exit.FAILED
@@ -129,8 +129,8 @@ def exit_of(given: Given, results: Results) -> Exit:
 
 def results_of(bench: Bench, found: Found | None) -> Results:
     """Put together what there is."""
-    from rkserve.bench.load.results import Results
-    from rkserve.bench.measure import machine
+    from rkserve.bench.harness.machine import machine
+    from rkserve.bench.results import Results
 
     title, trace = ("Interrupted", "") if found is None else (found.title, found.trace)
     return Results(
@@ -149,11 +149,11 @@ def results_of(bench: Bench, found: Found | None) -> Results:
 
 def deliver(given: Given, results: Results) -> None:
     """Print the results, and write them where that was asked for."""
-    from rkserve.bench.load.capture import exchange_lines, render_exchanges
-    from rkserve.bench.load.charts import svg
-    from rkserve.bench.load.plots import charts
-    from rkserve.bench.load.report import render, summary
-    from rkserve.bench.load.results import outcome_lines
+    from rkserve.bench.capture import exchange_lines, render_exchanges
+    from rkserve.bench.charts import svg
+    from rkserve.bench.plots import charts
+    from rkserve.bench.report import render, summary
+    from rkserve.bench.results import outcome_lines
 
     if given.as_json:
         typer.echo(json.dumps(results.to_json(), ensure_ascii=False, indent=2))
@@ -200,8 +200,8 @@ def opened(given: Given, folder: Path, say: Callable[[str], None]) -> Iterator[S
 
 
 def _site(given: Given, folder: Path, say: Callable[[str], None]) -> Site:
-    from rkserve.bench.load.site import DEFAULT_POLICY, Boards, Servers, Simulated
-    from rkserve.bench.load.watch import parse_watched
+    from rkserve.bench.site import DEFAULT_POLICY, Boards, Servers, Simulated
+    from rkserve.bench.watch import parse_watched
 
     if given.boards is None and not given.url and (url := os.environ.get("RKSERVE_URL")):
         given = replace(given, url=[url])
@@ -222,7 +222,7 @@ def _site(given: Given, folder: Path, say: Callable[[str], None]) -> Site:
 
 
 def _no_limits() -> Slo:
-    from rkserve.bench.load.slo import Slo
+    from rkserve.bench.slo import Slo
 
     return Slo()
 

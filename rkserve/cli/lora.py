@@ -13,7 +13,7 @@ from rkserve.cli.bars import progress
 from rkserve.cli.link import EXIT_CODES, Link, connected
 from rkserve.cli.options import InFlight, Model, Running, Timeout
 from rkserve.client.upload import ADAPTER_FILE
-from rkserve.modelfolder import SIM_MAGIC
+from rkserve.models.folder import SIM_MAGIC
 from rkserve.native.sim import adapters as sim_adapters
 
 lora = typer.Typer(help=f"Bring LoRA adapters to the boards. {EXIT_CODES}", no_args_is_help=True)

@@ -1,4 +1,4 @@
-"""Options that say what a made trace is like; see ``rkserve.bench.load.making``."""
+"""Options that say what a made trace is like; see ``rkserve.bench.making``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rkserve.bench.load.making import Arrivals, Shape
+from rkserve.bench.making import Arrivals, Shape
 from rkserve.cli.options import keyword, own_options, signed
 
 # The names are those of a ``Shape``, with what they are where nothing is said.

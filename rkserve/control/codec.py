@@ -19,8 +19,8 @@ from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rkserve.control.operations import Operation
-from rkserve.desired import Desired, KeptCache
-from rkserve.errors import LedgerFailed
+from rkserve.core.desired_state import Desired, KeptCache
+from rkserve.core.errors import LedgerFailed
 
 # Rises with every change of a field in what is kept; whoever raises it adds how the old is read.
 SCHEMA = 2

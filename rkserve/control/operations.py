@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from rkserve.control import params as read
-from rkserve.control.changes import overlap
 from rkserve.control.params import Json, Params
-from rkserve.desired import InFlight, Scope
-from rkserve.errors import OperationConflict, RkserveError
+from rkserve.control.state_changes import overlap
+from rkserve.core.desired_state import InFlight, Scope
+from rkserve.core.errors import OperationConflict, RkserveError
 
 
 class OperationKind(str, Enum):

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TypeAlias, TypeVar
 
-from rkserve.desired import Scope, SleepLevel
-from rkserve.errors import RequestError
+from rkserve.core.desired_state import Scope, SleepLevel
+from rkserve.core.errors import RequestError
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 Params: TypeAlias = Mapping[str, Json]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rkserve.control import changes, rebasing
+from rkserve.control import state_changes, weight_changes
 from rkserve.control.operations import (
     HOLDS,
     ROLLOUTS,
@@ -19,7 +19,7 @@ from rkserve.control.operations import (
     OperationState,
     Phase,
 )
-from rkserve.desired import Desired, Pause
+from rkserve.core.desired_state import Desired, Pause
 
 INTERRUPTED = "operation_interrupted"
 _UNDONE = "The Coordinator was restarted before it was done; what it had changed was taken back."
@@ -48,12 +48,12 @@ def recover(
     after = {**known, **ended}
     dead = {pause.operation for pause in desired.pauses if _is_dead(pause, after)}
     candidates = [line for line in desired.lines if line.candidate is not None]
-    recovered = changes.as_one(
+    recovered = state_changes.as_one(
         desired,
-        lambda now: changes.expire(now, now_s)[0],
-        *(lambda now, one=one: changes.withdraw(now, one) for one in sorted(dead)),
-        *(lambda now, one=one: changes.drop(now, one.model, one.name) for one in candidates),
-        *(lambda now, one=one: rebasing.undo(now, one.model) for one in desired.weights),
+        lambda now: state_changes.expire(now, now_s)[0],
+        *(lambda now, one=one: state_changes.withdraw(now, one) for one in sorted(dead)),
+        *(lambda now, one=one: state_changes.drop(now, one.model, one.name) for one in candidates),
+        *(lambda now, one=one: weight_changes.undo(now, one.model) for one in desired.weights),
     )
     return recovered, tuple(ended.values())
 

@@ -33,9 +33,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from rkserve.control.judge import Judgement, Verdict
+from rkserve.control.canary import Judgement, Verdict
 from rkserve.control.operations import OperationError, OperationState, Phase
-from rkserve.control.plan import Ask, Move, Planned, Round
+from rkserve.control.rollout_plan import Ask, Move, Planned, Round
 
 # An observation without a verdict goes on for so many times what was asked for, and then so many
 # seconds at least, before the version is taken back: a quiet cluster proves nothing.

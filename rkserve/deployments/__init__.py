@@ -1,1 +1,1 @@
-"""Ray's view of the parts: the only room, with app, that knows Ray and FastAPI."""
+"""Ray Serve: builds the application and wraps Router, board and Coordinator."""

@@ -14,19 +14,26 @@ from pathlib import Path
 import ray
 from ray import serve
 
-from rkserve.board.slots import Slot, claim_slot
-from rkserve.config import ChannelConfig
-from rkserve.deployments.assemble import Place, assemble
-from rkserve.deployments.channel_board import Address, Outlet
+from rkserve.board.storage.node_slots import Slot, claim_slot
+from rkserve.config.board_group import BoardGroupConfig
+from rkserve.config.serve_config import ChannelConfig
+from rkserve.core.board_report import BoardReport, CacheEntry, Emitted, GenerationInfo, KvReport
+from rkserve.core.desired_state import Adoption, Artifact, Desired, Probe
+from rkserve.core.durable_files import write_private
+from rkserve.core.errors import BoardStartFailed, RkserveError
+from rkserve.core.messages import (
+    AdapterRef,
+    ControlAction,
+    Edit,
+    EmbedRequest,
+    Event,
+    GenerateRequest,
+)
+from rkserve.deployments.board_factory import Place, assemble
+from rkserve.deployments.board_names import Node, board_name, find_node
 from rkserve.deployments.hardware import HardwareView
-from rkserve.deployments.logs import log_with_serve
-from rkserve.deployments.naming import Node, board_name, find_node
-from rkserve.desired import Adoption, Artifact, Desired, Probe
-from rkserve.disk import write_private
-from rkserve.errors import BoardStartFailed, RkserveError
-from rkserve.groupconfig import BoardGroupConfig
-from rkserve.messages import AdapterRef, ControlAction, Edit, EmbedRequest, Event, GenerateRequest
-from rkserve.reports import BoardReport, CacheEntry, Emitted, GenerationInfo, KvReport
+from rkserve.deployments.logging import log_with_serve
+from rkserve.transport.server import Address, Outlet
 
 log = logging.getLogger(__name__)
 

@@ -1,500 +1,270 @@
-"""The one owner of what the cluster shall be: takes calls, carries them out, keeps boards to it.
+"""Ray's view of the Coordinator: one replica on the head node, where its ledger is.
 
-It knows boards through a ``Fleet``, the disk through a ``Ledger`` and a store of files, and no Ray.
-Losing it stops no token; whoever follows finds in the ledger what was begun, and finishes or undoes
-it.
+Everything worth testing is in ``coordinator`` and in the store of files; this puts them together,
+waits for a predecessor to let go of the ledger, and names what a Router may call.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+import ray
 
-from rkserve.config import CoordinatorConfig
-from rkserve.control import changes, rebasing
+from rkserve.api.admin.caches import BuildCall, ids_of
+from rkserve.api.common.renderer import Renderer
+from rkserve.config.board_group import BoardGroupConfig
+from rkserve.config.serve_config import CoordinatorConfig, RkserveConfig, resolve_folder
+from rkserve.control.artifact_manifest import Claim
+from rkserve.control.artifact_metadata import FoundWeights
 from rkserve.control.calls import Call, Outcome
-from rkserve.control.operations import (
-    HOLDS,
-    UPDATES,
-    Operation,
-    OperationError,
-    OperationKind,
-    OperationState,
-    conflict,
+from rkserve.control.codec import plain
+from rkserve.control.operations import Operation
+from rkserve.control.sleep_policy import SleepPolicy
+from rkserve.coordinator.artifacts.download_pool import Fetching
+from rkserve.coordinator.artifacts.store import ArtifactRules, ArtifactStore
+from rkserve.coordinator.coordinator import Coordinator, Outside
+from rkserve.coordinator.state.ledger import Ledger
+from rkserve.core.desired_state import (
+    SYSTEM_PROMPT,
+    AdapterVersion,
+    BaseVersion,
+    Desired,
+    KeptCache,
 )
-from rkserve.control.recovery import recover, stands
-from rkserve.control.rest import SleepPolicy
-from rkserve.deployments.artifactclaims import Claim
-from rkserve.deployments.artifactfacts import FoundWeights
-from rkserve.deployments.book import Book
-from rkserve.deployments.cachekeeping import CacheKeeping
-from rkserve.deployments.cachekeeping import Times as CacheTimes
-from rkserve.deployments.course import Course, Desk, Handler, Routers
-from rkserve.deployments.delivery import Put, Stager, Store
-from rkserve.deployments.fleet import Fleet
-from rkserve.deployments.halting import HANDLERS
-from rkserve.deployments.idling import Idling
-from rkserve.deployments.ledger import AuditLine, Ledger
-from rkserve.deployments.rebasing import Rebasing
-from rkserve.deployments.reclaim import Reclaim
-from rkserve.deployments.reconcile import Reconciler
-from rkserve.deployments.roster import Roster
-from rkserve.deployments.settling import Settling
-from rkserve.deployments.sleeping import Sleeping
-from rkserve.deployments.staging import Pace
-from rkserve.deployments.versions import Versions, handlers
-from rkserve.desired import Desired, KeptCache, Scope
-from rkserve.errors import (
-    LedgerFailed,
-    OperationConflict,
-    OperationNotFound,
-    RequestError,
-    RkserveError,
-)
-from rkserve.metrics import CoordinatorMetrics
+from rkserve.core.errors import LedgerFailed, RkserveError
+from rkserve.deployments.board_link import RayLink
+from rkserve.deployments.board_names import ROUTER
+from rkserve.deployments.logging import log_with_serve
+from rkserve.deployments.router_peers import RayRouters
+from rkserve.fleet.fleet import Fleet
+from rkserve.models.folder import ModelFolder, open_model_folder
+from rkserve.transport.client import Channels
 
 log = logging.getLogger(__name__)
 
-LEASE_TICK_S = 0.2
-_FREEING = frozenset({OperationKind.RESUME, OperationKind.WAKE})
-RECLAIM_S = 5.0
-AGAIN_S = 1.0
-TURN_S = 0.05
+ARTIFACTS = "artifacts"
+# A predecessor that is being replaced lets go when its process ends; Serve gives it some time.
+CLAIM_S = 30.0
+FIND_BOARDS_S = 3.0
+SWEEP_S = 60.0
+# A Router that asks again and again costs more than one that waits.
+LONGEST_WAIT_S = 60.0
 
 
-@dataclass(frozen=True)
-class Outside:
-    """What the Coordinator works with and does not own. ``now_s`` reads seconds since 1970.
+class CoordinatorReplica:
+    """The Coordinator deployment. ``handles`` maps a group's name to its boards' handle.
 
-    ``policies`` say by model how its boards are configured to sleep, and ``system_prompts`` by
-    group which prompt its boards hold from their start.
+    Raises:
+        LedgerFailed: from the constructor, so that ``serve status`` shows the reason.
     """
 
-    fleet: Fleet
-    ledger: Ledger
-    store: Store
-    put: Put
-    now_s: Callable[[], float] = time.time
-    pace: Pace = field(default_factory=Pace)
-    policies: Mapping[str, SleepPolicy] = field(default_factory=dict)
-    system_prompts: Mapping[str, KeptCache] = field(default_factory=dict)
-    cache_times: CacheTimes = field(default_factory=CacheTimes)
-    routers: Routers | None = None
-
-
-class Coordinator:
-    """Use it from one event loop, after ``start``."""
-
-    def __init__(self, config: CoordinatorConfig, outside: Outside) -> None:
-        self._config = config
-        self._registry = CollectorRegistry()
-        self._metrics = CoordinatorMetrics(self._registry)
-        self._now_s = outside.now_s
-        self._book = Book(outside.ledger)
-        self._roster = Roster(outside.fleet, self._board_failed)
-        stager = Stager(
-            self._roster,
-            outside.store,
-            outside.put,
-            self._metrics,
-            timeout_s=config.stage_timeout_s,
-            pace=outside.pace,
-        )
-        self._reconciler = Reconciler(
-            self._book, self._roster, stager, self._metrics, config.operation_timeout_s
-        )
-        self._desk = Desk(
-            config,
-            self._book,
-            self._roster,
-            stager,
-            self._reconciler,
-            self._metrics,
-            outside.now_s,
-            outside.routers,
-        )
-        self._reclaim = Reclaim(self._desk, outside.store)
-        self._settling = Settling(self._book, self._roster, outside.now_s)
-        self._rebasing = Rebasing(outside.store, self._roster)
-        require_fit = self._rebasing.require_fit
-        versions = Versions(self._desk, outside.store, self._reclaim, require_fit)
-        self._sleeping = Sleeping(outside.policies)
-        self._handlers: dict[Any, Handler] = {
-            **HANDLERS,
-            **self._sleeping.handlers,
-            **handlers(versions),
-            **self._rebasing.handlers,
+    async def __init__(  # type: ignore[misc] # Ray awaits an async constructor
+        self, config: RkserveConfig, handles: dict[str, Any]
+    ) -> None:
+        log_with_serve()
+        settings = config.coordinator
+        folder = settings.data_dir.expanduser()
+        self._channels = channels = Channels(config.channel)
+        links = {
+            name: RayLink(handle, name, config.router.report_timeout_s, channels)
+            for name, handle in handles.items()
         }
-        self.caches = CacheKeeping(
-            self._desk, outside.ledger, outside.system_prompts, outside.cache_times
+        folders = {
+            group.name: open_model_folder(resolve_folder(group.model)) for group in config.deployed
+        }
+        models = {group: opened.id for group, opened in folders.items()}
+        own = {one.id: one.weights for one in folders.values() if one.weights is not None}
+        fleet = Fleet(links, models)
+        self._ledger = await open_ledger(folder, settings)
+        self._store = ArtifactStore(folder / ARTIFACTS, _rules(settings), own=own)
+        self._fetching = Fetching()
+        await asyncio.to_thread(self._store.open)
+        policies = _policies(config, models)
+        self._coordinator = Coordinator(
+            settings,
+            Outside(
+                fleet,
+                self._ledger,
+                self._store,
+                ray.put,
+                policies=policies,
+                system_prompts=await asyncio.to_thread(system_prompts, config.deployed, folders),
+                routers=RayRouters(ROUTER),
+            ),
         )
-        self._idling = Idling(self._desk, outside.policies, self.perform)
-        self._courses: dict[str, tuple[Course, asyncio.Task[None]]] = {}  # by idempotency key
-        self._going_on: set[asyncio.Task[None]] = set()
-        self._loops: list[asyncio.Task[None]] = []
+        await fleet.find_boards(FIND_BOARDS_S)
+        await self._coordinator.start()
+        self._learning = asyncio.get_running_loop().create_task(
+            asyncio.to_thread(self._coordinator.learn, tuple(own)), name="hash the model files"
+        )
+        self._sweeps = asyncio.get_running_loop().create_task(self._sweep(), name="sweep uploads")
 
-    def _board_failed(self, method: str, exc: RkserveError) -> None:
-        self._metrics.board_failures.labels(method, exc.code or "internal_error").inc()
+    async def _sweep(self) -> None:
+        """Drop uploads that nobody goes on with."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            try:
+                await asyncio.to_thread(self._store.sweep)
+            except OSError as exc:
+                log.warning("unfinished uploads could not be dropped: %s", exc)
 
-    # -- life ----------------------------------------------------------------------------------
-
-    async def start(self) -> None:
-        """Finish or undo what a predecessor left, look for boards, and keep them to it from now on.
-
-        Also while the disk is full: what was found holds, and is written down once it can be.
-        """
-        desired, ended = recover(self._book.desired, self._book.unsettled(), self._now_s())
-        lines = [_recovered(self._now_s(), one) for one in ended]
-        if ended or desired != self._book.desired:
-            # A full disk keeps it from no board: a successor would come to the same.
-            self._book.derive(desired, *ended, audit=lines)
-        for one in ended:
-            log.warning("operation %s (%s) is %s now", one.id, one.kind.value, one.state.value)
-        for one in self._book.partial():
-            self._settling.add(one)
-        self._reclaim.remember(await asyncio.to_thread(self._book.stagings))
-        await self._round()
-        self._reconciler.announce()
-        self._loops = [
-            self._forever(self._round, self._config.report_s),
-            self._forever(self._expire, LEASE_TICK_S),
-            self._forever(self._reclaim.look, RECLAIM_S),
-        ]
-
-    async def stop(self) -> None:
-        """Leave off; what goes on is left in the ledger for whoever follows."""
-        tasks = [*self._loops, *self._going_on, *self._idling.tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self.caches.stop()
-        await self._reconciler.stop()
-        await self._roster.stop()
-
-    def _forever(
-        self, work: Callable[[], Coroutine[Any, Any, None]], every_s: float
-    ) -> asyncio.Task[None]:
-        async def loop() -> None:
-            said = ""
-            while True:
-                try:
-                    await work()
-                    said = ""
-                except RkserveError as exc:
-                    # A full disk, say: it lasts, and one line tells all.
-                    if exc.message != said:
-                        said = exc.message
-                        log.warning("%s failed, and is tried again: %s", work.__name__, said)
-                    await asyncio.sleep(AGAIN_S)
-                except Exception:
-                    # A loop that ended would leave boards and leases to nobody, unseen.
-                    log.exception("a round of the Coordinator failed; it goes on")
-                    await asyncio.sleep(AGAIN_S)
-                await asyncio.sleep(every_s)
-
-        return asyncio.get_running_loop().create_task(loop(), name=work.__qualname__)
-
-    async def _round(self) -> None:
-        """Hear all boards, bring back those that do not follow, and note who has."""
-        await self._roster.refresh()
-        self._reconciler.look()
-        self._settling.look()
-        self._idling.look()
-        self.caches.look()
-        self._metrics.epoch.set(self._book.desired.epoch)
-        asleep = sum(pause.level is not None for pause in self._book.desired.pauses)
-        self._metrics.pauses_in_force.set(len(self._book.desired.pauses) - asleep)
-        self._metrics.sleeps_in_force.set(asleep)
-        self._metrics.running.set(len(self._book.running))
-
-    async def _expire(self) -> None:
-        """Resume, or wake, what a lease has ended for: whoever asked is gone, or has forgotten.
-
-        Also where that cannot be written down: whoever reads the ledger comes to the same.
-        """
-        desired, ended = changes.expire(self._book.desired, self._now_s())
-        if not ended:
-            self._book.catch_up()
-            return
-        audit = [
-            AuditLine(
-                at_s=self._now_s(),
-                who="lease",
-                kind="resume" if pause.level is None else "wake",
-                outcome="succeeded",
-                operation=pause.operation,
-                epoch=desired.epoch,
-            )
-            for pause in ended
-        ]
-        self._book.derive(desired, audit=audit)
-        self._metrics.leases_expired.inc(len(ended))
-        for pause in ended:
-            what = "pause" if pause.level is None else "sleep"
-            log.warning("the lease of %s %s has ended; it is taken back", what, pause.operation)
-        self._reconciler.announce()
-
-    # -- calls ---------------------------------------------------------------------------------
+    # -- what shall be -------------------------------------------------------------------------
 
     async def perform(self, call: Call) -> Outcome:
-        """Carry a call out; return when it is over, or at once where it goes on in background.
-
-        Raises:
-            RkserveError: it was refused before it began, and nothing was changed.
-        """
-        try:
-            repeated = await self._repeated(call)
-            if repeated is not None:
-                return repeated
-            course, task = self._begin(call)
-            await self._until(course, task, call)
-        except RkserveError as exc:
-            self._refused(call, exc)
-            raise
-        return course.outcome
-
-    async def _repeated(self, call: Call) -> Outcome | None:
-        """Return what an earlier call with the same key was, or is, answered."""
-        if call.key is None:
-            return None
-        known = self._courses.get(call.key)
-        if known is not None:
-            course, task = known
-            _check_repeat(call, course.operation)
-            await self._until(course, task, call)
-            return replace(course.outcome, applied=False)
-        operation = self._book.by_key(call.key)
-        if operation is None:
-            return None
-        _check_repeat(call, operation)
-        return Outcome(operation.status, operation, applied=False)
-
-    async def _until(self, course: Course, task: asyncio.Task[None], call: Call) -> None:
-        """Wait for the end, or for the beginning only; a caller that leaves ends nothing."""
-        begun = asyncio.get_running_loop().create_task(course.has_begun.wait())
-        try:
-            waiting = [task, begun] if call.background else [task]
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            begun.cancel()
-        if task.done():
-            task.result()
-
-    def _begin(self, call: Call) -> tuple[Course, asyncio.Task[None]]:
-        operation = Operation(
-            id=f"op-{secrets.token_hex(8)}",
-            kind=call.kind,
-            params=call.params,
-            who=call.who,
-            created_s=self._now_s(),
-            key=call.key,
-            fingerprint=call.fingerprint,
-        )
-        course = Course(self._desk, operation, call)
-        task = asyncio.get_running_loop().create_task(self._carry_out(course))
-        self._going_on.add(task)
-        if call.key is not None:
-            self._courses[call.key] = (course, task)
-        task.add_done_callback(lambda done: self._ended(call, done))
-        return course, task
-
-    def _ended(self, call: Call, task: asyncio.Task[None]) -> None:
-        self._going_on.discard(task)
-        if call.key is not None:
-            self._courses.pop(call.key, None)
-        if not task.cancelled():
-            task.exception()  # who asked was told; nobody else needs to hear that nobody did
-
-    async def _carry_out(self, course: Course) -> None:
-        """Check the call and do what it asks; whatever happens, the record gets its end.
-
-        Raises:
-            RkserveError: it was refused before it began.
-        """
-        operation = course.operation
-        changes.expect(self._book.desired, course.call.expected_epoch)
-        await self._rebasing.prepare(self._book.desired, operation)
-        await self._turn(course)
-        if operation.kind not in _FREEING:  # nothing may keep boards from going on
-            self._roster.require_known()
-        try:
-            await self._handlers[operation.kind](self._desk, course)
-        except RkserveError as exc:
-            if not course.begun:
-                raise
-            await self._take_back(course, OperationError.of(exc))
-        except Exception as exc:
-            log.exception("operation %s (%s) failed", operation.id, operation.kind.value)
-            if not course.begun:
-                raise
-            said = f"{type(exc).__name__}: {exc}"
-            await self._take_back(course, OperationError(500, "internal_error", said))
-        ended = course.operation
-        log.info(
-            "%s %s by %s is %s at epoch %d: %d of %d boards",
-            ended.kind.value,
-            ended.id,
-            ended.who or "nobody",
-            ended.state.value,
-            ended.epoch,
-            ended.succeeded,
-            len(ended.results),
-        )
-        self._settling.add(ended)
-        self._reclaim.remember([ended])
-
-    async def _turn(self, course: Course) -> None:
-        """Refuse what must not meet what goes on; what a request waits for waits its turn.
-
-        Raises:
-            OperationConflict: the two must not meet.
-        """
-        operation = course.operation
-        if self._sleeping.renews(self._desk, operation):
-            return
-        kind, asked = operation.kind, operation.params
-        while why := conflict(self._sleeping.in_the_way(self._desk, kind), kind, asked):
-            if not operation.params.get("requested") or course.left_s <= AGAIN_S:
-                raise OperationConflict(why)
-            await asyncio.sleep(TURN_S)
-
-    async def _take_back(self, course: Course, error: OperationError) -> None:
-        """End an operation that broke down: nobody stays paused and no candidate stays offered.
-
-        Where only its end could not be written down, or what it asked for stands already, it ends
-        as what it came to: its record must not deny what is served.
-        """
-        came_to = course.unwritten
-        while not course.operation.over:
-            operation, desired = course.operation, self._book.desired
-            try:
-                if came_to is not None and not _is_pause(operation, came_to[0]):
-                    course.end(*came_to)
-                elif stands(desired, operation):
-                    course.end(OperationState.PARTIAL)
-                else:
-                    self._undo(course, error)
-            except LedgerFailed as exc:
-                log.warning("operation %s cannot be ended yet: %s", operation.id, exc)
-                await asyncio.sleep(AGAIN_S)
-            else:
-                self._reconciler.announce()
-
-    def _undo(self, course: Course, error: OperationError) -> None:
-        desired = _without(self._book.desired, course.operation)
-        changed = desired is not self._book.desired
-        state = OperationState.UNDONE if changed else OperationState.FAILED
-        course.end(state, error, desired)
-
-    def _refused(self, call: Call, exc: RkserveError) -> None:
-        code = exc.code or "invalid_request"
-        self._metrics.refused.labels(call.kind.value, code).inc()
-        line = AuditLine(
-            at_s=self._now_s(),
-            who=call.who,
-            kind=call.kind.value,
-            params=call.params,
-            outcome=code,
-            status=exc.http_status,
-            epoch=self._book.desired.epoch,
-        )
-        try:
-            self._book.write(audit=[line])
-        except LedgerFailed as failed:
-            log.warning("a refused call by %s could not be audited: %s", call.who, failed)
-
-    # -- questions -----------------------------------------------------------------------------
+        """Carry a call out; see ``Coordinator.perform``."""
+        return await self._coordinator.perform(call)
 
     async def desired(self, after_epoch: int, wait_s: float) -> Desired:
         """Return what the cluster shall be as soon as that is not of ``after_epoch``."""
-        return await self._book.after(after_epoch, wait_s)
+        return await self._coordinator.desired(after_epoch, min(wait_s, LONGEST_WAIT_S))
 
-    def operations(self, limit: int) -> list[Operation]:
-        """Return the latest operations, the last one first. Many take a while: call it anywhere."""
-        return self._book.operations(limit)
+    async def operations(self, limit: int) -> list[Operation]:
+        """Return the latest operations, the last one first."""
+        return await asyncio.to_thread(self._coordinator.operations, limit)
 
-    def operation(self, name: str) -> Operation:
+    async def operation(self, name: str) -> Operation:
         """Return an operation. Raises ``OperationNotFound``."""
-        found = self._book.operation(name)
-        if found is None:
-            raise OperationNotFound(name)
-        return found
+        return self._coordinator.operation(name)
 
-    def operation_by_key(self, key: str) -> Operation | None:
+    async def operation_by_key(self, key: str) -> Operation | None:
         """Return the operation that a call with that idempotency key became."""
-        return self._book.by_key(key)
+        return self._coordinator.operation_by_key(key)
 
-    def audit(self, limit: int) -> list[AuditLine]:
-        """Return the latest lines of the audit log, the last one first. Call it anywhere."""
-        return self._book.audit(limit)
+    async def audit(self, limit: int) -> list[dict[str, Any]]:
+        """Return the latest lines of the audit log, the last one first."""
+        lines = await asyncio.to_thread(self._coordinator.audit, limit)
+        return [plain(line) for line in lines]
+
+    async def metrics(self) -> bytes:
+        """Return the Coordinator's metrics in Prometheus' text format."""
+        return self._coordinator.metrics()
+
+    # -- files ---------------------------------------------------------------------------------
+
+    async def upload_begin(self, claim: Claim) -> str:
+        """Begin an upload; see ``ArtifactStore.upload_begin``."""
+        await self._coordinator.require_base(claim)
+        return await asyncio.to_thread(self._store.upload_begin, claim)
+
+    async def upload_part(self, upload: str, offset: int, data: bytes) -> int:
+        """Take a part; return how many bytes are there."""
+        return await asyncio.to_thread(self._store.upload_part, upload, offset, data)
+
+    async def upload_end(
+        self, upload: str, manifest: Mapping[str, Any] | None = None
+    ) -> AdapterVersion:
+        """End an upload: the file is verified and kept."""
+        return await asyncio.to_thread(self._store.upload_end, upload, manifest)
+
+    async def upload_end_model(self, upload: str, manifest: Mapping[str, Any]) -> BaseVersion:
+        """End an upload of base weights."""
+        return await asyncio.to_thread(self._store.upload_end_model, upload, manifest)
+
+    async def upload_abort(self, upload: str) -> None:
+        """Drop an upload."""
+        await asyncio.to_thread(self._store.upload_abort, upload)
+
+    async def register_path(self, path: str, claim: Claim, scale: float = 1.0) -> AdapterVersion:
+        """Take a file of the head node; see ``ArtifactStore.register_path``."""
+        await self._coordinator.require_base(claim)
+        return await self._fetching.run(self._store.register_path, path, claim, scale)
+
+    async def register_url(self, url: str, claim: Claim, scale: float = 1.0) -> AdapterVersion:
+        """Fetch a file; see ``ArtifactStore.register_url``."""
+        await self._coordinator.require_base(claim)
+        return await self._fetching.run(self._store.register_url, url, claim, scale)
+
+    async def register_model(self, kind: str, place: str, claim: Claim) -> BaseVersion | None:
+        """Take base weights; see ``ArtifactStore.register_model``."""
+        return await self._fetching.run(self._store.register_model, kind, place, claim)
 
     async def find_weights(self, model: str, artifact: str) -> FoundWeights:
-        """Return what can be served under a name; see ``Rebasing.find``."""
-        self._desk.check(Scope(models=(model,)))
-        desired = self._book.desired
-        return await asyncio.to_thread(self._rebasing.find, desired, model, artifact)
+        """Return what can be served under a name; see ``Coordinator.find_weights``."""
+        return await self._coordinator.find_weights(model, artifact)
 
-    def learn(self, models: Iterable[str]) -> None:
-        """Compute the digests of the models' own files. It reads these; call it in a thread."""
-        for model in models:
-            self._rebasing.learn(model)
+    # -- prompt caches -------------------------------------------------------------------------
 
-    async def require_base(self, claim: Claim) -> None:
-        """Raise ``ArtifactRefused`` for what was trained on other base weights than there are."""
-        if claim.base_digest is not None:
-            await asyncio.to_thread(self._rebasing.learn, claim.model)
-            self._rebasing.require_base(self._book.desired, claim.model, claim.base_digest)
+    async def keep_cache(self, cache: KeptCache) -> None:
+        """Have every board of a model hold a prompt cache; see ``CacheKeeping.keep``."""
+        self._coordinator.caches.keep(cache)
 
-    def metrics(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+    async def drop_cache(self, model: str, name: str) -> bool:
+        """Have no board hold a prompt cache; see ``CacheKeeping.drop``."""
+        return self._coordinator.caches.drop(model, name)
 
+    async def kept_caches(self, model: str) -> list[dict[str, object]]:
+        """Return the prompt caches that are kept; see ``CacheKeeping.told``."""
+        return self._coordinator.caches.told(model)
 
-def _check_repeat(call: Call, operation: Operation) -> None:
-    if operation.fingerprint != call.fingerprint:
-        raise RequestError(
-            f"The Idempotency-Key was used for another call, operation '{operation.id}': give "
-            "every call a key of its own.",
-            "Idempotency-Key",
-        )
-
-
-def _is_pause(operation: Operation, state: OperationState) -> bool:
-    """Whether it is a pause that nobody was told to hold: it does not wait for the disk."""
-    return operation.kind in HOLDS and state is OperationState.SUCCEEDED
+    async def __del__(self) -> None:
+        """Ray's farewell, also after a constructor that failed."""
+        if hasattr(self, "_sweeps"):
+            self._sweeps.cancel()
+            self._store.stop()
+            await asyncio.gather(self._learning, return_exceptions=True)
+            await self._coordinator.stop()
+        if hasattr(self, "_fetching"):
+            self._fetching.close()
+        if hasattr(self, "_channels"):
+            await self._channels.close()
+        if hasattr(self, "_ledger"):
+            self._ledger.close()
 
 
-def _without(desired: Desired, operation: Operation) -> Desired:
-    """Return the desired state without what an operation holds or offers."""
-    undo = [lambda now: changes.withdraw(now, operation.id)]
-    asked = operation.params
-    line = desired.line(str(asked.get("model")), str(asked.get("name")))
-    offered = None if line is None else line.candidate
-    # A promotion or a rollback may only decide about the candidate of another operation.
-    if operation.kind is OperationKind.ADAPTER_ROLLOUT and line is not None and offered is not None:
-        model, name = line.model, line.name
-        if offered.ref.version == asked.get("version"):
-            undo.append(lambda now: changes.drop(now, model, name))
-    if operation.kind in UPDATES:
-        undo.append(lambda now: rebasing.undo(now, str(asked.get("model"))))
-    return changes.as_one(desired, *undo)
-
-
-def _recovered(now_s: float, one: Operation) -> AuditLine:
-    return AuditLine(
-        at_s=now_s,
-        who="recovery",
-        kind=one.kind.value,
-        params=one.params,
-        outcome=one.state.value,
-        status=one.status,
-        operation=one.id,
-        epoch=one.epoch,
+def _rules(settings: CoordinatorConfig) -> ArtifactRules:
+    return ArtifactRules(
+        max_bytes=settings.max_adapter_bytes,
+        max_model_bytes=settings.max_model_bytes,
+        allowed_paths=settings.allowed_paths,
+        allowed_urls=settings.allowed_urls,
     )
+
+
+def system_prompts(
+    groups: Iterable[BoardGroupConfig], folders: Mapping[str, ModelFolder]
+) -> dict[str, KeptCache]:
+    """Return the prompt caches that the configuration asks for, by group. It reads tokenizers.
+
+    A prompt that the model cannot take is logged, and keeps nothing else from starting.
+    """
+    found = {}
+    for group in groups:
+        text, folder = group.prompt_cache.system_prompt, folders[group.name]
+        if text is None:
+            continue
+        call = BuildCall(SYSTEM_PROMPT, messages=({"role": "system", "content": text},))
+        try:
+            ids = ids_of(call, Renderer(folder), folder.settings.context_length)
+        except RkserveError as exc:
+            log.warning("group %s: prompt_cache.system_prompt is not built: %s", group.name, exc)
+            continue
+        found[group.name] = KeptCache(folder.id, SYSTEM_PROMPT, ids)
+    return found
+
+
+def _policies(config: RkserveConfig, models: Mapping[str, str]) -> dict[str, SleepPolicy]:
+    """Return how each model sleeps; ``models`` says which a group serves."""
+    found: dict[str, list[SleepPolicy]] = {}
+    for group in config.deployed:
+        one = SleepPolicy(group.idle_unload_s, group.wake_on_request, group.load_timeout_s)
+        found.setdefault(models[group.name], []).append(one)
+    return {model: SleepPolicy.of(groups) for model, groups in found.items()}
+
+
+async def open_ledger(
+    folder: Path, settings: CoordinatorConfig, claim_s: float = CLAIM_S
+) -> Ledger:
+    """Open the ledger; a predecessor may take a moment to let go of it. Raises ``LedgerFailed``."""
+    deadline_s = time.monotonic() + claim_s
+    while True:
+        try:
+            return Ledger.open(folder, settings.max_operations)
+        except LedgerFailed:
+            if time.monotonic() >= deadline_s:
+                raise
+        await asyncio.sleep(0.2)

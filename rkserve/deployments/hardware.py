@@ -11,11 +11,11 @@ import logging
 import os
 from pathlib import Path
 
-from rkserve.board.telemetry import read_soc, read_telemetry
-from rkserve.errors import ConfigError
-from rkserve.groupconfig import BoardGroupConfig
+from rkserve.board.engine.telemetry import read_soc, read_telemetry
+from rkserve.config.board_group import BoardGroupConfig
+from rkserve.core.board_report import Hardware
+from rkserve.core.errors import ConfigError
 from rkserve.native.sim import telemetry as simulated
-from rkserve.reports import Hardware
 
 log = logging.getLogger(__name__)
 

@@ -16,26 +16,26 @@ from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 from ray.serve.context import _get_global_client
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rkserve.config import RkserveConfig, resolve_folder
-from rkserve.deployments.channel_router import Channels
-from rkserve.deployments.cluster import Cluster
-from rkserve.deployments.front import check_environ, is_loopback
-from rkserve.deployments.guard import host_names, machine_names
-from rkserve.deployments.headlink import RayHeadLink
-from rkserve.deployments.http import make_app
-from rkserve.deployments.http_gradio import GradioCalls, PendingCall
-from rkserve.deployments.link import RayLink
-from rkserve.deployments.logs import log_with_serve
-from rkserve.deployments.peers import RayPeers
-from rkserve.deployments.responses import Responses
-from rkserve.deployments.service import ServedModel, Service
-from rkserve.deployments.wiring import open_dispatch, open_fleet
-from rkserve.desired import Scope as ClusterScope
-from rkserve.messages import ControlAction
-from rkserve.metrics import RouterMetrics, StreamCollector
-from rkserve.modelfolder import open_model_folder
-from rkserve.reports import AtRouter, GenerationInfo
-from rkserve.wire.dialects.responses_kept import Kept
+from rkserve.api.responses.stored import Kept
+from rkserve.config.serve_config import RkserveConfig, resolve_folder
+from rkserve.core.board_report import AtRouter, GenerationInfo
+from rkserve.core.desired_state import Scope as ClusterScope
+from rkserve.core.messages import ControlAction
+from rkserve.core.metrics import RouterMetrics, StreamCollector
+from rkserve.deployments.board_link import RayLink
+from rkserve.deployments.coordinator_link import RayHeadLink
+from rkserve.deployments.haproxy import check_environ, is_loopback
+from rkserve.deployments.logging import log_with_serve
+from rkserve.deployments.router_peers import RayPeers
+from rkserve.http.app import make_app
+from rkserve.http.auth import host_names, machine_names
+from rkserve.http.gradio_routes import GradioCalls, PendingCall
+from rkserve.models.folder import open_model_folder
+from rkserve.router.coordinator_client import Cluster
+from rkserve.router.dispatch.build import open_dispatch, open_fleet
+from rkserve.router.service import ServedModel, Service
+from rkserve.router.stored_responses.store import Responses
+from rkserve.transport.client import Channels
 
 SWITCH_S = 0.001
 FIND_BOARDS_S = 3.0  # boards that are there answer at once; new ones may load for minutes

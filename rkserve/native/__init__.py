@@ -1,1 +1,1 @@
-"""The room of the vendor's C library: the only one that knows pointers, and none that knows Ray."""
+"""The vendor's C library behind one Protocol, ``native/runtime.py``. Imports no Ray."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
-from rkserve.errors import ConfigError
+from rkserve.core.errors import ConfigError
 
 
 class Evidence(Enum):

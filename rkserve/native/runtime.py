@@ -12,7 +12,7 @@ from enum import Enum, IntEnum
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from rkserve.runvalues import Sampling
+from rkserve.core.run_params import Sampling
 
 
 class CallState(IntEnum):

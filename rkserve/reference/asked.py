@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from rkserve.desired import InFlight, PauseMode
+from rkserve.api.admin.weights import KIND, MAX_STEP
+from rkserve.api.json import limits
+from rkserve.core.desired_state import InFlight, PauseMode
 from rkserve.reference.endpoints import Body, Parameter, in_header, in_json, in_query
 from rkserve.reference.shapes import (
     COUNT,
@@ -18,8 +20,6 @@ from rkserve.reference.shapes import (
     text,
     words,
 )
-from rkserve.wire import limits
-from rkserve.wire.weights import KIND, MAX_STEP
 
 _NAME = text(1, limits.MAX_MODEL_CHARS)
 TEXTS = either(_NAME, array(_NAME, 0, limits.MAX_NAMED))

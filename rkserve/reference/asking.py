@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rkserve.api.json import limits
+from rkserve.api.parsing.reasoning import EFFORTS, MOST_TOKENS
 from rkserve.reference.shapes import (
     ANYTHING,
     COUNT,
@@ -22,8 +24,6 @@ from rkserve.reference.shapes import (
     text,
     words,
 )
-from rkserve.wire import limits
-from rkserve.wire.thinking import EFFORTS, MOST_TOKENS
 
 TEXTS = either(TEXT, array(TEXT))
 IDS = array(INTEGER, 1)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rkserve.api.json import limits
 from rkserve.control.operations import OperationKind, OperationState
-from rkserve.desired import PauseMode
+from rkserve.core.desired_state import PauseMode
 from rkserve.reference import failures
 from rkserve.reference.asked import (
     COMMON,
@@ -48,7 +49,6 @@ from rkserve.reference.shapes import (
     ref,
     words,
 )
-from rkserve.wire import limits
 
 _CLUSTER, _OPERATIONS, _TRAINERS = "Cluster", "Operations", "Trainers"
 # Trainers' ways of sending tensors, which a board does not have.

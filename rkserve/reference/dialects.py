@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rkserve.api import gradio, rkllm_chat
+from rkserve.api.json import limits
 from rkserve.reference import failures
 from rkserve.reference.asking import MODEL, STANDING
 from rkserve.reference.endpoints import (
@@ -41,8 +43,6 @@ from rkserve.reference.shapes import (
     text,
 )
 from rkserve.reference.texts import EMBED
-from rkserve.wire import limits
-from rkserve.wire.dialects import gradio, rkllm_chat
 
 _ANTHROPIC, _OLLAMA, _GRADIO = "Anthropic", "Ollama", "Gradio"
 _TRAINERS = "Trainers"

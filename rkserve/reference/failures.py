@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rkserve.errors import BoardStartFailed, ConfigError, RkserveError
+from rkserve.core.errors import BoardStartFailed, ConfigError, RkserveError
 from rkserve.reference.shapes import TEXT, Schema, const, maybe, obj, said
 
 _ABOUT = {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from rkserve.api.admin.generations import AT_ONCE, AT_RESUME
+from rkserve.api.json import limits
+from rkserve.core.board_report import BoardState, GenerationState
 from rkserve.reference import failures
 from rkserve.reference.asked import TEXTS
 from rkserve.reference.asking import IDS, MODEL
@@ -39,9 +42,6 @@ from rkserve.reference.shapes import (
     text,
     words,
 )
-from rkserve.reports import BoardState, GenerationState
-from rkserve.wire import limits
-from rkserve.wire.generations import AT_ONCE, AT_RESUME
 
 _GENERATIONS, _CACHES, _BOARDS = "Generations", "Caches", "Boards"
 _STATE = words(*(one.value for one in GenerationState))

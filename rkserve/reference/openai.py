@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rkserve.api.common import headers, version_policy
+from rkserve.api.json import limits
 from rkserve.reference import failures
 from rkserve.reference.endpoints import (
     EVENTS,
@@ -34,7 +36,6 @@ from rkserve.reference.shapes import (
     ref,
     words,
 )
-from rkserve.wire import headers, limits, versions
 
 OPENAI = "OpenAI"
 SIM = "sim-chat"
@@ -46,9 +47,11 @@ TIMEOUT = in_header(
 )
 ASKED: tuple[Parameter, ...] = (
     in_header(
-        versions.POLICY, TEXT, "`any`, `latest-only` or `min-version:<version>` of the weights."
+        version_policy.POLICY,
+        TEXT,
+        "`any`, `latest-only` or `min-version:<version>` of the weights.",
     ),
-    in_header(versions.SESSION, TEXT, "Keeps the requests of a session on one version."),
+    in_header(version_policy.SESSION, TEXT, "Keeps the requests of a session on one version."),
     TIMEOUT,
 )
 ANSWERED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rkserve.api.json import limits
 from rkserve.reference import failures
 from rkserve.reference.asking import FUNCTION, IDS, MODEL, STANDING
 from rkserve.reference.endpoints import Access, Endpoint, Example, in_json, in_query, told
@@ -26,7 +27,6 @@ from rkserve.reference.shapes import (
     text,
     words,
 )
-from rkserve.wire import limits
 
 EMBED = "sim-embed"
 _TEXTS = "Vectors and ranks"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rkserve.desired import InFlight
+from rkserve.core.desired_state import InFlight
 from rkserve.reference import failures
 from rkserve.reference.asked import (
     COMMON,

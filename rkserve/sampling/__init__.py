@@ -1,1 +1,1 @@
-"""Choosing tokens on our side: drawing from logits, and grammars. It knows no runtime."""
+"""Sampling outside the runtime: draws from logits, and grammars."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rkserve.runvalues import Sampling, Scored
+from rkserve.core.run_params import Sampling, Scored
 
 Row = NDArray[np.float32]
 Allowed = NDArray[np.bool_]

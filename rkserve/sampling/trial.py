@@ -16,9 +16,9 @@ import signal
 import sys
 from typing import TextIO
 
-from rkserve.runvalues import Guide, GuideKind
-from rkserve.sampling.asking import LIMIT_S, MEMORY_BYTES, READY
-from rkserve.sampling.guides import refusal
+from rkserve.core.run_params import Guide, GuideKind
+from rkserve.sampling.grammar import refusal
+from rkserve.sampling.trial_limits import LIMIT_S, MEMORY_BYTES, READY
 
 _NICE = 10  # the Router and the boards' engines go first
 

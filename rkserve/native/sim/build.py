@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rkserve.errors import LibraryMissing
+from rkserve.core.errors import LibraryMissing
 from rkserve.native.sim import profiles
 
 HERE = Path(__file__).resolve().parent

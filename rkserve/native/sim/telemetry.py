@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
-from rkserve.errors import ConfigError
+from rkserve.core.errors import ConfigError
 
 # Lists the files of the tree: what is not in it was not written here, and is not removed.
 MANIFEST = ".rkserve-telemetry"

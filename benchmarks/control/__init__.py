@@ -1,0 +1,1 @@
+"""``make bench-control``: pauses, adapter switches and faults under load."""

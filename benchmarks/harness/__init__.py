@@ -1,0 +1,1 @@
+"""Child processes, clients, clusters and tables that all benchmarks share."""

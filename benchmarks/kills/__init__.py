@@ -1,0 +1,1 @@
+"""``make bench-kills``: boards killed under load, and every answer checked."""

@@ -1,0 +1,228 @@
+"""The kill run: boards are lost one after the other under load, and every answer is checked.
+
+A command of its own, ``python -m benchmarks.kills --kills 1000``: it takes long, and everything
+else that is measured on the machine would suffer from it. It exits with 1 where a request or a
+character was lost, or came twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from benchmarks.control.answers import Answer
+from benchmarks.control.faults_load import Streams, ask_once
+from benchmarks.control.faults_site import Site
+from benchmarks.kills.figures import KillFigures, Phase, Truth, judge
+from benchmarks.kills.made import Ground, Victim, strike, ways
+from benchmarks.kills.report import KillRun, render
+from benchmarks.serving.__main__ import interruptible
+from rkserve.bench.harness.child import BenchFailed, Child, Json
+from rkserve.bench.harness.crew import MODEL, chat_body
+from rkserve.bench.harness.machine import machine
+from rkserve.bench.harness.progress import Progress
+from rkserve.config.serve_config import PROJECT, resolve_folder
+from rkserve.core.errors import RkserveError
+from rkserve.core.ports import free_port
+
+# A replica takes seconds of CPU to come back, and an engine a fraction of one.
+SHARES = {"abort() in the library": 55, "replica, SIGKILL": 15, "library hangs": 25, "node": 5}
+START_S = 300.0
+PROMPTS = 24
+LIMIT_S = 7200.0
+REPORT = PROJECT / "docs" / "benchmarks-kills.md"
+FULL_STREAMS = 64
+FULL_KILLS = 1000  # as few as make a full run, whose report is published
+ROUTER: Json = {"report_s": 0.3, "max_continuations": 20}
+GROUP: Json = {
+    # A hang is noticed after this: what is measured is the cluster, and not the patience.
+    "patience": {"first_token_s": 5.0, "token_s": 2.0, "abort_s": 0.2},
+    "crash_limit": 100_000,
+    "queue_limit": 64,
+    "health_check_period_s": 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked for on the command line."""
+
+    kills: int
+    streams: int
+    boards: int
+    tokens: int
+    time_scale: float
+    seed: int
+    output: Path | None
+    json: Path | None
+
+
+def options(arguments: Sequence[str]) -> Asked:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__)
+    parser.add_argument("--kills", type=int, default=FULL_KILLS)
+    parser.add_argument("--streams", type=int, default=FULL_STREAMS)
+    parser.add_argument("--boards", type=int, default=6, help="each on a node of its own")
+    parser.add_argument("--tokens", type=int, default=48, help="of each answer")
+    parser.add_argument("--time-scale", type=float, default=0.2, help="of the boards' clocks")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help=f"where the report goes; a full run writes docs/{REPORT.name}, others only print it",
+    )
+    parser.add_argument("--json", type=Path, help="where all figures go, as JSON")
+    asked = Asked(**vars(parser.parse_args(arguments)))
+    if asked.output is None and asked.kills >= FULL_KILLS and asked.streams >= FULL_STREAMS:
+        asked = replace(asked, output=REPORT)
+    return asked
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Do it; 1 where something was lost or wrong, or where the run failed."""
+    asked = options(arguments)
+    interruptible()
+    folder = Path(tempfile.mkdtemp(prefix="rkkill-"))  # short: sockets' paths have a limit
+    found: list[KillFigures] = []
+    code, begun_s = 0, time.monotonic()
+    try:
+        run(asked, folder, Progress(), found)
+    except RkserveError as exc:
+        sys.stderr.write(f"\nThe kill run failed: {exc}\n")
+        code = 1
+    except KeyboardInterrupt:
+        sys.stderr.write("\nInterrupted; ending the cluster.\n")
+        code = 130
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if found:  # of a run that did not come to its end, what it has found
+        deliver(asked, found, time.monotonic() - begun_s, publish=code == 0)
+    return code or (0 if all(one.clean for one in found) else 1)
+
+
+def run(asked: Asked, folder: Path, progress: Progress, found: list[KillFigures]) -> None:
+    """Kill as often as was asked for, and add to ``found`` what each way of it came to.
+
+    Raises ``BenchFailed``.
+    """
+    rng = random.Random(asked.seed)
+    with ExitStack() as stack:
+        progress.begin("cluster")
+        progress.say("starting the nodes")
+        cluster = Child("benchmarks.kills.cluster", folder / "cluster.log", _environ(folder))
+        stack.callback(cluster.close)
+        port = free_port()
+        model = resolve_folder(MODEL)
+        command = {
+            "do": "start",
+            "folder": str(folder),
+            "port": port,
+            "model": str(model),
+            "boards": asked.boards,
+            "time_scale": asked.time_scale,
+            "load_ms": 100.0,
+            "group": GROUP,
+            "router": ROUTER,
+        }
+        cluster.ask(command, START_S)
+        site = Site(("127.0.0.1", port), folder, lambda: [cluster.pid])
+        ground = Ground(site, cluster, asked.boards, rng)
+        ground.all_back()
+        bodies = _bodies(asked.tokens)
+        progress.say("asking what must be answered")
+        truths = _truths(site.address, bodies)
+        progress.end(f"{asked.boards} boards answer")
+        for name, way in ways(ground).items():
+            times = round(asked.kills * SHARES[name] / 100)
+            if times > 0:
+                progress.begin(name)
+                begun_s = time.monotonic()
+                streams = Streams(site.address, bodies, asked.streams, LIMIT_S)
+                answers = _struck(streams, ground, way, times, progress.say)
+                found.append(judge(Phase(name, times, tuple(answers)), truths))
+                ground.all_back()
+                progress.end(f"{times} kills in {time.monotonic() - begun_s:.0f} s")
+
+
+def _struck(
+    streams: Streams,
+    ground: Ground,
+    way: Callable[[Victim], bool],
+    times: int,
+    say: Callable[[str], None],
+) -> list[Answer]:
+    """Lose so many boards while clients ask; return what they got. Raises ``BenchFailed``."""
+    streams.start()
+    try:
+        for done in strike(ground, way, times):
+            say(f"{done} of {times}")
+    finally:
+        answers = streams.stop()
+    return answers
+
+
+def _bodies(tokens: int) -> list[Json]:
+    """Different prompts; those of several languages have characters of several tokens."""
+    said = ["Write 4000 tokens about story number {}.", "Greet me in many languages, number {}."]
+    return [
+        chat_body(MODEL.name, [{"role": "user", "content": said[n % len(said)].format(n)}], tokens)
+        for n in range(PROMPTS)
+    ]
+
+
+def _truths(address: tuple[str, int], bodies: Sequence[Json]) -> dict[int, Truth]:
+    """Ask twice while nothing is killed. Raises ``BenchFailed`` where that differs."""
+    first, second = (_told(ask_once(address, bodies)) for _ in range(2))
+    if first != second:
+        raise BenchFailed("the same prompts were answered differently before the first kill")
+    return first
+
+
+def _told(answers: Sequence[Answer]) -> dict[int, Truth]:
+    for one in answers:
+        if one.exchange.error or not one.whole or one.continued:
+            raise BenchFailed(f"an answer broke before the first kill: {one.exchange.error}")
+    return {one.prompt: Truth.of(one) for one in answers}
+
+
+def _environ(folder: Path) -> dict[str, str]:
+    return {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        "RAY_TMPDIR": str(folder),
+    }
+
+
+def deliver(
+    asked: Asked, found: Sequence[KillFigures], took_s: float, *, publish: bool = True
+) -> None:
+    """Print the report, and put it where it was asked for if it is to be published."""
+    how = (
+        f"{asked.streams} clients, {asked.boards} boards of one place each on nodes of their own, "
+        f"answers of {asked.tokens} tokens at {asked.time_scale:g} times the time of a "
+        f"real board, seed {asked.seed}. More than half of the boards serve whenever one is "
+        f"killed; one that hangs is given {GROUP['patience']['token_s']:g} s. The nodes are "
+        "processes of one machine, so that a lost one's connections end at once."
+    )
+    text = render(KillRun(machine(), found, how, took_s))
+    sys.stdout.write(text)
+    if asked.output is not None and publish:
+        asked.output.write_text(text, encoding="utf-8")
+    if asked.json is not None:
+        asked.json.write_text(
+            json.dumps([asdict(one) for one in found], indent=1), encoding="utf-8"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

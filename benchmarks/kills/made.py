@@ -1,0 +1,177 @@
+"""How boards are lost in the kill run, and the cluster as whoever does it sees it.
+
+It finds a board that works, ends it in one of four ways, and makes sure that it was hit. What
+clients see of it is not known here.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.control.faults_site import Site, kill, wait_for
+from rkserve.bench.harness.child import BenchFailed, Child, Json
+from rkserve.bench.harness.procfs import PROC, Identity, identity_of, is_alive
+
+HIT_S = 20.0
+JOIN_S = 60.0
+BACK_S = 300.0  # where several boards restart on few busy cores
+BETWEEN_S = (0.02, 0.3)
+EARLIEST, LATEST = 4, 24  # token of a run at which the library fails
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A board that serves, and where it is."""
+
+    board: str
+    replica: Identity
+    engine: Identity
+    node: int
+    control: Path
+
+
+class Ground:
+    """The cluster, whose boards are lost and come back."""
+
+    def __init__(self, site: Site, cluster: Child, boards: int, rng: random.Random) -> None:
+        self._site, self._cluster = site, cluster
+        self._boards = boards
+        self._rng = rng
+        # Processes that were killed, which reports may still name. In a long run their pids come
+        # back to others.
+        self._gone: set[Identity] = set()
+
+    def victim(self) -> Victim:
+        """Wait until more than half of the boards are sent requests, and choose one of them.
+
+        One whose circuit is open gets none: it would only be lost by its probe, again and again.
+        """
+
+        def look() -> Victim | None:
+            ready = [one for one in self._ready() if one["circuit"]["state"] == "closed"]
+            if 2 * len(ready) <= self._boards:
+                return None
+            return _located(self._rng.choice(ready))
+
+        return wait_for("boards to come back", look, BACK_S)
+
+    def breathe(self) -> None:
+        """Let a moment pass, so that kills come at any moment of what the last one led to."""
+        time.sleep(self._rng.uniform(*BETWEEN_S))
+
+    def all_back(self) -> None:
+        """Wait until every board serves."""
+        wait_for("all boards", lambda: len(self._ready()) == self._boards, BACK_S)
+
+    def _ready(self) -> list[Json]:
+        told = (self._site.get("/v1/boards") or {"data": []})["data"]
+        return [
+            one
+            for one in told
+            if one["state"] == "ready"
+            and self._lives(one["pid"])
+            and self._lives(one["engine_pid"])
+        ]
+
+    def _lives(self, pid: int) -> bool:
+        who = identity_of(PROC, pid)
+        return who is not None and who not in self._gone
+
+    # -- the ways -----------------------------------------------------------------------------
+
+    def kill_replica(self, victim: Victim) -> bool:
+        """End the board's replica by SIGKILL; its engine ends with it."""
+        return self._killed(victim.replica)
+
+    def abort_library(self, victim: Victim) -> bool:
+        """Let the library call abort() in the middle of a run."""
+        return self._struck(victim, "abort_at_token")
+
+    def hang_library(self, victim: Victim) -> bool:
+        """Let the library never call back again, deaf to aborts, in the middle of a run."""
+        return self._struck(victim, "hang_at_token")
+
+    def lose_node(self, victim: Victim) -> bool:
+        """Cut the board's node off as a power failure would, and join another one in its place."""
+        self._gone |= {victim.replica, victim.engine}
+        self._cluster.ask({"do": "lose", "node": victim.node}, JOIN_S)
+        self._cluster.ask({"do": "join", "node": victim.node}, JOIN_S)
+        return True
+
+    def _killed(self, who: Identity) -> bool:
+        there = is_alive(PROC, who)
+        self._gone.add(who)
+        if there:
+            kill(who.pid)
+        return there
+
+    def _struck(self, victim: Victim, fault: str) -> bool:
+        """Arm a fault and wait until it has struck; False where the engine ended without it."""
+        fired = victim.control.with_name(f"{victim.control.name}.fired")
+        before = _stamp(fired)
+        fresh = victim.control.with_name("control.new")
+        at = self._rng.randint(EARLIEST, LATEST)
+        fresh.write_text(f"fault={fault}:{at}\n", encoding="utf-8")
+        fresh.replace(victim.control)
+        deadline_s = time.monotonic() + HIT_S
+        while _stamp(fired) == before:
+            if time.monotonic() > deadline_s or not is_alive(PROC, victim.engine):
+                victim.control.unlink()
+                return _stamp(fired) != before
+            time.sleep(0.01)
+        self._gone.add(victim.engine)
+        return True
+
+
+def _located(board: Json) -> Victim | None:
+    """Return where a board is; None where one of its processes is gone already."""
+    replica, engine = (identity_of(PROC, int(board[name])) for name in ("pid", "engine_pid"))
+    if replica is None or engine is None:
+        return None
+    try:
+        pairs = (PROC / str(engine.pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    environ = dict(pair.decode().partition("=")[::2] for pair in pairs if pair)
+    if "RKSIM_CONTROL" not in environ:
+        return None  # of a process that is ending nothing can be read
+    control = Path(environ["RKSIM_CONTROL"])
+    node = int(control.parent.name.rpartition("-")[2])
+    return Victim(board["id"], replica, engine, node, control)
+
+
+def _stamp(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def ways(ground: Ground) -> dict[str, Callable[[Victim], bool]]:
+    """Return all ways, by what is killed."""
+    return {
+        "abort() in the library": ground.abort_library,
+        "replica, SIGKILL": ground.kill_replica,
+        "library hangs": ground.hang_library,
+        "node": ground.lose_node,
+    }
+
+
+def strike(ground: Ground, way: Callable[[Victim], bool], times: int) -> Iterator[int]:
+    """Lose so many boards, and yield how many it have been after each.
+
+    The next one does not wait until the last is back: several are away at a time, as long as more
+    than half of them serve. Raises ``BenchFailed`` where none can be hit.
+    """
+    missed = done = 0
+    while done < times:
+        if way(ground.victim()):
+            done += 1
+            yield done
+            ground.breathe()
+        elif (missed := missed + 1) > times + HIT_S:
+            raise BenchFailed("boards cannot be hit")

@@ -1,0 +1,134 @@
+"""``python -m benchmarks.scale``: simulate clusters and write what came out, in Markdown."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.scale.cases import (
+    SESSIONS_PER_BOARD,
+    Results,
+    decide,
+    grow,
+    load,
+    policies,
+    remember,
+    rollouts,
+)
+from benchmarks.scale.report import render
+from rkserve.bench.harness.progress import Progress
+from rkserve.config.serve_config import PROJECT
+
+REPORT = PROJECT / "docs" / "benchmarks-scale.md"
+BOARDS = 1000
+CASES = ("policies", "decisions", "growth", "memory", "overload", "rollouts")
+FACTORS = (0.7, 1.0, 3.0)
+
+
+def options(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--boards", type=int, default=BOARDS, help="boards of the largest cluster")
+    parser.add_argument(
+        "--sessions", type=int, help=f"its sessions; {SESSIONS_PER_BOARD} for each board otherwise"
+    )
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help=f"where the report goes; a full run writes docs/{REPORT.name}, others only print it",
+    )
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    asked = parser.parse_args(arguments)
+    full = set(asked.cases) == set(CASES) and asked.boards == BOARDS and asked.sessions is None
+    if full and asked.output is None:
+        asked.output = REPORT
+    return asked
+
+
+class Simulation:
+    """One run of the command."""
+
+    def __init__(self, asked: argparse.Namespace, progress: Progress) -> None:
+        self.results = Results(asked.seed)
+        self._asked, self._progress = asked, progress
+        self._sizes = sorted({size for size in (10, 100) if size < asked.boards} | {asked.boards})
+
+    def run(self, cases: Sequence[str]) -> Results:
+        """Simulate the cases, in this order."""
+        work: dict[str, Callable[[], None]] = {
+            "policies": self._policies,
+            "decisions": self._decisions,
+            "growth": self._growth,
+            "memory": self._memory,
+            "overload": self._overload,
+            "rollouts": self._rollouts,
+        }
+        for name in cases:
+            began = time.monotonic()
+            self._progress.begin(name)
+            work[name]()
+            self._progress.end(f"{time.monotonic() - began:.0f} s")
+        return self.results
+
+    def _policies(self) -> None:
+        boards = min(8, self._asked.boards)
+        for name, found in policies(self._asked.seed, boards, self._progress.say):
+            self.results.policies[name] = found
+
+    def _decisions(self) -> None:
+        for size in self._sizes:
+            self._progress.say(f"{size} boards")
+            self.results.decided.append(decide(self._asked.seed, size))
+
+    def _growth(self) -> None:
+        for size in self._sizes:
+            sessions = size * SESSIONS_PER_BOARD
+            if self._asked.sessions is not None:
+                sessions = max(1, self._asked.sessions * size // self._asked.boards)
+            for name in ("least_load", "prefix"):
+                grown = grow(self._asked.seed, size, sessions, self._progress.say, name=name)
+                self.results.grown.append(grown)
+
+    def _memory(self) -> None:
+        contexts = SESSIONS_PER_BOARD * self._asked.boards
+        for tokens in (512, 1500, 4000):
+            self._progress.say(f"{contexts} contexts of {tokens} tokens")
+            self.results.remembered.append(remember(contexts, tokens))
+
+    def _overload(self) -> None:
+        boards = min(100, self._asked.boards)
+        for factor in FACTORS:
+            self.results.loaded.append(load(self._asked.seed, boards, factor, self._progress.say))
+
+    def _rollouts(self) -> None:
+        for size in self._sizes:
+            self._progress.say(f"{size} boards")
+            self.results.rollouts += rollouts(self._asked.seed, size)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Simulate and report. A missed target is no failure of the command."""
+    asked = options(arguments)
+    try:
+        results = Simulation(asked, Progress()).run(asked.cases)
+    except KeyboardInterrupt:
+        sys.stderr.write("\nInterrupted.\n")
+        return 130
+    text = render(results)
+    sys.stdout.write(text)
+    if asked.output is not None:
+        asked.output.write_text(text, encoding="utf-8")
+    if asked.json is not None:
+        asked.json.write_text(json.dumps(asdict(results), indent=1), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""``make bench``: the cost of rkserve beside the bare runtime, measured in one run."""

@@ -1,0 +1,1 @@
+"""Schemas of the HTTP APIs, and pure translations between them and runs."""

@@ -1,0 +1,1 @@
+"""The control API: pauses, adapters, weights, caches, sleep and status."""

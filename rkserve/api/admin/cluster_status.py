@@ -1,0 +1,274 @@
+"""The cluster at a glance: totals over boards, what is paused, and which weights are served.
+
+It knows the boards' reports and what the cluster shall be; how both came here it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rkserve.api.admin.weights import base_entry, loaded_digest, weights_entry
+from rkserve.api.json.body import JsonObject
+from rkserve.core.board_report import BoardReport, BoardState, VersionFigures
+from rkserve.core.desired_state import Desired, Pause
+from rkserve.core.redaction import without_folders
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """One board: its report, its tokens per second lately, and the bytes of one KV position."""
+
+    report: BoardReport
+    prefill_tokens_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+    position_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How the Coordinator is heard: whether it answers, and how long ago it did last."""
+
+    reachable: bool
+    heard_s_ago: float | None
+
+
+def cluster_entry(
+    desired: Desired, models: Sequence[str], boards: Iterable[Glance], head: Head
+) -> JsonObject:
+    """Return the answer of GET /v1/cluster."""
+    known = sorted(boards, key=lambda one: one.report.board_id)
+    by_model = {model: [one for one in known if one.report.model == model] for model in models}
+    ago_s = head.heard_s_ago
+    return {
+        "object": "cluster",
+        "epoch": desired.epoch,
+        "coordinator": {
+            "reachable": head.reachable,
+            "heard_s_ago": None if ago_s is None else round(ago_s, 3),
+        },
+        "total": _total(known, desired),
+        "models": {
+            model: {**_total(found, desired), **_weights(desired, model, found)}
+            for model, found in by_model.items()
+        },
+        "boards": [_board(one, desired) for one in known],
+        "pauses": [_pause(pause) for pause in desired.pauses],
+    }
+
+
+def is_paused_entry(
+    desired: Desired, boards: Iterable[BoardReport], model: str | None
+) -> JsonObject:
+    """Return the answer of GET /is_paused: any and all boards, and each of them.
+
+    ``paused`` is what the cluster shall be, which holds once its pause was answered; ``reported``
+    is what the board said of itself last. A board that sleeps is paused as well, and has a level.
+    """
+    told: dict[str, JsonObject] = {}
+    adapters: dict[str, JsonObject] = {}
+    for board in sorted(boards, key=lambda one: one.board_id):
+        duty = desired.duty(board.board_id, board.model)
+        mode = None if duty.hold is None else duty.hold.mode.value
+        told[board.board_id] = {
+            "paused": mode is not None,
+            "mode": mode,
+            "level": duty.level,
+            "reported": board.hold or None,
+            "epoch": board.epoch,
+        }
+        adapters |= {name: {"mode": hold.mode.value} for name, hold in duty.adapter_holds}
+    paused = [entry["paused"] for entry in told.values()]
+    whole = (pause for pause in desired.pauses if pause.scope.adapter is None)
+    # A pause holds also where no board is there to be held.
+    meant = any(not pause.scope.models or model in (None, *pause.scope.models) for pause in whole)
+    return {
+        "is_paused": any(paused) or (not told and meant),
+        "all": all(paused) if told else meant,
+        "epoch": desired.epoch,
+        "boards": told,
+        "adapters": dict(sorted(adapters.items())),
+    }
+
+
+def is_sleeping_entry(
+    desired: Desired, boards: Iterable[BoardReport], model: str | None
+) -> JsonObject:
+    """Return the answer of GET /is_sleeping: any and all boards, and each of them.
+
+    ``sleeping`` is what the cluster shall be, which holds once its sleep was answered; ``reported``
+    is the level that the board said of itself last.
+    """
+    told: dict[str, JsonObject] = {}
+    for board in sorted(boards, key=lambda one: one.board_id):
+        level = desired.duty(board.board_id, board.model).level
+        told[board.board_id] = {
+            "sleeping": level is not None,
+            "level": level,
+            "reported": board.level,
+            "state": board.state.value,
+            "epoch": board.epoch,
+        }
+    sleeping = [entry["sleeping"] for entry in told.values()]
+    sleeps = (pause for pause in desired.pauses if pause.level is not None)
+    # A sleep holds also where no board is there to be put to sleep.
+    meant = any(not pause.scope.models or model in (None, *pause.scope.models) for pause in sleeps)
+    return {
+        "is_sleeping": any(sleeping) or (not told and meant),
+        "all": all(sleeping) if told else meant,
+        "epoch": desired.epoch,
+        "boards": told,
+    }
+
+
+def weight_info(
+    desired: Desired,
+    models: Sequence[str],
+    model: str | None,
+    boards: Sequence[BoardReport] = (),
+) -> JsonObject:
+    """Return the answer of GET /weight_info: of one model, the first where none is named."""
+    chosen = models[0] if model is None else model
+    meant = desired.weights_of(chosen)
+    return {
+        "weight_version": meant.label,
+        "step": meant.step,
+        "model": chosen,
+        "epoch": desired.epoch,
+        "models": {
+            one: {
+                **weights_entry(desired, one, boards),
+                "adapters": _adapters(desired, one),
+                "adapter_digests": {
+                    line.name: line.active.digest
+                    for line in desired.lines
+                    if line.model == one and line.active is not None
+                },
+            }
+            for one in models
+        },
+    }
+
+
+def _weights(desired: Desired, model: str, boards: Iterable[Glance]) -> JsonObject:
+    meant = desired.weights_of(model)
+    base = base_entry(meant, [one.report for one in boards])["digest"]
+    return {"weight_version": meant.label, "step": meant.step, "base": base}
+
+
+def _adapters(desired: Desired, model: str) -> Mapping[str, str | None]:
+    return {
+        line.name: None if line.active is None else line.active.ref.version
+        for line in desired.lines
+        if line.model == model
+    }
+
+
+def _board(one: Glance, desired: Desired) -> JsonObject:
+    report = one.report
+    duty = desired.duty(report.board_id, report.model)
+    hold = duty.hold
+    return {
+        "id": report.board_id,
+        "model": report.model,
+        "state": report.state.value,
+        "reason": without_folders(report.reason),
+        "epoch": report.epoch,
+        "hold": None if hold is None else hold.mode.value,
+        "missing": report.missing,
+        "positions": report.kv_positions,
+        "capacity": _capacity(report),
+        "bytes": _bytes([one]),
+        "hit_ratio": _hits([report]),
+        "prefill_tokens_per_s": round(one.prefill_tokens_per_s, 2),
+        "decode_tokens_per_s": round(one.decode_tokens_per_s, 2),
+        "prefill_speed": _speed(report.prefill_tokens, report.prefill_ms),
+        "decode_speed": _speed(report.decode_tokens, report.decode_ms),
+        "running": report.running,
+        "queued": report.queued,
+        "paused": report.paused,
+        "asleep": duty.level is not None,
+        "level": duty.level,
+        "idle_s": round(report.idle_s, 1),
+        "base": loaded_digest(report),
+        "own_base": not report.base,
+        "adapters": list(report.adapters),
+        "staged": list(report.staged),
+        "versions": [_figures(figures) for figures in report.versions],
+        "temperature_c": _heat([report]),
+    }
+
+
+def _total(boards: Sequence[Glance], desired: Desired) -> JsonObject:
+    reports = [one.report for one in boards]
+    duties = [desired.duty(one.board_id, one.model) for one in reports]
+    return {
+        "boards": len(reports),
+        "ready": sum(one.state is BoardState.READY for one in reports),
+        "joining": sum(one.state is BoardState.JOINING for one in reports),
+        "paused_boards": sum(duty.hold is not None for duty in duties),
+        "asleep": sum(duty.level is not None for duty in duties),
+        "positions": sum(one.kv_positions for one in reports),
+        "capacity": sum(_capacity(one) for one in reports),
+        "bytes": _bytes(boards),
+        "hit_ratio": _hits(reports),
+        "prefill_tokens_per_s": round(sum(one.prefill_tokens_per_s for one in boards), 2),
+        "decode_tokens_per_s": round(sum(one.decode_tokens_per_s for one in boards), 2),
+        "running": sum(one.running for one in reports),
+        "queued": sum(one.queued for one in reports),
+        "paused": sum(one.paused for one in reports),
+        "temperature_c": _heat(reports),
+    }
+
+
+def _capacity(report: BoardReport) -> int:
+    return report.context_len * report.n_batch
+
+
+def _bytes(boards: Sequence[Glance]) -> int | None:
+    """Bytes of the live KV caches; None where a model folder does not say what a position takes."""
+    found = 0
+    for one in boards:
+        if one.position_bytes is None:
+            return None
+        found += one.report.kv_positions * one.position_bytes
+    return found
+
+
+def _hits(reports: Sequence[BoardReport]) -> float | None:
+    asked = sum(report.prompt_tokens for report in reports)
+    return round(sum(r.cached_tokens for r in reports) / asked, 4) if asked else None
+
+
+def _heat(reports: Sequence[BoardReport]) -> float | None:
+    told = (report.hardware.temperature_c for report in reports if report.hardware is not None)
+    return max((one for one in told if one is not None), default=None)
+
+
+def _speed(tokens: int, ms: float) -> float | None:
+    return round(tokens * 1e3 / ms, 2) if ms > 0 else None
+
+
+def _figures(figures: VersionFigures) -> JsonObject:
+    return {
+        "version": figures.version,
+        "requests": figures.requests,
+        "failed": figures.failed,
+        "tokens": figures.tokens,
+        "decode_tokens_per_s": _speed(figures.tokens, figures.decode_ms),
+    }
+
+
+def _pause(pause: Pause) -> JsonObject:
+    return {
+        "operation": pause.operation,
+        "models": list(pause.scope.models),
+        "boards": list(pause.scope.boards),
+        "adapter": pause.scope.adapter,
+        "mode": pause.mode.value,
+        "clear_cache": pause.clear_cache,
+        "level": pause.level,
+        "wake_on_request": pause.wakes,
+        "since_s": pause.since_s,
+        "expires_s": pause.expires_s,
+    }

@@ -1,0 +1,196 @@
+"""Operations as JSON: the record, and what every changing call adds to its peer's own body.
+
+It knows the shape of a record and nothing of how operations come about: they are passed in as
+whatever looks like one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from rkserve.api.json.body import JsonObject
+
+WAITING = "waiting"  # what a board is while its operation goes on: neither done nor failed
+ACCEPTED = 202
+REFUSED = 400  # statuses from here on carry an error object
+
+# What a board did, by the kind of operation.
+_DONE = {
+    "pause": "paused",
+    "resume": "resumed",
+    "sleep": "sleeping",
+    "wake": "awake",
+    "cache_reset": "cleared",
+    "abort": "aborted",
+    "adapter_stage": "staged",
+    "adapter_rollout": "serving",
+    "adapter_rollback": "serving",
+    "adapter_promote": "serving",
+    "adapter_retire": "retired",
+    "label": "labelled",
+    "weight_update": "updated",
+    "rebase": "updated",
+}
+_KINDS = {400: "invalid_request_error", 404: "invalid_request_error", 409: "invalid_request_error"}
+
+
+class Result(Protocol):
+    """What one board did of an operation."""
+
+    @property
+    def status(self) -> str: ...
+    @property
+    def latency_ms(self) -> float: ...
+    @property
+    def error(self) -> str: ...
+    @property
+    def message(self) -> str: ...
+    @property
+    def details(self) -> Mapping[str, Any]: ...
+    @property
+    def good(self) -> bool: ...
+
+
+class Failure(Protocol):
+    """Why an operation did not succeed."""
+
+    @property
+    def status(self) -> int: ...
+    @property
+    def code(self) -> str: ...
+    @property
+    def message(self) -> str: ...
+
+
+class Record(Protocol):
+    """One operation."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def phase(self) -> str: ...
+    @property
+    def params(self) -> Mapping[str, Any]: ...
+    @property
+    def who(self) -> str: ...
+    @property
+    def created_s(self) -> float: ...
+    @property
+    def finished_s(self) -> float | None: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def key(self) -> str | None: ...
+    @property
+    def results(self) -> Mapping[str, Result]: ...
+    @property
+    def phases(self) -> tuple[tuple[str, float], ...]: ...
+    @property
+    def error(self) -> Failure | None: ...
+
+
+def envelope(record: Record, *, applied: bool) -> JsonObject:
+    """Return what an answer says of its operation, beside the peer's own body."""
+    return {
+        "operation_id": record.id,
+        "kind": _text(record.kind),
+        "state": _text(record.state),
+        "epoch": record.epoch,
+        "applied": applied,
+        **_boards(record),
+    }
+
+
+def changed(body: JsonObject, record: Record, *, applied: bool) -> JsonObject:
+    """Return the answer of a changing call: ``body`` is the peer's own, said when it succeeded."""
+    told = envelope(record, applied=applied)
+    if record.error is None:
+        return {**body, **told}
+    return {"error": error_of(record.error), **told}
+
+
+def error_of(failure: Failure) -> JsonObject:
+    """Return OpenAI's error object for an operation that did not succeed."""
+    kind = _KINDS.get(failure.status, "server_error")
+    return {"message": failure.message, "type": kind, "param": None, "code": failure.code}
+
+
+def operation_entry(record: Record) -> JsonObject:
+    """Return the answer of GET /v1/operations/{id}."""
+    failure = record.error
+    return {
+        "id": record.id,
+        "object": "operation",
+        "kind": _text(record.kind),
+        "state": _text(record.state),
+        "phase": _text(record.phase),
+        "params": dict(record.params),
+        "who": record.who,
+        "created_s": record.created_s,
+        "finished_s": record.finished_s,
+        "epoch": record.epoch,
+        "idempotency_key": record.key,
+        **_boards(record),
+        "error": None
+        if failure is None
+        else {"status": failure.status, "code": failure.code, "message": failure.message},
+    }
+
+
+def operations_list(records: Iterable[Record]) -> JsonObject:
+    """Return the answer of GET /v1/operations, in the order given."""
+    return {"object": "list", "data": [operation_entry(record) for record in records]}
+
+
+def total_of(record: Record, figure: str) -> int:
+    """Add up one of the boards' own figures."""
+    values = (result.details.get(figure) for result in record.results.values())
+    return sum(value for value in values if isinstance(value, int))
+
+
+def _boards(record: Record) -> JsonObject:
+    done = _DONE.get(_text(record.kind), "ok")
+    ordered = sorted(record.results.items())
+    return {
+        "total": len(ordered),
+        "succeeded": sum(result.good for _, result in ordered),
+        "results": {board: _result(one, done) for board, one in ordered if one.good},
+        "failed": [
+            {
+                "board": board,
+                "error": one.error or _text(one.status),
+                "message": one.message,
+                "latency_ms": round(one.latency_ms, 3),
+            }
+            for board, one in ordered
+            if not one.good and _text(one.status) != WAITING
+        ],
+        "phases": _phases(record.phases),
+    }
+
+
+def _result(result: Result, done: str) -> JsonObject:
+    status = _text(result.status)
+    return {
+        **result.details,
+        "status": done if status == "ok" else status,
+        "latency_ms": round(result.latency_ms, 3),
+    }
+
+
+def _phases(phases: Iterable[tuple[str, float]]) -> JsonObject:
+    """Milliseconds by phase, in order; one that came twice counts as one."""
+    spent: dict[str, float] = {}
+    for name, ms in phases:
+        spent[name] = spent.get(name, 0.0) + ms
+    return {name: round(ms, 3) for name, ms in spent.items()}
+
+
+def _text(value: str) -> str:
+    """The plain string of an enum that is one."""
+    return str.__str__(value)

@@ -1,0 +1,238 @@
+"""Events of boards as Anthropic's messages and errors; it knows that API's words and no models.
+
+What blocks an answer may have is in ``_OPENED``.
+"""
+
+from __future__ import annotations
+
+from rkserve.api.anthropic.requests import parse_messages
+from rkserve.api.common import sse
+from rkserve.api.common.answer import Stamp, Tally, pause_status, timings_of
+from rkserve.api.common.dialect import AnyCall, Dialect
+from rkserve.api.common.errors import error_object
+from rkserve.api.common.tool_arguments import as_object
+from rkserve.api.json.body import JsonObject
+from rkserve.api.parsing.answer_parser import TOOL_CALLS
+from rkserve.api.parsing.parts import CallBegun, CallMore, Part, Thought, Void, Words
+from rkserve.core.errors import ContextOverflow
+from rkserve.core.messages import Delta, Finished, FinishReason, Paused
+
+# How a block of a stream begins; its text comes in deltas of the type behind it, under that name.
+_TEXT, _THINKING, _CALL = "text", "thinking", "tool_use"
+_OPENED: dict[str, tuple[JsonObject, str, str]] = {
+    _TEXT: ({"type": _TEXT, "text": ""}, "text_delta", "text"),
+    # Nobody signs thoughts here; clients want the key.
+    _THINKING: ({"type": _THINKING, "thinking": "", "signature": ""}, "thinking_delta", "thinking"),
+    _CALL: ({"type": _CALL, "input": {}}, "input_json_delta", "partial_json"),
+}
+_REASONS = {"stop": "end_turn", TOOL_CALLS: "tool_use", "abort": "abort"}
+
+
+class MessageAnswer(Tally):
+    """The answer to a call of /v1/messages."""
+
+    def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: Stamp) -> None:
+        super().__init__(call, answer_id, created, stamp)
+        self._stops = call.stop
+        self._max_tokens = call.max_tokens
+        self._blocks = 0  # that were opened
+        self._open: str | None = None  # the kind of the last one, until it is closed
+        self._frame: sse.Frame | None = None  # of its deltas
+        self._calls: dict[int, int] = {}  # where each call's block is
+
+    def opening(self, _index: int) -> bytes:
+        """Return the event that begins the message. What was cached is known at its end only."""
+        usage = _usage({"prompt_tokens": self._stamp.prompt_tokens})
+        message = self._message([], None, None, usage)
+        return sse.event("message_start", {"type": "message_start", "message": message})
+
+    def delta(self, _index: int, delta: Delta) -> bytes:
+        """Return the events of a delta."""
+        if self._stamp.reading.plain:  # most tokens go this way, and nobody has to read them
+            void = self._part(Void(delta.retract)) if delta.retract else b""
+            return void + (self._more(_TEXT, delta.text) if delta.text else b"")
+        return b"".join([self._part(part) for part in self.add(0, delta)])
+
+    def _part(self, part: Part) -> bytes:
+        match part:
+            case Words(text=text):
+                return self._more(_TEXT, text)
+            case Thought(text=text):
+                return self._more(_THINKING, text)
+            case CallBegun(name=name, index=index, call_id=call_id):
+                self._calls[index] = self._blocks
+                return self._begin(_CALL, {"id": call_id, "name": name})
+            case CallMore(arguments=arguments, index=index):
+                return sse.event(_PIECE, _piece(_CALL, self._calls[index], arguments))
+            case Void(words=words, thoughts=thoughts, calls=calls):
+                void = {
+                    "retract": words,
+                    "retract_thinking": thoughts,
+                    "retract_tool_use": calls,
+                }
+                told = {key: count for key, count in void.items() if count}
+                return sse.event("ping", {"type": "ping", "rkserve": told})
+
+    def paused(self, index: int, paused: Paused) -> bytes:
+        """Return what tells of a pause: a ping, which says so to clients that asked for pauses."""
+        if not self._tells_of_pauses:
+            return PING
+        return sse.event("ping", {"type": "ping", "rkserve": pause_status(index, paused)})
+
+    def finish(self, index: int, finished: Finished) -> bytes:
+        """Return what ends the message: the end of its block, the reason and the counts."""
+        ended = b"".join([self._part(part) for part in self.end(index, finished)])
+        ended += (b"" if self._blocks else self._begin(_TEXT)) + self._close()
+        reason, stop = self._reason(finished)
+        event = {
+            "type": "message_delta",
+            "delta": {"stop_reason": reason, "stop_sequence": stop},
+            "usage": _usage(self.usage()),
+            **self._told(),
+        }
+        return ended + sse.event("message_delta", event)
+
+    def closing(self) -> bytes:
+        """Return the last event."""
+        return sse.event("message_stop", {"type": "message_stop"})
+
+    def broken(self, exc: BaseException) -> bytes:
+        """Return the event that ends a message which breaks off."""
+        return _broken(exc)
+
+    def whole(self) -> JsonObject:
+        """Return the message."""
+        speech = self.speech(0)
+        content: list[JsonObject] = []
+        if speech.thoughts:
+            content.append({**_OPENED[_THINKING][0], "thinking": speech.thoughts})
+        if speech.words or not speech.calls:
+            content.append({"type": _TEXT, "text": speech.words})
+        for one in speech.calls:
+            given = as_object(one.arguments)
+            content.append({"type": _CALL, "id": one.call_id, "name": one.name, "input": given})
+        told = self._message(content, *self._reason(self._ends[0]), _usage(self.usage()))
+        return {**told, **self._told()}
+
+    def _told(self) -> JsonObject:
+        """What is rkserve's own."""
+        timings = {"timings": timings_of([self._ends[0]])}
+        return {**self._seal(self.versions), **timings, **self._spans(0)}
+
+    def _message(
+        self, content: list[JsonObject], reason: str | None, stop: str | None, usage: JsonObject
+    ) -> JsonObject:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": stop,
+            "usage": usage,
+        }
+
+    def _reason(self, finished: Finished) -> tuple[str, str | None]:
+        if finished.stopped_by in self._stops:
+            return "stop_sequence", finished.stopped_by
+        if finished.reason is not FinishReason.LENGTH:
+            return _REASONS[self.speech(0).reason(finished)], None
+        asked = self._max_tokens is not None
+        if asked and finished.usage.completion_tokens >= (self._max_tokens or 0):
+            return "max_tokens", None
+        return "model_context_window_exceeded", None
+
+    def _more(self, kind: str, text: str) -> bytes:
+        """Return more of a block of a kind, which is opened unless it is the one that is open."""
+        begun = b"" if self._open == kind else self._begin(kind)
+        if self._frame is None:
+            value = _piece(kind, self._blocks - 1, sse.Frame.HOLE)
+            self._frame = sse.Frame(value, before=f"event: {_PIECE}\ndata: ")
+        return begun + self._frame.fill(text)
+
+    def _begin(self, kind: str, more: JsonObject | None = None) -> bytes:
+        """Return what opens a block of a kind."""
+        closed = self._close()
+        event = {
+            "type": "content_block_start",
+            "index": self._blocks,
+            "content_block": {**_OPENED[kind][0], **(more or {})},
+        }
+        self._open, self._blocks = kind, self._blocks + 1
+        return closed + sse.event("content_block_start", event)
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        self._open = self._frame = None
+        event = {"type": "content_block_stop", "index": self._blocks - 1}
+        return sse.event("content_block_stop", event)
+
+
+_PIECE = "content_block_delta"
+PING = sse.event("ping", {"type": "ping"})
+
+
+def _piece(kind: str, block: int, text: str) -> JsonObject:
+    _, of, name = _OPENED[kind]
+    return {"type": _PIECE, "index": block, "delta": {"type": of, name: text}}
+
+
+def _usage(counts: JsonObject) -> JsonObject:
+    """Return counts as Anthropic has them: what came from the cache is no part of the input."""
+    cached = counts.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    return {
+        "input_tokens": counts["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": counts.get("completion_tokens", 0),
+    }
+
+
+def tokens_counted(tokens: int) -> JsonObject:
+    """Return the answer of /v1/messages/count_tokens."""
+    return {"input_tokens": tokens}
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_SERVER = 500
+
+
+def anthropic_error(exc: BaseException) -> tuple[int, dict[str, str], JsonObject]:
+    """Return status, headers and body for an exception, as ``failures.error_object`` does."""
+    status, headers, body = error_object(exc)
+    told = body["error"]
+    usual = "api_error" if status >= _SERVER else "invalid_request_error"
+    message = told["message"]
+    if isinstance(exc, ContextOverflow):  # Anthropic's words, by which agents know it
+        message = f"prompt is too long: {exc.size} tokens > {exc.context_len} maximum. {message}"
+    error = {
+        "type": _ERRORS.get(status, usual),
+        "message": message,
+        "param": told["param"],
+        "code": told["code"],
+    }
+    return status, headers, {"type": "error", "error": error}
+
+
+def _broken(exc: BaseException) -> bytes:
+    return sse.event("error", anthropic_error(exc)[2])
+
+
+def _ping(_: AnyCall) -> bytes:
+    return PING
+
+
+MESSAGES = Dialect(parse_messages, MessageAnswer, "msg_", _ping, _broken)

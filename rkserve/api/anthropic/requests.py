@@ -1,0 +1,348 @@
+"""Bodies of Anthropic's Messages API as chat calls; it knows that API's words and no models.
+
+A conversation becomes what OpenAI's becomes, so that templates, prompt caches and everything behind
+them are the same. What blocks can be read is in ``_BLOCKS``, and what is refused in ``_REFUSED``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from rkserve.api.common import unsupported
+from rkserve.api.common.calls import ChatCall, read_model, read_shared, read_stop
+from rkserve.api.common.tool_definitions import read_offered
+from rkserve.api.json.body import parse_object
+from rkserve.api.json.fields import Fields, Range, as_fields, missing, quoted, wrong_type
+from rkserve.api.json.limits import MAX_MESSAGES, MAX_STOP_SEQUENCES
+from rkserve.api.parsing.grammar import Named, schema_guide
+from rkserve.api.parsing.reasoning import EFFORTS, Wish, read_wish
+from rkserve.api.parsing.sampling import read_extras
+from rkserve.api.parsing.tool_choice import NO_TOOLS, Tools
+from rkserve.api.prompting.conversation import Message, check_prefill
+from rkserve.api.prompting.images import ImagePart, image_at, image_file, shown
+from rkserve.core.errors import RequestError, UnsupportedParameter
+from rkserve.models.folder import CONTEXT_MAX
+
+_AT_LEAST_ONE = Range(1)
+_ROLES = ("user", "assistant", "system")
+_CLEAR_THINKING = "clear_thinking_"  # dates follow
+_LATE_EDITS = ("clear_tool_uses_", "compact_")
+_USUAL_TRIGGER = {"type": "input_tokens", "value": 100_000}  # of these edits, at Anthropic
+# Claude Code's first block of the system prompt. It is for the provider's accounts, and as it
+# differs between conversations no KV cache would serve two of them.
+_ATTRIBUTION = "x-anthropic-billing-header:"
+_MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
+
+
+def parse_messages(body: bytes) -> ChatCall:
+    """Read the body of POST /v1/messages. Raises ``RequestError``."""
+    fields = Fields(parse_object(body))
+    call = _conversation(fields)
+    max_tokens = fields.integer("max_tokens", _AT_LEAST_ONE)
+    if max_tokens is None:
+        raise missing("max_tokens")
+    return replace(call, max_tokens=max_tokens)
+
+
+def parse_count(body: bytes) -> ChatCall:
+    """Read the body of POST /v1/messages/count_tokens. Raises ``RequestError``."""
+    return _conversation(Fields(parse_object(body)))
+
+
+def _conversation(fields: Fields) -> ChatCall:
+    model = read_model(fields)
+    messages = (*_system(fields), *_messages(fields))
+    if prefill := messages[-1]["role"] == "assistant":
+        check_prefill(messages, "messages")
+    unsupported.refuse(fields, _REFUSED)
+    shared = read_shared(fields)
+    shared["stop"] = read_stop(fields, "stop_sequences", MAX_STOP_SEQUENCES)
+    shared["session"] = _session(fields) or shared["session"]
+    return ChatCall(
+        model=model,
+        max_tokens=None,
+        messages=messages,
+        prefill=prefill,
+        tools=_tools(fields),
+        wish=_wish(fields),
+        steps=read_extras(fields, _format(fields)),
+        **shared,
+    )
+
+
+def _format(fields: Fields) -> Named | None:
+    """Read what form the answer has to have: in ``output_config``, or under its older name."""
+    config = fields.child("output_config")
+    found = None if config is None else config.child("format")
+    older = fields.child("output_format")
+    if found is not None and older is not None:
+        raise RequestError(
+            "'output_format' is the older name of 'output_config.format': send one of them.",
+            "output_format",
+        )
+    form = found or older
+    if form is None:
+        return None
+    if (kind := form.required_text("type")) != "json_schema":
+        raise UnsupportedParameter(
+            f"Unsupported format: {quoted(kind)}. Only 'json_schema' is known.", form.path("type")
+        )
+    path = form.path("schema")
+    if form.get("schema") is None:
+        raise missing(path)
+    return path, schema_guide(form.get("schema"), path)
+
+
+def _session(fields: Fields) -> str | None:
+    """Anthropic's name of the user; what is no text is ignored there, and so it is here."""
+    metadata = fields.get("metadata")
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None
+    return user if isinstance(user, str) and user else None
+
+
+def _empty(value: Any, _: Fields) -> bool:
+    return value in ([], {})
+
+
+def _never(_value: Any, _: Fields) -> bool:
+    return False
+
+
+def _clears_nothing(value: Any, _: Fields) -> bool:
+    """Return whether edits of the conversation would leave every prompt here as it is."""
+    if not isinstance(value, dict):
+        return False
+    edits = value.get("edits", [])
+    return isinstance(edits, list) and all(map(_is_harmless_edit, edits))
+
+
+def _is_harmless_edit(edit: Any) -> bool:
+    if not isinstance(edit, dict) or not isinstance(kind := edit.get("type"), str):
+        return False
+    if kind.startswith(_CLEAR_THINKING):
+        return edit.get("keep") in ("all", {"type": "all"})
+    trigger = edit.get("trigger") or _USUAL_TRIGGER
+    if not kind.startswith(_LATE_EDITS) or not isinstance(trigger, dict):
+        return False
+    at = trigger.get("value")
+    return trigger.get("type") == "input_tokens" and isinstance(at, int) and at >= CONTEXT_MAX
+
+
+# As ``refusals``: what would change the answer and cannot be honoured, with what asks for nothing.
+_REFUSED: dict[str, unsupported.Harmless] = {
+    **unsupported.TOKENS,
+    "mcp_servers": _empty,
+    "context_management": _clears_nothing,
+    "container": _never,
+}
+
+
+def _tools(fields: Fields) -> Tools:
+    """Read ``tools`` and ``tool_choice``: those that the client itself carries out."""
+    offer = read_offered(fields, "custom", "input_schema", default="custom")
+    none = replace(NO_TOOLS, left_out=offer.left_out)
+    choice = fields.child("tool_choice")
+    kind = None if choice is None else choice.choice("type", "auto", "any", "tool", "none")
+    if choice is None or kind is None:
+        return Tools(offer.tools, strict=offer.strict, left_out=offer.left_out)
+    parallel = not choice.flag("disable_parallel_tool_use")
+    if kind == "none":
+        return none
+    named = choice.required_text("name") if kind == "tool" else None
+    if kind != "auto" and not offer.tools:
+        raise RequestError(
+            "'tool_choice' asks for a call, but there are no tools of the type 'custom' to call.",
+            "tool_choice",
+        )
+    if named is not None and named not in offer.names:
+        path = choice.path("name")
+        raise RequestError(
+            f"Invalid '{path}': there is no tool {quoted(named)} of the type 'custom'.", path
+        )
+    return Tools(
+        offer.tools,
+        forced=kind != "auto",
+        named=named,
+        parallel=parallel,
+        strict=offer.strict,
+        left_out=offer.left_out,
+    )
+
+
+def _wish(fields: Fields) -> Wish:
+    """What is asked of thoughts: none, where a call does not say, as at Anthropic."""
+    own = read_wish(fields)
+    config, thinking = fields.child("output_config"), fields.child("thinking")
+    effort = None if config is None else config.choice("effort", *EFFORTS)
+    kind = None if thinking is None else thinking.required_text("type")
+    if thinking is None or kind == "disabled":
+        return own if own.enabled is not None else Wish(enabled=False, variables=own.variables)
+    if kind not in ("enabled", "adaptive"):
+        raise RequestError(
+            f"Invalid '{thinking.path('type')}': {quoted(kind)}. Supported values are: 'enabled', "
+            "'adaptive', 'disabled'.",
+            thinking.path("type"),
+        )
+    most = thinking.integer("budget_tokens", _AT_LEAST_ONE)
+    return Wish(enabled=True, effort=effort, max_tokens=most, variables=own.variables)
+
+
+def _system(fields: Fields) -> Iterator[Message]:
+    if fields.get("system") is None:
+        return
+    text = "".join(one for one in _texts(fields, "system") if not one.startswith(_ATTRIBUTION))
+    yield {"role": "system", "content": text}
+
+
+def _messages(fields: Fields) -> Iterator[Message]:
+    found = fields.items("messages", MAX_MESSAGES)
+    for index, value in enumerate(found):
+        message = as_fields(value, f"messages[{index}]")
+        role = message.choice("role", *_ROLES)
+        if role is None:
+            raise missing(message.path("role"))
+        if message.get("content") is None:
+            raise missing(message.path("content"))
+        yield from _read_message(message, role)
+
+
+def _read_message(message: Fields, role: str) -> Iterator[Message]:
+    """Return a message as templates want it: results of tools become messages of their own."""
+    if isinstance(message.get("content"), str):
+        yield {"role": role, "content": message.get("content")}
+        return
+    turn, begun = _begun(role), False
+    for block in _blocks(message, "content"):
+        result = _read_block(block, role, turn)
+        if result is None:
+            begun = True
+            continue
+        if begun:
+            yield _done(turn)
+            turn, begun = _begun(role), False
+        yield result
+    if begun:
+        yield _done(turn)
+
+
+def _begun(role: str) -> Message:
+    """A turn whose content is a list of what was said and shown, until it is ``_done``."""
+    return {"role": role, "content": []}
+
+
+def _done(turn: Message) -> Message:
+    return {**turn, "content": shown(turn["content"])}
+
+
+def _blocks(fields: Fields, name: str) -> Iterator[Fields]:
+    path = fields.path(name)
+    if not isinstance(fields.get(name), list):
+        raise wrong_type(path, "a string or an array of content blocks", fields.get(name))
+    for index, block in enumerate(fields.items(name, MAX_MESSAGES)):
+        yield as_fields(block, f"{path}[{index}]")
+
+
+def _read_block(block: Fields, role: str, turn: Message) -> Message | None:
+    """Add a block to a turn; return what is a message of its own instead."""
+    kind = block.required_text("type")
+    read = _BLOCKS.get((role, kind))
+    if read is None:
+        raise UnsupportedParameter(
+            f"Unsupported content block: {quoted(kind)} in a message of the role '{role}'. This "
+            f"server reads {_readable(role)} there.",
+            block.path("type"),
+        )
+    return read(block, turn)
+
+
+def _readable(role: str) -> str:
+    return ", ".join(repr(kind) for of, kind in _BLOCKS if of == role)
+
+
+def _text_block(block: Fields, turn: Message) -> None:
+    turn["content"].append(_needed_text(block))
+
+
+def _image(block: Fields, turn: Message) -> None:
+    turn["content"].append(_image_of(block))
+
+
+def _image_of(block: Fields) -> ImagePart:
+    source = block.child("source")
+    if source is None:
+        raise missing(block.path("source"))
+    kind = source.choice("type", "base64", "url")
+    if kind is None:
+        raise missing(source.path("type"))
+    if kind == "url":
+        return image_at(source.required_text("url"), source.path("url"))
+    source.choice("media_type", *_MEDIA_TYPES)  # what it is, is seen in the file
+    return image_file(source.required_text("data"), source.path("data"))
+
+
+def _needed_text(block: Fields) -> str:
+    text = block.text("text")
+    if text is None:
+        raise missing(block.path("text"))
+    return text
+
+
+def _tool_use(block: Fields, turn: Message) -> None:
+    given = block.child("input")
+    function = {
+        "name": block.required_text("name"),
+        "arguments": {} if given is None else block.get("input"),
+    }
+    call = {"id": block.required_text("id"), "type": "function", "function": function}
+    turn.setdefault("tool_calls", []).append(call)
+
+
+def _tool_result(block: Fields, _: Message) -> Message:
+    content = "" if block.get("content") is None else _text(block, "content")
+    call_id = block.required_text("tool_use_id")
+    return {"role": "tool", "content": content, "tool_call_id": call_id}
+
+
+def _thoughts(block: Fields, turn: Message) -> None:
+    """What becomes of earlier thoughts is the model folder's business."""
+    text = block.text("thinking")
+    if text:
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+
+
+def _hidden_thoughts(_block: Fields, _turn: Message) -> None:
+    """Nobody here can read them."""
+
+
+_BLOCKS: dict[tuple[str, str], Callable[[Fields, Message], Message | None]] = {
+    ("user", "text"): _text_block,
+    ("user", "image"): _image,
+    ("user", "tool_result"): _tool_result,
+    ("assistant", "text"): _text_block,
+    ("assistant", "tool_use"): _tool_use,
+    ("assistant", "thinking"): _thoughts,
+    ("assistant", "redacted_thinking"): _hidden_thoughts,
+    ("system", "text"): _text_block,
+}
+
+
+def _text(fields: Fields, name: str) -> str:
+    """Read a string or a list of text blocks, which are joined without anything between them."""
+    return "".join(_texts(fields, name))
+
+
+def _texts(fields: Fields, name: str) -> Iterator[str]:
+    value = fields.get(name)
+    if isinstance(value, str):
+        yield value
+        return
+    for block in _blocks(fields, name):
+        kind = block.required_text("type")
+        if kind != "text":
+            raise UnsupportedParameter(
+                f"Unsupported content block: {quoted(kind)}. This server reads text only.",
+                block.path("type"),
+            )
+        yield _needed_text(block)

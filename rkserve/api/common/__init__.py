@@ -1,0 +1,1 @@
+"""Values and translations that several APIs share."""

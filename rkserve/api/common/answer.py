@@ -1,0 +1,203 @@
+"""What one answer comes to: its text, how its choices ended, and what is counted and told of them.
+
+It is the half of an answer that every dialect has; it knows no dialect's words. Per choice it is
+fed ``Delta`` values and one ``Finished``. Prompt tokens count once per prompt, however many choices
+answer it, and so do its cached tokens: those that every choice found in the cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rkserve.api.common.calls import ChatCall, CompletionCall
+from rkserve.api.common.logprobs import Choice, Lexicon, SpecialTokens
+from rkserve.api.json.body import JsonObject
+from rkserve.api.parsing.answer_parser import PLAIN, Reading, Speech
+from rkserve.api.parsing.parts import Part
+from rkserve.core.messages import FIRST_LABEL, Delta, Finished, FinishReason, Paused, Timings
+from rkserve.core.run_params import Sampling
+
+
+def fingerprint(model_id: str, release: str, adapter: str | None = None) -> str:
+    """Return ``system_fingerprint``: equal for the same model, runtime release and adapter."""
+    # The lengths keep ("ab", "c") and ("a", "bc") apart.
+    parts = (model_id, release, adapter or "")
+    content = "".join(f"{len(part)}:{part}" for part in parts)
+    return f"fp_{hashlib.sha256(content.encode()).hexdigest()[:10]}"
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What an answer comes from: the model, the runtime's release and versions of the weights.
+
+    ``accepted`` has for each choice the version that its board would have begun with when it took
+    it; what it was really generated with is known at its end. ``key_of`` returns the content of a
+    version, which one that was made anew does not share, and None of one that it does not know. It
+    is asked when a version is met: a long answer may end with one that was not there before.
+    ``prompt_tokens`` are those of the first prompt, 0 where only its board can count them.
+    ``reading`` says what their text may be beside words.
+    ``lexicon`` is there where an answer is to tell of single tokens, or of its prompt. Tokens in
+    ``ends`` end an answer. ``sampling`` are the values in force.
+    """
+
+    model: str
+    release: str
+    accepted: tuple[str, ...] = (FIRST_LABEL,)
+    key_of: Callable[[str], str | None] = lambda _version: None
+    prompt_tokens: int = 0
+    reading: Reading = PLAIN
+    lexicon: Lexicon | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    ends: frozenset[int] = frozenset()
+
+    def fingerprint(self, versions: Iterable[str]) -> str:
+        """Return ``system_fingerprint`` of what comes from these versions."""
+        contents = dict.fromkeys(self._content(version) for version in versions)
+        return fingerprint(self.model, self.release, ",".join(sorted(contents)))
+
+    def _content(self, version: str) -> str:
+        key = self.key_of(version)
+        if key is not None:
+            return key
+        return "" if version == FIRST_LABEL else version
+
+
+class Tally:
+    """What the answers of all dialects share. ``created`` is in seconds since 1970."""
+
+    def __init__(
+        self, call: ChatCall | CompletionCall, answer_id: str, created: int, stamp: Stamp
+    ) -> None:
+        self.id = answer_id
+        self._model = call.model
+        self._created = created
+        self._stamp = stamp
+        self._return_versions = call.return_weight_versions
+        self._tells_of_pauses = bool(call.pause_on)
+        self._tries = call.tries
+        self._tokens: list[Choice] = []
+        if stamp.lexicon is not None:
+            self._tokens = [Choice() for _ in range(call.choices)]
+        self._specials: list[SpecialTokens] = []
+        if call.special_tokens and stamp.lexicon is not None:
+            known = stamp.lexicon.known
+            self._specials = [SpecialTokens(known, stamp.ends) for _ in range(call.choices)]
+        self._include_stop = call.include_stop
+        self._choices = call.choices
+        self._speeches = [Speech(stamp.reading) for _ in range(call.choices)]
+        self._ends: dict[int, Finished] = {}
+
+    def speech(self, index: int) -> Speech:
+        """Return what a choice says: its words, thoughts and calls."""
+        return self._speeches[index]
+
+    def add(self, index: int, delta: Delta) -> list[Part]:
+        """Take a delta of a choice, and return what it means."""
+        return self._speeches[index].feed(self._taken(index, delta))
+
+    def _taken(self, index: int, delta: Delta) -> Delta:
+        """Count the tokens of a delta; return it with all the text that is to be shown."""
+        if self._tokens:
+            self._tokens[index].add(delta)
+        return self._specials[index].named(delta) if self._specials else delta
+
+    def end(self, index: int, finished: Finished) -> list[Part]:
+        """Take the end of a choice, and return what was held back of it."""
+        self._ends[index] = finished
+        tail = ""
+        if self._specials and self._include_stop and finished.reason is FinishReason.STOP:
+            tail = self._specials[index].tail(self._tokens[index].last)
+        parts = self._speeches[index].feed(Delta(tail, ())) if tail else []
+        return [*parts, *self._speeches[index].end()]
+
+    @property
+    def versions(self) -> list[str]:
+        """The version of each choice's last token, or the one it was accepted with until then."""
+        return [self._version(index) for index in range(self._choices)]
+
+    def _version(self, index: int) -> str:
+        end = self._ends.get(index)
+        if end is not None and end.versions:
+            return end.versions[-1].version
+        return self._stamp.accepted[min(index, len(self._stamp.accepted) - 1)]
+
+    def _seal(self, versions: list[str]) -> JsonObject:
+        """What tells of the weights: a board may have begun with others than it accepted with."""
+        return {
+            "system_fingerprint": self._stamp.fingerprint(versions),
+            "weight_version": ", ".join(dict.fromkeys(versions)),
+        }
+
+    def _spans(self, index: int) -> JsonObject:
+        """Which version each token of a choice that has ended comes from, where that was asked."""
+        if not self._return_versions:
+            return {}
+        end = self._ends[index]
+        spans = [
+            {"version": span.version, "start": span.start, "end": span.end} for span in end.versions
+        ]
+        tokens = end.usage.completion_tokens
+        whole = [{"version": self._version(index), "start": 0, "end": tokens}] if tokens else []
+        return {"weight_versions": spans or whole}
+
+    def usage(self) -> JsonObject:
+        """Return the counts of the choices that have ended."""
+        prompts: dict[int, list[Finished]] = {}
+        for index, end in self._ends.items():
+            prompts.setdefault(index // self._tries, []).append(end)
+        prompt = sum(ends[0].usage.prompt_tokens for ends in prompts.values())
+        cached = sum(min(e.usage.cached_tokens for e in ends) for ends in prompts.values())
+        completion = sum(end.usage.completion_tokens for end in self._ends.values())
+        thoughts = sum(end.usage.reasoning_tokens for end in self._ends.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"reasoning_tokens": thoughts},
+        }
+
+
+def pause_status(index: int, paused: Paused) -> JsonObject:
+    """Return what a stream says of a pause of one of its choices."""
+    return {
+        "status": "paused",
+        "choice": index,
+        "by": paused.by,
+        "tokens": paused.tokens,
+        "kv": paused.kv.value,
+    }
+
+
+def timings_of(ends: list[Finished]) -> JsonObject:
+    """Board time as measured, added up over choices."""
+    measured = [end.timings for end in ends]
+    decode_ms, decode_tokens = _total(measured, "decode_ms"), _total(measured, "decode_tokens")
+    told: JsonObject = {
+        "queue_ms": round(_total(measured, "queue_ms"), 3),
+        "prefill_ms": round(_total(measured, "prefill_ms"), 3),
+        "prefill_tokens": _total(measured, "prefill_tokens"),
+        "decode_ms": round(decode_ms, 3),
+        "decode_tokens": decode_tokens,
+        "tokens_per_s": round(decode_tokens * 1000 / decode_ms, 2) if decode_ms > 0 else None,
+        "cached": sum(end.usage.cached_tokens for end in ends),
+    }
+    if paused_ms := _total(measured, "paused_ms"):
+        told["paused_ms"] = round(paused_ms, 3)
+    if (batch := max(timings.batch for timings in measured)) > 1:
+        told["batch"] = batch
+    if batch_wait_ms := _total(measured, "batch_wait_ms"):
+        told["batch_wait_ms"] = round(batch_wait_ms, 3)
+    if encode_ms := _total(measured, "encode_ms"):
+        told["encode_ms"] = round(encode_ms, 3)
+    if continued := _total(measured, "continued"):
+        told["continued"] = continued
+        told["lost_ms"] = round(_total(measured, "lost_ms"), 3)
+    return told
+
+
+def _total(measured: list[Timings], name: str) -> Any:
+    return sum(getattr(timings, name) for timings in measured)

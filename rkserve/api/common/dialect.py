@@ -1,0 +1,76 @@
+"""What a dialect is: a way to ask for answers, and to give them; it knows none of them.
+
+Every dialect has the same calls and the same generations behind it. Its own are the words: how a
+body is read, how an answer is written, whole or streamed, and what a stream says while nothing
+comes or when it breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rkserve.api.common import sse
+from rkserve.api.common.answer import Stamp
+from rkserve.api.common.calls import ChatCall, CompletionCall
+from rkserve.api.json.body import JsonObject
+from rkserve.core.messages import Delta, Finished, Paused
+
+AnyCall = ChatCall | CompletionCall
+
+
+class Answer(Protocol):
+    """The answer to one call. A stream feeds ``delta`` and ``finish``, a whole one ``add`` and
+    ``end``.
+    """
+
+    id: str
+
+    @property
+    def versions(self) -> list[str]:
+        """The version of the weights behind each choice, as far as it is known."""
+
+    def opening(self, index: int) -> bytes:
+        """Return what comes before the first delta of a choice."""
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """Return what is sent of a delta."""
+
+    def paused(self, index: int, paused: Paused) -> bytes:
+        """Return what tells of a pause."""
+
+    def finish(self, index: int, finished: Finished) -> bytes:
+        """Return what ends a choice."""
+
+    def closing(self) -> bytes:
+        """Return what comes after the last choice has ended."""
+
+    def broken(self, exc: BaseException) -> bytes:
+        """Return what ends a stream that has begun and breaks."""
+
+    def add(self, index: int, delta: Delta) -> object:
+        """Take a delta of a whole answer."""
+
+    def end(self, index: int, finished: Finished) -> object:
+        """Take the end of a choice of a whole answer."""
+
+    def whole(self) -> JsonObject:
+        """Return the whole answer. Every choice must have ended."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One way to ask for answers.
+
+    ``parse`` reads a body, or raises ``RequestError``. ``answer`` is made of a call, its id (which
+    begins with ``prefix``), the time in seconds since 1970 and what it comes from. ``ping`` keeps a
+    silent stream open, also one that no board has taken yet; ``broken`` ends one without an answer.
+    """
+
+    parse: Callable[[bytes], AnyCall]
+    answer: Callable[[AnyCall, str, int, Stamp], Answer]
+    prefix: str
+    ping: Callable[[AnyCall], bytes]
+    broken: Callable[[BaseException], bytes]
+    headers: Mapping[str, str] = field(default_factory=lambda: sse.HEADERS)

@@ -1,0 +1,261 @@
+"""Logprobs of answers in OpenAI's two forms; it knows which tokens count, and what they say.
+
+A token that ends inside a character is written with its bytes as escapes: chats have the bytes
+beside it, completions write ``bytes:`` before them, as OpenAI does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+
+from rkserve.api.json.body import JsonObject
+from rkserve.core.messages import Delta, Kind
+from rkserve.core.run_params import Scored
+from rkserve.models.vocabulary import Vocabulary
+
+Ids = tuple[int, ...]
+Chosen = tuple[int, Scored | None]  # an id, and what the model gave it
+
+
+@dataclass(frozen=True)
+class Lexicon:
+    """What the ids of an answer stand for, and its prompts, by choice.
+
+    ``vocabulary`` of None cannot say: no logprobs were asked for, and the prompts have ``texts``.
+    Tokens in ``hidden`` end answers without being seen, so that no log-probability of theirs is
+    listed. With ``as_ids`` tokens are called ``token_id:<id>``.
+    """
+
+    vocabulary: Vocabulary | None
+    prompts: tuple[Ids, ...]
+    texts: tuple[str | None, ...] = ()
+    hidden: frozenset[int] = frozenset()
+    as_ids: bool = False
+
+    @property
+    def known(self) -> Vocabulary:
+        """The vocabulary of an answer with log-probabilities, which is always there."""
+        assert self.vocabulary is not None
+        return self.vocabulary
+
+    def seen(self, chosen: Iterable[Chosen]) -> list[Chosen]:
+        """Return the tokens of an answer whose log-probabilities are listed."""
+        return [one for one in chosen if one[0] not in self.hidden]
+
+    def prompt_text(self, index: int) -> str:
+        """The text of a choice's prompt: the client's own, or what its ids say."""
+        text = self.texts[index] if self.texts else None
+        if text is not None:
+            return text
+        known = self.vocabulary
+        data = b"" if known is None else b"".join(known.said(one) for one in self.prompts[index])
+        return data.decode(errors="replace")
+
+
+def chat_logprobs(lexicon: Lexicon, chosen: Iterable[Chosen]) -> JsonObject:
+    """Return ``logprobs`` of a choice of a chat."""
+    return {
+        "content": [
+            {
+                **_of_chat(lexicon, token_id, scored.logprob),
+                "top_logprobs": [_of_chat(lexicon, *likely) for likely in scored.top],
+            }
+            for token_id, scored in lexicon.seen(chosen)
+            if scored is not None
+        ],
+        "refusal": None,
+    }
+
+
+def _of_chat(lexicon: Lexicon, token_id: int, logprob: float) -> JsonObject:
+    data = lexicon.known.piece(token_id)
+    token = data.decode("utf-8", errors="backslashreplace")
+    if lexicon.as_ids:
+        token = id_name(token_id)
+    return {"token": token, "logprob": logprob, "bytes": list(data)}
+
+
+def id_name(token_id: int) -> str:
+    """Return the name of a token in vLLM's ``return_tokens_as_token_ids``."""
+    return f"token_id:{token_id}"
+
+
+@dataclass
+class CompletionLog:
+    """Turns tokens of one choice into ``logprobs`` of completions; it knows where each begins.
+
+    ``offset`` is where the next one does, in characters. A token inside a character begins where
+    that does.
+    """
+
+    lexicon: Lexicon
+    offset: int = 0
+    _open: bytes = field(default=b"", init=False)
+
+    def of(self, chosen: Iterable[Chosen], *, top: int) -> JsonObject:
+        """Return them for the next tokens; the first token of a prompt has no logprob."""
+        told: JsonObject = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        for token_id, scored in chosen:
+            told["tokens"].append(self._token(token_id))
+            told["token_logprobs"].append(None if scored is None else scored.logprob)
+            told["top_logprobs"].append(self._top(token_id, scored, top))
+            told["text_offset"].append(self.offset)
+            self._advance(self.lexicon.known.said(token_id))
+        return told
+
+    def _top(self, token_id: int, scored: Scored | None, top: int) -> JsonObject | None:
+        if scored is None or top == 0:
+            return None
+        likeliest = {self._token(likely): logprob for likely, logprob in scored.top}
+        # The chosen one is always among them, as OpenAI has it.
+        return {**likeliest, self._token(token_id): scored.logprob}
+
+    def _token(self, token_id: int) -> str:
+        if self.lexicon.as_ids:
+            return id_name(token_id)
+        data = self.lexicon.known.piece(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _advance(self, data: bytes) -> None:
+        self._open += data
+        try:
+            self.offset += len(self._open.decode())
+        except UnicodeDecodeError as exc:
+            if exc.reason == "unexpected end of data" and exc.end == len(self._open):
+                self.offset += len(self._open[: exc.start].decode())
+                self._open = self._open[exc.start :]
+                return
+            self.offset += len(self._open.decode(errors="replace"))
+        self._open = b""
+
+
+def of_prompt(ids: Ids, scored: Sequence[Scored]) -> list[Chosen]:
+    """Return the tokens of a prompt, the first of which follows nothing."""
+    return [(ids[0], None), *zip(ids[1:], scored, strict=True)]
+
+
+class Choice:
+    """The tokens of one choice as they come, and as edits and hooks leave them.
+
+    A stream takes what is new with ``news``.
+    """
+
+    def __init__(self) -> None:
+        self._slots: list[Chosen | None] = []  # None is context and not part of the answer
+        self._unsent: list[Chosen] = []
+        self._void = 0  # tokens that were sent and are not part of the answer any more
+        self.prompt: tuple[Scored, ...] = ()
+
+    def add(self, delta: Delta) -> None:
+        """Take a delta."""
+        if delta.prompt:
+            self.prompt = delta.prompt
+        if delta.splice is None:
+            new = chosen(delta)
+            self._slots += new
+            self._unsent += new
+            return
+        before = self.chosen
+        self._slots[delta.splice.keep :] = [
+            None if slot.kind is Kind.INJECTED else (slot.token_id, slot.scored)
+            for slot in delta.splice.slots
+        ]
+        sent, after = len(before) - len(self._unsent), self.chosen
+        pairs = zip(before[:sent], after, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        self._void += sent - same
+        self._unsent = after[same:]
+
+    def news(self) -> tuple[list[Chosen], int]:
+        """Return the tokens that were not sent yet, and how many sent ones are void."""
+        found = self._unsent, self._void
+        self._unsent, self._void = [], 0
+        return found
+
+    @property
+    def last(self) -> int | None:
+        """The id of the last token of the answer."""
+        return next((one[0] for one in reversed(self._slots) if one is not None), None)
+
+    @property
+    def chosen(self) -> list[Chosen]:
+        """The tokens of the answer."""
+        return [one for one in self._slots if one is not None]
+
+    @property
+    def mean(self) -> float:
+        """The mean logprob of a token, by which answers are ranked."""
+        found = [scored.logprob for _, scored in self.chosen if scored is not None]
+        return sum(found) / len(found) if found else float("-inf")
+
+
+def chosen(delta: Delta) -> list[Chosen]:
+    """Return the new tokens of a delta."""
+    logprobs: Sequence[Scored | None] = delta.logprobs or [None] * len(delta.token_ids)
+    return list(zip(delta.token_ids, logprobs, strict=True))
+
+
+class SpecialTokens:
+    """The names of special tokens put into the text of one choice, where the runtime has none.
+
+    Text of the answer that is taken back takes the names in it along.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, ends: frozenset[int]) -> None:
+        """A token in ``ends`` is named at the end only: see ``tail``."""
+        self._vocabulary, self._ends = vocabulary, ends
+        self._length = 0  # of the text as boards give it
+        self._names: list[tuple[int, int]] = []  # where in that text, and of which length
+
+    def named(self, delta: Delta) -> Delta:
+        """Return a delta with these names in its text."""
+        void = 0
+        if delta.retract:
+            self._length -= delta.retract
+            while self._names and self._names[-1][0] > self._length:
+                void += self._names.pop()[1]
+        text = "".join(self._pieces(delta))
+        return replace(delta, text=text, retract=delta.retract + void)
+
+    def tail(self, token_id: int | None) -> str:
+        """Return the name of the token that ended the answer; empty if its text is there."""
+        return self._name(token_id) if token_id is not None and token_id in self._ends else ""
+
+    def _pieces(self, delta: Delta) -> Iterable[str]:
+        at = 0
+        for token_id, length in self._parts(delta):
+            yield delta.text[at : at + length]
+            at, self._length = at + length, self._length + length
+            if not length and token_id not in self._ends and (name := self._name(token_id)):
+                self._names.append((self._length, len(name)))
+                yield name
+        yield delta.text[at:]
+        self._length += len(delta.text) - at
+
+    def _parts(self, delta: Delta) -> list[tuple[int, int]]:
+        """Return ids with the lengths of their texts, as far as these can be told apart."""
+        if delta.splice is None:
+            return list(zip(delta.token_ids, delta.parts, strict=True))
+        slots = [one for one in delta.splice.slots if one.kind is Kind.GENERATED]
+        texts = [one.data.decode(errors="replace") for one in slots]
+        if "".join(texts) == delta.text:
+            pairs = zip(slots, texts, strict=True)
+            return [(slot.token_id, len(text)) for slot, text in pairs]
+        # Text is held back or changed: the names come behind what is certain.
+        first = [(-1, len(delta.text))]
+        return first + [(token_id, 0) for token_id in delta.token_ids]
+
+    def _name(self, token_id: int) -> str:
+        if token_id not in self._vocabulary.special:
+            return ""
+        return self._vocabulary.piece(token_id).decode(errors="replace")

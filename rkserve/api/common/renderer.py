@@ -1,0 +1,569 @@
+"""What a client sent to what a board is given: the template, the tokenizer and the shield as one.
+
+In text mode (a folder without tokenizer.json) the prompt stays text and the runtime tokenizes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rkserve.api.common.calls import TextOrIds
+from rkserve.api.json.body import JsonObject
+from rkserve.api.json.limits import CHARS_PER_TOKEN, COUNTED_CHARS_PER_POSITION
+from rkserve.api.parsing.tools import FORMATS, guess
+from rkserve.api.parsing.tools.base import Calls
+from rkserve.api.prompting.control_tokens import LEFT_OFF, Piece, Shield, pieces
+from rkserve.api.prompting.conversation import Message
+from rkserve.api.prompting.images import Eyes, with_stand_ins
+from rkserve.api.prompting.past_reasoning import with_thoughts
+from rkserve.api.prompting.templates import ChatTemplate, Clock, hold_to_context, local_time
+from rkserve.api.prompting.tokenizer import Tokenizer
+from rkserve.core.errors import ConfigError, ContextOverflow, RequestError, UnsupportedParameter
+from rkserve.core.run_params import Embeds, EncoderShape, EncoderStates
+from rkserve.models.folder import CONTEXT_MAX, ModelFolder
+from rkserve.models.vocabulary import Vocabulary, read_vocabulary
+
+# Told from everything that templates write around a result; nine letters and digits, as some
+# templates demand of the id of a call.
+_PROBE = "probe4711"
+_TOOL_PARAM = "role"
+_USUAL_MARKS = ("<think>", "</think>")
+# Splits a marker for a tokenizer that is out of our reach, and is invisible in print.
+_ZERO_WIDTH_SPACE = "\u200b"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered prompt: ids, or in text mode no ids and the text.
+
+    ``thinks``: the template has begun the thoughts of the answer. ``images`` are the numbers of
+    those of the conversation, in the order of their places in the text. ``counted`` tokens are what
+    a text has, as far as that is known here. With ``embeds`` these are the prompt. With the states
+    of an ``encoder`` the ids are ``decoder_ids``, and the text is empty.
+    """
+
+    ids: tuple[int, ...]
+    text: str | None = None
+    thinks: bool = False
+    images: tuple[int, ...] = ()
+    counted: int = 0
+    embeds: Embeds | None = None
+    encoder: EncoderStates | None = None
+    decoder_ids: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """How many it has; in text mode only the runtime can count, and has one at least."""
+        return len(self.ids) or self.counted or 1
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What begins and ends a model's thoughts, and the ids of the end; none in text mode.
+
+    ``closing`` ends thoughts that would have gone on.
+    """
+
+    open: str
+    close: str
+    close_ids: tuple[int, ...] = ()
+    closing_ids: tuple[int, ...] = ()
+
+    @property
+    def closing(self) -> str:
+        """As models write it that were trained to."""
+        return f"\n{self.close}\n\n"
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        """Both of them."""
+        return self.open, self.close
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a prompt has beside the conversation.
+
+    The answer begins with ``opening``, and without thoughts if it is ``thoughtless``. It may be
+    about ``images``. Without ``answer`` there is none: the prompt is what conversations that begin
+    like this one have in common. With ``prefill`` the answer continues the last message, which is
+    the assistant's: the prompt ends with its text.
+    """
+
+    answer: bool = True
+    tools: Sequence[JsonObject] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    opening: str = ""
+    thoughtless: bool = False
+    images: bool = False
+    prefill: bool = False
+
+
+class Renderer:
+    """Renders for one model folder.
+
+    Raises:
+        ConfigError: the tokenizer or the template of the folder cannot be read.
+    """
+
+    def __init__(self, folder: ModelFolder, now: Clock = local_time) -> None:
+        self._tokenizer_file = file = folder.tokenizer_file
+        self._vocabulary: Vocabulary | None = None
+        self.tokenizer = None if file is None else Tokenizer(file)
+        self._longest = CHARS_PER_TOKEN if self.tokenizer is None else self.tokenizer.longest
+        self._template = ChatTemplate(folder, now, self._longest)
+        self._shield = Shield(
+            self._template.markers if self.tokenizer is None else self.tokenizer.control
+        )
+        self._eyes = Eyes(folder.settings.vision, self._shield.markers)
+        self.thinking = folder.settings.thinking
+        self.marks = self._marks()
+        self._form = folder.settings.tool_format
+        self._hidden_size = folder.settings.hidden_size
+        self._cross_attention = folder.settings.cross_attention
+
+    @property
+    def vocab_size(self) -> int | None:
+        """None in text mode, where nobody but the runtime knows it."""
+        return None if self.tokenizer is None else self.tokenizer.vocab_size
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        context_len: int = CONTEXT_MAX,
+        header: Header | None = None,
+    ) -> Prompt:
+        """Render a conversation. Markers inside messages and tools stay text.
+
+        Raises:
+            RequestError: the template refuses the messages, or shows nothing of a prefill.
+            ContextOverflow: the text is hopelessly long.
+        """
+        header = header or Header()
+        if len(messages) >= context_len:  # each has a token at least
+            raise ContextOverflow(len(messages), context_len, at_least=True)
+        typed: list[str] = []
+        images = self._eyes.numbers(messages, answered=header.images)
+        shield = self._eyes.shield if images else self._shield
+        marks = None if self.marks is None else self.marks.pair
+        told = with_thoughts(messages, self.thinking.history, marks, prefill=header.prefill)
+        hidden = [with_stand_ins(shield.hide(message, typed), images) for message in told]
+        if header.prefill:
+            # What stands behind it, as the end of the turn, is no part of the prompt.
+            hidden[-1] = {**hidden[-1], "content": f"{hidden[-1]['content']}{LEFT_OFF}"}
+        rendered = self._template.render(
+            hidden,
+            context_len,
+            answer=header.answer and not header.prefill,
+            tools=[shield.hide(tool, typed) for tool in header.tools],
+            variables=shield.hide(dict(header.variables), typed),
+        )
+        begun = str(messages[-1]["content"]) if header.prefill else ""
+        rendered, thinks = self._opened(_left_off(rendered, header), header, begun)
+        parts = pieces(rendered, typed)
+        if images:
+            prompt = self._with_images(parts, context_len)
+        elif self.tokenizer is None:
+            prompt = _as_text("".join(map(_unmarked, parts)), "messages")
+        else:
+            joined = self._joined(self.tokenizer, parts, context_len, "messages")
+            prompt = _as_ids(joined, "messages")
+        return replace(prompt, thinks=thinks)
+
+    def _with_images(self, parts: Iterable[Piece], context_len: int) -> Prompt:
+        """Return the prompt as the runtime takes it with images: as text, with their places."""
+        text, order = self._eyes.placed(parts, _unmarked)
+        words = self._eyes.words(text)
+        counted = self._eyes.tokens * len(order)
+        if self.tokenizer is not None:
+            counted += len(_encoded(self.tokenizer, words, context_len, "messages"))
+        return replace(_as_text(text, "messages"), images=order, counted=counted)
+
+    def image_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the ids of a prompt with images, as far as there are ids for them.
+
+        The id of the tag that stands for a token of an image is repeated for each of its tokens;
+        where that tag is no single token, images have none.
+
+        Raises:
+            UnsupportedParameter: in text mode.
+        """
+        tokenizer, text = self._needed("messages"), prompt.text or ""
+        tag = tokenizer.encode(self._eyes.tag, add_special_tokens=False)
+        if len(tag) != 1:
+            return tokenizer.encode(self._eyes.words(text), add_special_tokens=False)
+        ids = tokenizer.encode(self._eyes.spelled(text), add_special_tokens=False)
+        times = {tag[0]: self._eyes.tokens}
+        return tuple(one for one in ids for _ in range(times.get(one, 1)))
+
+    def facts(self) -> JsonObject:
+        """Return what tokenizer_config.json says, as it is in force; None for what is not there.
+
+        Raises:
+            UnsupportedParameter: in text mode.
+        """
+        tokenizer = self._needed("model")
+        return {
+            "chat_template": self._template.source or None,
+            "vocab_size": tokenizer.vocab_size,
+            **{name: text or None for name, text in self._template.tokens.items()},
+        }
+
+    def form(self) -> type[Calls]:
+        """Return the form in which the model calls tools.
+
+        Raises:
+            UnsupportedParameter: its template shows it no tools, or nobody knows how it calls them.
+        """
+        source = self._template.tool_source
+        if "tools" not in source:  # what a template does not mention it cannot show
+            raise UnsupportedParameter(
+                "Unsupported parameter: the chat template of this model knows no tools.", "tools"
+            )
+        name = self._form or guess(source)
+        if name is None:
+            raise UnsupportedParameter(
+                "Unsupported parameter: how this model calls tools is not known. Its operator can "
+                "say it as 'tool_format' in the rkserve.yaml of its folder.",
+                "tools",
+            )
+        return FORMATS[name]
+
+    def _opened(self, rendered: str, header: Header, prefill: str = "") -> tuple[str, bool]:
+        """Begin the answer; return the prompt, and whether it ends among thoughts."""
+        marks = self.marks
+        thinks = marks is not None and header.answer and rendered.rstrip().endswith(marks.open)
+        if marks is not None and prefill:
+            _, begun, rest = prefill.rpartition(marks.open)
+            thinks = bool(begun) and marks.close not in rest
+        if marks is not None and thinks and header.thoughtless:
+            return f"{rendered.rstrip()}{marks.closing}{header.opening}", False
+        return rendered + header.opening, thinks
+
+    def _marks(self) -> Marks | None:
+        """Return how the model marks its thoughts, None where it has none or nobody asks."""
+        if not self.thinking.separate:
+            return None
+        begin, end = self.thinking.marks or _USUAL_MARKS
+        known = frozenset() if self.tokenizer is None else self.tokenizer.added
+        source = self._template.source
+        guessed = begin in source or end in source or known.issuperset((begin, end))
+        if self.thinking.marks is None and not guessed:
+            return None
+        if self.tokenizer is None:
+            return Marks(begin, end)
+        marks = Marks(begin, end, self.tokenizer.encode(end, add_special_tokens=False))
+        closing = self.tokenizer.encode(marks.closing, add_special_tokens=False)
+        return replace(marks, closing_ids=closing)
+
+    def embedded(self, embeds: Embeds, path: str) -> Prompt:
+        """Take embeddings for a prompt.
+
+        Raises:
+            UnsupportedParameter: the size of this model's images is not configured.
+            RequestError: these have another size.
+        """
+        if self._hidden_size is None:
+            raise UnsupportedParameter(
+                "Unsupported parameter: this model takes no 'prompt_embeds': the rkserve.yaml of "
+                "its folder does not say its 'hidden_size'.",
+                "prompt_embeds",
+            )
+        if embeds.columns != self._hidden_size:
+            raise RequestError(
+                f"Invalid '{path}': its rows have {embeds.columns} numbers, and embeddings of this "
+                f"model {self._hidden_size}.",
+                path,
+            )
+        return Prompt((), "", counted=embeds.rows, embeds=embeds)
+
+    def check_encoder(self, states: EncoderStates | None) -> None:
+        """Hold an encoder's output, or that there is none, to what the model needs.
+
+        Raises:
+            UnsupportedParameter: the model has no cross-attention.
+            RequestError: it has, and the output is missing or of another size.
+        """
+        needs, path = self._cross_attention, "cross_attention"
+        if needs is None:
+            if states is not None:
+                raise UnsupportedParameter(
+                    "Unsupported parameter: this model takes no 'cross_attention': the "
+                    "rkserve.yaml of its folder has no such section.",
+                    path,
+                )
+            return
+        if states is None:
+            raise RequestError(
+                "This is an encoder-decoder model: send a prompt with 'cross_attention', the "
+                "encoder's output, to /v1/completions.",
+                path,
+            )
+        if states.shape != needs.shape:
+            raise RequestError(
+                f"Invalid '{path}': it is of {_sizes(states.shape)}, and this model has "
+                f"{_sizes(needs.shape)}.",
+                path,
+            )
+        if states.tokens > needs.max_tokens:
+            raise RequestError(
+                f"Invalid '{path}': it has {states.tokens} tokens, and this model takes "
+                f"{needs.max_tokens} at most.",
+                path,
+            )
+
+    def text(
+        self, prompt: TextOrIds, path: str = "prompt", context_len: int = CONTEXT_MAX
+    ) -> Prompt:
+        """Take a raw prompt as it is: control tokens in it are the client's wish.
+
+        Raises:
+            RequestError: an id that is no token, or nothing in it; ``path`` names the prompt.
+            UnsupportedParameter: token ids in text mode.
+            ContextOverflow: the text is hopelessly long.
+        """
+        if isinstance(prompt, tuple):
+            return self._given_ids(prompt, path)
+        hold_to_context(len(prompt), context_len, "prompt", self._longest)
+        if self.tokenizer is None:
+            return _as_text(prompt, path)
+        return _as_ids(_encoded(self.tokenizer, prompt, context_len, "prompt", special=True), path)
+
+    def text_beginning(self, prompt: str, path: str, context_len: int) -> Prompt:
+        """Take a raw prompt, or a beginning of it that has more tokens than the context.
+
+        Raises:
+            RequestError: there is nothing in it.
+            UnsupportedParameter: in text mode.
+        """
+        tokenizer = self._needed(path)
+        cut, _ = tokenizer.beginning(prompt[: context_len * self._longest], context_len + 1)
+        return _as_ids(tokenizer.encode(cut, add_special_tokens=True), path)
+
+    def words(self, text: str, context_len: int = CONTEXT_MAX) -> tuple[int, ...]:
+        """Return the ids of words that are put into an answer. Markers in them stay text.
+
+        Raises:
+            UnsupportedParameter: in text mode.
+            ContextOverflow: the text is hopelessly long.
+        """
+        tokenizer = self._needed("text")
+        hold_to_context(len(text), context_len, "text", self._longest)
+        typed: list[str] = []
+        parts = pieces(self._shield.hide(text, typed), typed)
+        return self._joined(tokenizer, parts, context_len, "text")
+
+    def needs_ids(self, param: str) -> None:
+        """Raise ``UnsupportedParameter`` in text mode."""
+        self._needed(param)
+
+    def vocabulary(self, param: str = "logprobs") -> Vocabulary:
+        """Return what token ids stand for; the first call takes some tenths of a second.
+
+        Raises:
+            UnsupportedParameter: in text mode, and where the tokenizer's way of writing bytes is
+                not known.
+        """
+        if self._vocabulary is None:
+            self._needed(param)
+            assert self._tokenizer_file is not None
+            try:
+                self._vocabulary = read_vocabulary(self._tokenizer_file)
+            except ConfigError as exc:
+                raise UnsupportedParameter(
+                    "Unsupported parameter: what the tokens of this model say is not known: its "
+                    "tokenizer.json writes bytes in another way than those that rkserve reads.",
+                    param,
+                ) from exc
+        return self._vocabulary
+
+    def counted(
+        self, text: str, *, special: bool, context_len: int = CONTEXT_MAX
+    ) -> tuple[int, ...]:
+        """Return the ids of a text, also of one that is some times as long as the context.
+
+        Control tokens in it are control tokens. ``special`` lets the tokenizer add what it adds to
+        a whole text.
+
+        Raises:
+            RequestError: it is far longer.
+            UnsupportedParameter: in text mode.
+        """
+        if len(text) > (most := COUNTED_CHARS_PER_POSITION * context_len):
+            raise RequestError(
+                f"The text has {len(text)} characters; at most {most} are tokenized at once, "
+                f"{COUNTED_CHARS_PER_POSITION} for each position of the model's context.",
+                "prompt",
+            )
+        return self._needed("prompt").encode(text, add_special_tokens=special)
+
+    def strings(self, ids: tuple[int, ...]) -> list[str]:
+        """Return how the vocabulary spells each token. Raises ``UnsupportedParameter``."""
+        return self._needed("return_token_strs").strings(ids)
+
+    def whole_text(self, ids: tuple[int, ...], path: str, context_len: int = CONTEXT_MAX) -> str:
+        """Return what token ids say as a text of their own; control tokens say their names.
+
+        Raises:
+            RequestError: an id that is no token, or far more than the context has.
+            UnsupportedParameter: in text mode.
+        """
+        tokenizer = self._needed(path)
+        if len(ids) > (most := COUNTED_CHARS_PER_POSITION * context_len):
+            raise RequestError(f"Invalid '{path}': {len(ids)} ids, of {most} at most.", path)
+        tokenizer.check(ids, path)
+        return tokenizer.whole_text(ids)
+
+    def check_id(self, token_id: int, path: str) -> None:
+        """Hold a token id to the vocabulary.
+
+        Raises:
+            RequestError: it is no token.
+            UnsupportedParameter: in text mode.
+        """
+        self._needed(path).check_one(token_id, path)
+
+    def given(self, ids: tuple[int, ...], path: str) -> str:
+        """Check token ids that a client puts into an answer, and return what they say.
+
+        Raises:
+            RequestError: an id that is no token.
+            UnsupportedParameter: in text mode.
+        """
+        tokenizer = self._needed(path)
+        tokenizer.check(ids, path)
+        return tokenizer.text(ids)
+
+    def tool_turn(self, result: str, context_len: int = CONTEXT_MAX) -> tuple[int, ...]:
+        """Return what follows an unfinished turn of the assistant that has just called a tool.
+
+        That is in the words of the model's own template: the end of the turn, the tool's result
+        and the header of a new turn of the assistant. Markers in the result stay text.
+
+        Raises:
+            RequestError: the template has no such turn, or refuses it.
+            UnsupportedParameter: in text mode.
+            ContextOverflow: the result is hopelessly long.
+        """
+        tokenizer = self._needed("text")
+        if _PROBE not in self._after_call(_PROBE, context_len):
+            raise RequestError(
+                "The model's chat template knows no results of tools. Send what is to follow as "
+                "'token_ids'.",
+                _TOOL_PARAM,
+            )
+        typed: list[str] = []
+        turn = self._after_call(self._shield.hide(result, typed), context_len)
+        return self._joined(tokenizer, pieces(turn, typed), context_len, "text")
+
+    def _after_call(self, result: str, context_len: int) -> str:
+        """Return what the template writes behind a turn that it is shown cut off."""
+        conversation = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": LEFT_OFF},
+            {"role": "tool", "content": result, "tool_call_id": _PROBE},
+        ]
+        try:
+            rendered = self._template.render(conversation, context_len)
+        except ContextOverflow as exc:
+            raise ContextOverflow(exc.prompt_tokens, context_len, "text", exc.at_least) from exc
+        except RequestError as exc:
+            raise RequestError(exc.message, _TOOL_PARAM) from exc
+        return rendered.partition(LEFT_OFF)[2]
+
+    def _needed(self, path: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise UnsupportedParameter(
+                f"Unsupported parameter: '{path}' needs a tokenizer, and this model is served "
+                "without one.",
+                path,
+            )
+        return self.tokenizer
+
+    @staticmethod
+    def _joined(
+        tokenizer: Tokenizer, parts: Iterable[Piece], context_len: int, param: str
+    ) -> tuple[int, ...]:
+        """Return the ids of a prompt's pieces. Raises ``ContextOverflow`` once they are too many
+        and the rest is long.
+        """
+        ids: list[int] = []
+        for part in parts:
+            if part.typed:
+                ids += tokenizer.literal(part.text)
+            else:
+                ids += _encoded(tokenizer, part.text, context_len, param, before=len(ids))
+        return tuple(ids)
+
+    def _given_ids(self, ids: tuple[int, ...], path: str) -> Prompt:
+        if self.tokenizer is None:
+            raise UnsupportedParameter(
+                "Unsupported prompt: this model is served without a tokenizer, so it takes text "
+                "and no token ids.",
+                path,
+            )
+        self.tokenizer.check(ids, path)
+        return _as_ids(ids, path)
+
+
+def _left_off(rendered: str, header: Header) -> str:
+    """Return a rendered conversation up to the end of a prefill's text.
+
+    Raises:
+        RequestError: the template does not show it.
+    """
+    if not header.prefill:
+        return rendered
+    prompt, found, _ = rendered.rpartition(LEFT_OFF)
+    if not found:
+        raise RequestError(
+            "The model's chat template does not show the text of a final assistant message, so "
+            "no answer can continue it.",
+            "messages",
+        )
+    return prompt
+
+
+def _encoded(
+    tokenizer: Tokenizer,
+    text: str,
+    context_len: int,
+    param: str,
+    *,
+    special: bool = False,
+    before: int = 0,
+) -> tuple[int, ...]:
+    """Return the ids of a text that follows ``before`` others.
+
+    Raises:
+        ContextOverflow: the text is long, and found not to fit before all of it was tokenized.
+    """
+    room = context_len - before
+    _, found = tokenizer.beginning(text, room)
+    if found and found >= room:
+        raise ContextOverflow(before + found, context_len, param, at_least=True)
+    return tokenizer.encode(text, add_special_tokens=special)
+
+
+def _unmarked(part: Piece) -> str:
+    """Text in which no marker is one that a client typed."""
+    return part.text[:1] + _ZERO_WIDTH_SPACE + part.text[1:] if part.typed else part.text
+
+
+def _as_text(text: str, path: str) -> Prompt:
+    if "\0" in text:
+        # The runtime takes a C string: what follows the NUL would be lost without a word.
+        raise RequestError(f"Invalid '{path}': this model cannot read a NUL character.", path)
+    return Prompt((), text)
+
+
+def _as_ids(ids: tuple[int, ...], path: str) -> Prompt:
+    if not ids:
+        raise RequestError(f"Invalid '{path}': it has no tokens.", path)
+    return Prompt(ids)
+
+
+def _sizes(shape: EncoderShape) -> str:
+    return f"{shape.layers} layers, {shape.kv_heads} KV heads and head size {shape.head_dim}"

@@ -1,0 +1,181 @@
+"""Which version of the weights a request means, by its model's name and its policy.
+
+It knows the lines of adapters that the cluster shall serve, and no folder and no board: what a line
+leaves open, its board decides when the request starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum
+
+from rkserve.api.json.fields import quoted
+from rkserve.api.json.limits import MAX_LABEL_CHARS, MAX_SESSION_CHARS
+from rkserve.core.desired_state import AdapterLine, AdapterVersion, Desired
+from rkserve.core.errors import RequestError, VersionUnavailable
+from rkserve.core.messages import AdapterRef
+from rkserve.models.adapters import parts_of, version_order
+
+POLICY = "x-version-policy"
+SESSION = "x-session-id"
+_MINIMUM = "min-version:"
+
+
+class Wanted(str, Enum):
+    """How new the weights have to be."""
+
+    ANY = "any"
+    LATEST = "latest-only"
+    MINIMUM = "min-version"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a request asks of the version that serves it; ``version`` is the least one."""
+
+    wanted: Wanted = Wanted.ANY
+    version: str = ""
+
+    @property
+    def text(self) -> str:
+        """The header's value."""
+        return f"{_MINIMUM}{self.version}" if self.version else self.wanted.value
+
+    def allows(self, version: str) -> bool:
+        """Whether an answer may come of that version: ``v9`` is less than ``v10``."""
+        if self.wanted is not Wanted.MINIMUM:
+            return True
+        return version_order(version) >= version_order(self.version)
+
+
+ANY = Policy()
+
+
+@dataclass(frozen=True, slots=True)
+class Meant:
+    """What the model's name of a request means.
+
+    Without adapter and line it is the base ``model``. ``adapter`` is one version; with ``line``
+    the board chooses by the ``session``, and ``active`` is what it would be of itself.
+    ``named`` says that the request named the version.
+    """
+
+    model: str
+    adapter: AdapterRef | None = None
+    line: str | None = None
+    active: AdapterRef | None = None
+    min_epoch: int = 0
+    named: bool = False
+
+    @property
+    def ref(self) -> AdapterRef | None:
+        """The one version that it means now, for what is made of a version and not of a request."""
+        return self.adapter or self.active
+
+    @property
+    def adapter_name(self) -> str | None:
+        """The adapter's name without a version."""
+        return self.line if self.adapter is None else self.adapter.name
+
+
+def read_policy(header: str | None) -> Policy:
+    """Read the header ``x-version-policy``. Raises ``RequestError``."""
+    if header is None:
+        return ANY
+    text = header.strip()
+    if text in (Wanted.ANY.value, Wanted.LATEST.value):
+        return Policy(Wanted(text))
+    version = text.removeprefix(_MINIMUM).strip()
+    if text.startswith(_MINIMUM) and version and len(version) <= MAX_LABEL_CHARS:
+        return Policy(Wanted.MINIMUM, version)
+    raise RequestError(
+        f"Invalid '{POLICY}': {quoted(text)}. It is 'any', 'latest-only' or "
+        "'min-version:<version>'.",
+        POLICY,
+    )
+
+
+def read_session(header: str | None, body: str | None, otherwise: str) -> str:
+    """Return what keeps requests together under a canary: the header, else the body's key."""
+    for given in (header, body):
+        if given:
+            return given[:MAX_SESSION_CHARS]
+    return otherwise
+
+
+def find_line(
+    asked: str, models: Collection[str], desired: Desired
+) -> tuple[AdapterLine, str | None] | None:
+    """Return the line that a model's name means, and the version that it names.
+
+    See ``parts_of`` for what is understood. None: no line has that name, or a model has.
+
+    Raises:
+        RequestError: several models have a line of that name.
+    """
+    if asked in models:
+        return None
+    parts = parts_of(asked)
+    found = [
+        line
+        for line in desired.lines
+        if line.name == parts.name and line.model in models and parts.base in (None, line.model)
+    ]
+    if len(found) > 1:
+        raise parts.ambiguous(line.model for line in found)
+    return (found[0], parts.version) if found else None
+
+
+def bind(line: AdapterLine, version: str | None, policy: Policy) -> Meant | None:
+    """Return what a request for a line means; None where the line does not serve that.
+
+    Raises:
+        VersionUnavailable: the policy allows none of the versions that the line serves.
+        RequestError: the request names one that its own policy does not allow.
+    """
+    if version is not None:
+        return _named(line, version, policy)
+    if not _served(line):
+        return None
+    return _allowed(line, policy)
+
+
+def check_label(label: str, policy: Policy) -> None:
+    """Hold the label of a base model's weights to a policy. Raises ``VersionUnavailable``."""
+    if not policy.allows(label):
+        raise VersionUnavailable(policy.text, f"the model's weights are '{label}'")
+
+
+def _named(line: AdapterLine, version: str, policy: Policy) -> Meant | None:
+    found = line.version(version)
+    if found is None:
+        return None
+    if not policy.allows(version):
+        raise RequestError(
+            f"The request names version '{version}', which its own '{POLICY}' does not allow.",
+            POLICY,
+        )
+    return Meant(line.model, found.ref, min_epoch=line.epoch, named=True)
+
+
+def _allowed(line: AdapterLine, policy: Policy) -> Meant:
+    served = _served(line)
+    if policy.wanted is Wanted.LATEST:
+        fit = served[-1:]
+    else:
+        fit = [one for one in served if policy.allows(one.ref.version)]
+    if not fit:
+        at = " and ".join(one.ref.version for one in served)
+        raise VersionUnavailable(policy.text, f"'{line.name}' is at {at}")
+    if len(fit) == len(served):
+        active = fit[0].ref
+        return Meant(line.model, line=line.name, active=active, min_epoch=line.epoch)
+    return Meant(line.model, fit[-1].ref, min_epoch=line.epoch)
+
+
+def _served(line: AdapterLine) -> list[AdapterVersion]:
+    """What requests for the bare name get, the newest last."""
+    tried = line.candidate is not None and (line.switched or line.weight > 0)
+    found = [line.active, line.candidate if tried else None]
+    return [one for one in found if one is not None]

@@ -1,0 +1,1 @@
+"""Readers of JSON bodies: fields, limits, errors with the parameter's path."""

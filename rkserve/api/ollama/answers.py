@@ -1,0 +1,217 @@
+"""Events of boards as Ollama's lines and errors; it knows that API's words and no models."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+
+from rkserve.api.common import sse
+from rkserve.api.common.answer import Stamp, Tally, pause_status, timings_of
+from rkserve.api.common.dialect import AnyCall, Dialect
+from rkserve.api.common.errors import error_object
+from rkserve.api.common.tool_arguments import as_object
+from rkserve.api.json.body import JsonObject
+from rkserve.api.ollama.requests import Load, parse_chat, parse_generate
+from rkserve.api.parsing.parts import Part, Thought, Void, Words
+from rkserve.core.messages import Delta, Finished, Paused
+
+HEADERS = {
+    "content-type": "application/x-ndjson",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx would hold the tokens back
+}
+_WORDS, _THOUGHTS = "words", "thoughts"
+_NS_PER_MS = 1_000_000
+
+
+class _Lines(Tally, ABC):
+    """An answer as lines of JSON, or as the one line that says all of it."""
+
+    def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: Stamp) -> None:
+        super().__init__(call, answer_id, created, stamp)
+        self._frames: dict[str, sse.Frame] = {}
+
+    def opening(self, _index: int) -> bytes:
+        """Return nothing: answers begin with their first words."""
+        return b""
+
+    def delta(self, _index: int, delta: Delta) -> bytes:
+        """Return the lines of a delta."""
+        if self._stamp.reading.plain:  # most tokens go this way, and nobody has to read them
+            void = self._part(Void(delta.retract)) if delta.retract else b""
+            return void + (self._more(_WORDS, delta.text) if delta.text else b"")
+        return b"".join([self._part(part) for part in self.add(0, delta)])
+
+    def _part(self, part: Part) -> bytes:
+        match part:
+            case Words(text=text):
+                return self._more(_WORDS, text)
+            case Thought(text=text):
+                return self._more(_THOUGHTS, text)
+            case Void(words=words, thoughts=thoughts):
+                void = {"retract": words, "retract_thinking": thoughts}
+                told = {key: count for key, count in void.items() if count}
+                extra = {"rkserve": told}
+                return line({**self._head(), **self._said(), "done": False, **extra})
+            case _:  # clients want calls as a whole, which they are at the end
+                return b""
+
+    def _more(self, kind: str, text: str) -> bytes:
+        frame = self._frames.get(kind)
+        if frame is None:
+            hole = sse.Frame.HOLE
+            said = self._said(hole) if kind == _WORDS else self._said(thoughts=hole)
+            value = {**self._head(), **said, "done": False}
+            frame = self._frames[kind] = sse.Frame(value, before="", after="\n")
+        return frame.fill(text)
+
+    def paused(self, index: int, paused: Paused) -> bytes:
+        """Return a line without text, which says so to clients that asked for pauses."""
+        status = {"rkserve": pause_status(index, paused)} if self._tells_of_pauses else {}
+        return line({**self._head(), **self._said(), "done": False, **status})
+
+    def finish(self, index: int, finished: Finished) -> bytes:
+        """Return what was held back, and the calls; the last line has the end and the counts."""
+        held_back = b"".join([self._part(part) for part in self.end(index, finished)])
+        if not (calls := self._calls()):
+            return held_back
+        return held_back + line({**self._head(), **self._said(calls=calls), "done": False})
+
+    def closing(self) -> bytes:
+        """Return the last line."""
+        return line(self._last(self._said()))
+
+    def broken(self, exc: BaseException) -> bytes:
+        """Return the line that ends an answer which breaks off."""
+        return _broken(exc)
+
+    def whole(self) -> JsonObject:
+        """Return the answer."""
+        speech = self.speech(0)
+        return self._last(self._said(speech.words, speech.thoughts, self._calls()))
+
+    def _calls(self) -> list[JsonObject]:
+        """The calls as Ollama has them: arguments are an object."""
+        return [
+            {
+                "id": one.call_id,
+                "function": {"name": one.name, "arguments": as_object(one.arguments)},
+            }
+            for one in self.speech(0).calls
+        ]
+
+    def _last(self, said: JsonObject) -> JsonObject:
+        end, counts = self._ends[0], self.usage()
+        told = timings_of([end])
+        own = {"id": self.id, **self._seal(self.versions), "timings": told, **self._spans(0)}
+        waited = (
+            "queue_ms",
+            "batch_wait_ms",
+            "encode_ms",
+            "prefill_ms",
+            "decode_ms",
+            "paused_ms",
+            "lost_ms",
+        )
+        return {
+            **self._head(),
+            **said,
+            "done": True,
+            "done_reason": end.reason.value,
+            "total_duration": _ns(sum(told.get(name, 0) for name in waited)),
+            "load_duration": 0,
+            "prompt_eval_count": counts["prompt_tokens"],
+            "prompt_eval_duration": _ns(told["prefill_ms"]),
+            "eval_count": counts["completion_tokens"],
+            "eval_duration": _ns(told["decode_ms"]),
+            "rkserve": own,
+        }
+
+    def _head(self) -> JsonObject:
+        return {"model": self._model, "created_at": timestamp(self._created)}
+
+    @abstractmethod
+    def _said(
+        self, words: str = "", thoughts: str = "", calls: Sequence[JsonObject] = ()
+    ) -> JsonObject:
+        """Where words, thoughts and calls are."""
+
+
+class ChatLines(_Lines):
+    """The answer to a call of /api/chat."""
+
+    def _said(
+        self, words: str = "", thoughts: str = "", calls: Sequence[JsonObject] = ()
+    ) -> JsonObject:
+        message: JsonObject = {"role": "assistant", "content": words}
+        if thoughts:
+            message["thinking"] = thoughts
+        if calls:
+            message["tool_calls"] = list(calls)
+        return {"message": message}
+
+
+class GenerateLines(_Lines):
+    """The answer to a call of /api/generate."""
+
+    def _said(
+        self,
+        words: str = "",
+        thoughts: str = "",
+        calls: Sequence[JsonObject] = (),  # noqa: ARG002 - a prompt offers no tools
+    ) -> JsonObject:
+        return {"response": words, **({"thinking": thoughts} if thoughts else {})}
+
+
+def loaded(load: Load, created: int, *, chat: bool) -> JsonObject:
+    """Return the answer to a call that only wanted the model to be ready."""
+    said = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
+    head = {"model": load.model, "created_at": timestamp(created)}
+    return {**head, **said, "done": True, "done_reason": "load"}
+
+
+def line(value: JsonObject) -> bytes:
+    """Frame a JSON value as a line."""
+    return f"{sse.dumps(value)}\n".encode()
+
+
+def timestamp(seconds: int) -> str:
+    """Return a time as Ollama writes it."""
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _ns(milliseconds: float) -> int:
+    return round(milliseconds * _NS_PER_MS)
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def ollama_error(exc: BaseException) -> tuple[int, dict[str, str], JsonObject]:
+    """Return status, headers and body for an exception, as ``failures.error_object`` does."""
+    status, headers, body = error_object(exc)
+    told = body["error"]
+    return status, headers, {"error": told["message"], "param": told["param"], "code": told["code"]}
+
+
+def _broken(exc: BaseException) -> bytes:
+    return line(ollama_error(exc)[2])
+
+
+def _pinging(said: JsonObject) -> Callable[[AnyCall], bytes]:
+    """Clients read every line as JSON: what keeps a stream open is a line that adds no text."""
+    return lambda call: line({"model": call.model, **said, "done": False})
+
+
+CHAT = Dialect(
+    parse_chat,
+    ChatLines,
+    "ollama-",
+    _pinging({"message": {"role": "assistant", "content": ""}}),
+    _broken,
+    HEADERS,
+)
+GENERATE = Dialect(
+    parse_generate, GenerateLines, "ollama-", _pinging({"response": ""}), _broken, HEADERS
+)

@@ -1,0 +1,134 @@
+"""What Ollama's clients look up: models, what is loaded, and which release they talk to.
+
+It knows OpenAI's entries of models, as ``models`` makes them, and what a folder says of its model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rkserve.api.json.body import JsonObject, parse_object
+from rkserve.api.json.fields import Fields
+from rkserve.api.ollama.answers import timestamp
+from rkserve.api.ollama.requests import asked_model
+from rkserve.core.board_report import BoardReport, BoardState
+from rkserve.core.run_params import Sampling
+
+# The release whose API this is: clients look whether it has what they need.
+API_RELEASE = "0.12.0"
+FORMAT = "rkllm"
+_MEBIBYTE = 2**20
+_NEVER = "9999-12-31T23:59:59Z"
+
+
+@dataclass(frozen=True)
+class FolderFacts:
+    """What a model folder tells; 0 and empty where this machine does not have the model's file.
+
+    ``tools``, ``thinking``, ``embedding`` and ``vision``: the model can be offered tools, thinks
+    before it answers, makes vectors, sees images.
+    """
+
+    size_bytes: int = 0
+    digest: str = ""
+    sampling: Sampling | None = None
+    chat_template: str | None = None
+    tools: bool = False
+    thinking: bool = False
+    embedding: bool = False
+    vision: bool = False
+
+
+def tags(entries: Iterable[JsonObject], facts: Mapping[str, FolderFacts]) -> JsonObject:
+    """Return the answer of GET /api/tags: OpenAI's entries, with what the folders tell."""
+    return {"models": [_tag(entry, facts) for entry in entries]}
+
+
+def show(entry: JsonObject, facts: FolderFacts) -> JsonObject:
+    """Return the answer of POST /api/show."""
+    return {
+        "modelfile": "",
+        "parameters": _parameters(facts.sampling),
+        "template": facts.chat_template or "",
+        "details": _details(entry),
+        "model_info": {
+            "general.architecture": FORMAT,
+            f"{FORMAT}.context_length": entry["rkserve"]["context_length"],
+        },
+        "capabilities": _capabilities(facts),
+        "modified_at": timestamp(entry["created"]),
+    }
+
+
+def running(
+    entries: Iterable[JsonObject], facts: Mapping[str, FolderFacts], reports: Iterable[BoardReport]
+) -> JsonObject:
+    """Return the answer of GET /api/ps: the base models that a board has loaded."""
+    ready = [one for one in reports if one.state is BoardState.READY]
+    found = []
+    for entry in entries:
+        boards = [one for one in ready if one.model == entry["id"]]
+        if boards and "parent" not in entry:
+            memory = round(max(one.memory_mb for one in boards) * _MEBIBYTE)
+            more = {
+                "expires_at": _NEVER,
+                "size_vram": memory,
+                "context_length": entry["rkserve"]["context_length"],
+            }
+            found.append({**_tag(entry, facts), **more})
+    return {"models": found}
+
+
+def version(own: str) -> JsonObject:
+    """Return the answer of GET /api/version; ``own`` is rkserve's."""
+    return {"version": API_RELEASE, "rkserve": own}
+
+
+def base_of(entry: JsonObject) -> str:
+    """Return the model that an entry is, or is an adapter of."""
+    return str(entry["parent"] if "parent" in entry else entry["id"])
+
+
+def parse_show(body: bytes) -> str:
+    """Return the model that POST /api/show asks for. Raises ``RequestError``."""
+    fields = Fields(parse_object(body))
+    older = "model" if fields.get("model") is not None else "name"
+    return asked_model(fields, older if fields.get(older) is not None else "model")
+
+
+def _tag(entry: JsonObject, facts: Mapping[str, FolderFacts]) -> JsonObject:
+    of = facts.get(base_of(entry), FolderFacts())
+    adapter = entry["rkserve"] if "parent" in entry else None
+    return {
+        "name": entry["id"],
+        "model": entry["id"],
+        "modified_at": timestamp(entry["created"]),
+        "size": of.size_bytes if adapter is None else adapter["bytes"],
+        "digest": of.digest if adapter is None else adapter["digest"] or "",
+        "details": _details(entry),
+    }
+
+
+def _details(entry: JsonObject) -> JsonObject:
+    return {
+        "parent_model": entry.get("parent", ""),
+        "format": FORMAT,
+        "family": FORMAT,
+        "families": [FORMAT],
+        "parameter_size": "",
+        "quantization_level": "",
+    }
+
+
+def _capabilities(facts: FolderFacts) -> list[str]:
+    more = ("tools", "thinking", "embedding", "vision")
+    return ["completion", *(name for name in more if getattr(facts, name))]
+
+
+def _parameters(sampling: Sampling | None) -> str:
+    """The model's own sampling values, in the form of a Modelfile."""
+    if sampling is None:
+        return ""
+    names = ("temperature", "top_p", "top_k", "repeat_penalty")
+    return "\n".join(f"{name} {getattr(sampling, name):g}" for name in names)

@@ -1,0 +1,244 @@
+"""Bodies of Ollama's chat and generate as calls; it knows that API's words and nothing of models.
+
+What changes the answer and cannot be honoured is in ``_REFUSED`` and ``_OPTIONS_REFUSED``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rkserve.api.common import unsupported
+from rkserve.api.common.calls import (
+    ChatCall,
+    CompletionCall,
+    read_model,
+    read_prompt,
+    read_sampling,
+    read_shared,
+    read_stop,
+)
+from rkserve.api.common.dialect import AnyCall
+from rkserve.api.json.body import parse_object
+from rkserve.api.json.fields import Fields, as_fields, missing, wrong_type
+from rkserve.api.json.limits import MAX_MESSAGES, MAX_STOP_SEQUENCES
+from rkserve.api.parsing.grammar import JSON_OBJECT, Named, schema_guide
+from rkserve.api.parsing.reasoning import EFFORTS, Wish, read_wish
+from rkserve.api.parsing.sampling import Steps, read_draws
+from rkserve.api.parsing.tool_choice import read_tools
+from rkserve.api.prompting.conversation import Message, Pairing
+from rkserve.api.prompting.images import ImagePart, image_file, shown
+from rkserve.core.errors import RequestError, UnsupportedParameter
+
+_TAG = ":latest"  # what Ollama's clients put behind a name that has none
+
+
+@dataclass(frozen=True)
+class Load:
+    """A call without a prompt: the model shall be ready, and nothing is generated."""
+
+    model: str
+
+
+def parse_chat(body: bytes) -> ChatCall:
+    """Read the body of POST /api/chat. Raises ``RequestError``."""
+    fields = Fields(parse_object(body))
+    model = asked_model(fields)
+    messages = tuple(_messages(fields))
+    unsupported.refuse(fields, _REFUSED)
+    last = messages[-1]
+    return ChatCall(
+        model=model,
+        messages=messages,
+        prefill=last["role"] == "assistant" and not last.get("tool_calls"),
+        tools=read_tools(fields),
+        wish=_wish(fields),
+        **_shared(fields),
+    )
+
+
+def parse_generate(body: bytes) -> AnyCall:
+    """Read the body of POST /api/generate: a prompt for the model's template, or a raw one.
+
+    Raises:
+        RequestError: with the ``param`` at fault.
+    """
+    fields = Fields(parse_object(body))
+    model = asked_model(fields)
+    prompt = fields.required_text("prompt")
+    unsupported.refuse(fields, _REFUSED)
+    system = fields.text("system")
+    images = _images(fields)
+    if fields.flag("raw"):
+        if system:
+            raise RequestError("A 'raw' prompt is taken as it is, without 'system'.", "system")
+        if images:
+            raise UnsupportedParameter(
+                "Unsupported parameter: 'images' have a place in prompts of the model's template, "
+                "and none in a 'raw' one.",
+                "images",
+            )
+        prompts = (read_prompt(prompt, "prompt"),)
+        return CompletionCall(model=model, prompts=prompts, **_shared(fields))
+    messages: list[Message] = [{"role": "user", "content": shown([*images, prompt])}]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    return ChatCall(model=model, messages=tuple(messages), wish=_wish(fields), **_shared(fields))
+
+
+def _wish(fields: Fields) -> Wish:
+    """What is asked of thoughts: by ``think``, or by rkserve's own keys."""
+    own, think = read_wish(fields), fields.get("think")
+    if think is None:
+        return own
+    if isinstance(think, bool):
+        return replace(own, enabled=think)
+    effort = fields.choice("think", *EFFORTS)
+    return replace(own, enabled=True, effort=effort)
+
+
+def parse_load(body: bytes, what: str) -> Load | None:
+    """Return what a call asks that has nothing under ``what``; None where there is something.
+
+    Raises:
+        RequestError: also where the model is to be unloaded: that is not its clients' business.
+    """
+    fields = Fields(parse_object(body))
+    if fields.get(what) not in (None, "", []):
+        return None
+    model = asked_model(fields)
+    if fields.get("keep_alive") in (0, "0", "0s") and fields.get("keep_alive") is not False:
+        raise UnsupportedParameter(
+            "Unsupported parameter: a model is not unloaded by 'keep_alive', but by the operator: "
+            "POST /v1/models/unload.",
+            "keep_alive",
+        )
+    return Load(model)
+
+
+def asked_model(fields: Fields, name: str = "model") -> str:
+    """Read the name of a model as Ollama's clients say it."""
+    asked = read_model(fields) if name == "model" else fields.required_text(name)
+    return asked.removesuffix(_TAG) or asked
+
+
+def _shared(fields: Fields) -> dict[str, Any]:
+    """What chat and generate share: Ollama's options, and rkserve's own keys beside them."""
+    shared = read_shared(fields)
+    options = fields.child("options") or Fields({}, "options")
+    unsupported.refuse(options, _OPTIONS_REFUSED)
+    stream = fields.maybe_flag("stream")
+    limit = options.integer("num_predict")
+    return {
+        **shared,
+        "steps": _steps(fields, options),
+        "max_tokens": limit if limit is not None and limit > 0 else None,
+        "sampling": read_sampling(options),
+        "stop": read_stop(options, "stop", MAX_STOP_SEQUENCES),
+        "stream": True if stream is None else stream,
+    }
+
+
+def _steps(fields: Fields, options: Fields) -> Steps:
+    """What is asked of the choice of tokens, and of the answer's form."""
+    steps = read_draws(options)
+    # As there a negative seed is none; clients send it as the default.
+    seed = None if steps.seed is not None and steps.seed < 0 else steps.seed
+    return replace(steps, seed=seed, guide=_format(fields))
+
+
+def _format(fields: Fields) -> Named | None:
+    """Read ``format``: a word, or a schema."""
+    value = fields.get("format")
+    if isinstance(value, dict):
+        return "format", schema_guide(value, "format")
+    word = fields.choice("format", "", "json")
+    return ("format", JSON_OBJECT) if word else None
+
+
+def _only(*harmless: Any) -> unsupported.Harmless:
+    return lambda value, _: not isinstance(value, bool) and value in harmless
+
+
+def _off(value: Any, _: Fields) -> bool:
+    return value is False
+
+
+def _empty(value: Any, _: Fields) -> bool:
+    return value in ([], {}, "")
+
+
+# As ``refusals``: what would change the answer and cannot be honoured, with what asks for nothing.
+_REFUSED: dict[str, unsupported.Harmless] = {
+    **unsupported.TOKENS,
+    "suffix": _empty,
+    "template": _empty,
+    "context": _empty,
+    "logprobs": _off,
+    "top_logprobs": _only(0),
+}
+_OPTIONS_REFUSED: dict[str, unsupported.Harmless] = {
+    "typical_p": _only(1),
+    "tfs_z": _only(1),
+}
+
+
+def _messages(fields: Fields) -> Iterator[Message]:
+    pairing = Pairing(orphans=True)
+    for index, value in enumerate(fields.items("messages", MAX_MESSAGES)):
+        fields_of = as_fields(value, f"messages[{index}]")
+        role = fields_of.choice("role", "system", "user", "assistant", "tool")
+        if role is None:
+            raise missing(fields_of.path("role"))
+        images = _images(fields_of)
+        if images and role != "user":
+            raise UnsupportedParameter(
+                "Unsupported message: only the user shows images here.", fields_of.path("images")
+            )
+        content = fields_of.text("content") or ""
+        message: Message = {"role": role, "content": shown([*images, content])}
+        if role == "tool":
+            message |= _result(fields_of)
+        if role == "assistant" and fields_of.get("tool_calls") not in (None, []):
+            message["tool_calls"] = list(_tool_calls(fields_of))
+        if role == "assistant" and (thoughts := fields_of.text("thinking")):
+            message["reasoning_content"] = thoughts
+        yield pairing.add(message, fields_of)
+
+
+def _images(fields: Fields) -> list[ImagePart]:
+    """What is shown with a message: files in base64, which stand before its words as at Ollama."""
+    if fields.get("images") in (None, []):
+        return []
+    path, found = fields.path("images"), list[ImagePart]()
+    for index, value in enumerate(fields.items("images")):
+        if not isinstance(value, str):
+            raise wrong_type(f"{path}[{index}]", "a string", value)
+        found.append(image_file(value, f"{path}[{index}]"))
+    return found
+
+
+def _result(message: Fields) -> Message:
+    """The keys by which a tool result names its call, as far as the client sent them."""
+    name = message.text("tool_name") or message.text("name")
+    told = {"tool_call_id": message.text("tool_call_id"), "name": name}
+    return {key: value for key, value in told.items() if value}
+
+
+def _tool_calls(message: Fields) -> Iterator[Message]:
+    path = message.path("tool_calls")
+    for index, value in enumerate(message.items("tool_calls")):
+        call = as_fields(value, f"{path}[{index}]")
+        function = call.child("function")
+        if function is None:
+            raise missing(call.path("function"))
+        given = function.child("arguments")
+        yield {
+            **({"id": given_id} if (given_id := call.text("id")) else {}),
+            "type": "function",
+            "function": {
+                "name": function.required_text("name"),
+                "arguments": {} if given is None else function.get("arguments"),
+            },
+        }

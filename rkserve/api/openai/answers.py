@@ -1,0 +1,393 @@
+"""Events of boards to OpenAI's answers, streamed or whole; it knows JSON shapes, not transport.
+
+One object belongs to one call; what it counts is in ``tally``. Streams tell of pauses, and of words
+that an edit took back from a client that has them already; an answer in one piece is just what it
+became.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from rkserve.api.common import sse
+from rkserve.api.common.answer import Stamp, Tally, pause_status, timings_of
+from rkserve.api.common.calls import ChatCall, CompletionCall, parse_chat, parse_completion
+from rkserve.api.common.dialect import Dialect
+from rkserve.api.common.errors import error_event
+from rkserve.api.common.logprobs import Chosen, CompletionLog, Lexicon, chat_logprobs, of_prompt
+from rkserve.api.json.body import JsonObject
+from rkserve.api.parsing.answer_parser import TOOL_CALLS
+from rkserve.api.parsing.parts import CallBegun, CallMore, Part, Thought, Void, Words
+from rkserve.core.messages import Delta, Finished, Paused
+from rkserve.core.run_params import Scored
+
+
+class _Answer(Tally, ABC):
+    """What chat and completion answers share."""
+
+    _whole_object: ClassVar[str]
+    _chunk_object: ClassVar[str]
+
+    def __init__(
+        self, call: ChatCall | CompletionCall, answer_id: str, created: int, stamp: Stamp
+    ) -> None:
+        super().__init__(call, answer_id, created, stamp)
+        self._fingerprint = stamp.fingerprint(stamp.accepted)
+        self._call = call
+        self._include_usage = call.include_usage
+        self._lexicon, self._top = stamp.lexicon, call.steps.top_logprobs
+        self._tells = self._top is not None or call.token_ids  # of single tokens
+        self._begun: set[int] = set()  # choices of which a chunk was sent
+        self._frames: dict[tuple[int, str], sse.Frame] = {}
+
+    def opening(self, index: int) -> bytes:  # noqa: ARG002 - completions open with nothing
+        """Return what comes before the first delta of a choice."""
+        return b""
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """Return the chunks of a delta; nothing if it brings no text and takes none back.
+
+        Log-probabilities and ids travel in the chunk of their text. Those of tokens whose text is
+        held back wait for it.
+        """
+        return self._worded(index, delta)
+
+    def _told(self, index: int) -> JsonObject:
+        """Return what is told of the tokens of a whole choice, where that was asked for."""
+        if not self._tells:
+            return {}
+        return self._of_prompt_ids(index) | self._of_tokens(index, self._tokens[index].chosen)
+
+    def _of_tokens(self, index: int, found: list[Chosen]) -> JsonObject:
+        """Return log-probabilities and ids of the next tokens of a choice."""
+        told: JsonObject = {}
+        if self._top is not None:
+            told["logprobs"] = self._logprobs(index, found)
+        if self._call.token_ids:
+            told["token_ids"] = [token_id for token_id, _ in found]
+        return told
+
+    def _of_prompt_ids(self, index: int) -> JsonObject:  # noqa: ARG002 - chats have them elsewhere
+        """Return the ids of the prompt, as far as each choice tells them."""
+        return {}
+
+    def _sent(self, index: int, piece: JsonObject, more: JsonObject | None = None) -> bytes:
+        """Return a chunk of a piece, with what is new of its choice's tokens."""
+        if not self._tells:
+            return sse.data({**self._chunk([piece]), **(more or {})})
+        found, void = self._tokens[index].news()
+        if index not in self._begun:
+            self._begun.add(index)
+            piece = piece | self._of_prompt_ids(index)
+        if found:
+            piece = piece | self._of_tokens(index, found)
+        if void:
+            more = more or {}
+            more = {**more, "rkserve": {**more.get("rkserve", {}), "retract_tokens": void}}
+        return sse.data({**self._chunk([piece]), **(more or {})})
+
+    @abstractmethod
+    def _logprobs(self, index: int, found: list[Chosen]) -> JsonObject:
+        """Return the logprobs of the next tokens of a choice."""
+
+    def _worded(self, index: int, delta: Delta) -> bytes:
+        delta = self._taken(index, delta)
+        if delta.retract:
+            piece = self._piece(index, delta.text, None)
+            return self._sent(index, piece, {"rkserve": {"retract": delta.retract}})
+        return self._filled(index, "content", delta.text) if delta.text else b""
+
+    def paused(self, index: int, paused: Paused) -> bytes:
+        """Return what tells of a pause: a comment, and a chunk to clients that asked for pauses."""
+        if not self._tells_of_pauses:
+            return sse.PAUSED
+        return sse.PAUSED + sse.data({**self._chunk([]), "rkserve": pause_status(index, paused)})
+
+    def finish(self, index: int, finished: Finished) -> bytes:
+        """Return the chunk that ends a choice."""
+        held_back = b"".join(self._part(index, part) for part in self.end(index, finished))
+        reason = self.speech(index).reason(finished)
+        piece = self._piece(index, "", reason) | self._spans(index)
+        told = {**self._seal([self._version(index)]), "timings": timings_of([finished])}
+        return held_back + self._sent(index, piece, told)
+
+    def _part(self, index: int, part: Part) -> bytes:
+        """Return the chunk of a part."""
+        assert isinstance(part, Words)  # raw prompts offer no tools, and nobody looks for thoughts
+        return self._filled(index, "content", part.text)
+
+    def usage_chunk(self) -> bytes:
+        """Return the last chunk, which has no choices; nothing unless the client asked for it."""
+        if not self._include_usage:
+            return b""
+        return sse.data({**self._chunk([]), "usage": self.usage()})
+
+    def closing(self) -> bytes:
+        """Return what comes after the last choice has ended."""
+        return self.usage_chunk() + sse.DONE
+
+    def broken(self, exc: BaseException) -> bytes:
+        """Return the error event that ends a stream which breaks."""
+        return _broken(exc)
+
+    def whole(self) -> JsonObject:
+        """Return the answer. Every choice must have ended."""
+        return {
+            **self._head(self._whole_object),
+            **self._seal(self.versions),
+            "choices": [
+                self._choice(i) | self._spans(i) | self._told(i) for i in range(self._choices)
+            ],
+            "usage": self.usage(),
+            "timings": timings_of([self._ends[i] for i in range(self._choices)]),
+        }
+
+    @property
+    def _words(self) -> Lexicon:
+        """The tokens' names; answers that tell of tokens always have them."""
+        assert self._lexicon is not None
+        return self._lexicon
+
+    def _head(self, kind: str) -> JsonObject:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "system_fingerprint": self._fingerprint,
+        }
+
+    def _chunk(self, choices: list[JsonObject]) -> JsonObject:
+        chunk = {**self._head(self._chunk_object), "choices": choices}
+        # As OpenAI: with include_usage every chunk has the key, and only the last one a value.
+        return {**chunk, "usage": None} if self._include_usage else chunk
+
+    def _filled(self, index: int, kind: str, text: str) -> bytes:
+        """Return a chunk of which only the text is new."""
+        if self._tells:
+            return self._sent(index, self._piece(index, text, None, kind))
+        frame = self._frames.get((index, kind))
+        if frame is None:
+            piece = self._piece(index, sse.Frame.HOLE, None, kind)
+            frame = self._frames[index, kind] = sse.Frame(self._chunk([piece]))
+        return frame.fill(text)
+
+    @abstractmethod
+    def _piece(
+        self, index: int, text: str, reason: str | None, kind: str = "content"
+    ) -> JsonObject:
+        """One choice of a chunk."""
+
+    @abstractmethod
+    def _choice(self, index: int) -> JsonObject:
+        """One choice of a whole answer."""
+
+
+class ChatAnswer(_Answer):
+    """The answer to a call of /v1/chat/completions."""
+
+    _whole_object = "chat.completion"
+    _chunk_object = "chat.completion.chunk"
+
+    def opening(self, index: int) -> bytes:
+        """Return the chunk that names the role, once per choice."""
+        role = {"role": "assistant", "content": "", "refusal": None}
+        chunk = self._chunk([_chat_piece(index, role, None)])
+        return sse.data({**chunk, **(self._prompt_ids() if index == 0 else {})})
+
+    def whole(self) -> JsonObject:
+        """Return the answer, with the ids of its prompt where they were asked for."""
+        return super().whole() | self._prompt_ids()
+
+    def _prompt_ids(self) -> JsonObject:
+        if not self._call.token_ids:
+            return {}
+        return {"prompt_token_ids": list(self._words.prompts[0])}
+
+    def _worded(self, index: int, delta: Delta) -> bytes:
+        if self._stamp.reading.plain:  # most tokens go this way, and nobody has to read them
+            return super()._worded(index, delta)
+        return b"".join([self._part(index, part) for part in self.add(index, delta)])
+
+    def _part(self, index: int, part: Part) -> bytes:
+        match part:
+            case Words(text=text):
+                return self._filled(index, "content", text)
+            case Thought(text=text):
+                return self._filled(index, "reasoning_content", text)
+            case CallBegun() | CallMore():
+                return self._sent(index, _chat_piece(index, self._called(part), None))
+            case Void(words=words, thoughts=thoughts, calls=calls):
+                void = {
+                    "retract": words,
+                    "retract_reasoning": thoughts,
+                    "retract_tool_calls": calls,
+                }
+                told = {key: count for key, count in void.items() if count}
+                return self._sent(index, _chat_piece(index, {}, None), {"rkserve": told})
+
+    def _called(self, part: CallBegun | CallMore) -> JsonObject:
+        """Say of a call what is new: its name first, then its arguments."""
+        if isinstance(part, CallMore):
+            function = {"arguments": part.arguments}
+            return (
+                {"function_call": function}
+                if self._legacy
+                else {"tool_calls": [{"index": part.index, "function": function}]}
+            )
+        function = {"name": part.name, "arguments": ""}
+        if self._legacy:
+            return {"function_call": function}
+        call = {"index": part.index, "id": part.call_id, "type": "function", "function": function}
+        return {"tool_calls": [call]}
+
+    def _piece(
+        self, index: int, text: str, reason: str | None, kind: str = "content"
+    ) -> JsonObject:
+        return _chat_piece(index, {kind: text} if text else {}, self._reason(reason))
+
+    def _choice(self, index: int) -> JsonObject:
+        speech = self.speech(index)
+        message: JsonObject = {
+            "role": "assistant",
+            "content": speech.words or (None if speech.calls else ""),
+            "refusal": None,
+        }
+        if speech.thoughts:
+            message["reasoning_content"] = speech.thoughts
+        functions = [{"name": one.name, "arguments": one.arguments} for one in speech.calls]
+        if functions and self._legacy:
+            message["function_call"] = functions[0]
+        elif functions:
+            message["tool_calls"] = [
+                {"id": one.call_id, "type": "function", "function": function}
+                for one, function in zip(speech.calls, functions, strict=True)
+            ]
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": self._reason(speech.reason(self._ends[index])),
+        }
+
+    @property
+    def _legacy(self) -> bool:
+        return isinstance(self._call, ChatCall) and self._call.tools.legacy
+
+    def _reason(self, reason: str | None) -> str | None:
+        return "function_call" if reason == TOOL_CALLS and self._legacy else reason
+
+    def _logprobs(self, index: int, found: list[Chosen]) -> JsonObject:  # noqa: ARG002 - all alike
+        return chat_logprobs(self._words, found)
+
+
+class CompletionAnswer(_Answer):
+    """The answer to a call of /v1/completions."""
+
+    _whole_object = _chunk_object = "text_completion"
+
+    def __init__(
+        self, call: ChatCall | CompletionCall, answer_id: str, created: int, stamp: Stamp
+    ) -> None:
+        super().__init__(call, answer_id, created, stamp)
+        self._echo = isinstance(call, CompletionCall) and call.echo
+        self._given = call.n
+        self._logs: dict[int, CompletionLog] = {}
+
+    def opening(self, index: int) -> bytes:
+        """Return the prompt that is echoed, unless it comes with its logprobs."""
+        if not self._echo or self._lexicon is None:
+            return b""
+        if self._top is None:
+            return self._prompt(index, {})
+        if len(self._lexicon.prompts[index]) > 1:
+            return b""
+        return self._prompt(index, {"logprobs": self._of_prompt(index, ())})
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """Return the chunks of a delta; the prompt comes with its log-probabilities."""
+        before = b""
+        if delta.prompt and self._echo:
+            before = self._prompt(index, {"logprobs": self._of_prompt(index, delta.prompt)})
+        return before + super().delta(index, delta)
+
+    def _prompt(self, index: int, told: JsonObject) -> bytes:
+        piece = self._piece(index, self._words.prompt_text(index), None)
+        return sse.data(self._chunk([piece | told]))
+
+    def _of_prompt(self, index: int, scored: Sequence[Scored]) -> JsonObject:
+        return self._logs_of(index, of_prompt(self._words.prompts[index], scored))
+
+    def _of_prompt_ids(self, index: int) -> JsonObject:
+        if not self._call.token_ids:
+            return {}
+        return {"prompt_token_ids": list(self._words.prompts[index])}
+
+    def _logprobs(self, index: int, found: list[Chosen]) -> JsonObject:
+        return self._logs_of(index, self._words.seen(found))
+
+    def _logs_of(self, index: int, found: list[Chosen]) -> JsonObject:
+        log = self._logs.setdefault(index, CompletionLog(self._words))
+        return log.of(found, top=self._top or 0)
+
+    def whole(self) -> JsonObject:
+        """Return the answer: of each prompt's choices the best, where there are more."""
+        answer = super().whole()
+        choices, tries = answer["choices"], self._tries
+        if tries > self._given:
+            choices = [
+                choices[index] | {"index": place}
+                for place, index in enumerate(
+                    index
+                    for prompt in range(0, len(choices), tries)
+                    for index in self._best(range(prompt, prompt + tries))
+                )
+            ]
+        return {**answer, "choices": choices}
+
+    def _best(self, indexes: range) -> list[int]:
+        """Return the likeliest choices, by the mean of their tokens as OpenAI has it."""
+        ranked = sorted(indexes, key=lambda index: self._tokens[index].mean, reverse=True)
+        return ranked[: self._given]
+
+    def _told(self, index: int) -> JsonObject:
+        if not self._echo or self._lexicon is None:
+            return super()._told(index)
+        told = super()._told(index)
+        if self._top is not None:
+            found, ids = self._tokens[index], self._lexicon.prompts[index]
+            every = [*of_prompt(ids, found.prompt), *self._lexicon.seen(found.chosen)]
+            self._logs.pop(index, None)
+            told["logprobs"] = self._logs_of(index, every)
+        text = self._lexicon.prompt_text(index) + self.speech(index).words
+        return {"text": text, **told}
+
+    def _piece(
+        self,
+        index: int,
+        text: str,
+        reason: str | None,
+        kind: str = "content",  # noqa: ARG002 - it has one kind of text
+    ) -> JsonObject:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+
+    def _choice(self, index: int) -> JsonObject:
+        return self._piece(index, self.speech(index).words, self._ends[index].reason.value)
+
+
+def _chat_piece(index: int, delta: dict[str, Any], reason: str | None) -> JsonObject:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+
+def _ping(_call: ChatCall | CompletionCall) -> bytes:
+    return sse.PING
+
+
+def _broken(exc: BaseException) -> bytes:
+    return error_event(exc) + sse.DONE
+
+
+CHAT = Dialect(parse_chat, ChatAnswer, "chatcmpl-", _ping, _broken)
+COMPLETION = Dialect(parse_completion, CompletionAnswer, "cmpl-", _ping, _broken)

@@ -1,0 +1,372 @@
+"""OpenAI's /v1/embeddings: bodies to frozen values, inputs to requests, vectors to an answer.
+
+It knows keys, the model folder's settings and its tokenizer, and no boards.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import mul
+
+from rkserve.api.common import unsupported
+from rkserve.api.common.calls import TextOrIds, read_model, read_prompt, read_standing
+from rkserve.api.common.renderer import Prompt, Renderer
+from rkserve.api.common.version_policy import Meant
+from rkserve.api.json.body import parse_object
+from rkserve.api.json.fields import Fields, Range, missing, wrong_type
+from rkserve.api.json.limits import MAX_DIMENSIONS, MAX_INPUTS
+from rkserve.core.errors import ContextOverflow, InputTooLong, RequestError, UnsupportedParameter
+from rkserve.core.messages import EmbedRequest
+from rkserve.core.run_params import Pooling
+from rkserve.models.folder import EmbeddingSettings
+
+# A board has one request after the other: what it gets at once should not take much longer than a
+# long prompt does, and is made anew as a whole where the board is lost.
+CHUNK_INPUTS = 16
+CHUNK_TOKENS = 2048
+BASE64 = "base64"
+
+_REFUSED: dict[str, unsupported.Harmless] = {
+    name: lambda _value, _body: False
+    for name in ("truncate_prompt_tokens", "prompt_embeds", "messages")
+}
+_NOT_POOLED: dict[str, unsupported.Harmless] = {
+    "task": lambda value, _body: value == "token_embed",
+    **{
+        name: lambda value, _body: value is False
+        for name in ("normalize", "use_activation", "activation", "softmax", "dimensions")
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What every call says whose texts become vectors. A lower ``priority`` goes first, and the
+    answer is of use for ``timeout_s``; ``session`` keeps requests on one version of an adapter.
+    """
+
+    model: str
+    session: str | None = None
+    priority: int | None = None
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingCall:
+    """A call of /v1/embeddings. With ``cut`` texts may be longer than the context."""
+
+    wanted: Wanted
+    inputs: tuple[TextOrIds, ...]
+    paths: tuple[str, ...]  # of the inputs, as error messages name them
+    as_base64: bool = False
+    dimensions: int | None = None
+    cut: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingCall:
+    """A call of /pooling: the hidden states of every token of each text."""
+
+    wanted: Wanted
+    inputs: tuple[TextOrIds, ...]
+    paths: tuple[str, ...]
+    as_base64: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some of the texts of a call, for one board: ``at`` are their places among all."""
+
+    at: tuple[int, ...]
+    request: EmbedRequest
+
+
+def parse_embeddings(body: bytes) -> EmbeddingCall:
+    """Read the body of POST /v1/embeddings.
+
+    Raises:
+        RequestError: with the ``param`` at fault.
+    """
+    fields = Fields(parse_object(body))
+    wanted = read_wanted(fields)
+    inputs, paths = _inputs(fields)
+    unsupported.refuse(fields, _REFUSED)
+    return EmbeddingCall(
+        wanted,
+        inputs,
+        paths,
+        as_base64=fields.choice("encoding_format", "float", BASE64) == BASE64,
+        dimensions=fields.integer("dimensions", Range(1, MAX_DIMENSIONS)),
+    )
+
+
+def parse_pooling(body: bytes) -> PoolingCall:
+    """Read the body of POST /pooling, in vLLM's form. One of its tasks is done: ``token_embed``.
+
+    Raises:
+        RequestError: with the ``param`` at fault.
+    """
+    fields = Fields(parse_object(body))
+    wanted = read_wanted(fields)
+    inputs, paths = _inputs(fields)
+    unsupported.refuse(fields, _REFUSED | _NOT_POOLED)
+    return PoolingCall(
+        wanted,
+        inputs,
+        paths,
+        as_base64=fields.choice("encoding_format", "float", BASE64) == BASE64,
+    )
+
+
+def read_wanted(fields: Fields) -> Wanted:
+    """Read what such calls share."""
+    return Wanted(model=read_model(fields), **read_standing(fields))
+
+
+def _inputs(fields: Fields) -> tuple[tuple[TextOrIds, ...], tuple[str, ...]]:
+    """One text or a list of them, each a string or a list of token ids."""
+    value = fields.get("input")
+    if value is None:
+        raise missing("input")
+    if isinstance(value, str):
+        return (read_text(value, "input"),), ("input",)
+    if not isinstance(value, list):
+        raise wrong_type("input", "a string or an array", value)
+    first = fields.items("input")[0]
+    if not isinstance(first, str | list):
+        return (read_text(value, "input"),), ("input",)
+    check_count(len(value), "input")
+    paths = tuple(f"input[{index}]" for index in range(len(value)))
+    return tuple(read_text(one, path) for one, path in zip(value, paths, strict=True)), paths
+
+
+def check_count(count: int, path: str) -> None:
+    """Hold the texts of one call to their limit. Raises ``RequestError``."""
+    if count > MAX_INPUTS:
+        raise RequestError(
+            f"Invalid '{path}': array too long. Expected at most {MAX_INPUTS} texts, but got "
+            f"{count}.",
+            path,
+        )
+
+
+def read_text(value: object, path: str) -> TextOrIds:
+    """Read one text: a string or a list of token ids, with something in it."""
+    return read_prompt(value, path, empty="")
+
+
+def check_dimensions(wanted: int | None, settings: EmbeddingSettings) -> None:
+    """Refuse to cut the vectors of a model that was not trained for that.
+
+    Raises:
+        UnsupportedParameter: its ``param`` is ``dimensions``.
+    """
+    if wanted is None or settings.matryoshka or wanted == settings.dimensions:
+        return
+    size = "" if settings.dimensions is None else f", which are {settings.dimensions}"
+    raise UnsupportedParameter(
+        f"Unsupported parameter: this model's vectors are of use with all of their dimensions"
+        f"{size} only.",
+        "dimensions",
+    )
+
+
+# -- to requests ----------------------------------------------------------------------------------
+
+
+def texts_of(
+    inputs: Iterable[TextOrIds],
+    paths: Iterable[str],
+    renderer: Renderer,
+    context_len: int,
+    *,
+    cut: bool = False,
+) -> list[Prompt]:
+    """Return the texts as a board gets them. With ``cut`` only the beginning of a longer one.
+
+    Raises:
+        InputTooLong: one is longer than the context.
+        RequestError: one cannot be read.
+    """
+    found = []
+    for text, path in zip(inputs, paths, strict=True):
+        if cut and renderer.tokenizer is not None:
+            found.append(_beginning(text, path, renderer, context_len))
+            continue
+        try:
+            prompt = renderer.text(text, path, context_len)
+        except ContextOverflow as exc:
+            raise InputTooLong(exc.prompt_tokens, context_len, path, exc.at_least) from None
+        if len(prompt.ids) > context_len:
+            raise InputTooLong(len(prompt.ids), context_len, path)
+        found.append(prompt)
+    return found
+
+
+def _beginning(text: TextOrIds, path: str, renderer: Renderer, context_len: int) -> Prompt:
+    """As much of a text as fits, with what the tokenizer puts at the end of a whole one."""
+    if isinstance(text, str):
+        prompt = renderer.text_beginning(text, path, context_len)
+    else:
+        prompt = renderer.text(text[: context_len + 1], path, context_len)
+    if len(prompt.ids) <= context_len:
+        return prompt
+    last = renderer.counted("", special=True)[-1:] if isinstance(text, str) else ()
+    end = last if prompt.ids[-1:] == last else ()
+    return replace(prompt, ids=(*prompt.ids[: context_len - len(end)], *end))
+
+
+def chunks_of(
+    texts: Sequence[Prompt],
+    meant: Meant,
+    settings: EmbeddingSettings,
+    call_id: str,
+    *,
+    session: str = "",
+    boards: int = 1,
+    pooling: Pooling | None = None,
+) -> list[Chunk]:
+    """Return the requests for all texts, so that each of so many ``boards`` has one at least.
+
+    ``pooling`` goes before that of the settings; with all rows each text has a request of its own.
+    """
+    most = (
+        1 if pooling is Pooling.ALL else min(CHUNK_INPUTS, math.ceil(len(texts) / max(1, boards)))
+    )
+    chunks = []
+    for number, at in enumerate(_cut(texts, most)):
+        taken = [texts[index] for index in at]
+        request = EmbedRequest(
+            request_id=f"{call_id}/{number}",
+            model=meant.model,
+            prompt_ids=(),
+            max_tokens=0,
+            adapter=meant.adapter,
+            line=meant.line,
+            session=session,
+            min_epoch=meant.min_epoch,
+            keep_version=meant.named,
+            inputs=tuple(text.ids for text in taken if text.text is None),
+            texts=tuple(text.text for text in taken if text.text is not None),
+            pooling=pooling or Pooling(settings.pooling),
+        )
+        chunks.append(Chunk(at, request))
+    return chunks
+
+
+def _cut(texts: Sequence[Prompt], most: int) -> Iterator[tuple[int, ...]]:
+    """Yield places that belong together, of similar lengths: a board's requests end together."""
+    taken: list[int] = []
+    tokens = 0
+    for index in sorted(range(len(texts)), key=lambda at: len(texts[at].ids)):
+        size = len(texts[index].ids)
+        if taken and (len(taken) == most or tokens + size > CHUNK_TOKENS):
+            yield tuple(taken)
+            taken, tokens = [], 0
+        taken.append(index)
+        tokens += size
+    if taken:
+        yield tuple(taken)
+
+
+# -- to an answer ---------------------------------------------------------------------------------
+
+
+def finished_vector(vector: bytes, settings: EmbeddingSettings, wanted: int | None) -> array[float]:
+    """Return a board's vector as it is given out: cut to ``wanted`` dimensions, of length one.
+
+    Raises:
+        RequestError: it does not have so many dimensions.
+    """
+    values = array("f")
+    values.frombytes(vector)
+    if wanted is not None and wanted > len(values):
+        raise RequestError(
+            f"Invalid 'dimensions': this model's vectors have {len(values)}, not {wanted}.",
+            "dimensions",
+        )
+    if wanted is not None:
+        del values[wanted:]
+    if not settings.normalize:
+        return values
+    length = math.sqrt(sum(map(mul, values, values)))
+    return array("f", [value / length for value in values]) if length > 0 else values
+
+
+def embeddings_answer(
+    call: EmbeddingCall,
+    vectors: Iterable[array[float]],
+    tokens: int,
+    _took_s: float,
+) -> bytes:
+    """Return the body of the answer.
+
+    It is put together vector by vector: a JSON encoder would hold up all threads for all of them.
+    """
+    items = b",".join(
+        b'{"object":"embedding","index":%d,"embedding":%b}' % (index, _written(call, vector))
+        for index, vector in enumerate(vectors)
+    )
+    model = json.dumps(call.wanted.model).encode()
+    usage = b'{"prompt_tokens":%d,"total_tokens":%d}' % (tokens, tokens)
+    return b'{"object":"list","data":[%b],"model":%b,"usage":%b}' % (items, model, usage)
+
+
+def pooling_answer(
+    call: PoolingCall, found: Sequence[tuple[bytes, int]], answer_id: str, created: int
+) -> bytes:
+    """Return the body of an answer of /pooling; ``found`` are rows, and how many, of each text."""
+    items = b",".join(
+        b'{"index":%d,"object":"pooling","data":%b}' % (index, _rows_written(call, data, rows))
+        for index, (data, rows) in enumerate(found)
+    )
+    head = {"id": answer_id, "object": "list", "created": created, "model": call.wanted.model}
+    tokens = sum(rows for _, rows in found)
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
+    return b'%b,"data":[%b],"usage":%b}' % (
+        json.dumps(head).encode()[:-1],
+        items,
+        json.dumps(usage).encode(),
+    )
+
+
+def _rows_written(call: PoolingCall, data: bytes, rows: int) -> bytes:
+    if call.as_base64:
+        return b'"%b"' % base64.b64encode(data)
+    size = len(data) // rows
+    values = array("f")
+    values.frombytes(data)
+    columns = size // values.itemsize
+    return b"[%b]" % b",".join(
+        written(values[at : at + columns]) for at in range(0, len(values), columns)
+    )
+
+
+def _written(call: EmbeddingCall, vector: array[float]) -> bytes:
+    if call.as_base64:
+        return b'"%b"' % base64.b64encode(vector.tobytes())
+    return written(vector)
+
+
+def written(vector: array[float]) -> bytes:
+    """Return a vector as JSON."""
+    # Nine digits are what tells all float32 values apart.
+    return (f"[{','.join(['%.9g'] * len(vector))}]" % tuple(vector)).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a dialect asks for vectors, and how it is given them: with the tokens of all texts, and
+    the seconds that it took.
+    """
+
+    parse: Callable[[bytes], EmbeddingCall] = parse_embeddings
+    answer: Callable[[EmbeddingCall, Iterable[array[float]], int, float], bytes] = embeddings_answer
+
+
+OPENAI = Form()

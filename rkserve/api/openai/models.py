@@ -1,0 +1,207 @@
+"""The objects of GET /v1/models and GET /v1/boards; it knows reports of boards and no board."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+
+from rkserve.api.json.body import JsonObject
+from rkserve.core.board_report import BoardReport, BoardState
+from rkserve.core.desired_state import AdapterLine, AdapterVersion, Desired, SleepLevel
+from rkserve.core.redaction import without_folders
+from rkserve.models.adapters import Adapter
+from rkserve.models.folder import EmbeddingSettings
+from rkserve.models.vision import VisionSettings
+
+OWNER = "rkserve"
+
+
+def model_entry(
+    model_id: str,
+    created: int,
+    context_length: int,
+    boards: Iterable[BoardReport],
+    desired: Desired,
+    *,
+    embedding: EmbeddingSettings | None = None,
+    vision: VisionSettings | None = None,
+) -> JsonObject:
+    """Return OpenAI's Model object, with what is rkserve's own under one key.
+
+    ``embedding`` says how it makes embeddings, if it does, and ``vision`` how it sees. ``created``
+    is in seconds since 1970. A board that does not serve is listed with its reason.
+    """
+    ordered = sorted(boards, key=lambda board: board.board_id)
+    return {
+        "id": model_id,
+        "object": "model",
+        "created": created,
+        "owned_by": OWNER,
+        **_as_anthropic(model_id, created),
+        "rkserve": {
+            "context_length": context_length,
+            "state": model_state(desired, ordered),
+            "embedding": None if embedding is None else embedding.model_dump(),
+            "vision": None if vision is None else {"image_tokens": vision.tokens},
+            "boards": [_board(board) for board in ordered],
+        },
+    }
+
+
+def model_state(desired: Desired, boards: Iterable[BoardReport]) -> str:
+    """Return what becomes of a request for a model now, in one word.
+
+    ``ready``: a board serves. ``loading``: none does, and one will by itself. ``paused``: those
+    that could are held with their model loaded. ``asleep``: it is unloaded. ``failed``: none of the
+    boards can serve. A model of which no board has been heard yet is loading.
+    """
+    found = {_state(desired, board) for board in boards} or {"loading"}
+    return next(state for state in _STATES if state in found)
+
+
+_STATES = ("ready", "loading", "paused", "asleep", "failed")
+_COMING = (BoardState.LOADING, BoardState.RECOVERING, BoardState.JOINING, BoardState.ASLEEP)
+
+
+def _state(desired: Desired, board: BoardReport) -> str:
+    duty = desired.duty(board.board_id, board.model)
+    if board.state is not BoardState.READY and board.state not in _COMING:
+        return "failed"
+    if duty.level is not None and duty.level > SleepLevel.PAUSED:
+        return "asleep"
+    if board.state is not BoardState.READY:
+        return "loading"
+    return "ready" if duty.hold is None else "paused"
+
+
+def adapter_entry(
+    model_id: str,
+    created: int,
+    context_length: int,
+    versions: Sequence[Adapter],
+    named: str | None = None,
+) -> JsonObject:
+    """Return the Model object of an adapter, whose ``versions`` are in order.
+
+    ``named`` is the version that the request named; without one the newest is meant.
+    """
+    meant = next((a for a in versions if a.version == named), versions[-1])
+    name = f"{model_id}:{meant.name if named is None else meant.label}"
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": OWNER,
+        **_as_anthropic(name, created),
+        "parent": model_id,
+        "rkserve": {
+            "context_length": context_length,
+            "adapter": meant.name,
+            "scale": meant.scale,
+            **_version(meant),
+            "versions": [_version(one) for one in versions],
+        },
+    }
+
+
+def line_entry(
+    created: int, context_length: int, line: AdapterLine, named: str | None = None
+) -> JsonObject:
+    """Return the Model object of an adapter that the cluster shall serve.
+
+    ``named`` is the version that the request named; without one the active one is meant.
+    """
+    meant = line.active if named is None else line.version(named)
+    name = f"{line.model}:{line.name if named is None else f'{line.name}@{named}'}"
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": OWNER,
+        **_as_anthropic(name, created),
+        "parent": line.model,
+        "rkserve": {
+            "context_length": context_length,
+            "adapter": line.name,
+            "scale": None if meant is None else meant.ref.scale,
+            **_line_version(meant),
+            "candidate": None if line.candidate is None else line.candidate.ref.version,
+            "weight": line.weight,
+            "versions": [{**_line_version(one), "scale": one.ref.scale} for one in line.versions],
+        },
+    }
+
+
+def models_list(entries: Sequence[JsonObject]) -> JsonObject:
+    """Return the answer of GET /v1/models: OpenAI's list, which is all of Anthropic's pages too."""
+    data = list(entries)
+    return {
+        "object": "list",
+        "data": data,
+        "has_more": False,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+    }
+
+
+def _as_anthropic(name: str, created: int) -> JsonObject:
+    """What Anthropic's clients want of a model, which they look up at the same path."""
+    written = datetime.fromtimestamp(created, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        "type": "model",
+        "display_name": name,
+        "created_at": written,
+        "lifecycle": "active",
+    }
+
+
+def board_entry(board: BoardReport, circuit: tuple[str, str]) -> JsonObject:
+    """Return all that a board says of itself, under the names of its report.
+
+    ``circuit`` is what the Router sends it, and why not all.
+    """
+    told = asdict(board)
+    del told["holdings"]  # hashes, and of use to Routers only
+    told["serving"] = dict(board.serving)
+    told |= {"state": board.state.value, "reason": without_folders(board.reason)}
+    state, reason = circuit
+    told["circuit"] = {"state": state, "reason": without_folders(reason)}
+    return {"id": told.pop("board_id"), "object": "board", **told}
+
+
+def boards_list(boards: Iterable[tuple[BoardReport, tuple[str, str]]]) -> JsonObject:
+    """Return the answer of GET /v1/boards: each board with its circuit."""
+    return {"object": "list", "data": [board_entry(*board) for board in boards]}
+
+
+def _version(adapter: Adapter) -> JsonObject:
+    return {
+        "version": adapter.version,
+        "digest": adapter.digest or None,
+        "bytes": adapter.size_bytes,
+        "broken": without_folders(adapter.broken) or None,
+    }
+
+
+def _line_version(version: AdapterVersion | None) -> JsonObject:
+    if version is None:
+        return {"version": None, "digest": None, "bytes": 0, "broken": None}
+    return {
+        "version": version.ref.version,
+        "digest": version.ref.digest,
+        "bytes": version.size_bytes,
+        "broken": None,
+    }
+
+
+def _board(board: BoardReport) -> JsonObject:
+    return {
+        "id": board.board_id,
+        "state": board.state.value,
+        "reason": without_folders(board.reason),
+        "release": board.release,
+        "platform": board.platform,
+        "library": board.library,
+        "node": board.node,
+    }

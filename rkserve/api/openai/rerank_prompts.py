@@ -1,0 +1,136 @@
+"""Documents judged by a model that says yes or no: the prompt of each, and what its word is worth.
+
+The score is how likely "yes" is, of yes and no alone, as the next token. It knows the settings of
+the model's folder and its tokenizer, and no boards.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rkserve.api.common.renderer import Header, Renderer
+from rkserve.api.common.version_policy import Meant
+from rkserve.api.openai.rerank import Text
+from rkserve.api.parsing.reasoning import Wish
+from rkserve.core.errors import ContextOverflow, InputTooLong, UnsupportedParameter
+from rkserve.core.messages import Delta, GenerateRequest
+from rkserve.core.run_params import Sampling, Stepwise
+from rkserve.models.rerank import RerankSettings
+
+_CERTAIN = Sampling(
+    temperature=0.0,
+    top_k=1,
+    repeat_penalty=1.0,
+    frequency_penalty=0.0,
+    presence_penalty=0.0,
+    mirostat=0,
+)
+_PLACES = re.compile(r"\{(instruction|query|document)\}")
+# A context has room for the answer, which is one token.
+_ANSWER_TOKENS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """A model that judges, as one call means it. ``yes`` and ``no`` are token ids."""
+
+    meant: Meant
+    settings: RerankSettings
+    renderer: Renderer
+    context_len: int
+    yes: int
+    no: int
+
+
+def judge_of(meant: Meant, settings: RerankSettings, renderer: Renderer, context_len: int) -> Judge:
+    """Return how a model judges.
+
+    Raises:
+        UnsupportedParameter: it has no tokenizer, or a word that is not one token.
+    """
+    if renderer.tokenizer is None:
+        raise UnsupportedParameter(
+            "Unsupported model: it is served without a tokenizer, and judging documents needs the "
+            "ids of its words.",
+            "model",
+        )
+    ids: list[int] = []
+    for word in (settings.yes, settings.no):
+        found = renderer.tokenizer.encode(word, add_special_tokens=False)
+        if len(found) != 1:
+            raise UnsupportedParameter(
+                f"Unsupported model: {word!r} has {len(found)} tokens in its vocabulary, and what "
+                "it says of a document has to be one. Its operator can change 'rerank' in the "
+                "rkserve.yaml of its folder.",
+                "model",
+            )
+        ids += found
+    return Judge(meant, settings, renderer, context_len, *ids)
+
+
+def requests_of(
+    judge: Judge, pairs: Sequence[tuple[Text, Text]], call_id: str, session: str
+) -> list[GenerateRequest]:
+    """Return a request for each query and document.
+
+    Raises:
+        InputTooLong: both together are longer than the context.
+    """
+    meant = judge.meant
+    asked = Stepwise(seed=0, top_logprobs=0, also=(judge.yes, judge.no))
+    return [
+        GenerateRequest(
+            request_id=f"{call_id}/{number}",
+            model=meant.model,
+            prompt_ids=_prompt(judge, query, document),
+            max_tokens=_ANSWER_TOKENS,
+            sampling=_CERTAIN,
+            adapter=meant.adapter,
+            line=meant.line,
+            session=session,
+            min_epoch=meant.min_epoch,
+            keep_version=meant.named,
+            stepwise=asked,
+            once=True,
+        )
+        for number, (query, document) in enumerate(pairs)
+    ]
+
+
+def _prompt(judge: Judge, query: Text, document: Text) -> tuple[int, ...]:
+    said = {
+        "instruction": judge.settings.instruction,
+        "query": query.text,
+        "document": document.text,
+    }
+    # All at once: what a text says between braces stays that.
+    asked = _PLACES.sub(lambda found: said[found[1]], judge.settings.prompt)
+    messages = [
+        {"role": "system", "content": judge.settings.system},
+        {"role": "user", "content": asked},
+    ]
+    if not judge.settings.system:
+        del messages[0]
+    # What it says first has to be its verdict.
+    variables = Wish(enabled=False).given(judge.renderer.thinking.enabled)
+    header = Header(variables=variables, thoughtless=True)
+    try:
+        prompt = judge.renderer.chat(messages, judge.context_len, header)
+    except ContextOverflow as exc:
+        raise InputTooLong(exc.prompt_tokens, judge.context_len, document.path, True) from None
+    if len(prompt.ids) + _ANSWER_TOKENS > judge.context_len:
+        raise InputTooLong(len(prompt.ids), judge.context_len, document.path)
+    return prompt.ids
+
+
+def verdict(judge: Judge, delta: Delta) -> float | None:
+    """Return how likely yes is by an answer's token; None where the delta has none."""
+    if not delta.logprobs or delta.logprobs[0] is None:
+        return None
+    likely = dict(delta.logprobs[0].top)
+    if judge.yes not in likely or judge.no not in likely:
+        return None
+    return 1 / (1 + math.exp(likely[judge.no] - likely[judge.yes]))

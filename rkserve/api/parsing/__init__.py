@@ -1,0 +1,1 @@
+"""From tokens to an answer's parts: text, reasoning, tool calls, grammars."""

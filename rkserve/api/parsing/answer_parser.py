@@ -1,0 +1,259 @@
+"""One answer as it is read: its words, the thoughts before them, the calls of tools in it.
+
+It is fed a board's deltas and knows no dialect. Where an edit takes back what was given out, the
+answer is read anew, and what differs is told.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from rkserve.api.parsing.parts import CallBegun, CallMore, Part, Thought, Void, Words
+from rkserve.api.parsing.reasoning import Thoughts
+from rkserve.api.parsing.tools.base import Calls
+from rkserve.core.messages import Delta, Finished, FinishReason, Kind, Thinking
+
+TOOL_CALLS = "tool_calls"
+_ALPHABET = string.ascii_letters + string.digits
+# Mistral's templates refuse any other length.
+_ID_CHARS = 9
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the answers to one call are read.
+
+    ``form`` is None where no tool was offered: then nothing is a call. ``opening`` is the beginning
+    of a call that was put into the prompt. Only the first ``most_calls``
+    calls count.
+    """
+
+    thinking: Thinking | None = None
+    form: type[Calls] | None = None
+    names: frozenset[str] = frozenset()
+    opening: str = ""
+    most_calls: int | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether an answer is nothing but its words."""
+        return self.thinking is None and self.form is None
+
+
+PLAIN = Reading()
+
+
+@dataclass
+class Call:
+    """One call of a tool; ``arguments`` are JSON text."""
+
+    call_id: str
+    name: str
+    index: int
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        """All that is known of them."""
+        return "".join(self.pieces)
+
+
+class _Said:
+    """What an answer consists of."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+        self.thoughts: list[str] = []
+        self.calls: list[Call] = []
+
+    def take(self, part: Part) -> None:
+        """Add a part, or take it back."""
+        match part:
+            case Words(text=text):
+                self.words.append(text)
+            case Thought(text=text):
+                self.thoughts.append(text)
+            case CallBegun(name=name, index=index, call_id=call_id):
+                self.calls.append(Call(call_id, name, index))
+            case CallMore(arguments=arguments):
+                self.calls[-1].pieces.append(arguments)
+            case Void(words=words, thoughts=thoughts, calls=calls):
+                _cut(self.words, words)
+                _cut(self.thoughts, thoughts)
+                del self.calls[len(self.calls) - calls :]
+
+
+class _Reader:
+    """Reads an answer from its beginning: thoughts, then words and calls."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._thoughts = None if reading.thinking is None else Thoughts(reading.thinking)
+        self._calls = None if reading.form is None else reading.form(reading.names)
+        self._most = reading.most_calls
+        self._count, self._muted = 0, False
+        self.news = self._read(Words(reading.opening)) if reading.opening else []
+
+    def feed(self, text: str) -> list[Part]:
+        """Return what more of its text means."""
+        parts: list[Part] = [Words(text)] if text else []
+        if self._thoughts is not None:
+            parts = self._thoughts.feed(text)
+        return self._all(parts)
+
+    def end(self) -> list[Part]:
+        """Return what is left at its end."""
+        found = self._all([] if self._thoughts is None else self._thoughts.end())
+        return found if self._calls is None else [*found, *self._counted(self._calls.end())]
+
+    def _all(self, parts: Iterable[Part]) -> list[Part]:
+        found, self.news = self.news, []
+        return [*found, *(one for part in parts for one in self._read(part))]
+
+    def _read(self, part: Part) -> list[Part]:
+        if self._calls is None or not isinstance(part, Words):
+            return [part]
+        return self._counted(self._calls.feed(part.text))
+
+    def _counted(self, parts: list[Part]) -> list[Part]:
+        """Leave out the calls beyond those that there may be."""
+        if self._most is None:
+            return parts
+        return [part for part in parts if not self._is_mute(part)]
+
+    def _is_mute(self, part: Part) -> bool:
+        match part:
+            case CallBegun():
+                self._count += 1
+                self._muted = self._most is not None and self._count > self._most
+            case CallMore():
+                pass
+            case Void():
+                muted, self._muted = self._muted, False
+                self._count -= 1
+                return muted
+            case _:
+                self._muted = False
+        return self._muted
+
+
+class Speech:
+    """One choice of an answer while it is read."""
+
+    def __init__(self, reading: Reading = PLAIN) -> None:
+        self._reading = reading
+        self._reader = _Reader(reading)
+        self._raw: list[str] = []
+        self._said = _Said()
+        self._begun = 0  # calls, also void ones
+        self._answered = 0  # calls whose results were put into this very answer
+
+    @property
+    def words(self) -> str:
+        """What it says."""
+        return "".join(self._said.words)
+
+    @property
+    def thoughts(self) -> str:
+        """What the model thought before it said that."""
+        return "".join(self._said.thoughts)
+
+    @property
+    def calls(self) -> Sequence[Call]:
+        """The tools that it calls."""
+        return self._said.calls
+
+    def feed(self, delta: Delta) -> list[Part]:
+        """Take a delta, and return what it means."""
+        if delta.retract:
+            told = self._reread("".join(self._raw)[: -delta.retract] + delta.text)
+        else:
+            self._raw.append(delta.text)
+            told = self._taken(self._reader.feed(delta.text))
+        if delta.splice and any(one.kind is Kind.INJECTED for one in delta.splice.slots):
+            self._answered = len(self._said.calls)
+        return told
+
+    def end(self) -> list[Part]:
+        """The answer is over: return what was held back of it."""
+        return self._taken(self._reader.end())
+
+    def reason(self, finished: Finished) -> str:
+        """Return why it ended, in OpenAI's words."""
+        calls = len(self._said.calls) > self._answered
+        if calls and finished.reason is FinishReason.STOP:
+            return TOOL_CALLS
+        return finished.reason.value
+
+    def _taken(self, parts: list[Part]) -> list[Part]:
+        told = []
+        for part in parts:
+            told.append(self._named(part))
+            self._said.take(told[-1])
+        return told
+
+    def _named(self, part: Part) -> Part:
+        """Say which call a part is of. No index is used twice: clients add up by it."""
+        if isinstance(part, CallBegun):
+            self._begun += 1
+            return CallBegun(part.name, self._begun - 1, new_call_id())
+        if isinstance(part, CallMore):
+            return CallMore(part.arguments, self._said.calls[-1].index)
+        return part
+
+    def _reread(self, raw: str) -> list[Part]:
+        """Read the answer anew, and return the difference to what was told."""
+        self._raw = [raw]
+        self._reader = _Reader(self._reading)
+        before, after = self._said, _Said()
+        for part in self._reader.feed(raw):
+            after.take(part)
+        told: list[Part] = []
+        words = _difference(before.words, after.words)
+        thoughts = _difference(before.thoughts, after.thoughts)
+        same = _same_calls(before.calls, after.calls)
+        void = Void(words[0], thoughts[0], len(before.calls) - same)
+        if void != Void():
+            told.append(void)
+        told += [Thought(thoughts[1])] if thoughts[1] else []
+        told += [Words(words[1])] if words[1] else []
+        if same and (
+            more := after.calls[same - 1].arguments[len(before.calls[same - 1].arguments) :]
+        ):
+            told.append(CallMore(more))
+        for call in after.calls[same:]:
+            told += [CallBegun(call.name), CallMore(call.arguments)]
+        return self._taken(told)
+
+
+def new_call_id() -> str:
+    """Return an id that no other call of a conversation has."""
+    return "".join(secrets.choice(_ALPHABET) for _ in range(_ID_CHARS))
+
+
+def _cut(pieces: list[str], count: int) -> None:
+    if count:
+        text = "".join(pieces)
+        pieces[:] = [text[: len(text) - count]]
+
+
+def _difference(before: list[str], after: list[str]) -> tuple[int, str]:
+    """Return how many characters are void, and what comes instead of them."""
+    old, new = "".join(before), "".join(after)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False)))
+    return len(old) - same, new[same:]
+
+
+def _same_calls(before: list[Call], after: list[Call]) -> int:
+    """Return how many calls are what they were; the last one may have got more arguments."""
+    same = 0
+    for old, new in zip(before, after, strict=False):
+        last = old is before[-1]
+        grown = new.arguments.startswith(old.arguments) if last else False
+        if old.name != new.name or not (grown or old.arguments == new.arguments):
+            break
+        same += 1
+    return same

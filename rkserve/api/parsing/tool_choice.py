@@ -1,0 +1,268 @@
+"""The tools that a call offers to the model, and which it must call; it knows OpenAI's keys.
+
+``functions`` and ``function_call`` are the deprecated names of the same things.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from rkserve.api.json.body import JsonObject
+from rkserve.api.json.fields import Fields, as_fields, missing, quoted, wrong_type
+from rkserve.api.json.limits import MAX_TOOL_NAME_CHARS, MAX_TOOLS
+from rkserve.core.errors import RequestError, UnsupportedParameter
+
+# OpenAI's, and what names of MCP servers have beyond them. A name stands in the prompt as it is.
+_NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{MAX_TOOL_NAME_CHARS}}}")
+_NONE, _AUTO, _REQUIRED = "none", "auto", "required"
+ALLOWED = "allowed_tools"
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What a call offers. ``given`` are for the template; none where the model may call nothing.
+
+    ``forced``: some tool must be called, or the one that is ``named``. ``legacy`` calls are
+    answered under their deprecated names. Calls of the ``strict`` ones follow their schemas where
+    it is certain that there will be one. An answer has at most ``max_calls``. Offered tools of the
+    types ``left_out`` are not among ``given``.
+    """
+
+    given: tuple[JsonObject, ...] = ()
+    forced: bool = False
+    named: str | None = None
+    parallel: bool = True
+    legacy: bool = False
+    strict: frozenset[str] = frozenset()
+    max_calls: int | None = None
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def most_calls(self) -> int | None:
+        """The number of calls that an answer may have; None for any."""
+        return self.max_calls if self.parallel else 1
+
+    @property
+    def possible(self) -> tuple[JsonObject, ...]:
+        """The tools that may be called."""
+        if self.named is None:
+            return self.given
+        return tuple(tool for tool in self.given if tool["function"]["name"] == self.named)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the tools."""
+        return frozenset(tool["function"]["name"] for tool in self.given)
+
+
+NO_TOOLS = Tools()
+
+
+def read_tools(body: Fields) -> Tools:
+    """Read ``tools``, ``tool_choice`` and ``parallel_tool_calls``, or their deprecated kin.
+
+    Raises:
+        RequestError: a tool without a name, a choice that is none of the tools, or a wrong type.
+        UnsupportedParameter: another kind of tool than a function.
+    """
+    legacy = not body.get("tools") and bool(body.get("functions"))
+    given = _functions(body) if legacy else _tools(body)
+    choice = "function_call" if legacy else "tool_choice"
+    subset = None if legacy else _allowed(body, given)
+    if subset is None:
+        forced, named, offered = _choice(body, choice, given)
+    else:
+        (given, forced), named, offered = subset, None, True
+    parallel = body.maybe_flag("parallel_tool_calls")
+    if not given or not offered:
+        return NO_TOOLS
+    return Tools(
+        given=given,
+        forced=forced,
+        named=named,
+        # The deprecated answer has room for one.
+        parallel=not legacy and parallel is not False,
+        legacy=legacy,
+        strict=strict_names(_described(body, legacy=legacy)),
+    )
+
+
+def strict_names(tools: Iterable[Fields]) -> frozenset[str]:
+    """Return the names of those that are ``strict``, each an object with both keys."""
+    return frozenset(one.required_text("name") for one in tools if one.maybe_flag("strict"))
+
+
+def allowed(
+    choice: Fields,
+    given: tuple[JsonObject, ...],
+    name_of: Callable[[Fields], Fields],
+    left_out: Collection[str] = (),
+) -> tuple[tuple[JsonObject, ...], bool]:
+    """Return those tools that ``tool_choice`` allows, and whether one of them must be called.
+
+    The model is shown no others: what it does not know of it does not call. ``name_of`` returns
+    the object with a tool's name. Tools of the types ``left_out`` are passed over.
+    """
+    mode = choice.choice("mode", _AUTO, _REQUIRED)
+    if mode is None:
+        raise missing(choice.path("mode"))
+    names, listed = set(), choice.items("tools")
+    if len(listed) > MAX_TOOLS:
+        raise RequestError(f"Invalid '{choice.path('tools')}': at most {MAX_TOOLS}.", "tool_choice")
+    for index, value in enumerate(listed):
+        tool = as_fields(value, f"{choice.path('tools')}[{index}]")
+        if tool.get("type") in left_out:
+            continue
+        _check_kind(tool, "tool")
+        function = name_of(tool)
+        name, path = function.required_text("name"), function.path("name")
+        _check_known(name, given, path)
+        names.add(name)
+    return tuple(tool for tool in given if tool["function"]["name"] in names), mode == _REQUIRED
+
+
+def check_name(name: str, path: str) -> str:
+    """Return the name of a tool. Raises ``RequestError``."""
+    if not _NAME.fullmatch(name):
+        raise RequestError(
+            f"Invalid '{path}': {quoted(name)}. A name has 1 to {MAX_TOOL_NAME_CHARS} letters, "
+            "digits, '_', '-', '.', ':' and '/'.",
+            path,
+        )
+    return name
+
+
+def _listed(body: Fields, key: str) -> list[Fields]:
+    found = body.get(key)
+    if found is None or found == []:
+        return []
+    if len(body.items(key)) > MAX_TOOLS:
+        raise RequestError(
+            f"Invalid '{key}': array too long. Expected at most {MAX_TOOLS} tools, but got "
+            f"{len(found)}.",
+            key,
+        )
+    return [as_fields(value, f"{key}[{index}]") for index, value in enumerate(found)]
+
+
+def _described(body: Fields, *, legacy: bool) -> Iterator[Fields]:
+    if legacy:
+        yield from _listed(body, "functions")
+        return
+    for tool in _listed(body, "tools"):
+        if (function := tool.child("function")) is not None:
+            yield function
+
+
+def _tools(body: Fields) -> tuple[JsonObject, ...]:
+    given = []
+    for tool in _listed(body, "tools"):
+        kind = tool.required_text("type")
+        if kind != "function":
+            raise UnsupportedParameter(
+                f"Unsupported tool: only the type 'function' is known, not {quoted(kind)}.",
+                tool.path("type"),
+            )
+        function = tool.child("function")
+        if function is None:
+            raise missing(tool.path("function"))
+        given.append(_tool(function))
+    return tuple(given)
+
+
+def _functions(body: Fields) -> tuple[JsonObject, ...]:
+    return tuple(_tool(function) for function in _listed(body, "functions"))
+
+
+def _tool(function: Fields) -> JsonObject:
+    """One tool as templates expect it: what models were trained on has these keys, in this order.
+
+    ``strict`` is between the client and whoever generates, and no business of the model's.
+    """
+    name = check_name(function.required_text("name"), function.path("name"))
+    described: JsonObject = {"name": name}
+    description, parameters = function.text("description"), function.child("parameters")
+    if description is not None:
+        described["description"] = description
+    # Templates take them for granted.
+    described["parameters"] = (
+        {"type": "object", "properties": {}} if parameters is None else function.get("parameters")
+    )
+    return {"type": "function", "function": described}
+
+
+def _allowed(
+    body: Fields, given: tuple[JsonObject, ...]
+) -> tuple[tuple[JsonObject, ...], bool] | None:
+    value = body.get("tool_choice")
+    if not isinstance(value, dict) or value.get("type") != ALLOWED:
+        return None
+    choice = as_fields(value, "tool_choice").child(ALLOWED)
+    if choice is None:
+        raise missing(f"tool_choice.{ALLOWED}")
+
+    def function(tool: Fields) -> Fields:
+        if (inner := tool.child("function")) is None:
+            raise missing(tool.path("function"))
+        return inner
+
+    return allowed(choice, given, function)
+
+
+def _choice(body: Fields, key: str, given: tuple[JsonObject, ...]) -> tuple[bool, str | None, bool]:
+    """Return whether a tool must be called, which, and whether any may be."""
+    value = body.get(key)
+    if value is None or value == _AUTO:
+        return False, None, True
+    if value == _NONE:
+        return False, None, False
+    if value == _REQUIRED and key == "tool_choice":
+        _check_offered(given, key)
+        return True, None, True
+    if isinstance(value, str):
+        words = (_NONE, _AUTO, *((_REQUIRED,) if key == "tool_choice" else ()))
+        raise RequestError(
+            f"Invalid '{key}': {quoted(value)}. Supported values are: "
+            f"{', '.join(repr(word) for word in words)}, or an object that names a function.",
+            key,
+        )
+    if not isinstance(value, dict):
+        raise wrong_type(key, "a string or an object", value)
+    return True, _named(as_fields(value, key), key, given), True
+
+
+def _named(choice: Fields, key: str, given: tuple[JsonObject, ...]) -> str:
+    function = choice
+    if key == "tool_choice":
+        _check_kind(choice, "'tool_choice'")
+        inner = choice.child("function")
+        if inner is None:
+            raise missing(choice.path("function"))
+        function = inner
+    _check_offered(given, key)
+    name, path = function.required_text("name"), function.path("name")
+    _check_known(name, given, path)
+    return name
+
+
+def _check_kind(fields: Fields, what: str) -> None:
+    if (kind := fields.required_text("type")) != "function":
+        raise UnsupportedParameter(
+            f"Unsupported {what}: only the type 'function' is known, not {quoted(kind)}.",
+            fields.path("type"),
+        )
+
+
+def _check_known(name: str, given: tuple[JsonObject, ...], path: str) -> None:
+    if all(tool["function"]["name"] != name for tool in given):
+        raise RequestError(
+            f"Invalid '{path}': there is no tool {quoted(name)} among the tools of this request.",
+            path,
+        )
+
+
+def _check_offered(given: tuple[JsonObject, ...], key: str) -> None:
+    if not given:
+        raise RequestError(f"'{key}' asks for a call, but the request offers no tools.", key)

@@ -1,0 +1,177 @@
+"""What all forms of calls have in common: text is held back while it may be a call, and no longer.
+
+It knows neither OpenAI's JSON nor which model speaks. What turns out to be no call, or only half of
+one, is words again, to the last character.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rkserve.api.parsing.parts import CallBegun, CallMore, Part, Void, Words, overlap
+from rkserve.api.parsing.tools.json_stream import CallText
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How calls are written to the letter, behind the opening of one.
+
+    A call is ``before`` with the tool's name in the place of ``{}``, its arguments, and ``after``;
+    where the opening has the name, it begins with the arguments. ``between`` calls stands what
+    leads to the next name: None where no further one can be written. ``end`` is behind the last.
+    With ``keywords`` arguments are written ``a=1, b=2`` instead of as an object.
+    """
+
+    before: str
+    after: str
+    between: str | None
+    end: str = ""
+    keywords: bool = False
+
+
+class Calls(ABC):
+    """Reads calls of one form out of an answer, however its text is cut into pieces.
+
+    ``marker`` begins a call wherever it stands. A subclass says what comes behind it, in states:
+    methods that take from ``_left`` what they understand, and return whether they could.
+    """
+
+    marker: ClassVar[str]
+    shape: ClassVar[Shape]
+
+    def __init__(self, names: frozenset[str]) -> None:
+        """``names`` are those of the tools that there are."""
+        self._names = names
+        self._left = ""  # text that has not been understood yet
+        self._raw: list[str] = []  # what the call that is being read consists of so far
+        self._call: CallText | None = None
+        self._begun = False
+        self._parts: list[Part] = []
+        self._state: Callable[[], bool] = self._starting
+
+    @classmethod
+    @abstractmethod
+    def opening(cls, name: str | None) -> str:
+        """Return how an answer begins that calls a tool, or this one.
+
+        It ends where a token ends in all likelihood: not with a blank.
+        """
+
+    @abstractmethod
+    def _marked(self) -> bool:
+        """Behind a marker."""
+
+    @abstractmethod
+    def _after_call(self) -> bool:
+        """Behind a whole call."""
+
+    def feed(self, text: str) -> list[Part]:
+        """Take more of the answer."""
+        self._left += text
+        self._run()
+        return self._taken()
+
+    def end(self) -> list[Part]:
+        """The answer is over: whatever was held back is words, or was between two calls."""
+        if self._raw:
+            self._void()
+        elif self._state not in (self._starting, self._talking) and self._left.isspace():
+            self._left = ""
+        self._say(self._left)
+        self._left = ""
+        return self._taken()
+
+    # -- states -------------------------------------------------------------------------------
+
+    def _starting(self) -> bool:
+        """At the beginning of the answer."""
+        self._state = self._talking
+        return True
+
+    def _talking(self) -> bool:
+        """Among words. One line break before a marker belongs to it, as templates write it."""
+        words, found, rest = self._left.partition(self.marker)
+        if not found:
+            held = max(overlap(words, self.marker), overlap(words, f"\n{self.marker}"))
+            self._say(words[: len(words) - held])
+            self._left = words[len(words) - held :]
+            return False
+        said = words.removesuffix("\n")
+        self._say(said)
+        self._raw = [words[len(said) :] + found]
+        self._left, self._state = rest, self._marked
+        return True
+
+    def _calling(self) -> bool:
+        """Inside of a call."""
+        assert self._call is not None
+        used = self._call.feed(self._left)
+        self._raw.append(self._left[:used])
+        self._left = self._left[used:]
+        if self._call.bad or not self._tell(self._call):
+            return self._void()
+        if self._call.done:
+            self._call, self._begun, self._raw = None, False, []
+            self._state = self._after_call
+        return True
+
+    # -- for subclasses -----------------------------------------------------------------------
+
+    def _open(self, call: CallText, used: int = 0) -> bool:
+        """A call begins behind ``used`` characters."""
+        self._raw.append(self._left[:used])
+        self._left = self._left[used:]
+        self._call, self._begun, self._state = call, False, self._calling
+        return True
+
+    def _void(self) -> bool:
+        """What was read since the last call is no call."""
+        if self._begun:
+            self._parts.append(Void(calls=1))
+        self._call, self._begun = None, False
+        raw, self._raw = "".join(self._raw), []
+        self._say(raw)
+        self._state = self._talking
+        return True
+
+    def _knows(self, name: str) -> bool:
+        """Whether a call of that name is one."""
+        return name in self._names
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._left and self._state():
+            pass
+
+    def _tell(self, call: CallText) -> bool:
+        """Give out what is certain of a call; False where it is none, by its name."""
+        if not self._begun:
+            name = call.name
+            if name is None:
+                return True
+            if not self._knows(name):
+                return False
+            self._begun = True
+            self._parts.append(CallBegun(name))
+        if text := call.take():
+            self._parts.append(CallMore(text))
+        return True
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._parts.append(Words(text))
+
+    def _taken(self) -> list[Part]:
+        parts, self._parts = self._parts, []
+        return parts
+
+
+def begins(text: str, mark: str) -> bool | None:
+    """Whether a text begins with a mark; None where more of it has to be there to say."""
+    if text.startswith(mark):
+        return True
+    return None if mark.startswith(text) else False

@@ -1,0 +1,58 @@
+"""The calls of Hermes and Qwen: an object between two tags."""
+
+from __future__ import annotations
+
+from rkserve.api.parsing.parts import Part
+from rkserve.api.parsing.tools.base import Calls, Shape, begins
+from rkserve.api.parsing.tools.json_stream import ObjectCall
+
+_END = "</tool_call>"
+
+
+class Hermes(Calls):
+    """``<tool_call>`` ``{"name": "f", "arguments": {...}}`` ``</tool_call>``, any number of them.
+
+    The tag says that it is a call, so a tool that was never offered is called all the same: the
+    client can tell the model that there is none.
+    """
+
+    marker = "<tool_call>"
+    shape = Shape(' "{}", "arguments":', "}\n</tool_call>", between='\n<tool_call>\n{"name":')
+
+    @classmethod
+    def opening(cls, name: str | None) -> str:
+        """See ``Calls``."""
+        begun = '<tool_call>\n{"name":'
+        return begun if name is None else f'{begun} "{name}", "arguments":'
+
+    def _knows(self, name: str) -> bool:
+        return bool(name)
+
+    def _marked(self) -> bool:
+        return self._open(ObjectCall())
+
+    def end(self) -> list[Part]:
+        """See ``Calls``. The call is whole, even if its end tag is not."""
+        if self._state == self._after_call:
+            self._left = ""
+        return super().end()
+
+    def _after_call(self) -> bool:
+        """The end tag, which a model may leave out at the end of its answer."""
+        text = self._left.lstrip()
+        found = begins(text, _END)
+        if found is None:
+            return False
+        if found:
+            self._left = text[len(_END) :]
+        self._state = self._between
+        return True
+
+    def _between(self) -> bool:
+        text = self._left.lstrip()
+        found = begins(text, self.marker)
+        if found is None:
+            return False
+        self._left = text if found else self._left.removeprefix("\n")
+        self._state = self._talking
+        return True

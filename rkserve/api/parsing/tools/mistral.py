@@ -1,0 +1,200 @@
+"""Calls in a list, as Mistral's and the pythonic models write them; and their beginnings.
+
+The runtime hides control tokens, and the marks before these calls are such: so a list at the
+beginning of an answer is one of calls if it calls tools that there are.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+
+from rkserve.api.parsing.tools.base import Calls, Shape, begins
+from rkserve.api.parsing.tools.json_stream import NamedCall, ObjectCall
+from rkserve.api.parsing.tools.pythonic import PythonCall
+
+
+class _List(Calls):
+    """Calls between brackets, with commas between them."""
+
+    def _starting(self) -> bool:
+        text = self._left.lstrip()
+        if not text:
+            return False
+        found = begins(text, self.marker)
+        if found is None:
+            return False
+        self._state = self._talking if found else self._marked
+        return True
+
+    def _marked(self) -> bool:
+        text = self._left.lstrip()
+        if not text:
+            return False
+        if text[0] != "[":
+            return self._unlisted(text)
+        self._take(len(self._left) - len(text) + 1)
+        self._state = self._item
+        return True
+
+    def _unlisted(self, text: str) -> bool:  # noqa: ARG002 - for those that have another form too
+        """No list comes; this may be a call all the same."""
+        return self._void()
+
+    @abstractmethod
+    def _item(self) -> bool:
+        """Where a call in the list begins."""
+
+    def _after_call(self) -> bool:
+        """Behind a call in the list."""
+        text = self._left.lstrip()
+        if not text:
+            return False
+        if text[0] not in ",]":
+            return self._void()
+        last = text[0] == "]"
+        self._take(len(self._left) - len(text) + 1)
+        if last:
+            self._raw = []
+        self._state = self._after_list if last else self._item
+        return True
+
+    def _after_list(self) -> bool:
+        """Another list, or words."""
+        self._state = self._talking
+        return True
+
+    def _take(self, count: int) -> None:
+        self._raw.append(self._left[:count])
+        self._left = self._left[count:]
+
+
+class Mistral(_List):
+    """``[TOOL_CALLS] [{"name": "f", "arguments": {...}}]``, or ``[TOOL_CALLS]f[ARGS]{...}``, some
+    with ``[CALL_ID]`` and nine letters and digits behind the name.
+
+    The model's id is not used: models repeat them, and an id is to be one call's alone.
+    """
+
+    marker = "[TOOL_CALLS]"
+    shape = Shape(' "{}", "arguments":', "}", between=', {"name":', end="]")
+    _ARGUMENTS = "[ARGS]"
+    _NAME = re.compile(r"[\w.:/-]+")
+    _ID = re.compile(r"[A-Za-z0-9]{9}")
+    _ID_BEGUN = re.compile(r"[A-Za-z0-9]{0,9}")
+    _MARKS = re.compile(r"(?:\[CALL_ID\][A-Za-z0-9_-]{1,64})?(?:\[ARGS\])?")
+    _MARKS_BEGUN = re.compile(r"\[?|\[A(R(GS?)?)?|\[C(A(L(L(_(ID?)?)?)?)?)?|\[CALL_ID\]")
+    _alone = False  # the call stands in no list
+
+    @classmethod
+    def opening(cls, name: str | None) -> str:
+        """See ``Calls``."""
+        begun = '[TOOL_CALLS] [{"name":'
+        return begun if name is None else f'{begun} "{name}", "arguments":'
+
+    def _starting(self) -> bool:
+        text = self._left.lstrip()
+        if text and text[0] != "[":
+            self._state = self._marked
+            return True
+        return super()._starting()
+
+    def _item(self) -> bool:
+        text = self._left.lstrip()
+        if not text:
+            return False
+        if text[0] != "{":
+            return self._void()
+        self._alone = False
+        return self._open(ObjectCall(), len(self._left) - len(text))
+
+    def _unlisted(self, text: str) -> bool:
+        """A name, perhaps the call's id, and its arguments behind them."""
+        found = self._NAME.match(text)
+        said = found[0] if found else ""
+        rest = text[len(said) :]
+        if not rest:
+            return False if self._may_become_name(said) else self._void()
+        name = self._named(said)
+        if name is None:
+            return self._void()
+        marks = self._MARKS.match(rest)
+        assert marks is not None  # all of it may be missing
+        behind = rest[marks.end() :]
+        if not behind and (not marks[0] or not marks[0].endswith(self._ARGUMENTS)):
+            return False
+        if behind and not marks[0].endswith(self._ARGUMENTS):
+            if self._MARKS_BEGUN.fullmatch(behind):
+                return False
+            if behind.lstrip()[:1] not in ("", "{"):
+                return self._void()
+        self._alone = True
+        return self._open(NamedCall(name), len(self._left) - len(behind))
+
+    def _named(self, said: str) -> str | None:
+        """Return the tool that is called; where the runtime hides the mark between them, the id
+        stands right behind its name.
+        """
+        if self._knows(said):
+            return said
+        return next((name for name in self._names if self._is_with_id(said, name)), None)
+
+    def _is_with_id(self, said: str, name: str) -> bool:
+        return said.startswith(name) and self._ID.fullmatch(said[len(name) :]) is not None
+
+    def _may_become_name(self, said: str) -> bool:
+        return any(
+            name.startswith(said)
+            or (said.startswith(name) and self._ID_BEGUN.fullmatch(said[len(name) :]))
+            for name in self._names
+        )
+
+    def _after_call(self) -> bool:
+        if not self._alone:
+            return super()._after_call()
+        self._state = self._after_list
+        return True
+
+
+class MistralArgs(Mistral):
+    """``[TOOL_CALLS]f[ARGS]{...}``, as the newer templates of Mistral write it."""
+
+    # The next one would begin with a control token, which no grammar of text can demand.
+    shape = Shape("{}[ARGS]", "", between=None)
+
+    @classmethod
+    def opening(cls, name: str | None) -> str:
+        """See ``Calls``."""
+        return "[TOOL_CALLS]" if name is None else f"[TOOL_CALLS]{name}[ARGS]"
+
+
+class Pythonic(_List):
+    """``[f(a=1, b='x'), g()]``, as Llama 4 and LFM2 write it."""
+
+    marker = "<|tool_call_start|>"
+    shape = Shape("{}(", ")", between=", ", end="]", keywords=True)
+    _END = "<|tool_call_end|>"
+    _NAME = re.compile(r"\s*([A-Za-z_][\w.]*)\s*\(")
+    _PART_OF_NAME = re.compile(r"\s*([A-Za-z_][\w.]*)?\s*\Z")
+
+    @classmethod
+    def opening(cls, name: str | None) -> str:
+        """See ``Calls``."""
+        return "[" if name is None else f"[{name}("
+
+    def _item(self) -> bool:
+        found = self._NAME.match(self._left)
+        if found is None:
+            return False if self._PART_OF_NAME.match(self._left) else self._void()
+        if not self._knows(found[1]):
+            return self._void()
+        return self._open(PythonCall(found[1]), found.end())
+
+    def _after_list(self) -> bool:
+        text = self._left.lstrip()
+        found = begins(text, self._END)
+        if found is None:
+            return False
+        self._left = text[len(self._END) :] if found else self._left
+        self._state = self._talking
+        return True

@@ -1,0 +1,1 @@
+"""From messages to a prompt: templates, tokenizer, images, past reasoning."""

@@ -1,0 +1,69 @@
+"""Keeps control markers that a client typed into a message from becoming control tokens.
+
+Chat templates mix markup and content into one string, where ``<|im_start|>`` of a user's message
+looks like the template's own. So the markers are taken out of the messages before the template
+runs, and each leaves a stand-in that no client can write; whoever reads the rendered prompt gets
+markup and typed markers apart. It knows neither templates nor tokenizers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from rkserve.api.json.body import JsonText
+
+# Unicode noncharacters: no text in interchange holds them. A client's own are shielded as markers.
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+VERBATIM = "\ufdd3"  # a template's own stand-in for JSON text that it prints as it came
+LEFT_OFF = "\ufdd2"  # stands where a turn of the assistant is left off
+IMAGE = "\ufdd4"  # stands around the number of an image
+_STAND_IN = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+
+
+class Piece(NamedTuple):
+    """A stretch of a rendered prompt. ``typed`` is a marker that a client wrote."""
+
+    text: str
+    typed: bool
+
+
+class Shield:
+    """Knows the markers of one model."""
+
+    def __init__(self, markers: Iterable[str]) -> None:
+        self.markers = frozenset(markers)
+        # Longest first: a marker may begin with another.
+        names = sorted(
+            {*self.markers, _OPEN, _CLOSE, LEFT_OFF, VERBATIM, IMAGE},
+            key=lambda name: (-len(name), name),
+        )
+        self._found = re.compile("|".join(map(re.escape, names)))
+
+    def hide(self, value: Any, typed: list[str]) -> Any:
+        """Return a JSON value with stand-ins for its markers, which are appended to ``typed``."""
+        if isinstance(value, str):
+            return self._found.sub(lambda found: _stand_in(found[0], typed), value)
+        if isinstance(value, JsonText):
+            items = {self.hide(key, typed): self.hide(item, typed) for key, item in value.items()}
+            return JsonText(items, self.hide(value.text, typed))
+        if isinstance(value, dict):
+            return {self.hide(key, typed): self.hide(item, typed) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.hide(item, typed) for item in value]
+        return value
+
+
+def pieces(rendered: str, typed: list[str]) -> Iterator[Piece]:
+    """Cut a rendered prompt at its stand-ins, in order and without empty pieces."""
+    for index, part in enumerate(_STAND_IN.split(rendered)):
+        if index % 2:  # the groups of the pattern: numbers of stand-ins
+            yield Piece(typed[int(part)], typed=True)
+        elif part:
+            yield Piece(part, typed=False)
+
+
+def _stand_in(marker: str, typed: list[str]) -> str:
+    typed.append(marker)
+    return f"{_OPEN}{len(typed) - 1}{_CLOSE}"

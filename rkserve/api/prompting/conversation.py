@@ -1,0 +1,271 @@
+"""OpenAI's ``messages`` to what a chat template reads; it knows roles and parts, not templates."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+from pydantic_core import from_json
+
+from rkserve.api.json.body import JsonObject, JsonText
+from rkserve.api.json.fields import Fields, as_fields, missing, quoted, wrong_type
+from rkserve.api.json.limits import MAX_MESSAGES
+from rkserve.api.prompting.images import ImagePart, read_image, shown
+from rkserve.core.errors import RequestError, UnsupportedParameter
+
+Message = JsonObject
+IMAGE_PART = "image_url"
+LEGACY_ID_CHARS = 9  # as templates of Mistral demand
+
+# The text of a part is under this key. A refusal is what a model once said instead of an answer.
+_TEXT_PARTS = {"text": "text", "refusal": "refusal"}
+
+
+def read_messages(body: Fields) -> tuple[Message, ...]:
+    """Read ``messages``: at least one; each becomes a plain dict for the template.
+
+    Content parts become one string, or where a user shows images a list of strings and images.
+    ``developer`` becomes ``system``, and an assistant's call arguments become the object that their
+    JSON text says, since templates print them with ``tojson``. The deprecated ``function_call``,
+    and the role of its result, become a tool's. Tool calls and results without an id get one.
+    """
+    pairing, found = Pairing(), []
+    for index, value in enumerate(body.items("messages", MAX_MESSAGES)):
+        fields = as_fields(value, f"messages[{index}]")
+        found.append(pairing.add(_message(fields), fields))
+    return tuple(found)
+
+
+def read_prefill(body: Fields, messages: Sequence[Message]) -> bool:
+    """Read vLLM's ``continue_final_message``, or ``prefix`` of the last message, as DeepSeek's and
+    Mistral's clients send it: the answer continues the last message.
+
+    Raises ``RequestError``.
+    """
+    name = "continue_final_message"
+    asked = body.flag(name)
+    if asked and body.maybe_flag("add_generation_prompt"):
+        raise RequestError(
+            f"'{name}' and 'add_generation_prompt' cannot both be true: an answer either continues "
+            "the final message or begins a new one.",
+            name,
+        )
+    last = as_fields(body.items("messages", MAX_MESSAGES)[-1], f"messages[{len(messages) - 1}]")
+    prefix = messages[-1]["role"] == "assistant" and last.flag("prefix")
+    if not asked and not prefix:
+        return False
+    check_prefill(messages, last.path("role") if asked else last.path("prefix"))
+    return True
+
+
+def check_prefill(messages: Sequence[Message], param: str) -> None:
+    """Raise ``RequestError`` where no answer can continue the last message."""
+    last = messages[-1]
+    if last["role"] != "assistant":
+        raise RequestError(
+            f"The final message is of the role {quoted(last['role'])}: an answer continues a "
+            "message of the assistant only.",
+            param,
+        )
+    if last.get("tool_calls"):
+        raise RequestError(
+            "The final message calls tools: an answer continues a message of text only. Send the "
+            "results of the calls.",
+            param,
+        )
+
+
+class Pairing:
+    """Tool calls without a result so far, for results that come without the id of their call.
+
+    Templates that print ids want nine letters and digits, so ids that are made here have these.
+    With ``orphans`` a result may have the name of no call, or answer none at all.
+    """
+
+    def __init__(self, *, orphans: bool = False) -> None:
+        self._orphans = orphans
+        self._open: list[tuple[str, str]] = []  # id and name of each
+        self._calls = 0
+
+    def add(self, message: Message, fields: Fields) -> Message:
+        """Return the next message with the ids that it lacks. Raises ``RequestError``."""
+        if message["role"] == "tool":
+            return self._result(message, fields)
+        if "tool_calls" not in message:
+            return message
+        calls = [self._call(call) for call in message["tool_calls"]]
+        self._open = [(call["id"], call["function"]["name"]) for call in calls]
+        return {**message, "tool_calls": calls}
+
+    def _call(self, call: Message) -> Message:
+        self._calls += 1
+        return call if "id" in call else {"id": _made_id(self._calls - 1), **call}
+
+    def _result(self, message: Message, fields: Fields) -> Message:
+        call_id = message.get("tool_call_id")
+        if call_id is None:
+            call_id = self._first_open(message.get("name"), fields)
+        self._open = [one for one in self._open if one[0] != call_id]
+        return {**message, "tool_call_id": call_id}
+
+    def _first_open(self, name: str | None, fields: Fields) -> str:
+        """Return the id of the first call without a result, by its name where there is one."""
+        for call_id, called in self._open:
+            if name is None or name == called:
+                return call_id
+        if self._orphans:
+            self._calls += 0 if self._open else 1
+            return self._open[0][0] if self._open else _made_id(self._calls - 1)
+        path = fields.path("tool_call_id")
+        of = "" if name is None else f" of {quoted(name)}"
+        raise RequestError(
+            f"Missing required parameter: '{path}'. It may be left out where the assistant's "
+            f"last tool calls include one{of} without a result, and there is none.",
+            path,
+        )
+
+
+def _made_id(number: int) -> str:
+    return f"call{number:05d}"
+
+
+def _message(fields: Fields) -> Message:
+    role = fields.required_text("role")
+    read = _READERS.get(role)
+    if read is None:
+        raise RequestError(
+            f"Invalid value: {quoted(role)}. Supported values are: "
+            f"{', '.join(repr(name) for name in _READERS)}.",
+            fields.path("role"),
+        )
+    message = read(fields)
+    name = fields.text("name")
+    return message if name is None else {**message, "name": name}
+
+
+def _system(fields: Fields) -> Message:
+    return {"role": "system", "content": _content(fields)}
+
+
+def _user(fields: Fields) -> Message:
+    return {"role": "user", "content": _shown(fields)}
+
+
+def _tool(fields: Fields) -> Message:
+    message: Message = {"role": "tool", "content": _content(fields)}
+    if fields.get("tool_call_id") is None:
+        return message
+    return {**message, "tool_call_id": fields.required_text("tool_call_id")}
+
+
+def _function(fields: Fields) -> Message:
+    name = fields.required_text("name")
+    content = "" if fields.get("content") is None else _content(fields)
+    return {"role": "tool", "content": content, "tool_call_id": _legacy_id(name)}
+
+
+def _assistant(fields: Fields) -> Message:
+    content = "" if fields.get("content") is None else _content(fields)
+    message: Message = {"role": "assistant", "content": content}
+    thoughts = fields.text("reasoning_content") or fields.text("reasoning")
+    if thoughts:
+        message["reasoning_content"] = thoughts
+    function = fields.child("function_call")
+    if function is not None and fields.get("tool_calls") is None:
+        called = _called(function)
+        message["tool_calls"] = [
+            {"id": _legacy_id(called["name"]), "type": "function", "function": called}
+        ]
+    if fields.get("tool_calls") is not None:
+        path = fields.path("tool_calls")
+        message["tool_calls"] = [
+            _tool_call(as_fields(call, f"{path}[{index}]"))
+            for index, call in enumerate(fields.items("tool_calls"))
+        ]
+    return message
+
+
+_READERS: dict[str, Callable[[Fields], Message]] = {
+    "system": _system,
+    "developer": _system,
+    "user": _user,
+    "assistant": _assistant,
+    "tool": _tool,
+    "function": _function,
+}
+
+
+def _tool_call(call: Fields) -> Message:
+    kind = call.text("type") or "function"
+    if kind != "function":
+        raise UnsupportedParameter(
+            f"Unsupported tool call: only the type 'function' is known, not {quoted(kind)}.",
+            call.path("type"),
+        )
+    function = call.child("function")
+    if function is None:
+        raise missing(call.path("function"))
+    read = {"type": "function", "function": _called(function)}
+    return read if call.get("id") is None else {"id": call.required_text("id"), **read}
+
+
+def _called(function: Fields) -> Message:
+    return {"name": function.required_text("name"), "arguments": _arguments(function)}
+
+
+def _legacy_id(name: str) -> str:
+    """The id of a call that came without one: its result names the function only."""
+    return hashlib.sha256(name.encode()).hexdigest()[:LEGACY_ID_CHARS]
+
+
+def _arguments(function: Fields) -> JsonObject:
+    path = function.path("arguments")
+    text = function.text("arguments")
+    if text is None:
+        raise missing(path)
+    try:
+        found = from_json(text or "{}", allow_inf_nan=False)
+    except ValueError as exc:
+        raise RequestError(f"Invalid '{path}': not valid JSON: {exc}.", path) from exc
+    if not isinstance(found, dict):
+        raise RequestError(f"Invalid '{path}': its JSON text must be an object.", path)
+    # As it came: what the model wrote itself is found in the KV cache again to the last blank.
+    return JsonText(found, text) if text.strip() else found
+
+
+def _content(fields: Fields) -> str:
+    value, path = fields.get("content"), fields.path("content")
+    if value is None:
+        raise missing(path)
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise wrong_type(path, "a string or an array of content parts", value)
+    parts = fields.items("content", MAX_MESSAGES)
+    return "".join(_part(as_fields(part, f"{path}[{index}]")) for index, part in enumerate(parts))
+
+
+def _shown(fields: Fields) -> str | list[str | ImagePart]:
+    """Read the content of a user's message, which may have images among its words."""
+    if not isinstance(fields.get("content"), list):
+        return _content(fields)
+    path, given = fields.path("content"), fields.items("content", MAX_MESSAGES)
+    parts = (as_fields(value, f"{path}[{index}]") for index, value in enumerate(given))
+    return shown(
+        read_image(part) if part.get("type") == IMAGE_PART else _part(part) for part in parts
+    )
+
+
+def _part(part: Fields) -> str:
+    kind = part.required_text("type")
+    key = _TEXT_PARTS.get(kind)
+    if key is None:
+        raise UnsupportedParameter(
+            f"Unsupported content part: {quoted(kind)}. This server reads text, and images "
+            f"({IMAGE_PART!r}) in messages of the user.",
+            part.path("type"),
+        )
+    text = part.text(key)
+    if text is None:
+        raise missing(part.path(key))
+    return text

@@ -1,0 +1,148 @@
+"""Text to token ids by the model folder's tokenizer.json; it knows no roles and no templates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, normalizers
+
+from rkserve.api.json.limits import CHARS_PER_TOKEN
+from rkserve.core.errors import ConfigError, RequestError
+
+# The library takes some 500 bytes for each character of a text, so that a long one is measured in
+# slices before it is tokenized as a whole.
+SLICE_CHARS = 16384
+# Tokens that a cut may make of one, and by which a measure is too high: more than it ever is.
+_CUT_TOKENS = 16
+
+
+class Tokenizer:
+    """A read-only tokenizer; one serves any number of threads.
+
+    ``added`` are the texts of tokens beside the learned ones, and ``control`` those of the special
+    ones among them. ``encode`` reads them as control tokens
+    wherever they stand; ``literal`` never does. No token has more than ``longest`` characters.
+    """
+
+    def __init__(self, file: Path) -> None:
+        try:
+            self._hf = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as exc:  # the library raises plain Exception
+            raise ConfigError(f"{file} is not a tokenizer that can be read: {exc}") from exc
+        # Both belong to training; left on they would cut or stretch prompts in silence.
+        self._hf.no_truncation()
+        self._hf.no_padding()
+        self.vocab_size: int = self._hf.get_vocab_size(with_added_tokens=True)
+        added = self._hf.get_added_tokens_decoder()
+        special = {i: t for i, t in added.items() if t.special}
+        self.added = frozenset(token.content for token in added.values())
+        self.control = frozenset(token.content for token in special.values())
+        self._control_ids = frozenset(special)
+        self._spelled: dict[str, tuple[int, ...]] = {}
+        self._anchor = self._plain("a")
+        vocabulary = self._hf.get_vocab()
+        self._limit = max(vocabulary.values(), default=-1)
+        self.longest = CHARS_PER_TOKEN
+        if self._keeps_characters(added.values()):
+            # Composition makes one character of at most two for each byte.
+            self.longest = min(CHARS_PER_TOKEN, 2 * max(map(len, vocabulary), default=1))
+
+    def _keeps_characters(self, added: Iterable[tokenizers.AddedToken]) -> bool:
+        """Return whether a token stands for no more characters than it has bytes, or twice that.
+
+        Where text is dropped or replaced on its way to tokens, nothing bounds what one stands for.
+        """
+        model, normalizer = self._hf.model, self._hf.normalizer
+        return (
+            isinstance(model, models.BPE)
+            and not model.fuse_unk
+            and isinstance(self._hf.decoder, decoders.ByteLevel)
+            and (normalizer is None or isinstance(normalizer, normalizers.NFC))
+            and not any(token.lstrip or token.rstrip for token in added)
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Return the ids of a text.
+
+        ``add_special_tokens`` lets the tokenizer add what its own post-processor says, a BOS for
+        some models; a chat template writes its own instead.
+        """
+        # The batch call lets other threads run; encode() holds the interpreter's lock, and with it
+        # all streams of this process, for up to two seconds per megabyte.
+        (one,) = self._hf.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(one.ids)
+
+    def beginning(self, text: str, tokens: int) -> tuple[str, int]:
+        """Return a beginning of a text with as many tokens, and how many it has at least.
+
+        It is the whole text where that may be shorter. Short texts are not measured.
+        """
+        if len(text) <= SLICE_CHARS:
+            return text, 0
+        found = 0
+        for start in range(0, len(text), SLICE_CHARS):
+            end = start + SLICE_CHARS
+            # A cut between a letter and a blank adds nothing; any other one a few.
+            ids = self.encode(text[start:end], add_special_tokens=False)
+            found += max(0, len(ids) - _CUT_TOKENS)
+            if found >= tokens:
+                return text[:end], found
+        return text, found
+
+    def literal(self, text: str) -> tuple[int, ...]:
+        """Return ids that spell the text of a control token without being one.
+
+        A marker that is cut after its first character is no marker. Where a piece is a control
+        token itself, the text is spelled one character at a time, and a character that has no
+        other spelling is left out.
+        """
+        # Kept, because a client may send a hundred thousand of them; control tokens are few.
+        if text not in self._spelled:
+            self._spelled[text] = self._spell(text)
+        return self._spelled[text]
+
+    def check(self, ids: Sequence[int], path: str) -> None:
+        """Hold a client's token ids to the vocabulary.
+
+        Raises:
+            RequestError: naming the first id that is no token.
+        """
+        for index, token_id in enumerate(ids):
+            self.check_one(token_id, f"{path}[{index}]")
+
+    def check_one(self, token_id: int, path: str) -> None:
+        """Hold one token id to the vocabulary. Raises ``RequestError``."""
+        # The bounds first: the library takes 32 bits and raises its own error beyond.
+        if not 0 <= token_id <= self._limit or self._hf.id_to_token(token_id) is None:
+            raise RequestError(
+                f"Invalid '{path}': {str(token_id)[:24]} is not a token id of this model, whose "
+                f"vocabulary has {self.vocab_size} tokens.",
+                path,
+            )
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return what token ids say in the middle of a text; control tokens say nothing."""
+        # Some decoders take the first token's blank for the beginning of a text and drop it.
+        before = self._hf.decode(list(self._anchor), skip_special_tokens=True)
+        whole = self._hf.decode([*self._anchor, *ids], skip_special_tokens=True)
+        return str(whole[len(before) :])
+
+    def whole_text(self, ids: Sequence[int]) -> str:
+        """Return what token ids say as a text of their own; control tokens say their names."""
+        return str(self._hf.decode(list(ids), skip_special_tokens=False))
+
+    def strings(self, ids: Sequence[int]) -> list[str]:
+        """Return how the vocabulary spells each token."""
+        return [self._hf.id_to_token(token_id) or "" for token_id in ids]
+
+    def _spell(self, text: str) -> tuple[int, ...]:
+        ids = self._plain(text[:1]) + self._plain(text[1:])
+        if self._control_ids.isdisjoint(ids):
+            return ids
+        each = (self._plain(character) for character in text)
+        return tuple(i for ids in each for i in ids if i not in self._control_ids)
+
+    def _plain(self, text: str) -> tuple[int, ...]:
+        return self.encode(text, add_special_tokens=False)

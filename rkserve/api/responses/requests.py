@@ -1,0 +1,280 @@
+"""Bodies of OpenAI's Responses API as chat calls; it knows that API's words and no models.
+
+What was said before comes with the request, or from whoever has kept earlier responses: a call says
+what it needs of them, and ``remembered`` puts it in. What is refused is in ``_REFUSED``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rkserve.api.common import unsupported
+from rkserve.api.common.calls import ChatCall, read_model, read_shared
+from rkserve.api.common.tool_definitions import Offered, read_offered
+from rkserve.api.json.body import JsonObject, parse_object
+from rkserve.api.json.fields import Fields, Range, as_fields, missing, quoted
+from rkserve.api.json.limits import MAX_MESSAGES, MAX_REFERENCES
+from rkserve.api.parsing.grammar import JSON_OBJECT, Named, schema_guide
+from rkserve.api.parsing.reasoning import EFFORTS, Wish, read_wish
+from rkserve.api.parsing.sampling import Steps, read_extras, read_top
+from rkserve.api.parsing.tool_choice import ALLOWED, NO_TOOLS, Tools, allowed
+from rkserve.api.responses.items import REFERENCE, conversation
+from rkserve.core.errors import RequestError, UnsupportedParameter
+
+_LOGPROBS = "message.output_text.logprobs"
+
+
+@dataclass(frozen=True)
+class ResponseCall(ChatCall):
+    """A call of /v1/responses. ``echo`` is what its answer repeats of it.
+
+    ``items`` are those of the input as they came, and ``instructions`` stand before all of them.
+    ``previous`` is the response that it goes on from, and ``references`` are items of earlier ones,
+    with where they stand in the input. ``store`` of None leaves to the server what is kept.
+    """
+
+    echo: JsonObject = field(default_factory=dict)
+    items: tuple[JsonObject, ...] = ()
+    instructions: str | None = None
+    previous: str | None = None
+    references: tuple[tuple[int, str], ...] = ()
+    store: bool | None = None
+
+
+def parse_response(body: bytes) -> ResponseCall:
+    """Read the body of POST /v1/responses. Raises ``RequestError``."""
+    fields = Fields(parse_object(body))
+    model = read_model(fields)
+    instructions, items = fields.text("instructions"), _items(fields)
+    messages = conversation(instructions, (), items)
+    unsupported.refuse(fields, _REFUSED)
+    shared = read_shared(fields)
+    tools, offer = _tools(fields)
+    limit = fields.integer("max_output_tokens", Range(1))
+    steps, form = _steps(fields)
+    effort = None if (reasoning := fields.child("reasoning")) is None else _effort(reasoning)
+    echo = {
+        "instructions": instructions,
+        "max_output_tokens": limit,
+        "metadata": _metadata(fields),
+        "safety_identifier": fields.text("safety_identifier"),
+        "prompt_cache_key": _cache_key(fields),
+        **offer,
+        "reasoning": {"effort": effort, "summary": None},
+        "text": {"format": form},
+        "top_logprobs": steps.top_logprobs or 0,
+        "previous_response_id": (previous := fields.text("previous_response_id") or None),
+        "store": False,
+    }
+    return ResponseCall(
+        model=model,
+        max_tokens=limit,
+        messages=messages,
+        prefill=_prefill(items),
+        tools=tools,
+        wish=_wish(fields, effort),
+        echo=echo,
+        items=tuple(items),
+        instructions=instructions,
+        previous=previous,
+        references=_references(items),
+        store=fields.maybe_flag("store"),
+        steps=steps,
+        **shared,
+    )
+
+
+def remembered(
+    call: ResponseCall,
+    before: Iterable[JsonObject],
+    referenced: Mapping[str, JsonObject],
+    *,
+    stored: bool,
+) -> ResponseCall:
+    """Return the call with what it needs of earlier responses, and whether its own is kept.
+
+    ``before`` are the items of the conversation so far, and ``referenced`` has each of its
+    ``references``.
+    """
+    items = [*call.items]
+    for at, item_id in call.references:
+        items[at] = referenced[item_id]
+    return replace(
+        call,
+        messages=conversation(call.instructions, before, items),
+        items=tuple(items),
+        references=(),
+        echo={**call.echo, "store": stored},
+    )
+
+
+def _never(_value: Any, _: Fields) -> bool:
+    return False
+
+
+def _off(value: Any, _: Fields) -> bool:
+    return value is False
+
+
+# As ``refusals``: what would change the answer and cannot be honoured, with what asks for nothing.
+_REFUSED: dict[str, unsupported.Harmless] = {
+    **unsupported.TOKENS,
+    "conversation": _never,
+    "prompt": _never,
+    "background": _off,
+    "truncation": lambda value, _: value == "disabled",
+}
+
+
+def _steps(fields: Fields) -> tuple[Steps, JsonObject]:
+    """Read what is asked of the choice of tokens and of the text's form, and how that is told."""
+    text = fields.child("text")  # the rest of it ("verbosity") is a hint
+    form = None if text is None else text.child("format")
+    guide, told = (None, {"type": "text"}) if form is None else _format(form)
+    included = fields.get("include") not in (None, []) and _LOGPROBS in fields.items("include")
+    top = read_top(fields)
+    # OpenAI wants both; the number alone says what is meant, and 0 is its default.
+    wanted = (top or 0) if included or top else None
+    return replace(read_extras(fields, guide), top_logprobs=wanted), told
+
+
+def _format(form: Fields) -> tuple[Named | None, JsonObject]:
+    kind = form.required_text("type")
+    if kind == "text":
+        return None, {"type": kind}
+    if kind == "json_object":
+        return (form.path("type"), JSON_OBJECT), {"type": kind}
+    if kind != "json_schema":
+        raise UnsupportedParameter(
+            f"Unsupported format: {quoted(kind)}. Supported are 'text', 'json_object' and "
+            "'json_schema'.",
+            form.path("type"),
+        )
+    path, schema = form.path("schema"), form.get("schema")
+    if schema is None:
+        raise missing(path)
+    form.maybe_flag("strict")  # always to the letter
+    told = {"type": kind, "name": form.text("name") or "", "schema": schema, "strict": True}
+    return (path, schema_guide(schema, path)), {**told, "description": form.text("description")}
+
+
+def _metadata(fields: Fields) -> JsonObject:
+    found = fields.get("metadata") or {}
+    if not isinstance(found, dict) or any(not isinstance(one, str) for one in found.values()):
+        raise RequestError("Invalid 'metadata': an object of strings is expected.", "metadata")
+    return found
+
+
+def _cache_key(fields: Fields) -> str | None:
+    found = fields.get("prompt_cache_key")
+    return found if isinstance(found, str) else None  # as a session, what is no text is ignored
+
+
+def _effort(reasoning: Fields) -> str | None:
+    return reasoning.choice("effort", *EFFORTS)
+
+
+def _wish(fields: Fields, effort: str | None) -> Wish:
+    """What is asked of thoughts: by ``reasoning``, or by rkserve's own keys."""
+    names = ("enable_thinking", "reasoning_effort", "max_reasoning_tokens", "chat_template_kwargs")
+    own = {name: fields.get(name) for name in names}
+    return read_wish(Fields({**own, "reasoning_effort": effort or own["reasoning_effort"]}))
+
+
+# -- tools ----------------------------------------------------------------------------------------
+
+
+def _tools(fields: Fields) -> tuple[Tools, JsonObject]:
+    """Return the tools of a call, and what its answer repeats of them."""
+    offer = read_offered(fields, "function", "parameters")
+    parallel = fields.maybe_flag("parallel_tool_calls") is not False
+    most = fields.integer("max_tool_calls", Range(1))
+    told = {
+        "parallel_tool_calls": parallel,
+        "max_tool_calls": most,
+        "tool_choice": fields.get("tool_choice") or "auto",
+        "tools": [_told(tool, offer.strict) for tool in offer.tools],
+    }
+    given, forced, named = _chosen(fields, offer)
+    if not given:
+        return replace(NO_TOOLS, left_out=offer.left_out), told
+    tools = Tools(given, forced, named, parallel, False, offer.strict, most, offer.left_out)
+    return tools, told
+
+
+def _chosen(fields: Fields, offer: Offered) -> tuple[tuple[JsonObject, ...], bool, str | None]:
+    """Return the tools that may be called, whether one must be, and which."""
+    value = fields.get("tool_choice")
+    if isinstance(value, dict) and value.get("type") == ALLOWED:
+        choice = as_fields(value, "tool_choice")
+        given, forced = allowed(choice, offer.tools, lambda tool: tool, offer.left_out)
+        named = None
+    else:
+        forced, named, offers = _choice(fields)
+        given = offer.tools if offers else ()
+    if (forced or named) and not given:
+        raise RequestError(
+            "'tool_choice' asks for a call, but there are no tools of the type 'function' to call.",
+            "tool_choice",
+        )
+    if named is not None and named not in offer.names:
+        raise RequestError(
+            f"Invalid 'tool_choice.name': there is no tool {quoted(named)}.", "tool_choice.name"
+        )
+    return given, forced, named
+
+
+def _choice(fields: Fields) -> tuple[bool, str | None, bool]:
+    """Return whether a tool must be called, which, and whether any may be."""
+    value = fields.get("tool_choice")
+    if not isinstance(value, dict):
+        word = fields.choice("tool_choice", "none", "auto", "required")
+        return word == "required", None, word != "none"
+    choice = as_fields(value, "tool_choice")
+    if (kind := choice.required_text("type")) != "function":
+        raise UnsupportedParameter(
+            f"Unsupported 'tool_choice': {quoted(kind)}. Only 'function' is known.",
+            choice.path("type"),
+        )
+    return True, choice.required_text("name"), True
+
+
+def _told(tool: JsonObject, strict: frozenset[str]) -> JsonObject:
+    function = tool["function"]
+    name = function["name"]
+    rest = {"name": name, "parameters": function["parameters"], "strict": name in strict}
+    return {"type": "function", "description": function.get("description"), **rest}
+
+
+# -- what was said before -------------------------------------------------------------------------
+
+
+def _items(fields: Fields) -> list[JsonObject]:
+    """Return the items of the input as they came; a text is one message."""
+    value = fields.get("input")
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    items = fields.items("input", MAX_MESSAGES)
+    for index, item in enumerate(items):
+        as_fields(item, f"input[{index}]")
+    return items
+
+
+def _prefill(items: Sequence[JsonObject]) -> bool:
+    """Return whether the answer continues the last message, which is unfinished (as in vLLM)."""
+    last = items[-1]
+    message = last.get("type") in (None, "message") and last.get("role") == "assistant"
+    return message and last.get("status") in ("in_progress", "incomplete")
+
+
+def _references(items: Iterable[JsonObject]) -> tuple[tuple[int, str], ...]:
+    found = tuple(
+        (at, item["id"]) for at, item in enumerate(items) if item.get("type") == REFERENCE
+    )
+    if len(found) > MAX_REFERENCES:
+        raise RequestError(
+            f"Invalid 'input': at most {MAX_REFERENCES} items may be references.", "input"
+        )
+    return found

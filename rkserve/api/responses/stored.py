@@ -1,0 +1,128 @@
+"""What is kept of a response, and how it is told later; it knows OpenAI's words and no disk.
+
+Ids of items tell whose they are: the response's own id is part of each, so that an item which a
+client only refers to is found without an index.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rkserve.api.json.body import JsonObject
+from rkserve.api.json.fields import Fields, Range, quoted
+from rkserve.api.responses.answers import PREFIX
+from rkserve.core.errors import ItemNotFound, RequestError
+
+_ID = re.compile(rf"{PREFIX}[0-9a-f]{{32}}")
+_ITEM = re.compile(r"[a-z]{2,4}_([0-9a-f]{32})_i?[0-9]{1,6}")
+_IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+_PARTS = {"assistant": {"type": "output_text", "annotations": []}}
+_LIMIT, _MOST = 20, 100  # OpenAI's
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One response as it is kept. ``items`` are those of its own input, and it goes on from
+    ``previous``. ``size`` in bytes is known of one that was read.
+    """
+
+    id: str
+    previous: str | None
+    items: tuple[JsonObject, ...]
+    response: JsonObject
+    size: int = 0
+
+    @property
+    def said(self) -> list[JsonObject]:
+        """What it adds to a conversation."""
+        return [*self.items, *self.response["output"]]
+
+
+def is_response_id(text: str) -> bool:
+    """Whether a response may be called so."""
+    return _ID.fullmatch(text) is not None
+
+
+def response_of(item_id: str) -> str:
+    """Return the id of the response that an item is of. Raises ``ItemNotFound``."""
+    if (found := _ITEM.fullmatch(item_id)) is None:
+        raise ItemNotFound(item_id)
+    return f"{PREFIX}{found[1]}"
+
+
+def find_item(kept: Kept, item_id: str) -> JsonObject:
+    """Return an item of a response. Raises ``ItemNotFound``."""
+    for item in kept.said:
+        if item["id"] == item_id:
+            return item
+    raise ItemNotFound(item_id)
+
+
+def input_items(items: Iterable[JsonObject], response_id: str) -> tuple[JsonObject, ...]:
+    """Return the items of an input in the form in which OpenAI lists them, with ids."""
+    unique = response_id.removeprefix(PREFIX)
+    return tuple(_listed(item, f"{unique}_i{at}") for at, item in enumerate(items))
+
+
+def _listed(item: JsonObject, place: str) -> JsonObject:
+    kind = item.get("type") or "message"
+    told: JsonObject = {**item, "id": f"{_IDS[kind]}_{place}", "type": kind, "status": "completed"}
+    if kind == "message" and isinstance(item.get("content"), str):
+        part = _PARTS.get(item["role"], {"type": "input_text"})
+        told["content"] = [{**part, "text": item["content"]}]
+    return told
+
+
+def deleted(response_id: str) -> JsonObject:
+    """Return what answers a DELETE."""
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+def check_lookup(query: Sequence[tuple[str, str]]) -> None:
+    """Refuse what a GET of a response asks for and cannot have. Raises ``RequestError``."""
+    for name, value in query:
+        if name == "stream" and value.lower() not in {"false", "0", ""}:
+            raise RequestError("A response that is over cannot be streamed again.", "stream")
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Which part of a list is asked for."""
+
+    after: str | None = None
+    limit: int = _LIMIT
+    latest_first: bool = True
+
+    def of(self, items: Sequence[JsonObject]) -> JsonObject:
+        """Return that part. Raises ``RequestError``: there is nothing of the id ``after``."""
+        listed = list(reversed(items)) if self.latest_first else list(items)
+        if self.after is not None:
+            ids = [item["id"] for item in listed]
+            if self.after not in ids:
+                raise RequestError(
+                    f"Invalid 'after': there is no item {quoted(self.after)}.", "after"
+                )
+            listed = listed[ids.index(self.after) + 1 :]
+        shown = listed[: self.limit]
+        return {
+            "object": "list",
+            "data": shown,
+            "first_id": shown[0]["id"] if shown else None,
+            "last_id": shown[-1]["id"] if shown else None,
+            "has_more": len(listed) > len(shown),
+        }
+
+
+def read_page(query: Sequence[tuple[str, str]]) -> Page:
+    """Read the query of a list. Raises ``RequestError``."""
+    values: dict[str, Any] = dict(query)
+    limit = values.get("limit")
+    if limit is not None and limit.isascii() and limit.isdigit() and len(limit) <= len(str(_MOST)):
+        values["limit"] = int(limit)
+    fields = Fields(values)
+    order = fields.choice("order", "asc", "desc")
+    asked = fields.integer("limit", Range(1, _MOST))
+    return Page(fields.text("after"), _LIMIT if asked is None else asked, order != "asc")

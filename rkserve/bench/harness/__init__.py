@@ -1,0 +1,1 @@
+"""Child processes, clients, clusters and figures that all benchmarks share."""

@@ -1,0 +1,219 @@
+"""CPU time and memory of a tree of processes, read from /proc under a root that is passed in.
+
+It knows the kernel's files and which process of a cluster plays which part, by its command line.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+KIB = 1024
+MS_PER_TICK = 1000 / os.sysconf("SC_CLK_TCK")
+
+# First match counts. Ray names its workers after what they run: ray::ServeReplica:<app>:<name>.
+_PARTS: tuple[tuple[str, str], ...] = (
+    ("rkserve.native.engine.process", "engine"),
+    ("rkserve.bench.harness.client", "client"),
+    ("benchmarks.control.load", "client"),
+    ("rkserve.bench.harness.cluster", "driver"),
+    ("benchmarks.harness.alone", "binding alone"),
+    (":Board-", "board replica"),
+    (":Router", "router"),
+    (":Coordinator", "coordinator"),
+    ("ray::ProxyActor", "proxy"),
+    ("HAProxy", "proxy"),
+    ("haproxy", "proxy"),
+    ("ray::ServeController", "controller"),
+    ("/raylet", "raylet"),
+    ("/gcs_server", "gcs"),
+)
+OTHER = "other Ray"
+PARTS = (*dict.fromkeys(part for _, part in _PARTS), OTHER)
+_STAT_AFTER_NAME = 3  # the fields behind the name are counted from 3, as in man 5 proc
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A process for good: pids are used again, with another start time."""
+
+    pid: int
+    started: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """What /proc/<pid>/stat says. Times in milliseconds of CPU."""
+
+    identity: Identity
+    parent: int
+    cpu_ms: float
+    nice: int
+    zombie: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes resident, and the proportional share that counts a page used by n processes 1/n."""
+
+    rss: int
+    pss: int
+
+
+@dataclass(frozen=True, slots=True)
+class MachineTimes:
+    """CPU time of all cores together, in milliseconds, since boot."""
+
+    busy_ms: float
+    stolen_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """All measured processes, each with its part, and the whole machine, at one moment."""
+
+    at_s: float
+    processes: Mapping[Identity, tuple[str, Stat]]
+    machine: MachineTimes
+
+
+def parse_stat(text: str) -> Stat:
+    """Read a line of /proc/<pid>/stat. The name in it may hold blanks and parentheses."""
+    pid = int(text.partition(" ")[0])
+    fields = text.rpartition(")")[2].split()
+
+    def field(number: int) -> int:
+        return int(fields[number - _STAT_AFTER_NAME])
+
+    return Stat(
+        identity=Identity(pid, field(22)),
+        parent=field(4),
+        cpu_ms=(field(14) + field(15)) * MS_PER_TICK,
+        nice=field(19),
+        zombie=fields[0] == "Z",
+    )
+
+
+def parse_rollup(text: str) -> Memory:
+    """Read /proc/<pid>/smaps_rollup."""
+    kib = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name in ("Rss", "Pss"):
+            kib[name] = int(value.split()[0])
+    return Memory(kib.get("Rss", 0) * KIB, kib.get("Pss", 0) * KIB)
+
+
+def parse_machine(text: str) -> MachineTimes:
+    """Read the first line of /proc/stat. Guests' time is in the user's already."""
+    user, nice, system, _idle, _iowait, irq, softirq, steal = (
+        int(value) * MS_PER_TICK for value in text.splitlines()[0].split()[1:9]
+    )
+    return MachineTimes(user + nice + system + irq + softirq, steal)
+
+
+def part_of(command_line: str) -> str:
+    """Say which part of a cluster a process is."""
+    return next((part for mark, part in _PARTS if mark in command_line), OTHER)
+
+
+def read(root: Path, pids: Iterable[int]) -> Reading:
+    """Read the processes ``pids`` with all below them, and the machine."""
+    return Reading(
+        time.monotonic(), snapshot(root, pids), parse_machine((root / "stat").read_text())
+    )
+
+
+def read_named(root: Path, roots: Mapping[str, Iterable[int]]) -> Reading:
+    """Read the processes below ``roots``, each part named by its caller, and the machine."""
+    found = {
+        stat.identity: (name, stat) for name, pids in roots.items() for stat in _tree(root, pids)
+    }
+    return Reading(time.monotonic(), found, parse_machine((root / "stat").read_text()))
+
+
+def identity_of(root: Path, pid: int) -> Identity | None:
+    """Return who has that pid now; None: nobody."""
+    stat = _stat(root, pid)
+    return None if stat is None or stat.zombie else stat.identity
+
+
+def is_alive(root: Path, identity: Identity) -> bool:
+    """Whether this very process still runs."""
+    return identity_of(root, identity.pid) == identity
+
+
+def descendants(root: Path, pid: int) -> list[Identity]:
+    """All processes below ``pid``."""
+    return [stat.identity for stat in _tree(root, [pid]) if stat.identity.pid != pid]
+
+
+def snapshot(root: Path, pids: Iterable[int]) -> dict[Identity, tuple[str, Stat]]:
+    """The processes ``pids`` and all below them, each with its part."""
+    return {
+        stat.identity: (part_of(_command_line(root, stat.identity.pid)), stat)
+        for stat in _tree(root, pids)
+    }
+
+
+def memory(root: Path, pids: Iterable[int]) -> dict[str, list[Memory]]:
+    """Memory of the processes ``pids`` and all below them, by part."""
+    return memory_of(root, snapshot(root, pids))
+
+
+def memory_of(
+    root: Path, processes: Mapping[Identity, tuple[str, Stat]]
+) -> dict[str, list[Memory]]:
+    """Memory of processes that were read before, by part."""
+    found: dict[str, list[Memory]] = {}
+    for identity, (part, _) in processes.items():
+        try:
+            text = (root / str(identity.pid) / "smaps_rollup").read_text()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # it has ended since, or it is somebody else's
+        found.setdefault(part, []).append(parse_rollup(text))
+    return found
+
+
+def pids_with(root: Path, text: str) -> list[int]:
+    """All processes in whose command line there is ``text``.
+
+    But for this one and those above it: whose shell names the text only asks for it.
+    """
+    asking, pid = set(), os.getpid()
+    while pid not in asking and (stat := _stat(root, pid)) is not None:
+        asking.add(pid)
+        pid = stat.parent
+    pids = (int(entry.name) for entry in root.iterdir() if entry.name.isdigit())
+    return [pid for pid in pids if pid not in asking and text in _command_line(root, pid)]
+
+
+def _tree(root: Path, pids: Iterable[int]) -> list[Stat]:
+    stats = [
+        stat
+        for entry in root.iterdir()
+        if entry.name.isdigit() and (stat := _stat(root, int(entry.name))) is not None
+    ]
+    wanted, before = set(pids), -1
+    while before != len(wanted):  # /proc is in the order of pids, which says nothing of age
+        before = len(wanted)
+        wanted |= {stat.identity.pid for stat in stats if stat.parent in wanted}
+    return [stat for stat in stats if stat.identity.pid in wanted]
+
+
+def _stat(root: Path, pid: int) -> Stat | None:
+    try:
+        return parse_stat((root / str(pid) / "stat").read_text())
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _command_line(root: Path, pid: int) -> str:
+    try:
+        return (root / str(pid) / "cmdline").read_text(errors="replace").replace("\0", " ")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

@@ -1,1 +1,0 @@
-"""A cluster on paper: real routing, admission and rollouts over boards that are formulas."""

@@ -1,0 +1,1 @@
+"""One answer on a board: its text, tokens, hooks and transcript."""

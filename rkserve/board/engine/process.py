@@ -1,0 +1,417 @@
+"""The engine process seen from the board: spawned, spoken to in frames, ended without fail.
+
+It knows pipes, signals and frames; what a run means is the board's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from rkserve.board.engine.protocol import (
+    EngineFacts,
+    EngineSpec,
+    OnScores,
+    OnToken,
+    RunCommand,
+    RunEnded,
+)
+from rkserve.core.child_process import Child
+from rkserve.core.errors import (
+    CallFailed,
+    EngineDied,
+    LibraryMissing,
+    LoadFailed,
+    Misuse,
+    NativeError,
+    ReleaseRefused,
+)
+from rkserve.native import engine_frames
+from rkserve.native.engine_frames import Kind
+from rkserve.native.runtime import Perf, RunEnd
+
+log = logging.getLogger(__name__)
+
+STDERR_LINES = 40
+ERROR_LINES = 3
+MAX_LINE = 1 << 16
+# The library speaks on one pipe and the engine on another: how long its words may lag behind.
+WORDS_LAG_S = 0.05
+REFUSALS: Mapping[str, type[NativeError]] = {
+    refusal.__name__: refusal for refusal in (LibraryMissing, ReleaseRefused, LoadFailed, Misuse)
+}
+
+
+class _Pipe(asyncio.Protocol):
+    """Where the engine's frames come out. A stream's reader would be woken for every token."""
+
+    def __init__(self, take: Callable[[bytes], None]) -> None:
+        self._take = take
+        self.over = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        """Take what the engine says."""
+        self._take(data)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        """It says nothing any more."""
+        if not self.over.done():
+            self.over.set_result(None)
+
+
+class EngineProcess:
+    """The real ``Engine``: a child process. Build it with ``start``."""
+
+    def __init__(self, board_id: str) -> None:
+        loop = asyncio.get_running_loop()
+        self._board_id = board_id
+        self._reader = engine_frames.FrameReader()
+        self._runs: dict[int, tuple[OnToken, OnScores | None, asyncio.Future[RunEnded]]] = {}
+        self._vectors: dict[int, tuple[int, bytes]] = {}  # of runs whose end is about to come
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_ids = itertools.count(1)
+        self._loaded: asyncio.Future[EngineFacts] = loop.create_future()
+        self._last_sign_s = loop.time()
+        self._stderr: deque[str] = deque(maxlen=STDERR_LINES)  # since it was last idle
+        self.died: asyncio.Future[str] = loop.create_future()
+        self.facts = EngineFacts("", per_run_sampling=False, quirks={}, load_s=0.0)
+        self._pipe = _Pipe(self._take)
+        self._log = asyncio.StreamReader()
+        self._child: Child
+        self.pid: int
+        self._tasks: tuple[asyncio.Task[None], asyncio.Task[None]]
+
+    @classmethod
+    async def start(cls, board_id: str, spec: EngineSpec) -> EngineProcess:
+        """Spawn an engine and load the model.
+
+        Raises:
+            NativeError: ``LibraryMissing``, ``ReleaseRefused`` or ``LoadFailed``, with the words
+                of the library where it said any.
+        """
+        engine = cls(board_id)
+        await engine._spawn(spec)
+        try:
+            await engine._load(spec)
+        except BaseException:
+            await engine.kill()
+            raise
+        return engine
+
+    async def _spawn(self, spec: EngineSpec) -> None:
+        self._child = await Child.start(
+            (sys.executable, "-m", "rkserve.native.engine.process", str(spec.beat_s)),
+            out=self._pipe,
+            err=asyncio.StreamReaderProtocol(self._log),
+            environ=_environ(spec),
+        )
+        self.pid = self._child.pid
+        self._tasks = (
+            asyncio.create_task(self._follow(), name="engine frames"),
+            asyncio.create_task(self._read_log(), name="engine log"),
+        )
+
+    async def _load(self, spec: EngineSpec) -> None:
+        if (spec.params.tokenize, spec.params.embed) != (None, None):
+            raise LoadFailed("callables cannot be handed to an engine process: tokenize, embed")
+        command = {
+            "library": spec.library,
+            "params": asdict(spec.params),
+            "fence": spec.fence,
+            "fence_timeout_s": spec.fence_timeout_s,
+            "text_mode": spec.text_mode,
+            "vision": _vision(spec),
+            "quirks": dict(spec.quirks),
+            "pin_cpus": list(spec.pin_cpus),
+        }
+        self._send(engine_frames.pack(Kind.LOAD, command))
+        timeout_s = spec.load_timeout_s + spec.fence_timeout_s
+        await asyncio.wait(
+            (self._loaded, self.died),
+            timeout=timeout_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if self._loaded.done():
+            self.facts = self._loaded.result()
+        elif self.died.done():
+            raise LoadFailed(f"the library crashed while it loaded the model: {self.died.result()}")
+        else:
+            self._loaded.cancel()
+            raise LoadFailed(f"the model was not loaded within {timeout_s:.0f} s")
+
+    def run(
+        self, command: RunCommand, on_token: OnToken, on_scores: OnScores | None = None
+    ) -> asyncio.Future[RunEnded]:
+        """Start a run; see ``Engine``."""
+        params = {
+            "texts": [entry.prompt_text for entry in command.entries],
+            "keep_history": command.keep_history,
+            "clear": command.clear,
+            "resume": command.resume,
+            "cut": command.cut,
+            "sampling": dict(command.sampling) if command.sampling else None,
+            "max_new_tokens": command.max_new_tokens,
+            "adapter": command.adapter,
+            "load_cache": command.load_cache,
+            "release_cache": command.release_cache,
+            "save_cache": command.save_cache,
+            "steps": command.steps.as_json() if command.steps is not None else None,
+            "pooling": None if command.pooling is None else command.pooling.value,
+        }
+        ids = tuple(entry.ids for entry in command.entries)
+        shown = [
+            engine_frames.pack_picture(command.run_id, picture)
+            for entry in command.entries
+            for picture in entry.images
+        ]
+        shown += [
+            engine_frames.pack_embeds(command.run_id, entry.embeds)
+            for entry in command.entries
+            if entry.embeds is not None
+        ]
+        shown += [
+            engine_frames.pack_encoder(command.run_id, entry.encoder)
+            for entry in command.entries
+            if entry.encoder is not None
+        ]
+        frame = b"".join((*shown, engine_frames.pack_run(command.run_id, params, ids)))
+        future: asyncio.Future[RunEnded] = asyncio.get_running_loop().create_future()
+        if self._ask(frame, future):
+            self._runs[command.run_id] = (on_token, on_scores, future)
+        return future
+
+    def call(self, method: str, **args: Any) -> asyncio.Future[Any]:
+        """Make one call of the runtime; see ``Engine``."""
+        call_id = next(self._call_ids)
+        frame = engine_frames.pack(Kind.CALL, {"call_id": call_id, "method": method, "args": args})
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if self._ask(frame, future):
+            self._calls[call_id] = future
+        return future
+
+    def _ask(self, frame: bytes, future: asyncio.Future[Any]) -> bool:
+        """Send what will be answered; where nobody lives to do so, ``future`` knows at once."""
+        if self.died.done():
+            future.set_exception(EngineDied(self._board_id, self.died.result()))
+            return False
+        if not self._runs and not self._calls:
+            self._stderr.clear()  # an error line of an earlier run must not explain this one
+        self._send(frame)
+        return True
+
+    def pause(self, run_id: int) -> None:
+        """Ask the run to pause at its next token; see ``Engine``."""
+        self._send(engine_frames.pack(Kind.PAUSE, {"run_id": run_id}))
+
+    def abort(self, run_id: int) -> None:
+        """Ask for the run's end; returns at once."""
+        self._send(engine_frames.pack(Kind.ABORT, {"run_id": run_id}))
+
+    def silent_s(self) -> float:
+        """Seconds since the last frame."""
+        return asyncio.get_running_loop().time() - self._last_sign_s
+
+    async def stop(self) -> None:
+        """End an engine without a run in order: destroy, then exit; by force after 5 s."""
+        self._send(engine_frames.pack(Kind.STOP, {}))
+        if not await self._gone(5.0):
+            await self.kill()
+
+    async def kill(self) -> bool:
+        """SIGTERM, 2 s, SIGKILL, 5 s. False if even that did not end it (a stuck driver call)."""
+        for number, patience_s in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 5.0)):
+            self._child.send_signal(number)
+            if await self._gone(patience_s):
+                return True
+        log.error("engine %d of board %s survives SIGKILL", self.pid, self._board_id)
+        return False
+
+    async def _gone(self, timeout_s: float) -> bool:
+        done, _ = await asyncio.wait({self.died}, timeout=timeout_s)
+        return bool(done)
+
+    def _send(self, frame: bytes) -> None:
+        self._child.write(frame)  # lost with an engine that just died; its EOF tells the board
+
+    def _take(self, chunk: bytes) -> None:
+        """Read what the engine says."""
+        try:
+            self._last_sign_s = asyncio.get_running_loop().time()
+            for kind, payload in self._reader.feed(chunk):
+                self._dispatch(kind, payload)
+        except Exception:
+            # A corrupt stream, or a bug in a token's receiver. What comes behind it makes no sense.
+            log.exception("board %s: the engine's frames cannot be read", self._board_id)
+            self._child.kill()
+            self._child.close_stdout()
+
+    async def _follow(self) -> None:
+        """Wait for the engine's end, and tell all who wait for it."""
+        await self._pipe.over
+        self._bury(await self._epitaph())
+
+    def _dispatch(self, kind: Kind, payload: bytes) -> None:
+        if kind is Kind.TOKEN:
+            run_id, entry, token_id, text, waiting = engine_frames.unpack_token(payload)
+            if run_id in self._runs:
+                self._runs[run_id][0](entry, token_id, text, waiting)
+        elif kind is Kind.VECTOR:
+            self._note_vector(*engine_frames.unpack_vector(payload))
+        elif kind is Kind.SCORES:
+            run_id, prompt, found = engine_frames.unpack_scores(payload)
+            on_scores = self._runs[run_id][1] if run_id in self._runs else None
+            if on_scores is not None:
+                on_scores(prompt, found)
+        elif kind is Kind.ENDED:
+            self._end(engine_frames.unpack(payload))
+        elif kind is Kind.RESULT:
+            self._answer(engine_frames.unpack(payload))
+        elif kind is Kind.LOADED and not self._loaded.done():
+            self._loaded.set_result(EngineFacts(**engine_frames.unpack(payload)))
+        elif kind is Kind.LOAD_FAILED:
+            loop = asyncio.get_running_loop()
+            loop.call_later(WORDS_LAG_S, self._refuse, engine_frames.unpack(payload))
+
+    def _note_vector(self, run_id: int, tokens: int, vector: bytes) -> None:
+        """Keep it until the end of its run comes."""
+        if run_id in self._runs:
+            self._vectors[run_id] = (tokens, vector)
+
+    def _end(self, facts: dict[str, Any]) -> None:
+        end = None if facts["end"] == "unstarted" else RunEnd(facts["end"])
+        tokens, vector = self._vectors.pop(facts["run_id"], (0, b""))
+        ended = RunEnded(
+            end=end,
+            perf=Perf(**facts.get("perf", {})),
+            return_code=facts.get("return_code", 0),
+            kv_positions=tuple(facts.get("kv_positions", ())),
+            error=facts.get("error"),
+            cache_refused=facts.get("cache_refused"),
+            refused=facts.get("refused", False),
+            cut=facts.get("cut", False),
+            aborted=facts.get("aborted", False),
+            vector=vector,
+            tokens=tokens,
+            encoded=facts.get("encoded", 0),
+        )
+        if end is RunEnd.FAILED or ended.cache_refused is not None:
+            loop = asyncio.get_running_loop()
+            loop.call_later(WORDS_LAG_S, self._settle, facts["run_id"], ended)
+        else:
+            self._settle(facts["run_id"], ended)
+
+    def _settle(self, run_id: int, ended: RunEnded) -> None:
+        _, _, future = self._runs.pop(run_id, (None, None, None))
+        if future is None or future.done():
+            return
+        if ended.end is RunEnd.FAILED:
+            ended = replace(ended, error=self._explained(ended.error))
+            self._stderr.clear()  # said now: it must not explain what happens later
+        elif ended.cache_refused is not None:
+            ended = replace(ended, cache_refused=self._explained(ended.cache_refused))
+        future.set_result(ended)
+
+    def _answer(self, result: dict[str, Any]) -> None:
+        if "error" in result:
+            loop = asyncio.get_running_loop()
+            loop.call_later(WORDS_LAG_S, self._fail_call, result["call_id"], result["error"])
+            return
+        future = self._calls.pop(result["call_id"], None)
+        if future is not None and not future.done():
+            value = result["value"]
+            future.set_result(tuple(value) if isinstance(value, list) else value)
+
+    def _fail_call(self, call_id: int, error: dict[str, Any]) -> None:
+        future = self._calls.pop(call_id, None)
+        if future is not None and not future.done():
+            future.set_exception(self._native_error(error["kind"], error["args"]))
+        self._stderr.clear()  # said now, as above
+
+    def _native_error(self, kind: str, args: list[Any]) -> NativeError:
+        if kind == CallFailed.__name__:
+            function, code, *_ = args
+            return CallFailed(function, code, self._said(""))
+        return REFUSALS.get(kind, NativeError)(self._explained(args[0]))
+
+    def _refuse(self, facts: dict[str, Any]) -> None:
+        if not self._loaded.done():
+            refusal = REFUSALS.get(facts["kind"], LoadFailed)
+            self._loaded.set_exception(refusal(self._explained(facts["message"])))
+
+    def _explained(self, message: str | None) -> str | None:
+        """``message`` with the library's error lines: the reason that its codes never give.
+
+        Several, because the last one is often only "rkllm_init failed".
+        """
+        said = self._said(message or "")
+        if not said:
+            return message
+        return f"{message} (the library said: {said})" if message else said
+
+    def _said(self, known: str) -> str:
+        said = [line for line in self._stderr if line.startswith("E ")][-ERROR_LINES:]
+        return "; ".join(line for line in said if line not in known)
+
+    async def _read_log(self) -> None:
+        while True:
+            try:
+                line = await self._log.readline()
+            except ValueError:  # longer than the stream's limit; the rest follows
+                continue
+            if not line:
+                return
+            text = line.decode(errors="replace").rstrip()[:MAX_LINE]
+            self._stderr.append(text)
+            log.info("board %s engine %d: %s", self._board_id, self.pid, text)
+
+    async def _epitaph(self) -> str:
+        """Say how the process ended: the signal or code, and the last words of the library."""
+        code = await self._child.wait()
+        await asyncio.wait({self._tasks[1]}, timeout=1.0)  # its last words may still be in the pipe
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        words = max(reversed(self._stderr), key=_weight, default="")
+        words = words if _weight(words) else ""
+        return f"the engine process ended ({how}{': ' + words if words else ''})"
+
+    def _bury(self, epitaph: str) -> None:
+        self.died.set_result(epitaph)
+        self._child.close()
+        waiting = [*(future for _, _, future in self._runs.values()), *self._calls.values()]
+        self._runs, self._calls = {}, {}
+        for future in waiting:
+            if not future.done():
+                future.set_exception(EngineDied(self._board_id, epitaph))
+
+
+def _environ(spec: EngineSpec) -> dict[str, str]:
+    # Ray sets OMP_NUM_THREADS=1 for its workers, which would hold the library's own threads down.
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return {**inherited, **spec.environ}
+
+
+def _weight(line: str) -> int:
+    """How much a line of its log says about an engine's end; the last of the weightiest is it.
+
+    ``faulthandler`` speaks after the library, and only says which signal it was.
+    """
+    if "GGML_ASSERT" in line or line.startswith("E "):
+        return 2
+    return 1 if line.startswith("Fatal Python error") else 0
+
+
+def _vision(spec: EngineSpec) -> dict[str, Any] | None:
+    if spec.vision is None:
+        return None
+    return {
+        **asdict(spec.vision),
+        "library": str(spec.vision.library),
+        "model": str(spec.vision.model),
+    }

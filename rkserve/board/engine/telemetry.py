@@ -1,0 +1,272 @@
+"""What a board's kernel says of its NPU, its clocks, its heat and its memory.
+
+It knows where each SoC keeps these figures and the formats of the rknpu driver and the kernel. It
+refuses to know who asks, to write anything, and to raise: a figure that cannot be had is None (or
+empty), and a note says why in words for an operator. The root is passed in: ``/`` on a board.
+
+A read may block while the driver is stuck: call this off the event loop and with a time limit.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeVar
+
+from rkserve.core.board_report import Hardware
+
+T = TypeVar("T")
+
+# Revisions of a SoC (RK3588S) keep its nodes, so names are compared by their beginning.
+NPU_NODES: Mapping[str, str] = MappingProxyType(
+    {
+        "RK3588": "fdab0000.npu",
+        "RK3576": "27700000.npu",
+        "RK3562": "ff300000.npu",
+        "RV1126B": "22000000.npu",
+    }
+)
+MAX_FILE_BYTES = 8192  # /proc/meminfo, the longest, has about 1,500
+MAX_ZONES = 64
+FULL_PERCENT = 100  # the driver cuts its own figure there; more is damage
+# Where the driver shows its own figures: debugfs is for root only, /proc/rknpu a build option.
+DRIVER_FOLDERS = ("sys/kernel/debug/rknpu", "proc/rknpu")
+DEVFREQ = "sys/class/devfreq"
+DDR = f"{DEVFREQ}/dmc"
+THERMAL = "sys/class/thermal"
+ZONES = ("npu-thermal", "soc-thermal")
+# Beyond these the sensor is off or broken.
+CELSIUS = (-60.0, 200.0)
+
+
+class _Unknown(Exception):
+    """One source has no answer; the message is the reason. Never leaves this module."""
+
+
+def read_telemetry(root: Path) -> Hardware:
+    """Return everything that can be read now under ``root``."""
+    board = _Reader(root)
+    soc = board.first("SoC", board.soc) or ""
+    npu_hz, npu_max_hz = board.npu_clocks(soc)
+    ddr_hz, ddr_governor, ddr_load = board.ddr()
+    loads = [partial(board.npu_load, folder) for folder in DRIVER_FOLDERS]
+    return Hardware(
+        soc=soc,
+        npu_load=board.first("NPU load", *loads) or (),
+        npu_hz=npu_hz,
+        npu_max_hz=npu_max_hz,
+        ddr_hz=ddr_hz,
+        ddr_governor=ddr_governor,
+        ddr_load=ddr_load,
+        temperature_c=board.first("temperature", board.temperature),
+        driver_version=board.driver_version(),
+        memory_total_bytes=board.first("memory", partial(board.memory, "MemTotal")),
+        memory_available_bytes=board.first("free memory", partial(board.memory, "MemAvailable")),
+        notes=tuple(board.notes),
+    )
+
+
+def read_soc(root: Path) -> str:
+    """Return the SoC's name from the device tree under ``root``, empty where there is none."""
+    board = _Reader(root)
+    return board.first("SoC", board.soc) or ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads the sources of one board and keeps the reasons for what is unknown."""
+
+    root: Path
+    notes: list[str] = field(default_factory=list)
+
+    def first(self, figure: str, *sources: Callable[[], T]) -> T | None:
+        """Return what the first source with an answer says; note all reasons where none has."""
+        reasons = []
+        for source in sources:
+            try:
+                return source()
+            except _Unknown as exc:
+                reasons.append(str(exc))
+        self.notes.append(f"{figure}: {'; '.join(reasons)}")
+        return None
+
+    def soc(self) -> str:
+        path = "proc/device-tree/compatible"
+        names = self._text(path).rstrip("\0\n").split("\0")
+        # The board's maker stands before the SoC's, which is the last.
+        name = next((n for n in reversed(names) if n.startswith("rockchip,")), names[-1])
+        soc = name.rpartition(",")[2].upper()
+        if re.fullmatch(r"[A-Z0-9._-]{1,32}", soc) is None:
+            raise _Unknown(f"/{path} names no SoC: {_shown(name)}")
+        return soc
+
+    def npu_clocks(self, soc: str) -> tuple[int | None, int | None]:
+        """The NPU's clock, and the highest that it can be set to."""
+        # RK3562's kernel, for one, may show the clock in the driver's folder only.
+        driver = [partial(self._driver_hertz, folder) for folder in DRIVER_FOLDERS]
+        try:
+            folder = self._npu_folder(soc)
+        except _Unknown as exc:
+            self.notes.append(f"highest NPU clock: {exc}")
+            return self.first("NPU clock", *driver), None
+        current = self.first("NPU clock", partial(self._hertz, f"{folder}/cur_freq"), *driver)
+        highest = self.first(
+            "highest NPU clock",
+            partial(self._highest_hertz, f"{folder}/available_frequencies"),
+            # The limit in force, which heat or a script may have lowered: better than nothing.
+            partial(self._hertz, f"{folder}/max_freq"),
+        )
+        return current, highest
+
+    def _npu_folder(self, soc: str) -> str:
+        """Return the NPU's devfreq folder: that of the SoC, or whatever looks like one."""
+        there = self._names(DEVFREQ)
+        known = [node for name, node in NPU_NODES.items() if soc.startswith(name)]
+        alike = sorted(name for name in there if re.fullmatch(r"[\w.-]{1,64}\.npu", name, re.ASCII))
+        for node in (*known, *alike):
+            if node in there:
+                return f"{DEVFREQ}/{node}"
+        raise _Unknown(f"/{DEVFREQ} has no {known[0] if known else '*.npu'}")
+
+    def _driver_hertz(self, folder: str) -> int:
+        # To show `freq` the driver powers the NPU up; a board that is asked each second would
+        # never be off.
+        power = self._text(f"{folder}/power").strip()
+        if power != "on":
+            raise _Unknown(f"/{folder}/power is {_shown(power)}: the NPU is not powered up to ask")
+        return self._hertz(f"{folder}/freq")
+
+    def npu_load(self, folder: str) -> tuple[float, ...]:
+        path = f"{folder}/load"
+        text = self._text(path)
+        loads = tuple(float(percent) for percent in re.findall(r"(\d{1,9})\s*%", text, re.ASCII))
+        whole = text.count("Core") in {0, len(loads)}  # half a line is no figure
+        if not loads or not whole or max(loads) > FULL_PERCENT:
+            raise _Unknown(f"/{path} is not understood: {_shown(text)}")
+        return loads
+
+    def ddr(self) -> tuple[int | None, str, float | None]:
+        """Clock, governor and load of the memory."""
+        try:
+            self._names(DDR)
+        except _Unknown as exc:
+            reason = f"{exc}; a loader without the DMC handler shows none"
+            self.notes.append(f"DDR clock, governor and load: {reason}")
+            return None, "", None
+        load, governor = f"{DDR}/load", f"{DDR}/governor"
+        ddr_load = r"(\d{1,3})@([1-9]\d{0,11})Hz"
+        hertz = self.first(
+            "DDR clock",
+            partial(self._hertz, f"{DDR}/cur_freq"),
+            lambda: int(self._match(load, ddr_load)[2]),
+        )
+        named = self.first("DDR governor", lambda: self._match(governor, r"[\w-]{1,32}")[0])
+        percent = self.first("DDR load", lambda: self._percent(load, ddr_load))
+        return hertz, named or "", percent
+
+    def temperature(self) -> float:
+        """Degrees of the NPU, or of the SoC where the NPU has no sensor of its own."""
+        found: dict[str, str] = {}
+        for name in sorted(self._names(THERMAL))[:MAX_ZONES]:
+            if re.fullmatch(r"thermal_zone\d{1,4}", name, re.ASCII) is None:
+                continue
+            try:
+                kind = self._text(f"{THERMAL}/{name}/type").strip().replace("_", "-")
+            except _Unknown:  # one zone without a name hides no other
+                continue
+            found.setdefault(kind, f"{THERMAL}/{name}/temp")
+        reasons = []
+        for path in (found[zone] for zone in ZONES if zone in found):
+            try:
+                return self._celsius(path)
+            except _Unknown as exc:
+                reasons.append(str(exc))
+        raise _Unknown("; ".join(reasons) or f"/{THERMAL} has no {' or '.join(ZONES)}")
+
+    def driver_version(self) -> str:
+        folders = (*DRIVER_FOLDERS, "sys/module/rknpu")
+        sources = [partial(self._version, f"{folder}/version") for folder in folders]
+        return self.first("driver version", *sources) or ""
+
+    def _version(self, path: str) -> str:
+        return self._match(path, r"(?:RKNPU driver: )?v?(\d{1,4}(?:\.\d{1,4}){1,3})")[1]
+
+    def memory(self, row: str) -> int:
+        path = "proc/meminfo"
+        found = re.search(rf"^{row}:\s+(\d{{1,12}}) kB$", self._text(path), re.ASCII | re.MULTILINE)
+        if found is None:
+            raise _Unknown(f"/{path} has no {row}")
+        return int(found[1]) * 1024
+
+    def _hertz(self, path: str) -> int:
+        return int(self._match(path, r"[1-9]\d{0,11}")[0])
+
+    def _highest_hertz(self, path: str) -> int:
+        choices = self._match(path, r"[1-9]\d{0,11}(?:\s+[1-9]\d{0,11})*")[0]
+        return max(map(int, choices.split()))
+
+    def _percent(self, path: str, pattern: str) -> float:
+        percent = float(self._match(path, pattern)[1])
+        if percent > FULL_PERCENT:
+            raise _Unknown(f"/{path} says {percent:.0f} %")
+        return percent
+
+    def _celsius(self, path: str) -> float:
+        celsius = int(self._match(path, r"-?\d{1,7}")[0]) / 1000
+        if not CELSIUS[0] <= celsius <= CELSIUS[1]:
+            raise _Unknown(f"/{path} says {celsius:.0f} degrees: the sensor is off or broken")
+        return celsius
+
+    def _match(self, path: str, pattern: str) -> re.Match[str]:
+        text = self._text(path).strip()
+        found = re.fullmatch(pattern, text, re.ASCII)
+        if found is None:
+            raise _Unknown(f"/{path} is not understood: {_shown(text)}")
+        return found
+
+    def _text(self, path: str) -> str:
+        try:
+            raw = _read(self.root / path)
+        except OSError as exc:
+            raise _Unknown(f"/{path} {_reason(path, exc)}") from None
+        if len(raw) > MAX_FILE_BYTES:
+            raise _Unknown(f"/{path} is longer than {MAX_FILE_BYTES} bytes")
+        if not raw.strip():
+            raise _Unknown(f"/{path} is empty")
+        return raw.decode("ascii", "replace").replace("\ufffd", "?")
+
+    def _names(self, folder: str) -> frozenset[str]:
+        try:
+            return frozenset(path.name for path in (self.root / folder).iterdir())
+        except OSError as exc:
+            raise _Unknown(f"/{folder} {_reason(folder, exc)}") from None
+
+
+def _read(path: Path) -> bytes:
+    # Non-blocking, because a pipe in the file's place must not hold the caller. The kernel gives
+    # these files whole in one read.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, MAX_FILE_BYTES + 1)
+    finally:
+        os.close(descriptor)
+
+
+def _reason(path: str, exc: OSError) -> str:
+    if isinstance(exc, PermissionError):
+        return "needs root" if path.startswith(DRIVER_FOLDERS) else "may not be read by this user"
+    if isinstance(exc, IsADirectoryError):
+        return "is a folder"
+    if exc.errno in {errno.ENOENT, errno.ENOTDIR}:
+        return "is not there"
+    return f"cannot be read ({exc.strerror or type(exc).__name__})"
+
+
+def _shown(text: str) -> str:
+    return ascii(text.strip()[:24])

@@ -1,0 +1,1 @@
+"""Operations on a board besides runs: sleep, weight swaps, embeddings, reports."""

@@ -1,0 +1,247 @@
+"""The texts that one board makes vectors of, between its generations.
+
+Each request waits its turn as a generation does, and then has the board for all of its texts. It
+leaves nothing in the KV cache, and displaces what was there: a conversation is parked first. No
+such run can be paused, nor cut short. Under a pause that keeps requests the vectors are held back,
+and what has not begun waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Iterable, Iterator
+
+from rkserve.board.engine.protocol import EntryCommand, RunEnded
+from rkserve.board.rules.obligations import adapter_name
+from rkserve.board.run import clock
+from rkserve.board.run.board_protocol import Stage
+from rkserve.board.run.loaded_engine import LiveEngine
+from rkserve.board.run.run import Beginning, Run
+from rkserve.core.desired_state import Hold, PauseMode
+from rkserve.core.errors import CallAborted, RkserveError, RunFailed
+from rkserve.core.messages import (
+    Accepted,
+    Embedded,
+    EmbedRequest,
+    Event,
+    Finished,
+    FinishReason,
+    Timings,
+    Usage,
+    VersionSpan,
+)
+from rkserve.native.runtime import RunEnd
+
+log = logging.getLogger(__name__)
+
+
+class Order:
+    """One request from its acceptance to its end."""
+
+    def __init__(self, request: EmbedRequest) -> None:
+        self.request = request
+        self.vectors: list[bytes] = []
+        self.tokens = 0
+        self.prefill_s = 0.0
+        self.queued_s = clock.now_s()
+        self.begun_s: float | None = None
+        self.label = ""
+        self.held = False  # nothing of it may begin, or be given out
+        self.over = False  # nobody waits for it any more
+        self.live: LiveEngine | None = None  # whose run is its own now
+        self.done: asyncio.Future[None] | None = None  # by its errand
+        self._error: RkserveError | None = None
+        self._news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def entries(self) -> Iterator[EntryCommand]:
+        """What is sent to the engine, one run each."""
+        if self.request.texts:
+            return (EntryCommand(prompt_text=text) for text in self.request.texts)
+        return (EntryCommand(ids) for ids in self.request.inputs)
+
+    def hold(self, *, held: bool) -> None:
+        """Keep it back, or let go of it."""
+        self.held = held
+        self.wake()
+
+    def fail(self, error: RkserveError) -> None:
+        """It ends so, whatever its run does."""
+        self._error = self._error or error
+        self.stop()
+        self.wake()
+
+    def stop(self) -> None:
+        """Nothing more is to be computed for it."""
+        self.over = True
+        if self.live is not None and self.live.running is not None:
+            self.live.abort(self.live.running)
+
+    async def settled(self) -> None:
+        """Return when all is there and may be given out. Raises how it ended otherwise."""
+        assert self.done is not None
+        while True:
+            if self._error is not None:
+                raise self._error
+            if self.done.done() and (not self.held or self.done.exception() is not None):
+                self.done.result()
+                return
+            await self.changed()
+
+    def changed(self) -> asyncio.Future[None]:
+        """Return a future that completes when something about it has changed."""
+        if self._news.done():
+            self._news = asyncio.get_running_loop().create_future()
+        return self._news
+
+    def wake(self) -> None:
+        """Let those who wait for a change look again."""
+        if not self._news.done():
+            self._news.set_result(None)
+
+
+class Embedding:
+    """Use it from the board's loop."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._orders: list[Order] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether anybody waits for vectors."""
+        return bool(self._orders)
+
+    async def events(self, request: EmbedRequest) -> AsyncGenerator[Event, None]:
+        """Yield ``Accepted``, ``Embedded`` and ``Finished``. Closing the generator withdraws it.
+
+        Raises:
+            QueueFull, QueueTimeout: the board has no place, or had none in time.
+            CallAborted: it was ended with all that ran.
+            RunFailed, BoardFailed, BoardAsleep: as a generation.
+        """
+        stage, charge = self._stage, self._stage.charge
+        ref = charge.bind(request)
+        line = charge.line(request)
+        order = Order(request)
+        order.held = self._keeps(order)
+        ahead = stage.admission.ahead
+        order.done = stage.errand(
+            lambda: self._perform(order), first=False, barred=lambda: order.held
+        )
+        order.done.add_done_callback(lambda _: order.wake())
+        self._orders.append(order)
+        stage.figures.requests += 1
+        stage.asked_s = clock.now_s()
+        try:
+            label, epoch = charge.label(ref), charge.epoch or 0
+            line_epoch = 0 if line is None else line.epoch
+            release = stage.live.facts.release
+            yield Accepted(stage.board_id, release, ahead, (), label, epoch, ref, line_epoch)
+            await order.settled()
+            yield Embedded(tuple(order.vectors))
+            yield self._finished(order)
+        except RkserveError:
+            stage.figures.failed += 1
+            raise
+        except BaseException:  # the client left
+            stage.figures.aborted += not order.done.done()
+            raise
+        finally:
+            self._orders.remove(order)
+            order.stop()
+            order.done.cancel()
+            stage.asked_s = clock.now_s()
+
+    # -- what the cluster shall be -------------------------------------------------------------
+
+    def told(self) -> None:
+        """The board was told something new: keep back, end or release, at once."""
+        for order in list(self._orders):
+            hold = self._hold(order)
+            if hold is not None and hold.mode is PauseMode.ABORT:
+                order.fail(CallAborted(f"board {self._stage.board_id}"))
+            elif hold is None or hold.mode is PauseMode.KEEP:
+                order.hold(held=hold is not None)
+
+    def awaited(self) -> Iterable[asyncio.Future[None]]:
+        """Yield what may change with those that a pause waits for."""
+        for order in self._orders:
+            hold = self._hold(order)
+            if hold is not None and hold.mode is PauseMode.WAIT and not (order.held or order.over):
+                yield order.changed()
+
+    def _hold(self, order: Order) -> Hold | None:
+        return self._stage.charge.hold(adapter_name(order.request))
+
+    def _keeps(self, order: Order) -> bool:
+        hold = self._hold(order)
+        return hold is not None and hold.mode is PauseMode.KEEP
+
+    # -- while it has the board ---------------------------------------------------------------
+
+    async def _perform(self, order: Order) -> None:
+        """Make all vectors of the order. Raises ``RkserveError``."""
+        stage = self._stage
+        if order.over:
+            return
+        order.begun_s = clock.now_s()
+        ref = stage.charge.bind(order.request)
+        order.label = stage.charge.label(ref)
+        stage.versions.began(order.label)
+        await stage.caching.park(stage.live)
+        live = stage.live if ref is None else await stage.adapting.ready(stage, ref)
+        key = None if ref is None else ref.key
+        for entry in order.entries:
+            if order.over:
+                return
+            await self._run(live, order, entry, key)
+
+    async def _run(
+        self, live: LiveEngine, order: Order, entry: EntryCommand, adapter: str | None
+    ) -> None:
+        live.require()
+        begin = Beginning(
+            entries=(entry,),
+            base=entry.ids,
+            clear=live.context.ids != (),
+            origin=adapter,
+            pooling=order.request.pooling,
+        )
+        started_s = clock.now_s()
+        order.live = live
+        try:
+            _, ended = await live.run([None], begin, _ignore)
+        finally:
+            order.live = None
+        if order.over:
+            return  # whatever became of it is nobody's
+        if ended.end is not RunEnd.FINISHED or not ended.vector:
+            raise RunFailed(self._stage.board_id, _reason(ended))
+        order.prefill_s += clock.now_s() - started_s
+        order.vectors.append(ended.vector)
+        order.tokens += ended.tokens
+
+    def _finished(self, order: Order) -> Finished:
+        usage = Usage(order.tokens, 0)
+        begun_s = order.queued_s if order.begun_s is None else order.begun_s
+        timings = Timings(
+            queue_ms=(begun_s - order.queued_s) * 1e3,
+            prefill_ms=order.prefill_s * 1e3,
+            prefill_tokens=order.tokens,
+            decode_ms=0.0,
+            decode_tokens=0,
+            memory_mb=0.0,
+        )
+        self._stage.figures.count(usage, timings)
+        span = VersionSpan(order.label, 0, order.tokens)
+        return Finished(FinishReason.STOP, usage, timings, (span,))
+
+
+def _ignore(run: Run, entry: int, token_id: int, data: bytes, waiting: bool) -> None:
+    """Nothing is generated."""
+
+
+def _reason(ended: RunEnded) -> str:
+    return ended.error or f"the runtime returned {ended.return_code} and no vector"

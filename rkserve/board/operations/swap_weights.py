@@ -1,0 +1,287 @@
+"""Gives a board's model other base weights, and the old ones back where these are no good.
+
+What runs ends first, or stops and goes on, or is aborted, as the duty says; then, with nothing
+running, the engine is replaced by one with the other file, which has to give a few tokens before
+it serves. Meanwhile everything is held as under a pause that keeps requests, only that nobody has
+to release it. It makes one change at a time and follows what the board was told last: a load is
+never cut short, and one that has not begun for weights that nobody wants any more is not begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from rkserve.board.operations.base_weights import Bases, same
+from rkserve.board.operations.probe_adapter import try_out
+from rkserve.board.run import clock
+from rkserve.board.run.board_protocol import Stage
+from rkserve.board.run.job import Job
+from rkserve.board.run.runner import Conductor
+from rkserve.board.run.supervisor import Keeper
+from rkserve.core.board_report import BoardState, GenerationState
+from rkserve.core.desired_state import BaseVersion, Duty, Hold, InFlight, PauseMode
+from rkserve.core.errors import (
+    BoardAsleep,
+    EngineDied,
+    EngineHung,
+    NativeError,
+    RebaseFailed,
+    RkserveError,
+    RunFailed,
+)
+
+log = logging.getLogger(__name__)
+
+# An engine that is lost while the board waits for its turn is not worth more than so many tries.
+TRIES = 3
+# Of the trial: ids that every vocabulary has, and how many tokens make it a success.
+TRIAL_IDS = (33, 34, 35)
+TRIAL_TOKENS = 4
+KEPT = Hold(PauseMode.KEEP)
+
+# There is no engine, nor will there be before the board wakes, or its quarantine is over.
+_WITHOUT_ENGINE = (BoardState.ASLEEP, BoardState.QUARANTINED)
+_OUT_OF_ORDER = (BoardState.FAILED, BoardState.STOPPED)
+_S = GenerationState
+
+
+class Rebasing:
+    """Use it from the board's loop."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        keeper: Keeper,
+        conductor: Conductor,
+        bases: Bases,
+        look_again: Callable[[], None],
+    ) -> None:
+        """``look_again`` has every generation stopped or released as ``hold`` says then."""
+        self._stage = stage
+        self._keeper = keeper
+        self._conductor = conductor
+        self._bases = bases
+        self._look_again = look_again
+        self._in_flight = InFlight.PIN
+        self._active = False  # other weights are due, or being loaded
+        self._all = False  # nothing is waited for any more: everything is held
+        self._loading = False  # the errand that does it has the board
+        self._moving: asyncio.Future[None] | None = None
+        self._told: asyncio.Future[None] | None = None  # completes when it is told anew
+
+    # -- what is so ---------------------------------------------------------------------------
+
+    @property
+    def failures(self) -> int:
+        """How often weights were refused."""
+        return self._bases.failures
+
+    @property
+    def refused(self) -> str:
+        """Why the weights that it shall have are not loaded, or nothing."""
+        duty = self._duty
+        if duty is None or same(duty.base, self._bases.base):
+            return ""
+        refusal = self._bases.refused(duty.base)
+        return "" if refusal is None else refusal.reason
+
+    def verify(self, failures: int) -> None:
+        """Raise ``RebaseFailed`` where what is wanted was refused since there were so many."""
+        if self._bases.failures != failures and self.refused:
+            raise RebaseFailed(self._stage.board_id, self.refused)
+
+    def hold(self, job: Job) -> Hold | None:
+        """Return what holds the job for as long as other weights are on their way."""
+        if self._all or (self._active and not self._may_end(job)):
+            return KEPT
+        return None
+
+    # -- at once ------------------------------------------------------------------------------
+
+    def told(self) -> tuple[int, int] | None:
+        """The board was told something new, or what it lacked may have come.
+
+        Return how many generations will go on with other weights, and how many were aborted: None
+        where nothing is different for any of them.
+        """
+        if self._told is not None and not self._told.done():
+            self._told.set_result(None)
+        duty = self._duty
+        assert duty is not None
+        self._bases.forgive(but=duty.base)
+        was = self._active, self._in_flight
+        if not self._loading:
+            self._active = self._is_due() and self._keeper.state not in _WITHOUT_ENGINE
+            self._all = self._all and self._active
+        if self._active:
+            self._start()
+        self._in_flight = duty.rebase
+        if was == (self._active, self._in_flight):
+            return None
+        begun = [job for job in self._stage.jobs.values() if job.begun and not job.over]
+        aborted = 0
+        if self._active and duty.rebase is InFlight.ABORT:
+            aborted = len(begun)
+            for job in begun:
+                self._conductor.abort(job, mute=True)
+        # Those that stop for it lose their KV cache with the engine.
+        doomed = self._all or (self._active and duty.rebase is not InFlight.PIN)
+        self._stage.live.doomed = doomed
+        stops = [job for job in begun if self.hold(job) and not job.over]
+        return len(stops) if self._active else 0, aborted
+
+    # -- until it is done ---------------------------------------------------------------------
+
+    async def settled(self, failures: int) -> None:
+        """Return when the board has the weights that it shall have, or some have been refused.
+
+        ``failures`` is how often that was so before. Without an engine they are those of the next
+        load. Whoever asks while they are being loaded waits for that.
+
+        Raises:
+            BoardFailed: the board is out of order.
+        """
+        while self._bases.failures == failures:
+            if self._moving is not None and not self._moving.done():
+                await asyncio.shield(self._moving)
+            elif not self._is_due(asleep=self._keeper.state is BoardState.ASLEEP):
+                return
+            elif self._keeper.state in _WITHOUT_ENGINE:
+                await self._bases.note(self._target)
+            else:
+                self._start()
+
+    def _start(self) -> None:
+        """Let it be done, whether or not anybody waits for it."""
+        if self._moving is None or self._moving.done():
+            self._moving = asyncio.get_running_loop().create_future()
+            # Whoever sent it may have left: an error that nobody hears of is no event.
+            self._moving.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._keeper.spawn(self._move(self._moving))
+
+    async def _move(self, done: asyncio.Future[None]) -> None:
+        try:
+            tries, failures = TRIES, self._bases.failures
+            while self._is_due() and self._bases.failures == failures:
+                await self._until_ended()
+                if not self._is_due():
+                    break
+                self._hold_all()
+                try:
+                    await self._replace()
+                except (EngineDied, EngineHung) as exc:
+                    tries -= 1  # it is loaded anew
+                    log.warning("board %s: not loaded yet: %s", self._stage.board_id, exc.reason)
+                    if tries == 0:
+                        raise
+        except BoardAsleep:
+            log.info("board %s: it loads its weights when it wakes", self._stage.board_id)
+        except RkserveError as exc:
+            done.set_exception(exc)
+        finally:
+            self._release()
+            if not done.done():
+                done.set_result(None)
+
+    async def _until_ended(self) -> None:
+        """Wait for the generations that end with the weights that they have."""
+        while self._is_due() and not self._all:
+            jobs = self._stage.jobs.values()
+            waits_for = {job.changed() for job in jobs if self._is_awaited(job)}
+            if not waits_for:
+                return
+            self._told = told = asyncio.get_running_loop().create_future()
+            await asyncio.wait({*waits_for, told}, return_when="FIRST_COMPLETED")
+
+    def _hold_all(self) -> None:
+        self._active = self._all = True
+        self._stage.live.doomed = True
+        self._look_again()
+        self._conductor.pauses.let_go()  # nobody who is paused keeps the board
+
+    def _release(self) -> None:
+        self._active = self._all = False
+        if not self._keeper.stopped:
+            self._stage.live.doomed = False
+            self._look_again()
+
+    async def _replace(self) -> None:
+        """Have the engine replaced once the board is free, unless it is told otherwise first."""
+        if self._keeper.state in _OUT_OF_ORDER:
+            raise self._keeper.failed()
+        replaced = self._stage.errand(self._exchange, first=True)
+        try:
+            while not replaced.done():
+                self._told = told = asyncio.get_running_loop().create_future()
+                await asyncio.wait({replaced, told}, return_when="FIRST_COMPLETED")
+                if not self._loading and not self._is_due():
+                    return
+            replaced.result()
+        finally:
+            replaced.cancel()
+
+    async def _exchange(self) -> None:
+        """Load the other weights and try them; the board is one's own."""
+        if not self._is_due():
+            return
+        target, bases = self._target, self._bases
+        self._loading = True
+        bases.try_next(target)
+        try:
+            await self._keeper.renew("its base weights are replaced")
+            if bases.on_trial:
+                await self._try(target)
+        except (EngineDied, EngineHung) as exc:
+            if bases.on_trial:  # the keeper loads those of before
+                bases.refuse(target, f"their trial failed: {exc.reason}")
+            raise
+        finally:
+            bases.give_up()
+            bases.rest(target)
+            self._loading = False
+
+    async def _try(self, target: BaseVersion | None) -> None:
+        stage = self._stage
+        ids = () if stage.text_mode else TRIAL_IDS
+        try:
+            await try_out(stage, stage.live, None, ids, TRIAL_TOKENS)
+        except (RunFailed, NativeError) as exc:
+            self._bases.refuse(target, f"their trial failed: {exc}")
+            await self._keeper.renew("the base weights of before")
+        else:
+            await self._bases.prove()
+
+    # -- what is wanted -----------------------------------------------------------------------
+
+    @property
+    def _duty(self) -> Duty | None:
+        return self._stage.charge.duty
+
+    @property
+    def _target(self) -> BaseVersion | None:
+        return None if self._duty is None else self._duty.base
+
+    def _is_due(self, *, asleep: bool = False) -> bool:
+        """Whether other weights are wanted, are there, and may be tried now.
+
+        A board that is about to lose its engine takes them with the next one.
+        """
+        duty, bases = self._duty, self._bases
+        if duty is None or same(duty.base, bases.base) or not bases.here(duty.base):
+            return False
+        if self._stage.charge.unloads and not asleep:
+            return False
+        refusal = bases.refused(duty.base)
+        return refusal is None or refusal.until_s <= clock.now_s()
+
+    def _may_end(self, job: Job) -> bool:
+        """Whether the job goes on to its end with the weights that it has begun with."""
+        pinned = self._in_flight is InFlight.PIN or job.request.keep_version
+        return pinned and job.begun
+
+    def _is_awaited(self, job: Job) -> bool:
+        """Not one that is paused or held: it goes on with the others, as nobody knows when."""
+        at_rest = job.frozen or job.state in (_S.PAUSED, _S.ENDED)
+        return self._may_end(job) and not job.over and not at_rest

@@ -1,0 +1,1 @@
+"""Pure rules of a board: admission, states, obligations, versions, counters."""

@@ -1,0 +1,244 @@
+"""Who starts, who waits, who is turned away on one board. Pure: the clock is passed in.
+
+A board makes one run at a time, of one generation or of a batch. The queue in front of it is
+bounded and first come, first served; a request that waits longer than the limit is given up. It
+knows requests by *ticket*, the board's own number for one: request ids come from outside and may
+come twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
+
+from rkserve.core.errors import QueueFull
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """These requests get the board now, as one run."""
+
+    tickets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Expire:
+    """This request waited too long."""
+
+    ticket: int
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """These hold the board without running, and others have waited long enough for it."""
+
+    tickets: tuple[int, ...]
+
+
+Decision = Start | Expire | Release
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    ticket: int
+    since_s: float
+    key: Hashable
+    returned: bool  # it had the board before
+    barred_s: float | None = None  # since when it may not start, and does not count as waiting
+
+
+class Admission:
+    """The queue of one board and who holds it.
+
+    Up to ``batch`` requests of the same key share a run; ``key`` is whatever decides that they
+    can. A run that is not full waits ``window_s`` for more, from the moment that the board is free
+    and its first request is there. ``hold_s`` is how long one request may let others wait for a
+    board that it only holds (``hold``), over all of its pauses; None is for ever. What is barred
+    keeps its place, does not start, and its time does not run; ``bar`` says which.
+    """
+
+    def __init__(
+        self,
+        queue_limit: int,
+        queue_timeout_s: float,
+        batch: int = 1,
+        window_s: float = 0.0,
+        hold_s: float | None = None,
+    ) -> None:
+        self.queue_limit = queue_limit
+        self.running: tuple[int, ...] = ()
+        self._timeout_s = queue_timeout_s
+        self._batch = batch
+        self._window_s = window_s
+        self._hold_s = hold_s
+        # In the order of service: those that come back, then the others, each as they came.
+        self._queue: list[_Waiting] = []
+        self._barred: Callable[[int], bool] = lambda _: False
+        self._free_since_s: float | None = None  # None: busy, or not ready
+        self._held_since_s: float | None = None
+        self._hold_left_s: float | None = None  # of this hold; None: for ever, or said already
+        self._typical_s = 10.0  # a first guess; replaced by what runs really take
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait."""
+        return len(self._queue)
+
+    @property
+    def ahead(self) -> int:
+        """Requests that a new one would have before it."""
+        return len(self._queue) + len(self.running)
+
+    def offer(self, ticket: int, now_s: float, key: Hashable = None) -> int:
+        """Queue a request and return how many are ahead of it. Raises ``QueueFull``."""
+        # A board that is free takes a whole run besides what may wait.
+        room = self.queue_limit if self.running else self.queue_limit + self._batch
+        if len(self._queue) >= room:
+            raise QueueFull(self.queued, self.retry_after_s())
+        ahead = self.ahead
+        self._queue.append(self._waiting(ticket, now_s, key, returned=False))
+        return ahead
+
+    def readmit(
+        self, ticket: int, now_s: float, key: Hashable = None, *, yields: bool = False
+    ) -> None:
+        """Queue one that had the board before, in front of those that did not; never refused.
+
+        One that ``yields`` comes behind the first of those: it was to let go of the board for them
+        and is back before they had it.
+        """
+        returned = sum(waiting.returned for waiting in self._queue)
+        place = returned + 1 if yields else returned
+        self._queue.insert(place, self._waiting(ticket, now_s, key, returned=not yields))
+
+    def bar(self, barred: Callable[[int], bool], now_s: float) -> None:
+        """Tickets that are ``barred`` do not start from now on; others do again."""
+        self._barred = barred
+        self._queue = [self._looked_at(waiting, now_s) for waiting in self._queue]
+
+    def rekey(self, ticket: int, key: Hashable) -> None:
+        """One that may be waiting shares its run with others from now on."""
+        self._queue = [replace(w, key=key) if w.ticket == ticket else w for w in self._queue]
+
+    def withdraw(self, ticket: int) -> bool:
+        """Take a request out of the queue; False where it is not waiting."""
+        for waiting in self._queue:
+            if waiting.ticket == ticket:
+                self._queue.remove(waiting)
+                return True
+        return False
+
+    def holdable(self, spent_s: float) -> bool:
+        """Whether one that has let others wait for ``spent_s`` already may hold the board now."""
+        return self._hold_s is None or spent_s < self._hold_s or not self._free
+
+    def hold(self, now_s: float, spent_s: float = 0.0) -> None:
+        """Those that run do not need the board now and yet keep it: a pause inside the runtime.
+
+        ``spent_s`` is what ``unhold`` has returned for the same request so far.
+        """
+        self._held_since_s = now_s
+        self._hold_left_s = None if self._hold_s is None else max(0.0, self._hold_s - spent_s)
+
+    def unhold(self, now_s: float) -> float:
+        """The hold is over; return how long others have waited for it."""
+        since_s = self._waited_for_s()
+        self._held_since_s = self._hold_left_s = None
+        return 0.0 if since_s is None else max(0.0, now_s - since_s)
+
+    def decide(self, *, ready: bool, now_s: float) -> list[Decision]:
+        """Return what must be done now, in order."""
+        decisions: list[Decision] = list(self._expire(now_s))
+        release_s = self._release_s()
+        if release_s is not None and release_s <= now_s:
+            self._hold_left_s = None  # said once; the board is let go of by `finished`
+            decisions.append(Release(self.running))
+        if not ready or self.running:
+            self._free_since_s = None
+            return decisions
+        if self._free_since_s is None:
+            self._free_since_s = now_s
+        start_s = self._start_s()
+        if start_s is not None and start_s <= now_s:
+            decisions.append(self._start())
+        return decisions
+
+    def next_event_s(self) -> float | None:
+        """When ``decide`` has something to do without anybody's doing, on the clock of ``offer``.
+
+        It tells of a batch's window only after a ``decide`` has found the board free.
+        """
+        events = [waiting.since_s + self._timeout_s for waiting in self._free]
+        events += [when_s for when_s in (self._release_s(), self._start_s()) if when_s is not None]
+        return min(events, default=None)
+
+    def finished(self, took_s: float) -> None:
+        """The run has let go of the board after ``took_s``."""
+        self.running = ()
+        self._held_since_s = self._hold_left_s = None
+        self._typical_s += 0.2 * (took_s - self._typical_s)
+
+    def retry_after_s(self) -> int:
+        """Seconds until a place in the queue may be free: one typical run."""
+        return max(1, round(self._typical_s))
+
+    @property
+    def _free(self) -> list[_Waiting]:
+        """Those that may start."""
+        return [waiting for waiting in self._queue if waiting.barred_s is None]
+
+    def _waiting(self, ticket: int, now_s: float, key: Hashable, *, returned: bool) -> _Waiting:
+        barred_s = now_s if self._barred(ticket) else None
+        return _Waiting(ticket, now_s, key, returned, barred_s)
+
+    def _looked_at(self, waiting: _Waiting, now_s: float) -> _Waiting:
+        barred = self._barred(waiting.ticket)
+        if barred is (waiting.barred_s is not None):
+            return waiting
+        if waiting.barred_s is None:
+            return replace(waiting, barred_s=now_s)
+        spent_s = now_s - waiting.barred_s
+        return replace(waiting, since_s=waiting.since_s + spent_s, barred_s=None)
+
+    def _expire(self, now_s: float) -> Iterator[Expire]:
+        # One that came back began to wait later than those behind it: all of them are looked at.
+        late = [w for w in self._free if w.since_s + self._timeout_s <= now_s]
+        for waiting in late:
+            self._queue.remove(waiting)
+            yield Expire(waiting.ticket, now_s - waiting.since_s)
+
+    def _waited_for_s(self) -> float | None:
+        """Since when others wait for a board that is only held; None while nobody does."""
+        waiting = self._free
+        if self._held_since_s is None or not waiting:
+            return None
+        return max(self._held_since_s, min(w.since_s for w in waiting))
+
+    def _release_s(self) -> float | None:
+        """When those that hold the board have to let go of it; None while nobody waits for it."""
+        since_s = self._waited_for_s()
+        if since_s is None or self._hold_left_s is None:
+            return None
+        return since_s + self._hold_left_s
+
+    def _start_s(self) -> float | None:
+        """When the next run begins if nobody else comes; None where the board is not free."""
+        waiting = self._free
+        if self._free_since_s is None or not waiting:
+            return None
+        startable_s = max(self._free_since_s, waiting[0].since_s)
+        full = len(self._mates()) == self._batch
+        return startable_s if full else startable_s + self._window_s
+
+    def _mates(self) -> list[_Waiting]:
+        """The first in the queue, with those behind it that can share its run."""
+        waiting = self._free
+        return [one for one in waiting if one.key == waiting[0].key][: self._batch]
+
+    def _start(self) -> Start:
+        mates = self._mates()
+        self._queue = [waiting for waiting in self._queue if waiting not in mates]
+        self.running = tuple(waiting.ticket for waiting in mates)
+        self._free_since_s = None
+        return Start(self.running)

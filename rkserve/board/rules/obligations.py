@@ -1,0 +1,214 @@
+"""What one board is charged with: the epoch it obeys, what is paused, which versions it serves.
+
+Pure bookkeeping over ``core.desired_state``, carried out by ``operations.adopt``. Knows neither
+runs nor files: the versions on the disk are an argument.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from rkserve.core.desired_state import (
+    AdapterLine,
+    AdapterVersion,
+    BaseVersion,
+    Desired,
+    Duty,
+    Hold,
+    PauseMode,
+    SleepLevel,
+)
+from rkserve.core.errors import (
+    BoardAsleep,
+    BoardBehind,
+    EngineAsleep,
+    EnginePaused,
+    ModelNotFound,
+)
+from rkserve.core.messages import FIRST_LABEL, AdapterRef, GenerateRequest
+
+RETRY_AFTER_S = 5  # where a pause has no lease, nobody knows how long it lasts
+
+
+def adapter_name(request: GenerateRequest) -> str | None:
+    """Return the name of the adapter that the request is for, in whichever version."""
+    if request.line is not None:
+        return request.line
+    return request.adapter.name if request.adapter is not None else None
+
+
+class Charge:
+    """What the board was told last; ``governed`` boards serve nothing before that."""
+
+    def __init__(
+        self,
+        board_id: str,
+        model: str,
+        staged: Callable[[], tuple[AdapterVersion, ...]],
+        *,
+        governed: bool,
+    ) -> None:
+        self._board_id, self._model = board_id, model
+        self._staged = staged
+        self._governed = governed
+        self._refused = ""  # why other weights that it shall have could not be loaded
+        self._here: Callable[[BaseVersion], bool] = lambda _: False
+        self._base: BaseVersion | None = None
+        self._label = FIRST_LABEL
+        self.duty: Duty | None = None
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch of what it obeys; None before it was told anything."""
+        return None if self.duty is None else self.duty.epoch
+
+    @property
+    def staged(self) -> tuple[AdapterVersion, ...]:
+        """What is on the disk."""
+        return self._staged()
+
+    @property
+    def missing(self) -> tuple[AdapterVersion, ...]:
+        """What it shall serve and does not have."""
+        if self.duty is None:
+            return ()
+        there = frozenset(self._staged())
+        return tuple(version for version in self.duty.versions if version not in there)
+
+    @property
+    def missing_base(self) -> BaseVersion | None:
+        """The file that its model shall be loaded from, and that it does not have."""
+        base = None if self.duty is None else self.duty.base
+        if base is None or self.has_base or self._here(base):
+            return None
+        return base
+
+    @property
+    def has_base(self) -> bool:
+        """Whether its model is loaded from what it shall be loaded from."""
+        return self.duty is None or _digest(self.duty.base) == _digest(self._base)
+
+    @property
+    def joining(self) -> str:
+        """Why it takes no requests yet, or nothing."""
+        if self.duty is None:
+            return "it was not told yet what it shall be" if self._governed else ""
+        missing = [version.ref.label for version in self.missing]
+        if self.missing_base is not None:
+            missing.append(self.missing_base.title)
+        if missing:
+            return f"it has not been sent yet: {', '.join(missing)}"
+        return "" if self.has_base else self._refused
+
+    # -- the base model's weights, as those tell it who load them -------------------------------
+
+    def weights_here(self, here: Callable[[BaseVersion], bool]) -> None:
+        """Learn how to find out whether a file is on the disk."""
+        self._here = here
+
+    def loaded(self, base: BaseVersion | None) -> None:
+        """The model is loaded from this file, or will be next; None is the model folder's."""
+        self._base = base
+        self._label = FIRST_LABEL if base is None else base.version
+        self._take_label()
+
+    def refused(self, reason: str) -> None:
+        """What it shall be loaded from could not be, and why; nothing: it was not tried."""
+        self._refused = reason
+
+    def _take_label(self) -> None:
+        if self.duty is not None and self.has_base:
+            self._label = self.duty.label
+
+    @property
+    def unloads(self) -> bool:
+        """Whether it shall have no engine."""
+        level = None if self.duty is None else self.duty.level
+        return level is not None and level >= SleepLevel.UNLOADED
+
+    def take(self, desired: Desired) -> bool:
+        """Obey from now on; False where it obeys a later epoch, or this one, already."""
+        if self.duty is not None and desired.epoch <= self.duty.epoch:
+            return False
+        self.duty = desired.duty(self._board_id, self._model)
+        self._take_label()
+        return True
+
+    def hold(self, adapter: str | None) -> Hold | None:
+        """Return what pauses generations with the adapter of that name."""
+        return None if self.duty is None else self.duty.held(adapter)
+
+    def line(self, request: GenerateRequest) -> AdapterLine | None:
+        """Return the line that the request leaves its version to."""
+        if self.duty is None or request.line is None:
+            return None
+        return self.duty.line(request.line)
+
+    def check(self, request: GenerateRequest, now_s: float) -> None:
+        """Raise ``BoardBehind``, ``BoardAsleep``, ``EnginePaused`` where it takes no such request.
+
+        ``now_s`` is in seconds since 1970, as the ends of leases are.
+        """
+        if self.joining:
+            raise BoardBehind(self._board_id, self.joining)
+        if (self.epoch or 0) < request.min_epoch:
+            reason = f"it obeys epoch {self.epoch}, and {request.min_epoch} is asked for"
+            raise BoardBehind(self._board_id, reason)
+        self._check_weights(request)
+        name, level = adapter_name(request), None if self.duty is None else self.duty.level
+        if level is not None and not request.patient:
+            raise BoardAsleep(self._board_id, f"it sleeps at level {level:d}")
+        hold = self.hold(name)
+        if hold is None or hold.mode is PauseMode.KEEP:
+            return
+        if hold.mode is PauseMode.WAIT and request.continued is not None:
+            return  # it was accepted before, and is to run to its end
+        refused = EnginePaused if level is None else EngineAsleep
+        whole = self.duty is not None and hold is self.duty.hold
+        what = f"board {self._board_id}" if whole else f"adapter {name}"
+        raise refused(what, _retry_after_s(hold, now_s))
+
+    def _check_weights(self, request: GenerateRequest) -> None:
+        """Raise ``BoardBehind`` where one that shall keep its version would get other weights."""
+        begun = None if request.continued is None else request.continued.bound
+        if begun is None or begun.adapter is not None or not request.keep_version:
+            return
+        if begun.marks and begun.marks[-1][1] != self._label:
+            reason = f"it has the weights {self._label}, and {begun.marks[-1][1]} are asked for"
+            raise BoardBehind(self._board_id, reason)
+
+    def bind(self, request: GenerateRequest) -> AdapterRef | None:
+        """Return the version of the adapter that the request would begin with now.
+
+        Raises:
+            ModelNotFound: the request names a line of which nothing is served.
+        """
+        if request.line is None:
+            return request.adapter
+        line = self.line(request)
+        ref = None if line is None else self.serves(line, request)
+        if ref is None:
+            raise ModelNotFound(request.line)
+        return ref
+
+    def serves(self, line: AdapterLine, request: GenerateRequest) -> AdapterRef | None:
+        """Return what a request gets of a line here."""
+        return line.serves(self._board_id, request.session)
+
+    def label(self, ref: AdapterRef | None) -> str:
+        """Return what weights are called in answers: the adapter's version, or the model's.
+
+        That of the model is of those that are loaded, whatever it shall have.
+        """
+        return self._label if ref is None else ref.label
+
+
+def _digest(base: BaseVersion | None) -> str:
+    return "" if base is None else base.digest
+
+
+def _retry_after_s(hold: Hold, now_s: float) -> int:
+    if hold.expires_s is None:
+        return RETRY_AFTER_S
+    return max(1, math.ceil(hold.expires_s - now_s))

@@ -1,0 +1,1 @@
+"""Runs on a board, from start to finish, with pauses and adapter loads in between."""

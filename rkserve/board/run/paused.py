@@ -1,0 +1,155 @@
+"""The paused generations of one board: how many it keeps, for how long, and who holds the board.
+
+It makes no runs: what a generation goes on with, or is drained by, is the conductor's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from rkserve.board.answer.kv_plan import common_prefix
+from rkserve.board.rules.generation_states import GenerationEvent
+from rkserve.board.run.board_protocol import Stage
+from rkserve.board.run.job import Job
+from rkserve.board.run.start import outlook
+from rkserve.core.board_report import GenerationState
+from rkserve.core.errors import PauseExpired, RkserveError, TooManyPaused
+from rkserve.core.messages import Kv, Paused
+
+_S, _E = GenerationState, GenerationEvent
+BY_REQUEST = "request"
+BY_CLUSTER = "cluster"
+
+
+class Pauses:
+    """Who is paused. ``fail`` ends a job by an error."""
+
+    def __init__(self, stage: Stage, fail: Callable[[Job, RkserveError], None]) -> None:
+        self._stage = stage
+        self._fail = fail
+        self._holding: Job | None = None  # paused inside the runtime: it keeps the board
+        self._let_go: asyncio.Future[None] | None = None
+
+    def holds(self, job: Job) -> bool:
+        """Whether the job is paused inside the runtime and keeps the board."""
+        return job is self._holding
+
+    def at_resume(self) -> int | None:
+        """Return how many positions stay when the run that holds the board is resumed.
+
+        None where no run holds it, or no edit has asked for anything to be cut out.
+        """
+        job, live = self._holding, self._stage.live
+        if job is None or live.paused is None or live.paused.ids is None:
+            return None
+        ids, generation = live.paused.ids, job.generation
+        if not generation.cuts and common_prefix(ids, generation.context) == len(ids):
+            return None
+        resume = live.resumption(generation.context, generation.cuts, job.origin)
+        if resume is None:
+            return 0  # all of it is computed again
+        return len(ids) - sum(end - start for start, end in resume.cut)
+
+    def holdable(self, job: Job) -> bool:
+        """Whether the job may hold the board: not while others wait that have waited enough."""
+        stage = self._stage
+        doomed = stage.charge.unloads or stage.live.doomed
+        return not doomed and stage.admission.holdable(job.held_s)
+
+    def check(self, asked: int) -> None:
+        """Raise ``TooManyPaused`` where so many more generations cannot be paused here."""
+        if self._full(asked, beside=None):
+            raise self._too_many()
+
+    def _full(self, asked: int, *, beside: Job | None) -> bool:
+        jobs = self._stage.jobs.values()
+        kept = sum(_is_its_clients(job) and job is not beside for job in jobs)
+        return kept + asked > self._stage.max_paused
+
+    def _too_many(self) -> TooManyPaused:
+        return TooManyPaused(self._stage.board_id, self._stage.max_paused)
+
+    def rest(self, job: Job) -> None:
+        """Nothing more of the job is emitted until it is resumed.
+
+        One that would pause by itself ends with ``TooManyPaused`` where there are enough.
+        """
+        if job.generation.paused_by is not None and self._full(1, beside=job):
+            self._fail(job, self._too_many())
+            return
+        if job.state is _S.GENERATING:
+            job.advance(_E.PAUSE_ASKED)
+        job.advance(_E.PAUSED)
+        job.goes_on = job.frozen and not job.pause_asked and job.generation.paused_by is None
+        job.pause_asked = job.yields = False
+        loop, live = asyncio.get_running_loop(), self._stage.live
+        job.paused_s = loop.time()
+        # A run that goes on without it, muted, is what the handle is about to forget.
+        kept = live.paused is not None and live.running is None and self.holdable(job)
+        kv, _ = outlook(live, job, holds=kept)
+        if self._stage.charge.unloads:
+            kv = Kv.RECOMPUTED  # what may be restored from a file is not known yet
+        by = BY_CLUSTER if job.goes_on else job.generation.paused_by
+        job.paused_by = by or BY_REQUEST
+        job.announce(Paused(by, job.generation.tokens, kv))
+        job.seated = False
+        self._stage.figures.pauses += 1
+        self.watch(job)
+
+    def arrive(self, job: Job) -> None:
+        """A job comes from another board, where it was paused, and rests here as it did there."""
+        now_s = asyncio.get_running_loop().time()
+        job.waited(now_s)
+        job.advance(_E.ARRIVED)
+        job.paused_s = now_s
+        by = job.generation.paused_by
+        job.paused_by = by or BY_REQUEST
+        job.announce(Paused(by, job.generation.tokens, Kv.RECOMPUTED))
+        self.watch(job)
+
+    def watch(self, job: Job) -> None:
+        """Let the time run that a client may leave its generation paused; not under a hold."""
+        if job.expiry is not None:
+            job.expiry.cancel()
+            job.expiry = None
+        if job.state is _S.PAUSED and not job.goes_on and not job.frozen:
+            loop = asyncio.get_running_loop()
+            job.expiry = loop.call_later(self._stage.pause_timeout_s, self._expire, job)
+
+    def _expire(self, job: Job) -> None:
+        before_s = job.tally.paused_s
+        job.unpause(asyncio.get_running_loop().time())
+        self._fail(job, PauseExpired(job.tally.paused_s - before_s))
+
+    async def hold(self, job: Job) -> None:
+        """Keep the board for a run that the runtime has paused.
+
+        It ends with the pause, with the engine, or when others have waited long enough: the job is
+        ``released`` then, and may stay paused.
+        """
+        stage, live, loop = self._stage, self._stage.live, asyncio.get_running_loop()
+        self._holding = job
+        let_go = self._let_go = loop.create_future()
+        stage.admission.hold(loop.time(), job.held_s)
+        if live.doomed or stage.charge.unloads:
+            self.let_go()
+        stage.pump()
+        while job.state is _S.PAUSED and not job.over and live.alive and not let_go.done():
+            waits_for = (job.changed(), live.engine.died, let_go)
+            await asyncio.wait(waits_for, return_when="FIRST_COMPLETED")
+        job.held_s += stage.admission.unhold(loop.time())
+        job.released = let_go.done()
+        self._holding = self._let_go = None
+
+    def let_go(self) -> None:
+        """Others have waited long enough for the board that a paused job holds."""
+        if self._let_go is not None and not self._let_go.done():
+            self._let_go.set_result(None)
+
+
+def _is_its_clients(job: Job) -> bool:
+    """Whether a client's own wish, and not only the board's, keeps it paused."""
+    if job.state is _S.PAUSED:
+        return not job.goes_on
+    return job.state is _S.PAUSING and (job.pause_asked or not (job.frozen or job.yields))

@@ -1,0 +1,212 @@
+"""What others ask of generations while they run: who is there, pause, edit, resume, abort.
+
+It judges by the table of ``interrupt`` and lets the conductor do it. It knows nothing of engines
+beyond what a paused one holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from rkserve.board.answer.kv_plan import common_prefix
+from rkserve.board.rules.generation_states import GenerationEvent, judge
+from rkserve.board.run.board_protocol import Stage
+from rkserve.board.run.job import Job, emitted
+from rkserve.board.run.runner import Conductor
+from rkserve.board.run.start import kept_ids, outlook
+from rkserve.core.board_report import Emitted, GenerationInfo, GenerationState
+from rkserve.core.errors import GenerationNotFound, RequestError, StateConflict
+from rkserve.core.messages import ControlAction, Edit, Kv
+
+ENDED_REMEMBERED = 256
+HEARD_S = 0.5
+_LOST = "Its connection to this board was lost meanwhile; if another one has it, ask again."
+
+_S = GenerationState
+
+
+class Control:
+    """The generations of one board, by the ids that their clients know."""
+
+    def __init__(self, stage: Stage, conductor: Conductor) -> None:
+        self._stage = stage
+        self._conductor = conductor
+        self._ended: dict[str, None] = {}  # request ids, the oldest first
+
+    def remember(self, job: Job) -> None:
+        """The job has left the board: who asks for it later is told that it has ended."""
+        self._ended[job.request.request_id] = None
+        while len(self._ended) > ENDED_REMEMBERED:
+            del self._ended[next(iter(self._ended))]
+
+    def generations(self) -> list[GenerationInfo]:
+        """Return those that have not ended."""
+        jobs = self._stage.jobs.values()
+        return [self._info(job) for job in jobs if job.state is not _S.ENDED]
+
+    def emitted(self) -> Emitted:
+        """Return how far those are that have not ended."""
+        return Emitted(self._stage.board_id, emitted(self._stage.jobs.values()))
+
+    async def control(
+        self, generation: str, action: ControlAction, edit: Edit | None, choice: int | None
+    ) -> list[GenerationInfo]:
+        """Do ``action`` to the choices of a generation that it can be done to.
+
+        Raises:
+            GenerationNotFound: no choice of it is, or lately was, on this board.
+            StateConflict: the action fits none of them as they are; nothing was changed.
+            TooManyPaused: the board keeps no more paused ones; nothing was changed.
+            RequestError: the edit asks for something that is not there, or names no choice.
+        """
+        jobs = self._fitting(self._find(generation, action, choice), action)
+        if action is ControlAction.PAUSE and any(job.request.in_one_go for job in jobs):
+            raise RequestError(
+                "A generation with 'prompt_embeds' or 'cross_attention' cannot be paused: its KV "
+                "cache cannot be computed again from token ids."
+            )
+        if action is ControlAction.EDIT:
+            if len(jobs) > 1:
+                raise RequestError("Several choices are paused; say which one to edit.", "choice")
+            self._edit(jobs[0], edit or Edit())
+        elif action is ControlAction.RESUME:
+            for job in jobs:
+                self._conductor.resume(job)
+        elif action is ControlAction.ABORT:
+            for job in jobs:
+                self._conductor.abort(job)
+        else:
+            jobs = await self._pause(jobs)
+        return [self._info(job) for job in jobs]
+
+    async def given_out(self, done: Sequence[GenerationInfo], action: ControlAction) -> None:
+        """Wait until whoever streams what this was just done to knows of it, or does not read.
+
+        Then another board that goes on with it knows of it too. Raises ``StateConflict`` where it
+        is lost to this board before that.
+        """
+        ids = {info.request_id for info in done}
+        jobs = [job for job in self._stage.jobs.values() if job.request.request_id in ids]
+        heard = [await job.heard(HEARD_S) for job in jobs]
+        if jobs and not any(heard):
+            raise StateConflict(action.value, _S.QUEUED.value, _LOST)
+
+    def abort_all(self, request_ids: Sequence[str] | None) -> int:
+        """Abort the generations of these ids, of a completion or of a choice; None means all."""
+        asked = None if request_ids is None else [_parts(one) for one in request_ids]
+        jobs = [job for job in self._stage.jobs.values() if not job.over]
+        meant = [j for j in jobs if asked is None or any(_is_of(j, *one) for one in asked)]
+        for job in meant:
+            self._conductor.abort(job)
+        return len(meant)
+
+    def _find(self, generation: str, action: ControlAction, choice: int | None) -> list[Job]:
+        """Return the choices that have not ended."""
+        held = [job for job in self._stage.jobs.values() if _is_of(job, generation, choice)]
+        alive = [job for job in held if job.state is not _S.ENDED]
+        if alive:
+            return alive
+        ended = (_parts(request_id) for request_id in self._ended)
+        if held or any(_fits(parts, generation, choice) for parts in ended):
+            raise StateConflict(action.value, _S.ENDED.value)
+        raise GenerationNotFound(generation if choice is None else f"{generation}/{choice}")
+
+    def _fitting(self, jobs: Sequence[Job], action: ControlAction) -> list[Job]:
+        fitting: list[Job] = []
+        refused: StateConflict | None = None
+        for job in jobs:
+            try:
+                if not _has_a_say(job, action):
+                    judge(job.state, action)
+            except StateConflict as exc:
+                refused = refused or exc
+            else:
+                fitting.append(job)
+        if refused is not None and not fitting:
+            raise refused
+        return fitting
+
+    async def _pause(self, jobs: Sequence[Job]) -> list[Job]:
+        """Ask for the pause, and wait until nothing more is emitted."""
+        self._conductor.pauses.check(sum(not job.pause_asked for job in jobs))
+        for job in jobs:
+            self._conductor.pause(job)
+        for job in jobs:
+            while job.state is _S.PAUSING and not job.abandoned:
+                await asyncio.wait({job.changed()})
+        paused = [job for job in jobs if not job.over]
+        if not paused:
+            raise StateConflict(ControlAction.PAUSE.value, _S.ENDED.value, "It ended first.")
+        return paused
+
+    def _edit(self, job: Job, edit: Edit) -> None:
+        context = job.generation.context
+        held = kept_ids(self._stage.live, job, holds=self._conductor.pauses.holds(job))
+        # What will be recomputed can leave out whatever is asked for.
+        positions = common_prefix(held, context) if held is not None else len(context)
+        job.generation.apply(edit, kv_positions=positions, context_len=self._stage.context_len)
+        job.advance(GenerationEvent.EDITED)
+        job.tell()
+
+    # -- what is told -------------------------------------------------------------------------
+
+    def _info(self, job: Job) -> GenerationInfo:
+        generation, request = job.generation, job.request
+        kv, positions = self._kv(job)
+        now_s = asyncio.get_running_loop().time()
+        paused_s = 0.0 if job.paused_s is None else now_s - job.paused_s
+        return GenerationInfo(
+            request_id=request.request_id,
+            board_id=self._stage.board_id,
+            model=request.model,
+            state=job.state,
+            prompt_tokens=job.tally.prompt_tokens,
+            tokens=generation.tokens,
+            context_tokens=len(generation.context),
+            kv_positions=positions,
+            partial_output=generation.partial_output,
+            kv=kv,
+            adapter=job.adapter,
+            native_pause=request.native_pause,
+            paused_by=job.paused_by,
+            age_s=now_s - job.arrived_s,
+            paused_s=job.tally.paused_s + paused_s,
+        )
+
+    def _kv(self, job: Job) -> tuple[Kv | None, int]:
+        """Say what becomes of the job's KV cache, and how much of its context is in there."""
+        live = self._stage.live
+        run = live.running
+        if run is not None and job in run.seats:
+            return None, live.entries[run.seats.index(job)]
+        if job.state not in (_S.PAUSED, _S.RESUMING):
+            return None, 0
+        return outlook(live, job, holds=self._conductor.pauses.holds(job))
+
+
+def _parts(request_id: str) -> tuple[str, int | None]:
+    """Return the completion's id and the choice of a request id; the latter may be missing."""
+    completion, slash, choice = request_id.rpartition("/")
+    if slash and choice.isascii() and choice.isdigit():
+        return completion, int(choice)
+    return request_id, None
+
+
+def _fits(parts: tuple[str, int | None], generation: str, choice: int | None) -> bool:
+    return parts[0] == generation and choice in (None, parts[1])
+
+
+def _is_of(job: Job, generation: str, choice: int | None) -> bool:
+    return _fits(_parts(job.request.request_id), generation, choice)
+
+
+def _has_a_say(job: Job, action: ControlAction) -> bool:
+    """Whether a client may ask for it although the board has stopped the generation.
+
+    A pause of its own then outlives the cluster's, and one that goes on does so after that. One
+    that only makes way for an errand is paused instead of going on.
+    """
+    if action is ControlAction.PAUSE:
+        return job.goes_on or (job.state is _S.PAUSING and (job.frozen or job.yields))
+    return action is ControlAction.RESUME and job.goes_on

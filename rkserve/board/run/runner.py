@@ -1,0 +1,516 @@
+"""From the moment that a request gets the board until it lets go: its runs, pauses and its end.
+
+The conductor decides what a token or a run's end leads to. The engine's failures pass through it:
+what follows from them is the board's business, as is who gets the board next.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from rkserve.board.answer.generation import Generation, Want
+from rkserve.board.engine.protocol import RunEnded
+from rkserve.board.rules.generation_states import GenerationEvent
+from rkserve.board.run import clock
+from rkserve.board.run.board_protocol import Stage
+from rkserve.board.run.finish import abandon, keep, perf
+from rkserve.board.run.job import Job
+from rkserve.board.run.loaded_engine import LiveEngine
+from rkserve.board.run.paused import BY_CLUSTER, BY_REQUEST, Pauses
+from rkserve.board.run.run import Beginning, Run
+from rkserve.board.run.start import Opening
+from rkserve.core.board_report import GenerationState
+from rkserve.core.errors import (
+    AdapterBroken,
+    BoardFailed,
+    EngineDied,
+    HookFailed,
+    RequestError,
+    RkserveError,
+    RunFailed,
+)
+from rkserve.core.messages import Finished
+from rkserve.native.runtime import Perf, RunEnd
+
+log = logging.getLogger(__name__)
+
+_S, _E = GenerationState, GenerationEvent
+
+CANNOT_GO_ON = (
+    "an answer to 'prompt_embeds' or 'cross_attention' was interrupted, and cannot go on: its KV "
+    "cache cannot be computed again from token ids"
+)
+
+
+class Conductor:
+    """Makes the runs of those who have the board, and pauses, resumes and ends them."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._opening = Opening(stage)
+        self.pauses = Pauses(stage, self.fail)
+
+    async def perform(self, jobs: Sequence[Job]) -> None:
+        """Do what the jobs that admission has started need, until the board is free again.
+
+        Raises ``RkserveError`` for those that are still seated.
+        """
+        stage, now_s = self._stage, clock.now_s()
+        for job in jobs:
+            if stage.n_batch > 1 and job.queued_s is not None:
+                wait_s = now_s - max(stage.free_since_s, job.queued_s)
+                job.tally.batch_wait_s += min(wait_s, stage.batch_window_s)
+            job.waited(now_s)
+            job.seated, job.yields = True, False
+        if stage.n_batch == 1:
+            await self._solo(jobs[0])
+        else:
+            await self._batch(list(jobs))
+
+    # -- what is asked of a job ---------------------------------------------------------------
+
+    def arrive(self, job: Job) -> bool:
+        """Settle a job that comes from another board; False where it needs a run now."""
+        if self._closed(job):
+            return True
+        if job.generation.rests:
+            self.pauses.arrive(job)
+        return job.generation.rests
+
+    def pause(self, job: Job) -> None:
+        """Pause a job that generates; its state says when it is done.
+
+        One that the cluster has stopped is its client's from now on.
+        """
+        if job.state is _S.PAUSED:
+            job.goes_on, job.paused_by = False, BY_REQUEST
+            job.announce_by(None)
+            self.pauses.watch(job)
+            return
+        job.pause_asked = True
+        if job.state is not _S.PAUSING:
+            job.advance(_E.PAUSE_ASKED)
+            self._leave_run(job)
+
+    def stop(self, job: Job) -> None:
+        """Let a job that has a run leave it; it has left on return unless its KV cache is kept."""
+        job.advance(_E.HELD)
+        if not self._mute(job):
+            self._leave_run(job)
+
+    def _mute(self, job: Job) -> bool:
+        """Let the job leave its run at once; False where it has none, or one that is to be paused.
+
+        The library cuts no prefill, and ends no step of decoding either. So the run goes on for
+        nobody, and the board is busy until it has returned, while the job rests, or waits for the
+        board as any other. What that last step brings is computed again.
+        """
+        stage, run, now_s = self._stage, self._stage.live.running, clock.now_s()
+        if run is None or job not in run.seats or self._is_to_be_kept(run, job):
+            return False
+        entry = run.seats.index(job)
+        if run.first_s is not None:
+            begin = run.beginning
+            restored = begin.reused if begin.hit is not None else 0
+            self._count(job, run.clocked(entry, now_s, restored), begin.reused)
+        run.leave(entry, now_s)
+        job.seated = False
+        if self._concluded(job, run, paused=True):
+            stage.requeue(job)
+        if not run.jobs:
+            run.muted = True
+            stage.live.abort(run)
+        return True
+
+    def _leave_run(self, job: Job) -> None:
+        run = self._stage.live.running
+        if run is not None and job in run.seats:
+            self._interrupt(run, job)
+
+    def make_way(self) -> None:
+        """Let those who have the board, running or paused, leave it for an errand that waits.
+
+        Those that ran go on by themselves, recomputed, as soon as they have the board again.
+        """
+        self.pauses.let_go()
+        run = self._stage.live.running
+        for job in run.jobs if run is not None else ():
+            if job.state in (_S.PREFILLING, _S.GENERATING):
+                job.yields = True
+                self.stop(job)
+
+    def resume(self, job: Job) -> None:
+        """Let a paused job go on: at once where it holds the board, else when it has it again.
+
+        Under a hold it goes on after that.
+        """
+        if job.frozen:
+            job.goes_on, job.paused_by = True, BY_CLUSTER
+            job.announce_by(BY_CLUSTER)
+            return
+        job.unpause(clock.now_s())
+        job.advance(_E.RESUME_ASKED)
+        if not self.pauses.holds(job) and not self._closed(job):
+            self._stage.requeue(job)
+
+    def abort(self, job: Job, *, mute: bool = False) -> None:
+        """End a job in whatever state it is; its answer so far stands.
+
+        ``mute``: it has ended on return, whatever its run does.
+        """
+        job.advance(_E.ABORT_ASKED)
+        job.generation.aborted()
+        if not (mute and self._mute(job)):
+            self.leave(job)
+
+    def leave(self, job: Job) -> None:
+        """The job is over, aborted or without a consumer: see that nothing goes on for it."""
+        run = self._stage.live.running
+        if run is not None and job in run.seats:
+            if self._stage.n_batch == 1:
+                self._stage.live.abort(run)
+            else:
+                self._depart(run, job)
+        elif not job.seated and not self.pauses.holds(job):
+            self._stage.admission.withdraw(job.ticket)
+            self._closed(job)
+        # Else the conductor is between two steps of it, and looks again before the next.
+
+    def fail(self, job: Job, error: RkserveError) -> None:
+        """End a job by an error."""
+        if job.outcome is None:
+            self._stage.figures.failed += 1
+            if isinstance(error, BoardFailed | AdapterBroken):
+                label = job.spans.label or self._stage.charge.label(job.ref)
+                self._stage.versions.failed(label)
+        job.end(error)
+
+    # -- one after the other ------------------------------------------------------------------
+
+    async def _solo(self, job: Job) -> None:
+        going = not self._closed(job)
+        if going and job.request.in_one_go and job.generation.tokens:
+            self.fail(job, RunFailed(self._stage.board_id, CANNOT_GO_ON))
+            going = False
+        while going:
+            live, begin = await self._opening.of_one(job)
+            if self._closed(job):  # the client left, or aborted it, while that was prepared
+                await abandon(self._stage, begin)
+                break
+            if job.frozen or begin.origin != job.origin:  # or the cluster has changed
+                await abandon(self._stage, begin)
+                if job.frozen:
+                    await self._stand_by(job)
+                    break
+                continue
+            going = await self._once(job, live, begin)
+            if going and job.yields:
+                await self._stand_by(job)
+                break
+        job.seated = False
+
+    async def _stand_by(self, job: Job) -> None:
+        """Let the job, which is to go on, wait for the board: it was stopped, or makes way."""
+        await self._opening.drain()
+        if self._closed(job):
+            return
+        if job.state is _S.PREFILLING:
+            job.advance(_E.HELD)
+        if job.state is not _S.PAUSING:
+            self._stage.requeue(job)
+        elif self._is_to_rest(job):  # what was to be resumed never began
+            self.pauses.rest(job)
+        else:
+            job.advance(_E.FREED)
+            self._stage.requeue(job)
+
+    async def _once(self, job: Job, live: LiveEngine, begin: Beginning) -> bool:
+        """Make one run of the job; return whether it needs another one at once."""
+        job.generation.runtime_counts = live.facts.per_run_sampling or begin.steps is not None
+        try:
+            live.require()
+            self._start(job)
+            run, ended = await live.run([job], begin, self._receive, job.request.sampling)
+        except BaseException:
+            await abandon(self._stage, begin)
+            raise
+        if job not in run.seats:
+            return await self._unheard(begin, ended)
+        if ended.refused:
+            self.fail(job, RequestError(_reason(ended)))
+            return False
+        if ended.end is RunEnd.FAILED:
+            return await self._failed(job, begin, run, ended)
+        if ended.cut:
+            job.generation.cut()
+        if ended.end is not None:
+            self._count(job, perf(begin, run, ended), begin.reused)
+        # First: whoever waits for the pause is told of it when the board is held.
+        await keep(self._stage, begin, run, ended)
+        paused = ended.end is RunEnd.PAUSED
+        going = self._concluded(job, run, paused=paused)
+        if job.state is _S.PAUSED and paused:
+            return await self._hold(job)
+        if not going:
+            await self._opening.drain()
+        return going
+
+    async def _unheard(self, begin: Beginning, ended: RunEnded) -> bool:
+        """A muted run has returned: the board is free. Whose it was goes on by itself."""
+        await abandon(self._stage, begin)
+        await self._opening.drain()
+        if ended.end is RunEnd.FAILED and not begin.resume and not ended.refused:
+            raise RunFailed(self._stage.board_id, _reason(ended))
+        return False
+
+    def _concluded(self, job: Job, run: Run, *, paused: bool) -> bool:
+        """The job's part in a run is over: end it, pause it, or return that it goes on."""
+        if not self._is_interrupted(job, run, paused=paused):
+            self._finish(job)
+            return False
+        # What is left is to go on at once: a hook has changed its context, or its thoughts ended.
+        rewinds = job.generation.want in (Want.REWIND, None) and job.state is _S.GENERATING
+        job.interrupted()
+        if rewinds:
+            job.advance(_E.REWOUND)
+        elif self._is_to_rest(job):
+            self.pauses.rest(job)
+            return False
+        else:
+            job.advance(_E.FREED)
+        return not self._closed(job)
+
+    def _is_to_rest(self, job: Job) -> bool:
+        """Whether anybody still wants it paused: a switch of versions, for one, does not."""
+        if job.frozen or job.pause_asked or job.generation.paused_by is not None:
+            return True
+        return job.state is not _S.PAUSING
+
+    def _is_interrupted(self, job: Job, run: Run, *, paused: bool) -> bool:
+        """Whether the answer is to go on after this run, now or later."""
+        generation = job.generation
+        if job.over or generation.complete:
+            return False
+        if generation.want in (Want.PAUSE, Want.REWIND):
+            return True
+        if job.state is _S.PAUSING:
+            return paused or run.stopping
+        return job.state is _S.GENERATING and self._thoughts_ended_it(generation, run)
+
+    def _thoughts_ended_it(self, generation: Generation, run: Run) -> bool:
+        """Whether the runtime ended the run where the thoughts end, with the answer to come."""
+        if run.stopping or run.pausing or not self._stage.live.quirk("thinking_ends_run"):
+            return False
+        return generation.end_thinking()
+
+    async def _failed(self, job: Job, begin: Beginning, run: Run, ended: RunEnded) -> bool:
+        """The runtime refused a run, or gave it up. Raises ``RunFailed``.
+
+        A paused run that was not even resumed is ended, and the job goes on from its transcript.
+        """
+        await abandon(self._stage, begin)
+        if not begin.resume:
+            raise RunFailed(self._stage.board_id, _reason(ended))
+        if run.given[0]:
+            await self._opening.drain()
+            raise RunFailed(self._stage.board_id, _reason(ended))
+        log.warning(
+            "board %s: a paused run cannot be resumed and is recomputed: %s",
+            self._stage.board_id,
+            _reason(ended),
+        )
+        await self._opening.drain()
+        return not self._closed(job)
+
+    # -- many at once -------------------------------------------------------------------------
+
+    async def _batch(self, jobs: list[Job]) -> None:
+        """Make one run of up to ``n_batch`` jobs; each leaves it when its own part is over."""
+        planned: tuple[LiveEngine, Beginning] | None = None
+        while (here := self._still_here(jobs)) != jobs or not _is_for(planned, jobs):
+            if not here:
+                return
+            jobs = here  # some may leave while the others' run is prepared
+            planned = await self._opening.of_many(jobs)
+        assert planned is not None
+        stage, (live, begin) = self._stage, planned
+        live.require()
+        for job in jobs:
+            job.generation.runtime_counts = False  # the limit of a batch is its longest one's
+            job.tally.batch = max(job.tally.batch, len(jobs))
+            self._start(job)
+        seats = [*jobs, *[None] * (stage.n_batch - len(jobs))]
+        run, ended = await live.run(seats, begin, self._receive, jobs[0].request.sampling)
+        stage.figures.batch_runs += 1
+        stage.figures.batch_entries += len(jobs)
+        stage.figures.batch_tail_ms += run.tail_s(clock.now_s()) * 1e3
+        if ended.end is RunEnd.FAILED:
+            raise RunFailed(stage.board_id, _reason(ended))
+        for job in run.jobs:
+            self._depart(run, job)
+
+    def _still_here(self, jobs: Sequence[Job]) -> list[Job]:
+        """Return those who need a run; the others are settled."""
+        for job in jobs:
+            job.seated = not self._closed(job)
+        here = [job for job in jobs if job.seated]
+        staying = [job for job in here if not job.frozen]
+        # The cluster may have stopped some, or given them another version than the first has.
+        staying = [job for job in staying if job.origin == staying[0].origin]
+        for job in here:
+            if job not in staying:
+                job.seated = False
+                self._stage.requeue(job)
+        return staying
+
+    def _depart(self, run: Run, job: Job) -> None:
+        """The job's part in a batch is over, while the run may go on for others."""
+        now_s, live = clock.now_s(), self._stage.live
+        entry = run.seats.index(job)
+        run.leave(entry, now_s)
+        job.seated = False
+        self._count(job, run.clocked(entry, now_s), reused=0)
+        if self._concluded(job, run, paused=True):
+            self._stage.requeue(job)
+        if not run.jobs and live.running is run:
+            live.abort(run)
+
+    # -- tokens -------------------------------------------------------------------------------
+
+    def _receive(self, run: Run, entry: int, token_id: int, data: bytes, waiting: bool) -> None:
+        """Take one token. What comes after our decision to stop is nobody's."""
+        job = run.seats[entry]
+        if job is None or (run.stopping and job.state is not _S.GENERATING):
+            return
+        batched = self._stage.n_batch > 1
+        # The one state of a batch's callback cannot say whose text is held back: no text may mean
+        # that, and must not be taken for a whole character.
+        job.token(token_id, data, waiting or (batched and not data))
+        generation = job.generation
+        if batched:
+            if generation.complete or generation.want is not None:
+                self._depart(run, job)
+            return
+        want = generation.want
+        if want is None:
+            return
+        if want is Want.STOP:
+            self._stop(run)
+            return
+        if want is Want.PAUSE and job.state is _S.GENERATING:
+            job.advance(_E.PAUSE_ASKED)
+        self._interrupt(run, job)
+
+    def _stop(self, run: Run) -> None:
+        """The answer is complete: free the NPU."""
+        live = self._stage.live
+        if run.pausable and live.quirk("stop_by_pause"):
+            live.pause(run)
+        else:
+            live.abort(run)
+
+    def _interrupt(self, run: Run, job: Job) -> None:
+        """Let the run end so that it can go on, with its KV cache kept where that was asked for."""
+        live = self._stage.live
+        if self._stage.n_batch > 1:
+            self._depart(run, job)
+        elif self._is_pausable(run, job):
+            live.pause(run)
+        else:
+            live.abort(run)
+
+    def _is_to_be_kept(self, run: Run, job: Job) -> bool:
+        """Whether the runtime shall pause the run with its KV cache: not before the first token."""
+        return run.first_s is not None and self._is_pausable(run, job)
+
+    def _is_pausable(self, run: Run, job: Job) -> bool:
+        return (
+            run.pausable
+            and job.request.native_pause
+            and not job.yields
+            and run.beginning.origin == job.origin  # else it is switched, and recomputed
+            and (job.generation.want is Want.REWIND or self.pauses.holdable(job))
+        )
+
+    # -- paused -------------------------------------------------------------------------------
+
+    async def _hold(self, job: Job) -> bool:
+        """Keep the board for a run that the runtime has paused; return whether it goes on.
+
+        Otherwise the run is drained; the job may stay paused and is recomputed later.
+        """
+        live = self._stage.live
+        await self.pauses.hold(job)
+        if job.state is _S.RESUMING and live.alive and not job.released:
+            job.seated = True
+            return not self._closed(job) or await self._drained()
+        if job.state is _S.RESUMING and not self._closed(job):
+            self._stage.requeue(job)
+        elif job.over:
+            self._closed(job)
+        await self._drained()
+        return False
+
+    async def _drained(self) -> bool:
+        """Drain; an engine that died has nothing to drain. Return False, for short."""
+        try:
+            await self._opening.drain()
+        except EngineDied:
+            log.info("board %s: the engine died with its paused run", self._stage.board_id)
+        return False
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def _start(self, job: Job) -> None:
+        """A run of the job begins, with the version that it is bound to now."""
+        label = self._stage.charge.label(job.ref)
+        if not job.begun:
+            self._stage.versions.began(label)
+        job.spans.begin(label, job.generation.tokens)
+        job.start()
+
+    def _count(self, job: Job, perf: Perf, reused: int) -> None:
+        """A run of the job has taken so much."""
+        job.tally.add(perf, reused)
+        if job.spans.label is not None:
+            self._stage.versions.ran(job.spans.label, perf.decode_tokens, perf.decode_ms)
+
+    def _closed(self, job: Job) -> bool:
+        """Settle a job that needs no run any more; return whether it was one."""
+        if not job.over and not job.generation.complete:
+            return False
+        self._finish(job)
+        return True
+
+    def _finish(self, job: Job) -> None:
+        """Settle the outcome and the figures of a job."""
+        if job.outcome is not None:
+            return
+        generation, stage = job.generation, self._stage
+        job.unpause(clock.now_s())
+        job.waited(clock.now_s())
+        used = len(generation.context)
+        if job.request.prompt_text is not None:
+            used += job.tally.prompt_tokens
+        full = used >= stage.context_len
+        try:
+            reason = generation.ended(context_full=full)
+        except HookFailed as exc:
+            self.fail(job, exc)
+            return
+        usage = job.tally.usage(generation.tokens, generation.thought.tokens)
+        timings = job.tally.timings()
+        if job.tally.runs > 0:
+            stage.figures.count(usage, timings)
+        spans = job.spans.of(generation.tokens)
+        job.end(Finished(reason, usage, timings, spans, generation.stopped_by))
+
+
+def _is_for(planned: tuple[LiveEngine, Beginning] | None, jobs: Sequence[Job]) -> bool:
+    """Whether the run was planned for the version that the jobs are bound to now."""
+    return planned is not None and planned[1].origin == jobs[0].origin
+
+
+def _reason(ended: RunEnded) -> str:
+    return ended.error or f"the runtime returned {ended.return_code}"

@@ -1,0 +1,172 @@
+"""What one board is told about itself before it starts. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rkserve.board.answer.hooks import HookFactory
+from rkserve.board.engine.watchdog import Patience
+from rkserve.board.run.prompt_caching import CacheRules
+from rkserve.board.storage.prompt_cache import CacheStore
+from rkserve.core.errors import RequestError
+from rkserve.core.messages import GenerateRequest
+from rkserve.core.run_params import EncoderShape, Guided, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class BoardSettings:
+    """What one board is. Times in seconds, lengths in tokens.
+
+    ``sampling`` is what the model is loaded with: on 1.2.x every request gets it. ``model_dir`` is
+    the model folder whose adapters are served; None serves none. ``staged_dir`` is the board's own
+    folder for those that are sent to it, which go first; None takes none. ``hooks`` are put around
+    every generation, before those of its own. A board that is ``governed`` serves nothing before it
+    was told what it shall be (``Board.adopt``). ``load_patience_s`` is how long an adapter that is
+    to be tried waits for the end of a run before that has to make way. ``asleep_file`` remembers
+    that the board sleeps when its replica is gone, and ``base_file`` which of the base weights in
+    ``weights_dir``, those that were sent to the board, it has loaded. Those that cannot be loaded
+    rest for ``base_rest_s`` before they are tried again, then for twice that. In ``text_mode``
+    prompts are texts, and the ids of tokens are known to nobody; otherwise ``tokenizer_file`` says
+    what they stand for, where answers are made of single steps. One with ``vision`` takes images,
+    and one that knows its ``hidden_size`` embeddings of so many numbers. The decoder of an
+    encoder-decoder model needs states of the shape ``encoder``, of up to ``encoder_tokens`` tokens.
+    ``guided`` says how answers with a grammar are made. ``own_file`` is the base model in the model
+    folder, and ``own_digest_file`` keeps its sha256.
+    """
+
+    board_id: str
+    model: str
+    context_len: int
+    eos_ids: frozenset[int]
+    sampling: Sampling = field(default_factory=Sampling)
+    platform: str = ""
+    node: str = ""
+    library: str = ""
+    queue_limit: int = 16
+    queue_timeout_s: float = 300.0
+    patience: Patience = field(default_factory=Patience)
+    crash_limit: int = 3
+    crash_window_s: float = 60.0
+    quarantine_s: float = 60.0
+    silence_timeout_s: float = 10.0
+    n_batch: int = 1
+    batch_window_s: float = 0.02
+    pause_hold_s: float = 30.0
+    pause_timeout_s: float = 600.0
+    max_paused: int = 32
+    model_dir: Path | None = None
+    staged_dir: Path | None = None
+    max_adapters: int = 4
+    max_adapter_bytes: int | None = None
+    kv_position_bytes: int | None = None
+    caches: CacheStore | None = None
+    park: bool = True
+    park_min_tokens: int = 256
+    vocab_size: int | None = None
+    tokenizer_file: Path | None = None
+    hooks: tuple[HookFactory, ...] = ()
+    governed: bool = False
+    load_patience_s: float = 2.0
+    text_mode: bool = False
+    vision: bool = False
+    hidden_size: int | None = None
+    encoder: EncoderShape | None = None
+    encoder_tokens: int = 0
+    guided: Guided = Guided.AUTO
+    weights_dir: Path | None = None
+    base_file: Path | None = None
+    base_rest_s: float = 30.0
+    asleep_file: Path | None = None
+    own_file: Path | None = None
+    own_digest_file: Path | None = None
+
+    def ignored(self, request: GenerateRequest) -> tuple[str, ...]:
+        """Return the sampling values asked for that a runtime cannot honour that fixes them."""
+        if request.stepwise is not None:
+            return ()  # it is our own sampling
+        return tuple(
+            name
+            for name in request.sampling_asked
+            if getattr(request.sampling, name) != getattr(self.sampling, name)
+        )
+
+    def check_steps(self, request: GenerateRequest) -> None:
+        """Raise ``RequestError`` where an answer cannot be made of single steps here."""
+        if request.stepwise is None:
+            return
+        if self.n_batch > 1:
+            why = "its boards serve batches, of which RKLLM computes no logits"
+        elif self.text_mode or self.tokenizer_file is None:
+            why = "it is served without a tokenizer"
+        elif not self.eos_ids:
+            why = "its folder does not say which tokens end an answer (eos_token_ids)"
+        else:
+            return
+        raise RequestError(
+            f"The model '{self.model}' can only generate as RKLLM itself does, without seed, "
+            f"logprobs, logit_bias, min_p, best_of and grammars: {why}."
+        )
+
+    def check_images(self, request: GenerateRequest) -> None:
+        """Raise ``RequestError`` for images that the board's model cannot see, or not like this."""
+        if request.images and not self.vision:
+            raise RequestError(f"The model '{self.model}' takes no images.", "messages")
+        if request.images and (request.stepwise is not None or request.use_cache is not None):
+            raise RequestError(
+                "Answers about images are generated as RKLLM itself does, and from no prompt cache."
+            )
+
+    def check_embeds(self, request: GenerateRequest) -> None:
+        """Raise ``RequestError`` for embeddings that the library would read beyond their end."""
+        embeds = request.embeds
+        if embeds is None:
+            return
+        if embeds.columns != self.hidden_size:
+            known = "not known" if self.hidden_size is None else f"{self.hidden_size}"
+            raise RequestError(
+                f"Embeddings of {embeds.columns} numbers do not fit the model '{self.model}': its "
+                f"hidden_size is {known} on this board.",
+                "prompt_embeds",
+            )
+        if self.n_batch > 1 or request.stepwise is not None or request.use_cache is not None:
+            raise RequestError(
+                "Answers to 'prompt_embeds' are generated as RKLLM itself does, from no prompt "
+                "cache, and not on boards that serve batches (n_batch).",
+                "prompt_embeds",
+            )
+
+    def check_encoder(self, request: GenerateRequest) -> None:
+        """Raise ``RequestError`` for states that the library would read beyond their end.
+
+        A request without them must not be answered from those of another one, which the library
+        keeps.
+        """
+        states = request.encoder
+        if states is None and self.encoder is None:
+            return
+        if states is None:
+            why = "needs 'cross_attention', an encoder's output, with every prompt"
+        elif self.encoder is None:
+            why = "takes no 'cross_attention'"
+        elif states.shape != self.encoder or not 1 <= states.tokens <= self.encoder_tokens:
+            why = f"takes 'cross_attention' of other sizes than those on board {self.board_id}"
+        elif request.embeds is not None or request.images or request.stepwise is not None:
+            why = "generates as RKLLM itself does, and from text or token ids only"
+        elif request.use_cache is not None:
+            why = "uses no prompt cache with 'cross_attention'"
+        else:
+            return
+        raise RequestError(f"The model '{self.model}' {why}.", "cross_attention")
+
+    @property
+    def cache_rules(self) -> CacheRules:
+        """What of it concerns the prompt caches."""
+        return CacheRules(
+            board_id=self.board_id,
+            model=self.model,
+            context_len=self.context_len,
+            park=self.park and self.n_batch == 1,
+            park_min_tokens=self.park_min_tokens,
+            position_bytes=self.kv_position_bytes,
+        )

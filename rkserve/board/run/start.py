@@ -1,0 +1,250 @@
+"""How the next run of a job begins: resumed, extended, from a prompt cache, or from nothing.
+
+It readies the engine for that (drains a paused run, loads an adapter, parks a conversation) and
+makes no run of a job itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rkserve.board.answer.kv_plan import Ids, common_prefix
+from rkserve.board.engine.protocol import EntryCommand
+from rkserve.board.run.board_protocol import Stage
+from rkserve.board.run.job import Job
+from rkserve.board.run.loaded_engine import LiveEngine
+from rkserve.board.run.run import Beginning
+from rkserve.core.errors import Misuse, NativeError
+from rkserve.core.messages import Kv
+from rkserve.core.run_params import NEVER_ENDS, Guided, Stepwise
+from rkserve.native.step_params import StepParams
+
+
+class Opening:
+    """Plans runs. Use it while the board is one's own.
+
+    What it plans holds for one engine, which it names: while it waits for a disk, that one may die
+    and another one be loaded.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+
+    async def of_one(self, job: Job) -> tuple[LiveEngine, Beginning]:
+        """Return how the job's next run begins; an adapter is loaded for it if need be.
+
+        Raises ``RkserveError``: the adapter's or the named cache's fault, or the engine's.
+        """
+        live = self._stage.live
+        steps = job.request.stepwise
+        if live.paused is not None and (steps is not None or job.request.prompt_text is not None):
+            await self.drain()  # the ids of the one are not those of the other's context
+        elif live.paused is not None:
+            wanted = job.generation.context
+            resume = live.resumption(wanted, job.generation.cuts, job.origin)
+            if resume is not None:
+                return live, Beginning(
+                    entries=(EntryCommand(resume.send),),
+                    base=wanted,
+                    reused=len(wanted) - len(resume.send),
+                    history=live.paused.history,
+                    resume=True,
+                    cut=resume.cut,
+                    origin=job.origin,
+                    limit=job.generation.budget,
+                    once=job.request.once,
+                )
+            await self.drain()
+        live = await self._engine(job)
+        if steps is not None:
+            return await self._step_by_step(live, job, steps)
+        text = job.request.prompt_text
+        if text is None:
+            return await self._afresh(live, job)
+        await self._stage.caching.park(live)  # what others have said in token ids
+        prompt, limit = text + job.generation.spoken, job.generation.budget
+        entry = EntryCommand(
+            ids=job.request.decoder_ids,
+            prompt_text=prompt,
+            images=job.request.images,
+            embeds=job.request.embeds,
+            encoder=job.request.encoder,
+        )
+        return live, Beginning((entry,), clear=True, origin=job.origin, limit=limit)
+
+    async def of_many(self, jobs: Sequence[Job]) -> tuple[LiveEngine, Beginning]:
+        """Return how a batch begins, whose jobs have one key. Raises as ``of_one``."""
+        live = await self._engine(jobs[0])
+        entries = [EntryCommand(job.generation.context) for job in jobs]
+        padding = EntryCommand(entries[0].ids[:1])
+        return live, Beginning(
+            entries=(*entries, *[padding] * (self._stage.n_batch - len(jobs))),
+            clear=live.context.ids != (),
+            origin=jobs[0].origin,
+            limit=max(job.generation.budget for job in jobs),
+        )
+
+    async def drain(self) -> None:
+        """End a run that is paused inside the runtime, by a fresh engine where it refuses that.
+
+        Raises:
+            EngineHung, EngineDied: the engine failed meanwhile.
+            RkserveError: the fresh engine did not load.
+        """
+        live = self._stage.live
+        if live.paused is None:
+            return
+        try:
+            await live.drain()
+        except Misuse:  # it is not paused, whatever was thought
+            live.paused = None
+        except NativeError as exc:
+            await self._stage.renew(f"a paused run cannot be ended: {exc}")
+
+    async def _afresh(self, live: LiveEngine, job: Job) -> tuple[LiveEngine, Beginning]:
+        """Extend the live context, or begin from a prompt cache, or from nothing."""
+        caching = self._stage.caching
+        origin = job.origin  # the engine has this one, whatever the job is bound to meanwhile
+        wanted, limit = job.generation.context, job.generation.budget
+        history = _keeps_history(live, job)
+        plan = live.context.plan(wanted, origin)
+        reused = plan.reused if history else 0
+        hit = await caching.choose(live, wanted, origin, job.request.use_cache, reused)
+        if hit is None and reused:
+            return live, Beginning(
+                entries=(EntryCommand(plan.send),),
+                base=wanted,
+                reused=reused,
+                history=True,
+                origin=origin,
+                limit=limit,
+                once=job.request.once,
+            )
+        if hit is not None and not caching.usable(live):
+            await self._stage.renew("a prompt cache needs a handle without an aborted run")
+            live = await self._engine(job)
+        else:
+            await caching.park(live)
+        if hit is not None:
+            history = history and live.quirk("prompt_cache_load_with_history")
+        return live, Beginning(
+            entries=(EntryCommand(wanted),),
+            base=wanted,
+            reused=hit.tokens if hit is not None else 0,
+            clear=live.context.ids != (),
+            history=history,
+            origin=origin,
+            limit=limit,
+            hit=hit,
+            save=None if job.request.once else await caching.reserve_again(hit, history=history),
+            once=job.request.once,
+        )
+
+    async def _step_by_step(
+        self, live: LiveEngine, job: Job, asked: Stepwise
+    ) -> tuple[LiveEngine, Beginning]:
+        """Extend the live context where steps may, or begin from nothing.
+
+        Logprobs of the prompt need all of its positions computed.
+        """
+        generation, origin = job.generation, job.origin
+        wanted, prompt = generation.context, generation.begin_scores()
+        optimistic = self._is_optimistic(live, job, asked)
+        history = _keeps_history(live, job) and not optimistic
+        plan = live.context.plan(wanted, origin)
+        reused = plan.reused if history and not prompt else 0
+        if not reused:
+            await self._stage.caching.park(live)
+        file = self._stage.tokenizer_file
+        assert file is not None  # or it was refused
+        return live, Beginning(
+            entries=(EntryCommand(wanted[reused:]),),
+            base=wanted,
+            reused=reused,
+            clear=not reused and live.context.ids != (),
+            history=history,
+            origin=origin,
+            limit=generation.budget,
+            once=job.request.once,
+            steps=StepParams(
+                tokenizer=file,
+                sampling=job.request.sampling,
+                wanted=asked,
+                eos=_ends(job, asked, self._stage.eos_ids),
+                limit=generation.budget,
+                held=wanted[:reused],
+                said=tuple(generation.token_ids),
+                prompt=prompt,
+                optimistic=optimistic,
+            ),
+        )
+
+    def _is_optimistic(self, live: LiveEngine, job: Job, asked: Stepwise) -> bool:
+        """Whether the library generates itself what follows a grammar, as far as it does.
+
+        Not where its draws are not those that were asked for, or not all of its tokens are told.
+        """
+        sampled = live.facts.per_run_sampling or job.request.sampling == self._stage.sampling
+        able = asked.free and sampled and live.quirk("waiting_token_id_valid")
+        wished = self._stage.guided
+        if wished is Guided.AUTO:
+            # Steps that keep the context cost one token each, and never have to go back.
+            return able and not live.quirk("logits_with_history")
+        return able and wished is Guided.OPTIMISTIC
+
+    async def _engine(self, job: Job) -> LiveEngine:
+        """Return an engine that has the job's adapter."""
+        stage = self._stage
+        while True:
+            ref = job.ref
+            live = stage.live if ref is None else await stage.adapting.ready(stage, ref)
+            if job.ref == ref:  # else it was bound to another version while that was loaded
+                return live
+
+
+def outlook(live: LiveEngine, job: Job, *, holds: bool) -> tuple[Kv, int]:
+    """Say what becomes of an interrupted job's KV cache, and how much of its context counts.
+
+    ``holds``: the job keeps the board with its run paused inside the runtime.
+    """
+    context = job.generation.context
+    if live.doomed or job.request.prompt_text is not None:
+        return Kv.RECOMPUTED, len(context)
+    kept = kept_ids(live, job, holds=holds)
+    if kept is not None:
+        if live.resumption(context, job.generation.cuts, job.origin) is not None:
+            return Kv.KEPT, common_prefix(kept, context)
+    elif _keeps_history(live, job) and live.context.plan(context, job.origin).reused:
+        return Kv.KEPT, len(context)
+    return Kv.RECOMPUTED, len(context)
+
+
+def kept_ids(live: LiveEngine, job: Job, *, holds: bool) -> Ids | None:
+    """Return what the paused handle will hold once the ranges asked for are cleared."""
+    if not holds or live.paused is None or live.paused.ids is None:
+        return None
+    ids = live.paused.ids
+    for start, end in job.generation.cuts:
+        ids = ids[:start] + ids[end:]
+    return ids
+
+
+def _keeps_history(live: LiveEngine, job: Job) -> bool:
+    """Whether the context outlives the run; the runtime may not pause every such run."""
+    if job.request.stepwise is not None:
+        return live.context.append and live.quirk("logits_with_history")
+    return live.context.append and (not job.request.native_pause or live.may_pause(history=True))
+
+
+def _ends(job: Job, asked: Stepwise, eos_ids: frozenset[int]) -> frozenset[int]:
+    """Return the token ids that end an answer, as far as the engine has to know them.
+
+    ``least`` forbids all of them until then; with ``ignore_eos`` only the model's own. A grammar
+    says itself where it ends.
+    """
+    stop_ids = frozenset(job.request.stop_ids)
+    if asked.guide is not None:
+        return eos_ids
+    if asked.least == NEVER_ENDS:
+        return eos_ids - stop_ids
+    return eos_ids | stop_ids

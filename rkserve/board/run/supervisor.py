@@ -1,0 +1,313 @@
+"""Keeps an engine behind a board: loads it, watches over it, ends it and starts the next one.
+
+It owns the state of the board. Whose requests suffer from what happens is for the board to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol
+
+from rkserve.board.engine.lifecycle import OPEN, SICK, BoardEvent, CrashLog, advance
+from rkserve.board.engine.protocol import Engine, EngineFacts
+from rkserve.board.engine.unloaded import Unloaded
+from rkserve.board.rules.loaded_adapters import AdapterTable
+from rkserve.board.run import clock
+from rkserve.board.run.loaded_engine import SECOND_LOOK_S, LiveEngine
+from rkserve.board.run.settings import BoardSettings
+from rkserve.core.board_report import BoardState
+from rkserve.core.errors import BoardOutOfOrder, EngineDied, EngineHung, LoadFailed, RkserveError
+
+log = logging.getLogger(__name__)
+
+
+class Tenants(Protocol):
+    """Those who depend on the engine: the board with its requests."""
+
+    def lose(self, error: RkserveError) -> None:
+        """Whoever has the board cannot go on."""
+
+    def fail_all(self, *, spare_paused: bool = False) -> None:
+        """Nobody who waits is served here; a pause may outlive that."""
+
+    def pump(self) -> None:
+        """The engine is ready again."""
+
+
+class Keeper:
+    """One board's engine, from the first to the last of its processes."""
+
+    def __init__(
+        self,
+        settings: BoardSettings,
+        start_engine: Callable[[], Awaitable[Engine]],
+        tenants: Tenants,
+    ) -> None:
+        self._settings = settings
+        self._board_id = settings.board_id
+        self._start_engine = start_engine
+        self._tenants = tenants
+        self.state = BoardState.LOADING
+        self.reason = ""
+        self.starts = 0
+        self.renewals = 0  # of these, those that replaced an engine which was well
+        self.live: LiveEngine | None = None  # the last one that was loaded, also when it ended
+        self.loaded_s = 0.0  # when that was
+        self._reason_awake = ""  # what ``reason`` was before the board slept
+        self._recovery: asyncio.Task[None] | None = None
+        self._giving_up: asyncio.Future[None] | None = None
+        self._crashes = CrashLog(settings.crash_limit, settings.crash_window_s)
+        self._forgiven = asyncio.Event()  # the loss that is being recovered from, or the next one
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- what there is ------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Whether a run may start. The news of an engine's end takes a turn of the loop."""
+        return self.state is BoardState.READY and self.live is not None and self.live.alive
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the replica shuts down."""
+        return self.state is BoardState.STOPPED
+
+    def open(self) -> LiveEngine:
+        """Return the engine of a board that takes requests. Raises ``BoardOutOfOrder``."""
+        if self.state not in OPEN or self.live is None:
+            raise self.failed()
+        return self.live
+
+    def failed(self) -> BoardOutOfOrder:
+        """Return the error of those who cannot be served."""
+        return BoardOutOfOrder(self._board_id, f"{self.state.value}: {self.reason}")
+
+    # -- from start to stop -------------------------------------------------------------------
+
+    async def start(self, asleep: EngineFacts | None = None) -> None:
+        """Load the model. Raises ``RkserveError`` or ``OSError``; the board is then ``failed``.
+
+        With the facts of an engine that was put to ``sleep`` it sleeps on instead.
+        """
+        if asleep is not None:
+            self._advance(BoardEvent.SLEEP, "it was asleep when its replica ended")
+            self.live, self.loaded_s = self._unloaded(asleep), clock.now_s()
+        else:
+            try:
+                await self._load()
+            except Exception as exc:
+                if self.state is BoardState.LOADING:
+                    self._advance(BoardEvent.LOAD_FAILED, str(exc))
+                raise
+        self.spawn(self._watch_silence())
+
+    async def stop(self) -> None:
+        """End the engine, in order where it can."""
+        hung, live = self.state is BoardState.HUNG, self.live
+        self._advance(BoardEvent.STOP, "the replica shuts down")
+        self._tenants.fail_all()
+        if live is not None and live.running is not None:
+            live.abort(live.running)  # in a run it could not end in order
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if live is not None and live.alive:
+            await (live.engine.kill() if hung else live.engine.stop())
+
+    def check(self) -> None:
+        """Raise ``BoardFailed`` with the reason while the board cannot help itself."""
+        if self.state in SICK:
+            raise self.failed()
+
+    async def renew(self, reason: str) -> None:
+        """Replace the engine by a fresh one, in order. Raises what a failing load raises."""
+        engine = self.open().engine
+        if engine.died.done():
+            raise EngineDied(self._board_id, engine.died.result())
+        if self.state is not BoardState.READY:
+            raise self.failed()
+        self._advance(BoardEvent.RENEW, reason)
+        await engine.stop()
+        try:
+            await self._load()
+        except (RkserveError, OSError) as exc:
+            self._refused(exc)
+            raise self.failed() from exc
+        self.renewals += 1
+
+    @property
+    def recovering(self) -> bool:
+        """Whether a crash is being recovered from: no engine is there, nor needed until then."""
+        return self._recovery is not None and not self._recovery.done()
+
+    async def sleep(self, reason: str) -> None:
+        """End the engine in order, or give up the loading of one. Nothing of it is left then.
+
+        Use it while the board is one's own, or ``recovering``. Raises ``BoardOutOfOrder``.
+        """
+        if self._recovery is not None and not self._recovery.done():
+            self._recovery.cancel()
+            await asyncio.wait({self._recovery})
+        live = self.live
+        if live is None or self.state in (BoardState.HUNG, BoardState.FAILED, BoardState.STOPPED):
+            raise self.failed()
+        self._reason_awake = self.reason
+        self._advance(BoardEvent.SLEEP, reason)
+        if live.alive:
+            await live.engine.stop()
+        self.live = self._unloaded(live.facts)
+
+    async def wake(self) -> None:
+        """Load the model again. Raises what a failing load raises: everybody is told then."""
+        self._advance(BoardEvent.WAKE, self._reason_awake)
+        try:
+            await self._load()
+        except (RkserveError, OSError) as exc:
+            self._refused(exc)
+            raise self.failed() from exc
+        self._tenants.pump()
+
+    def _unloaded(self, facts: EngineFacts) -> LiveEngine:
+        settings = self._settings
+        adapters = AdapterTable(settings.max_adapters, settings.max_adapter_bytes)
+        engine = Unloaded(self._board_id, facts)
+        return LiveEngine(self._board_id, engine, settings.patience, adapters)
+
+    def _refused(self, exc: Exception) -> None:
+        """The model cannot be loaded: nobody who waits is served here."""
+        if self._awaits_engine:
+            self._advance(BoardEvent.LOAD_FAILED, str(exc))
+            self._tenants.fail_all()
+
+    @property
+    def _awaits_engine(self) -> bool:
+        return self.state in (BoardState.LOADING, BoardState.RECOVERING)
+
+    async def _load(self) -> None:
+        engine = await self._start_engine()
+        if not self._awaits_engine:  # it was stopped, put to sleep or broke while it was loaded
+            await engine.stop()
+            raise self.failed()
+        settings = self._settings
+        if engine.facts.n_batch != settings.n_batch:
+            await engine.stop()
+            raise LoadFailed(
+                f"the engine takes {engine.facts.n_batch} inputs at once, not {settings.n_batch}"
+            )
+        self.starts += 1
+        adapters = AdapterTable(settings.max_adapters, settings.max_adapter_bytes)
+        self.live = LiveEngine(self._board_id, engine, settings.patience, adapters)
+        self.loaded_s = clock.now_s()
+        engine.died.add_done_callback(self._died)
+        self._advance(BoardEvent.LOADED, self.reason)
+        log.info(
+            "board %s serves %s on RKLLM %s, loaded in %.1f s",
+            self._board_id,
+            self._settings.model,
+            engine.facts.release,
+            engine.facts.load_s,
+        )
+
+    # -- when it fails ------------------------------------------------------------------------
+
+    def _died(self, died: asyncio.Future[str]) -> None:
+        # One that was renewed is not missed: by now another one may be ready in its place.
+        current = self.live is not None and self.live.engine.died is died
+        if self.state is BoardState.READY and current:
+            self._advance(BoardEvent.ENGINE_DIED, died.result())
+            self._recovery = self.spawn(self._recover())
+
+    async def give_up(self, reason: str) -> None:
+        """The engine cannot be used any more: tell the clients, try an abort, then end it."""
+        self._tenants.lose(EngineHung(self._board_id, reason))
+        if self.state is not BoardState.READY or self.live is None:
+            return  # it is being ended already, or has ended by itself
+        self._advance(BoardEvent.WATCHDOG, reason)
+        self._giving_up = asyncio.get_running_loop().create_future()
+        try:
+            await self._kill(self.live, reason)
+        finally:
+            self._giving_up.set_result(None)
+
+    async def _kill(self, live: LiveEngine, reason: str) -> None:
+        engine = live.engine
+        if live.plead():
+            await asyncio.wait({engine.died}, timeout=self._settings.patience.abort_s)
+        if await engine.kill():
+            self._advance(BoardEvent.ENGINE_ENDED, reason)
+            self._recovery = self.spawn(self._recover())
+        else:
+            self._tenants.fail_all()
+
+    def forgive(self) -> None:
+        """The last loss of an engine was not the board's fault: a quarantine for it ends."""
+        if self.state is BoardState.HUNG:
+            self._forgiven.set()  # it is not counted yet
+            return
+        self._crashes.forgive()
+        if self.state is BoardState.QUARANTINED:
+            self._forgiven.set()
+
+    async def gave_up(self) -> None:
+        """Return once an engine that is being given up has ended, or will not."""
+        if self._giving_up is not None:
+            await asyncio.shield(self._giving_up)
+
+    async def _recover(self) -> None:
+        """Start a fresh engine, after a quarantine where the last ones died too quickly."""
+        if not self._forgiven.is_set() and self._crashes.crashed(clock.now_s()):
+            self._advance(BoardEvent.TOO_MANY_CRASHES, self.reason)
+            self._tenants.fail_all(spare_paused=True)
+            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+                await asyncio.wait_for(self._forgiven.wait(), self._settings.quarantine_s)
+            self._advance(BoardEvent.COOLED, self.reason)
+        self._forgiven.clear()
+        try:
+            await self._load()
+        except (RkserveError, OSError) as exc:
+            self._refused(exc)
+        else:
+            self._tenants.pump()
+
+    async def _watch_silence(self) -> None:
+        """An engine that sends no sign of life is hung, also without a run."""
+        limit_s = self._settings.silence_timeout_s
+        while True:
+            await asyncio.sleep(limit_s / 4)
+            suspect = self.live
+            if not self._silent(suspect):
+                continue
+            await asyncio.sleep(SECOND_LOOK_S)
+            if self.live is suspect and self._silent(suspect):
+                await self.give_up(f"the engine gave no sign of life for {limit_s:g} s")
+
+    def _silent(self, live: LiveEngine | None) -> bool:
+        if self.state is not BoardState.READY or live is None:
+            return False
+        return live.engine.silent_s() >= self._settings.silence_timeout_s
+
+    def _advance(self, event: BoardEvent, reason: str) -> None:
+        before, self.state = self.state, advance(self.state, event)
+        self.reason = reason
+        if self.state in SICK or event in (BoardEvent.ENGINE_DIED, BoardEvent.TOO_MANY_CRASHES):
+            log.error("board %s: %s (%s)", self._board_id, event.value, reason)
+        elif before is not self.state:
+            log.info("board %s is %s", self._board_id, self.state.value)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Let it be done until the board stops; an error that it raises is a bug of ours."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+        return task
+
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (exc := task.exception()) is None:
+            return
+        log.critical("board %s: an internal error", self._board_id, exc_info=exc)
+        self._advance(BoardEvent.BROKE, f"internal error: {exc!r}")
+        self._tenants.fail_all()

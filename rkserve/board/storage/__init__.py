@@ -1,0 +1,1 @@
+"""A board's files: adapters, base weights and prompt caches on its disk."""

@@ -1,0 +1,258 @@
+"""The base weights that were sent to one board: files that its model can be loaded from.
+
+A file that came (``parts``) lies at ``<sha256>.rkllm``. It has gigabytes, so it is read once: a
+stamp beside it says in which state it was found right, and only one that has changed since is read
+again. It knows files, and neither who sends them nor which of them is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rkserve.board.storage.adapters import Staged
+from rkserve.board.storage.partial_files import Parts
+from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion
+from rkserve.core.durable_files import free_bytes, sync, write_private
+from rkserve.core.errors import StageFailed
+from rkserve.core.file_digests import DIGEST, Stamp, file_digest, stamp
+
+log = logging.getLogger(__name__)
+
+FILE, STAMP = ".rkllm", ".json"
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """In which state a file was found to be what its name says."""
+
+    stamp: Stamp
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the file."""
+        return self.stamp[2]
+
+
+class StagedWeights:
+    """The folder of one board. It may be used by several threads.
+
+    Its calls touch the disk, except for ``path`` and ``keys``.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        board_id: str,
+        model: str,
+        free: Callable[[Path], int] = free_bytes,
+        digest: Callable[[Path], str] = file_digest,
+    ) -> None:
+        """Without a ``folder`` nothing can be staged; ``free`` says what the disk has left.
+
+        ``digest`` reads a whole file, for its sha256.
+        """
+        self._folder = folder
+        self._model = model
+        self._digest = digest
+        self._parts = Parts(folder, board_id, "weights", free)
+        self._lock = self._parts.lock
+        # Digest to size. Never changed in place: it is read without the lock.
+        self._present: dict[str, int] = {}
+
+    def path(self, base: BaseVersion) -> Path | None:
+        """Return the file of a version that is there whole, for loading. It costs nothing."""
+        if self._folder is None or self._present.get(base.digest) != base.size_bytes:
+            return None
+        return self._place(base.digest)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What is there whole; see ``BaseVersion.key``."""
+        digests = sorted(self._present)
+        return tuple(BaseVersion(self._model, "", digest, 0).key for digest in digests)
+
+    def open(self) -> None:
+        """Find what is there; read what has changed since it was found right.
+
+        Raises:
+            ConfigError: the folder cannot be used.
+        """
+        if self._folder is None:
+            return
+        self._parts.open()
+        with self._lock:
+            self._present = dict(self._found(self._folder))
+
+    def begin(self, base: BaseVersion) -> int:
+        """Return how many bytes of the version are there: all of them where it is present.
+
+        Raises:
+            StageFailed: it cannot be staged here, or there is no room for the rest of it.
+        """
+        with self._lock, self._parts.told("it cannot be begun"):
+            self._check(base)
+            if self._settled(base):
+                return base.size_bytes
+            self._forget(base.digest)
+            return self._parts.begin(base.digest, base.size_bytes)
+
+    def chunk(self, digest: str, offset: int, data: bytes) -> int:
+        """Add a chunk to a file that was begun; see ``Parts.chunk``."""
+        return self._parts.chunk(digest, offset, data)
+
+    def commit(self, base: BaseVersion) -> None:
+        """Make the version present, once its content is known to be right.
+
+        Raises:
+            StageFailed: it is not whole yet; or the content is another one, and was removed.
+        """
+        with self._lock, self._parts.told("it cannot be put in its place"):
+            self._check(base)
+            if self._settled(base):
+                return
+            place = self._place(base.digest)
+            part = self._parts.verified(base.digest, base.size_bytes)
+            before = stamp(part)
+            place.with_suffix(STAMP).unlink(missing_ok=True)
+            part.replace(place)
+            found = stamp(place)
+            if found[:4] != before[:4]:  # the rename itself alters the last part only
+                place.unlink()
+                raise self._parts.failed("the file was changed while it was put in its place")
+            self._note(place, found)
+            self._parts.done(base.digest)
+            self._present = {**self._present, base.digest: base.size_bytes}
+        log.info("%s is staged (%s)", base.title, base.digest[:12])
+
+    def remove(self, base: BaseVersion) -> bool:
+        """Take a version, or what there is of it, off the disk; False where there is nothing.
+
+        Raises ``StageFailed``. Whether it is in use is the caller's to know.
+        """
+        with self._lock, self._parts.told("it cannot be removed"):
+            self._check(base)
+            found = self._parts.discard(base.digest)
+            place = self._place(base.digest)
+            there = place.is_symlink() or place.exists()
+            self._forget(base.digest)
+            place.with_suffix(STAMP).unlink(missing_ok=True)
+            place.unlink(missing_ok=True)
+        if there:
+            log.info("%s is removed (%s)", base.title, base.digest[:12])
+        return found or there
+
+    def failed(self, reason: str) -> StageFailed:
+        """Return the error that tells the sender so."""
+        return self._parts.failed(reason)
+
+    # -- inside, with the lock held -----------------------------------------------------------
+
+    def _forget(self, digest: str) -> None:
+        self._present = {one: size for one, size in self._present.items() if one != digest}
+
+    def _check(self, base: BaseVersion) -> None:
+        self._parts.check(base.digest, base.size_bytes)
+        if base.model != self._model:
+            raise self._parts.failed(f"it serves {self._model}, and not {base.model}")
+
+    def _place(self, digest: str) -> Path:
+        return self._parts.folder / f"{digest}{FILE}"
+
+    def _settled(self, base: BaseVersion) -> bool:
+        """Whether the file is in its place, whole and unchanged."""
+        place = self._place(base.digest)
+        if place.is_symlink():
+            raise self._parts.failed("a link is where its file should be")
+        return self._present.get(base.digest) == base.size_bytes == self._proven(place)
+
+    def _found(self, folder: Path) -> Iterator[tuple[str, int]]:
+        for file in sorted(folder.glob(f"*{FILE}")):
+            if not DIGEST.fullmatch(file.stem) or file.is_symlink() or not file.is_file():
+                log.warning("%s is no staged model, and is left alone", file)
+                continue
+            try:
+                size = self._proven(file) or self._prove(file)
+            except OSError as exc:
+                log.warning("staged model %s is not used: %s", file, exc.strerror or exc)
+                continue
+            if size is None:
+                log.warning("staged model %s has another content by now: it is removed", file)
+                file.with_suffix(STAMP).unlink(missing_ok=True)
+                file.unlink()
+                continue
+            yield file.stem, size
+
+    def _proven(self, file: Path) -> int | None:
+        """Return the size of a file that is as it was when it was found right, else None."""
+        try:
+            said = json.loads(file.with_suffix(STAMP).read_text(encoding="utf-8"))
+            proof = Proof(tuple(said["stamp"]))
+            return proof.size_bytes if proof.stamp == stamp(file) else None
+        except (FileNotFoundError, ValueError, KeyError, TypeError, IndexError):
+            return None
+
+    def _prove(self, file: Path) -> int | None:
+        """Read the whole file; return its size where it is what its name says, else None."""
+        found = stamp(file)
+        if self._digest(file) != file.stem:
+            return None
+        self._note(file, found)
+        return found[2]
+
+    def _note(self, file: Path, found: Stamp) -> None:
+        fresh = file.with_suffix(".new")
+        fresh.unlink(missing_ok=True)
+        write_private(fresh, json.dumps({"stamp": found}))
+        sync(fresh)
+        fresh.replace(file.with_suffix(STAMP))
+        sync(file.parent)
+
+
+class Intake:
+    """Takes what is sent to a board, adapters and base weights, each to its folder."""
+
+    def __init__(
+        self, adapters: Staged, weights: StagedWeights, in_use: Callable[[BaseVersion], bool]
+    ) -> None:
+        """``in_use`` says of which weights the board may load its model yet."""
+        self._adapters = adapters
+        self._weights = weights
+        self._in_use = in_use
+        self._comes: dict[str, Staged | StagedWeights] = {}  # by whom a digest was begun last
+
+    def begin(self, version: Artifact) -> int:
+        """Return how many bytes of the version are there. Raises ``StageFailed``."""
+        if isinstance(version, AdapterVersion):
+            self._comes[version.digest] = self._adapters
+            return self._adapters.begin(version)
+        self._comes[version.digest] = self._weights
+        return self._weights.begin(version)
+
+    def chunk(self, digest: str, offset: int, data: bytes) -> int:
+        """Write a part of a file that was begun. Raises ``StageFailed``."""
+        return self._comes.get(digest, self._adapters).chunk(digest, offset, data)
+
+    def commit(self, version: Artifact) -> None:
+        """Make the version present. Raises ``StageFailed``."""
+        if isinstance(version, AdapterVersion):
+            self._adapters.commit(version)
+        else:
+            self._weights.commit(version)
+        self._comes.pop(version.digest, None)
+
+    def remove(self, version: Artifact) -> bool:
+        """Take a version off the disk, but no weights that are in use. Raises ``StageFailed``."""
+        keeper: Staged | StagedWeights
+        if isinstance(version, AdapterVersion):
+            keeper, found = self._adapters, self._adapters.remove(version)
+        elif self._in_use(version):
+            raise self._weights.failed("it is what the board has loaded, or is to load")
+        else:
+            keeper, found = self._weights, self._weights.remove(version)
+        if self._comes.get(version.digest) is keeper:
+            del self._comes[version.digest]
+        return found

@@ -1,0 +1,397 @@
+"""The folder of prompt cache files: what is on the disk, and whether it can be believed.
+
+``<folder>/<seal>/<id>.kv`` is a file of the runtime's, ``<id>.json`` beside it is the manifest that
+says what it is. The manifest is written last and removed first: a ``.kv`` without one does not
+count. It decides nothing about which entries are worth keeping.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rkserve.board.answer.kv_plan import Ids
+from rkserve.core.durable_files import sync
+from rkserve.core.errors import ConfigError
+from rkserve.core.file_digests import Stamp, file_digest
+from rkserve.core.file_digests import stamp as stamp_of
+from rkserve.core.name_rules import NAME
+
+log = logging.getLogger(__name__)
+
+VERSION = 2  # of the manifest: 1 knew no salt
+MANIFEST_MAX_BYTES = 1 << 20  # the ids of the largest context take a seventh of it
+LOCK_FILE = "lock"
+# Whatever else is in the folder is somebody else's, and left alone.
+OUR_FOLDER = re.compile(r"kv-[0-9a-f]{16}")
+OUR_FILE = re.compile(r"([0-9a-f]{16})\.(kv|json)(\.tmp)?")
+
+
+class UnfitFile(Exception):
+    """Why a file cannot be used. The store logs it, or says it in an error of the tree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """All that a KV cache is only valid with, but for its origin: digests, or names with versions.
+
+    ``load`` is what of the model's load shapes the cache: its context length, its batch.
+    """
+
+    model: str
+    release: str
+    template: str = ""
+    tokenizer: str = ""
+    load: str = ""
+
+    @property
+    def digest(self) -> str:
+        """The seal as one word of hexadecimal digits."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One prompt cache file. ``name`` is None for a parked conversation.
+
+    It holds the positions of ``ids``, computed under that origin; None is the base model. Times are
+    of the day, in seconds.
+    """
+
+    id: str
+    path: Path
+    name: str | None
+    origin: str | None
+    ids: Ids
+    file_bytes: int
+    sha256: str
+    created_s: float
+    used_s: float
+
+    @property
+    def tokens(self) -> int:
+        """Positions that it holds."""
+        return len(self.ids)
+
+    @property
+    def manifest(self) -> Path:
+        """The file that says all this."""
+        return self.path.with_suffix(".json")
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A file that the runtime has written."""
+
+    file_bytes: int
+    sha256: str
+    stamp: Stamp
+
+
+class CacheFolder:
+    """The files of one board under one seal at a time. Every method touches the disk."""
+
+    def __init__(self, folder: Path, seal: Seal) -> None:
+        self._root = folder
+        self.seal(seal)
+        self._lock: int | None = None
+        self._proven: dict[str, Stamp] = {}  # entry to the state in which its content was read
+
+    def open(self) -> list[Entry]:
+        """Lock the folder, tidy it up and return what is in it. Raises ``ConfigError``."""
+        try:
+            # What is cached is what people wrote: it is nobody else's business on this machine.
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._take_lock()
+            self._take_folder()
+            self._remove_other_seals()
+            return list(self._read_all())
+        except OSError as exc:
+            self.close()
+            raise ConfigError(
+                f"The folder of prompt caches {self._root} cannot be used: {exc.strerror or exc}"
+            ) from exc
+        except ConfigError:
+            self.close()
+            raise
+
+    def seal(self, seal: Seal) -> None:
+        """Of a folder that is not open: it will be for this seal."""
+        self._seal = seal.digest
+        self._folder = self._root / f"kv-{seal.digest[:16]}"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the folder is in use here."""
+        return self._lock is not None
+
+    def is_for(self, seal: Seal) -> bool:
+        """Whether what is kept now is for this seal."""
+        return self._seal == seal.digest
+
+    def turn_to(self, seal: Seal) -> list[Entry]:
+        """Go on with another seal; return what is there. Raises ``ConfigError``, ``OSError``."""
+        self.seal(seal)
+        self._proven.clear()
+        self._take_folder()
+        return list(self._read_all())
+
+    def bytes_elsewhere(self) -> int:
+        """What the files of other seals take."""
+        others = (one for one in self._root.iterdir() if OUR_FOLDER.fullmatch(one.name))
+        files = (f for one in others if one != self._folder and one.is_dir() for f in one.iterdir())
+        return sum(file.lstat().st_size for file in files if OUR_FILE.fullmatch(file.name))
+
+    def is_current(self, path: Path) -> bool:
+        """Whether a reserved path is under the seal of now."""
+        return path.parent == self._folder
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def reserve(self, entry_id: str) -> Path:
+        """Return the path of a file to be written that does not exist yet."""
+        # All of it: whoever tidies temporary folders may have taken it away meanwhile.
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return self._folder / f"{entry_id}.kv.tmp"
+
+    def reserved(self, path: Path) -> Path:
+        """Return ``path`` if it came from ``reserve``: nothing else is ever published or removed.
+
+        Raises ``ValueError``, because nobody but the board itself says such a path.
+        """
+        folder = path.parent  # of a seal of before, where that has changed since
+        ours = folder.parent == self._root and OUR_FOLDER.fullmatch(folder.name)
+        if not ours or not re.fullmatch(r"[0-9a-f]{16}\.kv\.tmp", path.name):
+            raise ValueError(f"{path} was not reserved")
+        return path
+
+    def examine(self, path: Path) -> Written:
+        """Return what was written at ``path``. Raises ``UnfitFile``."""
+        file_bytes = _regular(path)
+        if file_bytes == 0:
+            raise UnfitFile("the file is empty")
+        stamp = stamp_of(path)  # before it is read: a change while it is read shows in `publish`
+        return Written(file_bytes, file_digest(path), stamp)
+
+    def publish(self, path: Path, entry: Entry, written: Written) -> None:
+        """Make ``path`` the file of ``entry``: all of it counts, or nothing does."""
+        manifest = entry.manifest.with_suffix(".json.tmp")
+        try:
+            path.chmod(0o600)
+            sync(path)
+            path.rename(entry.path)
+            self._proven[entry.id] = _unchanged(entry.path, written.stamp)
+            manifest.write_bytes(_dump(entry, self._seal))
+            manifest.chmod(0o600)
+            sync(manifest)
+            manifest.rename(entry.manifest)
+            os.utime(entry.manifest, (entry.used_s, entry.used_s))
+            sync(self._folder)
+        except OSError:
+            self.discard(manifest)
+            self.remove(entry)
+            raise
+
+    def check(self, entry: Entry) -> None:
+        """Raise ``UnfitFile`` or ``OSError`` unless the entry's file is what was written."""
+        file_bytes = _regular(entry.path)
+        if file_bytes != entry.file_bytes:
+            raise UnfitFile(f"it has {file_bytes} bytes and not {entry.file_bytes}")
+        stamp = stamp_of(entry.path)
+        if stamp == self._proven.get(entry.id):
+            return
+        if file_digest(entry.path) != entry.sha256:
+            raise UnfitFile("its content is not what was written")
+        self._proven[entry.id] = stamp
+
+    def touch(self, entry: Entry) -> None:
+        """Note when the entry was used, for the next process."""
+        try:
+            os.utime(entry.manifest, (entry.used_s, entry.used_s))
+        except OSError as exc:
+            # The file itself was good a moment ago; only its turn to go may come too early.
+            log.warning("the use of prompt cache %s cannot be noted: %s", entry.path, exc)
+
+    def remove(self, entry: Entry) -> None:
+        """Take an entry off the disk, the manifest first."""
+        self._proven.pop(entry.id, None)
+        self.discard(entry.manifest)
+        self.discard(entry.path)
+
+    def discard(self, path: Path) -> None:
+        """Remove a file of ours, if it is there."""
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as exc:
+            log.warning("%s cannot be removed: %s", path, exc)
+
+    def _take_lock(self) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._lock = os.open(self._root / LOCK_FILE, flags, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise ConfigError(
+                f"The folder of prompt caches {self._root} is used by another process"
+            ) from exc
+
+    def _take_folder(self) -> None:
+        if self._folder.is_symlink():
+            raise ConfigError(f"{self._folder} is a link; prompt caches are kept in no other place")
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._folder.chmod(0o700)
+
+    def _remove_other_seals(self) -> None:
+        """A model, a runtime or a template of before: nobody can use those files again."""
+        for other in sorted(self._root.iterdir()):
+            ours = OUR_FOLDER.fullmatch(other.name) and other != self._folder
+            if ours and other.is_dir() and not other.is_symlink():
+                log.info("prompt caches of another model, runtime or template go: %s", other)
+                self._remove_folder(other)
+
+    def _remove_folder(self, other: Path) -> None:
+        try:
+            for file in list(other.iterdir()):
+                if OUR_FILE.fullmatch(file.name):
+                    self.discard(file)
+            other.rmdir()
+        except OSError as exc:
+            log.warning("%s cannot be removed: %s", other, exc)
+
+    def _read_all(self) -> Iterator[Entry]:
+        names = sorted(file.name for file in self._folder.iterdir())
+        for name in names:
+            ours = OUR_FILE.fullmatch(name)
+            if ours is None:
+                continue
+            entry_id, kind, unfinished = ours.groups()
+            if unfinished or (kind == "kv" and f"{entry_id}.json" not in names):
+                self.discard(self._folder / name)
+            elif kind == "json" and (entry := self._read(entry_id)) is not None:
+                yield entry
+
+    def _read(self, entry_id: str) -> Entry | None:
+        path = self._folder / f"{entry_id}.kv"
+        try:
+            return _read_entry(path, self._seal)
+        except (UnfitFile, OSError) as exc:
+            log.warning("prompt cache %s is not used, and removed: %s", path, exc)
+            self.discard(path.with_suffix(".json"))
+            self.discard(path)
+            return None
+
+
+def _read_entry(path: Path, seal: str) -> Entry:
+    manifest = path.with_suffix(".json")
+    if (size_bytes := _regular(manifest)) > MANIFEST_MAX_BYTES:
+        raise UnfitFile(f"its manifest has {size_bytes} bytes")
+    entry = _load(manifest.read_bytes(), seal, path, manifest.stat().st_mtime)
+    if (found := _regular(path)) != entry.file_bytes:
+        raise UnfitFile(f"it has {found} bytes and not {entry.file_bytes}")
+    return entry
+
+
+def _regular(path: Path) -> int:
+    """Return the size of a file that is really there. Raises ``UnfitFile`` for all else."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError as exc:
+        raise UnfitFile(f"{path.name} is missing") from exc
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+        raise UnfitFile(f"{path.name} is not a plain file of its own")
+    return found.st_size
+
+
+def _unchanged(path: Path, before: Stamp) -> Stamp:
+    """Return the stamp of a file that was renamed meanwhile, which alters its last part only."""
+    now = stamp_of(path)
+    if now[:-1] != before[:-1]:
+        raise OSError(f"{path} was changed while it was published")
+    return now
+
+
+# -- the manifest ---------------------------------------------------------------------------------
+
+
+KINDS: dict[str, tuple[type, ...]] = {
+    "name": (str, type(None)),
+    "origin": (str, type(None)),
+    "ids": (list,),
+    "file_bytes": (int,),
+    "sha256": (str,),
+    "created_s": (float, int),
+}
+
+
+def _dump(entry: Entry, seal: str) -> bytes:
+    body = {
+        "version": VERSION,
+        "seal": seal,
+        "id": entry.id,
+        "name": entry.name,
+        "origin": entry.origin,
+        "ids": entry.ids,
+        "file_bytes": entry.file_bytes,
+        "sha256": entry.sha256,
+        "created_s": entry.created_s,
+    }
+    return json.dumps(body | {"manifest_sha256": _own_digest(body)}).encode()
+
+
+def _load(data: bytes, seal: str, path: Path, used_s: float) -> Entry:
+    """Return what a manifest says. Raises ``UnfitFile``."""
+    try:
+        body: dict[str, Any] = json.loads(data)
+        said = body.pop("manifest_sha256")
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as exc:
+        raise UnfitFile("its manifest cannot be read") from exc
+    if said != _own_digest(body):
+        raise UnfitFile("its manifest is damaged")
+    if body.get("version") != VERSION or body.get("seal") != seal:
+        raise UnfitFile("it was made with another model, runtime or template")
+    if body.get("id") != path.stem:
+        raise UnfitFile("its manifest belongs to another file")
+    try:
+        return _entry(body, path, used_s)
+    except (KeyError, TypeError, ValueError) as exc:
+        raise UnfitFile("its manifest says what none of ours would") from exc
+
+
+def _entry(body: dict[str, Any], path: Path, used_s: float) -> Entry:
+    """Take a manifest at its word, as far as its types go: the digest is no signature."""
+    for key, kinds in KINDS.items():
+        if not isinstance(body[key], kinds):
+            raise TypeError(key)
+    if not math.isfinite(body["created_s"]) or not NAME.fullmatch(body["name"] or "parked"):
+        raise ValueError
+    if not all(isinstance(token_id, int) for token_id in body["ids"]):
+        raise TypeError("ids")
+    return Entry(
+        id=path.stem,
+        path=path,
+        name=body["name"],
+        origin=body["origin"],
+        ids=tuple(body["ids"]),
+        file_bytes=body["file_bytes"],
+        sha256=body["sha256"],
+        created_s=body["created_s"],
+        used_s=used_s,
+    )
+
+
+def _own_digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

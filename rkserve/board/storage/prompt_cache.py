@@ -1,0 +1,352 @@
+"""Prompt cache files of one board: which there are, which one helps a prompt, and which one goes.
+
+It keeps files and knows what is in them by what it was told and by their sha256; writing and
+loading them is the runtime's business, and when to do so the board's. Whatever is wrong with a file
+(foreign, damaged, swapped, half written) makes it a miss: it is removed, and the log says why.
+
+Named caches are somebody's, and only ``delete`` takes them away. Parked conversations are the
+board's own: they share what the named ones leave of the budget, and the longest unused one goes
+first. Methods that touch the disk say so, and belong in a thread; the others are quick.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from uuid import uuid4
+
+from rkserve.board.answer.kv_plan import Ids, common_prefix
+from rkserve.board.storage.cache_files import (
+    CacheFolder,
+    Entry,
+    Seal,
+    UnfitFile,
+)
+from rkserve.core.errors import CacheUnsupported, RequestError
+from rkserve.core.kv_origin import adapter_of
+from rkserve.core.name_rules import check_cache_name
+
+__all__ = ["CacheStore", "Entry", "Hit", "Seal"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """An entry that begins as a prompt does, and how many ids of the prompt it saves."""
+
+    entry: Entry
+    tokens: int
+
+    @property
+    def path(self) -> Path:
+        """The file to load."""
+        return self.entry.path
+
+
+class CacheStore:
+    """The prompt caches of one board, of one ``Seal`` at a time.
+
+    Nobody else may use ``folder`` meanwhile.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        seal: Seal,
+        budget_bytes: int,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``clock`` tells the time of day: it has to go on when the process has ended."""
+        self.budget_bytes = budget_bytes
+        self._own = seal
+        self._files = CacheFolder(folder, seal)
+        self._clock = clock
+        # Calls come from the board's loop and from threads. It is held for look-ups only, never
+        # while a file is hashed: the loop must not wait for a disk.
+        self._lock = threading.Lock()
+        self._entries: dict[str, Entry] = {}
+        self._pinned: str | None = None
+        self._elsewhere_bytes = 0  # of the named caches of other base weights
+
+    def open(self) -> None:
+        """Take over what an earlier process has left, and remove what is of no use. Disk.
+
+        Raises:
+            ConfigError: the folder cannot be used, or another process uses it.
+        """
+        self._take_over(self._files.open())
+
+    def reseal(self, base: str) -> None:
+        """Keep what is computed with these base weights, and use nothing else any more. Disk.
+
+        ``base`` is their sha256, or empty for those of the store's own seal. Conversations that
+        were parked before are removed; named caches wait until these weights come back, which they
+        do after an update that failed, and take their part of the budget until the next ``open``.
+
+        Raises:
+            ConfigError, OSError: the folder cannot be used.
+        """
+        seal = replace(self._own, model=f"sha256:{base}") if base else self._own
+        if not self._files.is_open or self._files.is_for(seal):
+            self._files.seal(seal)
+            return
+        self.delete_parked()
+        with self._lock:
+            self._entries = {}
+        found = self._files.turn_to(seal)
+        self._elsewhere_bytes = self._files.bytes_elsewhere()
+        self._take_over(found)
+
+    def _take_over(self, found: Iterable[Entry]) -> None:
+        named: dict[str, Entry] = {}
+        taken: dict[str, Entry] = {}
+        for entry in sorted(found, key=lambda e: e.created_s):
+            if entry.name is None:
+                taken[entry.id] = entry
+                continue
+            # A process that died while it replaced a cache has left both of them.
+            if (older := named.get(entry.name)) is not None:
+                self._files.remove(older)
+            named[entry.name] = entry
+        taken.update({entry.id: entry for entry in named.values()})
+        with self._lock:
+            self._entries.update(taken)
+        self._remove(self._room_for(0))
+        if (used := self.used_bytes) > self.budget_bytes:
+            log.warning(
+                "named prompt caches take %d bytes, and the budget is %d: nothing else is cached",
+                used,
+                self.budget_bytes,
+            )
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        self._files.close()
+
+    # -- quick: in memory ---------------------------------------------------------------------
+
+    @property
+    def used_bytes(self) -> int:
+        """What all files take."""
+        with self._lock:
+            return sum(entry.file_bytes for entry in self._entries.values())
+
+    def entries(self) -> list[Entry]:
+        """What there is, the oldest first."""
+        with self._lock:
+            return sorted(self._entries.values(), key=lambda entry: entry.created_s)
+
+    def find(self, ids: Ids, origin: str | None, *, name: str | None = None) -> Hit | None:
+        """Return the entry that saves most of ``ids`` under ``origin``; ``verify`` it before use.
+
+        With ``name`` it is that entry, however little it saves, whatever the salt. At
+        least one id is always computed, so it never saves all of them.
+
+        Raises:
+            RequestError: the named entry was computed under another adapter, and its positions
+                are wrong under this one although the ids agree.
+        """
+        candidates = self.entries()
+        if name is not None:
+            candidates = [entry for entry in candidates if entry.name == name]
+            adapter = adapter_of(origin)
+            if candidates and (made := adapter_of(candidates[0].origin)) != adapter:
+                raise RequestError(
+                    f"The prompt cache '{name}' was made with {_words(made)} and cannot be used "
+                    f"with {_words(adapter)}.",
+                    "use_cache",
+                )
+        hits = [
+            Hit(entry, min(common_prefix(entry.ids, ids), max(0, len(ids) - 1)))
+            for entry in candidates
+            if name is not None or entry.origin == origin
+        ]
+        best = max(hits, key=lambda hit: (hit.tokens, hit.entry.used_s), default=None)
+        return best if best is not None and (best.tokens or name is not None) else None
+
+    def holds(self, ids: Ids, origin: str | None) -> bool:
+        """Whether an entry covers all of ``ids``: storing them again would gain nothing."""
+        return any(
+            entry.origin == origin and common_prefix(entry.ids, ids) == len(ids)
+            for entry in self.entries()
+        )
+
+    def pin(self, entry: Entry | None) -> None:
+        """Spare this one, which the runtime has loaded, until another one or None is said.
+
+        Whether the runtime reads a file again after it was loaded is not known. For its sake the
+        budget may be exceeded by this one file; only ``delete`` takes it away.
+        """
+        with self._lock:
+            self._pinned = entry.id if entry is not None else None
+
+    # -- disk ---------------------------------------------------------------------------------
+
+    def verify(self, entry: Entry) -> bool:
+        """Whether the entry's file is what was written, which counts as a use of it. Disk.
+
+        The whole file is read once, and again only when its inode, times or size differ. A file
+        that does not fit is removed: look for another one.
+        """
+        try:
+            self._files.check(entry)
+        except (UnfitFile, OSError) as exc:
+            log.warning("prompt cache %s is not used, and removed: %s", entry.path, exc)
+            self._remove([entry])
+            return False
+        used = replace(entry, used_s=self._clock())
+        with self._lock:
+            if entry.id not in self._entries:
+                return False  # it was deleted meanwhile
+            self._entries[entry.id] = used
+        self._files.touch(used)
+        return True
+
+    def reserve(self, expected_bytes: int = 0, name: str | None = None) -> Path:
+        """Return where the runtime may write a new file; ``commit`` or ``abandon`` it. Disk.
+
+        Room for ``expected_bytes`` is made now, in place of the cache called ``name``: if the
+        guess is right, the disk never holds more than the budget and what is replaced.
+
+        Raises:
+            CacheUnsupported: as many bytes do not fit, or the folder cannot be written.
+        """
+        self._make_room(expected_bytes, name)
+        try:
+            return self._files.reserve(uuid4().hex[:16])
+        except OSError as exc:
+            raise _unwritten(exc) from exc
+
+    def commit(
+        self, path: Path, ids: Sequence[int], name: str | None = None, origin: str | None = None
+    ) -> Entry:
+        """Take the file that was written at ``path``, and return its entry. Disk.
+
+        ``ids`` are exactly the positions that it holds, computed under ``origin``. A cache of the
+        same name is replaced, and so are parked conversations of which this one is the sequel.
+
+        Raises:
+            CacheUnsupported: nothing was written, it does not fit into the budget, or the disk
+                refuses it. The file is gone then, and the named caches are what they were.
+            RequestError: ``name`` is not one.
+        """
+        path = self._files.reserved(path)
+        now_s = self._clock()
+        try:
+            if not self._files.is_current(path):
+                raise CacheUnsupported("The weights that this cache belongs to were replaced.")
+            if name is not None:
+                check_cache_name(name)
+            written = self._files.examine(path)
+            self._make_room(written.file_bytes, name)
+            entry = Entry(
+                id=path.name.partition(".")[0],
+                path=path.with_suffix(""),
+                name=name,
+                origin=origin,
+                ids=tuple(ids),
+                file_bytes=written.file_bytes,
+                sha256=written.sha256,
+                created_s=now_s,
+                used_s=now_s,
+            )
+            self._files.publish(path, entry, written)
+        except UnfitFile as exc:
+            self._files.discard(path)
+            raise CacheUnsupported(f"The runtime wrote no prompt cache: {exc}.") from exc
+        except OSError as exc:
+            self._files.discard(path)
+            raise _unwritten(exc) from exc
+        except RequestError:
+            self._files.discard(path)
+            raise
+        with self._lock:
+            self._entries[entry.id] = entry
+            superseded = [old for old in self._entries.values() if self._supersedes(entry, old)]
+        self._remove(superseded)
+        return entry
+
+    def abandon(self, path: Path) -> None:
+        """The run that was to write ``path`` failed. Disk."""
+        self._files.discard(self._files.reserved(path))
+
+    def delete(self, name: str) -> bool:
+        """Remove the cache of that name; False where there is none. Disk."""
+        with self._lock:
+            named = [entry for entry in self._entries.values() if entry.name == name]
+        self._remove(named)
+        return bool(named)
+
+    def delete_parked(self) -> int:
+        """Remove every parked conversation, and return how many. Disk.
+
+        No engine may have one of them loaded.
+        """
+        with self._lock:
+            self._pinned = None
+            parked = [entry for entry in self._entries.values() if entry.name is None]
+        self._remove(parked)
+        return len(parked)
+
+    # -- who goes -----------------------------------------------------------------------------
+
+    def _supersedes(self, entry: Entry, old: Entry) -> bool:
+        if old.id == entry.id:
+            return False
+        if old.name is not None:
+            return old.name == entry.name
+        begun = old.origin == entry.origin and entry.ids[: old.tokens] == old.ids
+        return begun and old.id != self._pinned
+
+    def _make_room(self, size_bytes: int, replaced: str | None) -> None:
+        """Remove parked conversations until as many bytes fit. Raises ``CacheUnsupported``."""
+        with self._lock:
+            named_bytes = sum(
+                entry.file_bytes
+                for entry in self._entries.values()
+                if entry.name not in (None, replaced)
+            )
+            named_bytes += self._elsewhere_bytes
+        if named_bytes + size_bytes > self.budget_bytes:
+            raise CacheUnsupported(
+                f"A prompt cache of {size_bytes} bytes does not fit: the board's budget is "
+                f"{self.budget_bytes} bytes, of which named caches take {named_bytes}. Delete one, "
+                "or raise the budget."
+            )
+        self._remove(self._room_for(size_bytes, replaced))
+
+    def _room_for(self, size_bytes: int, replaced: str | None = None) -> list[Entry]:
+        """The parked conversations that have to go, the longest unused one first."""
+        with self._lock:
+            counted = [e for e in self._entries.values() if e.name is None or e.name != replaced]
+        excess = sum(entry.file_bytes for entry in counted) + size_bytes - self.budget_bytes
+        excess += self._elsewhere_bytes
+        parked = [e for e in counted if e.name is None and e.id != self._pinned]
+        going: list[Entry] = []
+        for entry in sorted(parked, key=lambda e: e.used_s):
+            if excess <= 0:
+                break
+            going.append(entry)
+            excess -= entry.file_bytes
+        return going
+
+    def _remove(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            with self._lock:
+                self._entries.pop(entry.id, None)
+            self._files.remove(entry)
+
+
+def _words(adapter: str | None) -> str:
+    return "the base model" if adapter is None else f"the adapter {adapter}"
+
+
+def _unwritten(error: OSError) -> CacheUnsupported:
+    reason = error.strerror or str(error)
+    return CacheUnsupported(f"The prompt cache cannot be written on this board: {reason}.")

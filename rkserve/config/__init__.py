@@ -1,0 +1,1 @@
+"""serve_config.yaml as frozen pydantic models."""

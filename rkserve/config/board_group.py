@@ -1,0 +1,338 @@
+"""The settings of one group of boards, as frozen pydantic models; part of ``config``.
+
+It knows no other room. Units are in the names.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    field_validator,
+    model_validator,
+)
+
+from rkserve.core.run_params import Guided
+
+GROUP_NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,31}")
+HOOK_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+MAX_DOMAINS = 16  # RKNPU_MAX_IOMMU_DOMAIN_NUM of the kernel driver
+
+
+class Settings(BaseModel):
+    """A block of settings: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class SimulatedConfig(Settings):
+    """Simulated boards instead of real ones: the embedded default, for a laptop and for tests."""
+
+    boards: int = Field(3, ge=1, le=256, description="How many boards to simulate.")
+    release: Literal["1.2.3", "1.3.0"] = Field("1.3.0", description="RKLLM release to imitate.")
+    profile: str = Field(
+        "rk3588-qwen2.5-1.5b-w8a8",
+        description="Whose published speed to imitate; docs/simulator.md lists the profiles.",
+    )
+    time_scale: float = Field(
+        1.0, ge=0, le=100, description="Factor on all times; 0 is as fast as possible."
+    )
+    load_s: float | None = Field(
+        None, ge=0, le=600, description="Model load time in seconds; empty takes the model's own."
+    )
+    strict: bool = Field(
+        False, description="End the engine on any misuse of the C API, with the misuse's name."
+    )
+    batch_gain: Literal["none", "modest", "bound"] = Field(
+        "none",
+        description="What a batch gains over one run after the other; nobody has published a gain "
+        "on hardware, so none is assumed.",
+    )
+    control_dir: Path | None = Field(
+        None,
+        description="Folder of control files, one per board (sim-0.control), to inject faults. `~` "
+        "is the home of Ray's user; a relative path starts in the working directory of Ray's "
+        "processes, which is seldom the shell's.",
+    )
+
+
+class PatienceConfig(Settings):
+    """How long the library may be silent before it counts as hung, in seconds."""
+
+    first_token_s: float = Field(
+        30.0, gt=0, description="For the first token, besides the prompt's own time."
+    )
+    prefill_per_token_s: float = Field(
+        0.1, ge=0, description="More for each prompt token: long prompts legally take minutes."
+    )
+    image_s: float = Field(
+        30.0,
+        ge=0,
+        description="More for each image, which is encoded and takes part in the prompt.",
+    )
+    token_s: float = Field(10.0, gt=0, description="Between two tokens.")
+    abort_s: float = Field(
+        2.0, gt=0, description="From an abort to the run's return; then the engine is killed."
+    )
+
+
+class PromptCacheConfig(Settings):
+    """Prompt cache files on each board's disk: named ones, and parked conversations."""
+
+    park: bool = Field(
+        True,
+        description="Park a conversation's KV cache on disk when another one takes the board, and "
+        "restore it when it comes back. It needs limits per run (RKLLM 1.3.0); off anyway on 1.2.x "
+        "and for models known not to support it.",
+    )
+    park_min_tokens: int = Field(
+        256, ge=1, description="Shorter contexts are not parked: to prefill them is cheap."
+    )
+    max_bytes: int = Field(
+        2 * 1024**3,
+        ge=0,
+        description="Disk that the cache files of one board may take; 0 turns all of them off. "
+        "Parked conversations are evicted, the least recently used first; named caches never are.",
+    )
+    folder: Path | None = Field(
+        None, description="Folder for the files, on a local disk; empty: `cache` in state_dir."
+    )
+    system_prompt: str | None = Field(
+        None,
+        min_length=1,
+        description="A system prompt whose KV cache every board of the group builds when it "
+        "starts, and boards that join later, too, as the prompt cache `system-prompt`. "
+        "Conversations that begin with it are not prefilled from the start.",
+    )
+
+    @model_validator(mode="after")
+    def _has_room(self) -> PromptCacheConfig:
+        if self.system_prompt is not None and self.max_bytes == 0:
+            raise ValueError("'system_prompt' needs prompt caches, and 'max_bytes' 0 has none")
+        return self
+
+
+class BoardGroupConfig(Settings):
+    """Boards that serve one model: one Ray Serve deployment, one replica per board."""
+
+    name: str = Field(..., description="Name of the group; its deployment is `Board-<name>`.")
+    model: Path = Field(
+        ...,
+        description="Model folder, the same path on head and boards; its name is the model id. "
+        "A relative path is looked up in the working directory and then, in a checkout, in the "
+        "project's folder.",
+    )
+    library: Path | None = Field(
+        None, description="Path of librkllmrt.so on the boards. Leave out for simulated boards."
+    )
+    simulated: SimulatedConfig | None = Field(
+        None, description="Simulate the boards. Exactly one of library and simulated is set."
+    )
+    encoder_library: Path = Field(
+        Path("/usr/lib/librknnrt.so"),
+        description="Path of librknnrt.so on the boards, for models that see images.",
+    )
+    encoder_cores: int = Field(
+        1, ge=1, le=3, description="NPU cores that an image encoder runs on."
+    )
+    image_cache_bytes: int = Field(
+        64 * 1024 * 1024,
+        ge=0,
+        description="What each board keeps of images that it has encoded, the longest unused "
+        "going first: an image takes its tokens times the model's embedding size times 4 bytes.",
+    )
+    rknpu: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Share of a board's NPU (custom resource `rknpu`) that one replica takes. "
+        "Every group with a library gets a replica on every board: their sum is 1 at most.",
+    )
+    max_boards: int = Field(64, ge=1, le=1024, description="Upper limit on boards of this group.")
+    base_domain_id: int = Field(
+        0,
+        ge=0,
+        le=15,
+        description="IOMMU domain to start in; each group with a library has its own.",
+    )
+    library_cpus: tuple[NonNegativeInt, ...] = Field(
+        (), description="Cores that the library may use; empty leaves its own choice (4 to 7)."
+    )
+    embed_flash: bool | None = Field(
+        None,
+        description="Whether the library reads the embedding table from the model's file instead "
+        "of keeping it in memory, which saves memory for slower prompts. Empty leaves it to the "
+        "library.",
+    )
+    pin_cpus: tuple[NonNegativeInt, ...] = Field(
+        (), description="Cores that the engine process is pinned to; empty leaves all."
+    )
+    instances: int = Field(
+        1,
+        ge=1,
+        le=8,
+        description="Copies of the model on one board, each a handle of its own with its share of "
+        "`rknpu`, its own `base_domain_id` (counted up from this one) and its own memory.",
+    )
+    instance_cpus: tuple[tuple[NonNegativeInt, ...], ...] = Field(
+        (), description="Cores of each instance's library, one list per instance."
+    )
+    n_batch: int = Field(
+        1,
+        ge=1,
+        le=100,
+        description="Generations that share one run. The vendor recommends 8 at most. Batched "
+        "runs reuse no KV cache, and each entry has its own context in memory.",
+    )
+    batch_window_ms: float = Field(
+        20.0, ge=0, description="How long a batch that is not full waits for more requests."
+    )
+    pause_hold_s: float = Field(
+        30.0,
+        ge=0,
+        description="How long a generation that is paused with its KV cache kept may hold the "
+        "board while others wait, over all of its pauses; then its KV cache is given up.",
+    )
+    pause_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="How long a generation may stay paused; then it ends with an error.",
+    )
+    max_paused: int = Field(
+        32,
+        ge=0,
+        description="Paused generations that one board keeps. Beyond it a pause that is asked for "
+        "is refused, and a generation that would pause by itself ends with an error.",
+    )
+    prompt_cache: PromptCacheConfig = PromptCacheConfig()
+    hooks: tuple[str, ...] = Field(
+        (),
+        description="Intervention hooks for every generation, each as `package.module:factory`; "
+        "docs/interrupting.md says what a factory is.",
+    )
+    quirks: dict[str, bool] = Field(
+        {},
+        description="What this group's runtime may be trusted with beyond the table in "
+        "docs/quirks.md: name and true or false. Only what was proven on the board itself.",
+    )
+    guided: Guided = Field(
+        Guided.AUTO,
+        description="How answers are made that follow a grammar: of single steps (`steps`), or by "
+        "the library itself, which is set right where it leaves the grammar (`optimistic`). `auto` "
+        "is the latter where the runtime cannot keep a context over steps (quirk "
+        "`logits_with_history`). Requests with a seed, logprobs or the like take steps anyway.",
+    )
+    queue_limit: int = Field(
+        16, ge=0, le=10_000, description="Requests that may wait for one board; then 429."
+    )
+    queue_timeout_s: float = Field(
+        300.0, gt=0, description="Longest wait for a board; then the request is given up."
+    )
+    patience: PatienceConfig = PatienceConfig()
+    load_timeout_s: float = Field(
+        180.0, gt=0, description="Longest time for loading the model into the NPU."
+    )
+    idle_unload_s: float | None = Field(
+        None,
+        gt=0,
+        description="Unload the model once nobody has asked any of its boards for anything for so "
+        "long, which frees their memory; empty never does. Where several groups serve one model, "
+        "all of them say so and the longest counts.",
+    )
+    wake_on_request: bool = Field(
+        True,
+        description="Load a model that was unloaded, because nobody used it or by "
+        "POST /v1/models/unload, at the next request for it; the request waits meanwhile. "
+        "Otherwise requests are refused until POST /v1/models/load.",
+    )
+    slot_timeout_s: float = Field(
+        20.0, ge=0, description="Longest wait for a predecessor's replica to let go of the board."
+    )
+    drain_timeout_s: float = Field(
+        30.0,
+        ge=0,
+        description="How long a board that is redeployed or removed may go on with the answers "
+        "that it has begun; those that take longer end with an error.",
+    )
+    crash_limit: int = Field(
+        3, ge=1, description="Engine crashes within crash_window_s that quarantine a board."
+    )
+    crash_window_s: float = Field(60.0, gt=0, description="Window of crash_limit.")
+    quarantine_s: float = Field(
+        60.0, ge=0, description="How long a quarantined board rests before its engine is retried."
+    )
+    health_check_period_s: float = Field(
+        2.0, gt=0, description="How often Ray asks a board whether it is well."
+    )
+    health_check_timeout_s: float = Field(
+        5.0, gt=0, description="How long Ray waits for that answer."
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_plain(cls, name: str) -> str:
+        if not GROUP_NAME.fullmatch(name):
+            raise ValueError("use up to 32 letters, digits and '-', beginning with a letter")
+        return name
+
+    @field_validator("hooks")
+    @classmethod
+    def _hooks_are_paths(cls, hooks: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(HOOK_PATH.fullmatch(hook) for hook in hooks):
+            raise ValueError("write each as package.module:factory")
+        return hooks
+
+    @model_validator(mode="after")
+    def _one_kind_of_board(self) -> BoardGroupConfig:
+        if (self.library is None) == (self.simulated is None):
+            raise ValueError("set exactly one of 'library' (real boards) and 'simulated'")
+        return self
+
+    @model_validator(mode="after")
+    def _batches_have_no_caches(self) -> BoardGroupConfig:
+        if self.prompt_cache.system_prompt is not None and self.n_batch > 1:
+            raise ValueError(
+                "'prompt_cache.system_prompt' needs prompt caches, and boards that serve batches "
+                f"(n_batch {self.n_batch}) have none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _instances_fit(self) -> BoardGroupConfig:
+        if self.instance_cpus and len(self.instance_cpus) != self.instances:
+            raise ValueError(
+                f"'instance_cpus' has {len(self.instance_cpus)} lists for {self.instances} "
+                "instances; give one list per instance, or none at all"
+            )
+        if self.base_domain_id + self.instances > MAX_DOMAINS:
+            raise ValueError(
+                f"{self.instances} instances from base_domain_id {self.base_domain_id} on need "
+                f"more than the {MAX_DOMAINS} domains that there are"
+            )
+        return self
+
+    def deployed(self) -> tuple[BoardGroupConfig, ...]:
+        """Return one group per instance, each of which becomes a deployment."""
+        if self.instances == 1:
+            return (self,)
+        return tuple(
+            self.model_copy(
+                update={
+                    "name": f"{self.name}-i{number}",
+                    "instances": 1,
+                    "instance_cpus": (),
+                    "rknpu": self.rknpu / self.instances,
+                    "base_domain_id": self.base_domain_id + number,
+                    "library_cpus": self.instance_cpus[number]
+                    if self.instance_cpus
+                    else self.library_cpus,
+                }
+            )
+            for number in range(self.instances)
+        )

@@ -1,0 +1,157 @@
+"""Whether a canary is good enough: what boards did with two versions, compared.
+
+It knows counters and limits, and nothing of what happens to the version after the verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from rkserve.core.board_report import BoardReport, VersionFigures
+
+
+class Verdict(str, Enum):
+    """What is known of a canary."""
+
+    WAIT = "wait"
+    GOOD = "good"
+    BAD = "bad"
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A verdict and the sentence that says why."""
+
+    verdict: Verdict
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a canary must show, and by how much it may be worse than the active version.
+
+    ``requests`` that ended and ``tokens`` that it must have generated before it can be good;
+    ``failures`` is by how much its part of failed requests (0 to 1) may be above the active
+    version's, ``speed`` which part of its decode tokens/s it must reach.
+    """
+
+    requests: int = 20
+    tokens: int = 200
+    failures: float = 0.05
+    speed: float = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What boards did with versions since the watch began; it outlives replicas that do not.
+
+    ``seen`` are the last counters by (replica, version), which run since a replica's start;
+    ``gained`` by (board id, version) is what has come on top since a board's first report.
+    """
+
+    seen: Mapping[tuple[str, str], VersionFigures] = field(default_factory=dict, hash=False)
+    gained: Mapping[tuple[str, str], VersionFigures] = field(default_factory=dict, hash=False)
+    boards: frozenset[str] = frozenset()
+
+    def saw(self, reports: Sequence[BoardReport]) -> Watch:
+        """Return it with what boards report now. A board's first report is where it counts from."""
+        seen, gained = dict(self.seen), dict(self.gained)
+        for report in reports:
+            for now in report.versions:
+                there, mine = (report.replica, now.version), (report.board_id, now.version)
+                if report.board_id in self.boards:
+                    gained[mine] = _sum(gained.get(mine), _gain(seen.get(there), now))
+                seen[there] = now
+        return Watch(seen, gained, self.boards | {report.board_id for report in reports})
+
+    def judge(self, candidate: str, active: str | None, limits: Limits | None = None) -> Judgement:
+        """Return the verdict of one version against another, by their labels (None: no other)."""
+        return judge(self._of(candidate), self._of(active), limits or Limits())
+
+    def _of(self, version: str | None) -> dict[str, VersionFigures]:
+        return {board: one for (board, name), one in self.gained.items() if name == version}
+
+
+def _gain(before: VersionFigures | None, now: VersionFigures) -> VersionFigures:
+    # The first of a replica counts whole: it was not there before, so it has done all of it since.
+    if before is None:
+        return now
+    return VersionFigures(
+        now.version,
+        now.requests - before.requests,
+        now.failed - before.failed,
+        now.tokens - before.tokens,
+        now.decode_ms - before.decode_ms,
+    )
+
+
+def _sum(one: VersionFigures | None, other: VersionFigures) -> VersionFigures:
+    if one is None:
+        return other
+    return replace(
+        one,
+        requests=one.requests + other.requests,
+        failed=one.failed + other.failed,
+        tokens=one.tokens + other.tokens,
+        decode_ms=one.decode_ms + other.decode_ms,
+    )
+
+
+def judge(
+    candidate: Mapping[str, VersionFigures], active: Mapping[str, VersionFigures], limits: Limits
+) -> Judgement:
+    """Return the verdict by what each board did with the candidate and the active version.
+
+    Failures count at once: it is bad as soon as the rest of the requests that it must show could
+    not mend its rate. Speed is compared board by board, because boards differ among themselves by
+    more than versions do; boards that ran only one of the two say nothing of it.
+    """
+    requests, failed = _totals(candidate)
+    allowed = _rate(*_totals(active)) + limits.failures
+    rate = failed / max(requests, limits.requests, 1)
+    if rate > allowed:
+        return Judgement(
+            Verdict.BAD,
+            f"{failed} of {requests} requests failed; {allowed:.1%} are allowed, by those of the "
+            "active version.",
+        )
+    tokens = sum(one.tokens for one in candidate.values())
+    if requests < limits.requests or tokens < limits.tokens:
+        return Judgement(
+            Verdict.WAIT,
+            f"{requests} of {limits.requests} requests and {tokens} of {limits.tokens} tokens so "
+            "far.",
+        )
+    return _speed(candidate, active, limits)
+
+
+def _speed(
+    candidate: Mapping[str, VersionFigures], active: Mapping[str, VersionFigures], limits: Limits
+) -> Judgement:
+    expected_ms = actual_ms = 0.0
+    for board, one in candidate.items():
+        other = active.get(board)
+        if other is None or not (one.tokens and other.tokens and one.decode_ms > 0):
+            continue
+        expected_ms += one.tokens * other.decode_ms / other.tokens
+        actual_ms += one.decode_ms
+    if not actual_ms:
+        return Judgement(Verdict.GOOD, "It fails no more often; nothing to compare its speed with.")
+    speed = expected_ms / actual_ms
+    said = f"It decodes at {speed:.0%} of the active version's speed on the same boards"
+    if speed < limits.speed:
+        return Judgement(Verdict.BAD, f"{said}; {limits.speed:.0%} are asked for.")
+    return Judgement(Verdict.GOOD, f"{said}, and fails no more often.")
+
+
+def _totals(figures: Mapping[str, VersionFigures]) -> tuple[int, int]:
+    return (
+        sum(one.requests for one in figures.values()),
+        sum(one.failed for one in figures.values()),
+    )
+
+
+def _rate(requests: int, failed: int) -> float:
+    return failed / requests if requests else 0.0

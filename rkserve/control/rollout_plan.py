@@ -1,0 +1,299 @@
+"""What a rollout is to do, and what each of its moves makes of the desired state.
+
+It knows the parameters of a rollout and the changes; in which order moves come, and what answers
+mean, is ``rollout``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from rkserve.control import params as read
+from rkserve.control import state_changes
+from rkserve.control.operations import OperationKind
+from rkserve.control.params import Params
+from rkserve.core.desired_state import (
+    AdapterVersion,
+    Artifact,
+    Desired,
+    InFlight,
+    Pause,
+    PauseMode,
+    Scope,
+)
+from rkserve.core.errors import OperationConflict, RequestError
+
+
+class Strategy(str, Enum):
+    """How a version comes in: everywhere at one instant, board by board, or for some sessions."""
+
+    ATOMIC = "atomic"
+    ROLLING = "rolling"
+    CANARY = "canary"
+
+
+class Move(str, Enum):
+    """What can be asked of boards. All but the first two are changes of the desired state."""
+
+    STAGE = "stage"
+    LOAD = "load"
+    HOLD = "hold"
+    OFFER = "offer"
+    SWITCH = "switch"
+    COMMIT = "commit"
+    UNDO = "undo"
+
+
+class Round(Enum):
+    """The parts of a course that are not one move of all boards."""
+
+    ROLL = "roll"
+    OBSERVE = "observe"
+
+
+Course = tuple[Move | Round, ...]
+
+_COURSES: dict[Strategy, Course] = {
+    Strategy.ATOMIC: (Move.STAGE, Move.LOAD, Move.HOLD, Move.COMMIT),
+    Strategy.ROLLING: (Move.STAGE, Move.OFFER, Round.ROLL, Move.COMMIT),
+    Strategy.CANARY: (Move.STAGE, Move.LOAD, Move.OFFER, Round.OBSERVE, Move.COMMIT),
+}
+_BACK: Course = (Move.HOLD, Move.COMMIT)
+# Boards load between two runs, which may take minutes: those that are held load at once.
+_HELD_FIRST: Course = (Move.STAGE, Move.HOLD, Move.LOAD, Move.COMMIT)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask boards for a move and tell what each answers (``Answered``, ``Gone``).
+
+    A change is applied (``Plan.apply``) and written down first, once, also where ``boards`` is
+    empty; what prevents it (``Refused``) is told before any other event. Whoever is not in
+    ``boards`` may be told too, and its answer is nobody's business.
+    """
+
+    move: Move
+    boards: tuple[str, ...]
+
+
+class Planned(Protocol):
+    """What the course of a rollout must know of its plan; and whoever carries it out.
+
+    ``heavy``: a switch makes boards load the whole model.
+    """
+
+    @property
+    def operation(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def version(self) -> Artifact | None: ...
+    @property
+    def boards(self) -> tuple[str, ...]: ...
+    @property
+    def course(self) -> Course: ...
+    @property
+    def max_unavailable(self) -> int: ...
+    @property
+    def observe_s(self) -> float: ...
+    @property
+    def auto(self) -> bool: ...
+    @property
+    def heavy(self) -> bool: ...
+
+    def turn(self, at: Move | Round) -> tuple[Move, ...]:
+        """Return what boards do one after the other in that part; nothing where all go at once."""
+
+    def apply(self, move: Ask, desired: Desired, now_s: float) -> Desired:
+        """Return what the cluster shall be by a move."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a rollout of an adapter shall do.
+
+    ``boards`` are those that are there when it begins. ``version`` is None for a rollback by hand.
+    ``weight`` (0 to 1) is the canary's part of the sessions; it is observed for ``observe_s``
+    seconds, and without ``auto`` until someone decides. ``hold_s`` is the lease of its own pause in
+    seconds: more than boards may take to stop and to go on. ``keep`` is how many versions stay
+    beside the active one and the one before it. ``step`` is a trainer's, which the commit notes.
+    ``held_first``: an atomic one holds all requests of the model before boards load, instead of
+    those of the adapter afterwards.
+    """
+
+    operation: str
+    model: str
+    name: str
+    version: AdapterVersion | None
+    boards: tuple[str, ...]
+    strategy: Strategy = Strategy.ATOMIC
+    max_unavailable: int = 1
+    weight: float = 0.1
+    in_flight: InFlight = InFlight.PIN
+    observe_s: float = 60.0
+    auto: bool = True
+    hold_s: float = 60.0
+    keep: int = state_changes.KEEP_VERSIONS
+    step: int | None = None
+    held_first: bool = False
+
+    @property
+    def course(self) -> Course:
+        """Its parts, in their order."""
+        if self.held_first and self.version is not None:
+            return _HELD_FIRST
+        return _BACK if self.version is None else _COURSES[self.strategy]
+
+    @property
+    def heavy(self) -> bool:
+        """An adapter is loaded beside the model."""
+        return False
+
+    def turn(self, at: Move | Round) -> tuple[Move, ...]:
+        """Return what boards do one after the other; see ``Planned``."""
+        if at is Round.ROLL:
+            return (Move.LOAD, Move.SWITCH)
+        canary = at is Move.LOAD and self.strategy is Strategy.CANARY
+        return (Move.LOAD,) if canary else ()
+
+    def apply(self, move: Ask, desired: Desired, now_s: float) -> Desired:
+        """Return what the cluster shall be by a move; for ``STAGE`` and ``LOAD`` what it was.
+
+        It is one epoch later, or the same value where there is nothing to change. ``now_s`` is in
+        seconds since 1970. Raises what ``changes`` raises, and ``OperationConflict`` for a commit
+        whose hold has ended: tell it as ``Cancelled``.
+        """
+        return _CHANGES[move.move](self, move, desired, now_s)
+
+    def check(self, desired: Desired) -> None:
+        """Raise what the commit would raise, before anything is staged or stopped for it."""
+        self.noted(self.committed(desired))
+
+    def holds(self, desired: Desired) -> bool:
+        """Whether the version is the active one already, and nothing else is to be noted."""
+        return self.step is None and self._serves(desired)
+
+    def noted(self, desired: Desired) -> Desired:
+        """Return it with the trainer's step, where there is one."""
+        if self.step is None:
+            return desired
+        return state_changes.set_step(desired, self.model, self.step)
+
+    def _serves(self, desired: Desired) -> bool:
+        line = desired.line(self.model, self.name)
+        return self.version is not None and line is not None and line.active == self.version
+
+    def committed(self, desired: Desired) -> Desired:
+        """Return it with the new version in, whether it was offered before or not."""
+        if self.version is None:
+            return state_changes.rollback(
+                desired, self.model, self.name, in_flight=self.in_flight, keep=self.keep
+            )
+        line = desired.line(self.model, self.name)
+        if line is None or line.candidate != self.version:
+            desired = self.offered(desired, 0.0)
+        if self._serves(desired):
+            return desired
+        return state_changes.commit(desired, self.model, self.name, self.keep)
+
+    def offered(self, desired: Desired, weight: float) -> Desired:
+        """Return it with the new version as a candidate."""
+        if self.version is None:
+            raise OperationConflict("A rollback brings in no version.")
+        return state_changes.begin(
+            desired, self.model, self.version, weight=weight, in_flight=self.in_flight
+        )
+
+
+def _nothing(_plan: Plan, _ask: Ask, desired: Desired, _now_s: float) -> Desired:
+    return desired
+
+
+def _hold(plan: Plan, _ask: Ask, desired: Desired, now_s: float) -> Desired:
+    scope = Scope(models=(plan.model,), adapter=None if plan.held_first else plan.name)
+    asked = Pause(
+        plan.operation, scope, PauseMode.KEEP, since_s=now_s, expires_s=now_s + plan.hold_s
+    )
+    return state_changes.hold(desired, asked)
+
+
+def _offer(plan: Plan, _ask: Ask, desired: Desired, _now_s: float) -> Desired:
+    return plan.offered(desired, plan.weight if plan.strategy is Strategy.CANARY else 0.0)
+
+
+def _switch(plan: Plan, ask: Ask, desired: Desired, _now_s: float) -> Desired:
+    return state_changes.switch(desired, plan.model, plan.name, ask.boards)
+
+
+def _commit(plan: Plan, _ask: Ask, desired: Desired, _now_s: float) -> Desired:
+    held = any(pause.operation == plan.operation for pause in desired.pauses)
+    if plan.strategy is Strategy.ATOMIC and not held:
+        raise OperationConflict("Its hold on the boards ended before all were ready.")
+    return state_changes.as_one(
+        desired,
+        plan.committed,
+        plan.noted,
+        lambda after: state_changes.withdraw(after, plan.operation),
+    )
+
+
+def _undo(plan: Plan, _ask: Ask, desired: Desired, _now_s: float) -> Desired:
+    return state_changes.as_one(
+        desired,
+        lambda after: state_changes.withdraw(after, plan.operation),
+        lambda after: _without_candidate(plan, after),
+    )
+
+
+def _without_candidate(plan: Plan, desired: Desired) -> Desired:
+    line = desired.line(plan.model, plan.name)
+    if line is None or line.candidate is None or line.candidate != plan.version:
+        return desired
+    return state_changes.drop(desired, plan.model, plan.name)
+
+
+_CHANGES: dict[Move, Callable[[Plan, Ask, Desired, float], Desired]] = {
+    Move.STAGE: _nothing,
+    Move.LOAD: _nothing,
+    Move.HOLD: _hold,
+    Move.OFFER: _offer,
+    Move.SWITCH: _switch,
+    Move.COMMIT: _commit,
+    Move.UNDO: _undo,
+}
+
+
+def plan(
+    kind: OperationKind,
+    operation: str,
+    params: Params,
+    version: AdapterVersion | None,
+    boards: Iterable[str],
+    *,
+    hold_s: float = 60.0,
+    keep: int = state_changes.KEEP_VERSIONS,
+) -> Plan:
+    """Read a plan from a call's parameters. Raises ``RequestError`` for what they may not be."""
+    strategy = read.choice(params, "strategy", Strategy, Strategy.ATOMIC)
+    if kind is OperationKind.ADAPTER_ROLLBACK:
+        strategy, version = Strategy.ATOMIC, None
+    elif version is None:
+        raise RequestError("'version' is required.", "version")
+    return Plan(
+        operation=operation,
+        model=read.text(params, "model"),
+        name=read.text(params, "name"),
+        version=version,
+        boards=tuple(sorted(set(boards))),
+        strategy=strategy,
+        max_unavailable=read.whole(params, "max_unavailable", 1, low=1),
+        weight=read.number(params, "weight", 0.1, low=0, high=1),
+        in_flight=read.choice(params, "in_flight", InFlight, InFlight.PIN),
+        observe_s=read.number(params, "observe_s", 60.0, low=0),
+        auto=read.flag(params, "auto", default=True),
+        hold_s=hold_s,
+        keep=keep,
+    )

@@ -1,0 +1,227 @@
+"""Other base weights for a model: what each change makes of the desired state, and their plan.
+
+It knows weights by content, and nothing of files, boards or time. In which order moves come, and
+what answers mean, is ``rollout``'s.
+
+::
+
+    in turn   STAGE all, OFFER (to nobody), SWITCH each board, ``max_unavailable`` at a time, COMMIT
+    at once   STAGE all, HOLD all, SWITCH all, COMMIT (new weights, hold released)
+
+Back to the file in the model folder there is nothing to stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from rkserve.control import state_changes
+from rkserve.control.rollout_plan import Ask, Course, Move, Round
+from rkserve.core.desired_state import (
+    BaseVersion,
+    Desired,
+    InFlight,
+    Pause,
+    PauseMode,
+    Rebase,
+    Scope,
+    Weights,
+)
+from rkserve.core.errors import OperationConflict, RequestError
+
+FOLDER_LABEL = "default"  # of the file in the model folder, until somebody names it
+
+
+def begin(
+    desired: Desired,
+    model: str,
+    to: BaseVersion | None,
+    label: str,
+    in_flight: InFlight,
+    *,
+    everywhere: bool = False,
+) -> Desired:
+    """Have other weights on their way: to no board yet, or to all of them (``everywhere``).
+
+    ``to`` of None is the model folder's file.
+
+    Raises ``OperationConflict`` where others are on their way, and ``RequestError`` for an empty
+    label.
+    """
+    if not label:
+        raise RequestError("The label of a version of the weights must not be empty.", "label")
+    weights = desired.weights_of(model)
+    if weights.rebase is not None:
+        raise OperationConflict(f"Model '{model}' is getting other base weights.")
+    rebase = Rebase(to, label, everywhere=everywhere)
+    return state_changes.weigh(desired, replace(weights, rebase=rebase, in_flight=in_flight))
+
+
+def switch(desired: Desired, model: str, board_ids: Iterable[str]) -> Desired:
+    """Let these boards too load them. Raises as ``commit`` does."""
+    weights, rebase = _on_their_way(desired, model)
+    switched = tuple(sorted({*rebase.switched, *board_ids}))
+    return state_changes.weigh(desired, replace(weights, rebase=replace(rebase, switched=switched)))
+
+
+def commit(desired: Desired, model: str) -> Desired:
+    """Make them the model's weights, for every board.
+
+    Raises ``OperationConflict`` where none are on their way.
+    """
+    weights, rebase = _on_their_way(desired, model)
+    return state_changes.weigh(
+        desired, replace(weights, base=rebase.to, label=rebase.label, rebase=None)
+    )
+
+
+def undo(desired: Desired, model: str) -> Desired:
+    """Have every board load again what it had; nothing changes where none are on their way."""
+    return state_changes.weigh(desired, replace(desired.weights_of(model), rebase=None))
+
+
+def is_same(one: BaseVersion | None, other: BaseVersion | None) -> bool:
+    """Whether both are the same content, whatever it is called."""
+    return (None if one is None else one.digest) == (None if other is None else other.digest)
+
+
+def _on_their_way(desired: Desired, model: str) -> tuple[Weights, Rebase]:
+    weights = desired.weights_of(model)
+    if weights.rebase is None:
+        raise OperationConflict(f"No other base weights are on their way to model '{model}'.")
+    return weights, weights.rebase
+
+
+@dataclass(frozen=True, slots=True)
+class RebasePlan:
+    """What an update of base weights shall do; see ``plan.Planned``.
+
+    ``version`` of None is the file in the model folder. ``boards`` are those that are there when it
+    begins. ``at_once`` holds all of them meanwhile, with a lease of ``hold_s`` seconds, so that
+    nothing is answered with a mixture. ``step`` is a trainer's, which the commit notes.
+    """
+
+    operation: str
+    model: str
+    version: BaseVersion | None
+    label: str
+    boards: tuple[str, ...]
+    at_once: bool = False
+    max_unavailable: int = 1
+    in_flight: InFlight = InFlight.PIN
+    step: int | None = None
+    hold_s: float = 600.0
+
+    @property
+    def course(self) -> Course:
+        """Its parts, in their order."""
+        stage: Course = () if self.version is None else (Move.STAGE,)
+        if self.at_once:
+            return (*stage, Move.HOLD, Move.SWITCH, Move.COMMIT)
+        return (*stage, Move.OFFER, Round.ROLL, Move.COMMIT)
+
+    @property
+    def heavy(self) -> bool:
+        """Boards load the whole model."""
+        return True
+
+    @property
+    def observe_s(self) -> float:
+        """Nothing is observed: a board says itself whether it could load the weights and run."""
+        return 0.0
+
+    @property
+    def auto(self) -> bool:
+        """Nobody decides."""
+        return True
+
+    def turn(self, at: Move | Round) -> tuple[Move, ...]:
+        """Return what boards do one after the other."""
+        return (Move.SWITCH,) if at is Round.ROLL else ()
+
+    def apply(self, move: Ask, desired: Desired, now_s: float) -> Desired:
+        """Return what the cluster shall be by a move, as ``Plan.apply`` does."""
+        return _CHANGES[move.move](self, move, desired, now_s)
+
+    def check(self, desired: Desired) -> None:
+        """Raise what the commit would raise, before anything is staged or stopped for it."""
+        self.noted(commit(self.begun(desired), self.model))
+
+    def holds(self, desired: Desired) -> bool:
+        """Whether these are the model's weights already, under that label, and nothing else is to
+        be noted.
+        """
+        weights = desired.weights_of(self.model)
+        same = is_same(weights.base, self.version) and weights.label == self.label
+        return same and self.step is None and weights.rebase is None
+
+    def begun(self, desired: Desired) -> Desired:
+        """Return it with the new weights on their way."""
+        to, label = self.version, self.label
+        return begin(desired, self.model, to, label, self.in_flight, everywhere=self.at_once)
+
+    def noted(self, desired: Desired) -> Desired:
+        """Return it with the trainer's step; weights that no trainer brought have none, so that one
+        may begin again.
+        """
+        if self.step is None:
+            return state_changes.forget_step(desired, self.model)
+        return state_changes.set_step(desired, self.model, self.step)
+
+
+def _nothing(_plan: RebasePlan, _ask: Ask, desired: Desired, _now_s: float) -> Desired:
+    return desired
+
+
+def _hold(plan: RebasePlan, _ask: Ask, desired: Desired, now_s: float) -> Desired:
+    scope = Scope(models=(plan.model,))
+    asked = Pause(
+        plan.operation, scope, PauseMode.KEEP, since_s=now_s, expires_s=now_s + plan.hold_s
+    )
+    return state_changes.hold(desired, asked)
+
+
+def _offer(plan: RebasePlan, _ask: Ask, desired: Desired, _now_s: float) -> Desired:
+    return plan.begun(desired)
+
+
+def _switch(plan: RebasePlan, ask: Ask, desired: Desired, _now_s: float) -> Desired:
+    if plan.at_once:
+        _require_hold(plan, desired)
+        return plan.begun(desired)
+    return switch(desired, plan.model, ask.boards)
+
+
+def _commit(plan: RebasePlan, _ask: Ask, desired: Desired, _now_s: float) -> Desired:
+    if plan.at_once:
+        _require_hold(plan, desired)
+    return state_changes.as_one(
+        desired,
+        lambda after: commit(after, plan.model),
+        plan.noted,
+        lambda after: state_changes.withdraw(after, plan.operation),
+    )
+
+
+def _require_hold(plan: RebasePlan, desired: Desired) -> None:
+    if all(pause.operation != plan.operation for pause in desired.pauses):
+        raise OperationConflict("Its hold on the boards ended before all were ready.")
+
+
+def _undo(plan: RebasePlan, _ask: Ask, desired: Desired, _now_s: float) -> Desired:
+    return state_changes.as_one(
+        desired,
+        lambda after: state_changes.withdraw(after, plan.operation),
+        lambda after: undo(after, plan.model),
+    )
+
+
+_CHANGES: dict[Move, Callable[[RebasePlan, Ask, Desired, float], Desired]] = {
+    Move.STAGE: _nothing,
+    Move.HOLD: _hold,
+    Move.OFFER: _offer,
+    Move.SWITCH: _switch,
+    Move.COMMIT: _commit,
+    Move.UNDO: _undo,
+}

@@ -1,0 +1,1 @@
+"""The Coordinator without Ray. Start with ``coordinator/coordinator.py``."""

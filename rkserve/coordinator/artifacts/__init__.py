@@ -1,0 +1,1 @@
+"""Adapter and weight files that the Coordinator keeps."""

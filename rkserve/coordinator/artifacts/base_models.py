@@ -1,0 +1,109 @@
+"""Base weights on the head: whether a file can be a model for the same boards, and whether it is
+the one in the model's own folder. It knows files, and nothing of who sends or loads them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rkserve.core.desired_state import BaseVersion
+from rkserve.core.errors import ArtifactNotFound, ArtifactRefused, ConfigError
+from rkserve.core.file_digests import KeptDigest
+from rkserve.models.folder import WeightsUnfit, weights_facts, weights_in
+
+log = logging.getLogger(__name__)
+
+# What a file may tell of itself that has to be the same for the same boards and requests.
+_ALIKE = ("simulated", "platform", "model_id")
+ANY = "any"  # a platform that is every one
+
+
+@dataclass(frozen=True)
+class OwnModels:
+    """The files in the models' own folders, by model, as far as this machine has them.
+
+    Their digests are kept in ``records``, so that a file of gigabytes is read once.
+    """
+
+    files: Mapping[str, Path]
+    records: Path
+    _digests: dict[str, KeptDigest] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for model, file in self.files.items():
+            name = hashlib.sha256(model.encode()).hexdigest()[:16]
+            self._digests[model] = KeptDigest(file, self.records / f"{name}.json")
+
+    def known(self, model: str) -> str | None:
+        """Return the sha256 of a model's own file as it was computed last; it reads nothing."""
+        own = self._digests.get(model)
+        return None if own is None else own.known
+
+    def stop(self) -> None:
+        """End what is being computed: the process is about to end."""
+        for own in self._digests.values():
+            own.stop()
+
+    def digest(self, model: str) -> str | None:
+        """Return the sha256 of a model's own file; None where it is not here. Raises ``OSError``.
+
+        The first time it reads all of the file.
+        """
+        own = self._digests.get(model)
+        return None if own is None else own.get()
+
+    def require_alike(self, file: Path, model: str) -> None:
+        """Raise ``ArtifactRefused`` for what certainly is no model for the boards of ``model``.
+
+        Whether it is a good one only a board can tell, which loads it.
+        """
+        try:
+            found = weights_facts(file)
+            own = weights_facts(self.files[model]) if model in self.files else None
+        except WeightsUnfit as exc:
+            raise ArtifactRefused(f"It cannot be base weights: {exc}.", "model_path") from exc
+        for what in _ALIKE:
+            theirs, ours = getattr(found, what), getattr(own, what, None)
+            if not {None, ANY} & {theirs, ours} and theirs != ours:
+                raise ArtifactRefused(
+                    f"It cannot be base weights of '{model}': its '{what}' is {theirs}, and that "
+                    f"of the model's own file is {ours}.",
+                    "model_path",
+                )
+        if own is not None and (found.max_context or 0) < (own.max_context or 0):
+            raise ArtifactRefused(
+                f"It cannot be base weights of '{model}': its longest context is "
+                f"{found.max_context}, and requests may be as long as {own.max_context}.",
+                "model_path",
+            )
+
+    def leads_there(self, path: str, model: str) -> bool:
+        """Whether a path leads to the model's own file, or to its folder."""
+        own = self.files.get(model)
+        try:
+            return own is not None and Path(path).resolve() in (own.resolve(), own.parent.resolve())
+        except (OSError, RuntimeError, ValueError):
+            return False
+
+    def unless_own(self, version: BaseVersion) -> BaseVersion | None:
+        """Return None for a copy of the model's own file."""
+        try:
+            return None if version.digest == self.digest(version.model) else version
+        except OSError as exc:
+            log.warning("the file of model %s cannot be read here: %s", version.model, exc)
+            return version
+
+
+def model_in(folder: Path) -> Path:
+    """Return the model's file in a folder. Raises ``ArtifactRefused``, ``ArtifactNotFound``."""
+    try:
+        found = weights_in(folder)
+    except ConfigError as exc:
+        raise ArtifactRefused(str(exc), "model_path") from exc
+    if found is None:
+        raise ArtifactNotFound("That folder holds no *.rkllm file.", "model_path")
+    return found

@@ -1,0 +1,460 @@
+"""The head's store of files of weights, each known by the sha256 of its content and written once:
+adapters, and base weights for models.
+
+It knows files and what their senders say of them. What is served, and who may send something, is
+not its to know; boards get the files from ``staging``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rkserve.control.artifact_manifest import Claim, checked, read_manifest
+from rkserve.control.artifact_metadata import FOLDER as FACTS
+from rkserve.control.artifact_metadata import Facts, FactsFolder
+from rkserve.coordinator.artifacts.base_models import OwnModels, model_in
+from rkserve.coordinator.artifacts.sources import Source, check_prefixes, open_path, open_url
+from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion
+from rkserve.core.durable_files import FULL, free_bytes, sync
+from rkserve.core.errors import ArtifactNotFound, ArtifactRefused, BodyTooLarge, ConfigError
+from rkserve.core.file_digests import DIGEST, file_digest
+from rkserve.core.messages import AdapterRef
+
+log = logging.getLogger(__name__)
+
+UPLOADS = ".uploads"
+OWN = ".own"  # the digests of the files in the model folders
+VERSION_DIGITS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactRules:
+    """What the store takes, and from where. Times in seconds.
+
+    An upload that gets nothing for ``upload_idle_s`` is removed. ``reserve_bytes`` of the disk stay
+    free, for the Coordinator's own records.
+    """
+
+    max_bytes: int = 2 << 30
+    max_model_bytes: int = 16 << 30
+    allowed_paths: tuple[Path, ...] = ()
+    allowed_urls: tuple[str, ...] = ()
+    upload_idle_s: float = 300.0
+    max_uploads: int = 16
+    fetch_timeout_s: float = 600.0
+    reserve_bytes: int = 64 << 20
+
+
+@dataclass
+class _Upload:
+    """A file that is coming in."""
+
+    claim: Claim
+    path: Path
+    touched_s: float
+    size_bytes: int = 0
+    digest: Any = field(default_factory=hashlib.sha256)
+    # Held while it is written to; a part that comes twice at once must not be counted twice.
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class ArtifactStore:
+    """The store in one folder, of one process. Its methods block; any thread may call them.
+
+    Files are ``<folder>/<sha256>``. Uploads do not survive the process: their senders hear of it
+    and begin again.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rules: ArtifactRules,
+        *,
+        now_s: Callable[[], float] = time.monotonic,
+        free: Callable[[Path], int] = free_bytes,
+        own: Mapping[str, Path] | None = None,
+    ) -> None:
+        """``free`` says what the disk has left, and ``own`` where the file of a model's folder is,
+        as far as this machine has it.
+        """
+        self._folder = folder
+        self._facts = FactsFolder(folder / FACTS)
+        self._own = OwnModels(own or {}, folder / OWN)
+        self._rules = rules
+        self._now_s = now_s
+        self._free = free
+        self._lock = threading.RLock()
+        self._uploads: dict[str, _Upload] = {}
+        self._kept_s: dict[str, float] = {}  # when a file came last, or was found at the start
+
+    def open(self) -> None:
+        """Make the folder ready. Raises ``ConfigError``: it, or an allow-list, cannot be used."""
+        check_prefixes(self._rules.allowed_urls)
+        for allowed in self._rules.allowed_paths:
+            if not allowed.expanduser().is_absolute():
+                raise ConfigError(f"coordinator.allowed_paths: '{allowed}' must be absolute.")
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            uploads = self._folder / UPLOADS
+            uploads.mkdir(mode=0o700, exist_ok=True)
+            for left in uploads.iterdir():
+                left.unlink()
+            self._own.records.mkdir(mode=0o700, exist_ok=True)
+            self._kept_s = dict.fromkeys(self.digests(), self._now_s())
+            self._facts.open(tuple(self._kept_s))
+        except OSError as exc:
+            raise ConfigError(
+                f"The folder of adapter files {self._folder} cannot be used: {exc.strerror or exc}"
+            ) from exc
+
+    # -- uploads ------------------------------------------------------------------------------
+
+    def upload_begin(self, claim: Claim) -> str:
+        """Return the id of an upload. Without a version the content names it.
+
+        Raises:
+            ArtifactRefused: what is said cannot be, the disk is full, or too many come in at once.
+            BodyTooLarge: it is said to be larger than allowed.
+        """
+        self.sweep()
+        return self._begin(checked(claim))
+
+    def upload_part(self, upload: str, offset: int, data: bytes) -> int:
+        """Write the next bytes; return how many are there then. Part for part, in order.
+
+        Raises:
+            ArtifactNotFound: the upload was given up, or there was a restart.
+            ArtifactRefused: the part does not follow, or the disk is full.
+            BodyTooLarge: it is larger than allowed, and was removed.
+        """
+        coming = self._coming(upload)
+        with coming.lock:
+            self._coming(upload)  # it may have been given up while somebody else wrote
+            if offset != coming.size_bytes:
+                raise ArtifactRefused(
+                    f"The part begins at byte {offset}, and {coming.size_bytes} are there.",
+                    "offset",
+                )
+            self._write(upload, coming, data)
+            return coming.size_bytes
+
+    def upload_end(self, upload: str, manifest: Mapping[str, Any] | None = None) -> AdapterVersion:
+        """Keep the file, if it is what was said; see ``Manifest`` for what can be said now.
+
+        Raises:
+            ArtifactNotFound: the upload was given up, or there was a restart.
+            ArtifactRefused: it is something else, and was removed.
+        """
+        return self._adapter(*self._end(upload, manifest))
+
+    def upload_end_model(self, upload: str, manifest: Mapping[str, Any]) -> BaseVersion:
+        """Keep a file of base weights, as ``upload_end`` does an adapter's."""
+        return self._model(*self._end(upload, manifest)[:2])
+
+    def _end(self, upload: str, manifest: Mapping[str, Any] | None) -> tuple[_Upload, str, float]:
+        """Put the file in its place; return what came, its digest, and the scale that was said."""
+        coming = self._coming(upload)
+        with coming.lock:
+            self._coming(upload)  # it may have been ended while somebody else wrote
+            try:
+                said = read_manifest(manifest)
+                coming.claim.compare(said, coming.size_bytes, coming.digest.hexdigest())
+                return coming, self._keep(coming), said.scale
+            finally:
+                self.upload_abort(upload)
+
+    def upload_abort(self, upload: str) -> bool:
+        """Forget an upload; False where there is none."""
+        with self._lock:
+            coming = self._uploads.pop(upload, None)
+        if coming is None:
+            return False
+        coming.path.unlink(missing_ok=True)
+        return True
+
+    def sweep(self) -> int:
+        """Remove the uploads whose senders have gone; return how many. Call it now and then."""
+        before_s = self._now_s() - self._rules.upload_idle_s
+        with self._lock:
+            given_up = [key for key, one in self._uploads.items() if one.touched_s < before_s]
+        for key in given_up:
+            log.warning("upload %s got nothing for %.0f s", key, self._rules.upload_idle_s)
+        return sum(self.upload_abort(key) for key in given_up)
+
+    # -- files from elsewhere -----------------------------------------------------------------
+
+    def register_path(self, path: str, claim: Claim, scale: float = 1.0) -> AdapterVersion:
+        """Copy a file, or that of an adapter's folder, from one of the allowed folders.
+
+        Raises:
+            ArtifactRefused, ArtifactNotFound, BodyTooLarge: as ``open_path`` and an upload do.
+        """
+        checked(claim)
+        with open_path(path, self._rules.allowed_paths) as source:
+            return self._adapter(*self._take(source, claim, scale))
+
+    def register_url(self, url: str, claim: Claim, scale: float = 1.0) -> AdapterVersion:
+        """Fetch a file from below one of the allowed URLs.
+
+        Raises:
+            ArtifactRefused, ArtifactNotFound, BodyTooLarge: as ``open_url`` and an upload do.
+        """
+        checked(claim)
+        rules = self._rules
+        with open_url(url, rules.allowed_urls, rules.fetch_timeout_s) as source:
+            return self._adapter(*self._take(source, claim, scale))
+
+    def register_model(self, kind: str, place: str, claim: Claim) -> BaseVersion | None:
+        """Copy base weights from a ``path``, or fetch them from a ``url``: a file, or the one in a
+        model's folder. None is the very file of the model's own folder, which is not copied.
+
+        Raises:
+            ArtifactRefused, ArtifactNotFound, BodyTooLarge: as for an adapter; and for what is
+                certainly no model.
+        """
+        checked(claim)
+        rules = self._rules
+        if kind == "url":
+            with open_url(place, rules.allowed_urls, rules.fetch_timeout_s) as source:
+                return self._own.unless_own(self._model(*self._take(source, claim)[:2]))
+        if self._own.leads_there(place, claim.model):
+            return None
+        with open_path(place, rules.allowed_paths, model_in) as source:
+            return self._own.unless_own(self._model(*self._take(source, claim)[:2]))
+
+    # -- what is there ------------------------------------------------------------------------
+
+    def digests(self) -> tuple[str, ...]:
+        """Return what is there."""
+        names = (file.name for file in self._folder.iterdir())
+        return tuple(sorted(name for name in names if DIGEST.fullmatch(name)))
+
+    def has(self, digest: str) -> bool:
+        """Whether a file is there."""
+        return self._path(digest).is_file()
+
+    def facts(self, digest: str) -> Facts:
+        """Return what was said of a content. It costs nothing."""
+        return self._facts.of(digest)
+
+    def model(self, model: str, version: str) -> BaseVersion:
+        """Return the base weights of that name. Raises ``ArtifactNotFound``."""
+        digest = self._facts.labelled(f"{model}@{version}")
+        if digest is None or not self.has(digest):
+            raise ArtifactNotFound(
+                f"The head has no base weights '{model}@{version}'; send them anew.", "artifact"
+            )
+        return BaseVersion(model, version, digest, self._path(digest).stat().st_size)
+
+    def own_digest(self, model: str) -> str | None:
+        """Return the sha256 of the file in a model's own folder; None where that is not here.
+
+        It reads all of the file, the first time. Raises ``OSError``.
+        """
+        return self._own.digest(model)
+
+    def known_own_digest(self, model: str) -> str | None:
+        """Return the same where it was computed before; it reads nothing."""
+        return self._own.known(model)
+
+    def stop(self) -> None:
+        """End what is being read: the process is about to end."""
+        self._own.stop()
+
+    def check(self, version: Artifact) -> None:
+        """Read a file that is to be sent, once for as long as it is not touched.
+
+        Raises:
+            ArtifactNotFound: it is not there, or not what it was; then it is removed.
+        """
+        path = self._path(version.digest)
+        try:
+            sound = file_digest(path) == version.digest
+        except OSError as exc:
+            raise ArtifactNotFound(
+                f"The head has no file of {version.title}; send it anew."
+            ) from exc
+        if not sound or path.stat().st_size != version.size_bytes:
+            if not sound:
+                log.error("%s is not what it was, and is removed", path)
+                path.unlink(missing_ok=True)
+            raise ArtifactNotFound(f"The head's file of {version.title} is damaged; send it anew.")
+
+    def read(self, digest: str, offset: int, size: int) -> bytes:
+        """Return a part of a file. Raises ``ArtifactNotFound``, ``OSError``."""
+        try:
+            descriptor = os.open(self._path(digest), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError as exc:
+            raise ArtifactNotFound(f"The head has no file of the digest {digest[:12]}.") from exc
+        try:
+            return os.pread(descriptor, size, offset)
+        finally:
+            os.close(descriptor)
+
+    def remove(self, digest: str, idle_s: float = 0.0) -> bool:
+        """Remove a file that no version needs any more; False where that was not done.
+
+        One that came within ``idle_s`` stays: whoever sent it is about to say what it is for.
+        """
+        path = self._path(digest)
+        with self._lock:
+            if not path.is_file():
+                return False
+            if self._now_s() - self._kept_s.setdefault(digest, self._now_s()) < idle_s:
+                return False
+            path.unlink()
+            self._facts.forget(digest)
+            self._kept_s.pop(digest, None)
+        return True
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _path(self, digest: str) -> Path:
+        if not DIGEST.fullmatch(digest):
+            raise ArtifactNotFound("That is not the sha256 of a file.")
+        return self._folder / digest
+
+    def _coming(self, upload: str) -> _Upload:
+        with self._lock:
+            found = self._uploads.get(upload)
+        if found is None:
+            raise _given_up(upload)
+        return found
+
+    def _begin(self, claim: Claim) -> str:
+        self._require_size(claim.size_bytes or 0, claim)
+        with self._lock:
+            if len(self._uploads) >= self._rules.max_uploads:
+                raise ArtifactRefused(
+                    f"{len(self._uploads)} files come in at once, which is the limit."
+                )
+            self._require_room(claim.size_bytes or 0)
+            key = secrets.token_hex(8)
+            path = self._folder / UPLOADS / key
+            try:
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                path.touch(mode=0o600, exist_ok=False)
+            except OSError as exc:
+                raise _not_written(exc) from exc
+            self._uploads[key] = _Upload(claim, path, self._now_s())
+        return key
+
+    def _take(self, source: Source, claim: Claim, scale: float = 1.0) -> tuple[_Upload, str, float]:
+        """Keep what comes from a source. It is an upload that this side sends."""
+        sized = replace(claim, size_bytes=source.size_bytes)
+        key = self._begin(sized)
+        try:
+            for block in source.blocks:
+                coming = self._coming(key)
+                self.upload_part(key, coming.size_bytes, block)
+            return self._end(key, {"scale": scale})
+        except OSError as exc:
+            raise ArtifactRefused(f"The file cannot be read: {exc.strerror or exc}.") from exc
+        finally:
+            self.upload_abort(key)
+
+    def _write(self, key: str, coming: _Upload, data: bytes) -> None:
+        size = coming.size_bytes + len(data)
+        try:
+            self._require_size(size, coming.claim)
+            coming.claim.require_size(size)
+            if coming.claim.size_bytes is None:
+                self._require_room(len(data))
+            # It is there already: to make it anew would leave a file that nobody removes, where
+            # the upload is given up in this moment.
+            with coming.path.open("r+b") as file:
+                file.seek(coming.size_bytes)
+                file.write(data)
+        except OSError as exc:
+            if not self.upload_abort(key):
+                raise _given_up(key) from exc
+            raise _not_written(exc) from exc
+        except (ArtifactRefused, BodyTooLarge):
+            self.upload_abort(key)
+            raise
+        coming.digest.update(data)
+        coming.size_bytes = size
+        coming.touched_s = self._now_s()
+
+    def _require_size(self, size: int, claim: Claim) -> None:
+        limit = self._rules.max_model_bytes if claim.base else self._rules.max_bytes
+        if size > limit:
+            raise BodyTooLarge(
+                f"The {claim.what} is larger than {limit} bytes, which is the limit "
+                f"(`coordinator.max_{claim.what}_bytes`)."
+            )
+
+    def _require_room(self, more: int) -> None:
+        """Raise unless ``more`` bytes fit besides what the open uploads announced."""
+        with self._lock:
+            awaited = sum(
+                max(0, (one.claim.size_bytes or 0) - one.size_bytes)
+                for one in self._uploads.values()
+            )
+        try:
+            free = self._free(self._folder)
+        except OSError as exc:
+            raise _not_written(exc) from exc
+        if free < more + awaited + self._rules.reserve_bytes:
+            raise ArtifactRefused(
+                f"The head's disk is full: {free >> 20} MiB are free, and the file needs "
+                f"{(more + awaited) >> 20} MiB besides {self._rules.reserve_bytes >> 20} MiB in "
+                "reserve."
+            )
+
+    def _keep(self, coming: _Upload) -> str:
+        """Put a file in its place; return its digest."""
+        digest: str = coming.digest.hexdigest()
+        claim = coming.claim
+        try:
+            if claim.base:
+                self._own.require_alike(coming.path, claim.model)
+            sync(coming.path)
+            with self._lock:
+                labels = (f"{claim.model}@{_version_of(claim, digest)}",) if claim.base else ()
+                self._facts.add(digest, Facts(claim.parameters, claim.base_digest, labels))
+                coming.path.replace(self._path(digest))
+                self._kept_s[digest] = self._now_s()
+            sync(self._folder)
+        except OSError as exc:
+            raise _not_written(exc) from exc
+        log.info(
+            "%s %s@%s is here (%d bytes)",
+            claim.what,
+            claim.name,
+            _version_of(claim, digest),
+            coming.size_bytes,
+        )
+        return digest
+
+    def _adapter(self, coming: _Upload, digest: str, scale: float) -> AdapterVersion:
+        claim = coming.claim
+        ref = AdapterRef(claim.name, _version_of(claim, digest), digest, scale)
+        return AdapterVersion(ref, coming.size_bytes)
+
+    def _model(self, coming: _Upload, digest: str) -> BaseVersion:
+        claim = coming.claim
+        return BaseVersion(claim.model, _version_of(claim, digest), digest, coming.size_bytes)
+
+
+def _version_of(claim: Claim, digest: str) -> str:
+    return claim.version or digest[:VERSION_DIGITS]
+
+
+def _given_up(upload: str) -> ArtifactNotFound:
+    return ArtifactNotFound(f"There is no upload '{upload}' any more; begin again.")
+
+
+def _not_written(exc: OSError) -> ArtifactRefused:
+    if exc.errno in FULL:
+        return ArtifactRefused(f"The head's disk is full ({exc.strerror}).")
+    return ArtifactRefused(f"The file cannot be written on the head: {exc.strerror or exc}.")

@@ -1,0 +1,1 @@
+"""The Coordinator's view of the boards: roster, reconcile, delivery, transfer."""

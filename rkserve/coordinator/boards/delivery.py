@@ -1,0 +1,154 @@
+"""Bringing files of weights from the head's store to boards' disks, for whoever needs them there.
+
+It knows the store, the boards' names and which of them is being changed now; how bytes travel is
+``staging``'s to know, and what they are for nobody's here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from rkserve.control.artifact_metadata import Facts
+from rkserve.control.operations import BoardResult, ResultStatus
+from rkserve.coordinator.boards.roster import Roster, result_of
+from rkserve.coordinator.boards.transfer import LockOf, Pace, stage
+from rkserve.core.desired_state import Artifact, BaseVersion
+from rkserve.core.errors import BoardGone, RkserveError, StageFailed
+from rkserve.core.metrics import CoordinatorMetrics
+
+Put = Callable[[bytes], Any]
+
+
+class Store(Protocol):
+    """The part of the head's store of files that is needed here; its calls block."""
+
+    def check(self, version: Artifact) -> None:
+        """Raise ``ArtifactNotFound`` or ``ArtifactRefused`` unless the file is there, whole."""
+
+    def facts(self, digest: str) -> Facts:
+        """Return what was said of a content."""
+
+    def model(self, model: str, version: str) -> BaseVersion:
+        """Return the base weights of that name. Raises ``ArtifactNotFound``."""
+
+    def own_digest(self, model: str) -> str | None:
+        """Return the sha256 of the file in a model's own folder, None where it is not here."""
+
+    def known_own_digest(self, model: str) -> str | None:
+        """Return the same where it was computed before; it reads nothing."""
+
+    def digests(self) -> tuple[str, ...]:
+        """Return what is there."""
+
+    def remove(self, digest: str, idle_s: float = 0.0) -> bool:
+        """Remove a file that nobody needs any more, unless it came within ``idle_s``. It is quick,
+        so that nothing need come between a look at who needs it and its end.
+        """
+
+    def read(self, digest: str, offset: int, size: int) -> bytes:
+        """Return a part of a file."""
+
+
+class Stager:
+    """Brings files to boards. Use it from one event loop."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        store: Store,
+        put: Put,
+        metrics: CoordinatorMetrics,
+        *,
+        timeout_s: float,
+        pace: Pace,
+    ) -> None:
+        """``put`` makes of a chunk what boards are sent: a reference that is fetched by each."""
+        self._pace = pace
+        self._roster = roster
+        self._store = store
+        self._put = put
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    def at(self, board_id: str) -> asyncio.Lock:
+        """Return the lock of a board: whoever holds it alone brings files or loads there."""
+        return self._locks.setdefault(board_id, asyncio.Lock())
+
+    async def bring(self, version: Artifact, board_id: str) -> None:
+        """Bring a version to one board that the caller holds.
+
+        Raises:
+            RkserveError: it is not there.
+        """
+        # The board's own lock is held by the caller.
+        held = asyncio.Lock()
+        result = (await self._stage(version, [board_id], lambda _: held))[board_id]
+        if isinstance(result, RkserveError):
+            raise result
+
+    async def spread(
+        self, version: Artifact, board_ids: Iterable[str], timeout_s: float | None = None
+    ) -> dict[str, BoardResult]:
+        """Bring a version to boards, to each as soon as nobody holds it; return how it went."""
+        boards = sorted(set(board_ids))
+        began_s = time.monotonic()
+        ended = await self._stage(version, boards, self.at, timeout_s)
+        results: dict[str, BoardResult] = {}
+        for board in boards:
+            said = ended[board]
+            took_ms = (time.monotonic() - began_s) * 1e3
+            if isinstance(said, RkserveError):
+                results[board] = result_of(said, took_ms)
+            else:
+                results[board] = BoardResult(ResultStatus.OK, said["stage_ms"], details=said)
+        return results
+
+    async def _stage(
+        self,
+        version: Artifact,
+        boards: list[str],
+        lock_of: LockOf,
+        timeout_s: float | None = None,
+    ) -> dict[str, RkserveError | dict[str, Any]]:
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        digest = version.digest
+        try:
+            deliveries = await stage(
+                version,
+                boards,
+                lambda offset, size: self._store.read(digest, offset, size),
+                self._put,
+                self._ask,
+                lock_of=lock_of,
+                pace=replace(self._pace, limit_s=limit_s),
+            )
+        except (OSError, RkserveError) as exc:
+            why = f"the file cannot be read on the head node: {exc}"
+            return {board: StageFailed(board, why) for board in boards}
+        ended: dict[str, RkserveError | dict[str, Any]] = {}
+        for board, one in deliveries.items():
+            self._metrics.staged_bytes.inc(one.sent_bytes)
+            if one.error is not None:
+                code = one.error.code or "internal_error"
+                self._metrics.board_failures.labels("stage", code).inc()
+                ended[board] = one.error
+                continue
+            self._metrics.stage.observe(one.ms / 1e3)
+            ended[board] = {
+                "stage_ms": round(one.ms, 3),
+                "sent_bytes": one.sent_bytes,
+                "resumed_bytes": one.resumed_bytes,
+                "tries": one.tries,
+            }
+        return ended
+
+    async def _ask(self, board_id: str, method: str, *args: Any, timeout_s: float) -> Any:
+        seat = self._roster.seat(board_id)
+        if seat is None:
+            raise BoardGone(board_id, "it has no replica now")
+        return await self._roster.ask_one(seat, method, *args, timeout_s=timeout_s)

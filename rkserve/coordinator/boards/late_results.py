@@ -1,0 +1,96 @@
+"""Operations that some boards had not followed when they were answered: when they have.
+
+It knows reports and records; bringing the boards along is the reconcile loop's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from rkserve.control.operations import (
+    UPDATES,
+    BoardResult,
+    Operation,
+    OperationKind,
+    OperationState,
+    ResultStatus,
+)
+from rkserve.coordinator.boards.roster import Roster
+from rkserve.coordinator.state.state_store import Book
+from rkserve.core.board_report import BoardReport, BoardState
+from rkserve.core.desired_state import Desired, SleepLevel
+
+# These ask boards for something once; that they follow says nothing of it.
+_ERRANDS = frozenset({OperationKind.CACHE_RESET, OperationKind.ABORT})
+# Boards obey these before they have loaded what they are to load.
+_LOADING = frozenset({OperationKind.WAKE, *UPDATES})
+
+
+class Settling:
+    """Partial operations that will yet succeed. Use it from one event loop."""
+
+    def __init__(self, book: Book, roster: Roster, now_s: Callable[[], float]) -> None:
+        self._book = book
+        self._roster = roster
+        self._now_s = now_s
+        self._partial: dict[str, tuple[Operation, int]] = {}  # and the epoch that they wait for
+
+    def add(self, operation: Operation) -> None:
+        """Watch an operation, if it is one that boards can still follow."""
+        if operation.state is OperationState.PARTIAL and operation.kind not in _ERRANDS:
+            # One that found nothing to change is followed like what was desired already.
+            epoch = operation.epoch or self._book.desired.epoch
+            self._partial[operation.id] = (operation, epoch)
+
+    def look(self) -> None:
+        """End those that every board follows by now. Raises ``LedgerFailed``."""
+        if not self._partial or not self._roster.is_known:
+            return
+        reports = {report.board_id: report for report in self._roster.reports()}
+        there = {seat.board_id for seat in self._roster.seats()}
+        for one, epoch in list(self._partial.values()):
+            # What recovery found may have none: which boards were told died with it.
+            waited = [board for board, result in one.results.items() if not result.good]
+            behind = waited or sorted(there)
+            if all(
+                board not in there or self._has_followed(one, epoch, reports.get(board))
+                for board in behind
+            ):
+                done = replace(one, results=_settled(one, behind, there))
+                self._book.write(None, done.end(OperationState.SUCCEEDED, self._now_s()))
+                del self._partial[one.id]
+
+    def _has_followed(self, one: Operation, epoch: int, report: BoardReport | None) -> bool:
+        if report is None or (report.epoch or 0) < epoch or report.missing:
+            return False
+        if one.kind in _LOADING and not self._is_up(report):
+            return False
+        if one.kind is not OperationKind.ADAPTER_RETIRE:
+            return True
+        return not any(_is_left(key, one, self._book.desired) for key in report.adapters)
+
+    def _is_up(self, report: BoardReport) -> bool:
+        """Whether a board has loaded its model, or shall not: it obeys before it has."""
+        duty = self._book.desired.duty(report.board_id, report.model)
+        if duty.level is not None and duty.level > SleepLevel.PAUSED:
+            return True
+        base = "" if duty.base is None else duty.base.digest
+        return report.state is BoardState.READY and report.base == base
+
+
+def _is_left(key: str, retirement: Operation, desired: Desired) -> bool:
+    """Whether an adapter in an engine's memory, by its key, is of what was retired."""
+    name, version = retirement.params.get("name"), retirement.params.get("version")
+    begins = f"{name}@" if version is None else f"{name}@{version}-"
+    named = {v.ref.key for line in desired.lines for v in line.versions}
+    return key.startswith(begins) and key not in named
+
+
+def _settled(one: Operation, behind: list[str], there: set[str]) -> dict[str, BoardResult]:
+    results = dict(one.results)
+    for board in behind:
+        status = ResultStatus.OK if board in there else ResultStatus.GONE
+        before = results.get(board, BoardResult(status))
+        results[board] = replace(before, status=status, error="", message="")
+    return results

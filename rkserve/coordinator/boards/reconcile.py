@@ -1,0 +1,241 @@
+"""Telling boards what the cluster shall be, and bringing those back that do not follow.
+
+The broadcast is the fast path; what boards report is the truth. A board that joins, comes back or
+was left behind is told again, and gets what it lacks, until it obeys: never more than one such
+attempt on a board at a time, and each time later if it fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Collection, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rkserve.coordinator.boards.delivery import Stager
+from rkserve.coordinator.boards.roster import Replies, Roster
+from rkserve.coordinator.state.state_store import Book
+from rkserve.core.board_report import BoardReport, BoardState
+from rkserve.core.desired_state import Adoption, Scope, SleepLevel
+from rkserve.core.errors import BoardGone, RebaseFailed, RkserveError
+from rkserve.core.metrics import CoordinatorMetrics
+from rkserve.fleet.addresses import Seat
+
+log = logging.getLogger(__name__)
+
+REST_S, LONGEST_REST_S = 0.5, 30.0
+
+
+@dataclass
+class Rest:
+    """A board that failed to follow: until when it is left alone, and what was logged of it."""
+
+    failures: int = 0
+    until_s: float = 0.0
+    said: str = ""
+
+
+class Reconciler:
+    """Moves every board to what is desired. Use it from one event loop."""
+
+    def __init__(
+        self,
+        book: Book,
+        roster: Roster,
+        stager: Stager,
+        metrics: CoordinatorMetrics,
+        timeout_s: float,
+    ) -> None:
+        self._book = book
+        self._roster = roster
+        self._stager = stager
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+        self._telling: Counter[str] = Counter()
+        self._heard_s: dict[str, float] = {}  # by replica: when it last said what it obeys
+        self._rests: dict[str, Rest] = {}
+        self._bringing: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def tell(
+        self, scope: Scope, timeout_s: float, boards: Collection[str] | None = None
+    ) -> Replies:
+        """Tell all boards what the cluster shall be now; return once those in ``scope`` answered.
+
+        Of these only those in ``boards``, where that is given. The others are waited for by nobody:
+        an operation is not held up by what it does not touch.
+        """
+        seats = self._roster.seats()
+        covered = [
+            seat
+            for seat in seats
+            if scope.covers(seat.board_id, seat.model)
+            and (boards is None or seat.board_id in boards)
+        ]
+        others = [seat for seat in seats if seat not in covered]
+        if others:
+            self._begin(self._tell(others, timeout_s))
+        return await self._tell(covered, timeout_s)
+
+    def announce(self) -> None:
+        """Tell all boards what the cluster shall be now; nobody waits for their answers.
+
+        Those that do not answer are told again when they report.
+        """
+        seats = self._roster.seats()
+        if seats:
+            self._begin(self._tell(seats, self._timeout_s))
+
+    async def _tell(self, seats: Sequence[Seat], timeout_s: float) -> Replies:
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.001, deadline_s - time.monotonic())
+            replies = await self._adopt(seats, left_s)
+            latest = max((said.epoch for said in replies.said.values()), default=0)
+            if latest <= self._book.desired.epoch or time.monotonic() >= deadline_s:
+                break
+            self._book.jump(latest)  # they obey what this ledger never heard of: tell them again
+        return replies
+
+    async def _adopt(self, seats: Sequence[Seat], timeout_s: float) -> Replies:
+        boards = [seat.board_id for seat in seats]
+        self._telling.update(boards)
+        began_s = time.monotonic()
+        try:
+            replies = await self._roster.tell(
+                seats, "adopt", self._book.desired, timeout_s=timeout_s
+            )
+        finally:
+            self._telling.subtract(boards)
+        now_s = time.monotonic()
+        for seat in seats:
+            if seat.board_id in replies.said:
+                self._heard_s[seat.replica] = now_s
+        if replies.said:
+            self._metrics.broadcast.observe(now_s - began_s)
+            self._metrics.skew.observe(replies.skew_ms / 1e3)
+        return replies
+
+    # -- those that do not follow --------------------------------------------------------------
+
+    def look(self) -> None:
+        """Compare what boards reported with what is desired, and begin to move those that differ.
+
+        Raises:
+            LedgerFailed: a board is ahead of the ledger, and that could not be written down.
+        """
+        reports = self._roster.reports()
+        self._book.jump(max((report.epoch or 0 for report in reports), default=0))
+        by_replica = {report.replica: report for report in reports if report.replica}
+        seats = self._roster.seats()
+        there = {seat.replica for seat in seats}
+        self._heard_s = {name: at for name, at in self._heard_s.items() if name in there}
+        behind = 0
+        for seat in seats:
+            report = by_replica.get(seat.replica)
+            if report is None or report.state is BoardState.LOST:
+                continue
+            if not self._is_behind(report):
+                self._rests.pop(seat.board_id, None)
+                continue
+            behind += 1
+            if self._may_bring(seat):
+                task = asyncio.get_running_loop().create_task(self._bring(seat))
+                self._bringing[seat.board_id] = task
+        self._metrics.behind.set(behind)
+
+    def _is_behind(self, report: BoardReport) -> bool:
+        desired = self._book.desired
+        if report.epoch != desired.epoch or report.missing > 0:
+            return True
+        # One that sleeps as it shall follows. An engine may have failed to end, or to load, since.
+        duty = desired.duty(report.board_id, report.model)
+        sleeps = duty.level is not None and duty.level > SleepLevel.PAUSED
+        if report.state is (BoardState.READY if sleeps else BoardState.ASLEEP):
+            return True
+        return not sleeps and report.base != ("" if duty.base is None else duty.base.digest)
+
+    def _may_bring(self, seat: Seat) -> bool:
+        board = seat.board_id
+        going_on = self._bringing.get(board)
+        if (going_on is not None and not going_on.done()) or self._telling[board] > 0:
+            return False
+        if self._heard_s.get(seat.replica, float("-inf")) >= self._roster.asked_s:
+            return False  # its report may be older than its last answer
+        rest = self._rests.get(board)
+        return rest is None or time.monotonic() >= rest.until_s
+
+    async def _bring(self, seat: Seat) -> None:
+        try:
+            epoch = await self._bring_once(seat)
+        except BoardGone:
+            self._rests.pop(seat.board_id, None)
+        except RkserveError as exc:
+            self._rest(seat.board_id, exc.message)
+        except Exception:
+            # Nobody waits for this task: it says so here, and the next round tries again.
+            log.exception("board %s could not be brought to what it shall be", seat.board_id)
+            self._rest(seat.board_id, "")
+        else:
+            self._rests.pop(seat.board_id, None)
+            self._metrics.reconciled.inc()
+            log.info("board %s follows: it obeys epoch %d", seat.board_id, epoch)
+
+    async def _bring_once(self, seat: Seat) -> int:
+        """Tell it, give it what it lacks, and tell it again; return the epoch that it obeys.
+
+        Raises:
+            RkserveError: it does not follow.
+        """
+        async with self._stager.at(seat.board_id):
+            adoption = await self._tell_one(seat)
+            if adoption.lacking:
+                for version in adoption.lacking:
+                    await self._stager.bring(version, seat.board_id)
+                adoption = await self._tell_one(seat)
+        if adoption.refused:
+            raise RebaseFailed(seat.board_id, adoption.refused)
+        return adoption.epoch
+
+    async def _tell_one(self, seat: Seat) -> Adoption:
+        self._telling[seat.board_id] += 1
+        try:
+            adoption: Adoption = await self._roster.ask_one(
+                seat, "adopt", self._book.desired, timeout_s=self._timeout_s
+            )
+        finally:
+            self._telling[seat.board_id] -= 1
+        self._heard_s[seat.replica] = time.monotonic()
+        self._book.jump(adoption.epoch)
+        return adoption
+
+    def _rest(self, board: str, why: str) -> None:
+        rest = self._rests.setdefault(board, Rest())
+        rest_s = min(REST_S * 2.0**rest.failures, LONGEST_REST_S)
+        rest.failures += 1
+        rest.until_s = time.monotonic() + rest_s
+        if why and why != rest.said:
+            rest.said = why
+            log.warning("board %s does not follow, and is told again and again: %s", board, why)
+
+    # -- tasks ---------------------------------------------------------------------------------
+
+    def _begin(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            log.error("telling the other boards failed: %s", exc, exc_info=exc)
+
+    async def stop(self) -> None:
+        """Leave off. Boards stay as they are."""
+        tasks = [*self._tasks, *self._bringing.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

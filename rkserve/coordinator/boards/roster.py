@@ -1,0 +1,278 @@
+"""The boards as the Coordinator sees them: none is forgotten before it is known to be gone.
+
+A Router may drop a board that falls silent; here a frozen one still counts, because it may wake up
+and go on with what it was told last. It knows how to ask boards, and not what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from rkserve.control.operations import BoardResult, ResultStatus
+from rkserve.core.board_report import BoardReport
+from rkserve.core.desired_state import Adoption, Probe, Scope
+from rkserve.core.errors import (
+    BoardFailed,
+    BoardGone,
+    BoardSilent,
+    CoordinatorAway,
+    RebaseFailed,
+    RkserveError,
+)
+from rkserve.fleet.addresses import Seat
+from rkserve.fleet.fleet import Fleet
+
+log = logging.getLogger(__name__)
+
+# Between tries of a call that may not have reached the board at all.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
+TRIES = 100  # the time limit ends them before
+# A board that answers with an error of its own is asked so often: it says the same again, mostly.
+REFUSALS = 3
+PROBE_S = 2.0
+
+Failed = Callable[[str, RkserveError], None]  # method and error, for the metrics
+
+
+@dataclass
+class Replies:
+    """What boards answered: values of those that did it, and for each board how it went."""
+
+    said: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, BoardResult] = field(default_factory=dict)
+
+    @property
+    def behind(self) -> dict[str, BoardResult]:
+        """The boards that did not do it, and are not gone."""
+        return {board: result for board, result in self.results.items() if not result.good}
+
+    @property
+    def skew_ms(self) -> float:
+        """From the first board's answer to the last one's."""
+        took = [self.results[board].latency_ms for board in self.said]
+        return max(took) - min(took) if took else 0.0
+
+
+class Roster:
+    """All boards that may be running. Use it from one event loop."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        failed: Failed = lambda _method, _error: None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._fleet = fleet
+        self._failed = failed
+        self._sleep = sleep
+        self._known: dict[tuple[str, str], Seat] = {}
+        self._looked_after: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self.asked_s = float("-inf")  # when the last round of reports began
+
+    @property
+    def models(self) -> list[str]:
+        """Configured models."""
+        return self._fleet.models
+
+    @property
+    def is_known(self) -> bool:
+        """Whether every board was heard once: until then one that is not known may be at work."""
+        return not self._fleet.unknown
+
+    def require_known(self) -> None:
+        """Raise ``CoordinatorAway`` before every board was heard once.
+
+        Until then nobody could say that all have stopped.
+        """
+        if unknown := self._fleet.unknown:
+            raise CoordinatorAway(
+                "The Coordinator has not heard all boards yet since it started (of "
+                f"{', '.join(sorted(unknown))}); try again in a moment."
+            )
+
+    async def refresh(self) -> None:
+        """Collect the boards' reports, and look after those that gave none."""
+        began_s = time.monotonic()
+        await self._fleet.refresh()
+        self.asked_s = began_s
+        present = {(seat.group, seat.board_id): seat for seat in self._fleet.seats()}
+        self._known |= present
+        for key, seat in self._known.items():
+            if (key not in present or present[key].silent) and key not in self._looked_after:
+                # Beside the rounds: one that is frozen must not hold them up.
+                task = asyncio.get_running_loop().create_task(self._look_after(seat))
+                self._looked_after[key] = task
+                task.add_done_callback(partial(self._looked, key))
+
+    def _looked(self, key: tuple[str, str], task: asyncio.Task[None]) -> None:
+        del self._looked_after[key]
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            log.error("a silent board could not be looked after: %s", exc, exc_info=exc)
+
+    async def _look_after(self, seat: Seat) -> None:
+        """Forget a board that is gone; one that only fell silent stays."""
+        await self._one(seat, ("report", ()), Until(time.monotonic() + PROBE_S, 1), Replies())
+
+    async def stop(self) -> None:
+        """Leave off looking after boards."""
+        tasks = list(self._looked_after.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def seats(self, scope: Scope | None = None) -> list[Seat]:
+        """Return the boards of a part of the cluster, by name; those without a replica are gone."""
+        return sorted(
+            (
+                seat
+                for seat in self._known.values()
+                if scope is None or scope.covers(seat.board_id, seat.model)
+            ),
+            key=lambda seat: seat.board_id,
+        )
+
+    def seat(self, board_id: str) -> Seat | None:
+        """Return a board by its name."""
+        return next((seat for seat in self._known.values() if seat.board_id == board_id), None)
+
+    def reports(self, model: str | None = None) -> list[BoardReport]:
+        """Return the boards' latest reports."""
+        return self._fleet.reports(model)
+
+    async def ask(
+        self, seats: Iterable[Seat], method: str, *args: Any, timeout_s: float, tries: int = TRIES
+    ) -> Replies:
+        """Ask boards at the same time, again and again where a call may not have arrived.
+
+        ``method`` must be one that does no harm when it is repeated.
+        """
+        return await self._ask_each(seats, (method, args), timeout_s, tries, Replies())
+
+    async def tell(
+        self, seats: Collection[Seat], method: str, *args: Any, timeout_s: float
+    ) -> Replies:
+        """Ask as ``ask`` does, by one call to all boards first; answers say whose they are.
+
+        Boards that are not meant hear it as well.
+        """
+        replies, began_s = Replies(), time.monotonic()
+        answers = await self._fleet.ask_together(seats, method, *args, timeout_s=timeout_s)
+        for board, said in answers.said.items():
+            replies.said[board] = said
+            replies.results[board] = good(said, answers.took_ms[board])
+        left = [seat for seat in seats if seat.board_id not in answers.said]
+        left_s = max(0.001, began_s + timeout_s - time.monotonic())
+        return await self._ask_each(left, (method, args), left_s, TRIES, replies)
+
+    async def _ask_each(
+        self,
+        seats: Iterable[Seat],
+        call: tuple[str, tuple[Any, ...]],
+        timeout_s: float,
+        tries: int,
+        replies: Replies,
+    ) -> Replies:
+        deadline_s = time.monotonic() + timeout_s
+        await asyncio.gather(
+            *(self._one(seat, call, Until(deadline_s, tries), replies) for seat in seats)
+        )
+        return replies
+
+    async def ask_one(self, seat: Seat, method: str, *args: Any, timeout_s: float) -> Any:
+        """Ask one board once; raises ``RkserveError`` only."""
+        try:
+            # Its silence in the last round of reports is no reason not to ask.
+            asked = [replace(seat, silent=False)]
+            answers = await self._fleet.ask(asked, method, *args, timeout_s=timeout_s)
+            if seat.board_id in answers.failed:
+                raise answers.failed[seat.board_id]
+        except BoardGone:
+            self._forget(seat)
+            raise
+        return answers.said[seat.board_id]
+
+    def _forget(self, seat: Seat) -> None:
+        key = (seat.group, seat.board_id)
+        # By now another replica may have taken its place.
+        if key in self._known and self._known[key].replica == seat.replica:
+            del self._known[key]
+
+    async def _one(
+        self, seat: Seat, call: tuple[str, tuple[Any, ...]], until: Until, replies: Replies
+    ) -> None:
+        began_s, pause_s = time.monotonic(), FIRST_PAUSE_S
+        method, args = call
+        while True:
+            left_s = max(0.001, until.deadline_s - time.monotonic())
+            try:
+                said = await self.ask_one(seat, method, *args, timeout_s=left_s)
+            except RkserveError as exc:
+                self._failed(method, exc)
+                if until.is_over(exc, pause_s):
+                    took_ms = (time.monotonic() - began_s) * 1e3
+                    replies.results[seat.board_id] = result_of(exc, took_ms)
+                    return
+            else:
+                replies.said[seat.board_id] = said
+                took_ms = (time.monotonic() - began_s) * 1e3
+                replies.results[seat.board_id] = good(said, took_ms)
+                return
+            await self._sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+@dataclass
+class Until:
+    """How long one board is asked again."""
+
+    deadline_s: float
+    tries: int
+    refusals: int = REFUSALS
+
+    def is_over(self, exc: RkserveError, pause_s: float) -> bool:
+        """Whether to leave it at that error."""
+        self.tries -= 1
+        self.refusals -= is_own(exc)
+        late = time.monotonic() + pause_s >= self.deadline_s
+        # Each load of a whole model keeps the board from serving: that one said no is enough.
+        final = isinstance(exc, BoardGone | RebaseFailed)
+        return final or late or self.tries <= 0 or self.refusals <= 0
+
+
+def good(said: Any, took_ms: float) -> BoardResult:
+    """Return the record of a board that did what it was asked."""
+    return BoardResult(ResultStatus.OK, took_ms, details=_details_of(said))
+
+
+def is_own(exc: RkserveError) -> bool:
+    """Whether the board itself said so, and the call did arrive."""
+    return type(exc) is not BoardFailed and not isinstance(exc, BoardSilent | BoardGone)
+
+
+def result_of(exc: RkserveError, took_ms: float) -> BoardResult:
+    """Return a board's failure as the record of an operation has it."""
+    if isinstance(exc, BoardGone):
+        return BoardResult(ResultStatus.GONE, took_ms, message=exc.message)
+    silent = isinstance(exc, BoardSilent) or type(exc) is BoardFailed
+    status = ResultStatus.SILENT if silent else ResultStatus.FAILED
+    return BoardResult(status, took_ms, exc.code or "internal_error", exc.message)
+
+
+def _details_of(said: Any) -> dict[str, Any]:
+    """Return the figures of an answer that belong into the record."""
+    if isinstance(said, Probe):
+        names: tuple[str, ...] = ("load_ms", "tokens", "decode_tokens_per_s")
+    elif isinstance(said, Adoption):
+        names = ("held", "stopped", "kept", "aborted", "switched")
+    else:
+        return {}
+    details = {name: getattr(said, name) for name in names}
+    if isinstance(said, Adoption):
+        details["emitted_until_ms"] = round(said.latency_ms, 3)
+    return details

@@ -1,0 +1,377 @@
+"""Sending one file to many boards: which chunk goes when, who is told again, and who is given up.
+
+The boards that keep up share every chunk: it is read and put once, and let go when the last of them
+has it. One that hangs or fails goes on by itself, at its own pace and cost. It knows neither Ray
+nor disks: what reads, puts and asks is passed in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rkserve.core.desired_state import Artifact
+from rkserve.core.errors import BoardFailed, BoardSilent, RkserveError, StageFailed
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 4 << 20
+ALIVE = 4
+
+# Return a part of the file, from an offset; called in a thread.
+Read = Callable[[int, int], bytes]
+# Return what boards are sent instead of a chunk, a reference say; called in a thread.
+Put = Callable[[bytes], Any]
+# Return the lock of a board, which is held while anything is sent there.
+LockOf = Callable[[str], asyncio.Lock]
+
+
+class Ask(Protocol):
+    """Calls a method of the replica that a board has at the moment."""
+
+    def __call__(
+        self, board_id: str, method: str, /, *args: Any, timeout_s: float
+    ) -> Awaitable[Any]:
+        """Return the answer. Raises ``RkserveError``, ``BoardFailed`` where none can come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How a staging goes. Times in seconds.
+
+    A board whose calls fail for ``patience_s`` without a gain is given up; until then its replica
+    may be replaced. One that says itself that it cannot is asked ``tries`` times,
+    ``first_rest_s`` and then twice as long apart. One whose call takes ``lag_s`` is no longer
+    waited for by the others. After ``limit_s`` every board that is not done is given up.
+    """
+
+    chunk_bytes: int = CHUNK_BYTES
+    call_timeout_s: float = 20.0
+    commit_timeout_s: float = 120.0
+    patience_s: float = 30.0
+    tries: int = 3
+    first_rest_s: float = 0.2
+    longest_rest_s: float = 2.0
+    lag_s: float = 2.0
+    limit_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How it went at one board. ``error`` of None: the version is there, verified.
+
+    Of the file ``resumed_bytes`` were there at first. ``tries`` are the times that it was begun.
+    """
+
+    board_id: str
+    error: RkserveError | None
+    sent_bytes: int
+    resumed_bytes: int
+    tries: int
+    ms: float
+
+
+async def stage(
+    version: Artifact,
+    board_ids: Iterable[str],
+    read: Read,
+    put: Put,
+    ask: Ask,
+    *,
+    lock_of: LockOf = lambda _board_id: asyncio.Lock(),
+    pace: Pace = Pace(),
+) -> dict[str, Delivery]:
+    """Bring a version to boards, and return how it went at each.
+
+    A board is locked from its own beginning to its own end only, and one that somebody else has
+    locked is no longer waited for by the others.
+
+    Cancelling it stops it everywhere; what boards have by then is where the next one goes on.
+
+    Raises:
+        OSError, RkserveError: the file cannot be read here.
+    """
+    chunks = _Chunks(version.size_bytes, read, put, pace.chunk_bytes)
+    lanes = [
+        _Lane(
+            board,
+            version,
+            chunks=chunks,
+            ask=ask,
+            lock=lock_of(board),
+            pace=pace,
+        )
+        for board in dict.fromkeys(board_ids)
+    ]
+    for lane in lanes:
+        chunks.enter(lane)
+    tasks = [asyncio.create_task(lane.go()) for lane in lanes]
+    try:
+        if tasks:
+            await asyncio.wait(tasks, timeout=pace.limit_s, return_when=asyncio.FIRST_EXCEPTION)
+            for task in tasks:
+                if task.done():
+                    task.result()  # of a lane that ended in order it is None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await chunks.close()
+    return {lane.board_id: lane.delivery() for lane in lanes}
+
+
+@dataclass
+class _Chunk:
+    """One chunk that is alive: its payload comes, or is there, and so many calls send it."""
+
+    payload: asyncio.Task[Any]
+    users: int = 0
+
+
+class _Chunks:
+    """The chunks that are alive: at most ``ALIVE``, one of them for boards that do not keep up.
+
+    The boards that do are never further apart than the others' number, so that each chunk is read
+    once for all of them.
+    """
+
+    def __init__(self, size_bytes: int, read: Read, put: Put, chunk_bytes: int) -> None:
+        self.chunk_bytes = chunk_bytes
+        self._size_bytes = size_bytes
+        self._read = read
+        self._put = put
+        self._alive: dict[int, _Chunk] = {}
+        self._in_step: set[_Lane] = set()
+        self._moved = asyncio.Condition()
+
+    def enter(self, lane: _Lane) -> None:
+        """The others wait for that one now."""
+        self._in_step.add(lane)
+
+    async def leave(self, lane: _Lane) -> None:
+        """They do not wait for it any more, whatever becomes of it."""
+        if lane in self._in_step:
+            self._in_step.discard(lane)
+            await self.moved()
+
+    async def moved(self) -> None:
+        """Some lane has another position."""
+        async with self._moved:
+            self._sweep()
+            self._moved.notify_all()
+
+    async def take(self, lane: _Lane, index: int) -> Any:
+        """Return a chunk's payload once there is room for it; give it back."""
+        async with self._moved:
+            await self._moved.wait_for(lambda: self._may(lane, index))
+            if index not in self._alive:
+                self._alive[index] = _Chunk(asyncio.create_task(self._load(index)))
+            chunk = self._alive[index]
+            chunk.users += 1
+        try:
+            # One lane that is cancelled takes the chunk from none of the others.
+            return await asyncio.shield(chunk.payload)
+        except BaseException:
+            await self.give_back(index)
+            raise
+
+    async def give_back(self, index: int) -> None:
+        """A call that sent the chunk is over."""
+        self._alive[index].users -= 1
+        await self.moved()
+
+    async def close(self) -> None:
+        """Let go of all."""
+        payloads = [chunk.payload for chunk in self._alive.values()]
+        self._alive.clear()
+        for payload in payloads:
+            payload.cancel()
+        await asyncio.gather(*payloads, return_exceptions=True)
+
+    def _may(self, lane: _Lane, index: int) -> bool:
+        if index in self._alive:
+            return True
+        window = self._window()
+        if len(self._alive) >= ALIVE:
+            return False
+        if lane in self._in_step:
+            return index in window
+        return all(one in window for one in self._alive)
+
+    def _window(self) -> range:
+        """The chunks that the boards that keep up may have now."""
+        if not self._in_step:
+            return range(0)
+        start = min(lane.index for lane in self._in_step)
+        return range(start, start + ALIVE - 1)
+
+    def _sweep(self) -> None:
+        """Forget the chunks that nobody sends and no board that keeps up will want."""
+        window = self._window()
+        for index in [i for i, one in self._alive.items() if not one.users and i not in window]:
+            self._alive.pop(index).payload.cancel()
+
+    async def _load(self, index: int) -> Any:
+        offset = index * self.chunk_bytes
+        size = min(self.chunk_bytes, self._size_bytes - offset)
+        return await asyncio.to_thread(self._read_and_put, offset, size)
+
+    def _read_and_put(self, offset: int, size: int) -> Any:
+        data = self._read(offset, size)
+        if len(data) != size:
+            raise OSError(f"the file has {len(data)} of {size} bytes at {offset}")
+        return self._put(data)
+
+
+class _Refused(Exception):
+    """A call to a board failed with ``error``; what fails on this side is no such thing."""
+
+    def __init__(self, error: RkserveError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class _Lane:
+    """The way to one board. ``index`` is the chunk that it needs next."""
+
+    def __init__(
+        self,
+        board_id: str,
+        version: Artifact,
+        *,
+        chunks: _Chunks,
+        ask: Ask,
+        lock: asyncio.Lock,
+        pace: Pace,
+    ) -> None:
+        self.board_id = board_id
+        self.index = 0
+        self._version = version
+        self._chunks = chunks
+        self._ask = ask
+        self._lock = lock
+        self._pace = pace
+        self._began_s = self._ended_s = time.monotonic()
+        self._done = False
+        self._error: RkserveError | None = None
+        self._failing_since_s: float | None = None  # the first failure after the last gain
+        self._refusals = 0
+        self._tries = 0
+        self._sent_bytes = 0
+        self._resumed_bytes: int | None = None
+
+    async def go(self) -> None:
+        """Bring the version there, as often as it takes and as long as it may."""
+        try:
+            if self._lock.locked():
+                await self._chunks.leave(self)
+            async with self._lock:
+                await self._bring()
+        finally:
+            self._ended_s = time.monotonic()
+            await self._chunks.leave(self)
+
+    async def _bring(self) -> None:
+        rest_s = self._pace.first_rest_s
+        while (error := await self._tried()) is not None:
+            await self._chunks.leave(self)
+            if not self._worth_another_try(error):
+                self._error = error
+                return
+            log.info("staging goes on in %.1f s: %s", rest_s, error)
+            await asyncio.sleep(rest_s)
+            rest_s = min(2 * rest_s, self._pace.longest_rest_s)
+        self._done = True
+
+    def delivery(self) -> Delivery:
+        """Return how it went, or that it did not come to an end."""
+        error = self._error
+        if error is None and not self._done:
+            took_s = self._ended_s - self._began_s
+            error = BoardSilent(self.board_id, f"the file was not there within {took_s:.1f} s")
+        return Delivery(
+            board_id=self.board_id,
+            error=error,
+            sent_bytes=self._sent_bytes,
+            resumed_bytes=self._resumed_bytes or 0,
+            tries=self._tries,
+            ms=(self._ended_s - self._began_s) * 1e3,
+        )
+
+    async def _tried(self) -> RkserveError | None:
+        """Try once; return what a call to the board failed with."""
+        try:
+            await self._once()
+        except _Refused as refused:
+            return refused.error
+        return None
+
+    async def _once(self) -> None:
+        """Bring what is not there yet. Raises ``_Refused``."""
+        size, pace = self._version.size_bytes, self._pace
+        self._tries += 1
+        there = await self._call("stage_begin", self._version, timeout_s=pace.call_timeout_s)
+        if self._resumed_bytes is None:
+            self._resumed_bytes = there
+        while there < size:
+            await self._move_to(there // self._chunks.chunk_bytes)
+            now = await self._send(self.index)
+            if now <= there:
+                raise _Refused(
+                    StageFailed(self.board_id, f"it has {now} bytes after one more than {there}")
+                )
+            there = now
+            self._failing_since_s = None
+        await self._chunks.leave(self)
+        await self._call("stage_commit", self._version, timeout_s=pace.commit_timeout_s)
+
+    async def _move_to(self, index: int) -> None:
+        if index != self.index:
+            self.index = index
+            await self._chunks.moved()
+
+    async def _send(self, index: int) -> int:
+        """Send a chunk; return how many bytes the board has then."""
+        offset = index * self._chunks.chunk_bytes
+        payload = await self._chunks.take(self, index)
+        try:
+            now: int = await self._call(
+                "stage_chunk",
+                self._version.digest,
+                offset,
+                payload,
+                timeout_s=self._pace.call_timeout_s,
+            )
+        finally:
+            await self._chunks.give_back(index)
+        self._sent_bytes += min(self._chunks.chunk_bytes, self._version.size_bytes - offset)
+        return now
+
+    async def _call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """Ask the board; if that takes long, the others go on without it. Raises ``_Refused``."""
+        call = asyncio.ensure_future(self._ask(self.board_id, method, *args, timeout_s=timeout_s))
+        try:
+            done, _ = await asyncio.wait({call}, timeout=self._pace.lag_s)
+            if not done:
+                await self._chunks.leave(self)
+            answer = await call
+        except RkserveError as exc:
+            # An error is kept to be told, and its frames would keep the chunk alive with it.
+            exc.__cause__ = exc.__context__ = None
+            raise _Refused(exc.with_traceback(None)) from None
+        finally:
+            call.cancel()
+        return answer
+
+    def _worth_another_try(self, error: RkserveError) -> bool:
+        if isinstance(error, StageFailed):
+            self._refusals += 1
+            return self._refusals < self._pace.tries
+        if self._failing_since_s is None:
+            self._failing_since_s = time.monotonic()
+        failing_s = time.monotonic() - self._failing_since_s
+        return isinstance(error, BoardFailed) and failing_s < self._pace.patience_s

@@ -1,0 +1,500 @@
+"""The one owner of what the cluster shall be: takes calls, carries them out, keeps boards to it.
+
+It knows boards through a ``Fleet``, the disk through a ``Ledger`` and a store of files, and no Ray.
+Losing it stops no token; whoever follows finds in the ledger what was begun, and finishes or undoes
+it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from rkserve.config.serve_config import CoordinatorConfig
+from rkserve.control import state_changes, weight_changes
+from rkserve.control.artifact_manifest import Claim
+from rkserve.control.artifact_metadata import FoundWeights
+from rkserve.control.calls import Call, Outcome
+from rkserve.control.operations import (
+    HOLDS,
+    UPDATES,
+    Operation,
+    OperationError,
+    OperationKind,
+    OperationState,
+    conflict,
+)
+from rkserve.control.recovery import recover, stands
+from rkserve.control.sleep_policy import SleepPolicy
+from rkserve.coordinator.boards.delivery import Put, Stager, Store
+from rkserve.coordinator.boards.late_results import Settling
+from rkserve.coordinator.boards.reconcile import Reconciler
+from rkserve.coordinator.boards.roster import Roster
+from rkserve.coordinator.boards.transfer import Pace
+from rkserve.coordinator.operations.adapters import Versions, handlers
+from rkserve.coordinator.operations.garbage_collection import Reclaim
+from rkserve.coordinator.operations.idle_models import Idling
+from rkserve.coordinator.operations.operation_run import Course, Desk, Handler, Routers
+from rkserve.coordinator.operations.pause import HANDLERS
+from rkserve.coordinator.operations.prompt_caches import CacheKeeping
+from rkserve.coordinator.operations.prompt_caches import Times as CacheTimes
+from rkserve.coordinator.operations.sleep import Sleeping
+from rkserve.coordinator.operations.weights import Rebasing
+from rkserve.coordinator.state.ledger import AuditLine, Ledger
+from rkserve.coordinator.state.state_store import Book
+from rkserve.core.desired_state import Desired, KeptCache, Scope
+from rkserve.core.errors import (
+    LedgerFailed,
+    OperationConflict,
+    OperationNotFound,
+    RequestError,
+    RkserveError,
+)
+from rkserve.core.metrics import CoordinatorMetrics
+from rkserve.fleet.fleet import Fleet
+
+log = logging.getLogger(__name__)
+
+LEASE_TICK_S = 0.2
+_FREEING = frozenset({OperationKind.RESUME, OperationKind.WAKE})
+RECLAIM_S = 5.0
+AGAIN_S = 1.0
+TURN_S = 0.05
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What the Coordinator works with and does not own. ``now_s`` reads seconds since 1970.
+
+    ``policies`` say by model how its boards are configured to sleep, and ``system_prompts`` by
+    group which prompt its boards hold from their start.
+    """
+
+    fleet: Fleet
+    ledger: Ledger
+    store: Store
+    put: Put
+    now_s: Callable[[], float] = time.time
+    pace: Pace = field(default_factory=Pace)
+    policies: Mapping[str, SleepPolicy] = field(default_factory=dict)
+    system_prompts: Mapping[str, KeptCache] = field(default_factory=dict)
+    cache_times: CacheTimes = field(default_factory=CacheTimes)
+    routers: Routers | None = None
+
+
+class Coordinator:
+    """Use it from one event loop, after ``start``."""
+
+    def __init__(self, config: CoordinatorConfig, outside: Outside) -> None:
+        self._config = config
+        self._registry = CollectorRegistry()
+        self._metrics = CoordinatorMetrics(self._registry)
+        self._now_s = outside.now_s
+        self._book = Book(outside.ledger)
+        self._roster = Roster(outside.fleet, self._board_failed)
+        stager = Stager(
+            self._roster,
+            outside.store,
+            outside.put,
+            self._metrics,
+            timeout_s=config.stage_timeout_s,
+            pace=outside.pace,
+        )
+        self._reconciler = Reconciler(
+            self._book, self._roster, stager, self._metrics, config.operation_timeout_s
+        )
+        self._desk = Desk(
+            config,
+            self._book,
+            self._roster,
+            stager,
+            self._reconciler,
+            self._metrics,
+            outside.now_s,
+            outside.routers,
+        )
+        self._reclaim = Reclaim(self._desk, outside.store)
+        self._settling = Settling(self._book, self._roster, outside.now_s)
+        self._rebasing = Rebasing(outside.store, self._roster)
+        require_fit = self._rebasing.require_fit
+        versions = Versions(self._desk, outside.store, self._reclaim, require_fit)
+        self._sleeping = Sleeping(outside.policies)
+        self._handlers: dict[Any, Handler] = {
+            **HANDLERS,
+            **self._sleeping.handlers,
+            **handlers(versions),
+            **self._rebasing.handlers,
+        }
+        self.caches = CacheKeeping(
+            self._desk, outside.ledger, outside.system_prompts, outside.cache_times
+        )
+        self._idling = Idling(self._desk, outside.policies, self.perform)
+        self._courses: dict[str, tuple[Course, asyncio.Task[None]]] = {}  # by idempotency key
+        self._going_on: set[asyncio.Task[None]] = set()
+        self._loops: list[asyncio.Task[None]] = []
+
+    def _board_failed(self, method: str, exc: RkserveError) -> None:
+        self._metrics.board_failures.labels(method, exc.code or "internal_error").inc()
+
+    # -- life ----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Finish or undo what a predecessor left, look for boards, and keep them to it from now on.
+
+        Also while the disk is full: what was found holds, and is written down once it can be.
+        """
+        desired, ended = recover(self._book.desired, self._book.unsettled(), self._now_s())
+        lines = [_recovered(self._now_s(), one) for one in ended]
+        if ended or desired != self._book.desired:
+            # A full disk keeps it from no board: a successor would come to the same.
+            self._book.derive(desired, *ended, audit=lines)
+        for one in ended:
+            log.warning("operation %s (%s) is %s now", one.id, one.kind.value, one.state.value)
+        for one in self._book.partial():
+            self._settling.add(one)
+        self._reclaim.remember(await asyncio.to_thread(self._book.stagings))
+        await self._round()
+        self._reconciler.announce()
+        self._loops = [
+            self._forever(self._round, self._config.report_s),
+            self._forever(self._expire, LEASE_TICK_S),
+            self._forever(self._reclaim.look, RECLAIM_S),
+        ]
+
+    async def stop(self) -> None:
+        """Leave off; what goes on is left in the ledger for whoever follows."""
+        tasks = [*self._loops, *self._going_on, *self._idling.tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.caches.stop()
+        await self._reconciler.stop()
+        await self._roster.stop()
+
+    def _forever(
+        self, work: Callable[[], Coroutine[Any, Any, None]], every_s: float
+    ) -> asyncio.Task[None]:
+        async def loop() -> None:
+            said = ""
+            while True:
+                try:
+                    await work()
+                    said = ""
+                except RkserveError as exc:
+                    # A full disk, say: it lasts, and one line tells all.
+                    if exc.message != said:
+                        said = exc.message
+                        log.warning("%s failed, and is tried again: %s", work.__name__, said)
+                    await asyncio.sleep(AGAIN_S)
+                except Exception:
+                    # A loop that ended would leave boards and leases to nobody, unseen.
+                    log.exception("a round of the Coordinator failed; it goes on")
+                    await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(every_s)
+
+        return asyncio.get_running_loop().create_task(loop(), name=work.__qualname__)
+
+    async def _round(self) -> None:
+        """Hear all boards, bring back those that do not follow, and note who has."""
+        await self._roster.refresh()
+        self._reconciler.look()
+        self._settling.look()
+        self._idling.look()
+        self.caches.look()
+        self._metrics.epoch.set(self._book.desired.epoch)
+        asleep = sum(pause.level is not None for pause in self._book.desired.pauses)
+        self._metrics.pauses_in_force.set(len(self._book.desired.pauses) - asleep)
+        self._metrics.sleeps_in_force.set(asleep)
+        self._metrics.running.set(len(self._book.running))
+
+    async def _expire(self) -> None:
+        """Resume, or wake, what a lease has ended for: whoever asked is gone, or has forgotten.
+
+        Also where that cannot be written down: whoever reads the ledger comes to the same.
+        """
+        desired, ended = state_changes.expire(self._book.desired, self._now_s())
+        if not ended:
+            self._book.catch_up()
+            return
+        audit = [
+            AuditLine(
+                at_s=self._now_s(),
+                who="lease",
+                kind="resume" if pause.level is None else "wake",
+                outcome="succeeded",
+                operation=pause.operation,
+                epoch=desired.epoch,
+            )
+            for pause in ended
+        ]
+        self._book.derive(desired, audit=audit)
+        self._metrics.leases_expired.inc(len(ended))
+        for pause in ended:
+            what = "pause" if pause.level is None else "sleep"
+            log.warning("the lease of %s %s has ended; it is taken back", what, pause.operation)
+        self._reconciler.announce()
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    async def perform(self, call: Call) -> Outcome:
+        """Carry a call out; return when it is over, or at once where it goes on in background.
+
+        Raises:
+            RkserveError: it was refused before it began, and nothing was changed.
+        """
+        try:
+            repeated = await self._repeated(call)
+            if repeated is not None:
+                return repeated
+            course, task = self._begin(call)
+            await self._until(course, task, call)
+        except RkserveError as exc:
+            self._refused(call, exc)
+            raise
+        return course.outcome
+
+    async def _repeated(self, call: Call) -> Outcome | None:
+        """Return what an earlier call with the same key was, or is, answered."""
+        if call.key is None:
+            return None
+        known = self._courses.get(call.key)
+        if known is not None:
+            course, task = known
+            _check_repeat(call, course.operation)
+            await self._until(course, task, call)
+            return replace(course.outcome, applied=False)
+        operation = self._book.by_key(call.key)
+        if operation is None:
+            return None
+        _check_repeat(call, operation)
+        return Outcome(operation.status, operation, applied=False)
+
+    async def _until(self, course: Course, task: asyncio.Task[None], call: Call) -> None:
+        """Wait for the end, or for the beginning only; a caller that leaves ends nothing."""
+        begun = asyncio.get_running_loop().create_task(course.has_begun.wait())
+        try:
+            waiting = [task, begun] if call.background else [task]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            begun.cancel()
+        if task.done():
+            task.result()
+
+    def _begin(self, call: Call) -> tuple[Course, asyncio.Task[None]]:
+        operation = Operation(
+            id=f"op-{secrets.token_hex(8)}",
+            kind=call.kind,
+            params=call.params,
+            who=call.who,
+            created_s=self._now_s(),
+            key=call.key,
+            fingerprint=call.fingerprint,
+        )
+        course = Course(self._desk, operation, call)
+        task = asyncio.get_running_loop().create_task(self._carry_out(course))
+        self._going_on.add(task)
+        if call.key is not None:
+            self._courses[call.key] = (course, task)
+        task.add_done_callback(lambda done: self._ended(call, done))
+        return course, task
+
+    def _ended(self, call: Call, task: asyncio.Task[None]) -> None:
+        self._going_on.discard(task)
+        if call.key is not None:
+            self._courses.pop(call.key, None)
+        if not task.cancelled():
+            task.exception()  # who asked was told; nobody else needs to hear that nobody did
+
+    async def _carry_out(self, course: Course) -> None:
+        """Check the call and do what it asks; whatever happens, the record gets its end.
+
+        Raises:
+            RkserveError: it was refused before it began.
+        """
+        operation = course.operation
+        state_changes.expect(self._book.desired, course.call.expected_epoch)
+        await self._rebasing.prepare(self._book.desired, operation)
+        await self._turn(course)
+        if operation.kind not in _FREEING:  # nothing may keep boards from going on
+            self._roster.require_known()
+        try:
+            await self._handlers[operation.kind](self._desk, course)
+        except RkserveError as exc:
+            if not course.begun:
+                raise
+            await self._take_back(course, OperationError.of(exc))
+        except Exception as exc:
+            log.exception("operation %s (%s) failed", operation.id, operation.kind.value)
+            if not course.begun:
+                raise
+            said = f"{type(exc).__name__}: {exc}"
+            await self._take_back(course, OperationError(500, "internal_error", said))
+        ended = course.operation
+        log.info(
+            "%s %s by %s is %s at epoch %d: %d of %d boards",
+            ended.kind.value,
+            ended.id,
+            ended.who or "nobody",
+            ended.state.value,
+            ended.epoch,
+            ended.succeeded,
+            len(ended.results),
+        )
+        self._settling.add(ended)
+        self._reclaim.remember([ended])
+
+    async def _turn(self, course: Course) -> None:
+        """Refuse what must not meet what goes on; what a request waits for waits its turn.
+
+        Raises:
+            OperationConflict: the two must not meet.
+        """
+        operation = course.operation
+        if self._sleeping.renews(self._desk, operation):
+            return
+        kind, asked = operation.kind, operation.params
+        while why := conflict(self._sleeping.in_the_way(self._desk, kind), kind, asked):
+            if not operation.params.get("requested") or course.left_s <= AGAIN_S:
+                raise OperationConflict(why)
+            await asyncio.sleep(TURN_S)
+
+    async def _take_back(self, course: Course, error: OperationError) -> None:
+        """End an operation that broke down: nobody stays paused and no candidate stays offered.
+
+        Where only its end could not be written down, or what it asked for stands already, it ends
+        as what it came to: its record must not deny what is served.
+        """
+        came_to = course.unwritten
+        while not course.operation.over:
+            operation, desired = course.operation, self._book.desired
+            try:
+                if came_to is not None and not _is_pause(operation, came_to[0]):
+                    course.end(*came_to)
+                elif stands(desired, operation):
+                    course.end(OperationState.PARTIAL)
+                else:
+                    self._undo(course, error)
+            except LedgerFailed as exc:
+                log.warning("operation %s cannot be ended yet: %s", operation.id, exc)
+                await asyncio.sleep(AGAIN_S)
+            else:
+                self._reconciler.announce()
+
+    def _undo(self, course: Course, error: OperationError) -> None:
+        desired = _without(self._book.desired, course.operation)
+        changed = desired is not self._book.desired
+        state = OperationState.UNDONE if changed else OperationState.FAILED
+        course.end(state, error, desired)
+
+    def _refused(self, call: Call, exc: RkserveError) -> None:
+        code = exc.code or "invalid_request"
+        self._metrics.refused.labels(call.kind.value, code).inc()
+        line = AuditLine(
+            at_s=self._now_s(),
+            who=call.who,
+            kind=call.kind.value,
+            params=call.params,
+            outcome=code,
+            status=exc.http_status,
+            epoch=self._book.desired.epoch,
+        )
+        try:
+            self._book.write(audit=[line])
+        except LedgerFailed as failed:
+            log.warning("a refused call by %s could not be audited: %s", call.who, failed)
+
+    # -- questions -----------------------------------------------------------------------------
+
+    async def desired(self, after_epoch: int, wait_s: float) -> Desired:
+        """Return what the cluster shall be as soon as that is not of ``after_epoch``."""
+        return await self._book.after(after_epoch, wait_s)
+
+    def operations(self, limit: int) -> list[Operation]:
+        """Return the latest operations, the last one first. Many take a while: call it anywhere."""
+        return self._book.operations(limit)
+
+    def operation(self, name: str) -> Operation:
+        """Return an operation. Raises ``OperationNotFound``."""
+        found = self._book.operation(name)
+        if found is None:
+            raise OperationNotFound(name)
+        return found
+
+    def operation_by_key(self, key: str) -> Operation | None:
+        """Return the operation that a call with that idempotency key became."""
+        return self._book.by_key(key)
+
+    def audit(self, limit: int) -> list[AuditLine]:
+        """Return the latest lines of the audit log, the last one first. Call it anywhere."""
+        return self._book.audit(limit)
+
+    async def find_weights(self, model: str, artifact: str) -> FoundWeights:
+        """Return what can be served under a name; see ``Rebasing.find``."""
+        self._desk.check(Scope(models=(model,)))
+        desired = self._book.desired
+        return await asyncio.to_thread(self._rebasing.find, desired, model, artifact)
+
+    def learn(self, models: Iterable[str]) -> None:
+        """Compute the digests of the models' own files. It reads these; call it in a thread."""
+        for model in models:
+            self._rebasing.learn(model)
+
+    async def require_base(self, claim: Claim) -> None:
+        """Raise ``ArtifactRefused`` for what was trained on other base weights than there are."""
+        if claim.base_digest is not None:
+            await asyncio.to_thread(self._rebasing.learn, claim.model)
+            self._rebasing.require_base(self._book.desired, claim.model, claim.base_digest)
+
+    def metrics(self) -> bytes:
+        """Return the metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+def _check_repeat(call: Call, operation: Operation) -> None:
+    if operation.fingerprint != call.fingerprint:
+        raise RequestError(
+            f"The Idempotency-Key was used for another call, operation '{operation.id}': give "
+            "every call a key of its own.",
+            "Idempotency-Key",
+        )
+
+
+def _is_pause(operation: Operation, state: OperationState) -> bool:
+    """Whether it is a pause that nobody was told to hold: it does not wait for the disk."""
+    return operation.kind in HOLDS and state is OperationState.SUCCEEDED
+
+
+def _without(desired: Desired, operation: Operation) -> Desired:
+    """Return the desired state without what an operation holds or offers."""
+    undo = [lambda now: state_changes.withdraw(now, operation.id)]
+    asked = operation.params
+    line = desired.line(str(asked.get("model")), str(asked.get("name")))
+    offered = None if line is None else line.candidate
+    # A promotion or a rollback may only decide about the candidate of another operation.
+    if operation.kind is OperationKind.ADAPTER_ROLLOUT and line is not None and offered is not None:
+        model, name = line.model, line.name
+        if offered.ref.version == asked.get("version"):
+            undo.append(lambda now: state_changes.drop(now, model, name))
+    if operation.kind in UPDATES:
+        undo.append(lambda now: weight_changes.undo(now, str(asked.get("model"))))
+    return state_changes.as_one(desired, *undo)
+
+
+def _recovered(now_s: float, one: Operation) -> AuditLine:
+    return AuditLine(
+        at_s=now_s,
+        who="recovery",
+        kind=one.kind.value,
+        params=one.params,
+        outcome=one.state.value,
+        status=one.status,
+        operation=one.id,
+        epoch=one.epoch,
+    )

@@ -1,0 +1,1 @@
+"""Operations as the Coordinator runs them, one module each."""

@@ -1,0 +1,233 @@
+"""Giving back what versions of adapters and of base weights took that nothing names any more: files
+on boards and on the head, and memory of engines.
+
+It compares, again and again, what boards and the head have with what is desired; nothing else
+tells it that a version was dropped. Boards keep files by version; the head keeps them by content,
+which several versions may share. The memory of engines it gives back at a retirement only:
+otherwise each board renews its engine itself when the adapters in it become too many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Iterable
+
+from rkserve.control import params as read
+from rkserve.control.operations import UPDATES, BoardResult, Operation, OperationKind
+from rkserve.coordinator.boards.delivery import Store
+from rkserve.coordinator.operations.operation_run import Desk
+from rkserve.core.board_report import BoardState
+from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion, Desired, Scope
+from rkserve.core.messages import AdapterRef
+
+log = logging.getLogger(__name__)
+
+# Requests that run keep the version that they began with, and may load it once more after a pause.
+GRACE_S = 300.0
+UNSTAGE_S = 10.0
+# As many as a ledger remembers stagings of, by default; each is a few hundred bytes.
+MAX_KNOWN = 10_000
+RENEW_S = 120.0  # a board loads a model within this, between two requests
+
+
+class Reclaim:
+    """Use it from one event loop."""
+
+    def __init__(
+        self, desk: Desk, store: Store, grace_s: float = GRACE_S, most: int = MAX_KNOWN
+    ) -> None:
+        """Of versions that nobody needs or has, no more than ``most`` are remembered."""
+        self._desk = desk
+        self._store = store
+        self._grace_s = grace_s
+        self._most = most
+        self._known: dict[str, Artifact] = {}
+        self._unnamed_s: dict[str, float] = {}  # since when no line names it
+
+    def remember(self, operations: Iterable[Operation]) -> None:
+        """Learn which versions were staged: boards report them by their keys only."""
+        for one in operations:
+            version = brought_by(one)
+            if version is not None:
+                self._known[version.key] = version
+
+    async def look(self) -> None:
+        """Remove the files that nobody has needed for a while."""
+        await self._look_at_boards()
+        await self._look_at_store()
+
+    async def _look_at_boards(self) -> None:
+        # Also those of which no record is left: the ledger keeps so many operations only.
+        self._known |= {version.key: version for version in self._needed()}
+        named = self._wanted()
+        now_s = time.monotonic()
+        for key in named:
+            self._unnamed_s.pop(key, None)
+        for key in self._known.keys() - named:
+            since_s = self._unnamed_s.setdefault(key, now_s)
+            if now_s - since_s >= self._grace_s:
+                await self._remove(self._known[key])
+        self._forget(named)
+
+    async def _remove(self, version: Artifact) -> None:
+        """Take it off the boards that have it. It stays known: one that is away may come back with
+        it on its disk.
+        """
+        there = [
+            report.board_id
+            for report in self._desk.roster.reports()
+            if version.key in report.staged and report.state is not BoardState.LOST
+        ]
+        results = await self._unstage(version, there)
+        if results and all(result.good for result in results.values()):
+            log.info("%s is removed: nothing names it any more", version.title)
+
+    def _forget(self, named: set[str]) -> None:
+        """Forget the oldest of too many that nobody has."""
+        held = {key for report in self._desk.roster.reports() for key in report.staged}
+        for key in list(self._known)[: -self._most]:
+            if key not in named and key not in held:
+                del self._known[key]
+                self._unnamed_s.pop(key, None)
+
+    async def _look_at_store(self) -> None:
+        """Remove the head's files that nothing is served from, nor will be: also what was sent and
+        never staged.
+        """
+        for digest in await asyncio.to_thread(self._digests):
+            # On the loop, and each time anew: no staging can begin between look and removal.
+            versions = [*self._needed(), *self._recent()]
+            if digest in {version.digest for version in versions}:
+                continue
+            try:
+                if self._store.remove(digest, self._grace_s):
+                    log.info("the file %s is removed: no version needs it", digest[:12])
+            except OSError as exc:
+                log.warning("the file %s stays in the store: %s", digest[:12], exc)
+
+    def _recent(self) -> list[Artifact]:
+        """Return the versions that were needed until a moment ago."""
+        since_s = time.monotonic() - self._grace_s
+        return [
+            version
+            for key, version in self._known.items()
+            if self._unnamed_s.get(key, math.inf) > since_s
+        ]
+
+    def _digests(self) -> tuple[str, ...]:
+        try:
+            return self._store.digests()
+        except OSError as exc:
+            log.warning("the store of files cannot be read: %s", exc)
+            return ()
+
+    def _needed(self, but: str = "") -> list[Artifact]:
+        """Return the versions that are named, or that an operation other than ``but`` is bringing
+        now.
+        """
+        running = [one for one in self._desk.book.running if one.id != but]
+        return [*_named(self._desk.book.desired), *_coming(running)]
+
+    def _wanted(self, but: str = "") -> set[str]:
+        return {version.key for version in self._needed(but)}
+
+    async def _unstage(
+        self, version: Artifact, boards: Iterable[str], but: str = ""
+    ) -> dict[str, BoardResult]:
+        """Take it off boards, unless it is wanted again by the time that nobody brings it there."""
+        results = await asyncio.gather(*(self._unstage_at(version, one, but) for one in boards))
+        return {board: result for one in results for board, result in one.items()}
+
+    async def _unstage_at(
+        self, version: Artifact, board_id: str, but: str
+    ) -> dict[str, BoardResult]:
+        async with self._desk.stager.at(board_id):
+            seat = self._desk.roster.seat(board_id)
+            if seat is None or version.key in self._wanted(but):
+                return {}
+            replies = await self._desk.roster.ask(
+                [seat], "unstage", version, timeout_s=UNSTAGE_S, tries=1
+            )
+        return replies.results
+
+    async def take_back(self, scope: Scope, version: Artifact, operation: str) -> None:
+        """Remove what a staging that failed, that operation, has brought to boards."""
+        self._known[version.key] = version
+        boards = [seat.board_id for seat in self._desk.roster.seats(scope)]
+        await self._unstage(version, boards, operation)
+
+    async def retired(
+        self, scope: Scope, before: Desired, after: Desired
+    ) -> dict[str, BoardResult]:
+        """Renew the engines that have retired versions in their memory, one after the other."""
+        kept = {version.key for version in _named(after)}
+        dropped = {version.key for version in _named(before)} - kept
+        results: dict[str, BoardResult] = {}
+        for report in self._desk.roster.reports():
+            seat = self._desk.roster.seat(report.board_id)
+            if seat is None or not scope.covers(report.board_id, report.model):
+                continue
+            if not dropped & set(report.adapters):
+                continue
+            async with self._desk.stager.at(report.board_id):
+                replies = await self._desk.roster.ask(
+                    [seat],
+                    "renew",
+                    "an adapter was retired",
+                    timeout_s=RENEW_S,
+                    tries=1,
+                )
+            results |= replies.results
+        return results
+
+
+def version_of(operation: Operation) -> AdapterVersion:
+    """Return the version that an operation stages. Raises ``RequestError``."""
+    asked = operation.params
+    ref = AdapterRef(
+        read.text(asked, "name"),
+        read.text(asked, "version"),
+        read.text(asked, "digest"),
+        float(read.number(asked, "scale", 1.0)),
+    )
+    return AdapterVersion(ref, read.whole(asked, "size_bytes"))
+
+
+def base_of(operation: Operation) -> BaseVersion | None:
+    """Return the base weights that an operation brings, by its checked parameters; None where it
+    brings none, or those of the model folder.
+    """
+    asked = operation.params
+    if operation.kind not in UPDATES or not isinstance(asked.get("digest"), str):
+        return None
+    digest = str(asked["digest"])
+    label = asked.get("label") or asked.get("version") or digest[:12]
+    size_bytes = int(_number(asked.get("size_bytes"), 0.0))
+    return BaseVersion(str(asked.get("model")), str(label), digest, size_bytes)
+
+
+def brought_by(operation: Operation) -> Artifact | None:
+    """Return what an operation brings to boards' disks, if it does such a thing."""
+    if operation.kind is OperationKind.ADAPTER_STAGE:
+        return version_of(operation)
+    return base_of(operation)
+
+
+def _number(value: object, default: float) -> float:
+    return float(value) if isinstance(value, int | float) else default
+
+
+def _named(desired: Desired) -> list[Artifact]:
+    bases = [weights.base for weights in desired.weights]
+    coming = [one.rebase.to for one in desired.weights if one.rebase is not None]
+    return [
+        *(version for line in desired.lines for version in line.versions),
+        *(base for base in (*bases, *coming) if base is not None),
+    ]
+
+
+def _coming(running: Iterable[Operation]) -> list[Artifact]:
+    return [version for one in running if (version := brought_by(one)) is not None]

@@ -1,0 +1,155 @@
+"""Models that nobody uses are put to sleep, and woken where a request waits for them.
+
+It knows what boards report and what the configuration says; how a model goes to sleep it leaves to
+the operation that it asks for, like any operator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from rkserve.control.calls import Call, Outcome
+from rkserve.control.operations import OperationKind, conflict
+from rkserve.control.params import Json
+from rkserve.control.sleep_policy import IDLE, REQUEST, SleepPolicy, requested, sleeps, unused
+from rkserve.coordinator.operations.operation_run import Desk
+from rkserve.core.board_report import BoardReport
+from rkserve.core.desired_state import PauseMode, SleepLevel
+from rkserve.core.errors import RkserveError
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 30.0  # after a model that could not be put to sleep, or woken
+
+
+@dataclass
+class _Sleeper:
+    """A replica that sleeps. ``jobs`` it had when it fell asleep; what is more came since."""
+
+    operations: frozenset[str]
+    jobs: int
+
+
+class Idling:
+    """Looks at all models in turn. Use it from one event loop."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        policies: Mapping[str, SleepPolicy],
+        perform: Callable[[Call], Awaitable[Outcome]],
+    ) -> None:
+        self._desk = desk
+        self._policies = policies
+        self._perform = perform
+        self._going_on: dict[str, asyncio.Task[None]] = {}
+        self._not_before_s: dict[str, float] = {}
+        self._sleepers: dict[str, _Sleeper] = {}  # by replica
+
+    @property
+    def tasks(self) -> tuple[asyncio.Task[None], ...]:
+        """What goes on."""
+        return tuple(self._going_on.values())
+
+    def look(self) -> None:
+        """Begin what is due, by the boards' latest reports."""
+        for model in self._desk.roster.models:
+            reports = self._desk.roster.reports(model)
+            waited_for = self._is_waited_for(model, reports)
+            if model in self._going_on or time.monotonic() < self._not_before_s.get(model, 0.0):
+                continue
+            if waited_for:
+                self._begin(model, OperationKind.WAKE, requested(model), REQUEST)
+            elif self._is_unused(model, reports):
+                self._begin(model, OperationKind.SLEEP, self._unload(model), IDLE)
+
+    # -- nobody ---------------------------------------------------------------------------------
+
+    def _is_unused(self, model: str, reports: list[BoardReport]) -> bool:
+        policy = self._policies.get(model)
+        if policy is None or policy.idle_s is None:
+            return False
+        desired, book = self._desk.book.desired, self._desk.book
+        if not unused(desired, model, reports, policy.idle_s):
+            return False
+        # One that was not heard may be at work.
+        heard = {report.board_id for report in reports}
+        seats = [seat for seat in self._desk.roster.seats() if seat.model == model]
+        if any(seat.silent or seat.board_id not in heard for seat in seats):
+            return False
+        return conflict(book.running, OperationKind.SLEEP, self._unload(model)) is None
+
+    def _unload(self, model: str) -> dict[str, Json]:
+        """Return how a model sleeps that nobody uses.
+
+        Where no request ends that, none may wait for it either: it is told at once.
+        """
+        wakes = self._policies[model].wakes
+        mode = PauseMode.KEEP if wakes else PauseMode.WAIT
+        level = int(SleepLevel.UNLOADED)
+        return {"models": [model], "mode": mode.value, "level": level, "wakes": wakes}
+
+    # -- somebody -------------------------------------------------------------------------------
+
+    def _is_waited_for(self, model: str, reports: list[BoardReport]) -> bool:
+        """Whether a request came to a board that sleeps until one does.
+
+        A Router wakes a model that it knows to be asleep; a request that it had sent a moment
+        before waits on a board where nobody else would know of it.
+        """
+        desired, found = self._desk.book.desired, False
+        for report in reports:
+            asleep = sleeps(desired, report.board_id, model)
+            if report.level is None or not asleep or not all(one.wakes for one in asleep):
+                self._sleepers.pop(report.replica, None)
+                continue
+            operations = frozenset(one.operation for one in asleep)
+            jobs = report.running + report.queued + report.paused
+            known = self._sleepers.get(report.replica)
+            if known is None or known.operations != operations:
+                kept = 0 if self._had_none(operations) else jobs
+                known = self._sleepers[report.replica] = _Sleeper(operations, kept)
+            known.jobs = min(known.jobs, jobs)  # clients leave
+            found = found or jobs > known.jobs
+        there = {report.replica for report in self._desk.roster.reports()}
+        self._sleepers = {name: one for name, one in self._sleepers.items() if name in there}
+        return found
+
+    def _had_none(self, operations: frozenset[str]) -> bool:
+        """Whether boards had no work when they fell asleep: nobody used them."""
+        found = [self._desk.book.operation(name) for name in operations]
+        return any(one is not None and one.who == IDLE for one in found)
+
+    # -- both -----------------------------------------------------------------------------------
+
+    def _begin(self, model: str, kind: OperationKind, params: dict[str, Json], who: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._carry_out(model, kind, params, who))
+        self._going_on[model] = task
+        task.add_done_callback(lambda done: self._ended(model, done))
+
+    async def _carry_out(
+        self, model: str, kind: OperationKind, params: dict[str, Json], who: str
+    ) -> None:
+        state = "refused"
+        try:
+            outcome = await self._perform(Call(kind, params, who=who))
+            state = outcome.operation.state.value
+            if outcome.operation.error is None:
+                return
+            log.warning("model %s: %s", model, outcome.operation.error.message)
+        except RkserveError as exc:
+            log.warning("model %s: the %s could not begin: %s", model, kind.value, exc)
+        finally:
+            if kind is OperationKind.SLEEP:
+                self._desk.metrics.idle_unloads.labels(model, state).inc()
+        self._not_before_s[model] = time.monotonic() + AGAIN_S
+
+    def _ended(self, model: str, task: asyncio.Task[None]) -> None:
+        del self._going_on[model]
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            self._not_before_s[model] = time.monotonic() + AGAIN_S
+            log.error("model %s could not be put to sleep or woken", model, exc_info=exc)

@@ -1,0 +1,234 @@
+"""One operation while it goes on: what is written of it at each step, and how it ends.
+
+It knows the ledger's book and the metrics, and not what the operation does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from rkserve.config.serve_config import CoordinatorConfig
+from rkserve.control.calls import Call, Outcome
+from rkserve.control.operations import (
+    BoardResult,
+    Operation,
+    OperationError,
+    OperationState,
+    Phase,
+    ResultStatus,
+)
+from rkserve.coordinator.boards.delivery import Stager
+from rkserve.coordinator.boards.reconcile import Reconciler
+from rkserve.coordinator.boards.roster import Roster
+from rkserve.coordinator.state.ledger import AuditLine
+from rkserve.coordinator.state.state_store import Book
+from rkserve.core.desired_state import Desired, Scope
+from rkserve.core.errors import (
+    BoardNotFound,
+    LedgerFailed,
+    ModelNotFound,
+    OperationTimeout,
+)
+from rkserve.core.metrics import CoordinatorMetrics
+
+log = logging.getLogger(__name__)
+
+# Releasing boards that answer takes milliseconds; one that does not answer is told again later.
+UNDO_S = 5.0
+
+
+class Routers(Protocol):
+    """All Routers of the application."""
+
+    async def abort(self, scope: Scope, request_ids: list[str] | None, timeout_s: float) -> int:
+        """Have them end their requests that no board has, and return how many these were.
+
+        Raises:
+            RkserveError: not all of them answered.
+        """
+
+
+@dataclass(frozen=True)
+class Desk:
+    """Everything that an operation works with. ``now_s`` reads seconds since 1970."""
+
+    config: CoordinatorConfig
+    book: Book
+    roster: Roster
+    stager: Stager
+    reconciler: Reconciler
+    metrics: CoordinatorMetrics
+    now_s: Callable[[], float]
+    routers: Routers | None = None
+
+    def check(self, scope: Scope) -> None:
+        """Raise ``ModelNotFound`` or ``BoardNotFound`` for what is not there."""
+        for model in scope.models:
+            if model not in self.roster.models:
+                raise ModelNotFound(model)
+        known = {seat.board_id for seat in self.roster.seats()}
+        known |= {report.board_id for report in self.roster.reports()}
+        for board in scope.boards:
+            if board not in known:
+                raise BoardNotFound(board[:80], "boards")
+
+
+class Course:
+    """The record of one operation. Nothing is on the disk before ``begin``."""
+
+    def __init__(self, desk: Desk, operation: Operation, call: Call) -> None:
+        self._desk = desk
+        self.operation = operation
+        self.call = call
+        self.has_begun = asyncio.Event()
+        self.applied = True
+        self.emitted: dict[str, int] = {}  # tokens of what was stopped, by the request's id
+        # What it has come to, where that could not be written down.
+        self.unwritten: tuple[OperationState, OperationError | None] | None = None
+        limit_s = desk.config.operation_timeout_s if call.timeout_s is None else call.timeout_s
+        self._limit_s = limit_s
+        self._began_s = time.monotonic()
+        self._deadline_s = self._began_s + limit_s
+
+    @property
+    def begun(self) -> bool:
+        """Whether it is on the disk, so that it must be ended there."""
+        return self.has_begun.is_set()
+
+    @property
+    def limit_s(self) -> float:
+        """How long the whole operation may take."""
+        return self._limit_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until it has taken too long; never quite none, so that what is due is tried."""
+        return max(0.001, self._deadline_s - time.monotonic())
+
+    def allow(self, limit_s: float) -> None:
+        """Give it more time, where the caller did not say how much."""
+        if self.call.timeout_s is None:
+            self._limit_s += limit_s
+            self._deadline_s += limit_s
+
+    def rest(self, rested_s: float) -> None:
+        """So many seconds passed in which nothing was to be done: they do not count."""
+        self._deadline_s += rested_s
+
+    def begin(self, phase: Phase, desired: Desired | None = None) -> None:
+        """Write the first of it down, with what it changes. Raises ``LedgerFailed``."""
+        self.note(phase, desired)
+        self.has_begun.set()
+
+    def note(self, phase: Phase, desired: Desired | None = None) -> None:
+        """Write down what it is at, with what that changes. Raises ``LedgerFailed``."""
+        changed = desired is not None and desired != self._desk.book.desired
+        epoch = desired.epoch if changed and desired is not None else None
+        operation = self.operation.at(phase, epoch=epoch)
+        self._desk.book.write(desired, operation)
+        self.operation = operation
+
+    def heard(self, results: Mapping[str, BoardResult]) -> None:
+        """Remember what boards answered last, and all figures; it is written with the next step."""
+        for board, result in results.items():
+            before = self.operation.results.get(board)
+            details = {**({} if before is None else before.details), **result.details}
+            self.operation = self.operation.heard(board, replace(result, details=details))
+
+    def show(self, results: Mapping[str, BoardResult]) -> None:
+        """Let whoever looks see how far boards are; what they answer takes the place of that."""
+        self.operation = replace(self.operation, results=results)
+        self._desk.book.show(self.operation)
+
+    def forget_waiting(self) -> None:
+        """Nobody is waited for any more."""
+        answered = {
+            board: result
+            for board, result in self.operation.results.items()
+            if result.status is not ResultStatus.WAITING
+        }
+        self.operation = replace(self.operation, results=answered)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Measure a phase."""
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spent(name, time.monotonic() - began_s)
+
+    def spent(self, name: str, took_s: float) -> None:
+        """A phase took so long."""
+        self.operation = self.operation.spent(name, round(took_s * 1e3, 3))
+        self._desk.metrics.phase.labels(self.operation.kind.value, name).observe(took_s)
+
+    def end(
+        self,
+        state: OperationState,
+        error: OperationError | None = None,
+        desired: Desired | None = None,
+    ) -> None:
+        """It is over: write that down. Raises ``LedgerFailed``."""
+        ended = self.operation.end(state, self._desk.now_s(), error)
+        if desired is not None and desired != self._desk.book.desired:
+            ended = replace(ended, epoch=desired.epoch)
+        try:
+            self._desk.book.write(desired, ended, audit=[self._audit(ended)])
+        except LedgerFailed:
+            self.unwritten = (state, error)
+            raise
+        self.operation = ended
+        self._desk.metrics.operations.labels(ended.kind.value, ended.state.value).inc()
+        took_s = time.monotonic() - self._began_s
+        self._desk.metrics.duration.labels(ended.kind.value).observe(took_s)
+        log.info(
+            "operation %s: %s %s in %.1f ms, %d of %d boards, epoch %d%s%s",
+            ended.id,
+            ended.kind.value,
+            ended.state.value,
+            took_s * 1e3,
+            ended.succeeded,
+            len(ended.results),
+            ended.epoch,
+            "".join(f", {name} {ms:.1f} ms" for name, ms in ended.phases),
+            "" if ended.error is None else f": {ended.error.message}",
+        )
+
+    @property
+    def outcome(self) -> Outcome:
+        """What to answer now."""
+        return Outcome(self.operation.status, self.operation, self.applied, self.emitted)
+
+    def _audit(self, ended: Operation) -> AuditLine:
+        return AuditLine(
+            at_s=self._desk.now_s(),
+            who=ended.who,
+            kind=ended.kind.value,
+            params=ended.params,
+            outcome=ended.state.value if ended.error is None else ended.error.code,
+            status=ended.status,
+            operation=ended.id,
+            epoch=ended.epoch,
+        )
+
+
+Handler = Callable[[Desk, Course], Awaitable[None]]
+
+
+def shortfall(results: Mapping[str, BoardResult], done: str, limit_s: float) -> OperationError:
+    """Say which boards did not do it; 504 where the time ran out, 503 where one refused."""
+    bad = {board: result for board, result in sorted(results.items()) if not result.good}
+    silent = [board for board, one in bad.items() if one.status is ResultStatus.SILENT]
+    if silent:
+        said = f"{', '.join(silent)} did not answer within {limit_s:g} s; {done}."
+        said = f"Board {said}" if len(silent) == 1 else f"Boards {said}"
+        return OperationError.of(OperationTimeout(said))
+    board, worst = next(iter(bad.items()))
+    return OperationError(503, worst.error, f"Board {board}: {worst.message} So {done}.")

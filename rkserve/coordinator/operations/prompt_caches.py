@@ -1,0 +1,293 @@
+"""Named prompt caches as desired state: every board of a model builds what it lacks, also a board
+that joins late or lost its files.
+
+It compares, again and again, what boards have on their disks with what is kept in the ledger and
+what the configuration asks for. A board that cannot build a cache is left alone for a while, which
+is told in lists and in the log, and stops nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from rkserve.coordinator.operations.operation_run import Desk
+from rkserve.coordinator.state.ledger import Ledger
+from rkserve.core.board_report import BoardReport, BoardState, CacheEntry
+from rkserve.core.desired_state import SYSTEM_PROMPT, KeptCache
+from rkserve.core.errors import BoardGone, CacheUnsupported, RequestError, RkserveError
+from rkserve.core.file_digests import ids_digest
+from rkserve.core.messages import AdapterRef
+from rkserve.fleet.addresses import Seat
+
+log = logging.getLogger(__name__)
+
+MAX_CACHES = 64  # of one model
+MAX_TOMBSTONES = 256
+ASK_S = 10.0
+BUILD_S = 600.0  # a long prompt on a board that is busy with others
+FIRST_REST_S, LONGEST_REST_S = 2.0, 60.0
+
+
+@dataclass(frozen=True)
+class Times:
+    """Time limits, in seconds. A board is looked at again after ``again_s``; one whose file
+    is of another content is left to the call that may be building it for ``differs_s``.
+    """
+
+    again_s: float = 30.0
+    differs_s: float = 10.0
+
+
+@dataclass
+class _Board:
+    """The known state of one replica."""
+
+    replica: str
+    looked_s: float = float("-inf")
+    settled: object = None  # what it was compared with last, where nothing was to be done
+    failures: int = 0
+    rest_until_s: float = 0.0
+    problems: dict[str, str] = field(default_factory=dict)  # by cache name: why it is not built
+    differs_s: dict[str, float] = field(default_factory=dict)  # by cache name: since when
+
+
+class CacheKeeping:
+    """Use it from the Coordinator's event loop."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        ledger: Ledger,
+        configured: Mapping[str, KeptCache],
+        times: Times | None = None,
+    ) -> None:
+        """``configured`` has the system prompt of each group of boards that has one."""
+        self._desk = desk
+        self._ledger = ledger
+        self._configured = configured
+        self._times = times or Times()
+        self._kept = {(one.model, one.name): one for one in ledger.caches()}
+        self._boards: dict[str, _Board] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    # -- what is kept --------------------------------------------------------------------------
+
+    def keep(self, cache: KeptCache) -> None:
+        """Have every board of the model hold it from now on.
+
+        Raises:
+            RequestError: the name is the configuration's, or the model has too many.
+            LedgerFailed: it cannot be written down.
+        """
+        self._check_free(cache.model, cache.name)
+        there = [one for one in self._of(cache.model) if one.ids and one.name != cache.name]
+        if len(there) >= MAX_CACHES:
+            raise RequestError(
+                f"Model '{cache.model}' has {len(there)} named prompt caches; the limit is "
+                f"{MAX_CACHES}. Delete one first.",
+                "cache_name",
+            )
+        self._write(cache)
+
+    def drop(self, model: str, name: str) -> bool:
+        """Have no board hold it any more; False where it was not kept.
+
+        Raises:
+            RequestError: the configuration asks for it.
+            LedgerFailed: it cannot be written down.
+        """
+        self._check_free(model, name)
+        known = self._kept.get((model, name))
+        if known is None or not known.ids:
+            return False
+        # A board that is away may come back with the file: what is deleted stays known.
+        self._write(KeptCache(model, name, at_s=self._desk.now_s()))
+        return True
+
+    def _check_free(self, model: str, name: str) -> None:
+        if name == SYSTEM_PROMPT and any(one.model == model for one in self._configured.values()):
+            raise RequestError(
+                f"'{name}' is the prompt cache of the configured system prompt: change "
+                "`prompt_cache.system_prompt` of the group instead.",
+                "cache_name",
+            )
+
+    def _write(self, cache: KeptCache) -> None:
+        gone = sorted((one for one in self._kept.values() if not one.ids), key=lambda c: c.at_s)
+        forgotten = gone[: max(0, len(gone) + (not cache.ids) - MAX_TOMBSTONES)]
+        self._ledger.write_caches([cache], forgotten)
+        for one in forgotten:
+            self._kept.pop((one.model, one.name), None)
+        self._kept[cache.model, cache.name] = cache
+
+    def _of(self, model: str) -> list[KeptCache]:
+        return [one for one in self._kept.values() if one.model == model]
+
+    def told(self, model: str) -> list[dict[str, object]]:
+        """Return the caches that are kept for a model, and the boards that could not build them."""
+        configured = {one.name: one for one in self._configured.values() if one.model == model}
+        kept = {one.name: one for one in self._of(model) if one.ids}
+        return [
+            {
+                "cache_name": one.name,
+                "adapter": one.line or (None if one.ref is None else one.ref.name),
+                "tokens": len(one.ids),
+                "configured": name in configured,
+                "failed": [
+                    {"board": board, "message": known.problems[name]}
+                    for board, known in sorted(self._boards.items())
+                    if name in known.problems
+                ],
+            }
+            for name, one in sorted({**kept, **configured}.items())
+        ]
+
+    # -- what boards have ----------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Begin to compare and to build on every board that could do so now."""
+        reports = {one.replica: one for one in self._desk.roster.reports() if one.replica}
+        seats = self._desk.roster.seats()
+        there = {seat.board_id for seat in seats}
+        self._boards = {name: one for name, one in self._boards.items() if name in there}
+        for seat in seats:
+            report, wanted = reports.get(seat.replica), self._wanted(seat)
+            if report is None or not wanted or not _is_free(report):
+                continue
+            known = self._boards.get(seat.board_id)
+            if known is None or known.replica != seat.replica:
+                known = self._boards[seat.board_id] = _Board(seat.replica)
+            if seat.board_id not in self._tasks and self._is_due(known, report, wanted):
+                task = asyncio.get_running_loop().create_task(self._bring(seat, known, report))
+                self._tasks[seat.board_id] = task
+                task.add_done_callback(partial(self._ended, seat.board_id))
+
+    def _ended(self, board: str, _task: asyncio.Task[None]) -> None:
+        self._tasks.pop(board, None)
+
+    def _is_due(self, known: _Board, report: BoardReport, wanted: list[KeptCache]) -> bool:
+        now_s = time.monotonic()
+        if now_s < known.rest_until_s:
+            return False
+        compared = (report.base, self._with_refs(wanted))
+        return known.settled != compared or now_s - known.looked_s >= self._times.again_s
+
+    def _wanted(self, seat: Seat) -> list[KeptCache]:
+        """Return what the board is to hold, and as caches without ids what it is not to hold."""
+        kept = [one for one in self._of(seat.model) if one.name != SYSTEM_PROMPT]
+        configured = self._configured.get(seat.group)
+        if configured is not None:
+            return [configured, *kept]
+        return [*kept, *(one for one in self._of(seat.model) if one.name == SYSTEM_PROMPT)]
+
+    def _with_refs(self, wanted: Iterable[KeptCache]) -> tuple[tuple[KeptCache, str | None], ...]:
+        """Return caches with the adapters' keys under which they are computed now."""
+        found = []
+        for one in wanted:
+            ref = self._ref(one)
+            found.append((one, None if ref is None else ref.key))
+        return tuple(found)
+
+    def _ref(self, cache: KeptCache) -> AdapterRef | None:
+        """Return the adapter of a cache: for the bare name of one, its active version."""
+        if cache.line is None:
+            return cache.ref
+        line = self._desk.book.desired.line(cache.model, cache.line)
+        if line is None:
+            return None
+        version = line.active if cache.version is None else line.version(cache.version)
+        return None if version is None else version.ref
+
+    async def _bring(self, seat: Seat, known: _Board, report: BoardReport) -> None:
+        """Compare one board with what it is to hold, and build or delete what differs."""
+        known.looked_s, wanted = time.monotonic(), self._wanted(seat)
+        compared = (report.base, self._with_refs(wanted))
+        known.problems = {}
+        waits = False
+        try:
+            entries: list[CacheEntry] = await self._desk.roster.ask_one(
+                seat, "caches", timeout_s=ASK_S
+            )
+            there = {entry.name: entry for entry in entries if entry.name is not None}
+            for cache in wanted:
+                waits = await self._even(seat, known, cache, there.get(cache.name)) or waits
+        except BoardGone:
+            return
+        except RkserveError as exc:
+            log.warning("board %s: its prompt caches are not known: %s", seat.board_id, exc)
+            self._rest(known)
+            return
+        except Exception:
+            log.exception("board %s: its prompt caches could not be compared", seat.board_id)
+            self._rest(known)
+            return
+        if known.problems:
+            self._rest(known)
+        elif not waits:
+            known.failures, known.settled = 0, compared
+
+    async def _even(
+        self, seat: Seat, known: _Board, cache: KeptCache, entry: CacheEntry | None
+    ) -> bool:
+        """Build or delete one cache where that is due; return whether it is still to be done."""
+        ref = self._ref(cache)
+        if cache.line is not None and ref is None:
+            return False  # its adapter serves no version now: there is nothing to compute it with
+        key = None if ref is None else ref.key
+        held = None if entry is None else (entry.adapter, entry.digest)
+        if held == ((key, ids_digest(cache.ids)) if cache.ids else None):
+            known.differs_s.pop(cache.name, None)
+            return False
+        since_s = known.differs_s.setdefault(cache.name, time.monotonic())
+        if held is not None and time.monotonic() - since_s < self._times.differs_s:
+            return True
+        ask = self._desk.roster.ask_one
+        try:
+            if cache.ids:
+                built = (cache.name, cache.ids, ref)
+                await ask(seat, "build_cache", *built, timeout_s=BUILD_S)
+            else:
+                await ask(seat, "delete_cache", cache.name, timeout_s=ASK_S)
+        except BoardGone:
+            raise
+        except RkserveError as exc:
+            self._note(seat, known, cache, exc)
+            return False
+        known.differs_s.pop(cache.name, None)
+        done = "built" if cache.ids else "deleted"
+        log.info("board %s has %s the prompt cache '%s'", seat.board_id, done, cache.name)
+        return False
+
+    def _note(self, seat: Seat, known: _Board, cache: KeptCache, exc: RkserveError) -> None:
+        known.problems[cache.name] = exc.message
+        self._desk.metrics.board_failures.labels("build_cache", exc.code or "internal_error").inc()
+        if isinstance(exc, CacheUnsupported):
+            known.failures = max(known.failures, 8)  # it takes a change of the board, not time
+        log.warning(
+            "board %s has not built the prompt cache '%s': %s",
+            seat.board_id,
+            cache.name,
+            exc.message,
+        )
+
+    def _rest(self, known: _Board) -> None:
+        rest_s = min(FIRST_REST_S * 2.0**known.failures, LONGEST_REST_S)
+        known.failures += 1
+        known.rest_until_s = time.monotonic() + rest_s
+
+    async def stop(self) -> None:
+        """Leave off; boards keep what they have."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _is_free(report: BoardReport) -> bool:
+    """Return whether the board could build something: it is loaded, and nothing holds it."""
+    return report.state is BoardState.READY and not report.hold

@@ -1,0 +1,245 @@
+"""Operations on weights: a trainer's update, of an adapter or of base weights, everywhere at one
+instant; and other base weights board by board.
+
+Each takes its ``Course``, as those of ``halting`` do: up to ``begin`` it checks and awaits nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+
+from rkserve.api.admin.weights import own_digest
+from rkserve.control import params as read
+from rkserve.control import weight_changes
+from rkserve.control.artifact_metadata import FoundWeights
+from rkserve.control.operations import Operation, OperationKind, OperationState, Phase
+from rkserve.control.params import Params
+from rkserve.control.rollout_plan import Plan, Planned, Strategy
+from rkserve.control.weight_changes import FOLDER_LABEL, RebasePlan
+from rkserve.coordinator.boards.delivery import Store
+from rkserve.coordinator.boards.roster import Roster
+from rkserve.coordinator.operations.garbage_collection import base_of
+from rkserve.coordinator.operations.operation_run import Course, Desk, Handler
+from rkserve.coordinator.operations.rollout import LOAD_S, Rolling
+from rkserve.core.desired_state import (
+    AdapterVersion,
+    Artifact,
+    BaseVersion,
+    Desired,
+    InFlight,
+    Scope,
+    Weights,
+)
+from rkserve.core.errors import ArtifactNotFound, ArtifactRefused, RequestError
+from rkserve.core.file_digests import DIGEST
+
+log = logging.getLogger(__name__)
+
+# A hold outlives the operation that made it by so many seconds: the operation takes it back, and
+# the lease is for a Coordinator that is gone for good.
+SPARE_S = 60.0
+
+
+class Rebasing:
+    """The handlers. Use it from one event loop."""
+
+    def __init__(self, store: Store, roster: Roster) -> None:
+        self._store = store
+        self._roster = roster
+
+    def find(self, desired: Desired, model: str, artifact: str) -> FoundWeights:
+        """Return what ``<adapter>@<version>`` or ``<model>@<version>`` is. It may read a file.
+
+        Raises:
+            ArtifactNotFound: nothing of that name is staged, or in the head's store.
+            ArtifactRefused: it was trained on other base weights than the model has.
+        """
+        name, _, version = artifact.rpartition("@")
+        if not name or not version:
+            raise ArtifactNotFound(
+                f"'{artifact[:80]}' names no artifact; '<name>@<version>' does.", "artifact"
+            )
+        found: Artifact
+        if name == model:
+            found = self._store.model(model, version)
+        else:
+            found = _staged(desired, model, {"name": name, "version": version})
+        facts = self._store.facts(found.digest)
+        self.learn(model)
+        self.require_base(desired, model, facts.base_digest)
+        return FoundWeights(found, facts.parameters)
+
+    def learn(self, model: str) -> None:
+        """Compute the digest of the file in the model's folder, once; it may read all of it."""
+        try:
+            self._store.own_digest(model)
+        except OSError as exc:
+            log.warning("the file of model %s cannot be read on the head: %s", model, exc)
+
+    async def prepare(self, desired: Desired, operation: Operation) -> None:
+        """Compute the digest that a rollout's ``require_fit`` compares, where that is to be done:
+        a handler reads no file.
+        """
+        model = str(operation.params.get("model"))
+        line = desired.line(model, str(operation.params.get("name")))
+        if line is None or self._store.known_own_digest(model) is not None:
+            return
+        if any(self._store.facts(one.digest).base_digest is not None for one in line.versions):
+            await asyncio.to_thread(self.learn, model)
+
+    def require_base(self, desired: Desired, model: str, digest: str | None) -> None:
+        """Raise ``ArtifactRefused`` unless the model's base weights have that sha256, or None is
+        said. What ``learn`` has not found out is taken from the boards' reports.
+        """
+        if digest is None:
+            return
+        base = desired.weights_of(model).base
+        now = self._own(model) if base is None else base.digest
+        if now is None:
+            raise ArtifactRefused(
+                f"Neither the head nor the boards of model '{model}' have told the sha256 of its "
+                "file to compare 'base_digest' with; GET /weight_info tells it once it is known.",
+                "base_digest",
+            )
+        if now != digest:
+            raise ArtifactRefused(
+                f"It was trained on base weights of the sha256 {digest[:12]}..., and model "
+                f"'{model}' has {now[:12]}... .",
+                "base_digest",
+            )
+
+    def require_fit(self, desired: Desired, model: str, version: AdapterVersion | None) -> None:
+        """Raise ``ArtifactRefused`` for an adapter whose ``base_digest`` is not the model's now."""
+        if version is None:
+            return
+        try:
+            self.require_base(desired, model, self._store.facts(version.digest).base_digest)
+        except ArtifactRefused as exc:
+            raise ArtifactRefused(
+                f"{version.title} does not fit. {exc.message}", exc.param
+            ) from exc
+
+    def _own(self, model: str) -> str | None:
+        known = self._store.known_own_digest(model)
+        if known is not None:
+            return known
+        told = own_digest(self._roster.reports(model))
+        return told if DIGEST.fullmatch(told) else None
+
+    @property
+    def handlers(self) -> dict[OperationKind, Handler]:
+        """Who carries out which kind."""
+        return {OperationKind.WEIGHT_UPDATE: self.update, OperationKind.REBASE: self.rebase}
+
+    async def update(self, desk: Desk, course: Course) -> None:
+        """Have a trainer's weights served by all boards from one instant on."""
+        asked = course.operation.params
+        if read.optional_text(asked, "name") is None:
+            await self._rebase(desk, course, at_once=True)
+            return
+        model = read.text(asked, "model")
+        boards = _boards(desk, model)
+        in_flight = read.choice(asked, "in_flight", InFlight, InFlight.SWITCH)
+        planned = Plan(
+            operation=course.operation.id,
+            model=model,
+            name=read.text(asked, "name"),
+            version=_staged(desk.book.desired, model, asked),
+            boards=boards,
+            strategy=Strategy.ATOMIC,
+            in_flight=in_flight,
+            keep=desk.config.keep_versions,
+            step=read.whole(asked, "step", low=0),
+            held_first=in_flight is not InFlight.PIN,
+        )
+        planned.check(desk.book.desired)
+        self.require_fit(desk.book.desired, model, planned.version)
+        _begin(course)
+        course.allow(desk.config.stage_timeout_s + LOAD_S)
+        await _roll(desk, course, replace(planned, hold_s=course.limit_s + SPARE_S))
+
+    async def rebase(self, desk: Desk, course: Course) -> None:
+        """Have other base weights loaded board by board."""
+        await self._rebase(desk, course, at_once=False)
+
+    async def _rebase(self, desk: Desk, course: Course, *, at_once: bool) -> None:
+        asked, before = course.operation.params, desk.book.desired
+        model = read.text(asked, "model")
+        boards = _boards(desk, model)
+        version = base_of(course.operation)
+        in_flight = InFlight.SWITCH if at_once else InFlight.PIN
+        planned = RebasePlan(
+            operation=course.operation.id,
+            model=model,
+            version=version,
+            label=_label(asked, before.weights_of(model), version),
+            boards=boards,
+            at_once=at_once,
+            max_unavailable=read.whole(asked, "max_unavailable", 1, low=1),
+            in_flight=read.choice(asked, "in_flight", InFlight, in_flight),
+            step=read.whole(asked, "step", low=0) if at_once else None,
+        )
+        if planned.holds(before):
+            course.applied = False
+            course.begin(Phase.RELEASING)
+            course.end(OperationState.SUCCEEDED)
+            return
+        _require_possible(planned)
+        planned.check(before)
+        _begin(course)
+        loads = 1 if at_once else -(-len(boards) // planned.max_unavailable)
+        course.allow(desk.config.stage_timeout_s + loads * desk.config.load_timeout_s)
+        if version is not None:
+            with course.timed("checking"):
+                await asyncio.to_thread(self._store.check, version)
+        await _roll(desk, course, replace(planned, hold_s=course.limit_s + SPARE_S))
+
+
+def _begin(course: Course) -> None:
+    """From here on nobody else changes what the model serves."""
+    course.spent("locking", course.limit_s - course.left_s)
+    course.begin(Phase.ACCEPTED)
+
+
+async def _roll(desk: Desk, course: Course, planned: Planned) -> None:
+    finish = await Rolling(desk, course, planned).run()
+    course.end(finish.state, finish.error)
+
+
+def _boards(desk: Desk, model: str) -> tuple[str, ...]:
+    scope = Scope(models=(model,))
+    desk.check(scope)
+    return tuple(sorted({seat.board_id for seat in desk.roster.seats(scope)}))
+
+
+def _staged(desired: Desired, model: str, asked: Params) -> AdapterVersion:
+    name, wanted = read.text(asked, "name"), read.text(asked, "version")
+    line = desired.line(model, name)
+    version = None if line is None else line.version(wanted)
+    if version is None:
+        raise ArtifactNotFound(
+            f"No version '{wanted}' of an adapter '{name}' of model '{model}' is staged.",
+            "artifact",
+        )
+    return version
+
+
+def _require_possible(planned: RebasePlan) -> None:
+    if planned.at_once and planned.in_flight is InFlight.PIN:
+        raise RequestError(
+            "Requests that run cannot keep base weights that no board has any more: 'in_flight' is "
+            "'switch' or 'abort'; POST /update_weights_from_disk lets them end, board by board.",
+            "in_flight",
+        )
+
+
+def _label(asked: Params, now: Weights, version: BaseVersion | None) -> str:
+    """Return what the weights are called: as they say, or as they are called already."""
+    said = read.optional_text(asked, "label")
+    if said is not None:
+        return said
+    if weight_changes.is_same(now.base, version) and "step" not in asked:
+        return now.label
+    return FOLDER_LABEL if version is None else version.version

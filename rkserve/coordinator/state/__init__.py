@@ -1,0 +1,1 @@
+"""The Coordinator's durable state."""

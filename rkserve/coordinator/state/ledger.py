@@ -1,0 +1,399 @@
+"""What the Coordinator must not forget, on the head's disk: what the cluster shall be, the
+operations with their idempotency keys, and the audit log.
+
+One SQLite file, one writer. It knows how these are kept, and not what any of it means. Every call
+returns after the disk has it: nothing may be sent to a board that a power cut could make unsaid.
+The calls block for one synchronous write; the Coordinator could do nothing meanwhile anyway.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rkserve.control.codec import (
+    plain,
+    read_cache,
+    read_desired,
+    read_operation,
+    write_cache,
+    write_desired,
+    write_operation,
+)
+from rkserve.control.operations import Operation, OperationKind, OperationState
+from rkserve.core.desired_state import Desired, KeptCache
+from rkserve.core.durable_files import FULL, free_bytes, open_private, private_folder
+from rkserve.core.errors import LedgerFailed
+
+log = logging.getLogger(__name__)
+
+FILE, LOCK, RESERVE = "ledger.sqlite3", "lock", "reserve"
+# Set aside while there is room, and given back to open the ledger on a disk that is full: SQLite
+# needs some pages beside the file before it reads it.
+RESERVE_BYTES = 1 << 20
+BUSY_S = 5.0  # a backup or an operator's sqlite3 shell may hold it for a moment
+
+# Each entry takes the schema one version further. Entries are never edited: ledgers out there have
+# gone through them.
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        "CREATE TABLE desired (id INTEGER PRIMARY KEY CHECK (id = 1), value TEXT NOT NULL)",
+        "CREATE TABLE operations (number INTEGER PRIMARY KEY AUTOINCREMENT, "
+        "id TEXT NOT NULL UNIQUE, state TEXT NOT NULL, value TEXT NOT NULL)",
+    ),
+    (
+        "ALTER TABLE operations ADD COLUMN key TEXT",
+        "UPDATE operations SET key = json_extract(value, '$.key')",
+        "CREATE UNIQUE INDEX operations_by_key ON operations (key) WHERE key IS NOT NULL",
+        "CREATE INDEX operations_by_state ON operations (state)",
+        "CREATE TABLE audit (number INTEGER PRIMARY KEY AUTOINCREMENT, value TEXT NOT NULL)",
+    ),
+    (
+        "CREATE TABLE caches (model TEXT NOT NULL, name TEXT NOT NULL, value TEXT NOT NULL, "
+        "PRIMARY KEY (model, name))",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AuditLine:
+    """Who did what when, and what became of it; never a key and never a prompt.
+
+    ``at_s`` is in seconds since 1970. ``status`` is the HTTP status that the call was answered
+    with, ``outcome`` the operation's state or the error's code.
+    """
+
+    at_s: float
+    who: str
+    kind: str
+    params: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    outcome: str = ""
+    status: int = 200
+    operation: str | None = None
+    epoch: int = 0
+
+
+class Ledger:
+    """The one open ledger of a folder. Use it from one event loop; what may be long to read can be
+    asked for in any thread, and holds up no write.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        lock: int,
+        database: sqlite3.Connection,
+        reading: sqlite3.Connection,
+        limit: int,
+    ) -> None:
+        """Use ``open``."""
+        self._folder = folder
+        self._reading = reading
+        self._one_reads = threading.Lock()
+        self._lock = lock
+        self._database = database
+        self._limit = limit
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        max_operations: int = 10_000,
+        migrations: Sequence[Sequence[str]] = MIGRATIONS,
+        free: Callable[[Path], int] = free_bytes,
+    ) -> Ledger:
+        """Open the folder's ledger, or make one; older schemas are migrated.
+
+        Raises:
+            LedgerFailed: another process uses the folder, the disk is full or not writable, the
+                file is damaged, or a newer release wrote it.
+
+        ``free`` tells how many bytes the disk has left. On a full one the reserve is given back.
+        """
+        lock = _claim(folder)
+        try:
+            _provide(folder, free)
+            database = _connect(folder / FILE, migrations)
+            reading = _connect_to_read(folder / FILE, database)
+        except BaseException:
+            os.close(lock)
+            raise
+        return cls(folder, lock, database, reading, max_operations)
+
+    def close(self) -> None:
+        """Let go of the folder. What was written stays."""
+        with self._one_reads:
+            self._reading.close()
+        self._database.close()
+        os.close(self._lock)
+
+    @property
+    def file(self) -> Path:
+        """Where it is."""
+        return self._folder / FILE
+
+    # -- what the cluster shall be -------------------------------------------------------------
+
+    def desired(self) -> Desired:
+        """Return what the cluster shall be: nothing at epoch 0 in a new ledger."""
+        rows = self._rows("SELECT value FROM desired")
+        return read_desired(rows[0][0]) if rows else Desired()
+
+    def write(
+        self,
+        *,
+        desired: Desired | None = None,
+        operations: Iterable[Operation] = (),
+        audit: Iterable[AuditLine] = (),
+    ) -> None:
+        """Write all of it or, when that fails, nothing of it.
+
+        Raises:
+            LedgerFailed: the disk is full, for example.
+        """
+        with self._transaction() as database:
+            if desired is not None:
+                database.execute(
+                    "INSERT INTO desired VALUES (1, ?) "
+                    "ON CONFLICT (id) DO UPDATE SET value = excluded.value",
+                    (write_desired(desired),),
+                )
+            for one in operations:
+                database.execute(
+                    "INSERT INTO operations (id, state, key, value) VALUES (?, ?, ?, ?) "
+                    "ON CONFLICT (id) DO UPDATE SET state = excluded.state, value = excluded.value",
+                    (one.id, one.state.value, one.key, write_operation(one)),
+                )
+            for line in audit:
+                database.execute("INSERT INTO audit (value) VALUES (?)", (_write_line(line),))
+                self._forget(database)
+
+    def _forget(self, database: sqlite3.Connection) -> None:
+        """Drop the oldest lines, and the oldest operations that are over, with their keys."""
+        database.execute(
+            "DELETE FROM operations WHERE state != ? AND number <= "
+            "(SELECT max(number) FROM operations) - ?",
+            (OperationState.RUNNING.value, self._limit),
+        )
+        database.execute(
+            "DELETE FROM audit WHERE number <= (SELECT max(number) FROM audit) - ?", (self._limit,)
+        )
+
+    def caches(self) -> list[KeptCache]:
+        """Return the named prompt caches that are kept, and those that were deleted."""
+        rows = self._rows("SELECT value FROM caches ORDER BY model, name")
+        return [read_cache(value) for (value,) in rows]
+
+    def write_caches(self, kept: Iterable[KeptCache], forgotten: Iterable[KeptCache] = ()) -> None:
+        """Write named prompt caches down, and forget others. Raises ``LedgerFailed``."""
+        with self._transaction() as database:
+            for one in kept:
+                database.execute(
+                    "INSERT INTO caches VALUES (?, ?, ?) "
+                    "ON CONFLICT (model, name) DO UPDATE SET value = excluded.value",
+                    (one.model, one.name, write_cache(one)),
+                )
+            for one in forgotten:
+                database.execute(
+                    "DELETE FROM caches WHERE model = ? AND name = ?", (one.model, one.name)
+                )
+
+    # -- what was asked of it ------------------------------------------------------------------
+
+    def operations(self, limit: int = 100) -> list[Operation]:
+        """Return the latest ones, the last one first. Call it in any thread."""
+        return self._many("ORDER BY number DESC LIMIT ?", limit)
+
+    def of_kind(self, kind: OperationKind) -> list[Operation]:
+        """Return all of a kind, in the order in which they began. Call it in any thread."""
+        return self._many(
+            "WHERE json_extract(value, '$.operation.kind') = ? ORDER BY number", kind.value
+        )
+
+    def running(self) -> list[Operation]:
+        """Return those that are not over, in the order in which they began."""
+        return self._operations("WHERE state = ? ORDER BY number", OperationState.RUNNING.value)
+
+    def partial(self) -> list[Operation]:
+        """Return those that some boards had yet to follow, in the order in which they began."""
+        return self._operations("WHERE state = ? ORDER BY number", OperationState.PARTIAL.value)
+
+    def operation(self, name: str) -> Operation | None:
+        """Return the one of that id."""
+        return next(iter(self._operations("WHERE id = ?", name)), None)
+
+    def by_key(self, key: str) -> Operation | None:
+        """Return the one that was made with that idempotency key."""
+        return next(iter(self._operations("WHERE key = ?", key)), None)
+
+    def audit(self, limit: int = 100) -> list[AuditLine]:
+        """Return the latest lines, the last one first. Call it in any thread."""
+        rows = self._read("SELECT value FROM audit ORDER BY number DESC LIMIT ?", limit)
+        return [AuditLine(**json.loads(value)) for (value,) in rows]
+
+    def _operations(self, which: str, *values: Any) -> list[Operation]:
+        rows = self._rows(f"SELECT value FROM operations {which}", *values)
+        return [read_operation(value) for (value,) in rows]
+
+    def _many(self, which: str, *values: Any) -> list[Operation]:
+        rows = self._read(f"SELECT value FROM operations {which}", *values)
+        return [read_operation(value) for (value,) in rows]
+
+    # -- the file ------------------------------------------------------------------------------
+
+    def _read(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        with self._one_reads:
+            return self._fetch(self._reading, query, values)
+
+    def _rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        return self._fetch(self._database, query, values)
+
+    def _fetch(
+        self, database: sqlite3.Connection, query: str, values: Sequence[Any]
+    ) -> list[tuple[Any, ...]]:
+        try:
+            return database.execute(query, values).fetchall()
+        except sqlite3.Error as exc:
+            raise LedgerFailed(f"The ledger {self.file} cannot be read: {exc}.") from exc
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        try:
+            with _atomic(self._database):
+                yield self._database
+        except sqlite3.Error as exc:
+            raise LedgerFailed(
+                f"The ledger {self.file} cannot be written, so nothing was changed: {exc}. "
+                "Free space on the head node's disk, or mend it, and repeat the call."
+            ) from exc
+
+
+def _claim(folder: Path) -> int:
+    """Return the descriptor of the folder's lock, which the kernel frees when this process ends."""
+    try:
+        private_folder(folder)  # it has params of operations and uploaded weights
+        lock = open_private(folder / LOCK, os.O_RDWR | os.O_CREAT)
+    except OSError as exc:
+        raise LedgerFailed(
+            f"The folder {folder} (coordinator.data_dir) cannot be used: {exc.strerror or exc}."
+        ) from exc
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        owner = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(lock)
+        raise LedgerFailed(
+            f"The folder {folder} is in use by another Coordinator (process {owner}). Each "
+            "application needs a coordinator.data_dir of its own."
+        ) from None
+    try:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    except OSError as exc:
+        if exc.errno not in FULL:
+            os.close(lock)
+            raise LedgerFailed(f"The folder {folder} cannot be written: {exc.strerror}.") from exc
+        log.warning("%s does not name its process: %s", folder / LOCK, exc.strerror)
+    return lock
+
+
+def _provide(folder: Path, free: Callable[[Path], int]) -> None:
+    """Set the reserve aside where there is room for it, and give it back where there is none."""
+    reserve = folder / RESERVE
+    try:
+        if free(folder) < RESERVE_BYTES:
+            reserve.unlink(missing_ok=True)
+            log.warning("the disk of %s is full: the ledger's reserve is given back", folder)
+        elif not reserve.exists() and free(folder) >= 4 * RESERVE_BYTES:
+            descriptor = open_private(reserve, os.O_WRONLY | os.O_CREAT)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(bytes(RESERVE_BYTES))
+    except OSError as exc:
+        log.warning("the ledger's reserve in %s cannot be seen to: %s", folder, exc)
+
+
+def _connect(file: Path, migrations: Sequence[Sequence[str]]) -> sqlite3.Connection:
+    try:
+        # Transactions are begun by hand, and all of them in the thread of one event loop.
+        database = sqlite3.connect(file, timeout=BUSY_S, isolation_level=None)
+    except sqlite3.Error as exc:
+        raise LedgerFailed(f"The ledger {file} cannot be opened: {exc}.") from exc
+    try:
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = FULL")  # WAL's default loses the last at a power cut
+        _check(database)
+        _migrate(file, database, migrations)
+    except sqlite3.OperationalError as exc:
+        database.close()
+        raise LedgerFailed(
+            f"The ledger {file} cannot be opened: {exc}. Check the space on the head node's disk."
+        ) from exc
+    except sqlite3.DatabaseError as exc:
+        database.close()
+        raise LedgerFailed(
+            f"The ledger {file} is damaged: {exc}. Restore it from a backup; or move it away, and "
+            "the cluster begins with nothing paused and no adapters of its own."
+        ) from exc
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+def _connect_to_read(file: Path, database: sqlite3.Connection) -> sqlite3.Connection:
+    try:
+        # Whichever thread reads, one at a time does.
+        reading = sqlite3.connect(
+            file, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+        )
+        reading.execute("PRAGMA query_only = ON")
+    except sqlite3.Error as exc:
+        database.close()
+        raise LedgerFailed(f"The ledger {file} cannot be opened: {exc}.") from exc
+    return reading
+
+
+def _check(database: sqlite3.Connection) -> None:
+    (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
+    if found != "ok":
+        raise sqlite3.DatabaseError(found)
+
+
+def _migrate(file: Path, database: sqlite3.Connection, migrations: Sequence[Sequence[str]]) -> None:
+    (version,) = database.execute("PRAGMA user_version").fetchone()
+    if version > len(migrations):
+        raise LedgerFailed(
+            f"The ledger {file} has schema {version}, and this release knows {len(migrations)}: a "
+            "newer rkserve wrote it. Start that one."
+        )
+    for number, statements in enumerate(migrations[version:], version + 1):
+        with _atomic(database):
+            for statement in statements:
+                database.execute(statement)
+            database.execute(f"PRAGMA user_version = {number}")
+
+
+@contextmanager
+def _atomic(database: sqlite3.Connection) -> Iterator[None]:
+    database.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        database.execute("COMMIT")
+    except BaseException:
+        # Some failures, such as a full disk, end the transaction by themselves.
+        if database.in_transaction:
+            database.execute("ROLLBACK")
+        raise
+
+
+def _write_line(line: AuditLine) -> str:
+    return json.dumps(plain(line), separators=(",", ":"), allow_nan=False)

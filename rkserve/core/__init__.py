@@ -1,0 +1,1 @@
+"""Values that cross rooms: messages, run parameters, board reports, the desired state."""

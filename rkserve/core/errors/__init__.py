@@ -1,0 +1,252 @@
+"""The one error tree of rkserve; it knows HTTP statuses and nothing of HTTP, Ray or C.
+
+::
+
+    RkserveError                     500  server_error
+    +-- RequestError                 400  invalid_request_error
+    |   +-- UnsupportedParameter     400  unsupported_parameter
+    |   +-- ModelNotFound            404  model_not_found
+    |   |   +-- AdapterNotFound      404  model_not_found
+    |   +-- RouteNotFound            404
+    |   +-- MethodNotAllowed         405
+    |   +-- BodyTooLarge             413  body_too_large
+    |   +-- BodyTooSlow              408  body_too_slow
+    |   +-- UnsupportedMediaType     415  unsupported_media_type
+    |   +-- HostNotAllowed           421  host_not_allowed
+    |   +-- ContextOverflow          400  context_length_exceeded
+    |   +-- InputTooLong             400  context_length_exceeded
+    |   +-- SamplingFixed            400  sampling_fixed
+    |   +-- AdapterBroken            400  adapter_broken
+    |   +-- CacheNotFound            404  cache_not_found
+    |   +-- CacheUnsupported         400  cache_unsupported
+    |   +-- EmbeddingUnsupported     400  embedding_unsupported
+    |   +-- GenerationNotFound       404  generation_not_found
+    |   +-- ResponseNotFound         404  response_not_found
+    |   |   +-- PreviousResponseNotFound  previous_response_not_found
+    |   +-- ItemNotFound             404  item_not_found
+    |   +-- BoardNotFound            404  board_not_found
+    |   +-- StateConflict            409  state_conflict
+    |   +-- Forbidden                403  forbidden
+    |   |   +-- OriginNotAllowed     403  origin_not_allowed
+    |   +-- InvalidApiKey            401  invalid_api_key
+    |   +-- OperationNotFound        404  operation_not_found
+    |   +-- OperationConflict        409  operation_conflict
+    |   +-- StaleEpoch               409  stale_epoch
+    |   +-- StaleWeights             409  stale_weights
+    |   +-- AdapterExists            400  adapter_exists
+    |   +-- ArtifactRefused          400  artifact_refused
+    |   |   +-- ArtifactNotFound     404  artifact_not_found
+    +-- HookFailed                   500  hook_failed
+    +-- QueueFull                    429  queue_full
+    +-- PauseExpired                 504  pause_expired
+    +-- TooManyPaused                429  too_many_paused
+    +-- QueueTimeout                 503  queue_timeout
+    +-- RateLimited                  429  rate_limit_exceeded
+    +-- DeadlineUnreachable          503  deadline_unreachable
+    +-- DeadlineExceeded             504  deadline_exceeded
+    +-- BoardTimeExceeded            504  board_time_exceeded
+    +-- NoBoard                      503  no_board
+    +-- EnginePaused                 503  engine_paused
+    +-- ModelAsleep                  503  model_asleep
+    |   +-- EngineAsleep             503  engine_paused
+    +-- CallAborted                  503  aborted
+    +-- VersionUnavailable           503  version_unavailable
+    +-- CoordinatorAway              503  coordinator_unavailable
+    +-- OperationTimeout             504  operation_timeout
+    +-- LedgerFailed                 503  ledger_failed
+    +-- ResponsesFailed              503  responses_failed
+    +-- BoardFailed                  503  board_failed
+    |   +-- BoardOutOfOrder          503  board_failed
+    |   +-- BoardSilent              503  board_failed
+    |   +-- BoardGone                503  board_failed
+    |   +-- BoardBehind              503  board_behind
+    |   +-- BoardAsleep              503  board_asleep
+    |   +-- StageFailed              503  stage_failed
+    |   +-- RebaseFailed             503  rebase_failed
+    |   +-- EngineDied               503  board_failed
+    |   +-- EngineHung               503  board_failed
+    |   +-- RunFailed                502  run_failed
+    +-- PoisonRequest                422  poison_request
+    +-- ConfigError                       (start-up only)
+    +-- BoardStartFailed                  (start-up only; `serve status` shows it)
+    +-- FrameCorrupt                      (between a board and its engine process)
+    +-- NativeError                       (inside the engine process and at load)
+        +-- LibraryMissing
+        +-- ReleaseRefused
+        +-- LoadFailed
+        +-- CallFailed
+        +-- NothingComputed
+        +-- StepsRefused
+        +-- Misuse
+
+Errors cross processes by pickle, which keeps ``args`` only: every class hands all its arguments,
+positionally, to ``super().__init__``.
+"""
+
+from __future__ import annotations
+
+from rkserve.core.errors.base import (
+    RkserveError,
+)
+from rkserve.core.errors.boards import (
+    BoardFailed,
+    BoardGone,
+    BoardOutOfOrder,
+    BoardSilent,
+    BoardStartFailed,
+    BoardTimeExceeded,
+    ConfigError,
+    DeadlineExceeded,
+    DeadlineUnreachable,
+    EngineDied,
+    EngineHung,
+    HookFailed,
+    NoBoard,
+    PauseExpired,
+    PoisonRequest,
+    QueueFull,
+    QueueTimeout,
+    RunFailed,
+    TooManyPaused,
+)
+from rkserve.core.errors.cluster import (
+    AdapterExists,
+    ArtifactNotFound,
+    ArtifactRefused,
+    BoardAsleep,
+    BoardBehind,
+    CallAborted,
+    CoordinatorAway,
+    EngineAsleep,
+    EnginePaused,
+    InvalidApiKey,
+    LedgerFailed,
+    ModelAsleep,
+    OperationConflict,
+    OperationNotFound,
+    OperationTimeout,
+    RebaseFailed,
+    ResponsesFailed,
+    StageFailed,
+    StaleEpoch,
+    StaleWeights,
+    VersionUnavailable,
+)
+from rkserve.core.errors.native import (
+    CallFailed,
+    FrameCorrupt,
+    LibraryMissing,
+    LoadFailed,
+    Misuse,
+    NativeError,
+    NothingComputed,
+    ReleaseRefused,
+    StepsRefused,
+)
+from rkserve.core.errors.requests import (
+    AdapterBroken,
+    AdapterNotFound,
+    BoardNotFound,
+    BodyTooLarge,
+    BodyTooSlow,
+    CacheNotFound,
+    CacheUnsupported,
+    ContextOverflow,
+    EmbeddingUnsupported,
+    Forbidden,
+    GenerationNotFound,
+    HostNotAllowed,
+    InputTooLong,
+    ItemNotFound,
+    MethodNotAllowed,
+    ModelNotFound,
+    OriginNotAllowed,
+    PreviousResponseNotFound,
+    RateLimited,
+    RequestError,
+    ResponseNotFound,
+    RouteNotFound,
+    SamplingFixed,
+    StateConflict,
+    UnsupportedMediaType,
+    UnsupportedParameter,
+)
+
+__all__ = [
+    "AdapterBroken",
+    "AdapterExists",
+    "AdapterNotFound",
+    "ArtifactNotFound",
+    "ArtifactRefused",
+    "BoardAsleep",
+    "BoardBehind",
+    "BoardFailed",
+    "BoardGone",
+    "BoardNotFound",
+    "BoardOutOfOrder",
+    "BoardSilent",
+    "BoardStartFailed",
+    "BoardTimeExceeded",
+    "BodyTooLarge",
+    "BodyTooSlow",
+    "CacheNotFound",
+    "CacheUnsupported",
+    "CallAborted",
+    "CallFailed",
+    "ConfigError",
+    "ContextOverflow",
+    "CoordinatorAway",
+    "DeadlineExceeded",
+    "DeadlineUnreachable",
+    "EmbeddingUnsupported",
+    "EngineAsleep",
+    "EngineDied",
+    "EngineHung",
+    "EnginePaused",
+    "Forbidden",
+    "FrameCorrupt",
+    "GenerationNotFound",
+    "HookFailed",
+    "HostNotAllowed",
+    "InputTooLong",
+    "InvalidApiKey",
+    "ItemNotFound",
+    "LedgerFailed",
+    "LibraryMissing",
+    "LoadFailed",
+    "MethodNotAllowed",
+    "Misuse",
+    "ModelAsleep",
+    "ModelNotFound",
+    "NativeError",
+    "NoBoard",
+    "NothingComputed",
+    "OperationConflict",
+    "OperationNotFound",
+    "OperationTimeout",
+    "OriginNotAllowed",
+    "PauseExpired",
+    "PoisonRequest",
+    "PreviousResponseNotFound",
+    "QueueFull",
+    "QueueTimeout",
+    "RateLimited",
+    "RebaseFailed",
+    "ReleaseRefused",
+    "RequestError",
+    "ResponseNotFound",
+    "ResponsesFailed",
+    "RkserveError",
+    "RouteNotFound",
+    "RunFailed",
+    "SamplingFixed",
+    "StageFailed",
+    "StaleEpoch",
+    "StaleWeights",
+    "StateConflict",
+    "StepsRefused",
+    "TooManyPaused",
+    "UnsupportedMediaType",
+    "UnsupportedParameter",
+    "VersionUnavailable",
+]

@@ -1,0 +1,288 @@
+"""What boards cannot do, or cannot do now, and what keeps them from starting."""
+
+from __future__ import annotations
+
+import re
+
+from rkserve.core.errors.base import RkserveError
+from rkserve.core.redaction import without_folders
+
+
+class HookFailed(RkserveError):
+    """An intervention hook raised; it ended its own generation and nothing else.
+
+    ``reason`` is for the client; ``detail`` is the operator's own code speaking, for the log.
+    """
+
+    code = "hook_failed"
+
+    def __init__(self, hook: str, reason: str, detail: str = "") -> None:
+        super().__init__(hook, reason, detail)
+        self.hook, self.reason, self.detail = hook, reason, detail
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"The intervention hook {self.hook} failed: {self.reason}."
+
+
+class PauseExpired(RkserveError):
+    """A paused generation was not resumed in time and was given up."""
+
+    http_status = 504
+    code = "pause_expired"
+
+    def __init__(self, paused_s: float) -> None:
+        super().__init__(paused_s)
+        self.paused_s = paused_s
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"The generation was paused for {self.paused_s:.0f} s and nobody resumed it."
+
+
+class TooManyPaused(RkserveError):
+    """The board keeps as many paused generations as it may: resume or abort one of them."""
+
+    http_status = 429
+    kind = "rate_limit_error"
+    code = "too_many_paused"
+
+    def __init__(self, board_id: str, limit: int) -> None:
+        super().__init__(board_id, limit)
+        self.board_id, self.limit = board_id, limit
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return (
+            f"Board {self.board_id} keeps at most {self.limit} paused generations, and has so many "
+            "now. Resume or abort one of them first."
+        )
+
+
+class QueueFull(RkserveError):
+    """Every board that could take the request has a full queue."""
+
+    http_status = 429
+    kind = "rate_limit_error"
+    code = "queue_full"
+
+    def __init__(self, queued: int, retry_after_s: int) -> None:
+        super().__init__(queued, retry_after_s)
+        self.queued, self.retry_after_s = queued, retry_after_s
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return (
+            f"All boards are busy and {self.queued} requests are waiting, which is the limit. "
+            f"Try again in {self.retry_after_s} s."
+        )
+
+
+class QueueTimeout(RkserveError):
+    """The request waited for a board longer than the configured limit."""
+
+    http_status = 503
+    kind = "overloaded_error"
+    code = "queue_timeout"
+
+    def __init__(self, waited_s: float, retry_after_s: int) -> None:
+        super().__init__(waited_s, retry_after_s)
+        self.waited_s, self.retry_after_s = waited_s, retry_after_s
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"The request waited {self.waited_s:.0f} s for a board and was given up."
+
+
+class DeadlineUnreachable(RkserveError):
+    """The answer could not be ready within the request's timeout; it was not begun.
+
+    ``needs_s`` is what it would take with the wait for a board. Without ``retry_after_s`` it would
+    be late on an idle cluster too.
+    """
+
+    http_status = 503
+    kind = "overloaded_error"
+    code = "deadline_unreachable"
+
+    def __init__(self, timeout_s: float, needs_s: float, retry_after_s: int | None = None) -> None:
+        super().__init__(timeout_s, needs_s, retry_after_s)
+        self.timeout_s, self.needs_s, self.retry_after_s = timeout_s, needs_s, retry_after_s
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        busy = " as busy as the boards are" if self.retry_after_s is not None else ""
+        return (
+            f"The answer would not be ready within {self.timeout_s:g} s: it is expected to take "
+            f"about {self.needs_s:.1f} s{busy}. It was not begun."
+        )
+
+
+class DeadlineExceeded(RkserveError):
+    """The request's timeout passed while its answer was generated; it was stopped there."""
+
+    http_status = 504
+    code = "deadline_exceeded"
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(timeout_s)
+        self.timeout_s = timeout_s
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"The answer was not ready within {self.timeout_s:g} s, and was stopped."
+
+
+class BoardTimeExceeded(RkserveError):
+    """A request has had a board for longer than one may; it was stopped."""
+
+    http_status = 504
+    code = "board_time_exceeded"
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(limit_s)
+        self.limit_s = limit_s
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return (
+            f"The request had a board for {self.limit_s:g} s, pauses on it included, which is the "
+            "limit (router.max_board_s), and was stopped."
+        )
+
+
+class NoBoard(RkserveError):
+    """No board is ready to serve the model now."""
+
+    http_status = 503
+    kind = "overloaded_error"
+    code = "no_board"
+
+    def __init__(self, model: str, reason: str, retry_after_s: int = 5) -> None:
+        super().__init__(model, reason, retry_after_s)
+        self.model, self.reason, self.retry_after_s = model, reason, retry_after_s
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"No board can serve '{self.model}' now: {without_folders(self.reason)}."
+
+
+class BoardFailed(RkserveError):
+    """A board was lost while it answered.
+
+    ``reason`` may hold what the library said, word for word; ``message`` leaves the folders out.
+    """
+
+    http_status = 503
+    kind = "server_error"
+    code = "board_failed"
+    retry_after_s: int | None = 1
+
+    def __init__(self, board_id: str, reason: str) -> None:
+        super().__init__(board_id, reason)
+        self.board_id, self.reason = board_id, reason
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        reason = without_folders(self.reason)
+        return f"Board {self.board_id} failed while it answered: {reason}."
+
+
+class BoardOutOfOrder(BoardFailed):
+    """The board takes no requests, and has given up those that waited; another one may."""
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"Board {self.board_id} is out of order: {without_folders(self.reason)}."
+
+
+class BoardSilent(BoardFailed):
+    """The board did not answer in time; what became of the call is ``reason``, or not known."""
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"Board {self.board_id} did not answer: {without_folders(self.reason)}."
+
+
+class BoardGone(BoardFailed):
+    """The board's replica has ended: nothing goes on there, and whoever follows begins anew."""
+
+
+class EngineDied(BoardFailed):
+    """The engine process ended: the library crashed, or something killed it."""
+
+
+class EngineHung(BoardFailed):
+    """The library stopped calling back, or a call into it did not return."""
+
+
+class RunFailed(BoardFailed):
+    """The runtime refused or ended this run with an error; the engine lives on."""
+
+    http_status = 502
+    code = "run_failed"
+    retry_after_s = None
+
+
+class PoisonRequest(RkserveError):
+    """Boards died of the request, one after the other; it is not tried on another one.
+
+    The status is not one that clients try again after.
+    """
+
+    http_status = 422
+    kind = "invalid_request_error"
+    code = "poison_request"
+
+    def __init__(self, boards: int, reason: str) -> None:
+        super().__init__(boards, reason)
+        self.boards, self.reason = boards, reason
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return (
+            f"{self.boards} boards failed while they worked on this request, at the same place of "
+            f"it, and no other one is asked. Last: {without_folders(self.reason)}."
+        )
+
+
+class ConfigError(RkserveError):
+    """A setting is missing or wrong. The message names the key and the fix."""
+
+    code = "config_error"
+
+
+class BoardStartFailed(RkserveError):
+    """A board's replica could not start. ``parse`` finds it again in Ray's status message."""
+
+    code = "board_start_failed"
+
+    _PATTERN = re.compile(r"board '([^'\n]+)' cannot start: (.+)")
+
+    def __init__(self, board_id: str, reason: str) -> None:
+        super().__init__(board_id, reason)
+        self.board_id, self.reason = board_id, reason
+
+    @property
+    def message(self) -> str:
+        """The sentence for the operator, on one line."""
+        return f"board '{self.board_id}' cannot start: {' '.join(self.reason.split())}"
+
+    @classmethod
+    def parse(cls, text: str) -> BoardStartFailed | None:
+        """Return the last such error that ``text`` quotes, or None."""
+        found = cls._PATTERN.findall(text)
+        return cls(*found[-1]) if found else None

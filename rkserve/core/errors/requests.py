@@ -1,0 +1,381 @@
+"""What is wrong with a request: whoever sent it can mend it."""
+
+from __future__ import annotations
+
+from rkserve.core.errors.base import RkserveError
+from rkserve.core.redaction import without_folders
+
+MAX_NAME_CHARS = 80  # of what a client typed, in a message
+
+
+class RequestError(RkserveError):
+    """The request cannot be served as it was sent; sending it again changes nothing."""
+
+    http_status = 400
+    kind = "invalid_request_error"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message, param)
+        self.param = param
+
+
+class UnsupportedParameter(RequestError):
+    """A parameter that would change the answer and that rkserve cannot honour."""
+
+    code = "unsupported_parameter"
+
+
+class ModelNotFound(RequestError):
+    """No board serves, or is configured for, the model that the request names."""
+
+    http_status = 404
+    code = "model_not_found"
+
+    def __init__(self, model: str) -> None:
+        RkserveError.__init__(self, model)
+        self.model = model
+        self.param = "model"
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"The model '{self.model}' does not exist. GET /v1/models lists those that do."
+
+
+class AdapterNotFound(ModelNotFound):
+    """No such adapter, or no such version of it; OpenAI has one code for this and for models."""
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return (
+            f"The adapter '{self.model}' does not exist. GET /v1/models and GET /v1/lora_adapters "
+            "list those that do."
+        )
+
+
+class RouteNotFound(RequestError):
+    """No such path."""
+
+    http_status = 404
+    code = "not_found"
+
+
+class MethodNotAllowed(RequestError):
+    """The path exists, with other methods."""
+
+    http_status = 405
+    code = "method_not_allowed"
+
+
+class BodyTooLarge(RequestError):
+    """The body is longer than the configured limit."""
+
+    http_status = 413
+    code = "body_too_large"
+
+
+class BodyTooSlow(RequestError):
+    """The body did not arrive within the configured time."""
+
+    http_status = 408
+    code = "body_too_slow"
+
+
+class UnsupportedMediaType(RequestError):
+    """The body's type or encoding is none that the call takes."""
+
+    http_status = 415
+    code = "unsupported_media_type"
+
+
+class HostNotAllowed(RequestError):
+    """The request is addressed to a host name that is not in the allow-list."""
+
+    http_status = 421
+    code = "host_not_allowed"
+
+    def __init__(self, host: str) -> None:
+        RkserveError.__init__(self, host)
+        self.host = host
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return (
+            f"The host name '{self.host[:MAX_NAME_CHARS]}' is not in the allow-list. Use an IP "
+            "address, localhost or the machine's own name, or add the name to "
+            "router.allowed_hosts in serve_config.yaml."
+        )
+
+
+class ContextOverflow(RequestError):
+    """The prompt leaves no room for an answer in the model's context."""
+
+    code = "context_length_exceeded"
+
+    def __init__(
+        self,
+        prompt_tokens: int,
+        context_len: int,
+        param: str = "messages",
+        at_least: bool = False,
+    ) -> None:
+        # `at_least`: the prompt was refused by its length in characters, before it was tokenized.
+        RkserveError.__init__(self, prompt_tokens, context_len, param, at_least)
+        self.prompt_tokens, self.context_len = prompt_tokens, context_len
+        self.param, self.at_least = param, at_least
+
+    @property
+    def size(self) -> str:
+        """The length of the prompt in tokens, as far as it is known."""
+        return f"at least {self.prompt_tokens}" if self.at_least else f"{self.prompt_tokens}"
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return (
+            f"This model's maximum context length is {self.context_len} tokens, of which at least "
+            f"one must be left for the answer; the prompt has {self.size} tokens."
+        )
+
+
+class InputTooLong(RequestError):
+    """A text that is to become a vector is longer than the model's context."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, tokens: int, context_len: int, param: str, at_least: bool = False) -> None:
+        RkserveError.__init__(self, tokens, context_len, param, at_least)
+        self.tokens, self.context_len = tokens, context_len
+        self.param, self.at_least = param, at_least
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        size = f"at least {self.tokens}" if self.at_least else f"{self.tokens}"
+        return (
+            f"This model's maximum context length is {self.context_len} tokens; "
+            f"'{self.param}' has {size}."
+        )
+
+
+class SamplingFixed(RequestError):
+    """``strict_sampling`` was asked for, and the board's runtime fixes sampling at load."""
+
+    code = "sampling_fixed"
+
+    def __init__(self, release: str, names: tuple[str, ...]) -> None:
+        RkserveError.__init__(self, release, names)
+        self.release, self.names = release, names
+        self.param = names[0] if names else None
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return (
+            f"RKLLM {self.release} fixes sampling when the model is loaded, so "
+            f"{', '.join(self.names)} cannot differ from the model's own values. Leave them out, "
+            "send the model's values, or drop strict_sampling."
+        )
+
+
+class AdapterBroken(RequestError):
+    """The adapter's file is missing, changed or refused by the runtime; the board goes on."""
+
+    code = "adapter_broken"
+
+    def __init__(self, adapter: str, reason: str) -> None:
+        RkserveError.__init__(self, adapter, reason)
+        self.adapter, self.reason = adapter, reason
+        self.param = "model"
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"Adapter '{self.adapter}' cannot be used: {without_folders(self.reason)}."
+
+
+class CacheNotFound(RequestError):
+    """No board has a prompt cache of that name."""
+
+    http_status = 404
+    code = "cache_not_found"
+
+    def __init__(self, name: str, param: str = "use_cache") -> None:
+        RkserveError.__init__(self, name, param)
+        self.name, self.param = name, param
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"There is no prompt cache '{self.name}'. GET /v1/cache/{{model}} lists those."
+
+
+class CacheUnsupported(RequestError):
+    """The model, the runtime or the board's settings allow no prompt cache."""
+
+    code = "cache_unsupported"
+
+
+class EmbeddingUnsupported(RequestError):
+    """The model makes no vectors of texts, or not with its boards' settings."""
+
+    code = "embedding_unsupported"
+
+
+class GenerationNotFound(RequestError):
+    """No board holds a generation of that id: it never was, or it has ended."""
+
+    http_status = 404
+    code = "generation_not_found"
+
+    def __init__(self, generation: str) -> None:
+        RkserveError.__init__(self, generation)
+        self.generation = generation
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return (
+            f"There is no generation '{self.generation}': it does not exist, or it has ended. "
+            "GET /v1/generations lists those that run."
+        )
+
+
+class ResponseNotFound(RequestError):
+    """No response of that id is kept, or it is another key's."""
+
+    http_status = 404
+    code = "response_not_found"
+
+    def __init__(self, response: str, param: str | None = None) -> None:
+        RkserveError.__init__(self, response, param)
+        self.response, self.param = response, param
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"Response with id '{self.response[:MAX_NAME_CHARS]}' not found."
+
+
+class PreviousResponseNotFound(ResponseNotFound):
+    """What a response is to go on from is not kept any more, or never was."""
+
+    code = "previous_response_not_found"
+
+    def __init__(self, response: str, asked: str | None = None) -> None:
+        # `response` may be one that the one asked for goes on from itself.
+        RkserveError.__init__(self, response, asked)
+        self.response, self.asked = response, asked
+        self.param = "previous_response_id"
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        gone = self.response[:MAX_NAME_CHARS]
+        if self.asked is None or self.asked == self.response:
+            return f"Previous response with id '{gone}' not found."
+        return (
+            f"Previous response with id '{gone}' not found, which '{self.asked}' goes on from: it "
+            "was deleted or is too old. Send the conversation as 'input'."
+        )
+
+
+class ItemNotFound(RequestError):
+    """An item that a request refers to is not kept, or is another key's."""
+
+    http_status = 404
+    code = "item_not_found"
+
+    def __init__(self, item: str) -> None:
+        RkserveError.__init__(self, item)
+        self.item = item
+        self.param = "input"
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return (
+            f"Item with id '{self.item[:MAX_NAME_CHARS]}' not found. Items are kept with responses "
+            "that are stored."
+        )
+
+
+class BoardNotFound(RequestError):
+    """No board has that name."""
+
+    http_status = 404
+    code = "board_not_found"
+
+    def __init__(self, board: str, param: str = "board") -> None:
+        RkserveError.__init__(self, board, param)
+        self.board, self.param = board, param
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"There is no board '{self.board}'. GET /v1/boards lists those that there are."
+
+
+class StateConflict(RequestError):
+    """The generation's state does not allow what was asked; nothing was changed."""
+
+    http_status = 409
+    code = "state_conflict"
+
+    def __init__(self, asked: str, state: str, hint: str = "") -> None:
+        RkserveError.__init__(self, asked, state, hint)
+        self.asked, self.state, self.hint = asked, state, hint
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        said = f"Cannot {self.asked} a generation that is {self.state}."
+        return f"{said} {self.hint}" if self.hint else said
+
+
+class Forbidden(RequestError):
+    """The call needs the admin key, or has to come from this machine."""
+
+    http_status = 403
+    code = "forbidden"
+
+
+class OriginNotAllowed(Forbidden):
+    """A web page of another origin made the request."""
+
+    code = "origin_not_allowed"
+
+    def __init__(self, origin: str | None) -> None:
+        RkserveError.__init__(self, origin)
+        self.origin = origin
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        page = "another site" if self.origin is None else f"'{self.origin[:MAX_NAME_CHARS]}'"
+        return (
+            f"Requests by web pages of {page} are refused. To allow them, add the page's origin to "
+            "router.allowed_origins in serve_config.yaml."
+        )
+
+
+class RateLimited(RkserveError):
+    """The caller's key has used up what it may: requests or tokens per minute, or at once.
+
+    ``what`` names the limit and how high it is.
+    """
+
+    http_status = 429
+    kind = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, what: str, retry_after_s: int) -> None:
+        super().__init__(what, retry_after_s)
+        self.what, self.retry_after_s = what, retry_after_s
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        return f"Rate limit of this key: {self.what}. Try again in {self.retry_after_s} s."

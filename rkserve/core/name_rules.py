@@ -1,0 +1,26 @@
+"""What adapters, their versions and prompt caches may be called: these names become parts of paths.
+
+It knows the one rule and no folder.
+"""
+
+from __future__ import annotations
+
+import re
+
+from rkserve.core.errors import RequestError
+
+# No ':', '@' or '/': the first two have a meaning in a request's model, and none leads elsewhere.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+QUOTED_CHARACTERS = 40
+
+
+def check_cache_name(name: str, param: str = "cache_name") -> str:
+    """Return a name that a prompt cache may have. Raises ``RequestError`` that says the rule."""
+    if not NAME.fullmatch(name):
+        shown = repr(name if len(name) <= QUOTED_CHARACTERS else f"{name[:QUOTED_CHARACTERS]}...")
+        raise RequestError(
+            f"Invalid '{param}': {shown}. The name of a prompt cache begins with a letter or a "
+            "digit and has at most 64 letters, digits, '.', '_' and '-'.",
+            param,
+        )
+    return name

@@ -1,0 +1,214 @@
+"""From a group's settings to a ``Board``: which model, library, files and hooks it gets on this
+node. It knows configuration and folders; it starts nothing, and knows no Ray.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rkserve.board.answer.hooks import HookFactory
+from rkserve.board.board import Board, BoardSettings
+from rkserve.board.engine.process import EngineProcess
+from rkserve.board.engine.protocol import Engine, EngineSpec, with_weights
+from rkserve.board.engine.watchdog import Patience
+from rkserve.board.storage.prompt_cache import CacheStore, Seal
+from rkserve.config.board_group import BoardGroupConfig
+from rkserve.config.serve_config import engine_environ, resolve_folder
+from rkserve.core.errors import ConfigError
+from rkserve.core.file_digests import content_digest, file_digest
+from rkserve.models.folder import ModelFolder, open_model_folder
+from rkserve.native.runtime import LoadParams, VisionParams
+
+ADAPTERS = "adapters"
+WEIGHTS = "weights"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a board is: its name, its node's name, and the node's folder for state."""
+
+    board_id: str
+    node: str
+    state_dir: Path
+
+
+def assemble(
+    group: BoardGroupConfig, place: Place, platform: str, *, governed: bool = True
+) -> Board:
+    """Return the board, not yet started. Raises ``ConfigError``, ``OSError``.
+
+    A ``governed`` board serves nothing before a Coordinator has told it the desired state.
+    """
+    folder = open_model_folder(resolve_folder(group.model))
+    if group.n_batch > 1 and folder.tokenizer_file is None:
+        raise ConfigError(
+            f"n_batch: group {group.name} cannot serve batches, because {folder.path} has no "
+            "tokenizer.json: how many tokens each prompt of a batch has is then known to nobody. "
+            "Add the file, or set n_batch to 1."
+        )
+    if group.n_batch > 1 and folder.settings.vision is not None:
+        raise ConfigError(
+            f"n_batch: group {group.name} cannot serve batches, because {folder.path} is a model "
+            "that sees images, which have runs of their own. Set n_batch to 1."
+        )
+    cross = folder.settings.cross_attention
+    if group.n_batch > 1 and cross is not None:
+        raise ConfigError(
+            f"n_batch: group {group.name} cannot serve batches, because {folder.path} is the "
+            "decoder of an encoder-decoder model, and the runtime takes one encoder output for all "
+            "entries of a batch. Set n_batch to 1."
+        )
+    spec = _spec(group, place, folder)
+    settings = BoardSettings(
+        board_id=place.board_id,
+        model=folder.id,
+        context_len=folder.settings.context_length,
+        eos_ids=frozenset(folder.settings.eos_token_ids),
+        sampling=folder.settings.sampling.values(),
+        platform=platform,
+        node=place.node,
+        library=Path(spec.library).name,
+        queue_limit=group.queue_limit,
+        queue_timeout_s=group.queue_timeout_s,
+        patience=Patience(**group.patience.model_dump()),
+        crash_limit=group.crash_limit,
+        crash_window_s=group.crash_window_s,
+        quarantine_s=group.quarantine_s,
+        n_batch=group.n_batch,
+        batch_window_s=group.batch_window_ms / 1e3,
+        pause_hold_s=group.pause_hold_s,
+        pause_timeout_s=group.pause_timeout_s,
+        max_paused=group.max_paused,
+        max_adapters=folder.settings.max_adapters,
+        max_adapter_bytes=folder.settings.max_adapter_bytes,
+        model_dir=folder.path,
+        governed=governed,
+        staged_dir=place.state_dir / ADAPTERS / place.board_id,
+        weights_dir=place.state_dir / WEIGHTS / place.board_id,
+        base_file=place.state_dir / f"{place.board_id}.base",
+        own_file=Path(spec.params.model_path),
+        own_digest_file=place.state_dir / f"{place.board_id}.digest",
+        text_mode=spec.text_mode,
+        vision=spec.vision is not None,
+        hidden_size=folder.settings.hidden_size,
+        encoder=None if cross is None else cross.shape,
+        encoder_tokens=0 if cross is None else cross.max_tokens,
+        tokenizer_file=folder.tokenizer_file,
+        guided=group.guided,
+        asleep_file=place.state_dir / f"{place.board_id}.asleep",
+        kv_position_bytes=folder.settings.kv_bytes_per_token,
+        caches=_caches(group, place, folder, spec),
+        park=group.prompt_cache.park,
+        park_min_tokens=group.prompt_cache.park_min_tokens,
+        hooks=tuple(load_hook(path) for path in group.hooks),
+    )
+
+    async def start_engine(weights: Path | None) -> Engine:
+        return await EngineProcess.start(place.board_id, with_weights(spec, weights))
+
+    return Board(settings, start_engine)
+
+
+def load_hook(path: str) -> HookFactory:
+    """Import ``package.module:factory``. Raises ``ConfigError`` that says what is missing."""
+    module_name, _, name = path.partition(":")
+    try:
+        found: Any = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as exc:
+        raise ConfigError(
+            f"hooks: {path} cannot be loaded on this node: {exc}. Install the package there, or "
+            "give its folder in PYTHONPATH or in Ray's runtime_env."
+        ) from exc
+    if not callable(found):
+        raise ConfigError(f"hooks: {path} is not callable; a factory takes the request")
+    factory: HookFactory = found
+    return factory
+
+
+def _spec(group: BoardGroupConfig, place: Place, folder: ModelFolder) -> EngineSpec:
+    context_len = folder.settings.context_length
+    # Real engines are fenced per NPU domain, whatever group they belong to.
+    fence = f"{place.board_id}.fence" if group.simulated else f"npu-{group.base_domain_id}.fence"
+    return EngineSpec(
+        library=str(_library(group)),
+        params=LoadParams(
+            model_path=str(folder.require_weights()),
+            max_context_len=context_len,
+            max_new_tokens=context_len,  # the ceiling; each request has its own limit below it
+            sampling=folder.settings.sampling.values(),
+            n_keep=folder.settings.n_keep,
+            base_domain_id=group.base_domain_id,
+            cpus=group.library_cpus,
+            n_batch=group.n_batch,
+            embed_flash=group.embed_flash,
+            use_cross_attn=folder.settings.cross_attention is not None,
+            ignore_eos_token=folder.settings.ignore_eos_token,
+        ),
+        fence=str(place.state_dir / fence),
+        text_mode=folder.tokenizer_file is None,
+        vision=vision_params(group, folder),
+        quirks=group.quirks,
+        environ=engine_environ(group, place.board_id),
+        pin_cpus=group.pin_cpus,
+        load_timeout_s=group.load_timeout_s,
+    )
+
+
+def vision_params(group: BoardGroupConfig, folder: ModelFolder) -> VisionParams | None:
+    """Return what the group's engines see with; None where their model does not."""
+    settings = folder.settings.vision
+    if settings is None:
+        return None
+    library = group.encoder_library.expanduser()
+    if group.simulated is not None:
+        from rkserve.native.sim.build import ensure_encoder_built
+
+        library = ensure_encoder_built()
+    return VisionParams(
+        library=library,
+        model=folder.path / settings.encoder,
+        width=settings.size,
+        height=settings.size,
+        tokens=settings.tokens,
+        tags=settings.tags,
+        cores=group.encoder_cores,
+        cache_bytes=group.image_cache_bytes,
+    )
+
+
+def _library(group: BoardGroupConfig) -> Path:
+    if group.simulated is None:
+        assert group.library is not None  # the configuration demands one of the two
+        return group.library.expanduser()
+    from rkserve.native.sim.build import ensure_built
+
+    return ensure_built(group.simulated.release)
+
+
+def _caches(
+    group: BoardGroupConfig, place: Place, folder: ModelFolder, spec: EngineSpec
+) -> CacheStore | None:
+    settings = group.prompt_cache
+    if settings.max_bytes == 0 or group.n_batch > 1 or not folder.prompt_cache:
+        return None
+    if folder.settings.cross_attention is not None:
+        return None  # a KV cache depends on the encoder's output, and a file's name on token ids
+    root = settings.folder.expanduser() if settings.folder else place.state_dir / "cache"
+    seal = Seal(
+        model=folder.content_digest(),
+        release=_digest_of(Path(spec.library), file_digest),
+        template=hashlib.sha256((folder.chat_template or "").encode()).hexdigest(),
+        tokenizer=_digest_of(folder.tokenizer_file, content_digest),
+        load=f"{spec.params.max_context_len} {spec.params.n_keep}",
+    )
+    return CacheStore(root / place.board_id, seal, settings.max_bytes)
+
+
+def _digest_of(file: Path | None, digest: Callable[[Path], str]) -> str:
+    # A library that is not there is the engine's to explain, in its own words.
+    return digest(file) if file is not None and file.is_file() else ""

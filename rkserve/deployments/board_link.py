@@ -1,0 +1,288 @@
+"""The token path: one group's boards behind a deployment handle, and what carries their tokens.
+
+The only place that knows how requests and events travel between Router and Board, and that turns
+Ray's exceptions into ours. Generations and reports take a connection to their board
+(``channel_router``), and Ray's way where there is none. All other calls are Ray's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from ray import serve
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
+
+from rkserve.core.board_report import BoardReport
+from rkserve.core.errors import BoardFailed, BoardGone, BoardSilent, BoardStartFailed, RkserveError
+from rkserve.core.messages import Accepted, EmbedRequest, Event, GenerateRequest
+from rkserve.deployments.replicas import Replicas
+from rkserve.transport.calls import METHODS
+from rkserve.transport.client import Channels, LineLost, RouterLine
+from rkserve.transport.server import Address
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class _Unlisted(BoardFailed):
+    """The replica has left Ray's table: it is drained, or has ended."""
+
+
+class RayLink:
+    """``BoardLink`` over Ray's handle of a Board deployment."""
+
+    def __init__(
+        self,
+        handle: Any,
+        group: str,
+        report_timeout_s: float,
+        channels: Channels | None = None,
+    ) -> None:
+        """Without ``channels`` everything goes through Ray."""
+        self._channels = channels
+        self._streams = handle.options(stream=True)
+        self._handle = handle
+        self._group = group
+        self._report_timeout_s = report_timeout_s
+        self._replicas = Replicas(handle, report_timeout_s)
+        self._complete = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last round of reports left nobody out; see ``BoardLink``."""
+        return self._complete
+
+    async def open(self, request: GenerateRequest, replica: str) -> AsyncGenerator[Event, None]:
+        """Generate on that replica; see ``BoardLink``."""
+        channels = self._channels
+        line = None if channels is None else channels.line(replica)
+        if channels is not None and line is not None:
+            inbox = line.generate(request)
+            try:
+                while (event := await inbox.next()) is not None:
+                    yield event
+            except BoardFailed as exc:
+                # What broke before a word was heard may be the connection alone.
+                if inbox.heard or not inbox.lost or isinstance(exc, BoardSilent):
+                    raise
+            else:
+                return
+            finally:
+                line.leave(inbox)
+                channels.streams["channel"] += inbox.heard
+        if channels is not None:
+            channels.streams["ray"] += 1
+        async with aclosing(self._streamed(request, replica)) as streamed:
+            async for event in streamed:
+                yield event
+
+    async def _streamed(
+        self, request: GenerateRequest, replica: str
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events that come through Ray."""
+        handle = self._streams.options(session_id=replica)
+        method = handle.embed if isinstance(request, EmbedRequest) else handle.generate
+        # In a context of its own: Ray's request routers match waiting calls by the id of the HTTP
+        # request, and the calls of one request for several choices would be mixed up.
+        response = contextvars.Context().run(method.remote, request)
+        where = replica  # until the board says its name, which means more to whoever reads it
+        try:
+            while True:
+                try:
+                    event = await self._translated(response.__anext__, where)
+                except StopAsyncIteration:
+                    return
+                if isinstance(event, Accepted):
+                    where = event.board_id
+                yield event
+        finally:
+            # Neither dropping the response nor cancelling its consumer stops the board. For a call
+            # that never reached a replica Ray raises here once more what has been said already.
+            with contextlib.suppress(RayError, RayServeException):
+                response.cancel()
+
+    async def reports(self) -> list[BoardReport]:
+        """Collect one report from every board that answers in time.
+
+        Whoever has a connection is asked there; where nobody has, one broadcast of Ray's asks them
+        all. Ray collects its answers as a whole: a single replica that is silent fails it. Then
+        every replica that Ray lists now is asked by itself, also one that was never heard.
+        """
+        self._complete = False
+        listed = self._replicas.listed()
+        lines = self._lines_to(listed)
+        near = await asyncio.gather(*(self._reported(line) for line in lines.values()))
+        reports = [report for report in near if report is not None]
+        if len(reports) < len(listed) or not listed:
+            reports += await self._reports_by_ray(frozenset(one.replica for one in reports))
+        else:
+            await self._replicas.forget_dead()
+            self._complete = True
+        for report in reports:
+            self._seek(report.replica)
+        return reports
+
+    def _lines_to(self, replicas: Iterable[str]) -> dict[str, RouterLine]:
+        if self._channels is None:
+            return {}
+        found = {replica: self._channels.line(replica) for replica in replicas}
+        return {replica: line for replica, line in found.items() if line is not None}
+
+    async def _reported(self, line: RouterLine) -> BoardReport | None:
+        """Return a report that came over a connection; None: Ray is to be asked for it."""
+        try:
+            found: BoardReport = await asyncio.wait_for(line.ask("report"), self._report_timeout_s)
+        except (LineLost, RkserveError, TimeoutError, asyncio.TimeoutError):  # two before 3.11
+            return None
+        return found
+
+    async def _reports_by_ray(self, known: frozenset[str]) -> list[BoardReport]:
+        """Collect the reports of all replicas but those that are ``known``."""
+        reports = [] if known else await self._broadcast()
+        heard = known | {report.replica for report in reports}
+        left = self._replicas.listed() - heard
+        later, _ = await asyncio.gather(self._ask_each(left), self._replicas.forget_dead())
+        self._complete = all(isinstance(answer, BoardReport | BoardGone) for answer in later)
+        return [*reports, *(answer for answer in later if isinstance(answer, BoardReport))]
+
+    async def _broadcast(self) -> list[BoardReport]:
+        """Return what all replicas say at once; nothing where one of them is silent."""
+        broadcast = contextvars.Context().run(self._handle.broadcast, "report")
+
+        async def collect() -> list[Any]:
+            try:
+                found: list[Any] = await broadcast.results_async(
+                    timeout_s=self._report_timeout_s, return_exceptions=True
+                )
+            except DeploymentUnavailableError:
+                return []  # no replica at all
+            return found
+
+        try:
+            answers = await self._translated(collect, self._group)
+        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+            if not self._replicas.listed():
+                raise BoardFailed(self._group, "no report within the time limit") from None
+            return []
+        return [answer for answer in answers if isinstance(answer, BoardReport)]
+
+    def _seek(self, replica: str) -> None:
+        """Have a connection to that replica before a request needs it."""
+        if self._channels is None:
+            return
+
+        async def find() -> Address | None:
+            found: Address | None = await self.ask(
+                replica, "channel", timeout_s=self._report_timeout_s
+            )
+            return found
+
+        self._channels.seek(replica, find)
+
+    async def _ask_each(self, replicas: Iterable[str]) -> list[BoardReport | BaseException]:
+        limit_s = self._report_timeout_s
+        asked = (self._ask_by_ray(one, "report", timeout_s=limit_s) for one in sorted(replicas))
+        answers: list[BoardReport | BaseException]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return answers
+
+    async def ask(self, replica: str, method: str, *args: Any, timeout_s: float) -> Any:
+        """Call a method of that replica's board; see ``BoardLink``."""
+        channels = self._channels
+        line = None if channels is None else channels.line(replica)
+        if line is not None and method in METHODS:
+            try:
+                return await asyncio.wait_for(line.ask(method, *args), timeout_s)
+            except LineLost:
+                log.debug("%s of replica %s goes through Ray", method, replica)
+            except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+                raise BoardSilent(replica, f"nothing came within {timeout_s:g} s") from None
+        return await self._ask_by_ray(replica, method, *args, timeout_s=timeout_s)
+
+    async def _ask_by_ray(self, replica: str, method: str, *args: Any, timeout_s: float) -> Any:
+        call = getattr(self._handle.options(session_id=replica), method)
+        response = contextvars.Context().run(call.remote, *args)
+
+        async def answer() -> Any:
+            return await response
+
+        try:
+            return await self._translated(lambda: asyncio.wait_for(answer(), timeout_s), replica)
+        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+            raise BoardSilent(replica, f"nothing came within {timeout_s:g} s") from None
+        except _Unlisted as exc:
+            if await self._replicas.is_dead(replica):
+                raise BoardGone(replica, "its replica has ended") from exc
+            # To whoever asks it is one more board of which nothing is known now.
+            raise BoardFailed(replica, exc.reason) from exc
+        finally:
+            with contextlib.suppress(RayError, RayServeException):
+                response.cancel()
+
+    async def ask_all(
+        self, method: str, *args: Any, timeout_s: float, heard: Callable[[Any], None]
+    ) -> None:
+        """Call a method of every board that Ray lists; see ``BoardLink``."""
+
+        async def one(answer: Awaitable[Any]) -> None:
+            heard(await answer)
+
+        listed = self._replicas.listed()
+        lines = self._lines_to(listed)
+        if listed and len(lines) == len(listed) and method in METHODS:
+            await self._wait([one(line.ask(method, *args)) for line in lines.values()], timeout_s)
+            return
+        try:
+            answers = await asyncio.wait_for(self._replicas.broadcast(method, *args), timeout_s)
+        except (RayError, RayServeException, TimeoutError, asyncio.TimeoutError):
+            return  # nobody was heard; asked by itself, each says why
+        await self._wait([one(answer) for answer in answers], timeout_s)
+
+    async def _wait(self, calls: Iterable[Coroutine[Any, Any, None]], timeout_s: float) -> None:
+        """Wait for calls, or for so long. Who fails is not heard; asked by itself, it says why."""
+        waits_for = [asyncio.ensure_future(one) for one in calls]
+        try:
+            await asyncio.wait(waits_for, timeout=timeout_s)
+        finally:
+            for waiting in waits_for:
+                waiting.cancel()
+            await asyncio.gather(*waits_for, return_exceptions=True)
+
+    async def start_failure(self) -> BoardStartFailed | None:
+        """Return the latest failure of a board of this group to start, from Serve's own status."""
+        status = await asyncio.to_thread(serve.status)  # a blocking call to Serve's controller
+        application = status.applications.get(self._handle.app_name)
+        deployment = application and application.deployments.get(self._handle.deployment_name)
+        return BoardStartFailed.parse(deployment.message) if deployment else None
+
+    async def _translated(self, call: Callable[[], Awaitable[_T]], where: str) -> _T:
+        """Await a call to a board, with Ray's exceptions turned into ours.
+
+        Raises:
+            RkserveError: what the board raised itself.
+            BoardGone: its replica has ended.
+            _Unlisted: Ray sends it nothing any more, though it may be at work still.
+            BoardFailed: Ray could not reach it; whether it goes on is not known.
+        """
+        try:
+            return await call()
+        except RayTaskError as exc:
+            if isinstance(exc.cause, RkserveError):
+                raise exc.cause from None
+            log.exception("board %s raised what it should not", where)
+            raise BoardFailed(where, "an internal error; see the board's log") from exc
+        except ActorDiedError as exc:
+            raise BoardGone(where, "its replica died") from exc
+        except (RayError, RayServeException) as exc:
+            # Known by its name only: Ray pickles that class with its module.
+            if type(exc).__name__ == "ReplicaGone":
+                raise _Unlisted(where, "its replica is being ended, or has (ReplicaGone)") from exc
+            raise BoardFailed(where, f"Ray could not reach it ({type(exc).__name__})") from exc

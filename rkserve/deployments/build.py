@@ -1,0 +1,129 @@
+"""``build(args)``: the Ray Serve application from its configuration; it knows every part."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from rkserve.config.board_group import BoardGroupConfig
+from rkserve.config.serve_config import RkserveConfig
+from rkserve.core.errors import ConfigError
+from rkserve.deployments.autoscaling import RESOURCE
+from rkserve.deployments.board import BoardReplica
+from rkserve.deployments.board_names import HEAD, ROUTER
+from rkserve.deployments.coordinator import CoordinatorReplica
+from rkserve.deployments.haproxy import check_environ
+from rkserve.deployments.preflight import check_args, check_folders
+from rkserve.deployments.router import RouterReplica
+
+# Requests beyond the board's own queue are turned away by the board, never by Serve.
+BOARD_HEADROOM = 64
+# A farewell ends the engine, for which it has 12 s at most.
+FAREWELL_S = 15.0
+# A Router that is replaced only ends its answers, and those end with their boards at the latest.
+# Cut off earlier it could tell no client why, and the boards would work on for nobody.
+ROUTER_DRAIN_S = 3600.0
+# Every Router has a long poll there, and every control call waits for its end.
+COORDINATOR_CALLS = 1000
+COORDINATOR_DRAIN_S = 5.0
+MARKER_SHARE = 0.001  # of a resource that marks nodes, of which each has 1: a place, not a load
+# How long the boards that Ray counts may differ from those that run before one is stopped: longer
+# than Serve takes to notice a dead replica, so that a dying node never costs a healthy one.
+DOWNSCALE_DELAY_S = 15.0
+
+
+class ConfigurationRefused(ConfigError, RayServeException):
+    """A ``ConfigError`` that Ray reports by its message, instead of four attempts' tracebacks."""
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """Return the application for the ``args`` of serve_config.yaml.
+
+    Raises:
+        ConfigError: a setting is wrong, a model folder is missing or unusable on this machine, or
+            Ray's HAProxy is on without rkserve's configuration.
+    """
+    try:
+        config = check_args(args)
+        check_folders(config)
+        check_environ(os.environ)
+    except ConfigError as exc:
+        raise ConfigurationRefused(str(exc)) from exc
+    handles = {group.name: _boards(group, config) for group in config.deployed}
+    coordinator = serve.deployment(
+        CoordinatorReplica,
+        name="Coordinator",
+        num_replicas=1,
+        max_ongoing_requests=COORDINATOR_CALLS,
+        # A frozen one is replaced soon: tokens flow on without it, and nothing can be changed.
+        health_check_period_s=2.0,
+        health_check_timeout_s=10.0,
+        graceful_shutdown_wait_loop_s=0.2,
+        # What it leaves undone its successor finds in the ledger; Routers' long polls never end.
+        graceful_shutdown_timeout_s=COORDINATOR_DRAIN_S,
+        logging_config={"enable_access_log": False},
+        # Its ledger is on the head's disk.
+        ray_actor_options={"num_cpus": 0, "resources": {HEAD: MARKER_SHARE}},
+    ).bind(config, handles)
+    router = serve.deployment(
+        RouterReplica,
+        name=ROUTER,
+        num_replicas=config.router.replicas,
+        max_ongoing_requests=config.router.max_concurrent,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=ROUTER_DRAIN_S,
+        ray_actor_options={"num_cpus": 0, "resources": _router_place(config.router.nodes)},
+    )
+    return router.bind(config, handles, coordinator)
+
+
+def _router_place(nodes: str) -> dict[str, float]:
+    if nodes == "any":
+        return {}
+    return {HEAD if nodes == "head" else nodes: MARKER_SHARE}
+
+
+def _boards(group: BoardGroupConfig, config: RkserveConfig) -> DeploymentHandle:
+    deployment = serve.deployment(
+        BoardReplica,
+        name=f"Board-{group.name}",
+        max_ongoing_requests=group.queue_limit + 1 + BOARD_HEADROOM,
+        health_check_period_s=group.health_check_period_s,
+        health_check_timeout_s=group.health_check_timeout_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=group.drain_timeout_s + FAREWELL_S,
+        # The Router asks every board for its report once a second: not a line of log each.
+        logging_config={"enable_access_log": False},
+        # Where the head's RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT allows it; Ray takes the smaller.
+        max_constructor_retry_count=1000,
+        request_router_config=RequestRouterConfig(
+            request_router_class="rkserve.deployments.request_router:PickReplica"
+        ),
+        **_placement(group),
+    )
+    return deployment.bind(group, config.state_dir, config.channel)
+
+
+def _placement(group: BoardGroupConfig) -> dict[str, Any]:
+    if group.simulated is not None:
+        return {"num_replicas": group.simulated.boards, "ray_actor_options": {"num_cpus": 0}}
+    return {
+        "ray_actor_options": {"num_cpus": 0, "resources": {RESOURCE: group.rknpu}},
+        # As many as FollowNodes counts: a share leaves the rest of the NPU to other groups.
+        "max_replicas_per_node": 1,
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=0,
+            max_replicas=group.max_boards,
+            upscale_delay_s=0.0,
+            downscale_delay_s=DOWNSCALE_DELAY_S,
+            policy=AutoscalingPolicy(
+                policy_function="rkserve.deployments.autoscaling:FollowNodes",
+                policy_kwargs={"share": group.rknpu},
+            ),
+        ),
+    }

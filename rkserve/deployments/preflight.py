@@ -1,0 +1,217 @@
+"""The checks of ``serve_config.yaml`` before anything starts, and Ray's ``serve`` with them.
+
+Ray reads the arguments of an application only in a task on the running cluster, tries that four
+times, and goes on waiting after it has failed. The package therefore installs Ray's command
+``serve`` once more, with these checks before ``serve run`` and ``serve deploy``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rkserve.config.board_group import BoardGroupConfig
+from rkserve.config.serve_config import RkserveConfig, parse_config, resolve_folder
+from rkserve.core.errors import ConfigError, RkserveError
+from rkserve.deployments.haproxy import own_environ
+from rkserve.models.folder import open_model_folder
+from rkserve.native import quirks
+from rkserve.native.sim import profiles
+
+APPLICATION = "rkserve.app:build"
+YAML = (".yaml", ".yml")
+# Ray's own defaults, where the file leaves them out.
+HOST, PORT = "0.0.0.0", 8000
+FAILED = 1
+
+
+def check_args(args: Any) -> RkserveConfig:
+    """Return the settings of an application that can be built on any machine.
+
+    Raises:
+        ConfigError: a key, a profile or a quirk is unknown, or a value is not allowed.
+    """
+    config = parse_config(args)
+    known = [profile.name for profile in profiles.load()]
+    for number, group in enumerate(config.boards):
+        if group.simulated is not None and group.simulated.profile not in known:
+            raise _unknown(f"boards[{number}].simulated.profile", group.simulated.profile, known)
+        for name in sorted(set(group.quirks) - quirks.NAMES):
+            raise _unknown(f"boards[{number}].quirks", name, sorted(quirks.NAMES))
+    return config
+
+
+def check_folders(config: RkserveConfig) -> None:
+    """Open every group's model folder. Raises ``ConfigError`` where one cannot be served."""
+    for group in config.deployed:
+        check_folder(group)
+
+
+def check_folder(group: BoardGroupConfig) -> None:
+    """Open the model folder of a group. Raises ``ConfigError``."""
+    folder = open_model_folder(resolve_folder(group.model))
+    if group.n_batch > 1 and folder.settings.embedding is not None:
+        raise ConfigError(
+            f"n_batch: group {group.name} cannot serve batches, because {folder.path} says that "
+            "its model makes embeddings, and the runtime computes no hidden states in batches. Set "
+            "n_batch to 1, or take the 'embedding' section out of rkserve.yaml."
+        )
+
+
+def _unknown(key: str, name: str, known: Sequence[str]) -> ConfigError:
+    kind = key.rpartition(".")[2].rstrip("s")
+    near = difflib.get_close_matches(name.lower(), known)
+    meant = f"; did you mean {' or '.join(repr(one) for one in near)}?" if near else "."
+    page = "simulator" if kind == "profile" else "quirks"
+    return ConfigError(
+        f"serve_config.yaml, args: {key}: unknown {kind} '{name}'{meant} docs/{page}.md lists all "
+        f"{kind}s."
+    )
+
+
+def read(file: Path) -> Mapping[str, Any]:
+    """Return what a file for ``serve`` has. Raises ``ConfigError``."""
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{file} cannot be read: {exc}") from exc
+    except yaml.YAMLError as exc:
+        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(exc).split())}") from exc
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} must be a mapping with the key 'applications'.")
+    return content
+
+
+def check_file(file: Path, *, starts: bool, ray: bool = True) -> None:
+    """Check the applications of rkserve in a file, and with ``ray`` Ray's own keys beside them.
+
+    ``starts`` means that a new Ray starts on this machine: model folders have to be here, and the
+    configured port has to be free.
+
+    Raises:
+        ConfigError: the message names the key or the port.
+    """
+    content = read(file)
+    listed = content.get("applications")
+    applications = listed if isinstance(listed, list) else [content]
+    ours = [
+        one
+        for one in applications
+        if isinstance(one, dict) and one.get("import_path") == APPLICATION
+    ]
+    for one in ours:
+        config = check_args(one.get("args") or {})
+        if starts:
+            check_folders(config)
+    if ray:
+        _check_schema(file, content)
+    if ours and starts and content.get("proxy_location") != "Disabled":
+        check_port(file, content.get("http_options") or {})
+
+
+def _check_schema(file: Path, content: Mapping[str, Any]) -> None:
+    """Have Ray judge its own keys, and refuse those that it would ignore.
+
+    Raises:
+        ConfigError: a key is unknown to Ray, or has a value that it refuses.
+    """
+    from pydantic import ValidationError
+    from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
+
+    _check_keys(file, "", content, ServeDeploySchema)
+    _check_keys(file, "http_options.", content.get("http_options"), HTTPOptionsSchema)
+    for number, one in enumerate(content.get("applications") or ()):
+        _check_keys(file, f"applications[{number}].", one, ServeApplicationSchema)
+    try:
+        ServeDeploySchema.model_validate(content)
+    except ValidationError as exc:
+        found = [
+            f"{'.'.join(map(str, one['loc']))}: {one['msg']}".removeprefix(": ")
+            for one in exc.errors(include_url=False)
+        ]
+        raise ConfigError(f"{file}: {'; '.join(found)}.") from exc
+    except ValueError as exc:
+        raise ConfigError(f"{file}: {exc}") from exc
+
+
+def _check_keys(file: Path, where: str, given: Any, schema: Any) -> None:
+    known = [str(key) for key in schema.model_fields]
+    for key in given if isinstance(given, dict) else ():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            meant = f"did you mean '{near[0]}'?" if near else f"Ray knows {', '.join(known)}."
+            raise ConfigError(f"{file}: {where}{key}: unknown key; {meant}")
+
+
+def check_port(file: Path, options: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` where the endpoint's port cannot be listened on."""
+    host, port = str(options.get("host", HOST)), int(options.get("port", PORT))
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        # As servers do: what was closed a moment ago does not keep a port.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as exc:
+            raise ConfigError(_no_port(file, host, port, exc)) from exc
+
+
+def _no_port(file: Path, host: str, port: int, exc: OSError) -> str:
+    if exc.errno == errno.EADDRINUSE:
+        return (
+            f"port {port} is in use. Stop the program that listens there, or change "
+            f"http_options.port in {file.name}."
+        )
+    return (
+        f"{host}:{port} cannot be listened on: {exc.strerror or exc}. Change http_options.host or "
+        f"http_options.port in {file.name}."
+    )
+
+
+def main() -> None:
+    """Run Ray's ``serve``; before ``run`` and ``deploy``, check the file that is given."""
+    from ray.serve.scripts import cli
+
+    name, *rest = sys.argv[1:] or [""]
+    if name in ("run", "deploy") and "--help" not in rest:
+        # Ray's own options, read as Ray reads them; mistakes in them are for Ray to report.
+        command = cli.commands[name]
+        params = command.make_context(f"serve {name}", rest, resilient_parsing=True).params
+        given = params.get("config_or_import_path") or params.get("config_file_name")
+        try:
+            if given is not None:
+                _check_given(name, Path(given), params.get("address"))
+        except RkserveError as exc:
+            print(f"rkserve: {exc}", file=sys.stderr)  # noqa: T201 -- a command's last words
+            sys.exit(FAILED)
+    cli()
+
+
+def _check_given(name: str, file: Path, address: str | None) -> None:
+    if not file.is_file():
+        if file.suffix in YAML:
+            raise ConfigError(f"{file} does not exist.")
+        return  # an import path
+    starts = name == "run" and not _is_running(address)
+    check_file(file, starts=starts)
+    if starts:
+        os.environ.update(own_environ(os.environ))
+
+
+def _is_running(address: str | None) -> bool:
+    """Return whether ``serve run`` joins a Ray that is there, instead of starting one."""
+    from ray._private.services import find_bootstrap_address
+
+    return bool(address or os.environ.get("RAY_ADDRESS") or find_bootstrap_address(None))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Ask the Routers of the application for what only they know; this is Ray's side of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
+
+from rkserve.api.responses.stored import Kept
+from rkserve.core.board_report import AtRouter, GenerationInfo
+from rkserve.core.desired_state import Scope
+from rkserve.core.errors import BoardFailed, RkserveError
+from rkserve.core.messages import ControlAction
+from rkserve.http.gradio_routes import PendingCall
+from rkserve.router.features.generations import ROUTERS
+
+
+class RayPeers:
+    """``Peers`` over Ray's handle of the Router's own deployment."""
+
+    def __init__(self, timeout_s: float) -> None:
+        context = serve.get_replica_context()
+        self._handle: Any = serve.get_deployment_handle(context.deployment, context.app_name)
+        self._timeout_s = timeout_s
+
+    async def homeless(self) -> list[GenerationInfo]:
+        """Return the generations of all Routers that no board has. Raises ``BoardFailed``."""
+        answers: list[list[GenerationInfo]] = await self._ask("homeless")
+        return [info for answer in answers for info in answer]
+
+    async def control_homeless(
+        self, generation: str, action: ControlAction, choice: int | None
+    ) -> AtRouter:
+        """Control what Routers have of a generation and no board. Raises ``BoardFailed``."""
+        answers: list[AtRouter] = await self._ask("control_homeless", generation, action, choice)
+        return AtRouter(
+            tuple(one for answer in answers for one in answer.done),
+            tuple(one for answer in answers for one in answer.refused),
+            tuple(one for answer in answers for one in answer.ended),
+            any(answer.known for answer in answers),
+        )
+
+    async def kept_chain(self, owner: str, response_id: str, most_bytes: int | None) -> list[Kept]:
+        """Return what some Router has kept of a response and those before it.
+
+        Raises:
+            BoardFailed: they did not answer.
+        """
+        answers: list[list[Kept]] = await self._ask("kept_chain", owner, response_id, most_bytes)
+        return max(answers, key=len, default=[])
+
+    async def forget_response(self, owner: str, response_id: str) -> bool:
+        """Let all Routers remove a response; False where none had it. Raises ``BoardFailed``."""
+        return any(await self._ask("forget_response", owner, response_id))
+
+    async def share_gradio(self, pending: PendingCall) -> None:
+        """Keep a posted call of a Gradio client on all Routers. Raises ``BoardFailed``."""
+        await self._ask("keep_gradio", pending)
+
+    async def claim_gradio(self, owner: str, event_id: str, *, cancel: bool) -> bool:
+        """Remove such a call from all Routers; False where none has it. Raises ``BoardFailed``."""
+        return any(await self._ask("drop_gradio", owner, event_id, cancel))
+
+    async def _ask(self, method: str, *args: Any) -> list[Any]:
+        return await _broadcast(self._handle, method, *args, timeout_s=self._timeout_s)
+
+
+class RayRouters:
+    """``Routers`` over Ray: all Routers of the application, as the Coordinator reaches them."""
+
+    def __init__(self, deployment: str) -> None:
+        self._deployment = deployment
+        self._app = serve.get_replica_context().app_name
+        self._handle: Any = None
+
+    async def abort(self, scope: Scope, request_ids: list[str] | None, timeout_s: float) -> int:
+        """Have all Routers end their requests that no board has. Raises ``BoardFailed``."""
+        if self._handle is None:
+            # Routers are deployed after the Coordinator, and Ray looks for them when it is asked.
+            find = serve.get_deployment_handle
+            try:
+                self._handle = await asyncio.to_thread(find, self._deployment, self._app)
+            except (RayError, RayServeException) as exc:
+                raise BoardFailed(ROUTERS, f"not found ({type(exc).__name__})") from exc
+        found: list[int] = await _broadcast(
+            self._handle, "abort_waiting", scope, request_ids, timeout_s=timeout_s
+        )
+        return sum(found)
+
+
+async def _broadcast(handle: Any, method: str, *args: Any, timeout_s: float) -> list[Any]:
+    # In a context of its own: the request that asks is not theirs.
+    broadcast = contextvars.Context().run(handle.broadcast, method, *args)
+    try:
+        answers: list[Any] = await broadcast.results_async(timeout_s=timeout_s)
+    except RayTaskError as exc:
+        # What a Router says on purpose is its answer.
+        if isinstance(exc.cause, RkserveError):
+            raise exc.cause from None
+        raise BoardFailed(ROUTERS, f"one of them failed ({type(exc.cause).__name__})") from exc
+    except (RayError, RayServeException, TimeoutError, asyncio.TimeoutError) as exc:
+        raise BoardFailed(ROUTERS, f"no answer ({type(exc).__name__})") from exc
+    return answers

@@ -1,0 +1,110 @@
+"""One request on one board: how it counts in that board's load, and what it leaves there. Pure."""
+
+from __future__ import annotations
+
+from rkserve.core.block_hashes import Chain, seed_of
+from rkserve.core.kv_origin import origin_of
+from rkserve.core.messages import Accepted, Delta, Event, Finished, Kv, Paused
+from rkserve.fleet.load import MIN_REST, Boards, Candidate
+from rkserve.fleet.prefix_index import NOTHING, Reuse
+from rkserve.fleet.request_features import Ask
+
+
+class Stay:
+    """From the moment that a request is sent to a board until it has ended there.
+
+    ``expected`` is what it should find there. ``answer`` collects the ids generated so far.
+    """
+
+    def __init__(self, boards: Boards, candidate: Candidate, ask: Ask, now_s: float) -> None:
+        self.candidate = candidate
+        self.expected: Reuse = NOTHING
+        self._boards = boards
+        self._ask = ask
+        self._resting = False
+        self._over = False
+        self._tokens = 0
+        self._answer: list[int] = []
+        self._unknown = False
+        self._finished = False
+        boards.unbook(ask.request_id)
+        boards.visited(ask.session, candidate)
+        if boards.index is not None:
+            self.expected = boards.index.began(candidate.slot, ask.chain, now_s)
+        prefill_ms = max(0, ask.prompt_tokens - self.expected.tokens) * candidate.speed.prefill_ms
+        self._first_s = now_s + prefill_ms / 1e3  # when its first token is expected
+        candidate.began(self, now_s)
+
+    def rest_ms(self, now_s: float) -> float:
+        """How long it will keep the board yet, as well as can be said."""
+        if self._resting:
+            return 0.0
+        typical = self._boards.typical_tokens
+        limit = self._ask.max_tokens - self._tokens
+        rest = min(max(typical - self._tokens, MIN_REST * typical), max(0, limit))
+        prefill_ms = 0.0 if self._tokens else max(0.0, (self._first_s - now_s) * 1e3)
+        return prefill_ms + rest * self.candidate.speed.decode_ms
+
+    def heard(self, event: Event) -> None:
+        """Take over an event of the answer."""
+        if isinstance(event, Delta):
+            self._tokens += len(event.token_ids)
+            self._answer += event.token_ids
+            if event.retract or event.splice or event.bound:
+                self._unknown = True  # what the context is now only the board can say
+        elif isinstance(event, Accepted):
+            self._accepted(event)
+        elif isinstance(event, Finished):
+            self._finished = True
+            self._boards.found(self.expected, event.usage.cached_tokens)
+        self._pause(event)
+
+    def _accepted(self, event: Accepted) -> None:
+        """The board says which weights it is for; of a line it chooses the version itself."""
+        chain, adapter = self._ask.chain, event.adapter
+        if chain is None:
+            return
+        key = None if adapter is None else adapter.key
+        if chain.seed != seed_of(origin_of(key, self._ask.salt)):
+            self._unknown = True
+
+    def _pause(self, event: Event) -> None:
+        """Count it as what it is now: at work or paused."""
+        if isinstance(event, Paused):
+            if not self._resting:
+                self._resting = True
+                self.candidate.rested(held=event.kv is Kv.KEPT)
+        elif self._resting and _goes_on(event):
+            self._resting = False
+            self.candidate.went_on()
+
+    def ended(self, now_s: float, *, left: bool) -> None:
+        """It is over; ``left`` says that its client went before the board was done.
+
+        Only the first call counts.
+        """
+        if self._over:
+            return
+        self._over = True
+        if self._resting:
+            self._resting = False
+            self.candidate.went_on()
+        self.candidate.ended(self, left=left)
+        if self._finished and self._ask.max_tokens:  # else it was no answer
+            self._boards.answered(self._tokens)
+        if self._boards.index is not None:
+            file = self.expected.tokens > 0 and not self.expected.live
+            self._boards.index.ended(self.candidate.slot, self._left(), now_s, from_file=file)
+
+    def _left(self) -> Chain | None:
+        """What the board can extend, should it not have stopped the run by an abort."""
+        chain = self._ask.chain
+        if chain is None or not self._finished or self._unknown:
+            return None
+        # The last token is given out and not computed yet: the next run would do that.
+        return chain.extended(tuple(self._answer[:-1]))
+
+
+def _goes_on(event: Event) -> bool:
+    """Whether a pause is over with that; edits of what is paused are told of in deltas too."""
+    return isinstance(event, Finished) or (isinstance(event, Delta) and not event.paused)

@@ -1,0 +1,338 @@
+"""Which board holds which beginnings of contexts, as reported and as this Router expects. Pure.
+
+A board has one live context, which a prompt can only extend as a whole, and files, of which a
+prompt uses what agrees. Whatever this Router sends changes both at once: it is guessed here by the
+rules of ``board``, and a report that was asked for later says how it really is.
+
+It knows boards by small numbers, and nothing of their load or speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from itertools import islice
+
+from rkserve.core.block_hashes import BLOCK, FILES, Chain, FileHeld, Holdings, LiveHeld
+
+LOOKED_AT = 16  # boards that hold one beginning: more of them would not make a better choice
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What of a prompt one board needs not compute: ``tokens`` that are live, or in a file."""
+
+    tokens: int = 0
+    live: bool = False
+
+    def __bool__(self) -> bool:
+        return self.tokens > 0
+
+
+NOTHING = Reuse()
+
+
+@dataclass(slots=True)
+class _Filed:
+    """One file of a board; ``guessed_s`` is when this Router expected it, None: it was reported."""
+
+    held: FileHeld
+    guessed_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Store:
+    """What one board holds. ``files`` are by their last links, the longest unused one first.
+
+    While ``runs`` of this Router go on there, the live context is theirs and not to be had.
+    """
+
+    appends: bool = False
+    park_min: int = 0
+    live: LiveHeld | None = None
+    live_guessed_s: float | None = None
+    files: dict[int, _Filed] = field(default_factory=dict)
+    runs: int = 0
+
+
+class PrefixIndex:
+    """What all boards of one model hold. ``files_per_board`` bounds what is remembered."""
+
+    def __init__(self, files_per_board: int = FILES) -> None:
+        self._most = files_per_board
+        self._stores: dict[int, _Store] = {}
+        # By link: the boards with files that lead through it, and how many. Mostly it is one board
+        # with one file, which is remembered as its bare number.
+        self._files: dict[int, int | dict[int, int]] = {}
+        # By last full link, then by length and exact end: the boards whose live context that is.
+        self._lives: dict[int, dict[tuple[int, int], set[int]]] = {}
+
+    # -- what is asked -----------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Contexts that are remembered."""
+        lives = sum(store.live is not None for store in self._stores.values())
+        return lives + sum(len(store.files) for store in self._stores.values())
+
+    @property
+    def links(self) -> int:
+        """Links that lead to files: what the memory grows with."""
+        return len(self._files)
+
+    def holders(
+        self, chain: Chain, most: int = LOOKED_AT, also: Collection[int] = ()
+    ) -> dict[int, Reuse]:
+        """Return boards that spare some of the prompt, those that spare the most first.
+
+        About ``most`` of them, and whoever of ``also`` spares any.
+        """
+        found: dict[int, Reuse] = {}
+        files, lives = self._files, self._lives
+        blocks = len(chain.links)
+        for link in reversed(chain.links):
+            if link in lives:
+                self._extended(chain, link, found)
+            at = files.get(link)
+            if at is not None:
+                self._filed(at, _spared(chain, blocks), found, most)
+            if len(found) >= most:
+                others = [slot for slot in also if slot not in found]
+                found.update(self._of(others, chain, blocks))
+                return found
+            blocks -= 1
+        if chain.seed in lives:
+            self._extended(chain, chain.seed, found)
+        return found
+
+    def reuse(self, slot: int, chain: Chain) -> Reuse:
+        """Return what that board spares."""
+        return self._of((slot,), chain, len(chain.links)).get(slot, NOTHING)
+
+    def _of(self, slots: Collection[int], chain: Chain, blocks: int) -> dict[int, Reuse]:
+        """Return what each of these spares, of whose files none agrees in more than ``blocks``."""
+        left = [slot for slot in slots if slot in self._stores]
+        found = {slot: self._live_reuse(self._stores[slot], chain) for slot in left}
+        for count in range(blocks, 0, -1):
+            if not left:
+                break
+            at = self._files.get(chain.links[count - 1])
+            if at is None:
+                continue
+            tokens = _spared(chain, count)
+            for slot in [one for one in left if _leads_to(at, one)]:
+                left.remove(slot)
+                # Files are read only where they spare clearly more than what is live.
+                if tokens - found[slot].tokens >= self._stores[slot].park_min:
+                    found[slot] = self._worth(slot, tokens) or found[slot]
+        return {slot: reuse for slot, reuse in found.items() if reuse}
+
+    @staticmethod
+    def _live_reuse(store: _Store, chain: Chain) -> Reuse:
+        live = store.live
+        if live is None or live.tokens >= len(chain) or not _ends_so(chain, live):
+            return NOTHING
+        return Reuse(live.tokens, live=True)
+
+    def _has_file(self, slot: int, link: int) -> bool:
+        at = self._files.get(link)
+        return at is not None and _leads_to(at, slot)
+
+    def live_tokens(self, slot: int) -> int:
+        """Return how long the context is that another one would displace there."""
+        store = self._stores.get(slot)
+        return store.live.tokens if store is not None and store.live is not None else 0
+
+    def parks(self, slot: int, tokens: int) -> bool:
+        """Whether a context of that length is written to disk when it is displaced there."""
+        store = self._stores.get(slot)
+        return store is not None and 0 < store.park_min <= tokens
+
+    def guessed(self, slot: int) -> bool:
+        """Whether something of that board is not as it was reported last."""
+        store = self._stores.get(slot)
+        if store is None:
+            return True
+        return store.live_guessed_s is not None or any(
+            filed.guessed_s is not None for filed in store.files.values()
+        )
+
+    def _extended(self, chain: Chain, link: int, found: dict[int, Reuse]) -> None:
+        for (tokens, tail), slots in self._lives[link].items():
+            if tokens < len(chain) and chain.tail(tokens) == tail:
+                for slot in slots:
+                    before = found.get(slot)
+                    margin = self._stores[slot].park_min
+                    if before is None or before.tokens < tokens + margin:
+                        found[slot] = Reuse(tokens, live=True)
+
+    def _filed(
+        self, at: int | dict[int, int], tokens: int, found: dict[int, Reuse], most: int
+    ) -> None:
+        # Where boards are passed over, it is mostly for a reason that all of them share.
+        for slot in (at,) if isinstance(at, int) else islice(at, most + len(found)):
+            if slot not in found:
+                worth = self._worth(slot, tokens)
+                if worth:
+                    found[slot] = worth
+                    if len(found) >= most:
+                        return
+
+    def _worth(self, slot: int, tokens: int) -> Reuse:
+        park_min = self._stores[slot].park_min
+        return Reuse(tokens) if 0 < park_min <= tokens else NOTHING
+
+    # -- what this Router does ---------------------------------------------------------------------
+
+    def began(self, slot: int, chain: Chain | None, now_s: float) -> Reuse:
+        """A run over that prompt begins there, and whatever it does not extend is displaced.
+
+        None stands for a prompt of which no ids are known. Returns what is expected to be spared.
+        """
+        store = self._stores.setdefault(slot, _Store())
+        spared = self.reuse(slot, chain) if chain is not None else NOTHING
+        store.runs += 1
+        displaced = store.live
+        self._set_live(slot, store, None, now_s)
+        if displaced is not None and not spared.live and not self._has_file(slot, displaced.leaf):
+            self._park(slot, store, displaced, now_s)
+        if spared.tokens and chain is not None and not spared.live:
+            self._touch(store, chain)
+        return spared
+
+    def ended(
+        self, slot: int, context: Chain | None, now_s: float, *, from_file: bool = False
+    ) -> None:
+        """That run is over. ``context`` is what it leaves, None: nothing that could be extended.
+
+        A run that began ``from_file`` leaves its context in a file instead.
+        """
+        store = self._stores.setdefault(slot, _Store())
+        store.runs = max(0, store.runs - 1)
+        if context is None or not store.appends:
+            self._set_live(slot, store, None, now_s)
+        elif from_file:
+            self._set_live(slot, store, None, now_s)
+            self._park(slot, store, LiveHeld.of(context), now_s)
+        else:
+            self._set_live(slot, store, LiveHeld.of(context), now_s)
+
+    def forget(self, slot: int, *, files: bool = True) -> None:
+        """That board holds nothing any more, or only its files."""
+        store = self._stores.get(slot)
+        if store is None:
+            return
+        self._set_live(slot, store, None, None)
+        if files:
+            for leaf in list(store.files):
+                self._drop(slot, store, leaf)
+            del self._stores[slot]
+
+    # -- what is reported --------------------------------------------------------------------------
+
+    def heard(self, slot: int, said: Holdings, asked_s: float) -> None:
+        """Take over what that board says it holds; it was asked at ``asked_s``.
+
+        What this Router has done there since then, the answer may not know.
+        """
+        store = self._stores.setdefault(slot, _Store())
+        store.appends, store.park_min = said.appends, said.park_min
+        fresh = store.live_guessed_s is not None and store.live_guessed_s >= asked_s
+        if not fresh and not store.runs:
+            self._set_live(slot, store, said.live, None)
+        reported = {file.leaf: file for file in said.files}
+        for leaf, filed in list(store.files.items()):
+            guessed_s = filed.guessed_s
+            if leaf not in reported and (guessed_s is None or guessed_s < asked_s):
+                self._drop(slot, store, leaf)
+        for file in said.files:
+            self._file(slot, store, file, None)
+
+    # -- keeping it --------------------------------------------------------------------------------
+
+    def _set_live(
+        self, slot: int, store: _Store, live: LiveHeld | None, guessed_s: float | None
+    ) -> None:
+        before = store.live
+        if before is not None:
+            ends = self._lives[before.leaf]
+            slots = ends[before.tokens, before.tail]
+            slots.discard(slot)
+            if not slots:
+                del ends[before.tokens, before.tail]
+            if not ends:
+                del self._lives[before.leaf]
+        if live is not None:
+            ends = self._lives.setdefault(live.leaf, {})
+            ends.setdefault((live.tokens, live.tail), set()).add(slot)
+        store.live, store.live_guessed_s = live, guessed_s
+
+    def _park(self, slot: int, store: _Store, live: LiveHeld, now_s: float) -> None:
+        """Expect the context on that board's disk, in place of those that it continues."""
+        if not 0 < store.park_min <= live.tokens or not live.marks:
+            return
+        self._file(slot, store, FileHeld(live.tokens, live.marks), now_s)
+
+    def _file(self, slot: int, store: _Store, file: FileHeld, guessed_s: float | None) -> None:
+        known = store.files.pop(file.leaf, None)
+        if known is not None:
+            store.files[file.leaf] = known  # now the one that was used last
+            known.guessed_s = guessed_s
+            return
+        # What it continues is replaced, where that ended at one of its marks; of the rest the next
+        # report tells.
+        for link in file.marks[:-1]:
+            if link in store.files:
+                self._drop(slot, store, link)
+        while len(store.files) >= self._most:
+            self._drop(slot, store, next(iter(store.files)))
+        store.files[file.leaf] = _Filed(file, guessed_s)
+        for link in file.marks:
+            self._count(link, slot, 1)
+
+    def _touch(self, store: _Store, chain: Chain) -> None:
+        for link in reversed(chain.links):
+            known = store.files.pop(link, None)
+            if known is not None:
+                store.files[link] = known
+                return
+
+    def _drop(self, slot: int, store: _Store, leaf: int) -> None:
+        for link in store.files.pop(leaf).held.marks:
+            self._count(link, slot, -1)
+
+    def _count(self, link: int, slot: int, more: int) -> None:
+        at = self._files.get(link)
+        if at is None:
+            self._files[link] = slot
+            return
+        if isinstance(at, int):
+            if at == slot and more < 0:
+                del self._files[link]
+                return
+            at = self._files[link] = {at: 1}
+        count = at.get(slot, 0) + more
+        if count:
+            at[slot] = count
+            return
+        del at[slot]
+        if not at:
+            del self._files[link]
+        elif len(at) == 1:
+            ((other, many),) = at.items()
+            if many == 1:
+                self._files[link] = other
+
+
+def _leads_to(at: int | dict[int, int], slot: int) -> bool:
+    return at == slot if isinstance(at, int) else slot in at
+
+
+def _spared(chain: Chain, blocks: int) -> int:
+    """At least one token of a prompt is always computed."""
+    return min(blocks * BLOCK, len(chain) - 1)
+
+
+def _ends_so(chain: Chain, live: LiveHeld) -> bool:
+    blocks = live.tokens // BLOCK
+    leaf = chain.links[blocks - 1] if blocks else chain.seed
+    return leaf == live.leaf and chain.tail(live.tokens) == live.tail

@@ -1,0 +1,198 @@
+"""The Router's routes: HTTP in, HTTP out, every failure as its dialect's error object.
+
+It knows FastAPI and a ``Service``; no Ray, so that it is tested in process.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rkserve import __version__
+from rkserve.api.openai.answers import CHAT, COMPLETION
+from rkserve.core.errors import MethodNotAllowed, NoBoard, RequestError, RkserveError, RouteNotFound
+from rkserve.http.auth import BrowserGuard, HostAllowList, check_client, host_names
+from rkserve.http.cluster_routes import add_cluster
+from rkserve.http.dialect_routes import add_dialects, error_of
+from rkserve.http.embedding_routes import add_embeddings
+from rkserve.http.generation_routes import add_control
+from rkserve.http.gradio_routes import GradioCalls, add_gradio
+from rkserve.http.openapi_route import add_reference
+from rkserve.http.page_routes import add_page
+from rkserve.http.responses_routes import add_responses
+from rkserve.http.streaming import DIRECT, respond
+from rkserve.http.tokenize_routes import add_tokens
+from rkserve.router.features.generations import Peers
+from rkserve.router.service import Service
+from rkserve.router.stored_responses.store import Responses
+
+log = logging.getLogger(__name__)
+
+
+def make_app(
+    service: Service,
+    max_adapter_bytes: int,
+    max_model_bytes: int,
+    responses: Responses,
+    peers: Peers | None = None,
+    *,
+    hosts: HostAllowList | None = None,
+    gradio: GradioCalls | None = None,
+) -> ASGIApp:
+    """Return the ASGI application of one Router; weights alone may be longer than other bodies.
+
+    ``peers`` are all Routers of the application, where there are several, and ``responses`` what
+    they keep. ``hosts`` are the names by which they are reached, and ``gradio`` holds the posted
+    calls of Gradio's clients.
+    """
+    # Without redirects a trailing slash is a 404 in OpenAI's shape and not an empty 307.
+    # The framework's own pages about the API would load scripts from elsewhere, and its document
+    # knows no bodies: rkserve.reference has both.
+    app = FastAPI(
+        title="rkserve",
+        version=__version__,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
+    app.add_exception_handler(RkserveError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_error)
+    _add_calls(app, service)
+    _add_lookups(app, service)
+    add_embeddings(app, service)
+    add_tokens(app, service)
+    add_dialects(app, service)
+    add_gradio(app, service, gradio or GradioCalls())
+    add_responses(app, service, responses)
+    if service.config.page:
+        add_page(app)
+    add_reference(app, page=service.config.page)
+    add_control(app, service, peers)
+    add_cluster(app, service, max_adapter_bytes, max_model_bytes)
+    allowed = service.config.allowed_origins
+    inner: ASGIApp = app
+    if allowed:
+        inner = CORSMiddleware(
+            app, allowed, allow_methods=("*",), allow_headers=("*",), expose_headers=("*",)
+        )
+    hosts = hosts or host_names(service.config)
+    guarded = BrowserGuard(inner, hosts, allowed, _refusal)
+    return _Counted(guarded, service)  # outside of everything, so that a 500 counts as well
+
+
+def _add_calls(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        """Answer a conversation."""
+        return await respond(service, request, CHAT)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        """Continue a prompt."""
+        return await respond(service, request, COMPLETION)
+
+
+def _add_lookups(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models")
+    async def models(request: Request) -> JSONResponse:
+        """List the models and the boards behind each."""
+        check_client(request, service.keys)
+        return JSONResponse(await service.models())
+
+    @app.get("/v1/models/{model_id:path}")
+    async def model(request: Request, model_id: str) -> JSONResponse:
+        """Describe one model."""
+        check_client(request, service.keys)
+        return JSONResponse(await service.model(model_id))
+
+    @app.api_route("/health", methods=["GET", "HEAD"])
+    async def health() -> JSONResponse:
+        """Say that the Router lives."""
+        return JSONResponse({"status": "ok", "version": __version__})
+
+    @app.api_route("/ready", methods=["GET", "HEAD"])
+    async def ready() -> JSONResponse:
+        """Say whether every model has a board that serves."""
+        waiting = [m for m in service.fleet.models if not service.fleet.is_ready(m)]
+        if waiting:
+            raise NoBoard(waiting[0], service.fleet.why_not_ready(waiting[0]))
+        return JSONResponse({"status": "ready"})
+
+    @app.get("/metrics")
+    async def metrics() -> PlainTextResponse:
+        """Export the metrics in Prometheus' text format."""
+        try:
+            head = await service.cluster.metrics()
+        except RkserveError as exc:
+            log.debug("without the Coordinator's metrics: %s", exc)
+            head = b""
+        text = (generate_latest(service.registry) + head).decode()
+        return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
+
+
+class _Counted:
+    """Counts answers by route: its pattern, never what a client typed.
+
+    Plain ASGI: the framework's own middleware class would pass every token through a queue more.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[DIRECT] = send
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = getattr(scope.get("route"), "path", "unknown")
+                self._service.metrics.requests.labels(route, str(message["status"])).inc()
+            await send(message)
+
+        await self._app(scope, receive, counted if scope["type"] == "http" else send)
+
+
+def _refusal(request: Request, exc: RkserveError) -> ASGIApp:
+    status, headers, body = error_of(request)(exc)
+    return JSONResponse(body, status, headers)
+
+
+async def _on_error(request: Request, exc: Exception) -> JSONResponse:
+    # What is not ours is raised once more by the framework after this answer, and logged there.
+    status, headers, body = error_of(request)(exc)
+    return JSONResponse(body, status, headers)
+
+
+async def _on_http_error(request: Request, exc: Exception) -> JSONResponse:
+    """Translate what the framework itself refuses: unknown paths, methods and the like."""
+    assert isinstance(exc, HTTPException)
+    path = request.url.path
+    refusal: RkserveError = RequestError(str(exc.detail))
+    more = {name.lower(): value for name, value in (exc.headers or {}).items()}
+    if exc.status_code == MethodNotAllowed.http_status:
+        more["allow"] = ", ".join(_methods(request))
+        refusal = MethodNotAllowed(f"{request.method} is not allowed on {path}.")
+    elif exc.status_code == RouteNotFound.http_status:
+        refusal = RouteNotFound(f"There is nothing at {path}.")
+    _, headers, body = error_of(request)(refusal)
+    return JSONResponse(body, exc.status_code, {**more, **headers})
+
+
+def _methods(request: Request) -> list[str]:
+    """Return what a path can be asked; the framework names the methods of one route only.
+
+    Where a path is one of its own and might be somebody's name as well, it is the former.
+    """
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    found = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    path = min((route.path for route in found), key=lambda path: path.count("{"), default="")
+    same = (route for route in found if route.path == path)
+    return sorted({method for route in same for method in route.methods or ()})

@@ -1,0 +1,260 @@
+"""Access control: keys of clients and operators, host names, and web pages of other origins."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import re
+import socket
+import time
+from collections.abc import Callable, Collection, Iterable
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rkserve.config.serve_config import RouterConfig
+from rkserve.core.errors import (
+    Forbidden,
+    HostNotAllowed,
+    InvalidApiKey,
+    OriginNotAllowed,
+    RequestError,
+    RkserveError,
+)
+from rkserve.router.auth.api_keys import ClientKey, Keys
+
+log = logging.getLogger(__name__)
+
+# What tells of another machine behind a local connection: a proxy in front of the Router, or a
+# browser in which some page makes the call.
+_FROM_ELSEWHERE = ("forwarded", "x-forwarded-for", "x-real-ip", "origin")
+_ANTHROPIC = "x-api-key"
+# Suffixes under which resolvers of private networks know a machine; none is a public domain.
+_PRIVATE_SUFFIXES = ("local", "lan", "home", "home.arpa", "internal", "localdomain")
+_HOST = re.compile(r"(?:(?P<name>[A-Za-z0-9_.-]+)|\[(?P<v6>[0-9A-Fa-f:.]+)\])(?::[0-9]{0,5})?")
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+# Machines join and leave; an unknown name is looked up anew this often at most.
+_NAMES_AGE_S = 30.0
+# What links of other sites may lead to: nothing there acts or tells a secret.
+_LINKED = ("/", "/openapi.json")
+_LINKED_BELOW = "/page/"
+
+Names = Callable[[], Iterable[str]]
+Refuse = Callable[[Request, RkserveError], ASGIApp]
+
+
+def machine_names() -> list[str]:
+    """Return the names of this machine."""
+    return [socket.gethostname(), socket.getfqdn()]
+
+
+class HostAllowList:
+    """The host names that requests may be addressed to.
+
+    IP addresses always are: DNS rebinding needs a name whose address an attacker chooses.
+    """
+
+    def __init__(self, configured: Collection[str], names: Names = machine_names) -> None:
+        """``names`` returns those of the cluster's machines; it may block, and is called late."""
+        self._configured = configured
+        self._names = names
+        self._known: frozenset[str] = frozenset(("localhost",))
+        self._looked_s: float | None = None
+
+    async def check(self, host: str) -> None:
+        """Raise ``RequestError`` for a malformed Host header, ``HostNotAllowed`` for another's."""
+        found = _HOST.fullmatch(host)
+        if found is None:
+            raise RequestError("The Host header is malformed.")
+        if found["v6"] is not None or _is_address(found["name"]):
+            return
+        name = found["name"].lower().removesuffix(".")
+        if self._allows(name):
+            return
+        now_s = time.monotonic()
+        if self._looked_s is None or now_s - self._looked_s >= _NAMES_AGE_S:
+            self._looked_s = now_s
+            try:
+                self._known = _with_suffixes(await asyncio.to_thread(self._names))
+            except Exception:
+                log.exception("the names of the cluster's machines cannot be looked up")
+            if self._allows(name):
+                return
+        raise HostNotAllowed(name)
+
+    def _allows(self, name: str) -> bool:
+        return (
+            name in self._known
+            or name.endswith(".localhost")
+            or any(_matches(name, pattern) for pattern in self._configured)
+        )
+
+
+class BrowserGuard:
+    """ASGI middleware that refuses DNS rebinding and requests by web pages of other origins.
+
+    Programs other than browsers send neither ``Origin`` nor ``Sec-Fetch-Site`` and are not
+    affected, except for the check of ``Host``.
+    """
+
+    def __init__(
+        self, app: ASGIApp, hosts: HostAllowList, origins: Collection[str], refuse: Refuse
+    ) -> None:
+        self._app, self._hosts, self._origins, self._refuse = app, hosts, origins, refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        try:
+            await self._check(scope)
+        except RkserveError as exc:
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008, "reason": exc.code or ""})
+                return
+            await self._refuse(Request(scope, receive), exc)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    async def _check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        hosts = headers.getlist("host")
+        if len(hosts) > 1 or (not hosts and scope.get("http_version") == "1.1"):
+            raise RequestError("A request has exactly one Host header.")
+        if hosts:  # HTTP/1.0 has none, and no browser speaks that
+            await self._hosts.check(hosts[0])
+        self._check_origin(scope, headers, "".join(hosts).lower())
+
+    def _check_origin(self, scope: Scope, headers: Headers, host: str) -> None:
+        site, origins = headers.get("sec-fetch-site"), headers.getlist("origin")
+        if origins and all(self._is_allowed(origin) for origin in origins):
+            return
+        if site == "same-origin":  # the browser's word, which no page can forge
+            return
+        if any(_authority(origin) != _without_port(host) for origin in origins):
+            raise OriginNotAllowed(origins[0])
+        if site == "cross-site" and not _is_link(scope, headers):
+            raise OriginNotAllowed(None)
+
+    def _is_allowed(self, origin: str) -> bool:
+        return "*" in self._origins or origin.lower() in self._origins
+
+
+def host_names(config: RouterConfig, names: Names = machine_names) -> HostAllowList:
+    """Return the allow-list of a configuration."""
+    return HostAllowList(config.allowed_hosts, names)
+
+
+def is_browser(request: Request) -> bool:
+    """Return whether a request carries headers that browsers set and other programs do not."""
+    return any(name in request.headers for name in ("origin", "sec-fetch-site", "referer"))
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if pattern.startswith("*."):
+        return name.endswith(pattern[1:])
+    return pattern in ("*", name)
+
+
+def _with_suffixes(names: Iterable[str]) -> frozenset[str]:
+    found = {"localhost"}
+    for name in names:
+        whole = name.lower().removesuffix(".")
+        short = whole.partition(".")[0]
+        if short:
+            found |= {whole, short, *(f"{short}.{suffix}" for suffix in _PRIVATE_SUFFIXES)}
+    return frozenset(found)
+
+
+def _authority(origin: str) -> str | None:
+    """Return host and port of an origin as the Host header has them; None: it has none."""
+    scheme, sign, rest = origin.lower().partition("://")
+    return rest.removesuffix(_DEFAULT_PORTS.get(scheme, " ")) if sign else None
+
+
+def _without_port(host: str) -> str:
+    """Return a Host header without a default port."""
+    for port in _DEFAULT_PORTS.values():
+        host = host.removesuffix(port)
+    return host
+
+
+def _is_link(scope: Scope, headers: Headers) -> bool:
+    """Return whether somebody followed a link of another site to a page of ours."""
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    return (
+        scope.get("method") in ("GET", "HEAD")
+        and headers.get("sec-fetch-mode") == "navigate"
+        and headers.get("sec-fetch-dest", "document") == "document"
+        and (path in _LINKED or path.startswith(_LINKED_BELOW))
+    )
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def check_operator(request: Request, keys: Keys) -> str:
+    """Let the operator pass: by the admin key where there is one, else by coming from this machine.
+
+    Returns what the audit calls the caller.
+
+    Raises:
+        Forbidden: it is somebody else; the message says what to do.
+    """
+    if keys.admin is None:
+        if _is_local(request):
+            return f"local {_host(request)}"
+        raise Forbidden(
+            "Without an admin key this call is taken from the Router's own machine only. Set "
+            "RKSERVE_ADMIN_KEY (or router.admin_key) where the application is started, and send it "
+            "as 'Authorization: Bearer <key>'."
+        )
+    if not keys.is_admin(_sent(request)):
+        raise Forbidden("This call needs the admin key: send 'Authorization: Bearer <key>'.")
+    return f"admin {_host(request)}"
+
+
+def check_client(request: Request, keys: Keys) -> ClientKey | None:
+    """Let a client pass: by an API key, or the admin key, where API keys are configured.
+
+    Returns its key; None is the operator, or anybody where no keys are configured.
+
+    Raises:
+        InvalidApiKey: it sent none of those.
+    """
+    if keys.clients is None:
+        return None
+    # Anthropic's clients have a header of their own for it.
+    sent = _sent(request) or request.headers.get(_ANTHROPIC, "").strip().encode("latin-1")
+    client = keys.client(sent)
+    if client is None and not keys.is_admin(sent):
+        raise InvalidApiKey("Incorrect API key: send yours as 'Authorization: Bearer <key>'.")
+    return client
+
+
+def _sent(request: Request) -> bytes:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    # The framework decodes headers as Latin-1; the key was set as UTF-8.
+    return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+
+
+def _host(request: Request) -> str:
+    return "unknown" if request.client is None else request.client.host
+
+
+def _is_local(request: Request) -> bool:
+    if request.client is None or any(name in request.headers for name in _FROM_ELSEWHERE):
+        return False
+    try:
+        address = ipaddress.ip_address(request.client.host)
+    except ValueError:  # a name, or the path of a socket
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)  # ::ffff:127.0.0.1, on a socket for both
+    return (mapped or address).is_loopback

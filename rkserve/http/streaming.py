@@ -1,0 +1,114 @@
+"""An answer over HTTP, whole or streamed, in whichever dialect it was asked for.
+
+It knows FastAPI's responses and a ``Service``; which routes there are it does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from functools import partial
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from rkserve.api.common.dialect import Dialect
+from rkserve.api.common.headers import TIMEOUT, read_timeout, tool_headers
+from rkserve.api.common.version_policy import POLICY, SESSION, read_policy
+from rkserve.http.auth import check_client
+from rkserve.http.early_headers import give_up, stream_late
+from rkserve.http.request_body import read_body
+from rkserve.router.auth.api_keys import ClientKey
+from rkserve.router.auth.callers import Caller
+from rkserve.router.service import Service, read_call
+from rkserve.router.stored_responses.memory import NO_MEMORY, Memory
+
+log = logging.getLogger(__name__)
+
+Remember = Callable[[ClientKey | None], Memory]
+Aside = Callable[[bytes, Caller], Awaitable[Response | None]]
+DIRECT = "rkserve.send"  # in a scope: the server's own ``send``, past all layers
+
+
+async def respond(
+    service: Service,
+    request: Request,
+    dialect: Dialect,
+    aside: Aside | None = None,
+    remember: Remember | None = None,
+) -> Response:
+    """Answer a call of a dialect: whole, or as a stream.
+
+    ``aside`` answers bodies that do not want anything generated, and returns None of others.
+    ``remember`` makes the memory of a call from whose it is.
+    """
+    client = check_client(request, service.keys)
+    policy = read_policy(request.headers.get(POLICY))
+    timeout_s = read_timeout(request.headers.get(TIMEOUT))
+    body = await read_body(request, service.config.max_body_bytes, service.config.body_timeout_s)
+    session, caller = request.headers.get(SESSION), service.callers.of(client)
+    if aside is not None and (said := await aside(body, caller)) is not None:
+        return said
+    call_of = partial(service.open, body, dialect, policy, session)
+    memory = NO_MEMORY if remember is None else remember(client)
+    opening = asyncio.get_running_loop().create_task(
+        call_of(caller=caller, timeout_s=timeout_s, memory=memory)
+    )
+    try:
+        await asyncio.wait({opening}, timeout=service.config.headers_after_s)
+        if not opening.done() and (call := await read_call(body, dialect.parse)).stream:
+            events = stream_late(service, opening, dialect, call)
+            early = {**dialect.headers, **tool_headers(call.left_out)}
+            return StreamedAnswer(events, partial(give_up, service, opening), early)
+        opened = await opening
+        if opened.call.stream:
+            events, end = service.stream(opened), partial(service.close, opened)
+            return StreamedAnswer(events, end, {**dialect.headers, **opened.headers})
+        answer = await service.whole(opened)  # only then it is known what it was generated with
+    except BaseException:
+        await give_up(service, opening)
+        raise
+    return JSONResponse(answer, headers=opened.headers)
+
+
+class StreamedAnswer(StreamingResponse):
+    """A streamed answer that ends with its exchange, also where that never came to a first byte.
+
+    The framework leaves a generator that it stopped reading to the garbage collector; the board
+    would go on until then.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        end: Callable[[], Awaitable[None]],
+        headers: Mapping[str, str],
+    ) -> None:
+        self._events, self._end = events, end
+        self._direct: Send | None = None
+        super().__init__(events, headers=dict(headers))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._direct = scope.get(DIRECT)
+        try:
+            await super().__call__(scope, receive, send)
+        except ClientDisconnect:
+            log.debug("a client left in the middle of its answer")
+        finally:
+            await self._events.aclose()
+            await self._end()
+
+    async def stream_response(self, send: Send) -> None:
+        """Send the answer; the framework hears of its start and of its end.
+
+        Each layer of it would pass every token on, and none has anything to do with them.
+        """
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+        direct = self._direct or send
+        async for chunk in self._events:
+            await direct({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,238 @@
+"""Control calls in the words of trainers: SGLang's and vLLM's names of what other routes do.
+
+Each is translated to the operation behind it. What makes no sense on a board is refused with what
+to use instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from rkserve import __version__
+from rkserve.api.admin.pause import PLACES
+from rkserve.api.admin.query import Asked, Kind, Kinds
+from rkserve.api.json.body import parse_object
+from rkserve.api.json.fields import Fields, Range
+from rkserve.api.json.limits import MAX_TIMEOUT_S
+from rkserve.core.errors import NoBoard, RequestError, UnsupportedParameter
+from rkserve.router.admin.adapters import Adapters
+from rkserve.router.admin.operations import OK, Made, Operations
+from rkserve.router.admin.sleep import Rest
+from rkserve.router.admin.weights import Weights
+from rkserve.router.service import Service
+
+Change = Callable[[Asked], Awaitable[Made]]
+IDLE_LOOK_S = 0.05
+_ABORT: Kinds = {
+    **PLACES,
+    "rid": Kind.TEXT,
+    "abort_all": Kind.FLAG,
+    "abort_message": Kind.TEXT,
+}
+_FLUSH: Kinds = {**PLACES, "timeout": Kind.NUMBER, "reset_running_requests": Kind.FLAG}
+_BY_FILE = (
+    "A board has no tensors that could be sent to it: it loads .rkllm files. Bring the file with "
+    "POST /v1/weights and POST /update_weights_from_disk, or an adapter with POST "
+    "/v1/lora_adapters."
+)
+# Weights over NCCL, shared memory or GPU handles.
+REFUSED = (
+    *("/init_weights_update_group", "/destroy_weights_update_group"),
+    *("/update_weights_from_distributed", "/update_weights_from_tensor"),
+    *("/update_weights_from_ipc", "/init_weight_transfer_engine"),
+    *("/start_weight_update", "/finish_weight_update"),
+)
+
+
+class Trainers:
+    """The calls of trainers as operations."""
+
+    def __init__(
+        self,
+        service: Service,
+        operations: Operations,
+        rest: Rest,
+        adapters: Adapters,
+        weights: Weights,
+    ) -> None:
+        self._service, self._operations = service, operations
+        self._rest, self._adapters, self._weights = rest, adapters, weights
+
+    # -- changes ------------------------------------------------------------------------------
+
+    async def flush_cache(self, asked: Asked) -> Made:
+        """Drop KV caches, as SGLang does: with ``timeout`` once no request runs."""
+        fields = asked.fields(_FLUSH)
+        wait_s = fields.number("timeout", Range(0, MAX_TIMEOUT_S)) or 0.0
+        if wait_s and not await self._idle(wait_s):
+            raise RequestError(
+                f"Requests still ran after {wait_s:g} s; no cache was flushed.", "timeout"
+            )
+        return await self._operations.reset(_as_body(asked, fields, _FLUSH, "timeout"))
+
+    async def _idle(self, wait_s: float) -> bool:
+        """Wait until no board has a request; False where that was not in time."""
+        until_s = time.monotonic() + wait_s
+        while True:
+            await self._operations.look()
+            if not any(one.running or one.queued for one in self._service.fleet.reports()):
+                return True
+            if time.monotonic() >= until_s:
+                return False
+            await asyncio.sleep(IDLE_LOOK_S)
+
+    async def release(self, asked: Asked) -> Made:
+        """Unload models, as SGLang frees its memory."""
+        return await self._rest.sleep(asked)
+
+    async def occupy(self, asked: Asked) -> Made:
+        """Load models again, as SGLang takes its memory back."""
+        return await self._rest.wake(asked)
+
+    async def abort(self, asked: Asked) -> Made:
+        """End one request, or all, as SGLang does."""
+        fields = asked.fields(_ABORT)
+        rid, everything = fields.text("rid"), fields.flag("abort_all")
+        if not rid and not everything:
+            raise RequestError("Say which request: 'rid', or 'abort_all': true for all.", "rid")
+        body = _values(fields, PLACES)
+        if not everything:
+            body["request_ids"] = [rid]
+        return await self._operations.abort(replace(asked, query=(), body=_json(body)))
+
+    async def load_adapter(self, asked: Asked) -> Made:
+        """Serve an adapter, as SGLang answers it."""
+        return _sglang(await self._adapters.load(asked))
+
+    async def unload_adapter(self, asked: Asked) -> Made:
+        """Serve an adapter no more, as SGLang answers it."""
+        return _sglang(await self._adapters.unload(asked))
+
+    async def update_weights(self, asked: Asked) -> Made:
+        """Load base weights from the head's disk, as prime-rl and vLLM ask for them."""
+        body = parse_object(asked.body) if asked.body.strip() else {}
+        fields = Fields(body)
+        place = fields.text("weight_dir")
+        if fields.get("update_info") is not None:
+            place = (fields.child("update_info") or fields).text("model_path")
+            if place is None:
+                raise UnsupportedParameter(
+                    f"Unsupported parameter: 'update_info' without 'model_path'. {_BY_FILE}",
+                    "update_info",
+                )
+        rest = {k: v for k, v in body.items() if k not in ("weight_dir", "update_info")}
+        found = _json({"model_path": place or "default", **rest})
+        return await self._weights.from_disk(replace(asked, body=found))
+
+    async def refuse(self, asked: Asked) -> Made:
+        """Refuse weights that come in another way than as a file."""
+        del asked
+        raise RequestError(f"Weights cannot be sent so. {_BY_FILE}")
+
+    # -- looking ------------------------------------------------------------------------------
+
+    async def weight_version(self, asked: Asked) -> Made:
+        """Say which weights a model has, as SGLang does."""
+        made = await self._operations.weights(asked)
+        assert isinstance(made.body, dict)
+        return Made(OK, {name: made.body[name] for name in ("weight_version", "model")})
+
+    async def world_size(self, asked: Asked) -> Made:
+        """Say how many boards serve, which vLLM counts as its workers."""
+        asked.fields({"include_dp": Kind.FLAG})
+        return Made(OK, {"world_size": len(self._service.fleet.reports())})
+
+    async def load(self, asked: Asked) -> Made:
+        """Say how many requests this Router serves now, as vLLM does."""
+        asked.fields({})
+        return Made(OK, {"server_load": self._service.in_flight})
+
+
+def add_trainers(
+    app: FastAPI,
+    service: Service,
+    trainers: Trainers,
+    change: Callable[[Request, Change], Awaitable[Response]],
+    look: Callable[[Request, Change], Awaitable[Response]],
+) -> None:
+    """Add the routes; ``change`` lets an operator in, ``look`` a client."""
+    changes: dict[str, tuple[Change, tuple[str, ...]]] = {
+        "/flush_cache": (trainers.flush_cache, ("GET", "POST")),
+        "/release_memory_occupation": (trainers.release, ("POST",)),
+        "/resume_memory_occupation": (trainers.occupy, ("POST",)),
+        "/abort_request": (trainers.abort, ("POST",)),
+        "/load_lora_adapter": (trainers.load_adapter, ("POST",)),
+        "/unload_lora_adapter": (trainers.unload_adapter, ("POST",)),
+        "/update_weights": (trainers.update_weights, ("POST",)),
+        **dict.fromkeys(REFUSED, (trainers.refuse, ("POST",))),
+    }
+    for path, (made, methods) in changes.items():
+        app.add_api_route(path, _route(change, made), methods=list(methods))
+    looks: dict[str, Change] = {
+        "/get_weight_version": trainers.weight_version,
+        "/weight_version": trainers.weight_version,
+        "/get_world_size": trainers.world_size,
+        "/load": trainers.load,
+    }
+    for path, shown in looks.items():
+        app.add_api_route(path, _route(look, shown), methods=["GET"])
+    _add_health(app, service)
+
+
+def _add_health(app: FastAPI, service: Service) -> None:
+    @app.get("/version")
+    async def version() -> JSONResponse:
+        """Say which release this is, as vLLM does."""
+        return JSONResponse({"version": __version__})
+
+    @app.api_route("/ping", methods=["GET", "POST"])
+    async def ping() -> Response:
+        """Say that the Router lives."""
+        return Response(status_code=OK)
+
+    @app.get("/health_generate")
+    async def health_generate() -> Response:
+        """Say that every model has a board that generates."""
+        for model in service.fleet.models:
+            if not service.fleet.is_ready(model):
+                raise NoBoard(model, service.fleet.why_not_ready(model))
+        return Response(status_code=OK)
+
+
+def _route(
+    let_in: Callable[[Request, Change], Awaitable[Response]], made: Change
+) -> Callable[[Request], Awaitable[Response]]:
+    async def route(request: Request) -> Response:
+        return await let_in(request, made)
+
+    return route
+
+
+def _values(fields: Fields, kinds: Kinds) -> dict[str, Any]:
+    found = {name: fields.get(name) for name in kinds}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _as_body(asked: Asked, fields: Fields, kinds: Kinds, *but: str) -> Asked:
+    """Return the call with all but some of its values in its body."""
+    found = {name: value for name, value in _values(fields, kinds).items() if name not in but}
+    return replace(asked, query=(), body=_json(found))
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _sglang(made: Made) -> Made:
+    if isinstance(made.body, str):
+        body = {"success": made.status == OK, "message": made.body, "error_message": None}
+        return Made(made.status, body, made.headers)
+    return made

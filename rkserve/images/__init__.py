@@ -1,1 +1,0 @@
-"""Images of strangers, made into what an encoder takes. The only room that decodes them."""

@@ -1,0 +1,1 @@
+"""A model's folder: settings, adapters, vision, vocabulary, tensors."""

@@ -1,0 +1,331 @@
+"""The LoRA adapters of a model, and which one the model name of a request means.
+
+An adapter is ``<name>/<version>/adapter.rkllm`` on a shelf, where a ``manifest.json`` may stand
+beside it. A shelf is the folder ``adapters`` of a model folder, or a board's own folder of what was
+staged there. It reads and judges files, and loads none. An adapter is known by the sha256 of its
+file: a machine that has only the manifest (a head node) takes the word of that, and a board
+compares before it loads.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from rkserve.config.explain import explain
+from rkserve.core.errors import (
+    AdapterBroken,
+    AdapterNotFound,
+    ConfigError,
+    ModelNotFound,
+    RequestError,
+)
+from rkserve.core.file_digests import DIGEST, file_digest
+from rkserve.core.messages import AdapterRef
+from rkserve.core.name_rules import NAME
+
+log = logging.getLogger(__name__)
+
+FOLDER = "adapters"
+ADAPTER_FILE = "adapter.rkllm"
+MANIFEST_FILE = "manifest.json"
+MANIFEST_MAX_BYTES = 64 * 1024
+
+
+class Manifest(BaseModel):
+    """What manifest.json says of the adapter beside it; every key is optional."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+
+    scale: float = Field(1.0, gt=0, le=100)
+    sha256: str | None = None
+    size: int | None = Field(None, ge=1)
+    base_model: str | None = None
+
+    @field_validator("sha256")
+    @classmethod
+    def _is_a_digest(cls, given: str | None) -> str | None:
+        if given is not None and not DIGEST.fullmatch(given):
+            raise ValueError("must be 64 lower-case hexadecimal digits")
+        return given
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """Where adapters of ``model`` lie; no link on it may lead out of ``within``."""
+
+    folder: Path
+    model: str
+    within: Path
+
+    @classmethod
+    def of_model(cls, folder: Path) -> Shelf:
+        """Return that of a model folder."""
+        return cls(folder / FOLDER, folder.name, folder)
+
+    @classmethod
+    def of_board(cls, folder: Path, model: str) -> Shelf:
+        """Return that of a board, which has its adapters of one model in ``folder`` alone."""
+        return cls(folder, model, folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One version of an adapter, as it was found.
+
+    ``path`` is None where this machine has no more of it than its manifest. ``broken`` says why it
+    cannot be used; its digest is empty then.
+    """
+
+    name: str
+    version: str
+    path: Path | None = None
+    size_bytes: int = 0
+    digest: str = ""
+    scale: float = 1.0
+    broken: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name by which a request can ask for exactly this one."""
+        return f"{self.name}@{self.version}"
+
+    def ref(self) -> AdapterRef:
+        """Return it as requests carry it. Raises ``AdapterBroken``."""
+        if self.broken:
+            raise AdapterBroken(self.label, self.broken)
+        return AdapterRef(self.name, self.version, self.digest, self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A model name of a request, taken to be that of an adapter; None is not said.
+
+    ``title`` is the adapter's name, with the version where there is one.
+    """
+
+    base: str | None
+    title: str
+    name: str
+    version: str | None
+
+    def ambiguous(self, models: Iterable[str]) -> RequestError:
+        """Return the error where several models have an adapter of that name."""
+        choices = ", ".join(f"'{model}:{self.title}'" for model in models)
+        return RequestError(
+            f"Several models have an adapter '{self.title}': ask for {choices}.", "model"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What the model name of a request means."""
+
+    model: str
+    adapter: AdapterRef | None
+
+
+def adapters(folder: Path) -> tuple[Adapter, ...]:
+    """Return the adapters of a model folder; see ``shelved``."""
+    return shelved(Shelf.of_model(folder))
+
+
+def shelved(shelf: Shelf) -> tuple[Adapter, ...]:
+    """Return the adapters on a shelf, by name and then by version, the newest last.
+
+    The first time it reads all of every file. What cannot be used is there too, ``broken``.
+
+    Raises:
+        ConfigError: the folder of adapters, or one in it, cannot be listed.
+    """
+    return tuple(
+        _judge(shelf, name, version)
+        for name in _names(shelf.folder)
+        for version in sorted(_names(shelf.folder / name), key=version_order)
+    )
+
+
+def open_adapter(shelves: Sequence[Shelf], ref: AdapterRef) -> Adapter:
+    """Return the adapter of ``ref`` for loading: its file is here, and it is the one that is meant.
+
+    The first shelf goes first. The file may still change before the runtime has read it; that is
+    the operator's to avoid, by a new version for a new content.
+
+    Raises:
+        AdapterBroken: the file is missing, broken or another one, everywhere.
+    """
+    if not NAME.fullmatch(ref.name) or not NAME.fullmatch(ref.version):
+        raise AdapterBroken(ref.label, "its name is not one of an adapter")
+    wrong, absent = "", "this board serves no adapters"
+    for shelf in shelves:
+        found = _judge(shelf, ref.name, ref.version)
+        reason = _unusable(found, ref)
+        if not reason:
+            return found
+        # What is wrong with a version that is there says more than that another place has none.
+        if (shelf.folder / ref.name / ref.version).is_dir():
+            wrong = wrong or reason
+        else:
+            absent = reason
+    raise AdapterBroken(ref.label, wrong or absent)
+
+
+def _unusable(found: Adapter, ref: AdapterRef) -> str:
+    """Return why a board cannot load ``found`` for ``ref``, or nothing."""
+    if found.broken:
+        return found.broken
+    if found.path is None:
+        return f"{ADAPTER_FILE} is missing on this board"
+    if found.digest != ref.digest:
+        return (
+            f"the file on this board has the sha256 {found.digest[:12]}..., and the request means "
+            f"{ref.digest[:12]}...; copy the same file everywhere"
+        )
+    return ""
+
+
+def parts_of(asked: str) -> Parts:
+    """Take ``adapter``, ``base:adapter``, ``adapter@version`` or ``base:adapter@version`` apart."""
+    base, colon, rest = asked.partition(":")
+    title = rest if colon else asked
+    name, at, version = title.partition("@")
+    return Parts(base if colon else None, title, name, version if at else None)
+
+
+def resolve(asked: str, catalog: Mapping[str, Sequence[Adapter]]) -> Chosen:
+    """Return what the model of a request means, where ``catalog`` has the adapters of each model.
+
+    The name of a model is understood, and what ``parts_of`` takes apart. A model goes before an
+    adapter of the same name. Without a version the newest one is meant; if that is broken the
+    request fails, rather than get an older answer unasked.
+
+    Raises:
+        ModelNotFound: there is no such model.
+        AdapterNotFound: there is no such adapter of a model that there is.
+        AdapterBroken: it is there and cannot be used.
+        RequestError: several models have an adapter of that name.
+    """
+    if asked in catalog:
+        return Chosen(asked, None)
+    parts = parts_of(asked)
+    bases = sorted(catalog) if parts.base is None else [parts.base]
+    found = {
+        model: matching[-1]
+        for model in bases
+        if (matching := _matching(catalog.get(model, ()), parts.name, parts.version))
+    }
+    if not found:
+        of_model = parts.base in catalog or (parts.base is None and parts.version is not None)
+        raise AdapterNotFound(asked) if of_model else ModelNotFound(asked)
+    if len(found) > 1:
+        raise parts.ambiguous(found)
+    ((model, adapter),) = found.items()
+    return Chosen(model, adapter.ref())
+
+
+def _matching(found: Sequence[Adapter], name: str, version: str | None) -> list[Adapter]:
+    named = [a for a in found if a.name == name and version in (None, a.version)]
+    return sorted(named, key=lambda adapter: version_order(adapter.version))
+
+
+def version_order(version: str) -> tuple[tuple[tuple[bool, int, str], ...], str]:
+    """Order ``v9`` before ``v10`` and ``1.9`` before ``1.10``. No suffix is a pre-release."""
+    parts = re.findall(r"[0-9]+|[^0-9]+", version)
+    # 1.0 and 1.00 are equal as numbers; the text makes the order certain.
+    # Not isdigit: that is true of what is no number, such as a superscript two.
+    return tuple((not p.isdecimal(), int(p) if p.isdecimal() else 0, p) for p in parts), version
+
+
+def _names(folder: Path) -> list[str]:
+    """The names of the folders in ``folder``, without hidden ones; other names are logged."""
+    try:
+        found = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    except FileNotFoundError:
+        return []
+    except OSError as exc:
+        raise ConfigError(f"The adapters in {folder} cannot be listed: {exc}") from exc
+    fit = [name for name in found if NAME.fullmatch(name)]
+    for name in found:
+        if name not in fit and not name.startswith("."):
+            log.warning(
+                "%s: %r is no name of an adapter or a version; only letters, digits, '.', '_' and "
+                "'-' may be in it",
+                folder,
+                name,
+            )
+    return fit
+
+
+def _judge(shelf: Shelf, name: str, version: str) -> Adapter:
+    """Return one adapter as it stands on this machine, usable or broken."""
+    place = shelf.folder / name / version
+    try:
+        manifest = _manifest(shelf, place / MANIFEST_FILE)
+        file = _inside(shelf, place / ADAPTER_FILE)
+        if file is None:
+            return _announced(name, version, manifest)
+        size_bytes, digest = file.stat().st_size, file_digest(file)
+        _compare(shelf, manifest, size_bytes, digest)
+    except _Unfit as exc:
+        return Adapter(name, version, broken=str(exc))
+    except OSError as exc:
+        return Adapter(name, version, broken=f"its files cannot be read: {exc.strerror or exc}")
+    return Adapter(name, version, file, size_bytes, digest, manifest.scale)
+
+
+class _Unfit(Exception):
+    """Why an adapter cannot be used; it never leaves this module."""
+
+
+def _announced(name: str, version: str, manifest: Manifest) -> Adapter:
+    if manifest.sha256 is None:
+        raise _Unfit(f"{ADAPTER_FILE} is missing, and no {MANIFEST_FILE} gives its sha256")
+    return Adapter(name, version, None, manifest.size or 0, manifest.sha256, manifest.scale)
+
+
+def _inside(shelf: Shelf, file: Path) -> Path | None:
+    """Return where ``file`` really is; None if it is not there at all."""
+    try:
+        real = file.resolve()
+    except RuntimeError as exc:  # so says Python up to 3.12
+        raise _Unfit(f"{file.name} is a link to itself") from exc
+    if not real.is_relative_to(shelf.within.resolve()):
+        raise _Unfit(f"{file.name} leads out of {shelf.within.name}, its folder, to {real}")
+    return real if real.exists() else None
+
+
+def _manifest(shelf: Shelf, file: Path) -> Manifest:
+    real = _inside(shelf, file)
+    if real is None:
+        return Manifest()
+    if real.stat().st_size > MANIFEST_MAX_BYTES:
+        raise _Unfit(f"{MANIFEST_FILE} is larger than {MANIFEST_MAX_BYTES} bytes")
+    try:
+        return Manifest.model_validate_json(real.read_bytes())
+    except ValidationError as exc:
+        raise _Unfit(f"{MANIFEST_FILE}: {_said(exc)}") from exc
+
+
+def _said(error: ValidationError) -> str:
+    if any(problem["type"] == "json_invalid" for problem in error.errors(include_url=False)):
+        return "it is not valid JSON"
+    return explain(error, Manifest).rstrip(".")
+
+
+def _compare(shelf: Shelf, manifest: Manifest, size_bytes: int, digest: str) -> None:
+    for key, said, found in _claims(shelf, manifest, size_bytes, digest):
+        if said is not None and said != found:
+            raise _Unfit(f"{MANIFEST_FILE} says {key} {said}, and it is {found}")
+
+
+def _claims(
+    shelf: Shelf, manifest: Manifest, size_bytes: int, digest: str
+) -> Iterator[tuple[str, str | int | None, str | int]]:
+    yield "base_model", manifest.base_model, shelf.model
+    yield "size", manifest.size, size_bytes
+    yield "sha256", manifest.sha256, digest

@@ -1,0 +1,158 @@
+"""The tensors of a file of weights, as a trainer names them, and where two lists of them differ.
+
+It knows names, shapes and types, and no file's format.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rkserve.core.errors import RequestError
+
+MAX_PARAMETERS = 20_000
+MAX_NAME_CHARS = 256
+MAX_DIMENSIONS = 16
+_NUMBERED = re.compile(r"0{0,9}([1-9]\d{0,4})(?:/|-of-)0{0,9}([1-9]\d{0,4})", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One tensor. ``dtype`` is without the prefix of the library that wrote it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def named(cls, name: str, shape: Iterable[int], dtype: str) -> Parameter:
+        """Return it with the type's plain name: ``torch.bfloat16`` is ``bfloat16``."""
+        return cls(name, tuple(shape), dtype.rpartition(".")[2])
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """Which part of a tensor an entry is: number ``index`` of ``count``, cut along ``dim``."""
+
+    index: int
+    count: int | None = None
+    dim: int = 0
+
+
+def read_parameters(given: Any, param: str) -> tuple[Parameter, ...]:
+    """Return a list of ``{"name", "shape", "dtype"}`` as it came in JSON; None is an empty one.
+
+    Entries with a ``shard`` are parts of one tensor, which is returned whole.
+
+    Raises ``RequestError`` that names ``param`` for anything else, and for a tensor of which a
+    shard is missing: a board loads one whole file.
+    """
+    if given is None:
+        return ()
+    if not isinstance(given, list) or len(given) > MAX_PARAMETERS:
+        raise RequestError(
+            f"Invalid '{param}': expected a list of at most {MAX_PARAMETERS} tensors.", param
+        )
+    parts: dict[str, list[tuple[Parameter, _Shard | None]]] = {}
+    for n, one in enumerate(given):
+        found, shard = _read(one, f"{param}[{n}]", param)
+        parts.setdefault(found.name, []).append((found, shard))
+    return tuple(_whole(name, of, param) for name, of in parts.items())
+
+
+def _read(given: Any, at: str, param: str) -> tuple[Parameter, _Shard | None]:
+    if not isinstance(given, dict) or set(given) - {"shard"} != {"name", "shape", "dtype"}:
+        raise RequestError(
+            f"Invalid '{at}': expected name, shape and dtype of a tensor, and shard where it is a "
+            "part of one.",
+            param,
+        )
+    name, shape, dtype = given["name"], given["shape"], given["dtype"]
+    for word, text in (("name", name), ("dtype", dtype)):
+        if not isinstance(text, str) or not 1 <= len(text) <= MAX_NAME_CHARS:
+            raise RequestError(
+                f"Invalid '{at}.{word}': expected 1 to {MAX_NAME_CHARS} characters.", param
+            )
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
+        raise RequestError(f"Invalid '{at}.shape': expected a list of sizes.", param)
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise RequestError(f"Invalid '{at}.shape': expected whole numbers, 0 or more.", param)
+    return Parameter.named(name, shape, dtype), _read_shard(given.get("shard"), at, param)
+
+
+def _read_shard(given: Any, at: str, param: str) -> _Shard | None:
+    """Read an index from 0, ``{"index", "count", "dim"}``, or ``"1/4"`` as files are numbered."""
+    if given is None:
+        return None
+    found: dict[str, Any] = {}
+    if type(given) is int:
+        found = {"index": given}
+    elif isinstance(given, dict) and "index" in given and set(given) <= {"index", "count", "dim"}:
+        found = {"dim": 0, **{key: value for key, value in given.items() if value is not None}}
+    elif isinstance(given, str) and (numbered := _NUMBERED.fullmatch(given)):
+        found = {"index": int(numbered[1]) - 1, "count": int(numbered[2])}
+    values = list(found.values())
+    if values and all(type(one) is int and 0 <= one <= MAX_PARAMETERS for one in values):
+        shard = _Shard(**found)
+        if shard.count is None or shard.index < shard.count:
+            return shard
+    raise RequestError(
+        f"Invalid '{at}.shard': expected an index from 0, {{'index', 'count', 'dim'}}, or '1/4'.",
+        param,
+    )
+
+
+def _whole(name: str, parts: Sequence[tuple[Parameter, _Shard | None]], param: str) -> Parameter:
+    """Return a tensor put together from its shards. Raises ``RequestError`` unless it is whole."""
+    first, shard = parts[0]
+    shards = {one.index: (part, one) for part, one in parts if one is not None}
+    if shard is None and len(parts) == 1:
+        return first
+    if len(shards) != len(parts):
+        raise RequestError(f"Invalid '{param}': '{name}' is in it twice.", param)
+    count = max(len(parts), *(one.count or one.index + 1 for _, one in shards.values()))
+    missing = [index for index in range(count) if index not in shards]
+    if missing:
+        raise RequestError(
+            f"Invalid '{param}': '{name}' has {len(shards)} of {count} shards, and shard "
+            f"{missing[0]} (counted from 0) is missing; boards load one whole file, so name every "
+            "shard of a tensor.",
+            param,
+        )
+    ordered = [shards[index] for index in range(count)]
+    dim = ordered[0][1].dim
+    rests = {(p.dtype, one.count or count, one.dim, _without(p.shape, dim)) for p, one in ordered}
+    if len(rests) > 1 or dim >= len(first.shape):
+        raise RequestError(
+            f"Invalid '{param}': the shards of '{name}' do not fit together: they need one dtype, "
+            f"one count, and the same sizes but for dimension {dim}.",
+            param,
+        )
+    size = sum(part.shape[dim] for part, _ in ordered)
+    shape = (*first.shape[:dim], size, *first.shape[dim + 1 :])
+    return Parameter(name, shape, first.dtype)
+
+
+def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], -1, *shape[dim + 1 :])
+
+
+def difference(asked: Sequence[Parameter], known: Sequence[Parameter]) -> str | None:
+    """Say where ``asked`` is not ``known``, in one sentence; None where both are the same.
+
+    Their order says nothing.
+    """
+    have = {one.name: one for one in known}
+    for one in asked:
+        other = have.pop(one.name, None)
+        if other is None:
+            return f"'{one.name}' is not in the manifest."
+        if other.shape != one.shape:
+            return f"'{one.name}' has the shape {[*one.shape]}, and {[*other.shape]} there."
+        if other.dtype != one.dtype:
+            return f"'{one.name}' has the dtype {one.dtype}, and {other.dtype} there."
+    if have:
+        return f"'{next(iter(have))}' of the manifest is missing."
+    return None

@@ -1,0 +1,1 @@
+"""The binding to ``librkllmrt.so`` through cffi."""

@@ -1,0 +1,102 @@
+"""One handle of one opened library: its birth, its end, and calls that answer with a code.
+
+It knows the pointer and what the process needs for it. It judges nothing: states, runs and what a
+call may be given are for its users.
+"""
+
+from __future__ import annotations
+
+import resource
+import threading
+from pathlib import Path
+from typing import Any
+
+from rkserve.core.errors import CallFailed, LoadFailed
+from rkserve.native.binding.abi import Callbacks, Dialect
+from rkserve.native.binding.library import open_library
+from rkserve.native.runtime import LoadParams
+
+# rkllm wants one descriptor per buffer; the vendor's own demo asks for this many.
+_OPEN_FILES = 102_400
+
+# Two inits at the same time are undefined, also for two handles.
+_INIT_LOCK = threading.Lock()
+
+
+class Handle:
+    """A pointer that is NULL before ``init`` and after ``destroy``."""
+
+    def __init__(self, path: Path, dialect: Dialect) -> None:
+        self.dialect = dialect
+        self.ffi: Any = dialect.ffi
+        self.lib = open_library(self.ffi, path)
+        self.pointer = self.ffi.NULL
+        self.keep: list[Any] = []  # what the library was given for good, until destroy
+        # Held over is_running, and while the pointer is taken away to be destroyed.
+        self._peek_lock = threading.Lock()
+
+    def init(self, params: LoadParams, callbacks: Callbacks) -> None:
+        """Create the handle. Raises ``LoadFailed``; then it must not be used again.
+
+        Raises:
+            OverflowError, TypeError: a parameter does not fit; the library was not called.
+        """
+        keep: list[Any] = []
+        pointer = self.ffi.new("LLMHandle *")
+        with _INIT_LOCK:
+            raise_file_limit()
+            param = self.dialect.init_params(self.lib, params, keep)
+            code = self.dialect.init(self.lib, pointer, param, callbacks, keep)
+        if code != 0 or pointer[0] == self.ffi.NULL:
+            raise LoadFailed(_init_failure(params.model_path, code))
+        self.keep, self.pointer = keep, pointer[0]
+
+    def call(self, function: str, *args: Any) -> None:
+        """Call ``function`` of the library on the handle. Raises ``CallFailed``."""
+        code = getattr(self.lib, function)(self.pointer, *args)
+        if code != 0:
+            raise CallFailed(function, code)
+
+    def kv_sizes(self, n_batch: int) -> tuple[int, ...]:
+        """Positions of each entry's KV cache. Raises ``CallFailed``."""
+        sizes = self.ffi.new("int[]", n_batch)
+        self.call("rkllm_get_kv_cache_size", sizes)
+        return tuple(sizes)
+
+    def is_running(self) -> bool:
+        """Whether the library says that a run is going on; False without a handle."""
+        with self._peek_lock:
+            if self.pointer == self.ffi.NULL:
+                return False
+            # The header of 1.2.x says the opposite, and is wrong.
+            return bool(self.lib.rkllm_is_running(self.pointer) == 1)
+
+    def destroy(self) -> None:
+        """Free the handle. Raises ``CallFailed``; the pointer is gone whatever happens."""
+        with self._peek_lock:
+            pointer, self.pointer = self.pointer, self.ffi.NULL
+        code = self.lib.rkllm_destroy(pointer)
+        if code != 0:
+            raise CallFailed("rkllm_destroy", code)
+        self.keep = []
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files towards what the library needs; never lower it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (file_limit(soft, hard), hard))
+
+
+def file_limit(soft: int, hard: int) -> int:
+    """Return the soft limit to set; -1 stands for no limit, as in ``resource``."""
+    if soft == resource.RLIM_INFINITY:
+        return soft
+    return max(soft, _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES))
+
+
+def _init_failure(model_path: str, code: int) -> str:
+    if code == 0:
+        return f"rkllm_init returned 0 but no handle for {model_path}"
+    return (
+        f"rkllm_init returned {code} for {model_path}; the library's own lines in the log say why"
+    )

@@ -1,0 +1,242 @@
+"""What the library would accept and then do wrong: refused before it gets there. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rkserve.core.errors import LoadFailed, Misuse
+from rkserve.native.binding.kv_context import adapter_words
+from rkserve.native.releases import Abi
+from rkserve.native.runtime import (
+    CrossAttention,
+    EmbedInput,
+    Image,
+    LoadParams,
+    Mode,
+    MultimodalInput,
+    PromptInput,
+    RunInput,
+    RunParams,
+    TokenInput,
+    Video,
+)
+
+_CPU_BITS = 32
+_MAX_BATCH = 100  # the library's own words: between 1 and 100
+_DOMAINS = 16  # the kernel driver's RKNPU_MAX_IOMMU_DOMAIN_NUM
+_FLOAT = 4
+_NO_TAGS = ("", "", "")
+
+# Markup that a tokenizer reads as special tokens; DeepSeek's has full-width bars.
+_MARKUP = re.compile(
+    r"<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c<>]{1,40}\uff5c>|<(?:start|end)_of_turn>"
+)
+
+
+# -- load -----------------------------------------------------------------------------------------
+
+
+def check_load(params: LoadParams, release: str, abi: Abi) -> None:
+    """Raise ``LoadFailed`` where init is bound to fail; 1.3.0 may crash on a failing one."""
+    if not Path(params.model_path).is_file():
+        raise LoadFailed(f"there is no model file {params.model_path}")
+    if min(params.max_context_len, params.max_new_tokens) < 1:
+        raise LoadFailed("max_context_len and max_new_tokens must be at least 1")
+    cpus = params.cpus
+    if len(set(cpus)) != len(cpus) or not all(0 <= cpu < _CPU_BITS for cpu in cpus):
+        raise LoadFailed(f"cpus must be distinct numbers from 0 to {_CPU_BITS - 1}, not {cpus}")
+    if not 1 <= params.n_batch <= _MAX_BATCH:
+        raise LoadFailed(f"n_batch must be from 1 to {_MAX_BATCH}, not {params.n_batch}")
+    if not 0 <= params.base_domain_id < _DOMAINS:
+        raise LoadFailed(
+            f"base_domain_id must be from 0 to {_DOMAINS - 1}, not {params.base_domain_id}"
+        )
+    for name, given in _foreign(params, abi).items():
+        if given:
+            raise LoadFailed(f"RKLLM {release} has no {name}")
+
+
+def _foreign(params: LoadParams, abi: Abi) -> Mapping[str, bool]:
+    """Say which settings are set that only the other interface has; they would be lost."""
+    if abi is Abi.V1_3:
+        return {"image_tags at load, but with each image": params.image_tags != _NO_TAGS}
+    return {
+        "ignore_eos_token": params.ignore_eos_token,
+        "tokenizer callback": params.tokenize is not None,
+        "embedding callback": params.embed is not None,
+    }
+
+
+# -- a run ----------------------------------------------------------------------------------------
+
+
+def check_run(params: RunParams, n_batch: int, release: str, abi: Abi) -> None:
+    """Raise ``Misuse`` for a run that no handle of ``release`` can do as it is asked for."""
+    limit = params.max_new_tokens
+    if (params.sampling is not None or limit is not None) and abi is Abi.V1_2:
+        raise Misuse(f"RKLLM {release} takes sampling and max_new_tokens at load only")
+    if limit is not None and limit < 1:
+        raise Misuse(f"max_new_tokens must be at least 1, not {limit}")
+    if len(params.inputs) != n_batch:
+        # The library reads n_batch of them whatever it is given, and crashes on the missing ones.
+        raise Misuse(f"a run takes exactly {n_batch} inputs (n_batch), not {len(params.inputs)}")
+    for given in params.inputs:
+        _check_input(given, release, abi)
+
+
+def _check_input(given: RunInput, release: str, abi: Abi) -> None:
+    if isinstance(given, TokenInput):
+        if not given.ids or min(given.ids) < 0:
+            raise Misuse("token input must hold at least one id, and none below 0")
+    elif isinstance(given, EmbedInput):
+        _check_rows("embeddings", given.data, given.n_tokens)
+    elif isinstance(given, MultimodalInput):
+        _check_multimodal(given, release, abi)
+
+
+def _check_rows(what: str, data: bytes, rows: int) -> None:
+    if rows < 1 or not data or len(data) % (_FLOAT * rows):
+        raise Misuse(f"{len(data)} bytes of {what} do not make {rows} rows of float32")
+
+
+def _check_multimodal(given: MultimodalInput, release: str, abi: Abi) -> None:
+    if given.image is None and given.video is None:
+        raise Misuse("multimodal input needs an image or a video")
+    if given.video is not None and abi is Abi.V1_2:
+        raise Misuse(f"RKLLM {release} takes no video")
+    if given.image is not None:
+        _check_image(given.image, given.text.count("<image>"), release, abi)
+    if given.video is not None:
+        _check_video(given.video, given.text.count("<video>"))
+
+
+def _check_image(image: Image, places: int, release: str, abi: Abi) -> None:
+    # Without its counts an asynchronous run returned 0 and never called back.
+    _check_counts("an image", image.n_images, image.n_tokens, image.width, image.height)
+    _check_rows("image embeddings", image.data, image.n_images * image.n_tokens)
+    # Only 1.3.0 is documented to want one place for each; before, one was enough for all.
+    if places != image.n_images and not (abi is Abi.V1_2 and places == 1):
+        raise Misuse(f"the text has {places} times <image> for {image.n_images} images")
+    if image.tags != _NO_TAGS and abi is Abi.V1_2:
+        raise Misuse(f"RKLLM {release} takes image tags at load, not with each image")
+
+
+def _check_video(video: Video, places: int) -> None:
+    _check_counts(
+        "a video", video.n_videos, video.n_frames, video.n_tokens, video.width, video.height
+    )
+    _check_rows("video embeddings", video.data, video.n_videos * video.n_frames * video.n_tokens)
+    if places != video.n_videos:
+        raise Misuse(f"the text has {places} times <video> for {video.n_videos} videos")
+
+
+def _check_counts(what: str, *counts: int) -> None:
+    if min(counts) < 1:
+        raise Misuse(f"{what} needs its counts, width and height, all at least 1, not {counts}")
+
+
+def check_prompts(params: RunParams) -> None:
+    """Raise ``Misuse`` for rendered text while a chat template is in force."""
+    for given in params.inputs:
+        if not isinstance(given, (PromptInput, MultimodalInput)):
+            continue
+        if (found := _MARKUP.search(given.text)) is not None:
+            raise Misuse(
+                f"PROMPT text holds {found.group()}, and a chat template is in force that would "
+                "wrap it once more: send token ids, or set an empty template first"
+            )
+
+
+def check_save(params: RunParams, n_batch: int, quirks: Mapping[str, bool]) -> None:
+    """Raise ``Misuse`` for a prompt cache file that could not become what is expected of it."""
+    if params.save_cache is None:
+        return
+    if n_batch > 1:
+        raise Misuse("a prompt cache is not known to work with a batch")
+    if params.keep_history and not quirks["prompt_cache_save_with_history"]:
+        raise Misuse("a run with keep_history is not known to save its whole context")
+    if not Path(params.save_cache).parent.is_dir():
+        raise Misuse(f"there is no folder for the prompt cache {params.save_cache}")
+
+
+def check_resume(params: RunParams, paused: RunParams, *, by_prompt: bool) -> None:
+    """Raise ``Misuse`` where ``params`` cannot resume ``paused``."""
+    for given in params.inputs:
+        if not isinstance(given, (TokenInput, PromptInput)):
+            raise Misuse("a paused run is resumed with token ids, not with embeddings")
+        if isinstance(given, PromptInput) and not by_prompt:
+            raise Misuse("a paused run is resumed with token ids, not with PROMPT text")
+    if params.keep_history != paused.keep_history:
+        raise Misuse("a paused run is resumed with the keep_history that it was started with")
+    if params.adapter != paused.adapter:
+        raise Misuse(
+            f"a paused run with {adapter_words(paused.adapter)} cannot be resumed with "
+            f"{adapter_words(params.adapter)}"
+        )
+
+
+def check_evaluate(
+    given: RunInput, mode: Mode, n_batch: int, *, keep_history: bool, quirks: Mapping[str, bool]
+) -> None:
+    """Raise ``Misuse`` where computing rows was seen to fail, or to end the process."""
+    if n_batch > 1:
+        raise Misuse(f"{mode.value} of a batch cannot be computed")
+    tokens = isinstance(given, TokenInput)
+    if mode is Mode.LOGITS and keep_history and tokens and not quirks["logits_with_history"]:
+        raise Misuse("logits of token input with keep_history end the process of the library")
+
+
+# -- the other calls ------------------------------------------------------------------------------
+
+
+def check_ranges(ranges: Sequence[tuple[int, int]], sizes: Sequence[int]) -> None:
+    """Raise ``Misuse`` for ranges that the KV cache does not hold."""
+    if len(ranges) != len(sizes):
+        raise Misuse(f"a clear takes exactly {len(sizes)} ranges (n_batch), not {len(ranges)}")
+    for entry, ((start, end), size) in enumerate(zip(ranges, sizes, strict=True)):
+        if not 0 <= start <= end <= size:
+            raise Misuse(
+                f"the range [{start}, {end}) of entry {entry} is not within the {size} positions "
+                "of the KV cache"
+            )
+
+
+def check_adapter(path: str, name: str, scale: float, names: set[str]) -> None:
+    """Raise ``Misuse`` for an adapter that could never be told from another, or is not there."""
+    if not name or name in names:
+        raise Misuse(f"an adapter needs a name of its own, not {name!r}")
+    if not math.isfinite(scale):
+        raise Misuse(f"an adapter's scale must be a finite number, not {scale}")
+    check_file(path, "adapter")
+
+
+def check_file(path: str, what: str) -> None:
+    """Raise ``Misuse`` for a missing file: what the library makes of one is unknown."""
+    if not Path(path).is_file():
+        raise Misuse(f"there is no {what} file {path}")
+
+
+def check_tools(tools: str) -> None:
+    """Raise ``Misuse`` for a description of tools that the library could not read; "" is none."""
+    if not tools:
+        return
+    try:
+        json.loads(tools)
+    except ValueError as exc:
+        raise Misuse(f"the tools are not JSON: {exc}") from exc
+
+
+def check_cross_attention(given: CrossAttention, *, loaded_for_it: bool) -> None:
+    """Raise ``Misuse`` where the library would read past an encoder's output, or ignore it."""
+    if not loaded_for_it:
+        raise Misuse("the handle was not loaded with use_cross_attn")
+    _check_rows("the encoder's K cache", given.k_cache, given.n_tokens)
+    if len(given.v_cache) != len(given.k_cache):
+        raise Misuse("the encoder's K and V caches must have the same size")
+    for what, data in (("mask", given.mask), ("positions", given.positions)):
+        if len(data) != _FLOAT * given.n_tokens:
+            raise Misuse(f"the encoder's {what} must have one value for each of its tokens")

@@ -1,0 +1,273 @@
+"""The vendor's library as a ``Runtime``: every call of a handle's owner, one at a time.
+
+It judges every call by the state table before the library sees it, and keeps everything that the
+library can see alive. It knows no requests, no text (pieces are bytes) and no policy: who is to be
+aborted is for its callers. Runs are made in ``runs``; what C calls is in ``callback``.
+
+Locks: one owner at a time (``_owner``), never waited for. ``abort`` and ``is_running`` do without
+it, and the callback takes no lock at all, so an abort always gets through.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rkserve.core.errors import LoadFailed, Misuse
+from rkserve.native.binding import preconditions
+from rkserve.native.binding.abi import Callbacks, dialect_for
+from rkserve.native.binding.callback import Callback, keep_for_good
+from rkserve.native.binding.detect import detect
+from rkserve.native.binding.handle import Handle
+from rkserve.native.binding.inputs import c_path, c_string
+from rkserve.native.binding.run import Ended
+from rkserve.native.binding.runs import Runs, fitting
+from rkserve.native.binding.tokenizer_hooks import Hooks
+from rkserve.native.handle_states import HandleEvent, HandleState, advance
+from rkserve.native.quirks import quirks_for
+from rkserve.native.releases import Abi
+from rkserve.native.runtime import (
+    CrossAttention,
+    LoadParams,
+    Matrix,
+    Mode,
+    RunInput,
+    RunOutcome,
+    RunParams,
+    Sink,
+)
+
+
+def open_runtime(path: Path, quirks: Mapping[str, bool] | None = None) -> Binding:
+    """Open the library at ``path``, whatever accepted release it is; ``quirks`` are overrides.
+
+    Raises:
+        LibraryMissing, ReleaseRefused: see ``detect``.
+        ConfigError: an override is not in the quirk table.
+    """
+    detected = detect(path)
+    return Binding(path, detected.release, detected.abi, quirks_for(detected.release, quirks))
+
+
+class Binding:
+    """One handle of one library; see ``Runtime`` for what its methods promise."""
+
+    def __init__(self, path: Path, release: str, abi: Abi, quirks: Mapping[str, bool]) -> None:
+        self._release, self._abi, self._quirks = release, abi, quirks
+        self._handle = Handle(path, dialect_for(abi))
+        self._callback = Callback(self._handle, release, quirks)
+        self._runs = Runs(self._handle, self._callback, release, abi, quirks)
+        self._owner = threading.Lock()
+        # What the library was given until it is given another: by the call that does so.
+        self._kept: dict[str, list[Any]] = {}
+        self._cross_attention = False
+
+    # -- what it is ---------------------------------------------------------------------------
+
+    @property
+    def release(self) -> str:
+        """The detected release."""
+        return self._release
+
+    @property
+    def per_run_sampling(self) -> bool:
+        """Whether a run may carry sampling and a token limit."""
+        return self._handle.dialect.per_run_sampling
+
+    @property
+    def quirks(self) -> Mapping[str, bool]:
+        """What the release may be trusted with."""
+        return self._quirks
+
+    @property
+    def state(self) -> HandleState:
+        """Where the handle is."""
+        return self._callback.state
+
+    @property
+    def late_callbacks(self) -> int:
+        """Callbacks that came for no run, or for an earlier one."""
+        return self._callback.late
+
+    # -- birth and end ------------------------------------------------------------------------
+
+    def load(self, params: LoadParams) -> None:
+        """Create the handle. Raises ``LoadFailed``."""
+        callback = self._callback
+        with self._owned(HandleEvent.INIT) as loaded:
+            preconditions.check_load(params, self._release, self._abi)
+            callback.n_batch = params.n_batch
+            try:
+                self._handle.init(params, self._functions(params))
+            except (OverflowError, TypeError, Misuse) as exc:
+                raise LoadFailed(f"a parameter does not fit the library's: {exc}") from exc
+            except LoadFailed as exc:
+                callback.handle_state = advance(callback.handle_state, HandleEvent.INIT_FAILED)
+                raise exc from callback.failure
+            self._cross_attention = params.use_cross_attn
+            callback.handle_state = loaded
+
+    def _functions(self, params: LoadParams) -> Callbacks:
+        hooks = Hooks(self._handle.ffi, self._callback.note, params.tokenize, params.embed)
+        functions = Callbacks(self._callback.on_result_c, hooks.tokenize, hooks.embed)
+        keep_for_good(functions)
+        return functions
+
+    def destroy(self) -> None:
+        """Free the handle; allowed on an idle or paused one only. Raises ``CallFailed``."""
+        with self._owned(HandleEvent.DESTROY) as destroyed:
+            # Even if the call fails: nobody knows what the handle is worth then.
+            self._callback.handle_state = destroyed
+            self._handle.destroy()
+            self._runs.paused = None
+            self._runs.cache.took(loaded=False)
+            self._kept = {}
+
+    # -- runs ---------------------------------------------------------------------------------
+
+    def run(self, params: RunParams, sink: Sink) -> RunOutcome:
+        """Generate until the end, a pause or an abort; see ``Runtime``."""
+        with self._owned(HandleEvent.RESUME if params.resume else HandleEvent.RUN) as started:
+            return self._runs.generate(params, sink, started)
+
+    def run_async(self, params: RunParams, sink: Sink, ended: Ended) -> None:
+        """Start a run on a thread of the library's; see ``Runtime``."""
+        if params.resume:
+            raise Misuse("a paused run cannot be resumed asynchronously")
+        with self._owned(HandleEvent.RUN) as started:
+            self._runs.start(params, sink, ended, started)
+
+    def poll_async(self) -> bool:
+        """Look after an asynchronous run; True while it goes on. See ``Runtime``."""
+        if not self._owner.acquire(blocking=False):
+            run = self._callback.run
+            return run is not None and not run.told
+        try:
+            return self._runs.look_after()
+        finally:
+            self._owner.release()
+
+    def drain(self) -> None:
+        """End a paused run without resuming it. Raises ``CallFailed``."""
+        with self._owned(HandleEvent.DRAIN) as started:
+            self._runs.drain(started)
+
+    def evaluate(
+        self,
+        given: RunInput,
+        mode: Mode,
+        *,
+        keep_history: bool = False,
+        adapter: str | None = None,
+        last: bool = False,
+    ) -> Matrix:
+        """Compute one row per position of ``given``; see ``Runtime``."""
+        with self._owned(HandleEvent.EVALUATE) as started:
+            return self._runs.evaluate(
+                given, mode, started, history=keep_history, adapter=adapter, last=last
+            )
+
+    def abort(self) -> None:
+        """Ask a run to end at the next token; does nothing where none is running."""
+        self._callback.abort()
+
+    def is_running(self) -> bool:
+        """Whether the library says that a run is going on; False without a handle."""
+        return self._handle.is_running()
+
+    # -- the KV cache -------------------------------------------------------------------------
+
+    def clear_kv_cache(self, *, keep_system_prompt: bool = False) -> None:
+        """Empty the KV cache of an idle handle. Raises ``CallFailed``."""
+        with self._owned(HandleEvent.CLEAR_KV):
+            null = self._handle.ffi.NULL
+            self._handle.call("rkllm_clear_kv_cache", int(keep_system_prompt), null, null)
+            self._runs.context.cleared(all_of_it=not keep_system_prompt)
+
+    def clear_kv_range(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Cut ranges out of a paused handle's KV cache; see ``Runtime``."""
+        with self._owned(HandleEvent.CLEAR_KV_RANGE):
+            self._runs.cut(ranges)
+
+    def kv_cache_sizes(self) -> tuple[int, ...]:
+        """Positions that the KV cache holds, for each entry. Raises ``CallFailed``."""
+        with self._owned(HandleEvent.KV_SIZE):
+            return self._handle.kv_sizes(self._callback.n_batch)
+
+    def load_prompt_cache(self, path: str) -> None:
+        """Offer a cache file to the next runs; see ``Runtime``."""
+        with self._owned(HandleEvent.PROMPT_CACHE):
+            self._runs.cache.check_load(self._callback.n_batch, self._quirks)
+            preconditions.check_file(path, "prompt cache")
+            keep: list[Any] = []
+            c_file = c_path(self._handle.ffi, path, keep)
+            self._runs.release_cache()  # the vendor asks for it before another file is loaded
+            self._call_keeping("rkllm_load_prompt_cache", keep, c_file)
+            self._runs.cache.took(loaded=True)
+
+    def release_prompt_cache(self) -> None:
+        """Forget the cache file that was loaded. Raises ``CallFailed``."""
+        with self._owned(HandleEvent.PROMPT_CACHE):
+            self._runs.release_cache()
+
+    # -- what the model is to work with -------------------------------------------------------
+
+    def load_adapter(self, path: str, name: str, scale: float = 1.0) -> None:
+        """Add a LoRA adapter to an idle handle; see ``Runtime``."""
+        with self._owned(HandleEvent.CONFIGURE):
+            preconditions.check_adapter(path, name, scale, self._runs.adapters)
+            # Kept even if it is refused: what the library has noted by then is unknown.
+            adapter = self._handle.dialect.adapter(path, name, scale, self._handle.keep)
+            self._handle.call("rkllm_load_lora", adapter)
+            self._runs.adapters.add(name)
+
+    def set_chat_template(self, system: str, prefix: str, postfix: str) -> None:
+        """Replace the model's own template for PROMPT input. Raises ``CallFailed``."""
+        with self._owned(HandleEvent.CONFIGURE):
+            self._set_texts("rkllm_set_chat_template", system, prefix, postfix)
+            self._runs.template_emptied = not (system or prefix or postfix)
+
+    def set_function_tools(self, system: str, tools: str, response_tag: str) -> None:
+        """Describe tools (JSON text) to the model for PROMPT input. Raises ``CallFailed``."""
+        with self._owned(HandleEvent.CONFIGURE):
+            preconditions.check_tools(tools)
+            self._set_texts("rkllm_set_function_tools", system, tools, response_tag)
+            self._runs.template_emptied = False  # tools reach the model by a template
+
+    def set_cross_attention(self, given: CrossAttention) -> None:
+        """Hand over an encoder's output; see ``Runtime``."""
+        with self._owned(HandleEvent.CONFIGURE):
+            preconditions.check_cross_attention(given, loaded_for_it=self._cross_attention)
+            keep: list[Any] = []
+            struct = fitting(lambda: self._handle.dialect.cross_attention(given, keep))
+            self._call_keeping("rkllm_set_cross_attn_params", keep, struct)
+            self._runs.context.encoder_replaced()
+
+    def _set_texts(self, function: str, *texts: str) -> None:
+        keep: list[Any] = []
+        parts = [c_string(self._handle.ffi, text, keep) for text in texts]
+        self._call_keeping(function, keep, *parts)
+
+    def _call_keeping(self, function: str, keep: list[Any], *args: Any) -> None:
+        """Make a call whose arguments stay alive until the next one like it, or destroy."""
+        before = self._kept.get(function, [])
+        self._kept[function] = [before, keep]  # a call that fails may leave either in use
+        self._handle.call(function, *args)
+        self._kept[function] = keep
+
+    # -- one owner ----------------------------------------------------------------------------
+
+    @contextmanager
+    def _owned(self, event: HandleEvent) -> Iterator[HandleState]:
+        """Be the one owner during a call that the table allows; yields the state after it."""
+        if not self._owner.acquire(blocking=False):
+            advance(self.state, event)  # says it better where a run is what is in the way
+            raise Misuse(f"'{event.value}' while another call is inside the library")
+        try:
+            self._runs.await_landing()
+            yield advance(self.state, event)
+        finally:
+            self._owner.release()

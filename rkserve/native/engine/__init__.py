@@ -1,0 +1,1 @@
+"""The engine: the process that owns one RKLLM handle."""

@@ -1,0 +1,173 @@
+"""What a board's commands mean on a ``Runtime``: JSON values in, calls out.
+
+It knows no frames, threads or processes. The keys are those of ``board.engine``; one that is
+missing is a mistake of ours and raises ``KeyError``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from rkserve.core.errors import Misuse, NativeError
+from rkserve.core.run_params import Embeds, Pooling, Sampling
+from rkserve.native.engine.pooling import pooled
+from rkserve.native.runtime import (
+    EmbedInput,
+    Image,
+    LoadParams,
+    Mode,
+    MultimodalInput,
+    PromptInput,
+    RunInput,
+    RunParams,
+    Runtime,
+    TokenInput,
+    VisionParams,
+)
+
+
+def load_params(given: Mapping[str, Any]) -> LoadParams:
+    """Return what to load with; JSON has made lists of tuples."""
+    load = dict(given)
+    load["sampling"] = Sampling(**load["sampling"])
+    for name in ("cpus", "image_tags"):
+        load[name] = tuple(load[name])
+    return LoadParams(**load)
+
+
+def vision_params(given: Mapping[str, Any]) -> VisionParams:
+    """Return what the engine is to see with."""
+    library, model, tags = Path(given["library"]), Path(given["model"]), tuple(given["tags"])
+    return VisionParams(**{**given, "library": library, "model": model, "tags": tags})
+
+
+def prepare(runtime: Runtime, params: Mapping[str, Any]) -> str | None:
+    """Do what comes before a run, in the order that ``RunCommand`` promises.
+
+    Returns why a prompt cache was refused: that costs time, and not the answer. Raises
+    ``NativeError`` where the run must not begin.
+    """
+    if params["clear"]:
+        runtime.clear_kv_cache()
+    for start, end in params["cut"]:
+        _cut(runtime, start, end, entries=len(params["texts"]))
+    try:
+        if params["release_cache"]:
+            runtime.release_prompt_cache()
+        if params["load_cache"] is not None:
+            runtime.load_prompt_cache(params["load_cache"])
+    except NativeError as exc:
+        return str(exc)
+    return None
+
+
+def _cut(runtime: Runtime, start: int, end: int, *, entries: int) -> None:
+    """Clear a range of the paused entry 0, and look whether it is gone."""
+    before = runtime.kv_cache_sizes()[0]
+    runtime.clear_kv_range([(start, end), *[(0, 0)] * (entries - 1)])
+    after = runtime.kv_cache_sizes()[0]
+    if after != before - (end - start):
+        raise NativeError(
+            f"after the range {start} to {end} was cleared of {before} positions the KV cache "
+            f"holds {after}"
+        )
+
+
+def run_params(
+    params: Mapping[str, Any],
+    entries: tuple[tuple[int, ...], ...],
+    image: Image | None = None,
+    embeds: Embeds | None = None,
+) -> RunParams:
+    """Return the run that is asked for; ``image`` has all those of its one entry, and ``embeds``
+    are that entry.
+    """
+    sampling = params["sampling"]
+    return RunParams(
+        inputs=tuple(
+            _input(ids, text, image) if embeds is None else EmbedInput(embeds.data, embeds.rows)
+            for ids, text in zip(entries, params["texts"], strict=True)
+        ),
+        keep_history=params["keep_history"],
+        sampling=Sampling(**sampling) if sampling else None,
+        max_new_tokens=params["max_new_tokens"],
+        resume=params["resume"],
+        adapter=params["adapter"],
+        save_cache=params["save_cache"],
+    )
+
+
+def _input(ids: tuple[int, ...], text: str | None, image: Image | None) -> RunInput:
+    if ids or text is None:
+        return TokenInput(ids)
+    return PromptInput(text) if image is None else MultimodalInput(text, image)
+
+
+def embed(runtime: Runtime, run: RunParams, pooling: Pooling) -> tuple[int, bytes]:
+    """Return how many tokens the run's text has, and its vector as float32 raw bytes.
+
+    Only that is kept of the hidden states, which take megabytes. Raises ``NativeError``.
+    """
+    (given, *_) = run.inputs  # a batch is refused by the binding
+    ids = given.ids if isinstance(given, TokenInput) else None
+    # Who knows the ids need not count the rows.
+    last = pooling is Pooling.LAST and ids is not None
+    matrix = runtime.evaluate(given, Mode.HIDDEN, adapter=run.adapter, last=last)
+    tokens = matrix.rows if ids is None else len(ids)
+    return tokens, pooled(matrix, pooling, None if ids is None else tokens)
+
+
+def positions(runtime: Runtime) -> tuple[int, ...]:
+    """What the KV cache holds, or (): the answer is complete and must not fail for a figure."""
+    try:
+        return runtime.kv_cache_sizes()
+    except NativeError as exc:
+        sys.stderr.write(f"rkserve: the KV cache's size is unknown: {exc}\n")
+        return ()
+
+
+def call(runtime: Runtime, method: str, args: Mapping[str, Any]) -> Any:
+    """Make one of the calls that a board may ask for between runs; see ``CALLS``.
+
+    Raises ``NativeError``: ``Misuse`` for any other name, and for arguments that do not fit.
+    """
+    if method not in CALLS:
+        raise Misuse(f"'{method}' is not a call; there are {', '.join(CALLS)}")
+    try:
+        signature(CALLS[method]).bind(runtime, **args)
+    except TypeError as exc:
+        raise Misuse(f"the call {method}: {exc}") from None
+    return CALLS[method](runtime, **args)
+
+
+def _drain(runtime: Runtime) -> None:
+    runtime.drain()
+
+
+def _clear_kv(runtime: Runtime, keep_system_prompt: bool = False) -> None:
+    runtime.clear_kv_cache(keep_system_prompt=keep_system_prompt)
+
+
+def _kv_sizes(runtime: Runtime) -> tuple[int, ...]:
+    return runtime.kv_cache_sizes()
+
+
+def _load_adapter(runtime: Runtime, path: str, name: str, scale: float = 1.0) -> None:
+    runtime.load_adapter(path, name, scale)
+
+
+def _release_cache(runtime: Runtime) -> None:
+    runtime.release_prompt_cache()
+
+
+CALLS: Mapping[str, Callable[..., Any]] = {
+    "drain": _drain,
+    "clear_kv": _clear_kv,
+    "kv_sizes": _kv_sizes,
+    "load_adapter": _load_adapter,
+    "release_cache": _release_cache,
+}

@@ -1,0 +1,52 @@
+"""The lock that keeps two processes off one NPU. It knows a file, and nothing of the library."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rkserve.core.durable_files import open_private, private_folder
+from rkserve.core.errors import LoadFailed
+
+POLL_S = 0.05
+
+
+@dataclass
+class Fence:
+    """An exclusive file lock: two processes never hold the same NPU's handle at once."""
+
+    path: Path
+    fd: int = -1
+
+    def take(self, timeout_s: float) -> None:
+        """Wait for the lock.
+
+        Raises:
+            LoadFailed: it is held after ``timeout_s``, and by which process, or the file or its
+                folder is not this account's own.
+        """
+        try:
+            private_folder(self.path.parent)
+            self.fd = open_private(self.path, os.O_RDWR | os.O_CREAT)
+        except OSError as exc:
+            raise LoadFailed(f"the lock {self.path} of the NPU cannot be used: {exc}") from exc
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    holder = os.pread(self.fd, 32, 0).decode(errors="replace").strip() or "unknown"
+                    raise LoadFailed(
+                        f"the NPU is held by another engine (pid {holder}, lock {self.path}); it "
+                        f"did not let go within {timeout_s:.0f} s"
+                    ) from None
+                time.sleep(POLL_S)
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without the name
+            os.ftruncate(self.fd, 0)
+            os.pwrite(self.fd, str(os.getpid()).encode(), 0)

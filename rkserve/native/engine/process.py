@@ -1,0 +1,389 @@
+"""The engine process: owns one RKLLM handle, speaks frames over its stdin and stdout.
+
+It is what a crash in the vendor's library takes down, and all of it. It knows ``native`` only: no
+Ray, no HTTP, no queue of requests. It ends when its stdin closes, so that no orphan keeps NPU
+memory. ``python -m rkserve.native.engine.process`` is started by the board, never by hand.
+
+Three threads: the main one reads commands (so an abort gets through while the library is busy),
+the *runner* is the only one that enters blocking calls of the library, the *writer* is the only
+one that writes frames, so that the library's callback never waits for a pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from rkserve.core.errors import LoadFailed, Misuse, NativeError, RkserveError, StepsRefused
+from rkserve.core.run_params import Embeds, EncoderStates, Picture, Pooling
+from rkserve.native import engine_frames
+from rkserve.native.engine import commands
+from rkserve.native.engine.frame_writer import Outbox
+from rkserve.native.engine.npu_lock import Fence
+from rkserve.native.engine_frames import Kind
+from rkserve.native.releases import ACCEPTED, Abi
+from rkserve.native.runtime import (
+    CrossAttention,
+    Image,
+    Perf,
+    RunEnd,
+    RunOutcome,
+    Runtime,
+    Sink,
+    Step,
+    Verdict,
+)
+
+if TYPE_CHECKING:
+    from rkserve.native.engine.stepwise import Steps
+    from rkserve.native.vision.image_cache import Vision
+
+READ_SIZE = 1 << 16
+
+OpenRuntime = Callable[[Path, Mapping[str, bool]], Runtime]
+
+
+class Sender(Protocol):
+    """Where frames go: an ``Outbox``."""
+
+    def put(self, frame: bytes) -> None:
+        """Queue a frame, or several in one piece."""
+
+    def close(self) -> None:
+        """Write what is queued, then end."""
+
+
+class Engine:
+    """The commands of a board, carried out on one runtime.
+
+    ``command`` is for the thread that reads them, ``carry_out`` for the runner.
+    """
+
+    def __init__(self, outbox: Sender, open_runtime: OpenRuntime) -> None:
+        self._outbox = outbox
+        self._open_runtime = open_runtime
+        self._work: SimpleQueue[tuple[Kind, bytes]] = SimpleQueue()
+        self._runtime: Runtime | None = None
+        self._steps: Steps | None = None
+        self._vision: Vision | None = None
+        self._pictures: list[tuple[int, Picture]] = []  # of the run that comes next
+        self._embeds: list[tuple[int, Embeds]] = []
+        self._encoder: list[tuple[int, EncoderStates]] = []
+        self._needs_encoder = False  # the model is a decoder with cross-attention
+        self._fence: Fence | None = None  # held until the process ends
+        # Guards the three below: an abort that overtakes its run must keep it from starting, and
+        # one that comes late must not hit the next run. The library's callback never takes it.
+        self._lock = threading.Lock()
+        self._current: int | None = None  # what the runtime was handed, until it is back
+        self._aborted: frozenset[int] = frozenset()
+        self._pause_wanted: int | None = None  # the current run or none; the sink reads it
+
+    def serve(self, command_fd: int) -> None:
+        """Carry out commands until the board closes the pipe."""
+        threading.Thread(target=self._runner, name="runner", daemon=True).start()
+        reader = engine_frames.FrameReader()
+        while chunk := os.read(command_fd, READ_SIZE):
+            for kind, payload in reader.feed(chunk):
+                self.command(kind, payload)
+
+    def beat(self, interval_s: float) -> None:
+        """Tell every ``interval_s`` that this process is alive; never returns."""
+        while True:
+            self._outbox.put(engine_frames.pack(Kind.BEAT, {}))
+            time.sleep(interval_s)
+
+    def command(self, kind: Kind, payload: bytes) -> None:
+        """Take a command: what interrupts a run is done at once, the rest waits for the runner."""
+        if kind is Kind.ABORT:
+            self._abort(engine_frames.unpack(payload)["run_id"])
+        elif kind is Kind.PAUSE:
+            self._pause(engine_frames.unpack(payload)["run_id"])
+        else:
+            self._work.put((kind, payload))
+
+    def carry_out(self, kind: Kind, payload: bytes) -> None:
+        """Do what had to wait for its turn."""
+        if kind is Kind.LOAD:
+            self._load(engine_frames.unpack(payload))
+        elif kind is Kind.IMAGE:
+            self._pictures.append(engine_frames.unpack_picture(payload))
+        elif kind is Kind.EMBEDS:
+            self._embeds.append(engine_frames.unpack_embeds(payload))
+        elif kind is Kind.ENCODER:
+            self._encoder.append(engine_frames.unpack_encoder(payload))
+        elif kind is Kind.RUN:
+            self._run(*engine_frames.unpack_run(payload))
+            self._pictures.clear()
+            self._embeds.clear()
+            self._encoder.clear()
+        elif kind is Kind.CALL:
+            self._call(engine_frames.unpack(payload))
+        elif kind is Kind.STOP:
+            self._stop()
+
+    def _abort(self, run_id: int) -> None:
+        with self._lock:  # held over the call: run_id stays the current run until it is made
+            self._aborted |= {run_id}
+            if self._current != run_id or self._runtime is None:
+                return
+            self._pause_wanted = None
+            try:
+                self._runtime.abort()
+            except NativeError as exc:  # it is over, or the board's watchdog will end it
+                sys.stderr.write(f"W rkserve: the abort was refused: {exc}\n")
+
+    def _pause(self, run_id: int) -> None:
+        with self._lock:
+            if self._current == run_id and run_id not in self._aborted:
+                self._pause_wanted = run_id
+
+    def _runner(self) -> None:
+        try:
+            while True:
+                self.carry_out(*self._work.get())
+        except BaseException as exc:  # noqa: BLE001 - without this thread the engine is deaf
+            _crash(exc)
+
+    def _load(self, command: dict[str, Any]) -> None:
+        try:
+            started = time.monotonic()
+            if command["pin_cpus"]:
+                os.sched_setaffinity(0, command["pin_cpus"])
+            self._fence = Fence(Path(command["fence"]))
+            self._fence.take(command["fence_timeout_s"])
+            self._runtime = self._open(command)
+        except (RkserveError, OSError) as exc:
+            kind = type(exc).__name__ if isinstance(exc, NativeError) else "LoadFailed"
+            self._outbox.put(
+                engine_frames.pack(Kind.LOAD_FAILED, {"kind": kind, "message": str(exc)})
+            )
+            return
+        facts = {
+            "release": self._runtime.release,
+            "per_run_sampling": self._runtime.per_run_sampling,
+            "quirks": dict(self._runtime.quirks),
+            "load_s": time.monotonic() - started,
+            "n_batch": command["params"]["n_batch"],
+        }
+        self._outbox.put(engine_frames.pack(Kind.LOADED, facts))
+
+    def _open(self, command: dict[str, Any]) -> Runtime:
+        runtime = self._open_runtime(Path(command["library"]), command["quirks"])
+        given, load = command["vision"], commands.load_params(command["params"])
+        vision = None if given is None else commands.vision_params(given)
+        if vision is not None and ACCEPTED[runtime.release] is Abi.V1_2:
+            load = replace(load, image_tags=vision.tags)
+        runtime.load(load)
+        self._needs_encoder = load.use_cross_attn
+        if vision is not None:
+            from rkserve.native.vision.image_cache import open_vision  # late, as the library
+
+            self._vision = open_vision(vision, runtime.release)
+        if command["text_mode"] or vision is not None:
+            # The prompt arrives rendered: the model's own template must not wrap it once more.
+            runtime.set_chat_template("", "", "")
+        return runtime
+
+    def _loaded(self) -> Runtime:
+        if self._runtime is None:
+            raise LoadFailed("something was asked for before a model was loaded")
+        return self._runtime
+
+    def _run(
+        self, run_id: int, params: dict[str, Any], entries: tuple[tuple[int, ...], ...]
+    ) -> None:
+        try:
+            ended = self._generate(run_id, params, entries)
+        except StepsRefused as exc:
+            ended = {"end": "failed", "error": str(exc), "refused": True}
+        except NativeError as exc:
+            ended = {"end": "failed", "error": str(exc)}
+        self._outbox.put(engine_frames.pack(Kind.ENDED, {"run_id": run_id, **ended}))
+
+    def _generate(
+        self, run_id: int, params: dict[str, Any], entries: tuple[tuple[int, ...], ...]
+    ) -> dict[str, Any]:
+        runtime = self._loaded()
+        try:
+            if run_id in self._aborted:
+                return {"end": "unstarted"}
+            cache_refused = commands.prepare(runtime, params)
+            self._hand_over_encoder(runtime, run_id)
+            if params["steps"] is not None:
+                # It never is the current run: it is left between two steps, and the library has
+                # nothing to abort.
+                ended = self._own_steps().run(
+                    runtime, run_id, params, entries[0], lambda: run_id in self._aborted
+                )
+                return {**ended, "cache_refused": cache_refused}
+            seen = self._vision.encoded if self._vision is not None else 0
+            began_s = time.monotonic()
+            image = self._image(run_id)
+            encode_ms = (time.monotonic() - began_s) * 1e3 if image is not None else 0.0
+            embeds = next((one for of, one in self._embeds if of == run_id), None)
+            run = commands.run_params(params, entries, image, embeds)
+            if not self._begins(run_id):  # an abort came while the handle was being prepared
+                return {"end": "unstarted", "cache_refused": cache_refused}
+            if params["pooling"] is not None:
+                tokens, vector = commands.embed(runtime, run, Pooling(params["pooling"]))
+                self._outbox.put(engine_frames.pack_vector(run_id, tokens, vector))
+                outcome = RunOutcome(RunEnd.FINISHED, Perf(), 0)  # it brings no figures
+            else:
+                outcome = runtime.run(run, self._sink(run_id))
+        finally:
+            self._is_over(run_id)
+        return {
+            "end": outcome.end.value,
+            "return_code": outcome.return_code,
+            "perf": asdict(replace(outcome.perf, encode_ms=encode_ms)),
+            "kv_positions": commands.positions(runtime),
+            "cache_refused": cache_refused,
+            "encoded": self._vision.encoded - seen if self._vision is not None else 0,
+        }
+
+    def _hand_over_encoder(self, runtime: Runtime, run_id: int) -> None:
+        """Give the library the encoder's output of this run.
+
+        The library keeps it until the next one and has no call to clear it, so that a run without
+        is refused here: it would be answered from what another client sent.
+        """
+        states = next((one for of, one in self._encoder if of == run_id), None)
+        if states is not None:
+            runtime.set_cross_attention(
+                CrossAttention(
+                    states.k_cache, states.v_cache, states.mask, states.positions, states.tokens
+                )
+            )
+        elif self._needs_encoder:
+            raise Misuse("a run of an encoder-decoder model came without its encoder's output")
+
+    def _image(self, run_id: int) -> Image | None:
+        """Return what the run is to show; None also where it is not to begin any more."""
+        pictures = [picture for of, picture in self._pictures if of == run_id]
+        if not pictures:
+            return None
+        if self._vision is None:
+            raise Misuse("a run has images, and the model has no image encoder")
+        return self._vision.see(pictures, lambda: run_id in self._aborted)
+
+    def _own_steps(self) -> Steps:
+        if self._steps is None:
+            # Late: what only these runs need would take 20 MB of every engine.
+            from rkserve.native.engine.stepwise import Steps
+
+            self._steps = Steps(self._outbox.put)
+        return self._steps
+
+    def _begins(self, run_id: int) -> bool:
+        with self._lock:
+            if run_id in self._aborted:
+                return False
+            self._current = run_id
+            return True
+
+    def _is_over(self, run_id: int) -> None:
+        with self._lock:
+            self._current = self._pause_wanted = None
+            # Run ids only grow: what is not above this one can never be asked for again.
+            self._aborted = frozenset(late for late in self._aborted if late > run_id)
+
+    def _sink(self, run_id: int) -> Sink:
+        """Return what hands every token on: the path of each of them, so it is kept short."""
+        put, pack_token = self._outbox.put, engine_frames.pack_token
+        go_on, pause = Verdict.CONTINUE, Verdict.PAUSE
+        first = True
+
+        def sink(step: Step) -> Verdict:
+            nonlocal first
+            if first:
+                first = False
+                self._abort_again(run_id)
+            if len(step) == 1:
+                (piece,) = step
+                if piece is not None:
+                    put(pack_token(run_id, 0, piece.token_id, piece.text, piece.waiting))
+            else:
+                put(_pack_step(run_id, step))
+            return pause if self._pause_wanted == run_id else go_on
+
+        return sink
+
+    def _abort_again(self, run_id: int) -> None:
+        """Repeat an abort that may have come before the library had a run to end."""
+        if run_id in self._aborted:
+            # Not from here: an abort inside the callback is unproven on hardware.
+            threading.Thread(target=self._abort, args=(run_id,), daemon=True).start()
+
+    def _call(self, command: dict[str, Any]) -> None:
+        result: dict[str, Any] = {"call_id": command["call_id"]}
+        try:
+            result["value"] = commands.call(self._loaded(), command["method"], command["args"])
+        except NativeError as exc:
+            result["error"] = {"kind": type(exc).__name__, "args": exc.args}
+        self._outbox.put(engine_frames.pack(Kind.RESULT, result))
+
+    def _stop(self) -> None:
+        if self._runtime is not None:
+            try:
+                self._runtime.destroy()
+            except NativeError as exc:
+                sys.stderr.write(f"rkserve: the handle was not freed in order: {exc}\n")
+        self._outbox.close()
+        os._exit(0)  # the main thread sits in read(); there is nothing left to do
+
+
+def _pack_step(run_id: int, step: Step) -> bytes:
+    return b"".join(
+        engine_frames.pack_token(run_id, entry, piece.token_id, piece.text, piece.waiting)
+        for entry, piece in enumerate(step)
+        if piece is not None
+    )
+
+
+def _open_library(path: Path, quirks: Mapping[str, bool]) -> Runtime:
+    from rkserve.native.binding.runtime import open_runtime  # late: dlopen only after the fence
+
+    return open_runtime(path, quirks)
+
+
+def _crash(exc: BaseException) -> NoReturn:
+    """End at once and say why: the board respawns an engine that ended, not one that is deaf."""
+    traceback.print_exception(exc)
+    sys.stderr.write(f"E rkserve: internal error: {exc!r}\n")
+    sys.stderr.flush()
+    os._exit(os.EX_SOFTWARE)
+
+
+def main() -> None:
+    """Serve the board at the other end of stdin and stdout."""
+    import faulthandler
+
+    faulthandler.enable()  # a crash in the library leaves a stack in the board's log
+    with contextlib.suppress(PermissionError):
+        # Ray runs its workers at nice 15: no way to feed an NPU. Only root may undo it here.
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    # The vendor's library prints to stdout: keep the frames' pipe for frames alone.
+    frames_fd = os.dup(1)
+    os.dup2(2, 1)
+    outbox = Outbox(frames_fd)
+    engine = Engine(outbox, _open_library)
+    interval_s = float(sys.argv[1])
+    threading.Thread(target=engine.beat, args=(interval_s,), name="beat", daemon=True).start()
+    try:
+        engine.serve(0)
+    except BaseException as exc:  # noqa: BLE001 - said aloud, then the process ends
+        _crash(exc)
+    os._exit(0)  # threads inside C cannot be joined; the kernel frees what they hold
+
+
+if __name__ == "__main__":
+    main()

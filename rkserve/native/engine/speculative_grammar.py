@@ -1,0 +1,233 @@
+"""Answers with a grammar that the library generates itself, as far as it keeps to the grammar.
+
+Each token that it brings is looked at in the callback. At the first one that leaves the grammar the
+run is paused there. Where the grammar leaves one way only, the run is resumed with that in the
+token's place; otherwise the run is ended, the logits are asked for, and the token is chosen among
+those that may come. Then the library goes on by itself, once it would have said such a token.
+To the board all of it is one run of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from enum import Enum, auto
+
+from rkserve.core.errors import CallFailed, NativeError, StepsRefused
+from rkserve.native import engine_frames
+from rkserve.native.engine.detokenizer import Speech
+from rkserve.native.runtime import RunEnd, RunParams, Runtime, Step, TokenInput, Verdict
+from rkserve.native.step_params import Ids, StepParams
+from rkserve.sampling.draw import Row, Sampler
+from rkserve.sampling.grammar import Trail
+
+# A run of the library's that brings fewer was not worth its prefill.
+WORTH_TOKENS = 8
+# How often the library would have had to keep to the grammar at most, before it is tried again.
+MOST_AGREEMENTS = 32
+
+
+class _Left(Enum):
+    """How the library's part was left."""
+
+    DONE = auto()  # the answer is over, or its run is to be left
+    STRAYED = auto()  # the next token has to be chosen
+
+
+class Optimist:
+    """One run. ``logits`` computes those behind a whole context."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        run_id: int,
+        steps: StepParams,
+        *,
+        adapter: str | None,
+        trail: Trail,
+        speech: Speech,
+        put: Callable[[bytes], None],
+        logits: Callable[[Ids], Row],
+    ) -> None:
+        self._runtime, self._run_id, self._steps = runtime, run_id, steps
+        self._adapter, self._trail, self._speech = adapter, trail, speech
+        self._put, self._logits = put, logits
+        self._context: list[int] = []
+        self._limit = 0
+        self._told = 0
+        self._left: Callable[[], bool] = lambda: False
+        self._over = False  # the answer
+        self._strayed = self._stopped = False  # the run that is going on
+        self._needed = 1  # agreements
+        self._dirty = False  # the KV cache holds what nobody asked for
+        self.aborted = False  # the library was told to abort a run
+
+    def go_on(self, ids: Ids, limit: int, left: Callable[[], bool]) -> int:
+        """Generate behind ``ids``; return how many tokens were told.
+
+        Raises:
+            StepsRefused: no token may follow.
+            NativeError: the library failed.
+        """
+        self._context, self._limit, self._left = list(ids), limit, left
+        sampler = self._sampler()
+        try:
+            while not self._ends():
+                before = self._told
+                if self._by_the_library() is _Left.DONE:
+                    break
+                short = self._told - before < WORTH_TOKENS
+                self._needed = min(MOST_AGREEMENTS, 2 * self._needed) if short else 1
+                self._by_ourselves(sampler)
+        except BaseException:
+            self._dirty = True
+            raise
+        finally:
+            if self._dirty:
+                # What was stopped leaves a context that no later run may extend.
+                with suppress(NativeError):
+                    self._runtime.clear_kv_cache()
+        return self._told
+
+    def _sampler(self) -> Sampler:
+        wanted = self._steps.wanted
+        return Sampler(
+            self._steps.sampling,
+            seed=wanted.seed,
+            choice=wanted.choice,
+            context=(*self._steps.held, *self._context),
+            said=self._steps.said,
+        )
+
+    def _ends(self) -> bool:
+        return self._over or self._told >= self._limit or self._left()
+
+    # -- the library's own --------------------------------------------------------------------
+
+    def _by_the_library(self) -> _Left:
+        """Let it generate, resumed where only one way is left, until it strays or the end."""
+        send, resume = tuple(self._context), False
+        while True:
+            self._strayed = self._stopped = False
+            outcome = self._runtime.run(self._params(send, resume=resume), self._sink)
+            if outcome.end is RunEnd.FAILED and not resume:
+                raise CallFailed("rkllm_run", outcome.return_code)
+            if outcome.end is RunEnd.FAILED:  # it was refused, and is drained
+                self._dirty = self._strayed = True
+            if outcome.end is not RunEnd.PAUSED:
+                return self._after_its_end()
+            send = self._way_on()
+            if not send:
+                return _Left.DONE if self._ends() else _Left.STRAYED
+            resume = True
+
+    def _way_on(self) -> Ids:
+        """Return what the paused run is resumed with; () where it was ended instead."""
+        send: Ids = ()
+        try:
+            if not self._ends() and self._is_where_it_strayed():
+                send = self._only_way()
+        finally:  # whatever happens, nobody else would end the pause
+            if not send or self._ends():
+                send = ()
+                self._drain()
+        return send
+
+    def _params(self, send: Ids, *, resume: bool) -> RunParams:
+        per_run = self._runtime.per_run_sampling
+        return RunParams(
+            (TokenInput(send),),
+            sampling=self._steps.sampling if per_run else None,
+            max_new_tokens=self._limit - self._told if per_run else None,
+            resume=resume,
+            adapter=self._adapter,
+        )
+
+    def _sink(self, step: Step) -> Verdict:
+        piece = step[0]
+        if piece is None:
+            return Verdict.CONTINUE
+        if self._strayed:
+            return Verdict.PAUSE  # it could not pause at once
+        if self._ends():
+            return self._stop()
+        token_id = piece.token_id
+        if not self._trail.may_take(token_id, is_end=token_id in self._steps.eos):
+            self._strayed = True
+            return Verdict.PAUSE
+        self._take(token_id)
+        if token_id in self._steps.eos or (
+            self._told >= self._limit and self._runtime.per_run_sampling
+        ):
+            return Verdict.CONTINUE  # it ends by itself
+        return self._stop() if self._ends() else Verdict.CONTINUE
+
+    def _stop(self) -> Verdict:
+        """End the run: by a pause that is drained where that takes no abort."""
+        if self._runtime.quirks["drain_by_limit"]:
+            return Verdict.PAUSE
+        if not self._stopped:
+            self._stopped = self.aborted = self._dirty = True
+            self._runtime.abort()
+        return Verdict.CONTINUE
+
+    def _after_its_end(self) -> _Left:
+        """The library has ended its run: by an end that it did not tell, or at a limit."""
+        if self._strayed:
+            return _Left.STRAYED
+        return _Left.DONE if self._ends() or self._trail.may_end else _Left.STRAYED
+
+    def _is_where_it_strayed(self) -> bool:
+        """Whether the paused run holds what was taken, and nothing behind it."""
+        wanted = len(self._context)
+        try:
+            size = self._runtime.kv_cache_sizes()[0]
+            if size > wanted:  # it could not pause at once
+                self._runtime.clear_kv_range(((wanted, size),))
+                size = self._runtime.kv_cache_sizes()[0]
+        except NativeError:
+            return False
+        return size == wanted
+
+    def _drain(self) -> None:
+        self._dirty = True
+        self.aborted |= not self._runtime.quirks["drain_by_limit"]
+        self._runtime.drain()
+
+    # -- our own ------------------------------------------------------------------------------
+
+    def _by_ourselves(self, sampler: Sampler) -> None:
+        """Choose tokens until the library would have kept to the grammar often enough."""
+        agreed, size = 0, self._speech.size
+        while agreed < self._needed and not self._ends():
+            self._only_way()
+            if self._ends():
+                return
+            row = self._logits(tuple(self._context))[:size]
+            sampler.catch_up(self._told_ids)
+            free, allowed = sampler.choose(row), self._trail.allowed()
+            token_id = sampler.choose(row, allowed)
+            if token_id is None:
+                raise StepsRefused("no token of the vocabulary may follow")
+            keeps = free is not None and free < len(allowed) and bool(allowed[free])
+            agreed = agreed + 1 if keeps else 0
+            self._take(token_id)
+
+    def _only_way(self) -> Ids:
+        """Take the tokens that the grammar leaves no choice of; return them."""
+        before = self._told
+        while not self._ends() and (token_id := self._trail.only()) is not None:
+            self._take(token_id)
+        return tuple(self._context[len(self._context) - (self._told - before) :])
+
+    @property
+    def _told_ids(self) -> list[int]:
+        return self._context[len(self._context) - self._told :]
+
+    def _take(self, token_id: int) -> None:
+        self._trail.take(token_id)
+        text, waiting = self._speech.say(token_id)
+        self._put(engine_frames.pack_token(self._run_id, 0, token_id, text, waiting))
+        self._context.append(token_id)
+        self._told += 1
+        self._over = token_id in self._steps.eos or self._trail.over

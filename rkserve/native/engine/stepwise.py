@@ -1,0 +1,304 @@
+"""Runs made of single steps: the library computes logits, and we choose the token.
+
+For the board it is a run like others. It begins and ends as the library's own do, it is left
+between two steps, and what comes of it are frames of tokens, each after one of its logprobs where
+those were asked for. How a token is chosen is in ``sampling``.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rkserve.core.errors import ConfigError, StepsRefused
+from rkserve.models.vocabulary import Vocabulary, read_vocabulary
+from rkserve.native import engine_frames
+from rkserve.native.engine import commands
+from rkserve.native.engine.detokenizer import Speech
+from rkserve.native.engine.speculative_grammar import Optimist
+from rkserve.native.runtime import Matrix, Mode, Perf, RunEnd, Runtime, TokenInput
+from rkserve.native.step_params import Ids, StepParams
+from rkserve.sampling.draw import Allowed, Row, Sampler, score, scores
+from rkserve.sampling.grammar import Guides, Trail
+
+_FLOAT = 4
+_ROWS_A_FRAME = 256  # of logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory for logits, of which the library gives a row for each position, wanted or not.
+
+    Where a context can be sent in parts, a part takes so much; where it cannot, all of it may take
+    that much.
+    """
+
+    part_bytes: int = 64 << 20
+    context_bytes: int = 1 << 30
+
+
+class _Feed:
+    """What the library is sent, and the logits that come back."""
+
+    def __init__(
+        self, runtime: Runtime, adapter: str | None, room: Room, *, history: bool, size: int
+    ) -> None:
+        """``size`` is that of the vocabulary. Without ``history`` nothing stays in the KV cache."""
+        self._room = room
+        self._runtime, self.adapter, self._history = runtime, adapter, history
+        self._row_bytes = max(1, size) * _FLOAT
+        self._sent: list[int] = []
+
+    @property
+    def room(self) -> int | None:
+        """How many positions one call may compute; None: a context goes in parts."""
+        return None if self._history else self._room.context_bytes // self._row_bytes
+
+    def parts(self, ids: Ids, *, all_rows: bool) -> Iterator[NDArray[np.float32]]:
+        """Send the beginning and yield its rows, or with each part its last one."""
+        self._sent += ids
+        step = max(1, self._room.part_bytes // self._row_bytes) if self._history else len(ids)
+        for at in range(0, len(ids), step):
+            yield self._rows(ids[at : at + step], last=not all_rows)
+
+    def whole(self, ids: Ids) -> Row:
+        """Return the logits behind a context that is sent whole."""
+        last: Row = self._rows(ids, last=True)[-1]
+        return last
+
+    def next(self, ids: Ids) -> Row:
+        """Send tokens and return the logits of the one behind them."""
+        self._sent += ids
+        last: Row = self._rows(ids if self._history else tuple(self._sent), last=True)[-1]
+        return last
+
+    def catch_up(self, unsent: Ids) -> None:
+        """Send what was told and not sent, but the last, so that the KV cache holds the answer."""
+        if self._history and len(unsent) > 1:
+            self._rows(unsent[:-1], last=True)
+
+    def _rows(self, ids: Ids, *, last: bool) -> NDArray[np.float32]:
+        found: Matrix = self._runtime.evaluate(
+            TokenInput(ids),
+            Mode.LOGITS,
+            keep_history=self._history,
+            adapter=self.adapter,
+            last=last,
+        )
+        return np.frombuffer(found.data, np.float32).reshape(found.rows, found.columns)
+
+
+class Steps:
+    """The stepwise runs of one engine process; ``put`` is where its frames go."""
+
+    def __init__(self, put: Callable[[bytes], None], room: Room | None = None) -> None:
+        self._put = put
+        self._room = Room() if room is None else room
+        self._known: tuple[Path, Vocabulary] | None = None
+        self._guides = Guides()
+
+    def run(
+        self,
+        runtime: Runtime,
+        run_id: int,
+        params: Mapping[str, Any],
+        ids: Ids,
+        left: Callable[[], bool],
+    ) -> dict[str, Any]:
+        """Generate until the end, or until the run is ``left``; return how it ended.
+
+        Raises:
+            StepsRefused: this model cannot, or no token may follow.
+            NativeError: the library failed.
+        """
+        steps = StepParams.read(params["steps"])
+        vocabulary = self._vocabulary(steps.tokenizer)
+        history = params["keep_history"]
+        feed = _Feed(runtime, params["adapter"], self._room, history=history, size=len(vocabulary))
+        limit = _limit(steps, len(ids), feed.room)
+        trail = None
+        if steps.wanted.guide is not None:
+            trail = self._guides.follow(steps.wanted.guide, vocabulary, steps.eos, steps.said)
+        if trail is not None and steps.optimistic:
+            return self._optimistic(
+                runtime, run_id, steps, ids, limit=limit, feed=feed, trail=trail, left=left
+            )
+        run = _Run(run_id, steps, vocabulary, feed, self._put, trail=trail)
+        begun_s = time.monotonic()
+        row = run.begin(ids, left)
+        first_s = time.monotonic()
+        told = 0 if row is None else run.go_on(row, ids, limit, left)
+        ended = _ended(len(ids), told, begun_s, first_s)
+        positions = commands.positions(runtime)
+        return {**ended, "kv_positions": positions, "cut": told == limit < steps.limit}
+
+    def _optimistic(
+        self,
+        runtime: Runtime,
+        run_id: int,
+        steps: StepParams,
+        ids: Ids,
+        *,
+        limit: int,
+        feed: _Feed,
+        trail: Trail,
+        left: Callable[[], bool],
+    ) -> dict[str, Any]:
+        begun_s, first_s = time.monotonic(), list[float]()
+
+        def put(frame: bytes) -> None:
+            if not first_s:
+                first_s.append(time.monotonic())
+            self._put(frame)
+
+        speech = Speech(self._vocabulary(steps.tokenizer))
+        run = Optimist(
+            runtime,
+            run_id,
+            steps,
+            adapter=feed.adapter,
+            trail=trail,
+            speech=speech,
+            put=put,
+            logits=feed.whole,
+        )
+        told = run.go_on(ids, limit, left)
+        ended = _ended(len(ids), told, begun_s, *(first_s or [time.monotonic()]))
+        cut = told == limit < steps.limit
+        positions = commands.positions(runtime)
+        return {**ended, "kv_positions": positions, "cut": cut, "aborted": run.aborted}
+
+    def _vocabulary(self, file: Path) -> Vocabulary:
+        if self._known is None or self._known[0] != file:
+            try:
+                self._known = (file, read_vocabulary(file))
+            except ConfigError as exc:
+                raise StepsRefused(exc.message) from exc
+        return self._known[1]
+
+
+def _ended(sent: int, told: int, begun_s: float, first_s: float) -> dict[str, Any]:
+    perf = Perf(
+        prefill_ms=(first_s - begun_s) * 1e3,
+        prefill_tokens=sent,
+        decode_ms=(time.monotonic() - first_s) * 1e3,
+        decode_tokens=told,
+        memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    )
+    return {"end": RunEnd.FINISHED.value, "return_code": 0, "perf": asdict(perf)}
+
+
+def _limit(steps: StepParams, sent: int, room: int | None) -> int:
+    """How many tokens may be generated. Raises ``StepsRefused`` where not even the prompt fits."""
+    if room is None:
+        return steps.limit
+    if sent > room:
+        raise StepsRefused(
+            f"this board's runtime computes the logits of a whole context at once, for which "
+            f"{sent} tokens are too many: it has room for {room}"
+        )
+    return min(steps.limit, room - sent + 1)
+
+
+class _Run:
+    """One run from its first position to its last token."""
+
+    def __init__(
+        self,
+        run_id: int,
+        steps: StepParams,
+        vocabulary: Vocabulary,
+        feed: _Feed,
+        put: Callable[[bytes], None],
+        *,
+        trail: Trail | None,
+    ) -> None:
+        self._trail = trail
+        self._run_id, self._steps, self._feed, self._put = run_id, steps, feed, put
+        self._vocabulary = vocabulary
+        self._top = steps.wanted.top_logprobs
+
+    def begin(self, ids: Ids, left: Callable[[], bool]) -> Row | None:
+        """Send the context; return the logits of the next token, None where the run was left."""
+        row: Row | None = None
+        at = 0
+        for rows in self._feed.parts(ids, all_rows=self._steps.prompt):
+            row = rows[-1]
+            if self._steps.prompt:
+                self._tell_prompt(rows, ids[at + 1 : at + 1 + len(rows)])
+                at += len(rows)
+            if left():
+                return None
+        return row
+
+    def _tell_prompt(self, rows: NDArray[np.float32], follow: Sequence[int]) -> None:
+        # The last row of the prompt speaks of the answer's first token.
+        found = iter(scores(rows[: len(follow)], follow, self._top or 0))
+        while part := list(islice(found, _ROWS_A_FRAME)):
+            self._put(engine_frames.pack_scores(self._run_id, part, prompt=True))
+
+    def go_on(self, row: Row, ids: Ids, limit: int, left: Callable[[], bool]) -> int:
+        """Choose and send tokens; return how many were told."""
+        steps, wanted = self._steps, self._steps.wanted
+        sampler = Sampler(
+            steps.sampling,
+            seed=wanted.seed,
+            choice=wanted.choice,
+            min_p=wanted.min_p,
+            logit_bias=wanted.logit_bias,
+            context=(*steps.held, *ids),
+            said=steps.said,
+            ends=steps.eos,
+            least=wanted.least,
+        )
+        speech, size = Speech(self._vocabulary), len(self._vocabulary)
+        told, unsent = 0, list[int]()
+        while told < limit:
+            token_id = self._only_way()
+            if token_id is None:
+                if unsent:
+                    row = self._feed.next(tuple(unsent))
+                    unsent.clear()
+                token_id = sampler.choose(row[:size], self._allowed())  # padding is no token
+            if token_id is None:
+                raise StepsRefused("no token of the vocabulary may follow")
+            self._tell(row, token_id, *speech.say(token_id))
+            sampler.take(token_id)
+            unsent.append(token_id)
+            told += 1
+            if token_id in steps.eos or self._is_over(token_id) or left():
+                break
+        self._feed.catch_up(tuple(unsent))
+        return told
+
+    def _only_way(self) -> int | None:
+        """Return the token that the grammar leaves no choice of: it needs no logits.
+
+        Where logprobs were asked for, its own are needed.
+        """
+        return None if self._trail is None or self._top is not None else self._trail.only()
+
+    def _allowed(self) -> Allowed | None:
+        return None if self._trail is None else self._trail.allowed()
+
+    def _is_over(self, token_id: int) -> bool:
+        """Whether the grammar ends with this token."""
+        if self._trail is None:
+            return False
+        self._trail.take(token_id)
+        return self._trail.over
+
+    def _tell(self, row: Row, token_id: int, text: bytes, waiting: bool) -> None:
+        frame = engine_frames.pack_token(self._run_id, 0, token_id, text, waiting)
+        if self._top is not None:
+            found = [score(row, token_id, self._top, self._steps.wanted.also)]
+            frame = engine_frames.pack_scores(self._run_id, found, prompt=False) + frame
+        self._put(frame)

@@ -1,0 +1,278 @@
+"""Frames between a board and its engine process: length-prefixed bytes, and nothing of pipes.
+
+A frame is ``<u32 length><u8 kind><payload>``, little-endian, the length counting kind and payload.
+Tokens, the only frequent frame, vectors and images are packed; everything else is JSON.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from typing import Any
+
+from rkserve.core.errors import FrameCorrupt
+from rkserve.core.run_params import Embeds, EncoderShape, EncoderStates, Picture, Scored
+
+MAX_FRAME = 16 * 1024 * 1024  # far above the largest prompt; a larger one is a corrupt stream
+
+_FLOAT = 4
+_HEAD = struct.Struct("<IB")
+_TOKEN = struct.Struct("<IBIBBi")  # the head of a token frame, then what its body holds
+_TOKEN_BODY = struct.Struct("<IBBi")  # run id, entry of the batch, whether text waits, token id
+_TOKEN_SIZE = 1 + _TOKEN_BODY.size
+_SCORES = struct.Struct("<IBH")  # run id, whether they are of the prompt, rows
+_SCORE = struct.Struct("<dH")  # a logprob, and how many of the likeliest follow
+_LIKELY = struct.Struct("<id")  # an id and its logprob
+_RUN = struct.Struct("<III")  # run id, bytes of JSON, entries; then the entries' lengths, u32 each
+
+_EMBEDS = struct.Struct("<III")  # run id, rows, columns; then float32 values
+_ENCODER = struct.Struct("<5I")  # run id, tokens, layers, KV heads, head size; then K, V and so on
+_PICTURE = struct.Struct("<III")  # run id, width, height; then pixels
+_VECTOR = struct.Struct("<II")  # run id, tokens of the text; then float32 values
+
+MAX_ENTRIES = 256  # an entry is one byte of a token frame
+
+
+class Kind(IntEnum):
+    """What a frame says. Commands go to the engine, events come from it."""
+
+    LOAD = 1
+    RUN = 2
+    ABORT = 3
+    STOP = 4
+    PAUSE = 5
+    CALL = 6
+    IMAGE = 7
+    EMBEDS = 8
+    ENCODER = 9
+    LOADED = 16
+    LOAD_FAILED = 17
+    TOKEN = 18
+    ENDED = 19
+    BEAT = 20
+    RESULT = 21
+    VECTOR = 22
+    SCORES = 23
+
+
+def pack(kind: Kind, value: dict[str, Any]) -> bytes:
+    """Return a JSON frame."""
+    payload = json.dumps(value, separators=(",", ":")).encode()
+    return _head(len(payload) + 1, kind) + payload
+
+
+def unpack(payload: bytes) -> dict[str, Any]:
+    """Return the value of a JSON frame. Raises ``FrameCorrupt``."""
+    try:
+        value = json.loads(payload)
+    except ValueError as exc:
+        raise FrameCorrupt(f"a frame is not JSON: {exc}") from exc
+    if not isinstance(value, dict):
+        raise FrameCorrupt("a frame is not a JSON object")
+    return value
+
+
+def pack_token(run_id: int, entry: int, token_id: int, text: bytes, waiting: bool) -> bytes:
+    """Return the frame of one generated token."""
+    size = len(text) + _TOKEN_SIZE
+    return _TOKEN.pack(size, Kind.TOKEN, run_id, entry, waiting, token_id) + text
+
+
+def unpack_token(payload: bytes) -> tuple[int, int, int, bytes, bool]:
+    """Return run id, entry, token id, text, and whether more text waits.
+
+    Raises ``FrameCorrupt``.
+    """
+    if len(payload) < _TOKEN_BODY.size:
+        raise FrameCorrupt(f"a token frame holds only {len(payload)} bytes")
+    run_id, entry, waiting, token_id = _TOKEN_BODY.unpack_from(payload)
+    return run_id, entry, token_id, payload[_TOKEN_BODY.size :], waiting != 0
+
+
+def pack_vector(run_id: int, tokens: int, vector: bytes) -> bytes:
+    """Return the frame of what a text became. Raises ``FrameCorrupt`` where it is too long."""
+    body = _VECTOR.pack(run_id, tokens) + vector
+    return _head(1 + len(body), Kind.VECTOR) + body
+
+
+def unpack_vector(payload: bytes) -> tuple[int, int, bytes]:
+    """Return run id, tokens and float32 values of a vector's frame. Raises ``FrameCorrupt``."""
+    if len(payload) < _VECTOR.size or (len(payload) - _VECTOR.size) % _FLOAT:
+        raise FrameCorrupt(f"a vector's frame holds {len(payload)} bytes")
+    run_id, tokens = _VECTOR.unpack_from(payload)
+    return run_id, tokens, payload[_VECTOR.size :]
+
+
+def pack_picture(run_id: int, picture: Picture) -> bytes:
+    """Return the frame of an image of a run that is about to be started.
+
+    Raises ``FrameCorrupt`` where it is too large.
+    """
+    head = _PICTURE.pack(run_id, picture.width, picture.height)
+    return _head(1 + len(head) + len(picture.pixels), Kind.IMAGE) + head + picture.pixels
+
+
+def pack_embeds(run_id: int, embeds: Embeds) -> bytes:
+    """Return the frame of the embeddings of a run that is about to be started.
+
+    Raises ``FrameCorrupt`` where they are too large.
+    """
+    head = _EMBEDS.pack(run_id, embeds.rows, embeds.columns)
+    return _head(1 + len(head) + len(embeds.data), Kind.EMBEDS) + head + embeds.data
+
+
+def unpack_embeds(payload: bytes) -> tuple[int, Embeds]:
+    """Return the run's id and the embeddings. Raises ``FrameCorrupt``."""
+    if len(payload) < _EMBEDS.size:
+        raise FrameCorrupt(f"an embeddings' frame holds only {len(payload)} bytes")
+    run_id, rows, columns = _EMBEDS.unpack_from(payload)
+    data = payload[_EMBEDS.size :]
+    if len(data) != rows * columns * _FLOAT:
+        raise FrameCorrupt(f"{len(data)} bytes are not {rows} rows of {columns} float32")
+    return run_id, Embeds(rows, columns, data)
+
+
+def pack_encoder(run_id: int, states: EncoderStates) -> bytes:
+    """Return the frame of an encoder's output for a run that is about to be started.
+
+    Raises ``FrameCorrupt`` where it is too large.
+    """
+    shape = states.shape
+    head = _ENCODER.pack(run_id, states.tokens, shape.layers, shape.kv_heads, shape.head_dim)
+    body = b"".join((head, states.k_cache, states.v_cache, states.mask, states.positions))
+    return _head(1 + len(body), Kind.ENCODER) + body
+
+
+def unpack_encoder(payload: bytes) -> tuple[int, EncoderStates]:
+    """Return the run's id and the encoder's output. Raises ``FrameCorrupt``."""
+    if len(payload) < _ENCODER.size:
+        raise FrameCorrupt(f"an encoder's frame holds only {len(payload)} bytes")
+    run_id, tokens, *sizes = _ENCODER.unpack_from(payload)
+    shape = EncoderShape(*sizes)
+    cache, flat = tokens * shape.row * _FLOAT, tokens * _FLOAT
+    edges = list(itertools.accumulate((cache, cache, flat, flat), initial=_ENCODER.size))
+    if len(payload) != edges[-1]:
+        raise FrameCorrupt(f"an encoder's frame claims {edges[-1]} bytes and has {len(payload)}")
+    k, v, mask, positions = (payload[a:b] for a, b in itertools.pairwise(edges))
+    return run_id, EncoderStates(shape, tokens, k, v, mask, positions)
+
+
+def unpack_picture(payload: bytes) -> tuple[int, Picture]:
+    """Return the run's id and the image. Raises ``FrameCorrupt``."""
+    if len(payload) < _PICTURE.size:
+        raise FrameCorrupt(f"an image's frame holds only {len(payload)} bytes")
+    run_id, width, height = _PICTURE.unpack_from(payload)
+    return run_id, Picture(width, height, payload[_PICTURE.size :])
+
+
+def pack_scores(run_id: int, found: Sequence[Scored], *, prompt: bool) -> bytes:
+    """Return the frame of logprobs: of the prompt's next positions, or of the token that follows.
+
+    Raises ``FrameCorrupt`` for more than a frame holds.
+    """
+    parts = [_SCORES.pack(run_id, prompt, len(found))]
+    for one in found:
+        parts.append(_SCORE.pack(one.logprob, len(one.top)))
+        parts += [_LIKELY.pack(*likely) for likely in one.top]
+    body = b"".join(parts)
+    return _head(len(body) + 1, Kind.SCORES) + body
+
+
+def unpack_scores(payload: bytes) -> tuple[int, bool, tuple[Scored, ...]]:
+    """Return run id, whether they are of the prompt, and the logprobs. Raises ``FrameCorrupt``."""
+    try:
+        run_id, prompt, rows = _SCORES.unpack_from(payload)
+        at, found = _SCORES.size, []
+        for _ in range(rows):
+            logprob, likely = _SCORE.unpack_from(payload, at)
+            at += _SCORE.size
+            places = range(at, at + likely * _LIKELY.size, _LIKELY.size)
+            found.append(
+                Scored(logprob, tuple(_LIKELY.unpack_from(payload, place) for place in places))
+            )
+            at += likely * _LIKELY.size
+    except struct.error as exc:
+        raise FrameCorrupt(f"a frame of logprobs is cut: {exc}") from exc
+    if at != len(payload):
+        raise FrameCorrupt(f"a frame of logprobs has {len(payload) - at} bytes too many")
+    return run_id, prompt != 0, tuple(found)
+
+
+def pack_run(run_id: int, params: dict[str, Any], entries: Sequence[tuple[int, ...]]) -> bytes:
+    """Return the frame that starts a run: parameters as JSON, the entries' token ids packed.
+
+    Raises ``FrameCorrupt`` for what cannot travel: an id beyond 32 bits, a prompt above the limit.
+    """
+    if len(entries) > MAX_ENTRIES:
+        raise FrameCorrupt(f"a run of {len(entries)} entries is above the limit of {MAX_ENTRIES}")
+    head = json.dumps(params, separators=(",", ":")).encode()
+    counts = struct.pack(f"<{len(entries)}I", *map(len, entries))
+    try:
+        tokens = [array("i", ids).tobytes() for ids in entries]
+    except OverflowError as exc:
+        raise FrameCorrupt("a token id does not fit in 32 bits") from exc
+    body = b"".join((_RUN.pack(run_id, len(head), len(entries)), counts, head, *tokens))
+    return _head(1 + len(body), Kind.RUN) + body
+
+
+def unpack_run(payload: bytes) -> tuple[int, dict[str, Any], tuple[tuple[int, ...], ...]]:
+    """Return run id, parameters, and token ids of each entry, of a frame that starts a run.
+
+    Raises ``FrameCorrupt``.
+    """
+    ids = array("i")
+    try:
+        run_id, head_len, n_entries = _RUN.unpack_from(payload)
+        if n_entries > MAX_ENTRIES:
+            raise FrameCorrupt(f"a run claims {n_entries} entries")
+        counts = struct.unpack_from(f"<{n_entries}I", payload, _RUN.size)
+        start = _RUN.size + 4 * n_entries
+        ids.frombytes(payload[start + head_len :])
+    except (struct.error, ValueError) as exc:
+        raise FrameCorrupt(f"a frame that starts a run is cut: {exc}") from exc
+    if sum(counts) != len(ids):
+        raise FrameCorrupt(f"a run's entries claim {sum(counts)} token ids, and {len(ids)} came")
+    edges = itertools.accumulate(counts, initial=0)
+    entries = tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(edges))
+    return run_id, unpack(payload[start : start + head_len]), entries
+
+
+class FrameReader:
+    """Cuts a byte stream into frames, however it was chunked."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def feed(self, chunk: bytes) -> Iterator[tuple[Kind, bytes]]:
+        """Yield each complete frame as (kind, payload). Raises ``FrameCorrupt``."""
+        self._pending += chunk
+        start = 0
+        while len(self._pending) - start >= _HEAD.size:
+            size, kind = _HEAD.unpack_from(self._pending, start)
+            if not 1 <= size <= MAX_FRAME:
+                raise FrameCorrupt(f"a frame claims {size} bytes")
+            end = start + 4 + size
+            if len(self._pending) < end:
+                break
+            payload = bytes(self._pending[start + _HEAD.size : end])
+            start = end
+            yield _kind(kind), payload
+        del self._pending[:start]
+
+
+def _head(size: int, kind: Kind) -> bytes:
+    # Refused here, where one request fails; the other end could only give up the whole stream.
+    if size > MAX_FRAME:
+        raise FrameCorrupt(f"a frame of {size} bytes is above the limit of {MAX_FRAME}")
+    return _HEAD.pack(size, kind)
+
+
+def _kind(number: int) -> Kind:
+    try:
+        return Kind(number)
+    except ValueError:
+        raise FrameCorrupt(f"a frame is of the unknown kind {number}") from None

@@ -1,0 +1,1 @@
+"""The image encoder's process side: ``librknnrt.so`` and a cache of encoded images."""

@@ -1,0 +1,199 @@
+"""An image encoder in the vendor's RKNN runtime (librknnrt): pixels in, rows of floats out.
+
+The only file besides ``binding`` that sees a pointer, and of another library. It knows one context
+and no requests, and it caches nothing. Whatever does not fit is refused when the model is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rkserve.core.errors import CallFailed, LibraryMissing, LoadFailed, Misuse, ReleaseRefused
+from rkserve.native.binding.inputs import c_path
+from rkserve.native.binding.library import open_library
+from rkserve.native.decl.rknn_api import ffi
+
+LIBRARY = "librknnrt.so"
+OLDEST, TOO_NEW = (2, 3), (3, 0)  # whose headers have these structs
+_VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)")
+_CHANNELS, _FLOAT = 3, 4
+_IMAGE_DIMS, _ROWS_DIMS = 4, 2
+_FUNCTIONS = (
+    *("rknn_init", "rknn_destroy", "rknn_query", "rknn_inputs_set", "rknn_run"),
+    *("rknn_outputs_get", "rknn_outputs_release", "rknn_set_core_mask"),
+)
+_CORES = {1: "RKNN_NPU_CORE_AUTO", 2: "RKNN_NPU_CORE_0_1", 3: "RKNN_NPU_CORE_0_1_2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What an encoder takes, and what it gives: ``tokens`` rows of ``row_floats`` floats."""
+
+    width: int
+    height: int
+    tokens: int
+    row_floats: int
+
+
+class RknnEncoder:
+    """One loaded encoder. Use it from one thread.
+
+    Raises:
+        LibraryMissing: the library cannot be opened.
+        ReleaseRefused: it is of a release whose structs are not known.
+        LoadFailed: the model cannot be loaded, or is no encoder of images.
+    """
+
+    def __init__(self, library: Path, model: Path, cores: int = 1) -> None:
+        self._ffi: Any = ffi
+        if not model.is_file():
+            raise LoadFailed(f"there is no image encoder {model}")
+        self._lib = _opened(self._ffi, library)
+        context = self._ffi.new("rknn_context *")
+        keep: list[Any] = []
+        code = self._lib.rknn_init(
+            context, c_path(self._ffi, str(model), keep), 0, 0, self._ffi.NULL
+        )
+        if code != 0:
+            raise LoadFailed(
+                f"rknn_init returned {code} for {model}; the library's own lines in the log say why"
+            )
+        self._context: Any = context[0]
+        try:
+            self.release = self._checked_release(library)
+            self._outputs, self.shape = self._measured(model)
+            if cores > 1:
+                self._load_call("rknn_set_core_mask", getattr(self._lib, _CORES[cores]))
+        except BaseException:
+            self._lib.rknn_destroy(self._context)
+            raise
+
+    def encode(self, pixels: bytes) -> bytes:
+        """Return the rows of one image: RGB, a byte per channel, row by row.
+
+        Raises:
+            Misuse: it is not of the encoder's size.
+            CallFailed: the library refused it.
+        """
+        shape, ffi = self.shape, self._ffi
+        if len(pixels) != shape.width * shape.height * _CHANNELS:
+            raise Misuse(
+                f"{len(pixels)} bytes are no image of {shape.width} x {shape.height} pixels"
+            )
+        given = ffi.new("rknn_input *")
+        data = ffi.from_buffer(pixels)  # held on to until the library has its copy
+        given.buf, given.size = data, len(pixels)
+        given.type, given.fmt = self._lib.RKNN_TENSOR_UINT8, self._lib.RKNN_TENSOR_NHWC
+        self._call("rknn_inputs_set", 1, given)
+        self._call("rknn_run", ffi.NULL)
+        outputs = ffi.new("rknn_output[]", self._outputs)
+        for index in range(self._outputs):
+            outputs[index].index, outputs[index].want_float = index, 1
+        self._call("rknn_outputs_get", self._outputs, outputs, ffi.NULL)
+        try:
+            return self._woven(outputs)
+        finally:
+            self._call("rknn_outputs_release", self._outputs, outputs)
+
+    def close(self) -> None:
+        """Free the context. Raises ``CallFailed``."""
+        self._call("rknn_destroy")
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _woven(self, outputs: Any) -> bytes:
+        """Return copies of the rows: with several outputs, those of a token one after another."""
+        size = self.shape.row_floats // self._outputs * _FLOAT
+        wanted = self.shape.tokens * size
+        parts = []
+        for index in range(self._outputs):
+            output = outputs[index]
+            if output.buf == self._ffi.NULL or output.size != wanted:
+                raise CallFailed(
+                    "rknn_outputs_get", 0, f"{output.size} bytes in the place of {wanted}"
+                )
+            parts.append(bytes(self._ffi.buffer(output.buf, wanted)))
+        if len(parts) == 1:
+            return parts[0]
+        rows = range(0, wanted, size)
+        return b"".join(part[at : at + size] for at in rows for part in parts)
+
+    def _checked_release(self, library: Path) -> str:
+        version = self._ffi.new("rknn_sdk_version *")
+        self._query("RKNN_QUERY_SDK_VERSION", version)
+        said = self._ffi.string(version.api_version).decode(errors="replace")
+        found = _VERSION.match(said)
+        numbers = () if found is None else tuple(map(int, found.groups()))
+        if not OLDEST <= numbers < TOO_NEW:
+            raise ReleaseRefused(
+                f"{library} says that it is librknnrt {said!r}; rkserve knows 2.3 and later ones "
+                "of 2. Install the librknnrt.so that belongs to the toolkit of the image encoder."
+            )
+        return ".".join(map(str, numbers))
+
+    def _measured(self, model: Path) -> tuple[int, Shape]:
+        """Return how many outputs the model has, and its sizes."""
+        counts = self._ffi.new("rknn_input_output_num *")
+        self._query("RKNN_QUERY_IN_OUT_NUM", counts)
+        if counts.n_input != 1 or counts.n_output < 1:
+            raise LoadFailed(
+                f"{model} has {counts.n_input} inputs and {counts.n_output} outputs; an image "
+                "encoder has one input"
+            )
+        height, width = self._image_size(model)
+        sizes = {self._row_size(index) for index in range(counts.n_output)}
+        if len(sizes) != 1 or 0 in (both := sizes.pop()):
+            raise LoadFailed(f"the outputs of {model} are not as many rows of floats each")
+        tokens, floats = both
+        return counts.n_output, Shape(width, height, tokens, floats * counts.n_output)
+
+    def _image_size(self, model: Path) -> tuple[int, int]:
+        attr = self._attr("RKNN_QUERY_INPUT_ATTR", 0)
+        dims = tuple(attr.dims)[: attr.n_dims]
+        if len(dims) == _IMAGE_DIMS and dims[0] == 1:
+            channels_first = attr.fmt == self._lib.RKNN_TENSOR_NCHW
+            channels, *size = dims[1:] if channels_first else (dims[3], dims[1], dims[2])
+            if channels == _CHANNELS and min(size) > 0:
+                return size[0], size[1]
+        raise LoadFailed(f"the input of {model} is no RGB image: it has the dimensions {dims}")
+
+    def _row_size(self, index: int) -> tuple[int, int]:
+        """Rows and their floats; dimensions of 1 stand between them in some models."""
+        attr = self._attr("RKNN_QUERY_OUTPUT_ATTR", index)
+        dims = list(attr.dims)[: attr.n_dims]
+        while len(dims) > _ROWS_DIMS and 1 in dims:  # such as [1, 196, 1, 1536]
+            dims.remove(1)
+        return (dims[0], dims[1]) if len(dims) == _ROWS_DIMS else (0, 0)
+
+    def _attr(self, command: str, index: int) -> Any:
+        attr = self._ffi.new("rknn_tensor_attr *")
+        attr.index = index
+        self._query(command, attr)
+        return attr
+
+    def _query(self, command: str, into: Any) -> None:
+        size = self._ffi.sizeof(self._ffi.typeof(into).item)
+        self._load_call("rknn_query", getattr(self._lib, command), into, size)
+
+    def _load_call(self, function: str, *args: Any) -> None:
+        code = getattr(self._lib, function)(self._context, *args)
+        if code != 0:
+            raise LoadFailed(f"{function} of the image encoder returned {code}")
+
+    def _call(self, function: str, *args: Any) -> None:
+        code = getattr(self._lib, function)(self._context, *args)
+        if code != 0:
+            raise CallFailed(function, code)
+
+
+def _opened(ffi: Any, path: Path) -> Any:
+    library = open_library(ffi, path, LIBRARY)
+    for name in _FUNCTIONS:
+        try:
+            getattr(library, name)
+        except ffi.error as exc:
+            raise LibraryMissing(f"{path} is no {LIBRARY}: it has no function {name}.") from exc
+    return library

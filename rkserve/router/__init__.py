@@ -1,0 +1,1 @@
+"""The Router without HTTP or Ray. Start with ``router/service.py``."""

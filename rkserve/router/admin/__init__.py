@@ -1,0 +1,1 @@
+"""The Router's side of control operations."""

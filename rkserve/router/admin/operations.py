@@ -1,0 +1,296 @@
+"""What changes the cluster, as the Router takes it: calls in their peers' words to the
+Coordinator's, and outcomes back. It knows neither HTTP routes nor how anything is carried out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from rkserve.api.admin.cluster_status import (
+    Glance,
+    Head,
+    cluster_entry,
+    is_paused_entry,
+    weight_info,
+)
+from rkserve.api.admin.operations import (
+    ACCEPTED,
+    changed,
+    operation_entry,
+    operations_list,
+    total_of,
+)
+from rkserve.api.admin.pause import (
+    PauseCall,
+    ResumeCall,
+    Terms,
+    parse_abort,
+    parse_label,
+    parse_pause,
+    parse_pause_generation,
+    parse_reset,
+    parse_resume,
+)
+from rkserve.api.admin.query import Asked, Kind
+from rkserve.api.json.body import JsonObject
+from rkserve.api.json.fields import Range
+from rkserve.api.json.limits import MAX_LISTED
+from rkserve.control.calls import Call, Outcome
+from rkserve.control.operations import OperationKind
+from rkserve.core.desired_state import Scope
+from rkserve.core.errors import AdapterNotFound, BoardNotFound, ModelNotFound, RequestError
+from rkserve.router.service import Service
+
+OK = 200
+AT_REST_S = 2.0  # for what boards sent before they stopped to reach this Router's clients
+LISTED = 100
+_K = OperationKind
+
+
+@dataclass(frozen=True)
+class Made:
+    """An answer: its status and its body, which is text in the peer's words or JSON."""
+
+    status: int
+    body: JsonObject | str
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class Operations:
+    """Changes of the cluster as a whole."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._fleet = service.fleet
+        self._cluster = service.cluster
+
+    # -- pause and resume ---------------------------------------------------------------------
+
+    async def pause(self, asked: Asked) -> Made:
+        """Pause in vLLM's words."""
+        call = parse_pause(asked)
+        outcome = await self._paused(call, asked)
+        status = "pausing" if outcome.status == ACCEPTED else "paused"
+        return made({"status": status, "mode": call.mode.value}, outcome)
+
+    async def pause_generation(self, asked: Asked) -> Made:
+        """Pause in SGLang's words."""
+        call = parse_pause_generation(asked)
+        outcome = await self._paused(call, asked)
+        told = {"message": "Generation paused successfully.", "status": "ok"}
+        return made({**told, "mode": call.mode.value}, outcome)
+
+    async def resume(self, asked: Asked) -> Made:
+        """Let go on, in vLLM's words."""
+        outcome = await self._resumed(parse_resume(asked), asked)
+        status = "resuming" if outcome.status == ACCEPTED else "resumed"
+        return made({"status": status}, outcome)
+
+    async def continue_generation(self, asked: Asked) -> Made:
+        """Let go on, in SGLang's words."""
+        outcome = await self._resumed(parse_resume(asked), asked)
+        return made({"message": "Generation continued successfully.", "status": "ok"}, outcome)
+
+    async def is_paused(self, asked: Asked) -> Made:
+        """Say whether any and all boards are paused, and each."""
+        model = self.one_model(asked)
+        await self.look()
+        reports = self._fleet.reports(model)
+        return Made(OK, is_paused_entry(self._cluster.desired, reports, model))
+
+    async def _paused(self, call: PauseCall, asked: Asked) -> Outcome:
+        scope = await self.scope(call.terms, call.adapter)
+        params = {
+            **places(scope),
+            "mode": call.mode.value,
+            "clear_cache": call.clear_cache,
+            "lease_s": call.lease_s,
+        }
+        outcome = await self.perform(_K.PAUSE, params, call.terms, asked)
+        if outcome.operation.over and outcome.operation.error is None:
+            # The Coordinator's limit is not touched: all boards have stopped.
+            await self._service.flows.at_rest(scope, AT_REST_S, outcome.emitted)
+            if call.clear_cache:
+                self._fleet.forget_prompts(scope.covers, files=False)
+        return outcome
+
+    async def _resumed(self, call: ResumeCall, asked: Asked) -> Outcome:
+        scope = await self.scope(call.terms, call.adapter)
+        return await self.perform(_K.RESUME, places(scope), call.terms, asked)
+
+    # -- requests, caches, labels -------------------------------------------------------------
+
+    async def abort(self, asked: Asked) -> Made:
+        """End requests, all or those that are named."""
+        call = parse_abort(asked)
+        scope = await self.scope(call.terms, None)
+        ids = None if call.request_ids is None else list(call.request_ids)
+        params = {"models": list(scope.models), "boards": list(scope.boards), "request_ids": ids}
+        outcome = await self.perform(_K.ABORT, params, call.terms, asked)
+        aborted = total_of(outcome.operation, "aborted")
+        return made({"status": "aborted", "aborted": aborted}, outcome)
+
+    async def reset(self, asked: Asked) -> Made:
+        """Drop KV caches, and what this Router believed to be in them."""
+        call = parse_reset(asked)
+        scope = await self.scope(call.terms, None)
+        params = {
+            "models": list(scope.models),
+            "boards": list(scope.boards),
+            "reset_running_requests": call.running,
+        }
+        outcome = await self.perform(_K.CACHE_RESET, params, call.terms, asked)
+        self._fleet.forget_prompts(scope.covers, files=False)
+        return made({"success": outcome.status == OK}, outcome)
+
+    async def label(self, asked: Asked) -> Made:
+        """Name a model's weights anew."""
+        call = parse_label(asked)
+        model = self.one_of(call.terms.models)
+        params = {"model": model, "label": call.label, "reset_step": call.reset_step}
+        outcome = await self.perform(_K.LABEL, params, call.terms, asked)
+        return made({"success": True, "new_version": call.label, "model": model}, outcome)
+
+    async def weights(self, asked: Asked) -> Made:
+        """Say which weights are served."""
+        model = self.one_model(asked)
+        await self.look()
+        reports = self._fleet.reports()
+        return Made(OK, weight_info(self._cluster.desired, self._fleet.models, model, reports))
+
+    # -- looking ------------------------------------------------------------------------------
+
+    async def look(self) -> None:
+        """Ask the Coordinator and the boards how things are now.
+
+        What was answered to any client, by any Router, before this call is in what is known after
+        it. Where the Coordinator cannot be reached, the desired state stays as it was heard last.
+        """
+        await asyncio.gather(self._cluster.catch_up(), self._fleet.refresh())
+
+    async def listed(self, asked: Asked) -> Made:
+        """List the latest operations."""
+        return Made(OK, operations_list(await self._cluster.operations(_limit(asked))))
+
+    async def one(self, operation_id: str) -> Made:
+        """Describe one operation."""
+        return Made(OK, operation_entry(await self._cluster.operation(operation_id[:80])))
+
+    async def audit(self, asked: Asked) -> Made:
+        """List who called what lately."""
+        lines = await self._cluster.audit(_limit(asked))
+        return Made(OK, {"object": "list", "data": lines})
+
+    async def glance(self, _asked: Asked) -> Made:
+        """Return the totals of the cluster, and of each board."""
+        await self.look()
+        rates = self._fleet.rates()
+        boards = [
+            Glance(
+                report,
+                rate.prefill_tokens_per_s if (rate := rates.get(report.board_id)) else 0.0,
+                rate.decode_tokens_per_s if rate else 0.0,
+                self._service.position_bytes(report.model),
+            )
+            for report in self._fleet.reports()
+        ]
+        head = Head(self._cluster.reachable, self._cluster.heard_s_ago)
+        return Made(OK, cluster_entry(self._cluster.desired, self._fleet.models, boards, head))
+
+    # -- what all of them share ---------------------------------------------------------------
+
+    async def perform(
+        self,
+        kind: OperationKind,
+        params: dict[str, Any],
+        terms: Terms,
+        asked: Asked,
+        *,
+        key: str | None = None,
+        background: bool | None = None,
+    ) -> Outcome:
+        """Have it done. ``key`` stands in for the call's own, ``background`` for what it says."""
+        return await self._cluster.perform(
+            Call(
+                kind=kind,
+                params=params,
+                who=asked.who,
+                key=asked.key if key is None else key,
+                timeout_s=terms.timeout_s,
+                expected_epoch=terms.epoch,
+                background=terms.background if background is None else background,
+            )
+        )
+
+    def one_of(self, models: tuple[str, ...]) -> str:
+        """Return the model that is meant: named, the only one, or the only one that generates.
+
+        Raises:
+            RequestError: several could be meant.
+        """
+        self.check_models(models)
+        among = models or tuple(self._fleet.models)
+        if not models and len(generate := self._service.generating) == 1:
+            among = generate  # a model for embeddings beside it has no adapters and no steps
+        if len(among) > 1:
+            names = ", ".join(repr(one) for one in among)
+            raise RequestError(f"Say which 'model' it is for: one of {names}.", "model")
+        return among[0]
+
+    def check_models(self, models: Iterable[str]) -> None:
+        """Raises ``ModelNotFound`` for one that is not served."""
+        for model in models:
+            if model not in self._fleet.models:
+                raise ModelNotFound(model)
+
+    def one_model(self, asked: Asked) -> str | None:
+        """Return the model that a question names, None for all. Raises ``ModelNotFound``."""
+        model = asked.fields({"model": Kind.TEXT}).text("model")
+        self.check_models([] if model is None else [model])
+        return model
+
+    async def scope(self, terms: Terms, adapter: str | None) -> Scope:
+        """Return the part of the cluster that is meant; all of its names must be known."""
+        self.check_models(terms.models)
+        if adapter is not None and not await self._service.catalog.has_adapter(
+            adapter, terms.models
+        ):
+            raise AdapterNotFound(adapter)
+        return Scope(terms.models, self._boards(terms), adapter)
+
+    def _boards(self, terms: Terms) -> tuple[str, ...]:
+        known = [
+            report.board_id
+            for report in self._fleet.reports()
+            if not terms.models or report.model in terms.models
+        ]
+        for board in terms.boards:
+            if board not in known:
+                raise BoardNotFound(board[:80], "boards")
+        chosen = dict.fromkeys(terms.boards)
+        for pattern in terms.selector:
+            found = [board for board in known if fnmatchcase(board, pattern)]
+            if not found:
+                raise BoardNotFound(pattern[:80], "selector")
+            chosen |= dict.fromkeys(found)
+        return tuple(chosen)
+
+
+def made(body: JsonObject, outcome: Outcome) -> Made:
+    """Return the answer of a changing call."""
+    told = changed(body, outcome.operation, applied=outcome.applied)
+    return Made(outcome.status, told)
+
+
+def places(scope: Scope) -> dict[str, Any]:
+    """Return a scope as an operation's parameters."""
+    return {"models": list(scope.models), "boards": list(scope.boards), "adapter": scope.adapter}
+
+
+def _limit(asked: Asked) -> int:
+    fields = asked.fields({"limit": Kind.NUMBER})
+    return fields.integer("limit", Range(1, MAX_LISTED)) or LISTED

@@ -1,0 +1,201 @@
+"""Weights as the Router takes them: a trainer's updates, other base weights from the head's disk,
+and base weights on their way to the head's store. It knows no file's content and no route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+from rkserve.api.admin.operations import changed, total_of
+from rkserve.api.admin.query import Asked
+from rkserve.api.admin.weights import (
+    OWN,
+    DiskUpdate,
+    NewWeights,
+    WeightUpdate,
+    check_fits,
+    disk_body,
+    parse_disk,
+    parse_update,
+    parse_weights,
+    taken_entry,
+    update_body,
+)
+from rkserve.api.json.body import JsonObject
+from rkserve.control.artifact_manifest import Claim
+from rkserve.control.calls import Outcome
+from rkserve.control.operations import Operation, OperationKind
+from rkserve.core.desired_state import BaseVersion, Scope
+from rkserve.core.errors import ArtifactNotFound, RequestError
+from rkserve.router.admin.operations import OK, Made, Operations, made
+from rkserve.router.service import Service
+
+_K = OperationKind
+
+
+class Weights:
+    """The weights of the cluster's models."""
+
+    def __init__(self, service: Service, operations: Operations) -> None:
+        self._service = service
+        self._cluster = service.cluster
+        self._operations = operations
+
+    # -- a trainer's updates ------------------------------------------------------------------
+
+    async def receive(self, asked: Asked) -> Made:
+        """Have a trainer's weights served by all boards from one instant on, as PipelineRL asks.
+
+        Raises:
+            ArtifactRefused, ArtifactNotFound: what was sent is not what the trainer speaks of.
+            StaleWeights, OperationConflict: it comes too late, or in the middle of something.
+        """
+        update = parse_update(asked)
+        model = self._model_of(update)
+        params = {
+            "model": model,
+            "step": update.step,
+            "in_flight": update.in_flight.value,
+            **await self._meant(update, model, asked),
+        }
+        outcome = await self._operations.perform(_K.WEIGHT_UPDATE, params, update.terms, asked)
+        if "name" not in params:
+            self._forget_prompts(model)
+        return made(update_body(outcome.operation), outcome)
+
+    async def _meant(self, update: WeightUpdate, model: str, asked: Asked) -> JsonObject:
+        """Return the parameters that name the artifact, once it is known to fit."""
+        earlier = await self._earlier(asked, _K.WEIGHT_UPDATE)
+        name, _, version = update.artifact.rpartition("@")
+        if name != model:
+            if earlier is None:
+                found = await self._cluster.find_weights(model, update.artifact)
+                check_fits(update, found.version, found.parameters)
+            return {"name": name, "version": version}
+        if earlier is not None:
+            return {"version": version, **_content(earlier)}
+        found = await self._cluster.find_weights(model, update.artifact)
+        check_fits(update, found.version, found.parameters)
+        base = found.version
+        return {"version": version, "digest": base.digest, "size_bytes": base.size_bytes}
+
+    def _model_of(self, update: WeightUpdate) -> str:
+        """Return the model that is meant: named, or the one that has such an adapter."""
+        name = update.artifact.rpartition("@")[0]
+        served = self._service.fleet.models
+        if not update.terms.models:
+            if name in served:
+                return name
+            lines = self._cluster.desired.lines
+            having = {line.model for line in lines if line.name == name and line.model in served}
+            if len(having) == 1:
+                return having.pop()
+        return self._operations.one_of(update.terms.models)
+
+    # -- from the head's disk -----------------------------------------------------------------
+
+    async def from_disk(self, asked: Asked) -> Made:
+        """Have other base weights loaded board by board, as SGLang asks."""
+        update = parse_disk(asked)
+        model = self._operations.one_of(update.terms.models)
+        params = {
+            "model": model,
+            "model_path": update.place,
+            "label": update.label,
+            "in_flight": update.in_flight.value,
+            "max_unavailable": update.max_unavailable,
+            **await self._base(update, model, asked),
+        }
+        outcome = await self._operations.perform(_K.REBASE, params, update.terms, asked)
+        self._forget_prompts(model)
+        return _in_sglangs_words(outcome)
+
+    async def _base(self, update: DiskUpdate, model: str, asked: Asked) -> JsonObject:
+        """Return the parameters that name the content; none of it is the folder's own file."""
+        earlier = await self._earlier(asked, _K.REBASE)
+        if earlier is not None:
+            return _content(earlier)
+        base = await self._found(update.place, model)
+        if base is None:
+            return {"digest": None, "size_bytes": None}
+        return {"digest": base.digest, "size_bytes": base.size_bytes}
+
+    async def _found(self, place: str, model: str) -> BaseVersion | None:
+        if place == OWN:
+            return None
+        if "/" in place:
+            claim = Claim(model, None, model, base=True)
+            return await self._cluster.register_model("path", place, claim)
+        if place.rpartition("@")[0] != model:
+            raise ArtifactNotFound(
+                f"'{place[:80]}' is neither an absolute path of the head node, nor '{OWN}', nor "
+                f"'{model}@<version>'.",
+                "model_path",
+            )
+        found = (await self._cluster.find_weights(model, place)).version
+        assert isinstance(found, BaseVersion)  # of a model's own name there is nothing else
+        return found
+
+    # -- to the head's store ------------------------------------------------------------------
+
+    async def register(self, asked: Asked) -> Made:
+        """Take base weights that are there already, by their path or URL."""
+        new = parse_weights(asked, from_body=False)
+        kind, place = ("url", new.url) if new.path is None else ("path", new.path)
+        assert place is not None  # one of the two is there
+        model = self._operations.one_of(new.terms.models)
+        return _taken(
+            new, model, await self._cluster.register_model(kind, place, _claim(new, model))
+        )
+
+    async def upload(
+        self, asked: Asked, parts: AsyncIterator[bytes], announced: int | None
+    ) -> Made:
+        """Take base weights as they come; ``announced`` is how long the client says they are."""
+        new = parse_weights(asked, from_body=True)
+        model = self._operations.one_of(new.terms.models)
+        if None not in (new.size, announced) and new.size != announced:
+            raise RequestError("'size' is not the length of the body.", "size")
+        size = announced if new.size is None else new.size
+        claim = replace(_claim(new, model), size_bytes=size)
+        base = await self._cluster.upload(parts, claim, {"base_model": model})
+        assert isinstance(base, BaseVersion)  # so says the claim
+        return _taken(new, model, base)
+
+    # -- what all of them share ---------------------------------------------------------------
+
+    async def _earlier(self, asked: Asked, kind: OperationKind) -> Operation | None:
+        """Return what an earlier call with the same key became: its file is not looked at again,
+        and may be gone by now.
+        """
+        if asked.key is None:
+            return None
+        found = await self._cluster.operation_by_key(asked.key)
+        return found if found is not None and found.kind is kind else None
+
+    def _forget_prompts(self, model: str) -> None:
+        """No board has anything of the KV cache of other weights."""
+        self._service.fleet.forget_prompts(Scope(models=(model,)).covers)
+
+
+def _content(earlier: Operation) -> JsonObject:
+    return {name: earlier.params.get(name) for name in ("digest", "size_bytes")}
+
+
+def _claim(new: NewWeights, model: str) -> Claim:
+    return Claim(
+        model, new.version, model, new.size, new.sha256, base=True, parameters=new.parameters
+    )
+
+
+def _taken(new: NewWeights, model: str, base: BaseVersion | None) -> Made:
+    return Made(OK, taken_entry(model, base, {"parameters": len(new.parameters)}))
+
+
+def _in_sglangs_words(outcome: Outcome) -> Made:
+    """Return SGLang's body also where it failed: its clients look at ``success``."""
+    operation = outcome.operation
+    body = disk_body(operation, outcome.status, total_of(operation, "stopped"))
+    told = changed({}, operation, applied=outcome.applied)
+    return Made(outcome.status, {**body, **told})

@@ -1,0 +1,1 @@
+"""API keys, callers and their limits."""

@@ -1,0 +1,1 @@
+"""A request's way to a board, and its failover to another."""

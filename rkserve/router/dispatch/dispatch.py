@@ -1,0 +1,609 @@
+"""Sends the requests of one Router to boards, and goes on elsewhere where one is lost.
+
+Who gets a place at which board is ``Places``' business, what a generation has become ``continuing``
+knows, and how boards are reached the fleet's links; this module knows neither Ray nor HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import time
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+from rkserve.core.board_report import AtRouter, BoardState, GenerationInfo, GenerationState
+from rkserve.core.desired_state import Scope, Served
+from rkserve.core.errors import (
+    AdapterBroken,
+    BoardAsleep,
+    BoardBehind,
+    BoardFailed,
+    BoardSilent,
+    CacheNotFound,
+    EngineDied,
+    EngineHung,
+    EnginePaused,
+    NoBoard,
+    PoisonRequest,
+    QueueFull,
+    QueueTimeout,
+    RkserveError,
+)
+from rkserve.core.messages import (
+    ControlAction,
+    Delta,
+    EmbedRequest,
+    Event,
+    Finished,
+    GenerateRequest,
+    Kv,
+    Paused,
+)
+from rkserve.fleet.addresses import Holders
+from rkserve.fleet.fleet import Fleet
+from rkserve.router.dispatch.circuit_breaker import Breaker, Circuit
+from rkserve.router.dispatch.failover import BY_CLUSTER, Course, why
+from rkserve.router.queue.admission import Claim
+from rkserve.router.queue.rejection import Tried
+
+log = logging.getLogger(__name__)
+
+# What one board may lack and another have; nothing of the request was run then.
+_LACKING = (CacheNotFound, AdapterBroken)
+# Such a board is well, and will take requests.
+_WAITING = (BoardBehind, BoardAsleep)
+# Another board may do what this one does not, or did not to the end.
+_ELSEWHERE = (BoardFailed, QueueFull, QueueTimeout, EnginePaused, *_LACKING)
+# Nobody takes it now; a board that restarts will, and one that is lost on the way waits for that.
+_LATER = (NoBoard, QueueFull, QueueTimeout, EnginePaused, *_WAITING)
+# What a circuit breaker counts: nobody knows when the board will be well again. One that is out of
+# order says so, and of a replica that has ended there is nothing left to be asked.
+_FAULTS = (EngineDied, EngineHung, BoardSilent)
+FORGIVE_S = 5.0
+ENDED_REMEMBERED = 256
+BY_REQUEST = "request"  # who paused it, where it did not pause by itself
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Persistence:
+    """How much is done for one request.
+
+    A board owes its acceptance within ``accept_timeout_s``. A generation goes on elsewhere at most
+    ``continuations`` times, and waits for ``restart_wait_s`` where no board is left to take it.
+    Between two tries pass up to ``pause_s``, then twice as much each time, up to
+    ``longest_pause_s``: those who lost the same board do not come at once.
+    """
+
+    accept_timeout_s: float = 10.0
+    continuations: int = 8
+    restart_wait_s: float = 60.0
+    pause_s: float = 0.02
+    longest_pause_s: float = 1.0
+
+
+class Seated(Protocol):
+    """A request's place at one board; see ``place.Place``."""
+
+    group: str
+    replica: str
+    request: GenerateRequest
+    waited_ms: float
+
+    def heard(self, event: Event) -> None:
+        """The board has said this."""
+
+    def lost(self, exc: RkserveError) -> None:
+        """The board is not to be asked until its next report."""
+
+    def ended(self, *, left: bool) -> None:
+        """It is over there; ``left``: its client went before the board was done."""
+
+
+class Usher(Protocol):
+    """Who gets which place; see ``places.Places``."""
+
+    async def take(self, request: GenerateRequest, tried: Tried, claim: Claim) -> Seated:
+        """Wait for a place. Raises what nobody takes the request for."""
+
+    def waits(self, request_id: str) -> bool:
+        """Whether that request has been let in, and waits for its turn."""
+
+
+class Losses(Protocol):
+    """What is counted of boards that are lost."""
+
+    def continued(self, word: str) -> None:
+        """A generation goes on elsewhere, and why."""
+
+    def back(self, took_s: float) -> None:
+        """It does, so long after the loss."""
+
+    def opened(self) -> None:
+        """A board is left alone for a while."""
+
+    def held(self, model: str, by: str, held_s: float) -> None:
+        """A generation goes on that the cluster has held for so long."""
+
+
+class _Attempt:
+    """What became of a request on one board."""
+
+    def __init__(self, place: Seated) -> None:
+        self.place = place
+        self.accepted = self.finished = self.left = False
+
+
+class _Told(Exception):
+    """A control call has changed a request that no board has."""
+
+
+class _Home:
+    """The place of one request as long as this is entered: a board, or none.
+
+    While no board has it, a control call can change it: it waits by ``or_told``.
+    """
+
+    def __init__(self, course: Course, holders: Holders, homes: dict[str, _Home]) -> None:
+        self.course = course
+        self.id = course.asked.request_id
+        self.ended = False  # by an abort, wherever it is
+        self.held: tuple[float, Served] | None = (
+            None  # by the cluster: since when, and what it served
+        )
+        self.failures = 0  # of boards that did not take it, or were lost
+        self.begun_s = self.since_s = time.monotonic()  # without a board since then
+        self._holders, self._homes = holders, homes
+        self.replica: str | None = None
+        self._told = asyncio.Event()
+
+    def __enter__(self) -> _Home:
+        self._homes[self.id] = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._holders.leave(self.id)
+        if self._homes.get(self.id) is self:
+            del self._homes[self.id]
+
+    def enter(self, place: Seated) -> None:
+        """A board has accepted it."""
+        self.replica = place.replica
+        self._holders.enter(self.id, place.group, place.replica)
+
+    def leave(self) -> None:
+        """No board has it any more."""
+        self._holders.leave(self.id)
+        self.replica, self.since_s = None, time.monotonic()
+
+    def tell(self) -> None:
+        """Its pause or its end has changed: what it waits for is asked for anew."""
+        self._told.set()
+
+    async def or_told(
+        self, work: Coroutine[Any, Any, T], drop: Callable[[T], None] = lambda _: None
+    ) -> T:
+        """Return what ``work`` comes to, which ``drop`` gives back where it comes too late.
+
+        Raises:
+            _Told: a control call changed the request first.
+        """
+        loop = asyncio.get_running_loop()
+        task, told = loop.create_task(work), loop.create_task(self._told.wait())
+        waits_for: set[asyncio.Task[Any]] = {task, told}
+        taken = False
+        try:
+            await asyncio.wait(waits_for, return_when=asyncio.FIRST_COMPLETED)
+            if not self._told.is_set():
+                taken = True
+                return task.result()
+            self._told.clear()
+            raise _Told
+        finally:
+            told.cancel()
+            if not taken:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                if not task.cancelled() and task.exception() is None:
+                    drop(task.result())
+
+
+class Dispatch:
+    """Sends the requests of one Router to boards. Use it from one event loop."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        places: Usher,
+        rng: random.Random,
+        persistence: Persistence | None = None,
+        *,
+        breaker: Breaker | None = None,
+        losses: Losses | None = None,
+    ) -> None:
+        """``breaker`` is told what became of requests; that ``places`` heeds it is not seen to."""
+        self.fleet = fleet
+        self.places = places
+        self.breaker = Breaker() if breaker is None else breaker
+        self._rng = rng
+        self._persistence = persistence or Persistence()
+        self._losses = losses
+        self._homes: dict[str, _Home] = {}
+        self._ended: dict[str, GenerationInfo] = {}  # by an abort here, the oldest first
+        self._aborts: dict[str | None, float] = {}  # of all of a model, or of everything: when
+        self._tasks: set[asyncio.Task[None]] = set()
+        fleet.changed.append(self._forget_boards)
+
+    def circuit(self, replica: str) -> tuple[Circuit, str]:
+        """Return what this Router sends a board now, and why not all."""
+        now_s = time.monotonic()
+        return self.breaker.circuit(replica, now_s), self.breaker.reason(replica, now_s)
+
+    def homeless(self) -> list[GenerationInfo]:
+        """Return what is told of requests that no board has accepted, or one has lost since.
+
+        They wait for their turn, are on their way to a board, or between two.
+        """
+        return [_waiting(home) for home in self._homes.values() if _is_waiting(home)]
+
+    def control(self, generation: str, action: ControlAction, choice: int | None) -> AtRouter:
+        """Do ``action`` to the choices of a generation that no board has, where that can be done.
+
+        One that waits for its first board can be aborted only. An abort also ends a choice that
+        leaves the board that has it now.
+        """
+        homes = [home for home in self._homes.values() if _is_of(home.id, generation, choice)]
+        done: list[GenerationInfo] = []
+        refused: list[GenerationInfo] = []
+        for home in homes:
+            waits = _is_waiting(home)
+            if action is ControlAction.ABORT:
+                self._abort(home)
+            fits = waits and _act(home, action)
+            if waits:
+                (done if fits else refused).append(_waiting(home))
+        ended = [info for name, info in self._ended.items() if _is_of(name, generation, choice)]
+        return AtRouter(tuple(done), tuple(refused), tuple(ended), known=bool(homes))
+
+    def abort_all(self, scope: Scope, request_ids: Collection[str] | None) -> int:
+        """End requests that no board has, all or those of these ids; return how many.
+
+        Requests that boards have are ended by these, and here if they lose their board first. With
+        ``scope.boards`` only requests that these boards have are meant.
+        """
+        boards = {seat.replica: seat.board_id for seat in self.fleet.seats()}
+        if request_ids is None and not scope.boards:
+            now_s = time.monotonic()
+            self._aborts |= dict.fromkeys(scope.models or (None,), now_s)
+        ended = 0
+        for home in list(self._homes.values()):
+            asked = home.course.asked
+            board = "" if home.replica is None else boards.get(home.replica, home.replica)
+            if isinstance(asked, EmbedRequest) or not scope.covers(board, asked.model):
+                continue
+            if request_ids is None or any(_is_named(home.id, one) for one in request_ids):
+                ended += _is_waiting(home) and not home.ended
+                self._abort(home)
+        return ended
+
+    def _abort(self, home: _Home) -> None:
+        home.ended = True
+        if home.replica is None:
+            home.tell()
+
+    def _is_aborted(self, request: GenerateRequest, claim: Claim) -> bool:
+        """Return whether everything was aborted between the call's arrival and this queue."""
+        if claim.came_s is None:
+            return False
+        latest_s = max(self._aborts.get(model, -math.inf) for model in (None, request.model))
+        return claim.came_s < latest_s and not isinstance(request, EmbedRequest)
+
+    def _forget_boards(self) -> None:
+        """Replicas that are there no more come back under other names."""
+        self.breaker.keep(frozenset(seat.replica for seat in self.fleet.seats()))
+
+    async def generate(
+        self, request: GenerateRequest, claim: Claim | None = None
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events of one generation, on as many boards as it takes.
+
+        A board that fails, is full, is paused so that it takes nothing, sleeps, does not know yet
+        what it shall serve, or lacks what the request needs, before it accepted the request, is
+        passed over for another. From one that is lost later another one goes on: the client gets
+        no character twice, and none is missing.
+
+        Raises:
+            ModelNotFound, NoBoard, QueueFull, EnginePaused, BoardBehind: nobody takes it.
+            PoisonRequest: two boards have died of it.
+            RkserveError: what the board raised, after the events before it; or the last of them.
+        """
+        course = Course(request, self._persistence.continuations)
+        tried = Tried()
+        with _Home(course, self.fleet.entries, self._homes) as home:
+            home.ended = claim is not None and self._is_aborted(request, claim)
+            while (place := await self._place(home, tried, claim or Claim())) is not None:
+                one = _Attempt(place)
+                link = self.fleet.links[place.group]
+                try:
+                    async with aclosing(link.open(place.request, place.replica)) as events:
+                        event = await home.or_told(self._first(events, place.replica))
+                        one.accepted = True
+                        home.enter(place)
+                        place.heard(event)
+                        if (told := course.heard(event)) is not None:
+                            yield told
+                        async for event in events:
+                            one.finished = isinstance(event, Finished)
+                            place.heard(event)
+                            if course.waits or home.held or isinstance(event, Paused):
+                                self._noted(home, event)
+                            if (told := course.heard(event)) is not None:
+                                yield told
+                        self._require_end(one)
+                except (_Told, *_ELSEWHERE) as exc:
+                    self._left(home, one, exc, tried)
+                except BaseException:
+                    # Who has the last event need not wait for the end of the stream behind it.
+                    one.left = not one.finished
+                    raise
+                else:
+                    return
+                finally:
+                    self.breaker.undecided(place.replica)
+                    place.ended(left=one.left)
+                await self._between(home)
+            for last in self._aborted(home):
+                yield last
+
+    async def _place(self, home: _Home, tried: Tried, claim: Claim) -> Seated | None:
+        """Return a place, however often it is changed meanwhile; None: it has been aborted.
+
+        Raises the error for which no board takes it.
+        """
+        while not home.ended:
+            with suppress(_Told):
+                place = await home.or_told(self._take(home.course, tried, claim), self._give_back)
+                home.course.queued_ms += place.waited_ms
+                return place
+        return None
+
+    async def _between(self, home: _Home) -> None:
+        """Wait before the next try, unless a control call changes it meanwhile."""
+        home.leave()
+        if home.ended:
+            return
+        with suppress(_Told):
+            await home.or_told(self._pause(home.course, home.failures))
+
+    def _aborted(self, home: _Home) -> list[Event]:
+        """Return the events that end a request that no board has, and remember it."""
+        self._ended[home.id] = replace(_waiting(home), state=GenerationState.ENDED)
+        while len(self._ended) > ENDED_REMEMBERED:
+            del self._ended[next(iter(self._ended))]
+        return home.course.aborted((time.monotonic() - home.since_s) * 1e3)
+
+    def _give_back(self, place: Seated) -> None:
+        """Leave a place that its request does not want any more."""
+        self.breaker.undecided(place.replica)
+        place.ended(left=False)
+
+    # -- before a board has it ----------------------------------------------------------------
+
+    async def _take(self, course: Course, tried: Tried, claim: Claim) -> Seated:
+        """Return a place; where nobody is left to go on with an answer, wait for a restart.
+
+        Raises the error for which no board takes it.
+        """
+        until_s = time.monotonic() + self._persistence.restart_wait_s
+        tries = 0
+        while True:
+            try:
+                place = await self.places.take(course.request, tried, claim)
+            except _LATER as exc:
+                if not course.accepted:
+                    raise
+                if time.monotonic() >= until_s:
+                    if course.cause is not None and isinstance(exc, QueueTimeout):
+                        raise course.cause from exc  # that it had to wait is not what went wrong
+                    raise
+                if not course.begun and self._is_hopeless(course.request.model):
+                    raise
+            else:
+                self.breaker.sent(place.replica, time.monotonic())
+                return place
+            tries += 1
+            await asyncio.sleep(self._pause_s(tries))
+            tried.clear()  # what was lost, or refused, a while ago may be well again
+            await self.fleet.look_again()
+
+    def _is_hopeless(self, model: str) -> bool:
+        """Whether all boards say that they are out of order: then a restart helps seldom.
+
+        Who has no word of an answer yet is told so, and may come back; others wait for it.
+        """
+        reports = self.fleet.reports(model)
+        return bool(reports) and all(one.state is BoardState.FAILED for one in reports)
+
+    async def _first(self, events: AsyncGenerator[Event, None], replica: str) -> Event:
+        """Return the board's acceptance, which it owes at once, also when the request must queue.
+
+        Raises:
+            BoardFailed: it did not come; the replica is frozen or out of reach.
+        """
+        limit_s = self._persistence.accept_timeout_s
+        try:
+            return await asyncio.wait_for(anext(events), limit_s)
+        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+            reason = f"it did not accept the request within {limit_s:g} s"
+            raise BoardSilent(replica, reason) from None
+        except StopAsyncIteration:
+            raise BoardFailed(replica, "it ended without an answer") from None
+
+    def _require_end(self, one: _Attempt) -> None:
+        """Raise ``BoardFailed`` where the stream ended before the answer, and well."""
+        if not one.finished:
+            raise BoardFailed(one.place.replica, "its answer has no end")
+        self.breaker.worked(one.place.replica)
+
+    async def _pause(self, course: Course, failures: int) -> None:
+        """Wait before the next try. Somebody who reads an answer waits for nothing at first."""
+        if course.tokens and course.times <= 1:
+            return
+        await asyncio.sleep(self._pause_s(failures))
+
+    def _pause_s(self, tries: int) -> float:
+        rules = self._persistence
+        most_s = min(rules.longest_pause_s, rules.pause_s * 2 ** min(tries - 1, 30))
+        return self._rng.uniform(most_s / 2, most_s)
+
+    # -- when it is lost ----------------------------------------------------------------------
+
+    def _left(self, home: _Home, one: _Attempt, exc: _Told | RkserveError, tried: Tried) -> None:
+        """The request has no board after all, or no more. Raises as ``_missed``."""
+        if isinstance(exc, _Told):
+            one.left = True
+            return
+        home.failures += 1
+        try:
+            self._missed(home.course, one, exc, tried)
+        except RkserveError:
+            if not home.ended:  # by an abort, which is how it ends then
+                raise
+
+    def _missed(self, course: Course, one: _Attempt, exc: RkserveError, tried: Tried) -> None:
+        """A board did not take it, or is lost. Raises what the client gets, if it ends so."""
+        if isinstance(exc, QueueTimeout) and not course.begun:
+            raise exc  # it has waited for as long as one does that has no word of an answer yet
+        place, now_s = one.place, time.monotonic()
+        if isinstance(exc, BoardFailed) and not isinstance(exc, _WAITING):
+            place.lost(exc)
+        if isinstance(exc, _FAULTS):
+            self._blame(place.replica, exc, now_s)
+        if isinstance(exc, AdapterBroken):
+            log.warning("board %s is passed over: %s", place.replica, exc)
+        if not one.accepted:
+            tried[place.replica] = exc
+            return
+        one.left = True
+        if not isinstance(exc, _LACKING):
+            tried.clear()  # what others lack, or said, may be another thing by now
+        tried[place.replica] = exc
+        if (error := course.lost(place.replica, exc, now_s)) is not None:
+            if isinstance(error, PoisonRequest):
+                self._forgive(course)
+            raise error
+        if self._losses is not None:
+            self._losses.continued(why(exc))
+        log.warning(
+            "%s goes on elsewhere after %d tokens: %s",
+            place.request.request_id,
+            course.tokens,
+            exc,
+        )
+
+    def _blame(self, replica: str, exc: RkserveError, now_s: float) -> None:
+        opened = self.breaker.failed(replica, exc.message, now_s)
+        if opened and self._losses is not None:
+            self._losses.opened()
+
+    def _noted(self, home: _Home, event: Event) -> None:
+        """An answer stops, or may go on, with this event."""
+        now_s, model = time.monotonic(), home.course.asked.model
+        served = self.fleet.listing.desired.served
+        if isinstance(event, Paused):
+            if event.by == BY_CLUSTER and home.held is None:
+                home.held = (now_s, served(model))
+        elif home.held is not None and (isinstance(event, Finished) or _grows(event)):
+            (since_s, before), home.held = home.held, None
+            if self._losses is not None:
+                self._losses.held(model, before.held_by(served(model)), now_s - since_s)
+        if home.course.waits:
+            self._back(home.course, event)
+
+    def _back(self, course: Course, event: Event) -> None:
+        """An answer that lost its board may go on with this event."""
+        took_s = course.back(event, time.monotonic())
+        if took_s is not None and self._losses is not None:
+            self._losses.back(took_s)
+
+    def _forgive(self, course: Course) -> None:
+        """The boards that died of a request are not to blame."""
+        groups = {seat.replica: seat.group for seat in self.fleet.seats()}
+        for strike in course.strikes:
+            self.breaker.forgive(strike.board)
+            if strike.board in groups:
+                self._spawn(self._ask_to_forgive(groups[strike.board], strike.board))
+
+    async def _ask_to_forgive(self, group: str, replica: str) -> None:
+        try:
+            await self.fleet.links[group].ask(replica, "forgive", timeout_s=FORGIVE_S)
+        except RkserveError as exc:
+            log.info("board %s was not told that it is not to blame: %s", replica, exc)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _grows(event: Event) -> bool:
+    """Return whether an answer has a token more with that."""
+    return isinstance(event, Delta) and bool(event.token_ids)
+
+
+def _is_waiting(home: _Home) -> bool:
+    """Return whether no board has it, and it is something that can be controlled."""
+    return home.replica is None and not isinstance(home.course.asked, EmbedRequest)
+
+
+def _is_of(request_id: str, generation: str, choice: int | None) -> bool:
+    completion, _, index = request_id.rpartition("/")
+    return completion == generation and choice in (None, int(index) if index.isdigit() else -1)
+
+
+def _is_named(request_id: str, asked: str) -> bool:
+    """Return whether an id is that of the request, or of its completion."""
+    return asked in (request_id, request_id.rpartition("/")[0])
+
+
+def _act(home: _Home, action: ControlAction) -> bool:
+    """Change a request that no board has; False where that cannot be done to it."""
+    course = home.course
+    if action is ControlAction.ABORT:
+        return True
+    if action is ControlAction.PAUSE and course.accepted:
+        course.pause()
+    elif action is ControlAction.RESUME and course.rests is not None:
+        course.resume()
+    else:
+        return False
+    home.tell()
+    return True
+
+
+def _waiting(home: _Home) -> GenerationInfo:
+    """Return what no board can tell of a request."""
+    course = home.course
+    request, rests = course.request, course.rests
+    done, ref = request.continued, request.adapter
+    state = GenerationState.QUEUED if rests is None else GenerationState.PAUSED
+    return GenerationInfo(
+        request_id=request.request_id,
+        board_id="",
+        model=request.model,
+        state=GenerationState.ABORTING if home.ended else state,
+        prompt_tokens=len(request.prompt_ids),
+        tokens=0 if done is None else done.tokens,
+        context_tokens=len(request.prompt_ids) + (0 if done is None else len(done.slots)),
+        partial_output="" if done is None else done.text,
+        kv=None if rests is None else Kv.RECOMPUTED,
+        adapter=request.line if ref is None else ref.name,
+        native_pause=request.native_pause,
+        paused_by=None if rests is None else rests.by or BY_REQUEST,
+        age_s=time.monotonic() - home.since_s,
+    )

@@ -1,0 +1,303 @@
+"""One generation over all boards that work on it: what it has become, and whether another goes on.
+
+Pure. It is told what boards say and how they were lost, and says how the next one begins. Which one
+that is, and how long to wait for it, is not its business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rkserve.core.errors import (
+    BoardFailed,
+    BoardGone,
+    BoardOutOfOrder,
+    BoardSilent,
+    EngineDied,
+    EngineHung,
+    PoisonRequest,
+    QueueTimeout,
+    RkserveError,
+    RunFailed,
+)
+from rkserve.core.messages import (
+    Accepted,
+    Bound,
+    Continued,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    Kind,
+    Kv,
+    Paused,
+    Slot,
+    Splice,
+    Timings,
+    Usage,
+    VersionSpan,
+)
+
+BY_CLUSTER = "cluster"  # of a pause that ends with the cluster's own
+# As long as deltas are kept one by one they cost as much memory as the tokens' text many times.
+MERGE_AFTER = 128
+# What kills this many boards in its own run, and gets nowhere in between, is not tried again.
+STRIKES = 2
+
+_WHY: tuple[tuple[type[RkserveError], str], ...] = (
+    (EngineDied, "crashed"),
+    (EngineHung, "hung"),
+    (RunFailed, "run_failed"),
+    (BoardGone, "gone"),
+    (BoardSilent, "silent"),
+    (BoardOutOfOrder, "out_of_order"),
+    (BoardFailed, "unreachable"),
+    (QueueTimeout, "busy"),
+)
+# The board itself says that it was this request's run that ended so. A replica or a node that is
+# lost says nothing of whose fault that was: a library that crashes ends its engine only.
+_OWN_RUN = (EngineDied, EngineHung, RunFailed)
+
+
+def why(exc: RkserveError) -> str:
+    """Return how a board was lost, in one word of a few; metrics have it as a label."""
+    return next((word for kind, word in _WHY if isinstance(exc, kind)), "lacking")
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """A board was lost in the run of this request."""
+
+    board: str
+    tokens: int  # of the answer then
+
+
+class Course:
+    """What one Router knows of a generation. It may be continued ``limit`` times."""
+
+    def __init__(self, request: GenerateRequest, limit: int) -> None:
+        self.asked = request
+        self._limit = limit
+        self._prompt_ids: tuple[int, ...] | None = None
+        self._slots: list[Slot] = []  # without what ``_news`` has
+        self._text: list[str] = []
+        self._tokens = 0  # of the answer, also those of ``_news``
+        self._news: list[Delta] = []  # that only add to it
+        self._bound: Bound | None = None
+        self._rest: Paused | None = None
+        self._scored = False  # the client has the logprobs of the prompt
+        self._over = False  # the last token's own pause was made, and is over
+        self._arrived = False  # nothing but its acceptance was heard of this board
+        self._lost_s: float | None = None  # when its board was lost; None: somebody works on it
+        self._lost_ms = 0.0
+        self.accepted = False  # by any board
+        self.queued_ms = 0.0  # that it has waited for boards at this Router
+        self.times = 0
+        self.cause: RkserveError | None = None  # what it lost a board by, if not by waiting
+        self.strikes: list[Strike] = []
+
+    # -- what boards say ----------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answer that were heard of."""
+        return self._tokens
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was heard of the answer itself."""
+        return bool(self._slots or self._news)
+
+    def heard(self, event: Event) -> Event | None:
+        """Take over an event; return it as the client gets it, None where it knows that."""
+        if isinstance(event, Delta):
+            self._grow(event)
+        elif isinstance(event, Paused):
+            return self._rested(event)
+        elif isinstance(event, Accepted):
+            return self._taken(event)
+        elif isinstance(event, Finished):
+            timings = replace(
+                event.timings,
+                queue_ms=event.timings.queue_ms + self.queued_ms,
+                continued=self.times,
+                lost_ms=self._lost_ms,
+            )
+            return replace(event, timings=timings)
+        return event
+
+    @property
+    def rests(self) -> Paused | None:
+        """The pause that it is in, which the next board takes over; None while it goes on."""
+        return self._rest
+
+    def pause(self) -> None:
+        """Pause it while no board has it: the next one keeps it paused."""
+        self._rest, self._over = Paused(None, self.tokens, Kv.RECOMPUTED), False
+
+    def resume(self) -> None:
+        """End its pause while no board has it."""
+        self._rest, self._over = None, True
+
+    def aborted(self, waited_ms: float) -> list[Event]:
+        """Return the events that end it while no board has it.
+
+        ``waited_ms`` is the time since it was last with a board, or since it came.
+        """
+        found: list[Event] = [] if self.accepted else [Accepted("", "", 0, version="")]
+        prompt, marks = self.asked, () if self._bound is None else self._bound.marks
+        ends = [*(start for start, _ in marks[1:]), self.tokens]
+        spans = (
+            VersionSpan(label, start, end)
+            for (start, label), end in zip(marks, ends, strict=False)
+            if start < end
+        )
+        timings = Timings(
+            queue_ms=self.queued_ms + waited_ms,
+            prefill_ms=0.0,
+            prefill_tokens=0,
+            decode_ms=0.0,
+            decode_tokens=0,
+            memory_mb=0.0,
+            continued=self.times,
+            lost_ms=self._lost_ms,
+        )
+        usage = Usage(len(prompt.prompt_ids) or prompt.counted, self.tokens)
+        return [*found, Finished(FinishReason.ABORT, usage, timings, tuple(spans))]
+
+    def back(self, event: Event, now_s: float) -> float | None:
+        """Return how long after a loss the answer goes on with this event, the first of its kind.
+
+        Call it before ``heard`` while ``waits``.
+        """
+        goes_on = isinstance(event, Finished) or (isinstance(event, Delta) and event.token_ids)
+        if self._lost_s is None or not goes_on:
+            return None
+        took_s, self._lost_s = now_s - self._lost_s, None
+        self._lost_ms += took_s * 1e3
+        return took_s
+
+    @property
+    def waits(self) -> bool:
+        """Whether its board was lost, and nothing has come of another one yet."""
+        return self._lost_s is not None
+
+    def _taken(self, accepted: Accepted) -> Accepted | None:
+        known, self.accepted, self._arrived = self.accepted, True, True
+        if not self.begun:
+            mark = (0, accepted.version)
+            self._bound = Bound((mark,), accepted.adapter, accepted.line_epoch)
+        return None if known else accepted
+
+    def _rested(self, paused: Paused) -> Paused | None:
+        """A board that takes over a paused one says so, and the client knows it."""
+        known = self._arrived and self._rest is not None
+        self._arrived = False
+        if paused.by == BY_CLUSTER:
+            self._rest, self._over = None, True
+        else:
+            self._rest = paused
+        return None if known else paused
+
+    def _grow(self, delta: Delta) -> None:
+        self._arrived = False
+        self._tokens += len(delta.token_ids)
+        if delta.plain:
+            self._rest, self._over = None, not delta.token_ids
+            if delta.token_ids:
+                self._news.append(delta)
+                if len(self._news) >= MERGE_AFTER:
+                    self._merge()
+            return
+        if delta.bound is not None:
+            self._bound = delta.bound
+        self._scored = self._scored or bool(delta.prompt)
+        self._settle()
+        if delta.splice is None:
+            self._slots += _slots(delta)
+            grown = bool(delta.token_ids)
+        else:
+            grown = self._splice(delta.splice)
+        self._tokens = sum(slot.kind is not Kind.INJECTED for slot in self._slots)
+        if delta.retract:
+            self._text = ["".join(self._text)[: -delta.retract]]
+        self._text.append(delta.text)
+        if not delta.paused:
+            self._over = not grown and (self._over or self._rest is not None)
+            self._rest = None
+
+    def _splice(self, splice: Splice) -> bool:
+        """Change the transcript; return whether the model has said more."""
+        self._slots[splice.keep :] = splice.slots
+        if splice.prompt_ids is not None:
+            self._prompt_ids = splice.prompt_ids
+        return any(slot.kind is Kind.GENERATED for slot in splice.slots)
+
+    def _merge(self) -> None:
+        """Keep what came as one delta: it takes a fraction of the memory."""
+        text = "".join([delta.text for delta in self._news])
+        ids = tuple([token_id for delta in self._news for token_id in delta.token_ids])
+        lengths = tuple([length for delta in self._news for length in delta.parts])
+        self._news = [Delta(text, ids, lengths=lengths)]
+
+    def _settle(self) -> None:
+        for delta in self._news:
+            self._slots += _slots(delta)
+            self._text.append(delta.text)
+        self._news = []
+
+    # -- when a board is lost -----------------------------------------------------------------
+
+    def lost(self, board: str, exc: RkserveError, now_s: float) -> RkserveError | None:
+        """A board that had accepted it is lost to it; return what it ends with, or None.
+
+        One that rests, or waits elsewhere, is not what the board died of.
+        """
+        self.times += 1
+        if not isinstance(exc, QueueTimeout):
+            self.cause = exc
+        self._arrived = False
+        if self._lost_s is None:
+            self._lost_s = now_s
+        if isinstance(exc, _OWN_RUN) and self._rest is None:
+            if self.strikes and self.strikes[-1].tokens != self.tokens:
+                self.strikes = []  # it got further: what that board died of is not in its way
+            self.strikes.append(Strike(board, self.tokens))
+            if len(self.strikes) >= STRIKES:
+                return exc if isinstance(exc, RunFailed) else PoisonRequest(STRIKES, exc.reason)
+        return exc if self.times > self._limit else None
+
+    @property
+    def request(self) -> GenerateRequest:
+        """What the next board gets."""
+        if self.times == 0:
+            return self.asked
+        self._settle()
+        text = "".join(self._text)
+        self._text = [text]
+        continued = Continued(
+            slots=tuple(self._slots),
+            text=text,
+            prompt_ids=self._prompt_ids,
+            bound=self._bound if self.begun else None,
+            paused=self._rest,
+            pause_over=self._over,
+            times=self.times,
+            suspect=bool(self.strikes),
+            scored=self._scored,
+        )
+        # What a named prompt cache was to save is saved already, or lost.
+        cache = None if self.begun else self.asked.use_cache
+        return replace(self.asked, continued=continued, use_cache=cache)
+
+
+def _slots(delta: Delta) -> list[Slot]:
+    """Return the tokens of a delta without a splice."""
+    if len(delta.token_ids) == 1:
+        return [Slot(delta.token_ids[0], delta.text.encode())]
+    slots, at = [], 0
+    for token_id, length in zip(delta.token_ids, delta.parts, strict=True):
+        slots.append(Slot(token_id, delta.text[at : at + length].encode()))
+        at += length
+    return slots

@@ -1,0 +1,1 @@
+"""Features beside generation: embeddings, reranking, tokenization, caches."""

@@ -1,0 +1,211 @@
+"""KV caches and prompt caches over all boards: what they hold, clearing, building, deleting.
+
+It knows the boards through a ``Fleet``; a board that fails hides nobody else's answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from rkserve.api.admin.caches import (
+    ClearCall,
+    KvPlaces,
+    built,
+    caches_list,
+    check_delete,
+    failures,
+    ids_of,
+    kv_list,
+    parse_build,
+    parse_clear,
+    parse_size,
+)
+from rkserve.api.admin.generations import EditCall
+from rkserve.api.admin.query import Asked
+from rkserve.api.common.version_policy import Meant
+from rkserve.api.json.body import JsonObject
+from rkserve.core.desired_state import SYSTEM_PROMPT, Desired, KeptCache
+from rkserve.core.errors import (
+    BoardNotFound,
+    BoardSilent,
+    CacheNotFound,
+    CoordinatorAway,
+    LedgerFailed,
+    NoBoard,
+    RequestError,
+)
+from rkserve.core.name_rules import check_cache_name
+from rkserve.fleet.addresses import Answers, Seat, merged
+from rkserve.router.features.generations import MULTI_STATUS, OK, Generations
+from rkserve.router.off_loop import off_loop
+from rkserve.router.service import Service
+
+log = logging.getLogger(__name__)
+
+
+class Caches:
+    """The caches of all boards."""
+
+    def __init__(self, service: Service, generations: Generations) -> None:
+        self._service = service
+        self._generations = generations
+
+    # -- the KV cache -------------------------------------------------------------------------
+
+    async def kv(self, asked: Asked) -> JsonObject:
+        """Return what the boards hold, of one model or some boards where that is asked."""
+        seats = await self._seats(parse_size(asked))
+        answers = await self._ask(seats, "kv", timeout_s=self._service.config.report_timeout_s)
+        return kv_list(list(answers.said.values()), answers.failed)
+
+    async def clear(self, asked: Asked) -> tuple[int, JsonObject]:
+        """Clear the KV caches of boards, or ranges of a paused generation's."""
+        call = parse_clear(asked)
+        if call.generation is not None:
+            edit = EditCall(choice=call.choice, clear=call.ranges)
+            return await self._generations.apply(call.generation, edit)
+        return await self._clear_boards(call)
+
+    async def _clear_boards(self, call: ClearCall) -> tuple[int, JsonObject]:
+        seats = self._some(await self._seats(call.where), call.where.model)
+        answers = await self._ask(seats, "clear_kv", call.keep_system_prompt)
+        self._service.fleet.forget_prompts(lambda board, _: board in answers.said, files=False)
+        answers.require_one()
+        results = {
+            board: {"status": report.status, "latency_ms": round(answers.took_ms[board], 3)}
+            for board, report in sorted(answers.said.items())
+        }
+        listed = kv_list(list(answers.said.values()), answers.failed)
+        return _status(answers), {**listed, "results": results}
+
+    # -- prompt caches ------------------------------------------------------------------------
+
+    async def build(self, model: str, asked: Asked) -> tuple[int, JsonObject]:
+        """Build a named prompt cache on every board of a model that is there now."""
+        call = await off_loop(len(asked.body), partial(parse_build, asked))
+        meant = await self._service.meant(model)
+        served = self._service.served(meant.model)
+        work = partial(ids_of, call, served.renderer, served.folder.settings.context_length)
+        ids = await off_loop(len(asked.body), work)
+        seats = self._some(self._service.fleet.seats(meant.model), meant.model)
+        answers = await self._ask(seats, "build_cache", call.cache_name, ids, meant.ref)
+        for board, exc in answers.failed.items():
+            if isinstance(exc, BoardSilent):
+                # The link has cancelled the call, which takes it out of the board's queue.
+                reason = f"{exc.reason}, and the build was withdrawn; the board may be busy"
+                answers.failed[board] = BoardSilent(board, reason)
+        answers.require_one()
+        desired = self._service.cluster.desired
+        kept = await self._keep(_to_keep(call.cache_name, ids, meant, desired))
+        made = built(call, model, len(ids), list(answers.said.values()), answers.failed)
+        return _status(answers), {**made, "kept": kept}
+
+    async def _keep(self, cache: KeptCache) -> bool:
+        """Have boards that join build it, too; False where the Coordinator cannot be reached.
+
+        Raises ``RequestError`` where the cache must not be kept: then no board holds it.
+        """
+        try:
+            await self._service.cluster.keep_cache(cache)
+        except RequestError:
+            seats = self._service.fleet.seats(cache.model)
+            if cache.name != SYSTEM_PROMPT:
+                await self._ask(seats, "delete_cache", cache.name)
+            raise
+        except (CoordinatorAway, LedgerFailed) as exc:
+            log.warning("prompt cache %s: boards that join will not have it: %s", cache.name, exc)
+            return False
+        return True
+
+    async def listed(self, model: str) -> JsonObject:
+        """Return the prompt caches of a model, or only those of one adapter."""
+        meant = await self._service.meant(model)
+        answers = await self._ask(
+            self._service.fleet.seats(meant.model),
+            "caches",
+            timeout_s=self._service.config.report_timeout_s,
+        )
+        entries = merged(answers.said.values())
+        if meant.ref is not None:
+            entries = [entry for entry in entries if entry.adapter == meant.ref.key]
+        listed = caches_list(entries, answers.failed)
+        return {**listed, "kept": await self._kept(meant)}
+
+    async def _kept(self, meant: Meant) -> list[dict[str, object]] | None:
+        """Return what boards that join will build; None while the Coordinator is away."""
+        try:
+            kept = await self._service.cluster.kept_caches(meant.model)
+        except CoordinatorAway:
+            return None
+        name = meant.adapter_name
+        return kept if name is None else [one for one in kept if one["adapter"] == name]
+
+    async def delete(self, model: str, name: str, asked: Asked) -> tuple[int, JsonObject]:
+        """Delete a named prompt cache wherever it is, and have no board build it again.
+
+        Raises ``CacheNotFound``, and ``CoordinatorAway``, where nothing is deleted: boards that
+        join would build it again.
+        """
+        check_delete(asked)
+        check_cache_name(name)
+        meant = await self._service.meant(model)
+        kept = await self._service.cluster.drop_cache(meant.model, name)
+        answers = await self._ask(self._service.fleet.seats(meant.model), "delete_cache", name)
+        had = sorted(board for board, deleted in answers.said.items() if deleted)
+        if not had and not kept:
+            if answers.failed:
+                raise min(answers.failed.items())[1]  # it may well have been there
+            raise CacheNotFound(name, "cache_name")
+        return _status(answers), {
+            "cache_name": name,
+            "deleted": True,
+            "model": model,
+            "boards": had,
+            "failed": failures(answers.failed),
+        }
+
+    # -- which boards -------------------------------------------------------------------------
+
+    async def _seats(self, where: KvPlaces) -> list[Seat]:
+        """Return the boards that are meant. Raises ``ModelNotFound``, ``BoardNotFound``."""
+        base = None if where.model is None else (await self._service.meant(where.model)).model
+        seats = self._service.fleet.seats(base)
+        if where.boards is None:
+            return seats
+        by_name = {seat.board_id: seat for seat in seats}
+        for board in where.boards:
+            if board not in by_name:
+                raise BoardNotFound(board[:80], "boards")
+        return [by_name[board] for board in where.boards]
+
+    def _some(self, seats: list[Seat], model: str | None) -> list[Seat]:
+        """Return the boards, of which there must be one. Raises ``NoBoard``."""
+        if seats:
+            return seats
+        fleet = self._service.fleet
+        wanted = fleet.models[0] if model is None else model
+        raise NoBoard(wanted, fleet.why_not_ready(wanted))
+
+    async def _ask(
+        self, seats: list[Seat], method: str, *args: Any, timeout_s: float | None = None
+    ) -> Answers[Any]:
+        limit_s = self._service.config.control_timeout_s if timeout_s is None else timeout_s
+        return await self._service.fleet.ask(seats, method, *args, timeout_s=limit_s)
+
+
+def _to_keep(name: str, ids: tuple[int, ...], meant: Meant, desired: Desired) -> KeptCache:
+    """Return what is to be kept of a cache: for the bare name of an adapter, no version."""
+    made = KeptCache(meant.model, name, ids, at_s=time.time())
+    adapter = meant.adapter_name
+    if adapter is None or desired.line(meant.model, adapter) is None:
+        return replace(made, ref=meant.adapter)  # the base model, or an adapter in its folder
+    named = meant.adapter if meant.named else None
+    return replace(made, line=adapter, version=None if named is None else named.version)
+
+
+def _status(answers: Answers[Any]) -> int:
+    return MULTI_STATUS if answers.partial else OK

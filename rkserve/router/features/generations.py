@@ -1,0 +1,342 @@
+"""Finding a generation among all boards, and doing with it what a client asks for.
+
+It knows the boards through a ``Fleet``. The board is the judge of what a generation's state allows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Protocol
+
+from rkserve.api.admin.caches import failures
+from rkserve.api.admin.generations import (
+    EditCall,
+    control_answer,
+    edit_of,
+    generation_entry,
+    generations_list,
+    parse_edit,
+    read_choice,
+)
+from rkserve.api.admin.query import Asked
+from rkserve.api.json.body import JsonObject
+from rkserve.core.board_report import AtRouter, GenerationInfo, GenerationState
+from rkserve.core.errors import (
+    BoardFailed,
+    GenerationNotFound,
+    RequestError,
+    RkserveError,
+    StateConflict,
+)
+from rkserve.core.messages import ControlAction, Edit
+from rkserve.fleet.addresses import Answers, Seat, merged
+from rkserve.fleet.fleet import Fleet
+from rkserve.router.off_loop import off_loop
+from rkserve.router.service import Service
+
+log = logging.getLogger(__name__)
+
+OK, MULTI_STATUS = 200, 207
+# A generation may leave its board while it is asked there; it is looked for so often.
+MOVES = 3
+# They stand where a board's name would: for choices that no board has, and for who may know them.
+_QUEUE, ROUTERS = "queue", "other Routers"
+_NO_BOARD_YET = "It waits for a board; abort it, or try again once it has one."
+# As answers are named. Whatever else is in a path asks no board.
+_ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
+
+
+class Peers(Protocol):
+    """The Routers of one application."""
+
+    async def homeless(self) -> list[GenerationInfo]:
+        """Return the generations of all of them that no board has.
+
+        Raises:
+            BoardFailed: they did not answer.
+        """
+
+    async def control_homeless(
+        self, generation: str, action: ControlAction, choice: int | None
+    ) -> AtRouter:
+        """Control the choices of a generation that all of them have and no board.
+
+        Raises:
+            BoardFailed: they did not answer.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Boards that may hold a generation; ``failed`` are those that could not be asked.
+
+    Where nobody holds it, ``sure`` is False and the boards are all that answered: one of them may
+    remember that it has ended.
+    """
+
+    seats: list[Seat]
+    sure: bool
+    failed: dict[str, RkserveError]
+
+
+@dataclass(frozen=True, slots=True)
+class _AtRouters:
+    """The outcome for choices that no board has; ``here``: this Router has some choice itself."""
+
+    done: tuple[GenerationInfo, ...] = ()
+    refused: tuple[GenerationInfo, ...] = ()
+    ended: tuple[GenerationInfo, ...] = ()
+    here: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Others:
+    """What Routers said of generations that no board has, or why they did not."""
+
+    homeless: list[GenerationInfo] = field(default_factory=list)
+    failed: dict[str, RkserveError] = field(default_factory=dict)
+
+    def of(self, generation: str, choice: int | None) -> list[GenerationInfo]:
+        """Return those of one generation."""
+        return [one for one in self.homeless if _is_of(one, generation, choice)]
+
+
+class Generations:
+    """The generations of all boards, also those that other Routers started."""
+
+    def __init__(self, service: Service, peers: Peers | None = None) -> None:
+        """``peers`` are all Routers, where there are several."""
+        self._service = service
+        self._peers = peers
+        self._fleet: Fleet = service.fleet
+        self._config = service.config
+
+    async def listed(self) -> JsonObject:
+        """Return all of them, without their words, also those that no board has."""
+        answers, others = await asyncio.gather(self._held(self._fleet.seats()), self._others())
+        homeless = {one.request_id: one for one in [*others.homeless, *self._service.homeless()]}
+        return {
+            **generations_list([*merged(answers.said.values()), *homeless.values()]),
+            "failed": failures({**answers.failed, **others.failed}),
+        }
+
+    async def one(self, generation: str) -> JsonObject:
+        """Return one of them. Raises ``GenerationNotFound``, ``BoardFailed``."""
+        _check_id(generation)
+        held, waiting = self._fleet.holders(generation), self._waiting(generation, None)
+        failed: dict[str, RkserveError] = {}
+        if held or waiting:
+            answers = await self._held(held)
+        else:
+            (_, answers), others = await asyncio.gather(
+                self._survey(generation, None), self._others()
+            )
+            waiting, failed = others.of(generation, None), others.failed
+        found = [i for i in merged(answers.said.values()) if _is_of(i, generation, None)] + waiting
+        if not found:
+            failed = {**answers.failed, **failed}
+            raise _worst([*failed.values(), GenerationNotFound(generation)])
+        return generation_entry(found)
+
+    async def control(
+        self, generation: str, action: ControlAction, asked: Asked
+    ) -> tuple[int, JsonObject]:
+        """Pause, resume or abort; return status and answer. Raises ``RkserveError``."""
+        return await self._act(generation, action, read_choice(asked), None)
+
+    async def edit(self, generation: str, asked: Asked) -> tuple[int, JsonObject]:
+        """Edit a paused one; return status and answer. Raises ``RkserveError``."""
+        call = await off_loop(len(asked.body), partial(parse_edit, asked))
+        return await self.apply(generation, call)
+
+    async def apply(self, generation: str, call: EditCall) -> tuple[int, JsonObject]:
+        """Apply an edit that was read already."""
+        return await self._act(generation, ControlAction.EDIT, call.choice, call)
+
+    async def _act(
+        self, generation: str, action: ControlAction, choice: int | None, call: EditCall | None
+    ) -> tuple[int, JsonObject]:
+        _check_id(generation)
+        began_s = time.monotonic()
+        for moves in range(MOVES):
+            at, failed = await self._at_routers(generation, action, choice)
+            if moves and action is ControlAction.ABORT:
+                at = replace(at, done=(*at.done, *at.ended))  # it left its board, and has ended
+            if (at.here or at.ended) and not self._fleet.holders(generation, choice):
+                # All that is left of it is at this Router, and no board has any.
+                return _answered(action, at, began_s)
+            found = await self._find(generation, choice)
+            edit = None if call is None else await self._edit(found, call)
+            answers = await self._fleet.ask(
+                found.seats,
+                "control",
+                generation,
+                action,
+                edit,
+                choice,
+                timeout_s=self._config.control_timeout_s,
+            )
+            done: list[GenerationInfo] = [*merged(answers.said.values()), *at.done]
+            failed |= {**found.failed, **answers.failed}
+            if done or at.refused or not await self._moved(generation, choice):
+                break
+        if not done and not at.refused and not at.ended:
+            raise _worst([*failed.values(), GenerationNotFound(generation)])
+        # Choices on other boards that have ended need nothing any more.
+        left = {board: exc for board, exc in answers.failed.items() if not _is_over(exc)}
+        return _answered(action, replace(at, done=tuple(done)), began_s, left)
+
+    async def _at_routers(
+        self, generation: str, action: ControlAction, choice: int | None
+    ) -> tuple[_AtRouters, dict[str, RkserveError]]:
+        """Control what no board has, at this Router, or else at all others."""
+        own = self._service.control_homeless(generation, action, choice)
+        if self._peers is None or own.known or own.ended:
+            return _AtRouters(own.done, own.refused, own.ended, here=own.known), {}
+        try:
+            found = await self._peers.control_homeless(generation, action, choice)
+        except BoardFailed as exc:
+            return _AtRouters(), {ROUTERS: exc}
+        return _AtRouters(found.done, found.refused, found.ended), {}
+
+    async def _moved(self, generation: str, choice: int | None) -> bool:
+        """Return whether a Router has it again, without a board, which had one a moment ago."""
+        if self._waiting(generation, choice):
+            return True
+        return bool((await self._others()).of(generation, choice))
+
+    def _waiting(self, generation: str, choice: int | None) -> list[GenerationInfo]:
+        """Return what no board has: yet, or any more."""
+        return [one for one in self._service.homeless() if _is_of(one, generation, choice)]
+
+    async def _others(self) -> _Others:
+        """Ask the other Routers for what no board has."""
+        if self._peers is None:
+            return _Others()
+        try:
+            return _Others(await self._peers.homeless())
+        except BoardFailed as exc:
+            return _Others(failed={ROUTERS: exc})
+
+    async def _find(self, generation: str, choice: int | None) -> _Found:
+        """Look in this Router's own table, and ask all boards where it knows nothing."""
+        held = self._fleet.holders(generation, choice)
+        if held:
+            return _Found(held, True, {})
+        seats, answers = await self._survey(generation, choice)
+        holding = _holding(answers, generation, choice)
+        among = [seat for seat in seats if seat.board_id in (holding or answers.said)]
+        return _Found(among, bool(holding), answers.failed)
+
+    async def _survey(
+        self, generation: str, choice: int | None
+    ) -> tuple[list[Seat], Answers[list[GenerationInfo]]]:
+        """Ask all boards what they hold; once more if this Router has not heard of all of them.
+
+        A Router that has just started hears of boards a moment after those that serve already.
+        """
+        seats = self._fleet.seats()
+        answers = await self._held(seats)
+        if _holding(answers, generation, choice) or not await self._fleet.look_again():
+            return seats, answers
+        seats = self._fleet.seats()
+        return seats, await self._held(seats)
+
+    async def _held(self, seats: list[Seat]) -> Answers[list[GenerationInfo]]:
+        return await self._fleet.ask(seats, "generations", timeout_s=self._config.report_timeout_s)
+
+    async def _edit(self, found: _Found, call: EditCall) -> Edit:
+        if not found.sure:
+            return Edit()  # who holds nothing says so before it looks at the edit
+        if len(found.seats) > 1:  # on one board the board itself says the same
+            raise RequestError("The answer has several choices; say which one to edit.", "choice")
+        served = self._service.served(found.seats[0].model)
+        work = partial(edit_of, call, served.renderer, served.folder.settings.context_length)
+        return await off_loop(len(call.text or call.token_ids or ""), work)
+
+
+def _answered(
+    action: ControlAction,
+    at: _AtRouters,
+    began_s: float,
+    failed: Mapping[str, RkserveError] = MappingProxyType({}),
+) -> tuple[int, JsonObject]:
+    """Return status and answer. Raises ``StateConflict`` where nothing could be done to it."""
+    if not at.done:
+        if not at.refused:
+            raise StateConflict(action.value, GenerationState.ENDED.value)
+        raise _refusal(action, at.refused[0])
+    answer = control_answer(action, at.done)
+    log.info(
+        "%s of %s done in %.1f ms: %s",
+        action.value,
+        at.done[0].request_id.rpartition("/")[0],
+        (time.monotonic() - began_s) * 1e3,
+        "; ".join(_summary(info) for info in at.done),
+    )
+    left = dict(failed)
+    if at.refused:
+        left[_QUEUE] = _refusal(action, at.refused[0])
+    return (MULTI_STATUS, {**answer, "failed": failures(left)}) if left else (OK, answer)
+
+
+def _summary(info: GenerationInfo) -> str:
+    """A choice in the log: where it is, how far, and how old; none of its text."""
+    where = info.board_id or "no board"
+    choice = info.request_id.rpartition("/")[2]
+    return (
+        f"choice {choice} on {where} is {info.state.value} after {info.tokens} tokens and "
+        f"{info.age_s:.3f} s, of which {info.paused_s:.3f} s paused"
+    )
+
+
+def _refusal(action: ControlAction, info: GenerationInfo) -> StateConflict:
+    reason = _NO_BOARD_YET if info.state is GenerationState.QUEUED else ""
+    return StateConflict(action.value, info.state.value, reason)
+
+
+def _holding(
+    answers: Answers[list[GenerationInfo]], generation: str, choice: int | None
+) -> set[str]:
+    return {
+        board
+        for board, infos in answers.said.items()
+        if any(_is_of(info, generation, choice) for info in infos)
+    }
+
+
+def _check_id(generation: str) -> None:
+    if not _ID.fullmatch(generation):
+        raise GenerationNotFound(generation[:80])
+
+
+def _is_of(info: GenerationInfo, generation: str, choice: int | None) -> bool:
+    if choice is None:
+        return info.request_id.startswith(f"{generation}/")
+    return info.request_id == f"{generation}/{choice}"
+
+
+def _is_over(exc: RkserveError) -> bool:
+    if isinstance(exc, StateConflict):
+        return exc.state == GenerationState.ENDED.value
+    return isinstance(exc, GenerationNotFound)
+
+
+def _worst(errors: list[RkserveError]) -> RkserveError:
+    """Return what matters most to whoever asked."""
+
+    def rank(exc: RkserveError) -> int:
+        if isinstance(exc, GenerationNotFound):
+            return 3  # only if everybody has been asked
+        if isinstance(exc, BoardFailed):
+            return 2
+        return 1 if _is_over(exc) else 0
+
+    return min(errors, key=rank)

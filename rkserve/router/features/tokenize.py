@@ -1,0 +1,107 @@
+"""Token ids of texts and texts of token ids, at the Router: no board has anything to do with it.
+
+It knows the models' tokenizers through a ``Service``, and no HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from rkserve.api.common.renderer import Header
+from rkserve.api.json.body import JsonObject
+from rkserve.api.openai.tokenize import (
+    TokenizeCall,
+    detokenized,
+    parse_detokenize,
+    parse_info,
+    parse_tokenize,
+    tokenized,
+    tokenizer_info,
+)
+from rkserve.core.errors import RequestError
+from rkserve.router.off_loop import off_loop
+from rkserve.router.service import ServedModel, Service
+
+T = TypeVar("T")
+
+
+class Tokenizing:
+    """Use it from the Router's event loop."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def tokenize(self, body: bytes) -> bytes:
+        """Answer POST /tokenize in JSON. Raises ``RequestError``, ``ModelNotFound``."""
+        call = await self._off_loop(body, partial(parse_tokenize, body))
+        model = await self._model(call.model)
+        self._service.check_images(call.messages, model)
+        served = self._service.served(model)
+        return await self._off_loop(body, lambda: _written(_tokenize(served, call)))
+
+    async def detokenize(self, body: bytes) -> bytes:
+        """Answer POST /detokenize in JSON. Raises ``RequestError``, ``ModelNotFound``."""
+        call = await self._off_loop(body, partial(parse_detokenize, body))
+        served = self._service.served(await self._model(call.model))
+        most = served.folder.settings.context_length
+        text = partial(served.renderer.whole_text, call.ids, "tokens", most)
+        return await self._off_loop(body, lambda: _written(detokenized(text())))
+
+    async def _off_loop(self, body: bytes, work: Callable[[], T]) -> T:
+        return await off_loop(len(body), work, counts=True)
+
+    async def info(self, query: Sequence[tuple[str, str]]) -> JsonObject:
+        """Answer GET /tokenizer_info. Raises ``RequestError``, ``ModelNotFound``."""
+        served = self._service.served(await self._model(parse_info(query)))
+        settings, facts = served.folder.settings, served.renderer.facts()
+        if facts["eos_token"] is None and settings.eos_token_ids:
+            facts["eos_token"] = served.renderer.strings(settings.eos_token_ids[:1])[0]
+        return tokenizer_info(served.folder.tokenizer_config, facts, settings.context_length)
+
+    async def _model(self, asked: str | None) -> str:
+        """Return the model whose tokenizer is meant: an adapter's base, or the only one.
+
+        Programs that name none mean the one that generates, not one beside it for vectors.
+        """
+        service = self._service
+        if asked is not None:
+            return (await service.meant(asked)).model
+        names = list(service.fleet.models)
+        writing = [one for one in names if service.served(one).folder.settings.embedding is None]
+        if len(names) == 1 or len(writing) == 1:
+            return (writing or names)[0]
+        raise RequestError(
+            "Missing required parameter: 'model'. It may be left out only where a single model is "
+            "served that generates text.",
+            "model",
+        )
+
+
+def _tokenize(served: ServedModel, call: TokenizeCall) -> JsonObject:
+    renderer, length = served.renderer, served.folder.settings.context_length
+    count = None
+    if call.text is not None:
+        ids = renderer.counted(call.text, special=call.special, context_len=length)
+    else:
+        # In text mode that is a text, and asking for its ids says so.
+        if call.tools.given:
+            renderer.form()  # a model that cannot be offered any is refused as by a chat
+        header = Header(
+            answer=call.answer, tools=call.tools.given, images=True, prefill=call.prefill
+        )
+        prompt = renderer.chat(call.messages, header=header)
+        if prompt.images:
+            ids, count = renderer.image_ids(prompt), prompt.counted
+        elif prompt.text is not None:
+            ids = renderer.counted(prompt.text, special=False, context_len=length)
+        else:
+            ids = prompt.ids
+    strings = renderer.strings(ids) if call.strings else None
+    return tokenized(ids, length, strings, len(ids) if count is None else count)
+
+
+def _written(answer: JsonObject) -> bytes:
+    return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()

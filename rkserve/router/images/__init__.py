@@ -1,0 +1,1 @@
+"""Images in requests: fetched, checked, decoded. The only room that decodes them."""

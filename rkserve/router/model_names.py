@@ -1,0 +1,116 @@
+"""What the model names of requests mean: the lines of adapters that the cluster shall serve, and
+this machine's model folders with the adapters in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from rkserve.api.common.version_policy import (
+    ANY,
+    POLICY,
+    Meant,
+    Policy,
+    bind,
+    check_label,
+    find_line,
+)
+from rkserve.core.desired_state import Desired
+from rkserve.core.errors import ConfigError, RequestError, VersionUnavailable
+from rkserve.models.adapters import Adapter, Chosen, adapters, resolve
+
+log = logging.getLogger(__name__)
+
+# Looking costs a few stat calls, and once per new file a reading of it all.
+LOOK_AGAIN_S = 1.0
+
+
+class Catalog:
+    """The models of one Router and their adapters. Use it from one event loop.
+
+    A line goes before a folder of the same name: what was put into the cluster by a call is what
+    the cluster serves. The folders are looked through when a request names more than a model, so
+    that an adapter that was just copied there is found by the first request for it.
+    """
+
+    def __init__(
+        self, folders: Mapping[str, Path], desired: Callable[[], Desired] = Desired
+    ) -> None:
+        """``folders`` are the model folders by model, ``desired`` tells what shall be served."""
+        self._folders = dict(folders)
+        self._desired = desired
+        self._known: dict[str, tuple[Adapter, ...]] = {}
+        self._looked_s = float("-inf")
+        self._looking = asyncio.Lock()
+
+    async def resolve(self, asked: str, policy: Policy = ANY) -> Meant:
+        """Return what the model's name of a request means.
+
+        Raises:
+            ModelNotFound, AdapterBroken, RequestError: as ``adapterfolder.resolve`` does.
+            VersionUnavailable: the policy does not allow what would serve it.
+        """
+        desired = self._desired()
+        if asked in self._folders:
+            check_label(desired.weights_of(asked).label, policy)
+            return Meant(asked)
+        found = find_line(asked, self._folders, desired)
+        meant = None if found is None else bind(*found, policy)
+        if meant is not None:
+            return meant
+        await self._look()
+        return _of_folder(resolve(asked, self._known), asked, policy)
+
+    async def adapters(self, model: str) -> list[tuple[Adapter, ...]]:
+        """Return the adapters in a model's folder, each with its versions, the newest last."""
+        await self._look()
+        by_name: dict[str, tuple[Adapter, ...]] = {}
+        for one in self._known.get(model, ()):
+            by_name[one.name] = (*by_name.get(one.name, ()), one)
+        return list(by_name.values())
+
+    async def has_adapter(self, name: str, models: tuple[str, ...]) -> bool:
+        """Whether one of the models (none: any) has an adapter of that name, line or folder."""
+        among = models or tuple(self._folders)
+        if any(line.name == name and line.model in among for line in self._desired().lines):
+            return True
+        await self._look()
+        return any(one.name == name for model in among for one in self._known.get(model, ()))
+
+    async def _look(self) -> None:
+        """Look through the folders, at most once a second; requests that wait share a look."""
+        async with self._looking:
+            if time.monotonic() - self._looked_s < LOOK_AGAIN_S:
+                return
+            self._known = await asyncio.to_thread(self._scan)  # hashing a new file takes a while
+            self._looked_s = time.monotonic()
+
+    def _scan(self) -> dict[str, tuple[Adapter, ...]]:
+        return {model: self._found(model, folder) for model, folder in self._folders.items()}
+
+    def _found(self, model: str, folder: Path) -> tuple[Adapter, ...]:
+        try:
+            return adapters(folder)
+        except ConfigError as exc:
+            log.warning("the adapters of %s stay as they were: %s", model, exc)
+            return self._known.get(model, ())
+
+
+def _of_folder(chosen: Chosen, asked: str, policy: Policy) -> Meant:
+    """Return an adapter of a folder, which the policy must allow."""
+    if chosen.adapter is None:
+        return Meant(chosen.model)
+    named = "@" in asked
+    version = chosen.adapter.version
+    if not policy.allows(version):
+        if named:
+            raise RequestError(
+                f"The request names version '{version}', which its own '{POLICY}' does not allow.",
+                POLICY,
+            )
+        raise VersionUnavailable(policy.text, f"'{chosen.adapter.name}' is at {version}")
+    return Meant(chosen.model, chosen.adapter, named=named)

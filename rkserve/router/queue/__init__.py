@@ -1,0 +1,1 @@
+"""The queues of a Router: admission, fairness, reservations, estimates."""

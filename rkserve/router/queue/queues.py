@@ -1,0 +1,236 @@
+"""The queue of one Router: who gets the next place at a board, and who is told that there is none.
+
+A request is sent to a board only when that can start it, so that the first board that is free takes
+the next request; the boards' own queues are for what several Routers send them at once. Nothing is
+polled: whoever waits is looked at when a place gets free, a report comes, what the cluster shall be
+changes, or a time has come. It knows boards through a ``Fleet``, and neither links nor HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from rkserve.core.board_report import BoardState
+from rkserve.core.errors import BoardBehind, ModelNotFound, NoBoard, RkserveError
+from rkserve.core.messages import GenerateRequest
+from rkserve.fleet.fleet import Fleet
+from rkserve.router.policies.policies import Policy
+from rkserve.router.queue.admission import Claim
+from rkserve.router.queue.model_queue import ModelQueue, Waiter
+from rkserve.router.queue.rejection import Tried, prospect, refusal
+from rkserve.router.queue.reservation import Place
+
+# While a change is on its way, every board may be a moment behind what this Router knows already.
+CATCH_UP_S = 5.0
+CATCH_UP_STEP_S = 0.05
+CATCH_UP_LONGEST_S = 0.5
+NOBODY = Claim()
+
+
+@dataclass(frozen=True, slots=True)
+class QueueRules:
+    """``limit`` requests may wait for boards of one model, for ``timeout_s`` each.
+
+    Without a limit it is what the boards' own queues hold, shared by ``routers``.
+    """
+
+    limit: int | None = None
+    timeout_s: float = 300.0
+    routers: int = 1
+    catch_up_s: float = CATCH_UP_S
+
+
+class Avoid(Protocol):
+    """Who is to be left alone for a while."""
+
+    def blocked(self, now_s: float) -> Collection[str]:
+        """Return the keys of boards that are sent nothing now."""
+
+    def soonest_s(self, now_s: float) -> float | None:
+        """Return when the first of them may be sent a request; None: there is none."""
+
+    def reason(self, key: str, now_s: float) -> str:
+        """Say why."""
+
+
+class PlacesFigures(Protocol):
+    """What is counted of a queue."""
+
+    def waited(self, model: str, waited_s: float) -> None:
+        """A request got a place after so long."""
+
+    def refused(self, model: str, reason: str) -> None:
+        """A request got none; the reason is its error's code, or ``shed``."""
+
+    def held(self, model: str, by: str, held_s: float) -> None:
+        """A request goes on that waited so long for the end of what the cluster held it by."""
+
+
+class Places:
+    """The queues of all models at one Router. Use it from one event loop."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        policy: Policy,
+        rules: QueueRules | None = None,
+        avoid: Avoid | None = None,
+        figures: PlacesFigures | None = None,
+    ) -> None:
+        """``policy`` chooses among boards, without those to ``avoid``."""
+        self._fleet = fleet
+        self._rules = rules or QueueRules()
+        self._avoid = avoid
+        self._figures = figures
+        self._hashed = policy.uses_prefixes
+        self._queues = {
+            model: ModelQueue(boards, policy, self._rules.timeout_s, self._blocked)
+            for model, boards in fleet.listing.boards.items()
+        }
+        fleet.changed.append(self._changed)
+        self._changed()
+
+    def depths(self) -> dict[str, Mapping[int, int]]:
+        """Return how many wait at each priority, by model."""
+        return {model: queue.by_priority() for model, queue in self._queues.items()}
+
+    def waits(self, request_id: str) -> bool:
+        """Whether that request has been let into a queue, and has no place yet."""
+        return any(request_id in queue.waiters for queue in self._queues.values())
+
+    async def take(
+        self,
+        request: GenerateRequest,
+        tried: Tried,
+        claim: Claim = NOBODY,
+    ) -> Place:
+        """Wait until a board has a place for the request, and take it.
+
+        ``tried`` are boards that did not take it, by replica, and why not; those that were behind
+        are taken out once they may have caught up. A request that is continued or was tried before
+        goes ahead of all others and is never refused for want of room.
+
+        Raises:
+            ModelNotFound, NoBoard, BoardBehind, EnginePaused, BoardAsleep: nobody takes it.
+            QueueFull, QueueTimeout, DeadlineUnreachable: not in time.
+            CacheNotFound, AdapterBroken: all boards lack what it needs.
+        """
+        queue = self._queues.get(request.model)
+        if queue is None:
+            raise ModelNotFound(request.model)
+        ask = self._fleet.listing.ask(request, hashed=self._hashed)
+        ahead = bool(tried) or request.continued is not None
+        waiter = Waiter(request, ask, claim, time.monotonic(), ahead=ahead)
+        try:
+            place = await self._place(queue, waiter, tried)
+        except RkserveError as exc:
+            if self._figures is not None:
+                self._figures.refused(request.model, "shed" if waiter.shed else exc.code or "")
+            raise
+        if self._figures is not None:
+            self._figures.waited(request.model, place.waited_ms / 1e3)
+            if waiter.held is not None:
+                since_s, before = waiter.held
+                by = before.held_by(self._fleet.listing.desired.served(request.model))
+                self._figures.held(request.model, by, time.monotonic() - since_s)
+        return place
+
+    async def _place(self, queue: ModelQueue, waiter: Waiter, tried: Tried) -> Place:
+        """Wait in turn; where there is no board, look whether one came since the last reports.
+
+        After a redeploy all replicas are new, and a request should not fail for the second that
+        a Router takes to hear of them; nor for the moment in which a change reaches the boards.
+        """
+        looked, step_s = False, CATCH_UP_STEP_S
+        while True:
+            try:
+                place = await self._turn(queue, waiter, tried)
+            except (NoBoard, BoardBehind):
+                if not looked:
+                    looked = True
+                    if await self._fleet.look_again():
+                        continue
+                if not self._may_catch_up(queue, waiter, tried):
+                    raise
+                await asyncio.sleep(step_s)
+                step_s = min(2 * step_s, CATCH_UP_LONGEST_S)
+                for key in [key for key, exc in tried.items() if isinstance(exc, BoardBehind)]:
+                    del tried[key]
+                await self._fleet.look_again()
+            else:
+                if place is not None:
+                    return place
+
+    async def _turn(
+        self, queue: ModelQueue, waiter: Waiter, tried: Mapping[str, RkserveError]
+    ) -> Place | None:
+        """Wait for a place; None: the boards have changed, and it must be looked at again.
+
+        Raises what nobody takes the request for.
+        """
+        listing, blocked = self._fleet.listing, self._blocked()
+        found = prospect(waiter.request, queue.boards, listing.desired, tried, blocked)
+        waiter.barred = waiter.ask.tried = found.barred
+        waiter.ask.most = found.most
+        if found.nobody:
+            soon = prospect(waiter.request, queue.boards, listing.desired, tried, ())
+            if blocked and not soon.nobody and soon.asks is None:
+                # They are there, and only left alone for a while: no reason to turn it away.
+                return await queue.aside(waiter, self._soonest_s())
+            raise refusal(self._fleet, waiter.request.model, tried, self._avoided(blocked))
+        if found.asks is not None:
+            return queue.at_once(waiter, found.asks)
+        return await (self._aside(queue, waiter) if found.waits else queue.wait(waiter))
+
+    async def _aside(self, queue: ModelQueue, waiter: Waiter) -> Place | None:
+        """Wait as ``ModelQueue.aside`` does, and note for how long the cluster held the request."""
+        model, since_s = waiter.request.model, time.monotonic()
+        before = self._fleet.listing.desired.served(model)
+        if waiter.held is None:
+            waiter.held = (since_s, before)
+        return await queue.aside(waiter)
+
+    def _blocked(self) -> Collection[str]:
+        return () if self._avoid is None else self._avoid.blocked(time.monotonic())
+
+    def _soonest_s(self) -> float | None:
+        return None if self._avoid is None else self._avoid.soonest_s(time.monotonic())
+
+    def _avoided(self, blocked: Collection[str]) -> list[str]:
+        if self._avoid is None:
+            return []
+        now_s = time.monotonic()
+        return [self._avoid.reason(key, now_s) for key in blocked]
+
+    def _changed(self) -> None:
+        pauses = self._fleet.listing.desired.pauses
+        paused = {one.scope.adapter for one in pauses if one.scope.adapter is not None}
+        for queue in self._queues.values():
+            queue.changed(self._rules.limit, self._rules.routers, paused)
+
+    def _may_catch_up(self, queue: ModelQueue, waiter: Waiter, tried: Tried) -> bool:
+        """Whether boards are about to serve, and the request has not waited for that for too long.
+
+        That is once they have what the cluster shall be; or once one that failed has said what it
+        is now.
+        """
+        model, now_s, limit_s = waiter.request.model, time.monotonic(), self._rules.catch_up_s
+        if tried.behind_until_s is None or now_s > tried.behind_until_s + limit_s:
+            tried.behind_until_s = now_s + limit_s  # an older one was another change's
+        if now_s >= tried.behind_until_s:
+            return False
+        states = {report.replica: report.state for report in self._fleet.reports(model)}
+        return (
+            waiter.let_in
+            or any(isinstance(exc, BoardBehind) for exc in tried.values())
+            or BoardState.JOINING in states.values()
+            or any(
+                states.get(board.key) is BoardState.READY
+                for board in queue.boards
+                if not board.ready and board.key not in tried
+            )
+        )

@@ -1,0 +1,660 @@
+"""What the Router does with a call, without HTTP and without Ray: parse, plan, generate, answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
+
+from rkserve.api.common.answer import Stamp
+from rkserve.api.common.calls import ChatCall, CompletionCall, named_answer
+from rkserve.api.common.dialect import Answer, AnyCall, Dialect
+from rkserve.api.common.errors import error_object
+from rkserve.api.common.headers import answer_headers, tool_headers
+from rkserve.api.common.logprobs import Lexicon
+from rkserve.api.common.plan import held, plan, prompt_texts, reading
+from rkserve.api.common.renderer import Renderer
+from rkserve.api.common.version_policy import ANY, Meant, Policy, bind, find_line, read_session
+from rkserve.api.json.body import JsonObject
+from rkserve.api.json.fields import quoted
+from rkserve.api.openai.models import (
+    adapter_entry,
+    board_entry,
+    boards_list,
+    line_entry,
+    model_entry,
+    models_list,
+)
+from rkserve.api.parsing.answer_parser import Reading
+from rkserve.api.prompting.conversation import Message
+from rkserve.api.prompting.images import images_of
+from rkserve.config.serve_config import RouterConfig
+from rkserve.core.board_report import AtRouter, BoardReport, GenerationInfo
+from rkserve.core.desired_state import Scope
+from rkserve.core.errors import (
+    BoardAsleep,
+    BoardNotFound,
+    BoardTimeExceeded,
+    CoordinatorAway,
+    DeadlineExceeded,
+    EnginePaused,
+    ModelNotFound,
+    NoBoard,
+    RateLimited,
+    RequestError,
+    RkserveError,
+)
+from rkserve.core.messages import (
+    FIRST_LABEL,
+    Accepted,
+    ControlAction,
+    Delta,
+    Event,
+    Finished,
+    GenerateRequest,
+    Paused,
+)
+from rkserve.core.metrics import BoardCollector, RouterMetrics
+from rkserve.core.run_params import Guide, Picture, Sampling
+from rkserve.models.folder import ModelFolder
+from rkserve.router.auth.api_keys import open_keys
+from rkserve.router.auth.callers import Caller, Callers, claim_of
+from rkserve.router.coordinator_client import Cluster
+from rkserve.router.dispatch.choices import Choices
+from rkserve.router.dispatch.dispatch import Dispatch
+from rkserve.router.grammar_check import Guiding, GuidingRules
+from rkserve.router.images.fetch import fetch_of
+from rkserve.router.images.inputs import Sight
+from rkserve.router.model_names import Catalog
+from rkserve.router.off_loop import INLINE_BODY_BYTES, off_loop
+from rkserve.router.queue.admission import Claim
+from rkserve.router.stored_responses.memory import NO_MEMORY, Memory
+from rkserve.router.streams import Flows
+from rkserve.router.wake_on_request import Waking
+
+log = logging.getLogger(__name__)
+
+CallT = TypeVar("CallT")
+# The model's name in the vendor's demo client, whose server has one model and ignores it.
+VENDOR_MODEL = "rkllm"
+
+
+async def read_call(body: bytes, parse: Callable[[bytes], CallT]) -> CallT:
+    """Return what a body asks for. Raises ``RequestError``."""
+    return await off_loop(len(body), partial(parse, body))
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model as the Router needs it."""
+
+    folder: ModelFolder
+    renderer: Renderer
+    created: int
+
+    @classmethod
+    def open(cls, folder: ModelFolder) -> ServedModel:
+        """Load tokenizer and template. Raises ``ConfigError``."""
+        return cls(folder, Renderer(folder), int(folder.path.stat().st_mtime))
+
+
+@dataclass
+class Opened:
+    """A call that boards have accepted, ready to be streamed or collected.
+
+    ``model`` is the base model: metrics count by it, and never by what a client typed.
+    """
+
+    call: AnyCall
+    model: str
+    dialect: Dialect
+    answer: Answer
+    choices: Choices
+    accepted: list[Accepted]
+    requests: list[GenerateRequest]
+    caller: Caller
+    memory: Memory = NO_MEMORY
+    started_s: float = field(default_factory=time.monotonic)
+    waits_for_first: bool = True  # token
+    tokens: int = 0  # given out, also those of an answer that does not come to its end
+    closed: bool = False
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Response headers that tell who answers, with which weights as far as that is known."""
+        headers = answer_headers(self.accepted, self.answer.versions)
+        return {**headers, **tool_headers(self.call.left_out)}
+
+
+class Service:
+    """One Router. Use it from one event loop."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        models: dict[str, ServedModel],
+        dispatch: Dispatch,
+        cluster: Cluster,
+        metrics: RouterMetrics,
+    ) -> None:
+        """Raises ``ConfigError``: a file of keys cannot be used."""
+        self.config = config
+        self.keys = open_keys(config)
+        self.callers = Callers(self.keys)
+        self.fleet = fleet = dispatch.fleet
+        self._dispatch = dispatch
+        self.cluster = cluster
+        self.flows = Flows(fleet)
+        self.guiding = Guiding(
+            GuidingRules(
+                config.grammar_processes,
+                config.grammars_waiting_per_key,
+                keys=self.keys.clients is not None,
+            )
+        )
+        self._sight = Sight(config.images, fetch_of(config.images))
+        self.waking = Waking(cluster, fleet, config.control_timeout_s)
+        self.catalog = Catalog(
+            {name: served.folder.path for name, served in models.items()},
+            lambda: cluster.desired,
+        )
+        self._models = models
+        self._named: set[str] = set()  # ids of answers to requests that clients have named
+        self.metrics = metrics
+        self.registry = metrics.registry
+        self.registry.register(BoardCollector(fleet.reports))
+
+    # -- models -------------------------------------------------------------------------------
+
+    @property
+    def default_model(self) -> str:
+        """The model of calls that name none: the first one that generates text, if any."""
+        return next(iter([*self.generating, *self._models]))
+
+    @property
+    def generating(self) -> tuple[str, ...]:
+        """The models that generate text: those whose folders make no embeddings."""
+        return tuple(n for n, one in self._models.items() if one.folder.settings.embedding is None)
+
+    @property
+    def in_flight(self) -> int:
+        """The number of calls in flight at this Router."""
+        return int(self.registry.get_sample_value("rkserve_requests_in_flight") or 0)
+
+    def served(self, model_id: str) -> ServedModel:
+        """Return one of the configured models."""
+        return self._models[model_id]
+
+    async def model(self, asked: str) -> JsonObject:
+        """Return the entry of one model or adapter. Raises ``ModelNotFound``, ``AdapterBroken``."""
+        meant = await self.meant(asked)
+        if meant.adapter_name is None:
+            return self._model_entry(meant.model)
+        found = find_line(asked, self._models, self.cluster.desired)
+        # As a request for it is bound: what a line does not serve yet, a folder may.
+        if found is not None and bind(*found, ANY) is not None:
+            return line_entry(*self._ages(meant.model), *found)
+        listed = await self.catalog.adapters(meant.model)
+        versions = next((v for v in listed if v[0].name == meant.adapter_name), None)
+        if versions is None or meant.adapter is None:
+            raise ModelNotFound(asked)  # it has been removed since it was resolved
+        named = meant.adapter.version if meant.named else None
+        return adapter_entry(meant.model, *self._ages(meant.model), versions, named)
+
+    async def models(self) -> JsonObject:
+        """Return the list of models, each followed by its adapters."""
+        entries = []
+        for model_id in self._models:
+            ages = self._ages(model_id)
+            in_folder = {of[0].name: of for of in await self.catalog.adapters(model_id)}
+            lines = [
+                line
+                for line in self.cluster.desired.lines
+                if line.model == model_id
+                and (bind(line, None, ANY) is not None or line.name not in in_folder)
+            ]
+            entries.append(self._model_entry(model_id))
+            entries += [line_entry(*ages, line) for line in lines]
+            entries += [
+                adapter_entry(model_id, *ages, versions)
+                for name, versions in in_folder.items()
+                if all(name != line.name for line in lines)
+            ]
+        return models_list(entries)
+
+    async def meant(self, asked: str, policy: Policy = ANY) -> Meant:
+        """Return what a model's name means.
+
+        Raises:
+            CoordinatorAway: nobody of that name is known, and what the cluster shall serve neither.
+            RkserveError: as ``Catalog.resolve``.
+        """
+        try:
+            return await self.catalog.resolve(asked, policy)
+        except ModelNotFound:
+            if asked == VENDOR_MODEL:
+                return await self.catalog.resolve(self.default_model, policy)
+            if self.cluster.known:
+                raise
+            raise CoordinatorAway(
+                f"Whether there is an adapter '{asked[:80]}' is not known before the Coordinator "
+                "has been heard."
+            ) from None
+
+    def boards(self) -> JsonObject:
+        """Return what all boards said of themselves last."""
+        return boards_list((report, self._circuit(report)) for report in self.fleet.reports())
+
+    def board(self, board_id: str) -> JsonObject:
+        """Return what one board said of itself last. Raises ``BoardNotFound``."""
+        for report in self.fleet.reports():
+            if report.board_id == board_id:
+                return board_entry(report, self._circuit(report))
+        raise BoardNotFound(board_id)
+
+    def _circuit(self, report: BoardReport) -> tuple[str, str]:
+        state, reason = self._dispatch.circuit(report.replica)
+        return state.value, reason
+
+    def _model_entry(self, model_id: str) -> JsonObject:
+        desired, reports = self.cluster.desired, self.fleet.reports(model_id)
+        served, ages = self._models[model_id], self._ages(model_id)
+        embedding, vision = served.folder.settings.embedding, served.folder.settings.vision
+        return model_entry(model_id, *ages, reports, desired, embedding=embedding, vision=vision)
+
+    def position_bytes(self, model_id: str) -> int | None:
+        """Return the bytes of one position of the model's KV cache, where its folder says that."""
+        return self._models[model_id].folder.settings.kv_bytes_per_token
+
+    def _ages(self, model_id: str) -> tuple[int, int]:
+        """When the model was created, and how long its context is."""
+        served = self._models[model_id]
+        return served.created, served.folder.settings.context_length
+
+    def homeless(self) -> list[GenerationInfo]:
+        """Return this Router's generations that no board has."""
+        return self._dispatch.homeless()
+
+    def control_homeless(
+        self, generation: str, action: ControlAction, choice: int | None
+    ) -> AtRouter:
+        """Control what this Router has of a generation and no board; see ``Dispatch.control``."""
+        return self._dispatch.control(generation, action, choice)
+
+    def abort_waiting(self, scope: Scope, request_ids: Collection[str] | None) -> int:
+        """End this Router's requests that no board has; see ``Dispatch.abort_all``."""
+        return self._dispatch.abort_all(scope, request_ids)
+
+    def events(self, request: GenerateRequest, claim: Claim) -> AsyncGenerator[Event, None]:
+        """Yield what boards make of one request; see ``Dispatch.generate``."""
+        return self._dispatch.generate(request, claim)
+
+    # -- calls --------------------------------------------------------------------------------
+
+    async def open(
+        self,
+        body: bytes,
+        dialect: Dialect,
+        policy: Policy = ANY,
+        session: str | None = None,
+        *,
+        caller: Caller | None = None,
+        timeout_s: float | None = None,
+        memory: Memory = NO_MEMORY,
+    ) -> Opened:
+        """Read a call and have boards accept it. Raises ``RkserveError``; then nothing runs.
+
+        ``session`` and ``timeout_s`` are what the call's headers say of it. ``memory`` is what the
+        call may need of earlier answers, and where its own is kept.
+        """
+        started_s = time.monotonic()
+        caller = caller or self.callers.anybody
+        try:
+            caller.enter()
+        except RateLimited:
+            self.metrics.rate_limited.inc()
+            raise
+        completion = ""
+        try:
+            call = await memory.recall(await read_call(body, dialect.parse))
+            call = self._with_model(call)
+            claim = claim_of(call, caller, timeout_s, self.config, started_s)
+            meant = await self.meant(call.model, policy)
+            call = held(call, self._models[meant.model].renderer)
+            if call.steps.guide is not None:
+                await self._check_guide(*call.steps.guide, caller)
+            completion = self._name(dialect, call)
+            of = read_session(session, call.session, completion)
+            pictures = await self._pictures(call, meant)
+            work = partial(self._plan, call, meant, completion, of, pictures)
+            size = max(len(body), INLINE_BODY_BYTES + 1 if memory.recalled else 0)
+            requests = await off_loop(size, work)
+            lexicon = await self._lexicon(call, meant, requests)
+            choices, accepted = await self._woken(meant.model, requests, claim)
+        except BaseException:
+            self._named.discard(completion)
+            caller.leave()
+            raise
+        caller.spend(sum(len(one.prompt_ids) or one.counted for one in requests) // call.tries)
+        read = reading(call, self._models[meant.model].renderer, requests[0])
+        stamp = replace(
+            self._stamp(meant, accepted, requests, read),
+            lexicon=lexicon,
+            ends=self._ends(call, meant),
+        )
+        answer = dialect.answer(call, completion, int(time.time()), stamp)
+        self.metrics.in_flight.inc()
+        return Opened(
+            call,
+            meant.model,
+            dialect,
+            answer,
+            choices,
+            accepted,
+            requests,
+            caller,
+            memory,
+            started_s,
+        )
+
+    async def _check_guide(self, param: str, guide: Guide, caller: Caller) -> None:
+        """Raise ``RequestError`` for a grammar that cannot be followed, or ``RateLimited``."""
+        try:
+            await self.guiding.check(guide, param, caller.name)
+        except RateLimited:
+            self.metrics.rate_limited.inc()
+            raise
+
+    def _with_model(self, call: AnyCall) -> AnyCall:
+        """Return a call that names a model: the only one that generates text, where it names none.
+
+        Raises ``RequestError`` where several do.
+        """
+        if call.model:
+            return call
+        if len(self.generating or self._models) > 1:
+            raise RequestError(
+                "Missing required parameter: 'model'. It may be left out only where a single model "
+                "is served that generates text.",
+                "model",
+            )
+        return replace(call, model=self.default_model)
+
+    def _name(self, dialect: Dialect, call: AnyCall) -> str:
+        """Return the id of the answer to a call. Raises ``RequestError``: it is in use."""
+        if call.request_id is None:
+            return f"{dialect.prefix}{uuid.uuid4().hex}"
+        name = named_answer(call.request_id)
+        if name in self._named:
+            raise RequestError(
+                f"Invalid 'request_id': a request of the id {quoted(call.request_id)} is in flight."
+            )
+        self._named.add(name)
+        return name
+
+    async def _woken(
+        self, model: str, requests: list[GenerateRequest], claim: Claim
+    ) -> tuple[Choices, list[Accepted]]:
+        """Have boards take the requests of a call, which ends the sleep of a model."""
+        epoch = await self.waking.ready(model)  # only what can be served wakes it
+        try:
+            return await self._accepted(requests, epoch, claim)
+        except (EnginePaused, NoBoard, BoardAsleep):
+            # It may have gone to sleep a moment ago, and a request ends that.
+            if not self.waking.needed(model):
+                raise
+        epoch = await self.waking.ready(model)
+        return await self._accepted(requests, epoch, claim)
+
+    async def _accepted(
+        self, requests: list[GenerateRequest], epoch: int, claim: Claim
+    ) -> tuple[Choices, list[Accepted]]:
+        """Have boards that are as late as ``epoch`` take all requests of a call, or none."""
+        if epoch:
+            requests = [replace(one, min_epoch=max(one.min_epoch, epoch)) for one in requests]
+        used: dict[str, float] = {}
+
+        def use(request_id: str, seconds: float) -> None:
+            claim.use(request_id, seconds)
+            self.metrics.board_seconds.labels(requests[0].model).inc(seconds)
+            before, limit_s = used.get(request_id, 0.0), self.config.max_board_s
+            used[request_id] = before + seconds
+            if limit_s is not None and before < limit_s <= used[request_id]:
+                choices.fail(BoardTimeExceeded(limit_s))
+
+        metered = replace(claim, use=use)
+        choices = Choices(partial(self._dispatch.generate, claim=metered), requests)
+        if claim.deadline_s is not None:
+            # As it waits it may be told earlier, once it is certain; from here on it is stopped.
+            choices.fail_at(claim.deadline_s, DeadlineExceeded(claim.timeout_s))
+        try:
+            places = self._dispatch.places
+            waits = [partial(places.waits, one.request_id) for one in requests]
+            return choices, await choices.accepted(lambda index: waits[index]())
+        except BaseException:
+            await choices.aclose()
+            raise
+
+    async def close(self, opened: Opened) -> None:
+        """End a call, finished or not, and free its boards; once more does no harm."""
+        if opened.closed:
+            return
+        opened.closed = True
+        self._named.discard(opened.answer.id)
+        self.metrics.in_flight.dec()
+        opened.caller.spend(opened.tokens)
+        opened.caller.leave()
+        await opened.choices.aclose()
+
+    async def whole(self, opened: Opened) -> JsonObject:
+        """Return the answer in one piece. Raises ``RkserveError``. Closes the call."""
+        answer = opened.answer
+        try:
+            while (item := await opened.choices.next()) is not None:
+                index, event = item
+                if isinstance(event, Delta):
+                    self._first_token(opened, event)
+                    opened.tokens += len(event.token_ids)
+                    answer.add(index, event)
+                elif isinstance(event, Finished):
+                    self.metrics.observe(opened.model, event.timings)
+                    answer.end(index, event)
+            self._done(opened)
+            await opened.memory.keep(answer)
+            return answer.whole()
+        except BaseException as exc:
+            self._broken(exc)
+            raise
+        finally:
+            await self.close(opened)
+
+    async def stream(self, opened: Opened) -> AsyncGenerator[bytes, None]:
+        """Yield the answer piece by piece, in its dialect's words. Closes the call.
+
+        An error after the headers were sent ends the stream, which says so.
+        """
+        answer = opened.answer
+        for request in opened.requests:
+            self.flows.enter(request)
+        try:
+            yield b"".join(answer.opening(index) for index in range(opened.call.choices))
+            while True:
+                try:
+                    events = await opened.choices.batch(self.config.ping_s)
+                except TimeoutError:
+                    yield opened.dialect.ping(opened.call)
+                    continue
+                if not events:
+                    break
+                # What has piled up goes out at once.
+                if chunk := b"".join([self._chunk(opened, *item) for item in events]):
+                    yield chunk
+                # Whoever asks for the next chunk has sent this one.
+                for index, event in events:
+                    self.flows.sent(opened.requests[index].request_id, event)
+            self._done(opened)
+            # Before the client hears of the end: it may go on from there at once.
+            await opened.memory.keep(answer)
+            yield answer.closing()
+        except Exception as exc:
+            self._broken(exc)
+            if not isinstance(exc, RkserveError):
+                log.exception("an answer failed in a way that it should not")
+            await opened.memory.keep(answer, exc)
+            yield answer.broken(exc)
+        except BaseException as exc:
+            self._broken(exc)
+            opened.memory.left(answer)
+            raise
+        finally:
+            self.flows.leave(request.request_id for request in opened.requests)
+            await self.close(opened)
+
+    def _chunk(self, opened: Opened, index: int, event: Delta | Paused | Finished) -> bytes:
+        if isinstance(event, Delta):
+            self._first_token(opened, event)
+            opened.tokens += len(event.token_ids)
+            return opened.answer.delta(index, event)
+        if isinstance(event, Paused):
+            return opened.answer.paused(index, event)
+        self.metrics.observe(opened.model, event.timings)
+        return opened.answer.finish(index, event)
+
+    async def _lexicon(
+        self, call: AnyCall, meant: Meant, requests: list[GenerateRequest]
+    ) -> Lexicon | None:
+        """Return what the tokens of the answer stand for, where it is to tell of them.
+
+        Raises ``RequestError``: nobody knows. It is asked before any board is.
+        """
+        raw = call if isinstance(call, CompletionCall) else None
+        echo, ranked = raw is not None and raw.echo, raw is not None and raw.ranked
+        scored = call.steps.top_logprobs is not None or (
+            raw is not None and raw.prompt_top is not None
+        )
+        if not any((scored, echo, ranked, call.token_ids, call.special_tokens)):
+            return None
+        texts = prompt_texts(call)
+        vocabulary = None
+        if scored or call.special_tokens or (echo and None in texts):
+            param = "skip_special_tokens" if call.special_tokens else "logprobs"
+            read = self._models[meant.model].renderer.vocabulary
+            vocabulary = await asyncio.to_thread(read, param)
+        # Trainers pair ids and log-probabilities, so that none may be missing beside ids.
+        # Programs that measure likelihoods count an echo's log-probabilities from its end.
+        seen = call.token_ids or call.tokens_as_ids or call.special_tokens or echo
+        return Lexicon(
+            vocabulary,
+            tuple(one.prompt_ids for one in requests),
+            texts,
+            hidden=frozenset() if seen else self._ends(call, meant),
+            as_ids=call.tokens_as_ids,
+        )
+
+    def _ends(self, call: AnyCall, meant: Meant) -> frozenset[int]:
+        """Return the ids that end an answer and are not part of its text."""
+        eos_ids = self._models[meant.model].folder.settings.eos_token_ids
+        return frozenset((*eos_ids, *(() if call.include_stop else call.stop_ids)))
+
+    def _stamp(
+        self,
+        meant: Meant,
+        accepted: list[Accepted],
+        requests: list[GenerateRequest],
+        read: Reading,
+    ) -> Stamp:
+        """Say what an answer comes from, in its boards' words."""
+        return Stamp(
+            meant.model,
+            accepted[0].release,
+            tuple(one.version or FIRST_LABEL for one in accepted),
+            self._key_of(meant),
+            len(requests[0].prompt_ids) or requests[0].counted,
+            read,
+            sampling=self._sampling_in_force(meant.model, accepted[0], requests[0]),
+        )
+
+    def _sampling_in_force(
+        self, model: str, accepted: Accepted, request: GenerateRequest
+    ) -> Sampling:
+        """Return the sampling values of an answer; what its board ignored stays the model's own."""
+        defaults = self._models[model].folder.settings.sampling.values()
+        ignored = {name: getattr(defaults, name) for name in accepted.sampling_ignored}
+        return replace(request.sampling, **ignored)
+
+    def _key_of(self, meant: Meant) -> Callable[[str], str | None]:
+        """Return what finds the content of versions. What it found it keeps: a version may be
+        retired while an answer of it goes on.
+        """
+        found = {} if meant.adapter is None else {meant.adapter.label: meant.adapter.key}
+
+        def key_of(version: str) -> str | None:
+            if version not in found:
+                lines = (one for one in self.cluster.desired.lines if one.model == meant.model)
+                refs = (one.ref for line in lines for one in line.versions)
+                found.update((ref.label, ref.key) for ref in refs if ref.label == version)
+            return found.get(version)
+
+        return key_of
+
+    async def _pictures(self, call: AnyCall, meant: Meant) -> tuple[Picture, ...]:
+        """Return the images of a call, decoded. Raises ``RequestError``."""
+        if not isinstance(call, ChatCall):
+            return ()
+        vision = self._models[meant.model].folder.settings.vision
+        return await self._sight.pictures(call.images, vision)
+
+    def check_images(self, messages: Sequence[Message], model: str) -> None:
+        """Hold the images of a conversation to what a model may be shown, without decoding them.
+
+        Raises:
+            RequestError: the model sees none, or there are too many.
+        """
+        if images := images_of(messages):
+            self._sight.check(images, self._models[model].folder.settings.vision)
+
+    def _plan(
+        self,
+        call: AnyCall,
+        meant: Meant,
+        completion: str,
+        session: str,
+        pictures: Sequence[Picture],
+    ) -> list[GenerateRequest]:
+        served = self._models[meant.model]
+        settings = served.folder.settings
+        return plan(
+            call,
+            meant,
+            served.renderer,
+            defaults=settings.sampling.values(),
+            context_len=settings.context_length,
+            completion=completion,
+            session=session,
+            dice=secrets.randbits(63),
+            pictures=pictures,
+        )
+
+    def _first_token(self, opened: Opened, delta: Delta) -> None:
+        """Record TTFT at the first delta that brings something."""
+        if opened.waits_for_first and (delta.text or delta.token_ids):
+            opened.waits_for_first = False
+            self.metrics.ttft.labels(opened.model).observe(time.monotonic() - opened.started_s)
+
+    def _done(self, opened: Opened) -> None:
+        took_s = time.monotonic() - opened.started_s
+        self.metrics.duration.labels(opened.model).observe(took_s)
+        self.metrics.goodput.labels(opened.model).inc(opened.tokens)
+
+    def _broken(self, exc: BaseException) -> None:
+        if isinstance(exc, (asyncio.CancelledError, GeneratorExit)):
+            self.metrics.hang_ups.inc()
+        else:
+            code = error_object(exc)[2]["error"]["code"] or "server_error"
+            self.metrics.generation_errors.labels(code).inc()

@@ -1,0 +1,279 @@
+"""The responses that a Router can read again: its node's own, and those of other nodes' Routers.
+
+A response is on the disk of the node whose Router gave it. Who does not find one there asks the
+other Routers, so that it does not matter which of them a client meets. It knows calls and answers
+of ``/v1/responses``, and no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from rkserve.api.common.dialect import Answer, AnyCall
+from rkserve.api.json.body import JsonObject
+from rkserve.api.responses.answers import ResponseAnswer
+from rkserve.api.responses.requests import ResponseCall, remembered
+from rkserve.api.responses.stored import (
+    Kept,
+    find_item,
+    input_items,
+    is_response_id,
+    response_of,
+)
+from rkserve.config.serve_config import RouterConfig
+from rkserve.core.errors import (
+    BodyTooLarge,
+    ItemNotFound,
+    PreviousResponseNotFound,
+    ResponseNotFound,
+    ResponsesFailed,
+    UnsupportedParameter,
+)
+from rkserve.router.auth.api_keys import ClientKey, Keys
+from rkserve.router.stored_responses.sqlite import ResponseStore, remove_all, too_long
+
+log = logging.getLogger(__name__)
+
+FORGET_S = 3600.0
+# Owners of calls without an API key of their own; digests of keys are longer.
+_OPERATOR, _ANYBODY = "operator", "anybody"
+T = TypeVar("T")
+
+
+class Peers(Protocol):
+    """The Routers of one application. Their calls raise ``BoardFailed``."""
+
+    async def kept_chain(self, owner: str, response_id: str, most_bytes: int | None) -> list[Kept]:
+        """Return what some Router has; see ``ResponseStore.chain``."""
+
+    async def forget_response(self, owner: str, response_id: str) -> bool:
+        """Remove a response wherever it is; False where it is nowhere."""
+
+
+def owner_of(client: ClientKey | None, keys: Keys) -> str:
+    """Return whose responses a caller reads and makes: those of its key."""
+    if client is not None:
+        return client.digest.hex()
+    return _ANYBODY if keys.clients is None else _OPERATOR
+
+
+class Responses:
+    """The stored responses of one Router. Use it from one event loop."""
+
+    def __init__(self, config: RouterConfig, folder: Path, peers: Peers | None = None) -> None:
+        """``peers`` are all Routers, where there are several."""
+        self._config, self._most_bytes = config.responses, config.max_body_bytes
+        self._folder, self._peers = folder, peers
+        # SQLite blocks, and one connection is used by one thread at a time.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses")
+        self._store: ResponseStore | None = None
+        self._writing: set[asyncio.Task[None]] = set()
+
+    def memory(self, owner: str) -> CallMemory:
+        """Return the memory of one call."""
+        return CallMemory(self, owner)
+
+    def stores(self, asked: bool | None) -> bool:
+        """Whether the response of a call is kept that says so, or does not say."""
+        default = {"default": True, "asked": False, "never": False}[self._config.store]
+        return self._config.store != "never" and (default if asked is None else asked)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether any response is."""
+        return self._config.store != "never"
+
+    async def one(self, owner: str, response_id: str) -> Kept:
+        """Return a response. Raises ``ResponseNotFound``, ``ResponsesFailed``, ``BoardFailed``."""
+        found = await self._chain(owner, response_id, None)
+        if not found:
+            raise ResponseNotFound(response_id)
+        return found[0]
+
+    async def conversation(
+        self, owner: str, response_id: str, *, as_far: bool = False
+    ) -> list[Kept]:
+        """Return all that a response goes on from and itself, the first one first.
+
+        ``as_far``: as far as they are still kept.
+
+        Raises:
+            PreviousResponseNotFound: one of them is not kept.
+            BodyTooLarge: they are longer together than a body may be.
+        """
+        chain: list[Kept] = []
+        wanted: str | None = response_id
+        while wanted is not None:
+            found = await self._chain(owner, wanted, self._most_bytes)
+            if not found and as_far:
+                break
+            if not found:
+                raise PreviousResponseNotFound(wanted, response_id)
+            chain += found
+            self._check_size(sum(one.size for one in chain))
+            wanted = found[-1].previous
+        return chain[::-1]
+
+    async def items(self, owner: str, item_ids: set[str]) -> dict[str, JsonObject]:
+        """Return items of earlier responses. Raises ``ItemNotFound``, ``BodyTooLarge``."""
+        found: dict[str, JsonObject] = {}
+        by_response: dict[str, list[str]] = {}
+        for item_id in sorted(item_ids):
+            by_response.setdefault(response_of(item_id), []).append(item_id)
+        size = 0
+        for response_id, of_it in by_response.items():
+            kept = await self._chain(owner, response_id, None)
+            if not kept:
+                raise ItemNotFound(of_it[0])
+            size += kept[0].size
+            self._check_size(size)
+            found.update({item_id: find_item(kept[0], item_id) for item_id in of_it})
+        return found
+
+    async def delete(self, owner: str, response_id: str) -> None:
+        """Remove a response. Raises ``ResponseNotFound``, ``ResponsesFailed``, ``BoardFailed``."""
+        if not is_response_id(response_id) or not self.keeps:
+            raise ResponseNotFound(response_id)
+        if await self.forget_here(owner, response_id):
+            return
+        if self._peers is None or not await self._peers.forget_response(owner, response_id):
+            raise ResponseNotFound(response_id)
+
+    async def write(self, owner: str, kept: Kept) -> None:
+        """Keep a response on this node. Raises ``ResponsesFailed``."""
+        await self._call(lambda store: store.write(owner, kept))
+
+    async def chain_here(self, owner: str, response_id: str, most_bytes: int | None) -> list[Kept]:
+        """Return what this node has; see ``ResponseStore.chain``."""
+        return await self._call(lambda store: store.chain(owner, response_id, most_bytes))
+
+    async def forget_here(self, owner: str, response_id: str) -> bool:
+        """Remove a response from this node; False where it is not there."""
+        return await self._call(lambda store: store.delete(owner, response_id))
+
+    async def forget_old(self) -> None:
+        """Remove for ever what gets too old; where nothing is kept, all that was."""
+        if not self.keeps:
+            await asyncio.to_thread(remove_all, self._folder)
+            return
+        while True:
+            try:
+                await self._call(lambda store: store.sweep())
+            except ResponsesFailed as exc:
+                log.warning("old responses cannot be removed: %s", exc)
+            await asyncio.sleep(FORGET_S)
+
+    def later(self, writing: Coroutine[Any, Any, None]) -> None:
+        """See that something is written although nobody waits for it."""
+        task = asyncio.get_running_loop().create_task(writing)
+        self._writing.add(task)
+        task.add_done_callback(self._writing.discard)
+
+    def close(self) -> None:
+        """Let what is being written end, and let go of the file."""
+
+        def end() -> None:
+            if self._store is not None:
+                self._store.close()
+
+        self._thread.submit(end)
+        self._thread.shutdown(wait=False)
+
+    async def _chain(self, owner: str, response_id: str, most_bytes: int | None) -> list[Kept]:
+        if not is_response_id(response_id) or not self.keeps:
+            return []
+        found = await self.chain_here(owner, response_id, most_bytes)
+        if found or self._peers is None:
+            return found
+        return await self._peers.kept_chain(owner, response_id, most_bytes)
+
+    def _check_size(self, size: int) -> None:
+        if size > self._most_bytes:
+            raise BodyTooLarge(too_long(self._most_bytes))
+
+    async def _call(self, ask: Callable[[ResponseStore], T]) -> T:
+        def asked() -> T:
+            if self._store is None:  # a disk that was broken is tried again
+                self._store = ResponseStore(
+                    self._folder, self._config.max_bytes, self._config.keep_s
+                )
+            return ask(self._store)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, asked)
+
+
+class CallMemory:
+    """The ``Memory`` of one call of ``/v1/responses``."""
+
+    def __init__(self, responses: Responses, owner: str) -> None:
+        """``owner`` is whose responses it knows."""
+        self._responses, self._owner = responses, owner
+        self._kept = False
+        self.recalled = False
+
+    async def recall(self, call: AnyCall) -> AnyCall:
+        """See ``Memory``.
+
+        Raises:
+            PreviousResponseNotFound, ItemNotFound: what it goes on from is not kept.
+            UnsupportedParameter: nothing is kept here.
+            BodyTooLarge: it is more than one request may bring.
+            ResponsesFailed, BoardFailed: it cannot be read now.
+        """
+        if not isinstance(call, ResponseCall):
+            return call
+        if not self._responses.keeps:
+            self._refuse(call)
+        before: list[Kept] = []
+        if call.previous is not None:
+            before = await self._responses.conversation(self._owner, call.previous)
+        wanted = {item_id for _, item_id in call.references}
+        referenced = await self._responses.items(self._owner, wanted)
+        self.recalled = bool(before or referenced)
+        said = [item for one in before for item in one.said]
+        stored = self._responses.stores(call.store)
+        whole = partial(remembered, call, said, referenced, stored=stored)
+        # A long conversation would hold up the tokens of others.
+        return await asyncio.to_thread(whole) if self.recalled else whole()
+
+    async def keep(self, answer: Answer, failure: BaseException | None = None) -> None:
+        """See ``Memory``."""
+        if not isinstance(answer, ResponseAnswer):
+            return
+        response = answer.whole if failure is None else lambda: answer.failed(failure)
+        await self._keep(answer, response)
+
+    def left(self, answer: Answer) -> None:
+        """See ``Memory``."""
+        if isinstance(answer, ResponseAnswer):
+            self._responses.later(self._keep(answer, answer.left))
+
+    async def _keep(self, answer: ResponseAnswer, response: Callable[[], JsonObject]) -> None:
+        call = answer.call
+        if self._kept or call is None or not answer.to_be_kept:
+            return
+        self._kept = True
+        items = input_items(call.items, answer.id)
+        try:
+            await self._responses.write(
+                self._owner, Kept(answer.id, call.previous, items, response())
+            )
+        except ResponsesFailed as exc:
+            log.warning("the response %s is not kept: %s", answer.id, exc)
+            answer.not_kept()
+
+    def _refuse(self, call: ResponseCall) -> None:
+        if call.previous is None and not call.references:
+            return
+        param = "previous_response_id" if call.previous is not None else "input"
+        raise UnsupportedParameter(
+            f"Unsupported parameter: '{param}' needs responses that are kept, and this server "
+            "keeps none. Send the conversation as 'input'.",
+            param,
+        )

@@ -1,0 +1,141 @@
+"""The streams of one Router: how far each has come to its client, and whether that is all there is.
+
+A board that is paused has emitted its last token; on its way to the client that is still between
+the two. A pause is answered when it has arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rkserve.core.board_report import Emitted
+from rkserve.core.desired_state import Scope
+from rkserve.core.messages import Delta, Finished, GenerateRequest, Paused
+from rkserve.fleet.addresses import Answers, Seat
+from rkserve.fleet.fleet import Fleet
+
+log = logging.getLogger(__name__)
+
+# What a Router has handed over still passes Ray's proxy, on another way than an answer that is
+# given later and may overtake it: by up to 3 ms on a machine with three times the work of its
+# cores. Nobody says when it has passed.
+PASSAGE_S = 0.02
+_NOTHING: Mapping[str, int] = {}
+
+
+@dataclass(slots=True)
+class _Flow:
+    """One choice of a streamed answer. ``tokens`` have been handed to the client's connection.
+
+    ``stopped_at`` is how many its board had at the latest pause that the stream tells of.
+    """
+
+    request_id: str
+    adapter: str | None
+    tokens: int = 0
+    stopped_at: int = 0
+
+
+class Flows:
+    """All streams of a Router. Use it from one event loop."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._flows: dict[str, _Flow] = {}
+        self._moved = asyncio.Event()
+        self._sent_s = -math.inf  # when the latest text of any stream was handed over
+
+    def __len__(self) -> int:
+        return len(self._flows)
+
+    def enter(self, request: GenerateRequest) -> None:
+        """A stream begins."""
+        name = request.line if request.adapter is None else request.adapter.name
+        self._flows[request.request_id] = _Flow(request.request_id, name)
+
+    def sent(self, request_id: str, event: Delta | Paused | Finished) -> None:
+        """An event was handed to the client's connection, with all before it."""
+        flow = self._flows.get(request_id)
+        if flow is None:
+            return
+        if isinstance(event, Delta):
+            flow.tokens += len(event.token_ids)
+            self._sent_s = asyncio.get_running_loop().time()
+        elif isinstance(event, Paused):
+            # With those whose text is held back until it is certain: they come to nobody yet, and
+            # are in a later delta again.
+            flow.stopped_at = event.tokens
+        else:
+            del self._flows[request_id]
+        self._moved.set()
+
+    def leave(self, request_ids: Iterable[str]) -> None:
+        """Streams are over, however they ended."""
+        for request_id in request_ids:
+            self._flows.pop(request_id, None)
+        self._moved.set()
+
+    async def at_rest(
+        self, scope: Scope, timeout_s: float, known: Mapping[str, int] = _NOTHING
+    ) -> bool:
+        """Wait until the streams of a part of the cluster have all that their boards emitted.
+
+        Those boards have stopped already, and ``known`` are the tokens that generations had then.
+        Boards are asked only of others, which have ended or just begun. A client that does not read
+        may keep a stream from bringing what is on its way: False after ``timeout_s``.
+        """
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        goals = await self._goals(scope, timeout_s, known)
+        while any(self._is_short_of(request_id, goal) for request_id, goal in goals.items()):
+            self._moved.clear()
+            try:
+                await asyncio.wait_for(self._moved.wait(), max(0.0, deadline_s - loop.time()))
+            except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+                log.warning("a stream still brings what its board sent before a pause")
+                return False
+        await asyncio.sleep(max(0.0, self._sent_s + PASSAGE_S - loop.time()))
+        return True
+
+    def _is_short_of(self, request_id: str, goal: int | None) -> bool:
+        flow = self._flows.get(request_id)
+        return flow is not None and (goal is None or max(flow.tokens, flow.stopped_at) < goal)
+
+    async def _goals(
+        self, scope: Scope, timeout_s: float, known: Mapping[str, int]
+    ) -> dict[str, int | None]:
+        """Return how many tokens each stream will have; None for one that has ended on its board.
+
+        The board knows: of a pause no event tells where a generation has not begun, and an event
+        that came may be that of an earlier pause.
+        """
+        meant = {
+            flow.request_id: seats
+            for flow in self._flows.values()
+            if scope.adapter in (None, flow.adapter) and (seats := self._seats(flow, scope))
+        }
+        goals: dict[str, int | None] = {one: known[one] for one in meant if one in known}
+        meant = {one: seats for one, seats in meant.items() if one not in goals}
+        if not meant:
+            return goals
+        asked = {seat.board_id: seat for seats in meant.values() for seat in seats}
+        answers: Answers[Emitted] = await self._fleet.ask(
+            asked.values(), "emitted", timeout_s=timeout_s, together=True
+        )
+        tokens = dict(pair for said in answers.said.values() for pair in said.tokens)
+        # Of a board that does not answer nothing is known, and nothing can be waited for.
+        goals |= {
+            request_id: tokens.get(request_id)
+            for request_id, seats in meant.items()
+            if all(seat.board_id in answers.said for seat in seats)
+        }
+        return goals
+
+    def _seats(self, flow: _Flow, scope: Scope) -> list[Seat]:
+        completion, _, choice = flow.request_id.rpartition("/")
+        seats = self._fleet.holders(completion, int(choice))
+        return [seat for seat in seats if scope.covers(seat.board_id, seat.model)]

@@ -1,1 +1,0 @@
-"""Which board takes a request, decided from figures that are passed in."""

@@ -1,0 +1,1 @@
+"""The channel between Router and board."""

@@ -1,0 +1,238 @@
+"""Events of generations as JSON values and back, for the channel between board and Router.
+
+It derives the form of each event from its dataclass, so that a new field needs nothing here, and
+has that for other dataclasses too. It knows no sockets. What it reads can only become those
+dataclasses: nothing in it runs.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+import sys
+import types
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from operator import attrgetter
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from rkserve.core.messages import Accepted, Delta, Embedded, Event, Finished, Paused
+
+EVENTS: tuple[type[Any], ...] = (Delta, Accepted, Paused, Embedded, Finished)
+MANY_IDS = 64  # and more, of a prompt say: a million digits would hold up the tokens of others
+_PLAIN = (str, int, float, bool, type(None))
+_Turn = Callable[[Any], Any]
+_Coder = tuple[_Turn, _Turn]  # to JSON, and from it
+
+
+class Garbled(ValueError):
+    """It is not what ``pack`` made of an event."""
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _text_of(value: bytes) -> str:
+    return base64.b64encode(value).decode("ascii")
+
+
+def _bytes_of(value: str) -> bytes:
+    return base64.b64decode(value, validate=True)
+
+
+def _ids_of(value: tuple[int, ...]) -> Sequence[int] | str:
+    if len(value) < MANY_IDS:
+        return value
+    try:
+        packed = array("i", value)
+    except OverflowError:  # no token's id, and JSON has room for it
+        return value
+    return base64.b64encode(packed).decode("ascii")
+
+
+def _ids_from(value: Sequence[int] | str) -> tuple[int, ...]:
+    if not isinstance(value, str):
+        return tuple(value)
+    packed = array("i")
+    packed.frombytes(base64.b64decode(value, validate=True))
+    return tuple(packed)
+
+
+def _coder(kind: Any) -> _Coder:
+    """Return what turns values of a type hint into JSON, and back."""
+    if kind in _PLAIN:
+        return _same, _same
+    if kind is bytes:
+        return _text_of, _bytes_of
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return _optional(*(one for one in inner if one is not type(None)))
+    if origin is tuple:
+        return _sequence(inner)
+    if _is_enum(kind):
+        return attrgetter("value"), kind
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        record = Record(kind)
+        return record.pack, record.unpack
+    raise TypeError(f"a message may not hold {kind!r}: the channel has no form for it")
+
+
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Enum)
+
+
+def _optional(kind: Any, *others: Any) -> _Coder:
+    if others:
+        raise TypeError(f"a message may not hold one of several types: {kind!r}, {others!r}")
+    pack, unpack = _coder(kind)
+    if unpack is _same:
+        return _same, _same
+    return (
+        lambda value: None if value is None else pack(value),
+        lambda value: None if value is None else unpack(value),
+    )
+
+
+def _sequence(kinds: Sequence[Any]) -> _Coder:
+    if len(kinds) == 2 and kinds[1] is Ellipsis:  # noqa: PLR2004 # tuple[X, ...]
+        if kinds[0] is int:
+            return _ids_of, _ids_from
+        pack, unpack = _coder(kinds[0])
+        if unpack is _same:
+            return _same, tuple
+        return (
+            lambda value: [pack(one) for one in value],
+            lambda value: tuple(unpack(one) for one in value),
+        )
+    coders = [_coder(kind) for kind in kinds]
+    return (
+        lambda value: [pack(one) for (pack, _), one in zip(coders, value, strict=True)],
+        lambda value: tuple(unpack(one) for (_, unpack), one in zip(coders, value, strict=True)),
+    )
+
+
+class Record:
+    """One dataclass: its fields in order, without those at the end that have their defaults."""
+
+    def __init__(self, kind: type[Any]) -> None:
+        hints = get_type_hints(kind)
+        self._kind = kind
+        self._coders = [(one.name, *_coder(hints[one.name])) for one in dataclasses.fields(kind)]
+        self._defaults = [_default(one) for one in dataclasses.fields(kind)]
+
+    def pack(self, value: Any) -> list[Any]:
+        """Return the fields."""
+        found = [getattr(value, name) for name, _, _ in self._coders]
+        count = len(found)
+        while count and found[count - 1] == self._defaults[count - 1]:
+            count -= 1
+        return [
+            pack(one) for (_, pack, _), one in zip(self._coders[:count], found[:count], strict=True)
+        ]
+
+    def unpack(self, fields: Sequence[Any]) -> Any:
+        """Return the value. Raises ``Garbled``."""
+        if len(fields) > len(self._coders):
+            raise Garbled(f"{self._kind.__name__} with {len(fields)} fields")
+        named = zip(self._coders, fields, strict=False)
+        try:
+            return self._kind(*[unpack(one) for (_, _, unpack), one in named])
+        except (TypeError, ValueError) as exc:
+            raise Garbled(f"not a {self._kind.__name__}: {exc}") from exc
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default  # MISSING equals nothing
+
+
+def _plain_fields() -> tuple[Callable[[Delta], tuple[Any, ...]], tuple[Any, ...]]:
+    """Return what reads the fields of a delta beyond text and ids, and their usual values."""
+    rest = dataclasses.fields(Delta)[2:]
+    values = tuple(_default(one) for one in rest)
+    # With a single name an attrgetter returns no tuple.
+    names = [one.name for one in rest]
+    return attrgetter(*names, names[0]), (*values, values[0])
+
+
+_RECORDS = [Record(kind) for kind in EVENTS]
+_TAGS = {kind: tag for tag, kind in enumerate(EVENTS)}
+_DELTA = _TAGS[Delta]
+_PLAIN_LENGTH = 4  # of an item: stream, tag, text, ids
+_rest_of, _NOTHING_MORE = _plain_fields()
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+_decode = json.JSONDecoder().decode
+
+
+def _is_plain(delta: Delta) -> bool:
+    return _rest_of(delta) == _NOTHING_MORE
+
+
+def pack(stream: int, event: Event) -> list[Any]:
+    """Return an event of a stream as JSON can say it."""
+    if event.__class__ is Delta and _is_plain(event):
+        return [stream, _DELTA, event.text, event.token_ids]
+    tag = _TAGS[event.__class__]
+    return [stream, tag, *_RECORDS[tag].pack(event)]
+
+
+def unpack(item: Sequence[Any]) -> Event:
+    """Return the event of what ``pack`` made, without its stream.
+
+    Raises:
+        Garbled: it is nothing of the kind.
+    """
+    try:
+        tag = item[1]
+        if tag == _DELTA and len(item) == _PLAIN_LENGTH:
+            return Delta(item[2], tuple(item[3]))
+        event: Event = _RECORDS[tag].unpack(item[2:])
+    except (TypeError, ValueError, IndexError, KeyError) as exc:
+        raise Garbled(f"not an event: {exc}") from exc
+    return event
+
+
+def to_bytes(items: Sequence[Sequence[Any]]) -> bytes:
+    """Return items as bytes. Text that is no valid Unicode survives: it is escaped."""
+    return _encode(items).encode("ascii")
+
+
+def from_bytes(payload: bytes) -> list[list[Any]]:
+    """Return the items of ``to_bytes``. Raises ``Garbled``."""
+    try:
+        items = _decode(payload.decode("ascii"))
+    except (ValueError, RecursionError) as exc:
+        raise Garbled(f"not JSON: {exc}") from exc
+    if items.__class__ is not list:
+        raise Garbled("not a list of items")
+    for item in items:
+        if item.__class__ is not list or not item or item[0].__class__ is not int:
+            raise Garbled("not a list of items that begin with a stream's number")
+    found: list[list[Any]] = items
+    return found
+
+
+def _described(kind: Any, seen: set[Any]) -> str:
+    """Return a type with all of its fields, so that two programs can tell whether theirs agree."""
+    inner = get_args(kind)
+    if inner:
+        return f"{get_origin(kind)}[{','.join(_described(one, seen) for one in inner)}]"
+    if not dataclasses.is_dataclass(kind) or kind in seen:
+        values = [str(one.value) for one in kind] if _is_enum(kind) else []
+        return f"{getattr(kind, '__name__', kind)}({','.join(values)})"
+    seen.add(kind)
+    hints = get_type_hints(kind)
+    fields = (f"{one.name}:{_described(hints[one.name], seen)}" for one in dataclasses.fields(kind))
+    return f"{getattr(kind, '__name__', kind)}({','.join(fields)})"
+
+
+def seal(kinds: Iterable[Any]) -> bytes:
+    """Return what two ends have in common that give these types the same form; 16 bytes."""
+    seen: set[Any] = set()
+    words = ";".join(_described(kind, seen) for kind in kinds)
+    return hashlib.sha256(f"{sys.byteorder};{words}".encode()).digest()[:16]

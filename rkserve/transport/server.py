@@ -1,0 +1,290 @@
+"""The board's end of the channel: it listens for Routers, and does what they call for.
+
+It knows sockets and the events of generations, neither Ray nor boards: what it carries is any
+stream of events, and any report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from rkserve.config.serve_config import ChannelConfig
+from rkserve.core.board_report import BoardReport, Emitted
+from rkserve.core.desired_state import Adoption, Desired
+from rkserve.core.errors import BoardFailed, RkserveError
+from rkserve.core.messages import Delta, EmbedRequest, Event, GenerateRequest, merged
+from rkserve.transport import calls, codec
+from rkserve.transport.codec import Garbled
+from rkserve.transport.connection import Line, Loss, Pulse
+from rkserve.transport.framing import BoardSide, new_key
+
+log = logging.getLogger(__name__)
+
+ITEMS = 32  # of a frame: of that many whole answers it is not too long
+MAX_UNPROVEN = 64  # connections of which nobody knows yet whose they are
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a board listens, for Routers of its own application only."""
+
+    board_id: str
+    host: str
+    port: int
+    key: bytes = field(repr=False)  # no log may show it
+
+
+class Callee(Protocol):
+    """What Routers and the Coordinator call. Each raises ``RkserveError``."""
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
+        """Yield the events of one generation."""
+
+    def embed(self, request: EmbedRequest) -> AsyncGenerator[Event, None]:
+        """Yield the events of one request for vectors."""
+
+    def report(self) -> Awaitable[BoardReport]:
+        """Return what the board says of itself."""
+
+    def emitted(self) -> Awaitable[Emitted]:
+        """Return how far its generations are."""
+
+    def adopt(self, desired: Desired) -> Awaitable[Adoption]:
+        """Be what the cluster shall be."""
+
+
+class BoardLine:
+    """The calls of one Router. Each is a task, which is ended where its reader leaves."""
+
+    def __init__(self, number: int, board_id: str, callee: Callee) -> None:
+        self.number = number
+        self._board_id, self._callee = board_id, callee
+        self._line: Line | None = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        # Events, what else is said of a stream, and None for its end.
+        self._waiting: list[tuple[int, Event | list[Any] | None]] = []
+        self._last: dict[int, int] = {}  # of a stream in what waits
+        self._due = False
+        self.ends = False  # no generation is taken any more
+
+    def put(self, stream: int, event: Event | None) -> None:
+        """Send an event, or the end of the stream, with what else this round of the loop brings.
+
+        What waits longer, for a Router that does not read, is merged: it never is more than the
+        answers are long.
+        """
+        at = self._last.get(stream)
+        before = None if at is None else self._waiting[at][1]
+        if at is not None and isinstance(before, Delta) and isinstance(event, Delta):
+            whole = merged(before, event)
+            if whole is not None:
+                self._waiting[at] = (stream, whole)
+                return
+        self._last[stream] = len(self._waiting)
+        self._say(stream, event)
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """What is called for now."""
+        return list(self._tasks.values())
+
+    def _flush(self) -> None:
+        self._due = False
+        if self._line is None or self._line.full or not self._waiting:
+            return
+        items = [_item(stream, said) for stream, said in self._waiting]
+        self._waiting.clear()
+        self._last.clear()
+        for start in range(0, len(items), ITEMS):
+            self._line.send(items[start : start + ITEMS])
+
+    def opened(self, line: Line) -> None:
+        """The Router has proven who it is; see ``Owner``."""
+        self._line = line
+
+    def heard(self, items: list[list[Any]]) -> None:
+        """The Router calls, or leaves a stream, which may have ended. Raises ``Garbled``."""
+        for item in items:
+            stream = item[0]
+            if len(item) == 1:
+                if (task := self._tasks.pop(stream, None)) is not None:
+                    task.cancel()
+            elif stream in self._tasks:
+                raise Garbled(f"stream {stream} is called for twice")
+            elif item[1] in (calls.GENERATE, calls.EMBED) and self.ends:
+                self._fail(stream, BoardFailed(self._board_id, "its replica is being ended"))
+            elif item[1] in (calls.GENERATE, calls.EMBED):
+                request = calls.unpack_request(item)
+                self._begin(stream, partial(self._generate, stream, request))
+            else:
+                method, args = calls.unpack_call(item)
+                self._begin(stream, partial(self._ask, stream, method, args))
+
+    def drained(self) -> None:
+        """The Router reads again."""
+        self._flush()
+
+    def lost(self, loss: Loss) -> None:
+        """Nobody reads any more: the streams end."""
+        self._waiting.clear()
+        self._last.clear()
+        if self._tasks:
+            log.warning("a Router's connection is lost with its streams: %s", loss.reason)
+        for task in self._tasks.values():
+            task.cancel()
+        self._tasks.clear()
+
+    # -- calls --------------------------------------------------------------------------------
+
+    def _begin(self, stream: int, work: Callable[[], Awaitable[None]]) -> None:
+        self._tasks[stream] = asyncio.get_running_loop().create_task(self._called(stream, work))
+
+    async def _called(self, stream: int, work: Callable[[], Awaitable[None]]) -> None:
+        """Do what is called for; the end of the stream follows, and before it what went wrong."""
+        try:
+            await work()
+        except RkserveError as exc:
+            self._fail(stream, exc)
+        except Exception:  # a bug: without a word of it whoever reads would wait for ever
+            log.exception("board %s raised what it should not", self._board_id)
+            self._fail(stream, calls.internal(self._board_id))
+        # Where its reader has left, or was lost, nobody waits for its end.
+        if self._tasks.pop(stream, None) is not None:
+            self.put(stream, None)
+
+    async def _generate(self, stream: int, request: GenerateRequest) -> None:
+        callee = self._callee
+        if isinstance(request, EmbedRequest):
+            made = callee.embed(request)
+        else:
+            made = callee.generate(request)
+        async with aclosing(made) as events:
+            async for event in events:
+                self.put(stream, event)
+
+    async def _ask(self, stream: int, method: str, args: Sequence[Any]) -> None:
+        answer = await getattr(self._callee, method)(*args)
+        self._say(stream, calls.pack_answer(stream, method, answer))
+
+    def _fail(self, stream: int, exc: RkserveError) -> None:
+        """Say how a call ended, behind what it brought."""
+        self._last.pop(stream, None)
+        try:
+            said = calls.pack_error(stream, exc)
+        except TypeError:  # the Router would wait for ever
+            log.exception("board %s raised what cannot be told", self._board_id)
+            said = calls.pack_error(stream, calls.internal(self._board_id))
+        self._say(stream, said)
+
+    def _say(self, stream: int, said: Event | list[Any] | None) -> None:
+        """Send it: at once where it is the only stream, else with what this round brings of all."""
+        self._waiting.append((stream, said))
+        if len(self._tasks) == 1:
+            self._flush()
+        elif not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+
+def _item(stream: int, said: Event | list[Any] | None) -> list[Any]:
+    if said is None:
+        return [stream]
+    return said if isinstance(said, list) else codec.pack(stream, said)
+
+
+class Outlet:
+    """All Routers of one board. Use it from one event loop; close it."""
+
+    def __init__(self, board_id: str, config: ChannelConfig, callee: Callee) -> None:
+        self._board_id, self._config, self._callee = board_id, config, callee
+        self._pulse = Pulse(config.heartbeat_s, config.silence_s)
+        self._key = new_key()
+        self._numbers = itertools.count(1)
+        self._lines: dict[int, BoardLine] = {}
+        self._open: set[Line] = set()
+        self._ends = False  # no generation is taken any more
+        self._server: asyncio.Server | None = None
+        self.address: Address | None = None  # None where nobody can come
+
+    async def listen(self, host: str) -> None:
+        """Let Routers come. Raises ``OSError``: no port could be had."""
+        failure: OSError | None = None
+        for port in self._config.candidates():
+            try:
+                self._server = await asyncio.get_running_loop().create_server(
+                    self._admit, host, port, start_serving=True
+                )
+            except OSError as exc:
+                failure = exc
+                continue
+            found: int = self._server.sockets[0].getsockname()[1]
+            self.address = Address(self._board_id, host, found, self._key)
+            return
+        raise failure or OSError(f"no port to listen on in {self._config.ports}")
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more generations, and wait until those that came are over, or for so long.
+
+        Ray knows nothing of them, and so it does not wait.
+        """
+        self._ends = True
+        for line in self._lines.values():
+            line.ends = True
+        tasks = [task for line in self._lines.values() for task in line.tasks]
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
+
+    async def close(self) -> None:
+        """Let nobody come any more, and cut those who are there."""
+        self.address = None
+        if self._server is not None:
+            self._server.close()
+        for line in list(self._open):
+            line.close("the board ends")
+        if self._server is not None:
+            await self._server.wait_closed()
+
+    def _admit(self) -> Line:
+        number = next(self._numbers)
+        owner = _Guest(self, number, self._board_id, self._callee)
+        line = Line(BoardSide(self._key, number), self._pulse, owner)
+        owner.line = line
+        self._open.add(line)
+        if len(self._open) - len(self._lines) > MAX_UNPROVEN:
+            asyncio.get_running_loop().call_soon(line.close, "too many connections")
+        return line
+
+    def enroll(self, line: BoardLine) -> None:
+        """A Router has proven who it is."""
+        line.ends = self._ends
+        self._lines[line.number] = line
+
+    def dismiss(self, number: int, line: Line) -> None:
+        """It is gone."""
+        self._lines.pop(number, None)
+        self._open.discard(line)
+
+
+class _Guest(BoardLine):
+    """A Router's line that enrols itself in its outlet once it is proven, and leaves it."""
+
+    line: Line
+
+    def __init__(self, outlet: Outlet, number: int, board_id: str, callee: Callee) -> None:
+        super().__init__(number, board_id, callee)
+        self._outlet = outlet
+
+    def opened(self, line: Line) -> None:
+        super().opened(line)
+        self._outlet.enroll(self)
+
+    def lost(self, loss: Loss) -> None:
+        super().lost(loss)
+        self._outlet.dismiss(self.number, self.line)

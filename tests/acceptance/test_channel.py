@@ -1,0 +1,95 @@
+"""The channel on a real cluster: tokens take it, a frozen board is noticed by it, Ray stands in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.boards.fakes import run_loop
+from tests.support.cluster.local_cluster import App, LocalCluster, wait_for
+from tests.support.http.talk import ask, streaming
+
+pytestmark = pytest.mark.ray
+
+LONG = "Write 120 tokens"
+
+
+def taken(app: App) -> dict[str, float]:
+    """Generations of the Router by the way that their tokens took, and its connections."""
+    with app.http_sync() as http:
+        text = http.get("/metrics").text
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == "rkserve_token_streams_total":
+                found[sample.labels["path"]] = sample.value
+            elif sample.name == "rkserve_channels":
+                found["connections"] = sample.value
+    return found
+
+
+@pytest.fixture
+def connected(boards: App) -> Iterator[App]:
+    """Three boards at a real board's speed, each with a connection, and as fast as before after."""
+    for number in range(boards.boards):
+        boards.cluster.control(f"sim-{number}", "time_scale=0.5")
+    wait_for("a connection to every board", lambda: taken(boards)["connections"] >= boards.boards)
+    yield boards
+    for number in range(boards.boards):
+        boards.cluster.control(f"sim-{number}")
+    boards.settled()
+
+
+def test_tokens_take_the_channel(connected: App) -> None:
+    async def main() -> None:
+        before = taken(connected)
+        async with connected.http() as http:
+            assert (await ask(http, "Hello!")).done
+        after = taken(connected)
+        assert after["channel"] == before["channel"] + 1
+        assert after["ray"] == before["ray"]
+
+    run_loop(main(), 300.0)
+
+
+def test_a_board_that_is_frozen_in_mid_answer_costs_its_client_nothing(connected: App) -> None:
+    """Ray alone would notice after its own checks; the answer goes on elsewhere before."""
+
+    async def main() -> None:
+        async with connected.http() as http:
+            expected = (await ask(http, LONG, temperature=0)).text
+            async with streaming(http, LONG, temperature=0) as reply:
+                await reply.read(deltas=5)
+                report = await asyncio.to_thread(connected.report, reply.board)
+                assert report is not None
+                os.kill(report.pid, signal.SIGSTOP)
+                try:
+                    await reply.read()
+                finally:
+                    os.kill(report.pid, signal.SIGCONT)
+            assert reply.error is None
+            assert (reply.text, reply.done) == (expected, True)
+
+    run_loop(main(), 300.0)
+
+
+def test_without_the_channel_tokens_come_through_ray(ray_cluster: LocalCluster) -> None:
+    group = ray_cluster.simulated("plain", 1)
+    ray_cluster.deploy("plain", {"boards": [group], "channel": False})
+    app = App(ray_cluster, "plain", "plain", 1)
+    app.ready()
+
+    async def main() -> None:
+        async with app.http() as http:
+            assert (await ask(http, "Hello!")).done
+        assert taken(app) == {"channel": 0, "ray": 1, "connections": 0}
+
+    try:
+        run_loop(main(), 300.0)
+    finally:
+        ray_cluster.delete("plain")

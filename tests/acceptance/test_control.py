@@ -1,0 +1,282 @@
+"""Who may control which generation, from which Router, and what is refused without harm."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.boards.pausing import (
+    COUNT,
+    COUNTED,
+    FAST,
+    KEPT_OR_NOT,
+    KEY,
+    OPERATOR,
+    pace,
+    paused,
+    refused,
+    run,
+    settle,
+    state_of,
+    stop_at,
+)
+from tests.support.cluster.local_cluster import App
+from tests.support.http.talk import act, ask, streaming
+
+pytestmark = pytest.mark.ray
+pytest_plugins = ["tests.support.boards.pausing_fixtures"]
+
+
+@pytest.fixture
+def boards(slow_boards: App) -> App:
+    """Slow boards, which the test leaves free, with the same engines."""
+    return slow_boards
+
+
+# -- who may do what, from where ------------------------------------------------------------------
+
+
+def test_every_router_controls_the_generations_of_all(boards: App) -> None:
+    async def talk(http: httpx.AsyncClient) -> None:
+        async with paused(http) as (reply, _):
+            streams: set[float] = set()
+            for _ in range(200):
+                response = await http.get(f"/v1/generations/{reply.id}")
+                assert response.status_code == 200, response.text
+                assert (response.json()["state"], response.json()["can_resume"]) == ("paused", True)
+                edit = await http.post(
+                    f"/v1/generations/{reply.id}/edit", json={"text": "!", "replace_last": 0}
+                )
+                assert edit.status_code == 200, edit.text
+                streams.add(await _answers_of_this_router(http))
+                if streams == {0.0, 1.0}:
+                    break
+            assert streams == {0.0, 1.0}, "only one Router has answered"
+            await act(http, reply.id, "abort")
+            await reply.read()
+        assert reply.finish_reason == "abort"
+
+    run(boards, talk)
+
+
+async def _answers_of_this_router(http: httpx.AsyncClient) -> float:
+    text = (await http.get("/metrics")).text
+    (found,) = (
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "rkserve_requests_in_flight"
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        pytest.param(OPERATOR, 200, id="the operator's key"),
+        pytest.param({"authorization": "Bearer another"}, 403, id="another key"),
+        pytest.param({"authorization": f"Basic {KEY}"}, 403, id="another scheme"),
+        pytest.param({}, 403, id="no key"),
+    ],
+)
+def test_the_list_of_everybody_is_for_the_operator_and_holds_nobody_s_words(
+    boards: App, headers: dict[str, str], status: int
+) -> None:
+    async def talk(http: httpx.AsyncClient) -> None:
+        async with paused(http) as (reply, told):
+            response = await http.get("/v1/generations", headers=headers)
+            assert response.status_code == status
+            if status == 200:
+                (entry,) = response.json()["data"]
+                assert (entry["id"], entry["state"], entry["kv"]) == (
+                    reply.id,
+                    "paused",
+                    "recomputed",
+                )
+                assert entry["board"] == reply.board
+                assert entry["tokens"] == told["tokens"]
+                assert told["partial_output"] not in response.text
+            else:
+                assert response.json()["error"]["code"] == "forbidden"
+            # Who has the id needs no key.
+            one = await http.get(f"/v1/generations/{reply.id}")
+            assert one.json()["partial_output"] == told["partial_output"]
+            await act(http, reply.id, "abort")
+
+    run(boards, talk)
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("action", "body", "words"),
+    [
+        pytest.param("edit", {"text": "x"}, "generating", id="edit"),
+        pytest.param("resume", {}, "generating", id="resume"),
+    ],
+)
+def test_what_a_running_generation_does_not_allow_does_it_no_harm(
+    boards: App, action: str, body: dict[str, Any], words: str
+) -> None:
+    async def talk(http: httpx.AsyncClient) -> None:
+        async with streaming(http, COUNT, temperature=0) as reply:
+            await reply.read(deltas=3)
+            error = await refused(http, reply, action, **body)
+            assert (error["status"], error["code"]) == (409, "state_conflict")
+            assert words in error["message"]
+            pace(boards, FAST)
+            await reply.read()
+        assert (reply.text, reply.finish_reason) == (COUNTED, "stop")
+
+    run(boards, talk)
+
+
+@pytest.mark.parametrize(
+    ("action", "body", "answer"),
+    [
+        pytest.param("pause", {}, (409, "paused"), id="a pause of a paused one"),
+        pytest.param("edit", {"clear": [[0, 100_000]]}, (400, "outside"), id="outside the cache"),
+        pytest.param("edit", {"clear": [[5, 2]]}, (400, "before it begins"), id="end before start"),
+        pytest.param("edit", {"clear": [[-1, 2]]}, (400, "0 or later"), id="a negative start"),
+        pytest.param("edit", {"clear": [[0, 1, 2]]}, (400, "[start, end]"), id="no range"),
+        pytest.param("edit", {"token_ids": [10_000_000]}, (400, "vocabulary"), id="no such token"),
+        pytest.param("edit", {"token_ids": [-1]}, (400, "token_ids"), id="a negative token"),
+        pytest.param("edit", {"token_ids": [1], "text": "a"}, (400, "not both"), id="text and ids"),
+        pytest.param("edit", {"replace_last": 9999}, (400, "9999"), id="more than it has said"),
+        pytest.param("edit", {"replace_last": -1}, (400, "replace_last"), id="less than nothing"),
+        pytest.param(
+            "edit", {"text": "x" * 50_000}, (400, "context"), id="longer than the context"
+        ),
+        pytest.param("edit", {}, (400, "at least one"), id="an edit of nothing"),
+        pytest.param("edit", {"txet": "a", "text": "b"}, (400, "txet"), id="a mistyped key"),
+        pytest.param("resume", {"choice": 7}, (404, ""), id="a choice that is not there"),
+        pytest.param("resume", {"choice": -1}, (400, "choice"), id="a negative choice"),
+    ],
+)
+@pytest.mark.parametrize("native", KEPT_OR_NOT)
+def test_bad_input_is_refused_and_the_paused_generation_unharmed(
+    boards: App, native: bool, action: str, body: dict[str, Any], answer: tuple[int, str]
+) -> None:
+    async def talk(http: httpx.AsyncClient) -> None:
+        async with paused(http, native_pause=native) as (reply, told):
+            error = await refused(http, reply, action, **body)
+            status, words = answer
+            assert error["status"] == status, error
+            assert words in error["message"]
+            assert error["type"] == "invalid_request_error"
+            state = await state_of(http, reply)
+            assert {key: state[key] for key in PROGRESS} == {key: told[key] for key in PROGRESS}
+            pace(boards, FAST)
+            await act(http, reply.id, "resume")
+            await reply.read()
+        assert (reply.text, reply.finish_reason, reply.retracted) == (COUNTED, "stop", 0)
+
+    run(boards, talk)
+
+
+def test_ranges_that_overlap_are_refused(boards: App) -> None:
+    async def talk(http: httpx.AsyncClient) -> None:
+        async with paused(http, native_pause=True) as (reply, told):
+            error = await refused(http, reply, "edit", clear=[[1, 4], [3, 5]])
+            assert error["status"] == 400
+            assert "overlap" in error["message"]
+            assert (await state_of(http, reply))["kv_positions"] == told["kv_positions"]
+            pace(boards, FAST)
+            await act(http, reply.id, "resume")
+            await reply.read()
+        assert reply.text == COUNTED
+
+    run(boards, talk)
+
+
+PROGRESS = ("partial_output", "tokens", "context_tokens", "kv", "kv_positions", "can_resume")
+
+
+@pytest.mark.parametrize("native", KEPT_OR_NOT)
+def test_of_two_resumptions_at_once_one_is_refused(boards: App, native: bool) -> None:
+    async def talk(http: httpx.AsyncClient) -> None:
+        async with paused(http, native_pause=native) as (reply, _):
+            url = f"/v1/generations/{reply.id}/resume"
+            first, second = await asyncio.gather(http.post(url), http.post(url))
+            assert sorted([first.status_code, second.status_code]) == [200, 409]
+            (error,) = (r.json()["error"] for r in (first, second) if r.status_code == 409)
+            assert any(state in error["message"] for state in GOING_ON), error
+            pace(boards, FAST)
+            await reply.read()
+        assert (reply.text, reply.finish_reason) == (COUNTED, "stop")
+
+    run(boards, talk)
+
+
+GOING_ON = ("resuming", "queued", "prefilling", "generating")
+
+
+@pytest.mark.parametrize("action", ["pause", "edit", "resume"])
+def test_a_finished_generation_cannot_be_controlled(boards: App, action: str) -> None:
+    async def talk(http: httpx.AsyncClient) -> None:
+        pace(boards, FAST)
+        reply = await ask(http, "Repeat after me: done")
+        error = await refused(http, reply, action, **({"text": "x"} if action == "edit" else {}))
+        assert (error["status"], error["code"]) == (409, "state_conflict")
+        assert "ended" in error["message"]
+
+    run(boards, talk)
+
+
+@pytest.mark.parametrize("generation", ["chatcmpl-nobody", "x" * 500, "..", "%2e%2e%2fv1"])
+@pytest.mark.parametrize("action", ["pause", "edit", "resume", "abort"])
+def test_a_generation_that_nobody_has_is_a_404(boards: App, generation: str, action: str) -> None:
+    body = {"text": "x"} if action == "edit" else {}
+    url = f"{boards.url}/v1/generations/{generation}/{action}"
+    with boards.http_sync() as http:
+        response = http.post(httpx.URL(url), json=body)
+    assert response.status_code == 404
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"{", id="no JSON"),
+        pytest.param(b"[1]", id="no object"),
+        pytest.param(b'{"text": "\xff"}', id="no UTF-8"),
+        pytest.param(b'{"text": NaN}', id="no number"),
+    ],
+)
+def test_a_body_that_is_no_json_is_refused(boards: App, content: bytes) -> None:
+    async def talk(http: httpx.AsyncClient) -> None:
+        async with paused(http) as (reply, _):
+            response = await http.post(f"/v1/generations/{reply.id}/edit", content=content)
+            assert response.status_code == 400
+            assert response.json()["error"]["type"] == "invalid_request_error"
+            pace(boards, FAST)
+            await act(http, reply.id, "resume")
+            await reply.read()
+        assert reply.text == COUNTED
+
+    run(boards, talk)
+
+
+def test_a_generation_that_prefills_or_waits_cannot_be_paused_yet(boards: App) -> None:
+    settle(boards)
+    stop_at(boards, "prefill")
+
+    async def talk(http: httpx.AsyncClient) -> None:
+        async with streaming(http, COUNT, n=3, max_tokens=3) as reply:
+            await reply.read_until(lambda r: bool(r.id))
+            errors = [await refused(http, reply, "pause", choice=choice) for choice in range(3)]
+            assert {(e["status"], e["code"]) for e in errors} == {(409, "state_conflict")}
+            states = ["prefilling", "queued"]
+            found = [state for e in errors for state in states if state in e["message"]]
+            assert sorted(found) == ["prefilling", "prefilling", "queued"]
+            pace(boards, FAST)
+            await reply.read()
+        assert reply.reasons == {0: "length", 1: "length", 2: "length"}
+        assert reply.error is None
+
+    run(boards, talk)

@@ -1,0 +1,168 @@
+"""Ray's HAProxy before the Routers, in a Ray of its own: answers, hang-ups, limits, the channel."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.harness.pace import PROFILE
+from rkserve.bench.harness.crew import Crew, Deployment
+from rkserve.config.board_group import SimulatedConfig
+from rkserve.deployments.haproxy import available
+from tests.support.boards.fakes import run_loop
+from tests.support.cluster.local_cluster import MODEL
+from tests.support.http.talk import CHAT, ENDLESS, ask, chat_body, streaming
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(not available(), reason="Ray has no HAProxy for this platform"),
+]
+BODY_LIMIT = 100_000
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    """A Ray with HAProxy, and two boards behind it."""
+    assert SimulatedConfig().profile == PROFILE
+    with tempfile.TemporaryDirectory(prefix="rk-", dir="/tmp") as folder:
+        one = Crew(Path(folder), lambda _: None, front=True)
+        try:
+            args = {"router": {"max_body_bytes": BODY_LIMIT}}
+            one.deploy(Deployment(PROFILE, 2, 0.05, park=False, args=args))
+            yield one
+        finally:
+            one.close()
+
+
+def talk(crew: Crew, main: Callable[[httpx.AsyncClient], Coroutine[Any, Any, None]]) -> None:
+    """Talk to it as a client."""
+
+    async def whole() -> None:
+        async with _client(crew) as http:
+            await main(http)
+
+    run_loop(whole(), 300.0)
+
+
+@asynccontextmanager
+async def _client(crew: Crew) -> AsyncIterator[httpx.AsyncClient]:
+    host, port = crew.address
+    async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=120) as http:
+        yield http
+
+
+async def figure(http: httpx.AsyncClient, name: str, **labels: str) -> float:
+    """A sum of the Router's metrics."""
+    text = (await http.get("/metrics")).text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+async def reaches(http: httpx.AsyncClient, name: str, value: float) -> None:
+    """Wait until a figure is that; the test's own limit is the only one."""
+    while await figure(http, name) != value:
+        pass
+
+
+def test_it_is_haproxy_that_answers(crew: Crew) -> None:
+    config = [*(crew.folder / "f").rglob("haproxy.cfg")]
+    assert config, "Ray has written it"
+    assert str(crew.address[1]) in config[0].read_text()
+    for socket in [*(crew.folder / "f").rglob("*.sock")]:
+        assert stat.S_IMODE(socket.stat().st_mode) & 0o177 == 0, socket.name
+
+    async def main(http: httpx.AsyncClient) -> None:
+        assert (await http.get("/-/healthz")).status_code == 200
+        assert (await http.get("/v1/models")).json()["data"][0]["id"] == MODEL
+
+    talk(crew, main)
+
+
+def test_answers_stream_and_come_over_the_channel(crew: Crew) -> None:
+    async def main(http: httpx.AsyncClient) -> None:
+        await reaches(http, "rkserve_channels", 2)
+        before = await figure(http, "rkserve_token_streams_total", path="channel")
+        through = await figure(http, "rkserve_token_streams_total", path="ray")
+        streamed = await ask(http, "Hello!", temperature=0)
+        whole = await http.post(CHAT, json=chat_body("Hello!", temperature=0))
+        assert whole.json()["choices"][0]["message"]["content"] == streamed.text
+        assert streamed.done
+        assert await figure(http, "rkserve_token_streams_total", path="channel") == before + 2
+        assert await figure(http, "rkserve_token_streams_total", path="ray") == through
+
+    talk(crew, main)
+
+
+def test_a_client_that_leaves_frees_its_board(crew: Crew) -> None:
+    async def main(http: httpx.AsyncClient) -> None:
+        aborted = await figure(http, "rkserve_board_aborted_total")
+        for _ in range(2):
+            async with streaming(http, ENDLESS) as reply:
+                await reply.read(deltas=3)
+        await reaches(http, "rkserve_board_aborted_total", aborted + 2)
+        await reaches(http, "rkserve_board_running", 0)
+
+    talk(crew, main)
+
+
+def test_a_client_that_leaves_before_its_whole_answer_frees_its_board(crew: Crew) -> None:
+    """Its head and its body come in two segments, as those of most HTTP libraries do."""
+
+    async def main(http: httpx.AsyncClient) -> None:
+        aborted = await figure(http, "rkserve_board_aborted_total")
+        body = json.dumps(chat_body(ENDLESS)).encode()
+        _, writer = await asyncio.open_connection(*crew.address)
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode())
+        await asyncio.sleep(0.2)  # only for two segments: one would pass as well
+        writer.write(body)
+        await reaches(http, "rkserve_board_running", 1)
+        writer.close()
+        await reaches(http, "rkserve_board_aborted_total", aborted + 1)
+        await reaches(http, "rkserve_board_running", 0)
+
+    talk(crew, main)
+
+
+@pytest.mark.parametrize(
+    ("length", "status"),
+    [
+        pytest.param(BODY_LIMIT - 1000, 400, id="a long prompt is read, and does not fit"),
+        pytest.param(BODY_LIMIT + 1, 413, id="a body that is too long"),
+    ],
+)
+def test_bodies_pass_and_their_limit_holds(crew: Crew, length: int, status: int) -> None:
+    async def main(http: httpx.AsyncClient) -> None:
+        answer = await http.post(CHAT, json=chat_body("x y " * (length // 4)))
+        assert answer.status_code == status
+        assert "error" in answer.json()
+
+    talk(crew, main)
+
+
+def test_what_is_asked_of_this_machine_alone_is_answered_where_only_it_is_listened_to(
+    crew: Crew,
+) -> None:
+    async def main(http: httpx.AsyncClient) -> None:
+        assert (await http.get("/is_paused")).status_code == 200
+        assert (await http.post("/pause_generation", json={"mode": "in_place"})).status_code == 200
+        assert (await http.post("/continue_generation")).status_code == 200
+        from_elsewhere = {"x-forwarded-for": "192.0.2.1"}
+        refused = await http.post("/pause", headers=from_elsewhere)
+        assert refused.status_code == 403
+
+    talk(crew, main)

@@ -1,0 +1,109 @@
+"""Client, command and the examples of training loops against a cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from rkserve.cli.link import Exit
+from rkserve.client import Client
+from tests.support.cluster.local_cluster import App, LocalCluster
+from tests.support.paths import PROJECT
+
+pytestmark = pytest.mark.ray
+
+GROUP = "trained"
+
+
+@pytest.fixture(scope="module")
+def app(ray_cluster: LocalCluster) -> Iterator[App]:
+    """Two boards with the strict simulator, fast enough for an example."""
+    group = ray_cluster.simulated(GROUP, 2, simulated={"strict": True, "time_scale": 0.2})
+    ray_cluster.deploy("trainloop", {"boards": [group]})
+    deployed = App(ray_cluster, "trainloop", GROUP, 2)
+    deployed.ready()
+    deployed.settled()
+    yield deployed
+    ray_cluster.delete("trainloop")
+
+
+def rkserve(app: App, *words: str) -> tuple[int, str]:
+    """Run the command as a script does."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rkserve", *words],
+        env={**os.environ, "RKSERVE_URL": app.url},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def test_the_command_pauses_shows_and_resumes(app: App) -> None:
+    code, said = rkserve(app, "pause", "--lease", "60", "--json")
+    assert (code, json.loads(said)["state"], json.loads(said)["succeeded"]) == (0, "succeeded", 2)
+    code, said = rkserve(app, "status")
+    assert (code, "2 paused" in said, "paused (keep): everything, until" in said) == (0, True, True)
+    assert rkserve(app, "resume")[0] == Exit.DONE
+    code, said = rkserve(app, "operations", "--limit", "2", "--json")
+    assert [one["kind"] for one in json.loads(said)] == ["resume", "pause"]
+    assert rkserve(app, "lora", "rollback", "nobody")[0] == Exit.FAILED
+
+
+def test_a_renewed_lease_holds_the_cluster_and_ends_with_its_block(app: App) -> None:
+    with Client(app.url) as client:
+        began = client.is_paused().epoch
+        with client.paused(lease_s=4.0) as lease:
+            while client.is_paused().epoch < began + 5:  # the pause, and four renewals of it
+                assert client.is_paused().all
+                time.sleep(0.1)
+            lease.check()
+            # Each takes the place of the one before the last, which might yet be undone.
+            assert len(client.cluster()["pauses"]) in (1, 2)
+        assert not client.is_paused()
+
+
+def example(app: App, name: str, *words: str) -> str:
+    """Run an example to its good end; return what it said."""
+    done = subprocess.run(
+        [sys.executable, str(PROJECT / "examples" / f"{name}.py"), *words],
+        env={**os.environ, "RKSERVE_URL": app.url},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("how", ["--strategy=atomic", "--strategy=rolling", "--receive"])
+def test_adapters_change_under_load_and_no_request_fails(app: App, how: str) -> None:
+    name = f"trained-{how.strip('-').partition('=')[2] or 'step'}"
+    said = example(app, "train_loop", *f"--steps 6 --every 2 --load 3 --name {name}".split(), how)
+    assert re.findall(r"serving (\S+)", said) == [f"{name}@step-{n}" for n in (2, 4, 6)]
+    assert re.findall(rf"^ *\d+ ({name}@step-\d)$", said, re.MULTILINE), said
+
+
+def test_boards_sleep_while_a_loop_trains_and_answers_end_after_it(app: App) -> None:
+    said = example(app, "rl_loop", "--rounds", "3", "--prompts", "4")
+    assert (
+        re.findall(r"(sleep|wake): (\w+)", said)
+        == [
+            ("sleep", "succeeded"),
+            ("wake", "succeeded"),
+        ]
+        * 3
+    )
+    counts = re.findall(r"^ *(\d+) (?:default|policy@round-\S+)$", said, re.MULTILINE)
+    assert sum(map(int, counts)) == 12, said
+    with Client(app.url) as client:
+        assert not client.is_sleeping()

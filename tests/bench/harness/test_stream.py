@@ -1,0 +1,263 @@
+"""The benchmark's client: what it reads of an answer, and what it does in the middle of one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from dataclasses import asdict
+
+import pytest
+
+from rkserve.api.common import sse
+from rkserve.bench.harness.child import BenchFailed
+from rkserve.bench.harness.client import CHAT, hang_up, interrupt
+from rkserve.bench.harness.stream import (
+    Exchange,
+    HangUp,
+    Incoming,
+    Interrupted,
+    read_exchange,
+    read_id,
+    read_text,
+)
+from tests.support.values.bench_answers import EVENTS, HEAD, USAGE, answer, chunk, chunked
+
+
+def test_a_streamed_answer_is_timed_by_the_events_that_bring_text() -> None:
+    incoming = Incoming(sent_s=1.0)
+    for index, data in enumerate((HEAD, *chunked(EVENTS))):
+        assert not incoming.done
+        incoming.feed(data, 2.0 + index)
+
+    assert read_exchange(incoming) == Exchange(
+        sent_s=1.0,
+        content_s=(5.0, 6.0),
+        end_s=9.0,
+        board="sim-1",
+        prompt_tokens=128,
+        completion_tokens=2,
+        cached_tokens=3,
+        queue_ms=12.5,
+        prefill_ms=7.0,
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64, 100_000])
+def test_it_does_not_matter_how_the_network_cuts_an_answer(size: int) -> None:
+    wire = HEAD + b"".join(chunked(EVENTS))
+    incoming = Incoming(sent_s=0.0)
+    for at in range(0, len(wire), size):
+        incoming.feed(wire[at : at + size], 1.0)
+
+    exchange = read_exchange(incoming)
+
+    assert incoming.done
+    assert (len(exchange.content_s), exchange.completion_tokens) == (2, 2)
+    assert exchange.error == ""
+
+
+def test_a_refusal_is_an_error_with_the_servers_words() -> None:
+    body = json.dumps({"error": {"message": "busy"}}).encode()
+    incoming = Incoming(sent_s=0.0)
+    incoming.feed(b"HTTP/1.1 429 Too Many\r\ncontent-length: %d\r\n\r\n" % len(body), 1.0)
+    assert not incoming.done
+    incoming.feed(body, 2.0)
+
+    assert incoming.done
+    assert read_exchange(incoming).error == 'HTTP 429: {"error": {"message": "busy"}}'
+
+
+@pytest.mark.parametrize(
+    ("events", "error"),
+    [
+        pytest.param(
+            (chunk("a"), sse.data({"error": {"message": "it died"}})), "it died", id="it says so"
+        ),
+        pytest.param((chunk("a"),), "the answer ended without its usage", id="it just ends"),
+    ],
+)
+def test_an_answer_that_breaks_off_is_an_error(events: tuple[bytes, ...], error: str) -> None:
+    incoming = Incoming(sent_s=0.0)
+    incoming.feed(HEAD + b"".join(chunked(events)), 1.0)
+
+    assert read_exchange(incoming).error == error
+
+
+def test_the_text_and_the_id_of_a_stream_are_read_from_its_events() -> None:
+    incoming = Incoming(sent_s=0.0)
+    incoming.feed(HEAD + b"".join(chunked((sse.PING, *EVENTS))), 1.0)
+
+    assert read_text(incoming) == "Hello wörld"
+    assert read_id(incoming) == "role"
+
+
+def test_an_exchange_travels_as_json() -> None:
+    exchange = answer(0.0, 1.0, 2.0)
+
+    assert Exchange.from_json(json.loads(json.dumps(exchange.to_json()))) == exchange
+
+
+class OneBoard:
+    """A server that streams to one client until that leaves, and only then to the next."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.left_s = 0.0
+        self._free = asyncio.Event()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        body = json.loads(await reader.readexactly(int(head.split(b"content-length: ")[1])))
+        writer.write(HEAD)
+        try:
+            if body["endless"]:
+                await self._stream_until_it_leaves(reader, writer)
+            else:
+                await self._free.wait()
+                writer.write(b"".join(chunked(EVENTS)))
+                await reader.read()
+        finally:
+            writer.close()
+
+    async def _stream_until_it_leaves(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        gone = asyncio.ensure_future(reader.read())
+        while not gone.done():
+            writer.write(b"".join(chunked((chunk("word"),))[:1]))
+            self.sent += 1
+            await asyncio.wait({gone}, timeout=0.02)
+        assert gone.exception() is not None or gone.result() == b""
+        self.left_s = time.monotonic()
+        self._free.set()
+
+
+async def hang_up_on(board: OneBoard, events: int, limit_s: float) -> HangUp:
+    async with await asyncio.start_server(board.serve, "127.0.0.1", 0) as server:
+        return await hang_up(
+            {
+                "host": "127.0.0.1",
+                "port": server.sockets[0].getsockname()[1],
+                "leaving": {"endless": True},
+                "waiting": {"endless": False},
+                "events": events,
+                "pause_s": 0.05,
+                "until_s": time.monotonic() + limit_s,
+            }
+        )
+
+
+def test_the_client_leaves_in_mid_stream_and_waits_for_the_next_answer() -> None:
+    async def main() -> None:
+        board = OneBoard()
+        found = await hang_up_on(board, events=3, limit_s=30)
+        assert found.left.end_s is None
+        assert 3 <= len(found.left.content_s) <= board.sent
+        assert found.closed_s >= found.left.content_s[2] + 0.05
+        assert found.closed_s <= board.left_s < found.next.content_s[0]
+        assert (found.next.completion_tokens, found.next.prefill_ms) == (2, 7.0)
+        assert HangUp.from_json(json.loads(json.dumps(asdict(found)))) == found
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_does_not_get_far_enough_to_be_left_is_a_failure() -> None:
+    with pytest.raises(BenchFailed, match="did not get as far as it should"):
+        asyncio.run(hang_up_on(OneBoard(), events=1_000_000, limit_s=0.5))
+
+
+# -- interrupting ---------------------------------------------------------------------------------
+
+
+class PausableBoard:
+    """A server that streams a text every 20 ms, and pauses, resumes and ends when told to."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.paths: list[str] = []
+        self.serving: list[asyncio.Task[None] | None] = []
+        self._refuses = refuses
+        self._goes_on = asyncio.Event()
+        self._goes_on.set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.serving.append(asyncio.current_task())
+        # The client hangs up when it has what it wants.
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(head.split(b"content-length: ")[1]))
+                path = head.split(b" ")[1].decode()
+                self.paths.append(path)
+                if path == CHAT:
+                    await self._stream(writer)
+                else:
+                    self._control(writer, path.rpartition("/")[2])
+        writer.close()
+
+    async def _stream(self, writer: asyncio.StreamWriter) -> None:
+        texts = [chunk(f"{n} ", id="chatcmpl-7") for n in range(12)]
+        events = (chunk("", id="chatcmpl-7"), *texts, chunk(None, id="x", usage=USAGE), sse.DONE)
+        writer.write(HEAD)
+        for part in chunked(events):
+            await self._goes_on.wait()
+            writer.write(part)
+            await asyncio.sleep(0.02)
+
+    def _control(self, writer: asyncio.StreamWriter, action: str) -> None:
+        status = b"200 OK"
+        if self._refuses:
+            status = b"409 Conflict"
+        elif action == "pause":
+            self._goes_on.clear()
+        else:
+            self._goes_on.set()
+        said = json.dumps({"status": action, "kv": "kept", "tokens": 3}).encode()
+        head = b"HTTP/1.1 %s\r\ncontent-length: %d\r\n\r\n" % (status, len(said))
+        writer.write(head + said)
+
+
+async def interrupt_at(board: PausableBoard, pauses_s: list[float]) -> Interrupted:
+    async with await asyncio.start_server(board.serve, "127.0.0.1", 0) as server:
+        command = {
+            "host": "127.0.0.1",
+            "port": server.sockets[0].getsockname()[1],
+            "body": {},
+            "pauses_s": pauses_s,
+            "rest_s": 0.1,
+            "until_s": time.monotonic() + 30,
+        }
+        try:
+            return await interrupt(command)
+        finally:
+            await asyncio.gather(*(task for task in board.serving if task is not None))
+
+
+def test_the_client_pauses_and_resumes_the_generation_that_it_streams() -> None:
+    board = PausableBoard()
+
+    found = asyncio.run(interrupt_at(board, [0.0, 0.01]))
+
+    control = "/v1/generations/chatcmpl-7"
+    assert board.paths == [CHAT, *[f"{control}/pause", f"{control}/resume"] * 2]
+    assert found.text == "".join(f"{n} " for n in range(12))
+    assert [(pause.kv, pause.tokens) for pause in found.pauses] == [("kept", 3)] * 2
+    first, second = found.pauses
+    before = sum(at_s < first.asked_s for at_s in found.answer.content_s)
+    between = sum(first.resumed_s < at_s < second.asked_s for at_s in found.answer.content_s)
+    assert before >= 2
+    assert between >= 2
+    for pause in found.pauses:
+        assert pause.asked_s < pause.answered_s < pause.answered_s + 0.1 <= pause.resumed_s
+    assert Interrupted.from_json(json.loads(json.dumps(asdict(found)))) == found
+
+
+def test_an_answer_that_ends_before_its_pause_is_a_failure() -> None:
+    with pytest.raises(BenchFailed, match="ended before it got as far as it should"):
+        asyncio.run(interrupt_at(PausableBoard(), [0.0] * 20))
+
+
+def test_a_pause_that_is_refused_is_a_failure() -> None:
+    with pytest.raises(BenchFailed, match="pause was answered by HTTP 409"):
+        asyncio.run(interrupt_at(PausableBoard(refuses=True), [0.0]))

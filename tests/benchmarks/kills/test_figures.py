@@ -1,0 +1,120 @@
+"""The kill run's judgement: what counts as lost, as wrong, and as silence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.control.answers import Answer
+from benchmarks.kills.__main__ import REPORT, deliver, options
+from benchmarks.kills.figures import (
+    KillFigures,
+    Phase,
+    Truth,
+    judge,
+    longest_silence_ms,
+    quantile,
+)
+from benchmarks.kills.report import KillRun, render
+from rkserve.bench.harness.machine import Machine
+from rkserve.bench.harness.stream import Exchange
+
+GOOD = Answer(
+    Exchange(0.0, (1.0, 1.1, 1.9), 2.0, prompt_tokens=7, completion_tokens=3),
+    prompt=4,
+    text="abc",
+    finish="length",
+)
+TRUTHS = {4: Truth("abc", "length", 7, 3)}
+
+
+def judged(*answers: Answer) -> KillFigures:
+    return judge(Phase("node", 2, answers), TRUTHS)
+
+
+def test_an_answer_as_it_must_be_is_neither_lost_nor_wrong() -> None:
+    found = judged(GOOD, replace(GOOD, continued=1, lost_ms=30.0))
+    assert (found.answers, found.continued, found.lost, found.wrong) == (2, 1, 0, 0)
+    assert found.clean
+    assert found.silences_ms == pytest.approx((800.0,))
+    assert found.waits_ms == (30.0,)
+
+
+@pytest.mark.parametrize(
+    ("answer", "flaw"),
+    [
+        pytest.param(replace(GOOD, text="abbc"), "wrong at character 2", id="doubled"),
+        pytest.param(replace(GOOD, text="ac"), "wrong at character 1", id="missing"),
+        pytest.param(replace(GOOD, text="abcd"), "wrong at character 3", id="too long"),
+        pytest.param(replace(GOOD, finish="stop"), "wrong: stop", id="another reason"),
+        pytest.param(
+            replace(GOOD, exchange=replace(GOOD.exchange, completion_tokens=4)),
+            "wrong: length and 4 tokens",
+            id="counted twice",
+        ),
+    ],
+)
+def test_what_differs_is_wrong(answer: Answer, flaw: str) -> None:
+    found = judged(GOOD, answer)
+    assert (found.lost, found.wrong) == (0, 1)
+    assert flaw in found.flaws[0]
+    assert not found.clean
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        pytest.param(replace(GOOD.exchange, error="board_failed"), id="an error"),
+        pytest.param(replace(GOOD.exchange, end_s=None), id="no end"),
+    ],
+)
+def test_what_has_no_end_is_lost(exchange: Exchange) -> None:
+    found = judged(replace(GOOD, exchange=exchange))
+    assert (found.lost, found.wrong, found.clean) == (1, 0, False)
+
+
+def test_of_one_piece_there_is_no_silence() -> None:
+    one = replace(GOOD, exchange=replace(GOOD.exchange, content_s=(1.0,)))
+    assert longest_silence_ms(one) is None
+    assert quantile([], 0.5) is None
+    assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
+
+
+def run_of(*found: KillFigures) -> KillRun:
+    return KillRun(Machine(2, "cpu", 4.0, {"ray": "2"}), found, "How.", 90.0)
+
+
+def test_the_report_names_what_was_wrong_and_adds_up() -> None:
+    report = render(run_of(judged(GOOD), judged(replace(GOOD, text="x"))))
+    rows = [line for line in report.splitlines() if line.startswith("| all ")]
+    assert [cell.strip() for cell in rows[0].split("|")[2:8]] == ["4", "2", "0", "0", "0", "1"]
+    assert "- node: wrong at character 0" in report
+    cells = [[cell.strip() for cell in line.split("|")] for line in report.splitlines()]
+    verdicts = {row[1]: row[4] for row in cells if len(row) == 6 and row[2] == "0"}
+    assert list(verdicts.values()) == ["reached", "missed"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "output"),
+    [
+        pytest.param([], REPORT, id="a full run"),
+        pytest.param(["--kills", "12"], None, id="a small one"),
+        pytest.param(["--streams", "8"], None, id="few clients"),
+        pytest.param(["--kills", "12", "--output", "a.md"], Path("a.md"), id="as asked for"),
+    ],
+)
+def test_only_a_full_run_is_published_by_itself(arguments: list[str], output: Path | None) -> None:
+    assert options(arguments).output == output
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["to its end", "cut short"])
+def test_a_run_that_was_cut_short_is_printed_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *, whole: bool
+) -> None:
+    page = tmp_path / "page.md"
+    asked = options(["--kills", "12", "--output", str(page)])
+    deliver(asked, [judged(GOOD)], 90.0, publish=whole)
+    assert "# Benchmark of kills" in capsys.readouterr().out
+    assert page.exists() is whole

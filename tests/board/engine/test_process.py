@@ -1,0 +1,402 @@
+"""The real engine process over the simulated runtime: runs, loads, and its own end."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rkserve.board.engine.process import EngineProcess
+from rkserve.board.engine.protocol import EntryCommand, RunCommand, RunEnded
+from rkserve.core.errors import (
+    BoardFailed,
+    EngineDied,
+    FrameCorrupt,
+    LibraryMissing,
+    LoadFailed,
+    NativeError,
+    ReleaseRefused,
+    RunFailed,
+)
+from rkserve.core.messages import Delta, Finished, FinishReason, GenerateRequest
+from rkserve.native import engine_frames
+from rkserve.native.engine_frames import Kind
+from rkserve.native.runtime import RunEnd
+from rkserve.native.sim.build import ensure_built
+from tests.support.boards.board_bench import answer, text_of, until
+from tests.support.boards.engine_bench import Recorder, command
+from tests.support.boards.fakes import run_loop
+from tests.support.sim.sim_board import TOKENIZER, Sim, ask, both_releases, chat, in_loop
+
+
+@pytest.fixture
+def sim(tmp_path: Path) -> Sim:
+    """Return a place for one simulated board."""
+    return Sim(tmp_path)
+
+
+# -- runs -------------------------------------------------------------------------------------
+
+
+@both_releases
+def test_an_engine_loads_runs_and_stops_in_order(sim: Sim, release: str) -> None:
+    async def main() -> None:
+        async with sim.engine() as engine:
+            assert engine.facts.release == release
+            assert engine.facts.per_run_sampling is (release == "1.3.0")
+            got = Recorder()
+            prompt = chat("Repeat after me: Grüße, 你好 🍵!")
+            ended = await engine.run(command(prompt, keep_history=True), got)
+            assert got.data.decode() == "Grüße, 你好 🍵!"
+            assert ended.end is RunEnd.FINISHED
+            assert ended.perf.prefill_tokens == len(prompt)
+            assert ended.kv_positions == (len(prompt) + len(got.ids) - 1,)  # without the EOS
+            await engine.stop()
+            assert engine.died.result() == "the engine process ended (exit code 0)"
+
+    sim.release = release
+    run_loop(main())
+
+
+@both_releases
+def test_the_second_turn_prefills_only_what_is_new(sim: Sim, release: str) -> None:
+    async def main() -> None:
+        async with sim.board() as board:
+            first = await ask(board, chat("Count to 5"))
+            prompt = chat("Count to 5", text_of(first), "What did I say first?")
+            held = board.report().kv_positions
+            second = await ask(board, prompt)
+            end = second[-1]
+            assert isinstance(end, Finished)
+            assert 0 < held < len(prompt)
+            assert end.usage.cached_tokens == held
+            assert end.timings.prefill_tokens == len(prompt) - held
+            assert "Count to 5" in text_of(second)
+            fresh = await ask(board, chat("Count to 3"))
+            assert text_of(fresh) == "1, 2, 3."
+
+    sim.release = release
+    run_loop(main())
+
+
+@both_releases
+@pytest.mark.parametrize(
+    ("extra", "text", "reason"),
+    [
+        pytest.param({"max_tokens": 4}, None, FinishReason.LENGTH, id="the token limit"),
+        pytest.param({"stop": ("4, 5",)}, "1, 2, 3, ", FinishReason.STOP, id="a stop string"),
+    ],
+)
+def test_an_answer_that_is_cut_leaves_the_board_clean(
+    sim: Sim, release: str, extra: dict[str, Any], text: str | None, reason: FinishReason
+) -> None:
+    async def main() -> None:
+        async with sim.board() as board:
+            cut = await ask(board, chat("Count to 50"), **extra)
+            end = cut[-1]
+            assert isinstance(end, Finished)
+            assert end.reason is reason
+            assert text_of(cut)
+            assert "1, 2, 3, 4, 5".startswith(text_of(cut))
+            assert text in (None, text_of(cut))
+            assert end.usage.completion_tokens == extra.get(
+                "max_tokens", end.usage.completion_tokens
+            )
+            whole = await ask(board, chat("Count to 6"))
+            assert text_of(whole) == "1, 2, 3, 4, 5, 6."
+            assert board.report().engine_starts == 1
+
+    sim.release = release
+    run_loop(main())
+
+
+@both_releases
+def test_an_abort_ends_the_run_within_a_token(sim: Sim, release: str) -> None:
+    async def main() -> None:
+        async with sim.engine() as engine:
+            got = Recorder()
+            ended = engine.run(command(chat("Write 3000 tokens")), got)
+            await got.first.wait()
+            engine.abort(1)
+            assert (await ended).end is RunEnd.FINISHED
+            assert len(got.ids) < 3000
+            again = Recorder()
+            await engine.run(replace(command(chat("Count to 3"), 2), clear=True), again)
+            assert again.data == b"1, 2, 3."
+
+    sim.release = release
+    sim.environ["RKSIM_TIME_SCALE"] = "0.1"
+    run_loop(main())
+
+
+def test_an_abort_right_behind_its_run_is_not_lost(sim: Sim) -> None:
+    async def main() -> None:
+        async with sim.engine() as engine:
+            for run_id in range(1, 21):
+                got = Recorder()
+                prompt = replace(command(chat("Write 3000 tokens"), run_id), clear=True)
+                ended = engine.run(prompt, got)
+                engine.abort(run_id)
+                assert (await ended).end in (RunEnd.FINISHED, None)
+                assert len(got.ids) < 3000
+
+    sim.environ["RKSIM_TIME_SCALE"] = "0.1"  # slow enough for a busy machine to abort in time
+    run_loop(main())
+
+
+@in_loop
+async def test_a_late_abort_does_not_touch_the_next_run(sim: Sim) -> None:
+    async with sim.engine() as engine:
+        for run_id in range(1, 21):
+            got = Recorder()
+            await engine.run(replace(command(chat("Count to 3"), run_id), clear=True), got)
+            assert got.data == b"1, 2, 3."
+            engine.abort(run_id)  # it has ended
+
+
+@both_releases
+def test_hanging_up_frees_the_board(sim: Sim, release: str) -> None:
+    async def main() -> None:
+        async with sim.board() as board:
+            events = board.generate(GenerateRequest("r", "m", chat("Write 3000 tokens"), 3000))
+            async for event in events:
+                if isinstance(event, Delta):
+                    break
+            await events.aclose()
+            started_s = time.monotonic()
+            assert text_of(await ask(board, chat("Count to 3"))) == "1, 2, 3."
+            assert time.monotonic() - started_s < 60.0  # 3,000 tokens would take over 100 s
+            assert board.report().aborted == 1
+
+    sim.release = release
+    sim.environ["RKSIM_TIME_SCALE"] = "0.5"
+    run_loop(main())
+
+
+@in_loop
+async def test_what_the_library_refuses_is_explained_in_its_own_words(sim: Sim) -> None:
+    async with sim.board(context_len=100_000) as board:
+        with pytest.raises(RunFailed, match="E rkllm"):
+            await ask(board, chat("far too long " * 4000))
+        assert text_of(await ask(board, chat("Count to 3"))) == "1, 2, 3."
+        assert board.report().engine_starts == 1
+
+
+@in_loop
+async def test_a_request_that_cannot_travel_fails_alone(sim: Sim) -> None:
+    async with sim.board() as board:
+        with pytest.raises(FrameCorrupt, match="32 bits"):
+            await ask(board, (2**40,))
+        assert text_of(await ask(board, chat("Count to 3"))) == "1, 2, 3."
+        assert board.report().engine_starts == 1
+
+
+# -- loading ----------------------------------------------------------------------------------
+
+
+def text_file(place: Path) -> Path:
+    file = place / "librkllmrt.so"
+    file.write_text("version https://git-lfs.github.com/spec/v1\n")
+    return file
+
+
+def other_release(place: Path) -> Path:
+    """A copy of the simulator that calls itself something else."""
+    file = place / "librkllmrt.so"
+    library = ensure_built("1.3.0").read_bytes()
+    file.write_bytes(library.replace(b"RKLLM SDK (version: 1.3.0", b"RKLLM SDK (version: 1.3.1"))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("library", "error", "words"),
+    [
+        pytest.param(lambda p: p / "nowhere.so", LibraryMissing, "cannot be read", id="missing"),
+        pytest.param(text_file, LibraryMissing, "not a shared library", id="not a library"),
+        pytest.param(other_release, ReleaseRefused, r"1\.3\.1", id="an unknown release"),
+    ],
+)
+def test_a_library_that_cannot_be_used_is_refused_with_the_reason(
+    sim: Sim, library: Callable[[Path], Path], error: type[NativeError], words: str
+) -> None:
+    async def main() -> None:
+        with pytest.raises(error, match=words) as refused:
+            await EngineProcess.start("b", replace(sim.spec(), library=str(library(sim.place))))
+        assert type(refused.value) is error
+
+    run_loop(main())
+
+
+@both_releases
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        pytest.param("init_fail", "rkllm_init returned -1 .*the library said: E rk", id="refused"),
+        pytest.param("init_segv", "crashed while it loaded the model: .*SIGSEGV", id="crash"),
+        pytest.param("init_null_handle", "no handle", id="0 and no handle"),
+        pytest.param("init_hang", "not loaded within 2 s", id="hang"),
+    ],
+)
+def test_a_load_that_fails_says_why(sim: Sim, release: str, fault: str, words: str) -> None:
+    async def main() -> None:
+        sim.fault(fault)
+        limit_s = 2.0 if fault == "init_hang" else 30.0
+        spec = replace(sim.spec(), load_timeout_s=limit_s, fence_timeout_s=0.0)
+        with pytest.raises(LoadFailed, match=words):
+            await EngineProcess.start("b", spec)
+        with (sim.place / "npu.fence").open() as fence:
+            fcntl.flock(fence, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the process is really gone
+
+    sim.release = release
+    run_loop(main())
+
+
+@in_loop
+async def test_a_model_that_does_not_fit_is_explained_by_the_library(sim: Sim) -> None:
+    params = replace(sim.spec().params, max_context_len=1 << 20)
+    with pytest.raises(LoadFailed, match="max_context_limit"):
+        await EngineProcess.start("b", replace(sim.spec(), params=params))
+
+
+@in_loop
+async def test_an_unknown_quirk_is_refused_by_name(sim: Sim) -> None:
+    with pytest.raises(LoadFailed, match="unknown name flies"):
+        await EngineProcess.start("b", replace(sim.spec(), quirks={"flies": True}))
+
+
+@in_loop
+async def test_the_fence_keeps_a_second_engine_off_the_npu(sim: Sim) -> None:
+    async with sim.engine() as engine:
+        with pytest.raises(LoadFailed, match=f"held by another engine .pid {engine.pid},"):
+            await EngineProcess.start("b", replace(sim.spec(), fence_timeout_s=0.2))
+        waiting = asyncio.create_task(EngineProcess.start("b", sim.spec()))
+        await asyncio.sleep(0.2)
+        assert await engine.kill()
+        second = await waiting  # it waited for its predecessor's end
+        await second.stop()
+
+
+@in_loop
+async def test_text_mode_sends_the_prompt_as_it_is(sim: Sim) -> None:
+    rendered = "<|im_start|>user\nRepeat after me: once<|im_end|>\n<|im_start|>assistant\n"
+    async with sim.engine(text_mode=True) as engine:
+        got = Recorder()
+        asked = RunCommand(1, (EntryCommand(prompt_text=rendered),), clear=True)
+        ended = await engine.run(asked, got)
+        assert got.data == b"once"
+        assert ended.perf.prefill_tokens == len(TOKENIZER.encode(rendered).ids)
+
+
+@in_loop
+async def test_cancelling_a_start_leaves_no_process(sim: Sim) -> None:
+    sim.fault("init_hang")
+    starting = asyncio.create_task(EngineProcess.start("b", sim.spec()))
+    fence = sim.place / "npu.fence"
+    await until(lambda: fence.exists() and fence.read_text() != "")
+    pid = int(fence.read_text())
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+# -- the process by itself --------------------------------------------------------------------
+
+
+def engine_alone(**kwargs: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "rkserve.native.engine.process", "0.05"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **kwargs,
+    )
+
+
+def test_an_engine_ends_when_its_stdin_closes() -> None:
+    with engine_alone() as process:
+        assert process.stdout is not None
+        assert process.stdout.read(5)  # a beat: it is up
+        assert process.communicate(timeout=60)[1] == b""
+        assert process.returncode == 0
+
+
+def test_an_engine_in_the_middle_of_a_run_ends_when_its_stdin_closes(sim: Sim) -> None:
+    """What happens when a board's replica is killed: nothing may go on holding the NPU."""
+
+    async def main() -> None:
+        async with sim.engine() as engine:
+            sim.fault("hang_at_token:4")
+            got = Recorder()
+            ended = engine.run(command(chat("Count to 50")), got)
+            await got.first.wait()
+            engine._child.close_stdin()
+            await asyncio.wait_for(asyncio.shield(engine.died), 60)
+            with pytest.raises(EngineDied):
+                await ended
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        pytest.param(b"this is no frame at all", b"FrameCorrupt", id="no frames"),
+        pytest.param(
+            engine_frames.pack(Kind.LOAD, {}), b"E rkserve: internal error: KeyError", id="a bug"
+        ),
+    ],
+)
+def test_an_engine_that_cannot_go_on_says_so_and_ends(sent: bytes, words: bytes) -> None:
+    with engine_alone() as process:
+        assert process.stdin is not None
+        process.stdin.write(sent)
+        process.stdin.flush()
+        assert process.wait(timeout=60) == os.EX_SOFTWARE
+        assert process.stderr is not None
+        assert words in process.stderr.read()
+
+
+def test_what_the_library_prints_does_not_get_between_the_frames(sim: Sim) -> None:
+    """Its stdout is the frames' pipe at birth; the noisiest log level must not reach it."""
+
+    async def main() -> None:
+        async with sim.engine() as engine:
+            for run_id in (1, 2, 3):
+                got = Recorder()
+                asked = replace(command(chat("Count to 9"), run_id), clear=True)
+                ended: RunEnded = await engine.run(asked, got)
+                assert ended.end is RunEnd.FINISHED
+                assert got.data == b"1, 2, 3, 4, 5, 6, 7, 8, 9."
+            assert any("rkllm" in line for line in engine._stderr)
+
+    sim.environ |= {"RKLLM_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1"}
+    run_loop(main())
+
+
+def test_stop_ends_a_board_in_the_middle_of_a_run(sim: Sim) -> None:
+    async def main() -> None:
+        async with sim.board() as board:
+            pid = board.report().engine_pid
+            asked = GenerateRequest("r", "m", chat("Write 3000 tokens"), 3000)
+            running = asyncio.create_task(answer(board, *asked.prompt_ids, max_tokens=3000))
+            await until(lambda: board.report().running == 1)
+            await asyncio.sleep(0.2)
+            await board.stop()
+            with pytest.raises(BoardFailed, match="shuts down"):
+                await running
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+
+    sim.environ["RKSIM_TIME_SCALE"] = "0.5"
+    run_loop(main())

@@ -1,0 +1,270 @@
+"""LoRA adapters on one board: loaded when needed, selected in every run, reclaimed together."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rkserve.board.storage.prompt_cache import CacheStore, Seal
+from rkserve.core.board_report import BoardState, GenerationState
+from rkserve.core.desired_state import AdapterVersion
+from rkserve.core.errors import (
+    AdapterBroken,
+    BoardFailed,
+    CallFailed,
+    EngineDied,
+    LoadFailed,
+    RequestError,
+)
+from rkserve.core.messages import AdapterRef, ControlAction, Finished, FinishReason, Kv
+from tests.support.boards.board_bench import SETTINGS, Bench, Listener, request, talker, until
+from tests.support.boards.fakes import FakeEngine, Script
+from tests.support.boards.own_time import run_loop
+
+TALK = Script([], model=talker(6))
+PROMPT = (5, 6, 7)
+SLOW = replace(TALK, pace_s=0.01)
+
+
+class AdapterBench(Bench):
+    """A board over a model folder with the adapters a, b and c."""
+
+    def __init__(self, folder: Path, *scripts: Script, **limits: Any) -> None:
+        self.folder = folder
+        self.refs = {name: self.put(name) for name in "abc"}
+        super().__init__(*scripts, settings=replace(SETTINGS, model_dir=folder, **limits))
+
+    def put(self, name: str) -> AdapterRef:
+        content = f"weights of {name}".encode()
+        place = self.file(name).parent
+        place.mkdir(parents=True)
+        (place / "adapter.rkllm").write_bytes(content)
+        return AdapterRef(name, "1", hashlib.sha256(content).hexdigest())
+
+    def file(self, name: str) -> Path:
+        return self.folder / "adapters" / name / "1" / "adapter.rkllm"
+
+    def _next(self, command: Any) -> Script:
+        return self.scripts.pop(0) if self.scripts else TALK
+
+    async def ask(self, name: str | None, *ids: int, **extra: Any) -> Finished:
+        ref = self.refs[name] if name is not None else None
+        asked = request(*(ids or PROMPT), max_tokens=20, adapter=ref, **extra)
+        client = Listener(self.board, asked)
+        await client.end()
+        await until(lambda: self.board.report().running == 0)
+        assert client.finished is not None
+        return client.finished
+
+
+def adapter_test(
+    body: Callable[[AdapterBench], Any], folder: Path, *scripts: Script, **limits: Any
+) -> None:
+    async def main() -> None:
+        bench = AdapterBench(folder, *scripts, **limits)
+        await bench.board.start()
+        try:
+            await body(bench)
+        finally:
+            await bench.board.stop()
+
+    run_loop(main())
+
+
+def test_an_adapter_is_loaded_once_and_selected_in_every_run(tmp_path: Path) -> None:
+    async def body(bench: AdapterBench) -> None:
+        a, b = bench.refs["a"].key, bench.refs["b"].key
+        for name in ("a", None, "b", "a"):
+            await bench.ask(name)
+        assert [command.adapter for command in bench.engine.commands] == [a, None, b, a]
+        assert [args["name"] for _, args in bench.engine.calls] == [a, b]
+        assert bench.board.report().adapters == (b, a)
+        assert len(bench.engines) == 1
+
+    adapter_test(body, tmp_path)
+
+
+def test_a_context_is_not_reused_under_another_adapter(tmp_path: Path) -> None:
+    async def body(bench: AdapterBench) -> None:
+        await bench.ask("a")
+        longer = (*PROMPT, *bench.engine.kv[3:], 9)
+        assert (await bench.ask("b", *longer)).usage.cached_tokens == 0
+        assert bench.engine.commands[-1].clear
+        longer = (*longer, *bench.engine.kv[len(longer) :], 9)
+        assert (await bench.ask("b", *longer)).usage.cached_tokens > 0
+
+    adapter_test(body, tmp_path)
+
+
+def test_a_version_that_was_staged_is_found_though_the_model_folder_has_none(
+    tmp_path: Path,
+) -> None:
+    content = b"weights that were sent"
+    ref = AdapterRef("sent", "7", hashlib.sha256(content).hexdigest())
+    version = AdapterVersion(ref, len(content))
+
+    async def body(bench: AdapterBench) -> None:
+        bench.refs["sent"] = ref
+        with pytest.raises(AdapterBroken, match="missing"):
+            await bench.ask("sent")
+        staged = bench.board.staged
+        assert staged.begin(version) == 0
+        staged.chunk(ref.digest, 0, content)
+        staged.commit(version)
+        assert (await bench.ask("sent")).reason is FinishReason.STOP
+        assert bench.board.report().adapters == (ref.key,)
+
+    adapter_test(body, tmp_path / "models", staged_dir=tmp_path / "own")
+
+
+def test_the_limit_is_kept_by_a_fresh_handle_and_nobody_is_lost(tmp_path: Path) -> None:
+    async def body(bench: AdapterBench) -> None:
+        asked = replace(
+            request(*PROMPT, max_tokens=20, adapter=bench.refs["a"]), request_id="paused/0"
+        )
+        bench.scripts = [SLOW]
+        paused = Listener(bench.board, asked)
+        await until(lambda: len(paused.ids) >= 2)
+        await bench.board.control("paused", ControlAction.PAUSE)
+        await bench.ask("a")
+        await bench.ask("b")
+        queued = [
+            Listener(bench.board, request(*PROMPT, max_tokens=20, adapter=bench.refs[name]))
+            for name in "cab"
+        ]
+        for client in queued:
+            assert (await client.end())[1] is FinishReason.STOP
+        report = bench.board.report()
+        assert (report.state, report.failed) == (BoardState.READY, 0)
+        assert len(report.adapters) <= 2
+        assert len(bench.engines) >= 2
+        assert all(engine.stopped for engine in bench.engines[:-1])
+        assert "reclaimed" in report.reason
+        (info,) = bench.board.generations()
+        assert (info.state, info.kv) == (GenerationState.PAUSED, Kv.RECOMPUTED)
+        await bench.board.control("paused", ControlAction.RESUME)
+        assert (await paused.end())[1] is FinishReason.STOP
+
+    adapter_test(body, tmp_path, max_adapters=2, crash_limit=1)
+
+
+@pytest.mark.parametrize(
+    "hurt",
+    [
+        pytest.param(lambda file: file.unlink(), id="it is missing"),
+        pytest.param(lambda file: file.write_bytes(b"other"), id="it has changed"),
+    ],
+)
+def test_a_file_that_is_not_the_adapter_is_refused_and_the_board_goes_on(
+    tmp_path: Path, hurt: Callable[[Path], Any]
+) -> None:
+    async def body(bench: AdapterBench) -> None:
+        hurt(bench.file("a"))
+        with pytest.raises(AdapterBroken, match="'a@1' cannot be used: "):
+            await bench.ask("a")
+        await bench.ask("b")
+        assert (bench.board.report().failed, len(bench.engines)) == (1, 1)
+
+    adapter_test(body, tmp_path)
+
+
+def test_a_file_that_the_runtime_refuses_is_named_and_not_tried_again(tmp_path: Path) -> None:
+    async def body(bench: AdapterBench) -> None:
+        bench.engine.call_errors["load_adapter"] = CallFailed("rkllm_load_lora", -1)
+        for _ in range(2):
+            with pytest.raises(AdapterBroken, match=r"'a@1' .* rkllm_load_lora returned -1"):
+                await bench.ask("a")
+        assert len(bench.engine.calls) == 1
+        await bench.ask("b")
+
+    adapter_test(body, tmp_path)
+
+
+def test_a_board_without_a_folder_serves_no_adapter() -> None:
+    async def main() -> None:
+        bench = Bench()
+        await bench.board.start()
+        ref = AdapterRef("a", "1", "0" * 64)
+        with pytest.raises(AdapterBroken, match="serves no adapters"):
+            await Listener(bench.board, request(adapter=ref)).end()
+        await bench.board.stop()
+
+    run_loop(main())
+
+
+class DyingBench(AdapterBench):
+    """Each of its engines dies of its first call."""
+
+    async def _start(self, weights: Path | None) -> FakeEngine:
+        engine = await super()._start(weights)
+        call = engine.call
+
+        def deadly(method: str, **args: Any) -> asyncio.Future[Any]:
+            result = call(method, **args)
+            engine.die("SIGSEGV")
+            return result
+
+        engine.call = deadly  # type: ignore[method-assign] # of a fake
+        return engine
+
+
+def test_an_adapter_that_kills_engines_is_tried_twice(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = DyingBench(tmp_path)
+        await bench.board.start()
+        with pytest.raises(EngineDied):
+            await bench.ask("a")
+        await until(lambda: len(bench.engines) == 3 and bench.state is BoardState.READY)
+        await bench.ask(None)
+        await bench.board.stop()
+
+    run_loop(main())
+
+
+def test_the_bytes_of_the_files_count_and_are_reported(tmp_path: Path) -> None:
+    async def body(bench: AdapterBench) -> None:
+        size = bench.file("a").stat().st_size
+        assert bench.board.report().adapter_bytes == 0
+        await bench.ask("a")
+        await bench.ask("b")
+        assert bench.board.report().adapter_bytes == 2 * size
+        await bench.ask("c")
+        report = bench.board.report()
+        assert (report.adapter_bytes, report.adapters) == (size, (bench.refs["c"].key,))
+        assert (report.engine_starts, report.engine_renewals) == (2, 1)
+
+    adapter_test(body, tmp_path, max_adapter_bytes=2 * len(b"weights of a"))
+
+
+async def _load_fails() -> None:
+    raise LoadFailed("out of NPU memory")
+
+
+def test_a_fresh_handle_that_cannot_be_had_fails_the_board(tmp_path: Path) -> None:
+    async def body(bench: AdapterBench) -> None:
+        await bench.ask("a")
+        bench.starts = [_load_fails]
+        with pytest.raises(BoardFailed, match="out of NPU memory"):
+            await bench.ask("b")
+        assert bench.state is BoardState.FAILED
+
+    adapter_test(body, tmp_path, max_adapters=1)
+
+
+def test_a_named_cache_belongs_to_its_adapter(tmp_path: Path) -> None:
+    store = CacheStore(tmp_path / "kv", Seal("m", "r"), 1 << 20)
+
+    async def body(bench: AdapterBench) -> None:
+        await bench.board.build_cache("polite", PROMPT, bench.refs["a"])
+        assert bench.engine.commands[0].adapter == bench.refs["a"].key
+        with pytest.raises(RequestError, match="'polite' was made with the adapter a@1"):
+            await bench.ask(None, use_cache="polite")
+        assert (await bench.ask("a", *PROMPT, 9, use_cache="polite")).usage.cached_tokens == 3
+
+    adapter_test(body, tmp_path, caches=store)

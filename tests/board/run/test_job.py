@@ -1,0 +1,129 @@
+"""What a job gives to whoever streams it, and what it keeps back under a hold."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rkserve.board.answer.generation import Generation
+from rkserve.board.rules.generation_states import GenerationEvent
+from rkserve.board.run.job import Job
+from rkserve.core.errors import EngineDied
+from rkserve.core.messages import (
+    Delta,
+    Edit,
+    Event,
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    Kind,
+    Kv,
+    Paused,
+    Slot,
+    Splice,
+    Timings,
+    Usage,
+)
+from tests.support.boards.own_time import run_loop
+
+FAILED = EngineDied("b", "it was killed")
+ENDED = Finished(FinishReason.STOP, Usage(1, 1, 0), Timings(0.0, 0.0, 1, 0.0, 1, 0.0))
+
+
+def job() -> Job:
+    """A job that has said a word nobody has taken."""
+    made = Job(
+        1, Generation(GenerateRequest("r", "m", (1,), 4), frozenset(), runtime_counts=True), 0.0
+    )
+    made.start()
+    made.token(7, b"word", waiting=False)
+    return made
+
+
+def test_what_is_muted_is_kept_back_until_it_is_not() -> None:
+    async def main() -> None:
+        made = job()
+        made.mute(muted=True)
+        made.end(ENDED)
+        told = asyncio.create_task(made.next_event())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not told.done()
+        assert not made.pending  # a pause waits for nobody who does not read
+        made.mute(muted=False)
+        said = await told
+        assert isinstance(said, Delta)
+        assert said.text == "word"
+        assert await made.next_event() == ENDED
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["failed before it is read", "while it is"])
+def test_a_failure_is_told_at_once_also_where_the_text_is_kept_back(before: bool) -> None:
+    async def main() -> None:
+        made = job()
+        made.mute(muted=True)
+        if before:
+            made.end(FAILED)
+        told = asyncio.create_task(made.next_event())
+        await asyncio.sleep(0)
+        made.end(FAILED)
+        with pytest.raises(EngineDied):
+            await told
+
+    run_loop(main())
+
+
+def test_a_failure_that_nothing_holds_is_told_after_the_text_before_it() -> None:
+    async def main() -> None:
+        made = job()
+        made.end(FAILED)
+        assert isinstance(await made.next_event(), Delta)
+        with pytest.raises(EngineDied):
+            await made.next_event()
+
+    run_loop(main())
+
+
+def pause(made: Job) -> Paused:
+    """Let it rest now; nobody has read what was said before."""
+    made.advance(GenerationEvent.PAUSE_ASKED)
+    made.interrupted()
+    made.advance(GenerationEvent.PAUSED)
+    paused = Paused(None, made.generation.tokens, Kv.RECOMPUTED)
+    made.announce(paused)
+    return paused
+
+
+def resume(made: Job) -> None:
+    made.unpause(0.0)
+    made.advance(GenerationEvent.RESUME_ASKED)
+    made.start()
+
+
+def test_who_reads_late_hears_of_each_pause_where_it_was() -> None:
+    """Else the end of an old pause would be taken for that of the one that goes on."""
+
+    async def main() -> None:
+        made = job()
+        first = pause(made)
+        made.generation.apply(Edit(ids=(9,), text="!"), kv_positions=0, context_len=16)
+        resume(made)
+        made.token(8, b" more", waiting=False)
+        second = pause(made)
+        edit = Splice(1, (Slot(9, b"!", Kind.APPENDED),))
+        expected: list[Event] = [
+            Delta("word", (7,)),
+            first,
+            Delta("!", (9,), splice=edit, paused=True),
+            Delta("", ()),
+            Delta(" more", (8,)),
+            second,
+        ]
+        assert made.pending  # who waits until all is given out waits for what nobody has read
+        assert [await made.next_event() for _ in expected] == expected
+        assert not made.pending
+
+    run_loop(main())

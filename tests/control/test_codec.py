@@ -1,0 +1,145 @@
+"""Desired states and operations come back from text as they were, and from nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from rkserve.control.codec import (
+    SCHEMA,
+    read_desired,
+    read_operation,
+    write_desired,
+    write_operation,
+)
+from rkserve.control.operations import Operation, OperationKind
+from rkserve.core.desired_state import AdapterLine, Desired, Pause, PauseMode, Scope
+from rkserve.core.errors import LedgerFailed
+from tests.support.values.control_values import desires, operations, version
+
+STATE = Desired(
+    epoch=7,
+    pauses=(Pause("op", Scope(("m",), ("b1",)), PauseMode.KEEP, expires_s=5.0),),
+    lines=(AdapterLine("m", "law", active=version("law", "v1"), weight=0.5),),
+)
+
+
+@settings(deadline=None)
+@given(desires)
+def test_a_desired_state_comes_back_as_it_was(desired: Desired) -> None:
+    text = write_desired(desired)
+    assert read_desired(text) == desired
+    assert write_desired(read_desired(text)) == text
+
+
+@settings(deadline=None)
+@given(operations)
+def test_an_operation_comes_back_as_it_was(operation: Operation) -> None:
+    text = write_operation(operation)
+    found = read_operation(text)
+    assert found == operation
+    assert write_operation(found) == text
+
+
+def test_whole_numbers_in_a_field_of_seconds_come_back_as_such() -> None:
+    pause = Pause("op", Scope(), PauseMode.WAIT, since_s=3)
+    (found,) = read_desired(write_desired(Desired(pauses=(pause,)))).pauses
+    assert found == pause
+    assert type(found.since_s) is float
+
+
+def test_what_is_kept_is_one_line_that_says_its_schema() -> None:
+    text = write_desired(STATE)
+    assert "\n" not in text
+    assert json.loads(text)["schema"] == SCHEMA
+
+
+def broken(change: Callable[[Any], None]) -> str:
+    content = json.loads(write_desired(STATE))
+    change(content)
+    return json.dumps(content)
+
+
+def put(*path: str | int, to: object) -> Callable[[Any], None]:
+    def change(content: Any) -> None:
+        for part in path[:-1]:
+            content = content[part]
+        content[path[-1]] = to
+
+    return change
+
+
+def lose(*path: str | int) -> Callable[[Any], None]:
+    def change(content: Any) -> None:
+        for part in path[:-1]:
+            content = content[part]
+        del content[path[-1]]
+
+    return change
+
+
+D = "desired"
+PAUSE, LINE = (D, "pauses", 0), (D, "lines", 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        pytest.param("", "no JSON", id="nothing"),
+        pytest.param("{", "no JSON", id="half of it"),
+        pytest.param("[" * 100_000, "no JSON", id="deeper than anyone reads"),
+        pytest.param("[]", "schema", id="a list"),
+        pytest.param('{"desired": {}}', "schema", id="no schema"),
+        pytest.param(
+            broken(put("schema", to=SCHEMA + 1)), f"schema {SCHEMA + 1}", id="a later one"
+        ),
+        pytest.param(broken(put("schema", to=True)), "schema", id="a schema of another type"),
+        pytest.param(broken(put("more", to=1)), "more", id="more than one value"),
+        pytest.param(
+            write_operation(Operation("o", OperationKind.PAUSE)), "keys", id="another kind"
+        ),
+        pytest.param('{"schema":1,"schema":1,"desired":{}}', "twice", id="a key twice"),
+        pytest.param(broken(put(D, to=None)), "no object", id="null"),
+        pytest.param(broken(lose(D, "epoch")), "epoch", id="a field is missing"),
+        pytest.param(broken(put(D, "colour", to="red")), "colour", id="a field is unknown"),
+        pytest.param(broken(put(D, "epoch", to="7")), "desired.epoch", id="a number as text"),
+        pytest.param(broken(put(D, "epoch", to=7.0)), "desired.epoch", id="an epoch with a point"),
+        pytest.param(broken(put(D, "epoch", to=True)), "desired.epoch", id="true for a number"),
+        pytest.param(broken(put(D, "pauses", to={})), "no list", id="an object for a list"),
+        pytest.param(broken(put(*PAUSE, "mode", to="sleep")), "sleep", id="no such mode"),
+        pytest.param(broken(put(*PAUSE, "clear_cache", to=0)), "clear_cache", id="0 for false"),
+        pytest.param(broken(put(*PAUSE, "scope", "boards", to=["b", 1])), "boards[1]", id="deep"),
+        pytest.param(broken(put(*PAUSE, "expires_s", to="soon")), "expires_s", id="optional, text"),
+        pytest.param(broken(put(*LINE, "active", to=[])), "lines[0].active", id="no version"),
+        pytest.param(
+            write_desired(STATE).replace("0.5", "1e999"), "not finite", id="more than a float"
+        ),
+        pytest.param(write_desired(STATE).replace("0.5", "NaN"), "no number", id="not a number"),
+        pytest.param(
+            write_desired(STATE).replace("0.5", "1" + 400 * "0"), "weight", id="a huge whole number"
+        ),
+    ],
+)
+def test_what_was_not_written_by_us_is_refused(text: str, said: str) -> None:
+    with pytest.raises(LedgerFailed) as failure:
+        read_desired(text)
+    assert said in failure.value.message
+
+
+def test_a_phase_of_three_parts_is_refused() -> None:
+    operation = replace(Operation("o", OperationKind.PAUSE), phases=(("staging", 1.0),))
+    text = write_operation(operation).replace('["staging",1.0]', '["staging",1.0,2]')
+    with pytest.raises(LedgerFailed, match="3 entries"):
+        read_operation(text)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, {1, 2}], ids=repr)
+def test_what_json_cannot_hold_is_not_written(value: Any) -> None:
+    with pytest.raises(LedgerFailed):
+        write_operation(Operation("o", OperationKind.PAUSE, params={"lease_s": value}))

@@ -1,0 +1,273 @@
+"""What the Coordinator has written down is there after any end, and nothing else is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rkserve.control import state_changes
+from rkserve.control.codec import write_operation
+from rkserve.control.operations import (
+    BoardResult,
+    Operation,
+    OperationKind,
+    OperationState,
+    ResultStatus,
+)
+from rkserve.coordinator.state.ledger import (
+    FILE,
+    MIGRATIONS,
+    RESERVE,
+    RESERVE_BYTES,
+    AuditLine,
+    Ledger,
+)
+from rkserve.core.desired_state import Desired, PauseMode, Scope
+from rkserve.core.errors import LedgerFailed
+
+PAUSED = state_changes.pause(
+    Desired(), "op-1", Scope(models=("m",)), PauseMode.KEEP, 5.0, lease_s=2.0
+)
+DONE = Operation(
+    "op-1",
+    OperationKind.PAUSE,
+    OperationState.SUCCEEDED,
+    params={"models": ["m"]},
+    key="k1",
+    epoch=1,
+    results={"a": BoardResult(ResultStatus.OK, 1.5, details={"stopped": 2})},
+)
+
+
+def test_what_was_written_is_there_after_it_is_opened_again(tmp_path: Path) -> None:
+    line = AuditLine(1.0, "trainer", "pause", {"models": ["m"]}, "succeeded", 200, "op-1", 1)
+    with closing(Ledger.open(tmp_path)) as ledger:
+        assert ledger.desired() == Desired()
+        ledger.write(desired=PAUSED, operations=[DONE], audit=[line])
+    with closing(Ledger.open(tmp_path)) as ledger:
+        assert ledger.desired() == PAUSED
+        assert ledger.operation("op-1") == ledger.by_key("k1") == DONE
+        assert ledger.operations() == [DONE]
+        assert ledger.audit() == [line]
+        assert ledger.running() == []
+        assert ledger.operation("op-2") is ledger.by_key("k2") is None
+
+
+def test_what_is_long_to_read_is_read_in_other_threads_and_holds_up_no_write(
+    tmp_path: Path,
+) -> None:
+    stagings = [Operation(f"op-s{n}", OperationKind.ADAPTER_STAGE) for n in range(3)]
+    line = AuditLine(1.0, "trainer", "label")
+    with closing(Ledger.open(tmp_path)) as ledger, ThreadPoolExecutor(4) as threads:
+        ledger.write(operations=[DONE, *stagings], audit=[line])
+        asked = [threads.submit(ledger.operations, 100) for _ in range(20)]
+        for n in range(20):
+            ledger.write(operations=[Operation(f"op-l{n}", OperationKind.LABEL)])
+        assert all(DONE in one.result() for one in asked)
+        assert len(threads.submit(ledger.operations, 100).result()) == 24
+        assert threads.submit(ledger.of_kind, OperationKind.ADAPTER_STAGE).result() == stagings
+        assert threads.submit(ledger.audit).result() == [line]
+
+
+def test_an_operation_is_one_record_through_all_its_states(tmp_path: Path) -> None:
+    begun = Operation("op-1", OperationKind.LABEL)
+    with closing(Ledger.open(tmp_path)) as ledger:
+        ledger.write(operations=[begun])
+        assert ledger.running() == [begun]
+        ended = begun.end(OperationState.SUCCEEDED, 9.0)
+        ledger.write(operations=[ended])
+        assert ledger.running() == []
+        assert ledger.operations() == [ended]
+
+
+def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from rkserve.coordinator.state.ledger import Ledger\n"
+        "ledger = Ledger.open(Path(sys.argv[1])); print('open', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"open\n"
+        with pytest.raises(LedgerFailed, match=rf"in use by another .* \(process {other.pid}\)"):
+            Ledger.open(tmp_path)
+        other.kill()
+        other.wait()
+    Ledger.open(tmp_path).close()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from rkserve.control import changes
+from rkserve.control.operations import Operation, OperationKind
+from rkserve.coordinator.state.ledger import AuditLine, Ledger
+ledger = Ledger.open(Path(sys.argv[1]))
+desired = ledger.desired()
+while True:
+    desired = changes.set_label(desired, "m", f"label {desired.epoch + 1}")
+    name = f"op-{desired.epoch}"
+    ledger.write(
+        desired=desired,
+        operations=[Operation(name, OperationKind.LABEL, epoch=desired.epoch)],
+        audit=[AuditLine(0.0, "w", "label", operation=name, epoch=desired.epoch)],
+    )
+    print(desired.epoch, flush=True)
+"""
+
+
+def test_a_kill_at_any_moment_loses_nothing_that_was_written_and_leaves_no_halves(
+    tmp_path: Path,
+) -> None:
+    written = 0
+    for wanted in (1, 2, 5, 9, 14, 20):
+        command = [sys.executable, "-c", WRITER, str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            for _ in range(wanted):
+                written = int(writer.stdout.readline())
+            os.kill(writer.pid, signal.SIGKILL)
+            rest = writer.stdout.read().split()
+            written = int(rest[-1]) if rest else written
+        with closing(Ledger.open(tmp_path)) as ledger:
+            desired = ledger.desired()
+            # The one after the last that was said may have been written before the kill.
+            assert written <= desired.epoch <= written + 1
+            assert desired.weights_of("m").label == f"label {desired.epoch}"
+            assert ledger.operations(1)[0].epoch == desired.epoch
+            assert ledger.audit(1)[0].epoch == desired.epoch
+            assert len(ledger.operations(10_000)) == desired.epoch
+
+
+def test_a_full_disk_is_a_clear_error_and_changes_nothing(tmp_path: Path) -> None:
+    with closing(Ledger.open(tmp_path)) as ledger:
+        ledger.write(desired=PAUSED, operations=[DONE])
+        pages = ledger._database.execute("PRAGMA page_count").fetchone()[0]
+        ledger._database.execute(f"PRAGMA max_page_count = {pages}")
+        full = replace(DONE, id="op-2", key=None, params={"models": ["m" * 100_000]})
+        later = state_changes.set_label(PAUSED, "m", "later")
+        with pytest.raises(LedgerFailed, match=r"nothing was changed: .*full.* Free space"):
+            ledger.write(desired=later, operations=[full])
+        assert ledger.desired() == PAUSED
+        assert ledger.operations() == [DONE]
+        ledger._database.execute(f"PRAGMA max_page_count = {pages + 1000}")
+        ledger.write(desired=later, operations=[full])
+        assert ledger.desired() == later
+
+
+def test_an_older_schema_is_migrated_with_all_it_holds(tmp_path: Path) -> None:
+    with closing(Ledger.open(tmp_path, migrations=MIGRATIONS[:1])) as old:
+        old._database.execute(
+            "INSERT INTO operations (id, state, value) VALUES (?, ?, ?)",
+            (DONE.id, DONE.state.value, write_operation(replace(DONE, key="old key"))),
+        )
+    with closing(Ledger.open(tmp_path)) as ledger:
+        assert ledger._database.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
+        assert ledger.operations() == [replace(DONE, key="old key")]
+        ledger.write(audit=[AuditLine(1.0, "w", "pause")])
+        assert len(ledger.audit()) == 1
+
+
+def test_a_migration_that_fails_leaves_the_ledger_as_it_was(tmp_path: Path) -> None:
+    with closing(Ledger.open(tmp_path)) as ledger:
+        ledger.write(desired=PAUSED)
+    broken = (*MIGRATIONS, ("DELETE FROM desired", "no SQL at all"))
+    with pytest.raises(LedgerFailed, match="syntax error"):
+        Ledger.open(tmp_path, migrations=broken)
+    with closing(Ledger.open(tmp_path)) as ledger:
+        assert ledger.desired() == PAUSED
+
+
+def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    Ledger.open(tmp_path, migrations=(*MIGRATIONS, ("CREATE TABLE more (id INTEGER)",))).close()
+    with pytest.raises(LedgerFailed, match="a newer rkserve wrote it"):
+        Ledger.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"not a database, but long enough to be looked at" * 20, id="another file"),
+        pytest.param(b"SQLite format 3\x00" + b"\xff" * 4096, id="a damaged header"),
+    ],
+)
+def test_a_damaged_file_is_named_and_left_alone(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / FILE
+    file.write_bytes(content)
+    with pytest.raises(LedgerFailed, match=rf"{FILE} is damaged: .* move it away"):
+        Ledger.open(tmp_path)
+    assert file.read_bytes() == content
+
+
+def test_a_damaged_value_is_an_error_and_not_an_empty_cluster(tmp_path: Path) -> None:
+    with closing(Ledger.open(tmp_path)) as ledger:
+        ledger.write(desired=PAUSED)
+    with closing(sqlite3.connect(tmp_path / FILE)) as database, database:
+        database.execute('UPDATE desired SET value = \'{"epoch": "one"}\'')
+    with closing(Ledger.open(tmp_path)) as ledger, pytest.raises(LedgerFailed):
+        ledger.desired()
+
+
+def test_a_folder_that_others_prepared_is_refused(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    (tmp_path / "linked").symlink_to(elsewhere)
+    with pytest.raises(LedgerFailed, match="is a symbolic link"):
+        Ledger.open(tmp_path / "linked")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(LedgerFailed, match="other accounts may write"):
+        Ledger.open(tmp_path / "open")
+    assert not [*elsewhere.iterdir(), *(tmp_path / "open").iterdir()]
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LedgerFailed, match=r"file/data \(coordinator.data_dir\) cannot be used"):
+        Ledger.open(tmp_path / "file" / "data")
+
+
+def test_the_oldest_records_are_forgotten_but_never_what_goes_on(tmp_path: Path) -> None:
+    with closing(Ledger.open(tmp_path, max_operations=3)) as ledger:
+        going_on = Operation("op-first", OperationKind.PAUSE, key="first")
+        ledger.write(operations=[going_on])
+        for number in range(6):
+            one = replace(DONE, id=f"op-{number}", key=f"k{number}")
+            ledger.write(operations=[one], audit=[AuditLine(float(number), "w", "pause")])
+        assert [one.id for one in ledger.operations()] == ["op-5", "op-4", "op-3", "op-first"]
+        assert ledger.by_key("k0") is None
+        assert [line.at_s for line in ledger.audit()] == [5.0, 4.0, 3.0]
+
+
+def test_nobody_else_may_read_it(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    Ledger.open(folder).close()
+    assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_a_full_disk_gets_the_ledger_s_reserve_to_open_it(tmp_path: Path) -> None:
+    reserve = tmp_path / RESERVE
+    Ledger.open(tmp_path, free=lambda _: 10 * RESERVE_BYTES).close()
+    assert reserve.stat().st_size == RESERVE_BYTES
+    seen: list[bool] = []
+
+    def full(_folder: Path) -> int:
+        seen.append(reserve.exists())
+        return 0
+
+    Ledger.open(tmp_path, free=full).close()
+    assert (seen, reserve.exists()) == ([True], False)
+    Ledger.open(tmp_path, free=lambda _: 2 * RESERVE_BYTES).close()
+    assert not reserve.exists(), "what is left is not taken from others"
+    Ledger.open(tmp_path, free=lambda _: 10 * RESERVE_BYTES).close()
+    assert reserve.exists()

@@ -1,0 +1,239 @@
+"""The error tree: every class survives pickle and becomes an OpenAI error object."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from rkserve.api.common.errors import UNEXPECTED, error_event, error_object
+from rkserve.core import errors
+from rkserve.core.errors import RkserveError
+from tests.support.paths import PROJECT
+
+API_DOC = PROJECT / "docs" / "api.md"
+
+SAMPLES: list[RkserveError] = [
+    errors.RkserveError("It went wrong."),
+    errors.RequestError("The key is wrong.", "stop[1]"),
+    errors.UnsupportedParameter("No.", "logprobs"),
+    errors.ModelNotFound("gpt-4o"),
+    errors.AdapterNotFound("tone@v9"),
+    errors.RouteNotFound("There is no such path."),
+    errors.MethodNotAllowed("POST only."),
+    errors.BodyTooLarge("The body is too long."),
+    errors.BodyTooSlow("The body came too slowly."),
+    errors.BoardTimeExceeded(3600.0),
+    errors.UnsupportedMediaType("Send JSON."),
+    errors.HostNotAllowed("evil.example"),
+    errors.OriginNotAllowed("http://evil.example"),
+    errors.OriginNotAllowed(None),
+    errors.ContextOverflow(5000, 4096, "prompt"),
+    errors.ContextOverflow(5000, 4096, "messages", at_least=True),
+    errors.InputTooLong(5000, 4096, "input[3]"),
+    errors.InputTooLong(5000, 4096, "input", at_least=True),
+    errors.SamplingFixed("1.2.3", ("top_k", "temperature")),
+    errors.AdapterBroken("pirate@2", "its file is damaged"),
+    errors.CacheNotFound("policy"),
+    errors.CacheUnsupported("There is no store."),
+    errors.EmbeddingUnsupported("The model does not embed."),
+    errors.CallAborted("board sim-0"),
+    errors.GenerationNotFound("chatcmpl-1"),
+    errors.BoardNotFound("sim-9"),
+    errors.StateConflict("resume", "ended", "It ended first."),
+    errors.Forbidden("The key is wrong."),
+    errors.InvalidApiKey("The key is wrong."),
+    errors.OperationNotFound("op-1"),
+    errors.OperationConflict("A rollout is going on."),
+    errors.StaleEpoch("The cluster is at epoch 7."),
+    errors.RebaseFailed("sim-0", "the trial generation ended with an error"),
+    errors.StaleWeights("Step 7 is applied.", "version"),
+    errors.AdapterExists("pirate@2 has another content."),
+    errors.ArtifactRefused("The manifest names another base model."),
+    errors.ArtifactNotFound("There is no such file."),
+    errors.EnginePaused("the cluster", 7),
+    errors.ModelAsleep("sim-chat", "the disk of /srv is full"),
+    errors.EngineAsleep("the cluster", 7),
+    errors.VersionUnavailable("latest-only", "every board is behind"),
+    errors.CoordinatorAway("It is starting."),
+    errors.OperationTimeout("Not done within 5 s; undone."),
+    errors.LedgerFailed("The ledger cannot be written: the disk is full."),
+    errors.BoardGone("board-1", "its replica died"),
+    errors.BoardBehind("board-1", "it obeys epoch 3"),
+    errors.BoardAsleep("board-1", "its model is unloaded"),
+    errors.ResponsesFailed("The stored responses cannot be read."),
+    errors.ResponseNotFound("resp_1"),
+    errors.PreviousResponseNotFound("resp_1", "resp_2"),
+    errors.ItemNotFound("msg_1"),
+    errors.StageFailed("board-1", "no space left"),
+    errors.HookFailed("redact", "it raised ValueError", "ValueError('42')"),
+    errors.PauseExpired(600.0),
+    errors.TooManyPaused("kitchen", 32),
+    errors.QueueFull(12, 7),
+    errors.QueueTimeout(30.5, 5),
+    errors.DeadlineUnreachable(20.0, 31.5, 12),
+    errors.DeadlineUnreachable(0.5, 3.0),
+    errors.DeadlineExceeded(20.0),
+    errors.RateLimited("60 requests per minute", 3),
+    errors.NoBoard("sim-chat", "every board is loading", 9),
+    errors.BoardFailed("board-1", "its node left"),
+    errors.BoardOutOfOrder("sim-0", "quarantined"),
+    errors.BoardSilent("board-1", "nothing within 60 s"),
+    errors.EngineDied("board-1", "signal 11"),
+    errors.EngineHung("board-1", "no callback for 30 s"),
+    errors.RunFailed("board-1", "rkllm_run returned -1"),
+    errors.PoisonRequest(2, "signal 11"),
+    errors.ConfigError("boards: must be at least 1."),
+    errors.BoardStartFailed("board-1", "the library\nis missing"),
+    errors.NativeError("The library said no."),
+    errors.LibraryMissing("librkllmrt.so: no such file."),
+    errors.ReleaseRefused("Release 1.2.1b1 is a beta."),
+    errors.LoadFailed("rkllm_init returned -1."),
+    errors.CallFailed("rkllm_run", -1),
+    errors.CallFailed("rkllm_load_lora", -1, "E rkllm: no such file"),
+    errors.NothingComputed("logits", "it was aborted"),
+    errors.FrameCorrupt("a frame claims 0 bytes"),
+    errors.Misuse("run while RUNNING."),
+    errors.StepsRefused("no token may follow"),
+]
+
+each_sample = pytest.mark.parametrize("error", SAMPLES, ids=lambda e: type(e).__name__)
+
+
+def tree(root: type[RkserveError]) -> Iterator[type[RkserveError]]:
+    yield root
+    for child in root.__subclasses__():
+        if child.__module__.startswith(f"{errors.__name__}."):
+            yield from tree(child)
+
+
+def test_every_class_of_the_tree_has_a_sample() -> None:
+    assert {type(error) for error in SAMPLES} == set(tree(RkserveError))
+
+
+def test_the_drawing_in_the_docstring_names_every_class() -> None:
+    drawn = set(re.findall(r"^[ |+-]*([A-Z]\w+)", errors.__doc__ or "", flags=re.MULTILINE))
+    assert {cls.__name__ for cls in tree(RkserveError)} <= drawn
+
+
+@each_sample
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_an_error_survives_pickle(error: RkserveError, protocol: int) -> None:
+    back = pickle.loads(pickle.dumps(error, protocol))
+    assert type(back) is type(error)
+    assert back.args == error.args
+    assert vars(back) == vars(error)
+    assert back.message == str(back) == error.message
+
+
+@each_sample
+def test_an_error_becomes_the_openai_object(error: RkserveError) -> None:
+    status, headers, body = error_object(error)
+    assert body == {
+        "error": {
+            "message": error.message,
+            "type": error.kind,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+    assert 400 <= status <= 599
+    assert status == error.http_status
+    assert headers == (
+        {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
+    )
+
+
+@each_sample
+def test_a_message_is_a_sentence_with_the_facts_in_it(error: RkserveError) -> None:
+    assert error.message.strip()
+    assert "object at 0x" not in error.message
+    assert not error.message.startswith("(")  # the bare tuple of several arguments
+
+
+INVALID = "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        pytest.param(errors.RequestError("x", "n"), (400, INVALID, "n", None, None), id="bad"),
+        pytest.param(
+            errors.UnsupportedParameter("x", "tools"),
+            (400, INVALID, "tools", "unsupported_parameter", None),
+            id="unsupported",
+        ),
+        pytest.param(
+            errors.ModelNotFound("m"),
+            (404, INVALID, "model", "model_not_found", None),
+            id="unknown model",
+        ),
+        pytest.param(
+            errors.ContextOverflow(9, 8),
+            (400, INVALID, "messages", "context_length_exceeded", None),
+            id="overflow",
+        ),
+        pytest.param(
+            errors.SamplingFixed("1.2.3", ("top_k",)),
+            (400, INVALID, "top_k", "sampling_fixed", None),
+            id="fixed sampling",
+        ),
+        pytest.param(
+            errors.QueueFull(3, 7), (429, "rate_limit_error", None, "queue_full", "7"), id="full"
+        ),
+        pytest.param(
+            errors.NoBoard("m", "none", 9),
+            (503, "overloaded_error", None, "no_board", "9"),
+            id="no board",
+        ),
+        pytest.param(
+            errors.EngineDied("b", "x"), (503, "server_error", None, "board_failed", "1"), id="died"
+        ),
+    ],
+)
+def test_clients_can_rely_on(error: RkserveError, said: tuple[object, ...]) -> None:
+    status, headers, body = error_object(error)
+    got = body["error"]
+    retry_after = headers.get("retry-after")
+    assert (status, got["type"], got["param"], got["code"], retry_after) == said
+
+
+@pytest.mark.parametrize(
+    "exc",
+    [
+        pytest.param(ValueError("secret /home/me/key"), id="a ValueError"),
+        pytest.param(KeyError("secret"), id="a KeyError"),
+        pytest.param(RecursionError(), id="a RecursionError"),
+        pytest.param(SystemExit(3), id="not even an Exception"),
+    ],
+)
+def test_any_other_exception_becomes_a_500_that_tells_nothing(exc: BaseException) -> None:
+    status, headers, body = error_object(exc)
+    assert (status, headers) == (500, {})
+    assert body["error"] == {
+        "message": UNEXPECTED,
+        "type": "server_error",
+        "param": None,
+        "code": "internal_error",
+    }
+
+
+def test_a_stream_ends_with_the_same_object_as_an_event() -> None:
+    event = error_event(errors.EngineDied("board-1", "signal 11")).decode()
+    assert event.startswith('data: {"error":{"message":"Board board-1 failed')
+    assert event.endswith("\n\n")
+    assert event.count("\n") == 2
+
+
+def test_the_overflow_of_an_untokenized_prompt_says_at_least() -> None:
+    assert "has at least 5000" in errors.ContextOverflow(5000, 4096, "prompt", True).message
+    assert "has 5000" in errors.ContextOverflow(5000, 4096, "prompt").message
+
+
+@pytest.mark.parametrize(
+    "code", sorted({cls.code for cls in tree(errors.RkserveError) if cls.code} | {"internal_error"})
+)
+def test_every_error_code_is_documented(code: str) -> None:
+    assert f"`{code}`" in API_DOC.read_text(encoding="utf-8")

@@ -1,0 +1,119 @@
+"""Chains of token blocks: equal links mean equal beginnings, and nothing gets lost on the way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rkserve.core.block_hashes import (
+    BLOCK,
+    STRIDE,
+    Chain,
+    FileHeld,
+    Holdings,
+    LiveHeld,
+    pack,
+    seed_of,
+    unpack,
+)
+from rkserve.core.kv_origin import origin_of, salted
+
+SEED = seed_of(None)
+IDS = st.lists(st.integers(0, 200_000), max_size=5 * BLOCK).map(tuple)
+
+
+@given(IDS, IDS)
+def test_links_agree_exactly_as_far_as_whole_blocks_do(
+    one: tuple[int, ...], two: tuple[int, ...]
+) -> None:
+    chains = Chain(one, SEED), Chain(one[: len(one) // 2] + two, SEED)
+    same = 0
+    while (
+        same < min(len(chains[0].links), len(chains[1].links))
+        and chains[0].ids[: (same + 1) * BLOCK] == chains[1].ids[: (same + 1) * BLOCK]
+    ):
+        same += 1
+    agree = [a == b for a, b in zip(chains[0].links, chains[1].links, strict=False)]
+    assert agree == [True] * same + [False] * (len(agree) - same)
+
+
+@given(IDS, IDS)
+def test_a_chain_that_is_extended_is_the_chain_of_all_ids(
+    begin: tuple[int, ...], more: tuple[int, ...]
+) -> None:
+    extended, whole = Chain(begin, SEED).extended(more), Chain(begin + more, SEED)
+    assert (extended.ids, extended.links) == (whole.ids, whole.links)
+    assert extended.tail(len(begin)) == Chain(begin, SEED).tail(len(begin))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(seed_of("kind@v1-0123456789ab-1"), id="an adapter"),
+        pytest.param(seed_of(origin_of(None, salted("tenant"))), id="a salt"),
+        pytest.param(seed_of("kind@v1-0123456789ab-0.5"), id="another scale of it"),
+    ],
+)
+def test_under_another_key_no_link_agrees(other: int) -> None:
+    ids = tuple(range(3 * BLOCK))
+    assert not set(Chain(ids, SEED).links) & set(Chain(ids, other).links)
+    assert Chain(ids, SEED).tail(5) != Chain(ids, other).tail(5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "blocks"),
+    [
+        pytest.param(BLOCK - 1, [], id="not one block"),
+        pytest.param(BLOCK, [1], id="one block"),
+        pytest.param(STRIDE * BLOCK, [STRIDE], id="exactly one stride"),
+        pytest.param((STRIDE + 1) * BLOCK + 5, [STRIDE, STRIDE + 1], id="a stride and more"),
+        pytest.param(2 * STRIDE * BLOCK, [STRIDE, 2 * STRIDE], id="exactly two"),
+    ],
+)
+def test_marks_are_every_stride_and_the_last(tokens: int, blocks: list[int]) -> None:
+    chain = Chain(tuple(range(tokens)), SEED)
+    assert chain.marks == tuple(chain.links[at - 1] for at in blocks)
+
+
+@given(st.lists(IDS, max_size=4), IDS, st.booleans(), st.integers(0, 4096))
+def test_what_is_packed_comes_out(
+    files: list[tuple[int, ...]], live: tuple[int, ...], appends: bool, park_min: int
+) -> None:
+    held = tuple(FileHeld(len(ids), Chain(ids, SEED).marks) for ids in files if len(ids) >= BLOCK)
+    lives = LiveHeld.of(Chain(live, SEED)) if live else None
+    holdings = Holdings(appends, park_min, lives, held)
+    assert unpack(pack(holdings)) == holdings
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(b"\0" * 80, id="another hash"),
+        pytest.param(pack(Holdings(True, 256, None, (FileHeld(64, (1, 2)),)))[:-3], id="cut off"),
+    ],
+)
+def test_what_nobody_packed_here_is_not_believed(data: bytes) -> None:
+    assert unpack(data) is None
+
+
+def test_other_processes_hash_alike() -> None:
+    code = (
+        "from rkserve.core.block_hashes import Chain, SCHEME, seed_of;"
+        "print(SCHEME, Chain(tuple(range(70)), seed_of('a@1')).links)"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(said) == 1

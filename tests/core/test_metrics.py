@@ -1,0 +1,248 @@
+"""The metrics: every figure of a report is exported, on a registry that is passed in."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from rkserve.core.board_report import BoardReport, BoardState, Hardware
+from rkserve.core.messages import Timings
+from rkserve.core.metrics import BoardCollector, CoordinatorMetrics, RouterMetrics
+
+REPORT = BoardReport(
+    board_id="sim-0",
+    model="m",
+    state=BoardState.READY,
+    context_len=4096,
+    kv_positions=10,
+    running=1,
+    queued=2,
+    queue_limit=16,
+    requests=3,
+    prompt_tokens=40,
+    cached_tokens=5,
+    completion_tokens=60,
+    aborted=7,
+    failed=8,
+    engine_starts=9,
+    prefill_tokens=35,
+    prefill_ms=1500.0,
+    decode_tokens=61,
+    decode_ms=2500.0,
+    memory_mb=2.0,
+    release="1.2.3",
+    hardware=Hardware(
+        soc="RK3588",
+        npu_load=(48.0, 50.0, 9.0),
+        npu_hz=900_000_000,
+        npu_max_hz=1_000_000_000,
+        ddr_hz=2_112_000_000,
+        ddr_governor="dmc_ondemand",
+        ddr_load=7.0,
+        temperature_c=-4.5,
+        driver_version="0.9.8",
+        memory_total_bytes=16 * 2**30,
+        memory_available_bytes=0,
+    ),
+)
+HARDWARE = (
+    "rkserve_npu_load_ratio",
+    "rkserve_npu_frequency_hertz",
+    "rkserve_npu_max_frequency_hertz",
+    "rkserve_ddr_frequency_hertz",
+    "rkserve_ddr_load_ratio",
+    "rkserve_temperature_celsius",
+    "rkserve_memory_total_bytes",
+    "rkserve_memory_available_bytes",
+    "rkserve_board_info",
+)
+
+
+def registry_of(*reports: BoardReport) -> CollectorRegistry:
+    """A registry that exports the reports."""
+    registry = CollectorRegistry()
+    registry.register(BoardCollector(lambda: reports))
+    return registry
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rkserve_board_running", 1),
+        ("rkserve_board_queued", 2),
+        ("rkserve_board_queue_limit", 16),
+        ("rkserve_kv_positions", 10),
+        ("rkserve_kv_capacity", 4096),
+        ("rkserve_engine_memory_bytes", 2 * 1024 * 1024),
+        ("rkserve_board_requests_total", 3),
+        ("rkserve_prompt_tokens_total", 40),
+        ("rkserve_cached_tokens_total", 5),
+        ("rkserve_completion_tokens_total", 60),
+        ("rkserve_prefill_tokens_total", 35),
+        ("rkserve_prefill_seconds_total", 1.5),
+        ("rkserve_decode_tokens_total", 61),
+        ("rkserve_decode_seconds_total", 2.5),
+        ("rkserve_board_aborted_total", 7),
+        ("rkserve_board_failed_total", 8),
+        ("rkserve_engine_starts_total", 9),
+        ("rkserve_npu_frequency_hertz", 900e6),
+        ("rkserve_npu_max_frequency_hertz", 1e9),
+        ("rkserve_ddr_frequency_hertz", 2112e6),
+        ("rkserve_ddr_load_ratio", 0.07),
+        ("rkserve_temperature_celsius", -4.5),
+        ("rkserve_memory_total_bytes", 16 * 1024**3),
+        ("rkserve_memory_available_bytes", 0),
+    ],
+)
+def test_a_board_s_figures_are_exported_in_base_units(name: str, value: float) -> None:
+    registry = registry_of(REPORT)
+    assert registry.get_sample_value(name, {"board": "sim-0", "model": "m"}) == value
+
+
+def test_a_board_is_in_one_state_and_in_no_other() -> None:
+    registry = registry_of(REPORT)
+    values = {
+        state: registry.get_sample_value(
+            "rkserve_board_state", {"board": "sim-0", "model": "m", "state": state.value}
+        )
+        for state in BoardState
+    }
+    assert values.pop(BoardState.READY) == 1
+    assert set(values.values()) == {0}
+
+
+def test_each_core_of_the_npu_has_its_own_load() -> None:
+    registry = registry_of(REPORT)
+    loads = [
+        registry.get_sample_value(
+            "rkserve_npu_load_ratio", {"board": "sim-0", "model": "m", "core": core}
+        )
+        for core in ("0", "1", "2", "3")
+    ]
+    assert loads == [0.48, 0.5, 0.09, None]
+
+
+def test_what_a_board_is_stands_in_labels() -> None:
+    labels = {
+        "board": "sim-0",
+        "model": "m",
+        "soc": "RK3588",
+        "driver": "0.9.8",
+        "ddr_governor": "dmc_ondemand",
+        "release": "1.2.3",
+    }
+    assert registry_of(REPORT).get_sample_value("rkserve_board_info", labels) == 1
+
+
+def samples_of(registry: CollectorRegistry) -> set[str]:
+    """The names of all families that have a sample."""
+    return {family.name for family in registry.collect() if family.samples}
+
+
+@pytest.mark.parametrize(
+    ("hardware", "expected"),
+    [
+        pytest.param(REPORT.hardware, set(HARDWARE), id="everything is known"),
+        pytest.param(Hardware(), {"rkserve_board_info"}, id="nothing is known"),
+        pytest.param(None, set(), id="the board was not asked"),
+        pytest.param(
+            Hardware(npu_load=(0.0,)),
+            {"rkserve_board_info", "rkserve_npu_load_ratio"},
+            id="an idle core is no unknown one",
+        ),
+    ],
+)
+def test_an_unknown_figure_has_no_sample(hardware: Hardware | None, expected: set[str]) -> None:
+    found = samples_of(registry_of(replace(REPORT, hardware=hardware)))
+    assert found & set(HARDWARE) == expected
+
+
+def test_every_figure_of_the_hardware_is_exported() -> None:
+    # Notes are sentences; they are for GET /v1/boards.
+    figures = {field.name for field in fields(Hardware)} - {"notes"}
+    assert REPORT.hardware is not None
+    for name in figures:
+        blank = replace(REPORT.hardware, **{name: getattr(Hardware(), name)})
+        before, after = (
+            generate_latest(registry_of(replace(REPORT, hardware=hardware)))
+            for hardware in (REPORT.hardware, blank)
+        )
+        assert before != after, name
+
+
+TIMINGS = Timings(
+    queue_ms=5.0,
+    prefill_ms=500.0,
+    prefill_tokens=100,
+    decode_ms=2000.0,
+    decode_tokens=40,
+    memory_mb=800.0,
+)
+HISTOGRAMS = (
+    "rkserve_request_prefill_seconds",
+    "rkserve_request_prefill_tokens_per_second",
+    "rkserve_request_decode_tokens_per_second",
+)
+
+
+@pytest.mark.parametrize(
+    ("timings", "sums"),
+    [
+        pytest.param(TIMINGS, (0.5, 200.0, 20.0), id="both phases"),
+        pytest.param(
+            replace(TIMINGS, prefill_ms=0.0, prefill_tokens=0), (0, 0, 20.0), id="all was cached"
+        ),
+        pytest.param(replace(TIMINGS, decode_tokens=0), (0.5, 200.0, 0), id="nothing was decoded"),
+        pytest.param(
+            replace(TIMINGS, prefill_ms=0.0, decode_ms=0.0), (0, 0, 0), id="nothing was timed"
+        ),
+    ],
+)
+def test_a_phase_that_happened_is_counted_once_and_another_not_at_all(
+    timings: Timings, sums: tuple[float, ...]
+) -> None:
+    registry = CollectorRegistry()
+    RouterMetrics(registry).observe("m", timings)
+    for name, expected in zip(HISTOGRAMS, sums, strict=True):
+        count = registry.get_sample_value(f"{name}_count", {"model": "m"})
+        assert (count or 0) == (1 if expected else 0), name
+        assert (registry.get_sample_value(f"{name}_sum", {"model": "m"}) or 0) == expected, name
+
+
+def test_without_boards_there_are_no_samples_and_no_errors() -> None:
+    assert b"sim-0" not in generate_latest(registry_of())
+
+
+def test_two_routers_in_one_process_do_not_share_figures() -> None:
+    one, other = CollectorRegistry(), CollectorRegistry()
+    RouterMetrics(one).hang_ups.inc()
+    RouterMetrics(other)
+    assert one.get_sample_value("rkserve_hang_ups_total") == 1
+    assert other.get_sample_value("rkserve_hang_ups_total") == 0
+
+
+def test_the_exposition_parses_as_prometheus_text() -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    registry = registry_of(REPORT)
+    metrics = RouterMetrics(registry)
+    metrics.requests.labels("/v1/models", "200").inc()
+    metrics.ttft.labels("m").observe(0.3)
+    metrics.observe("m", TIMINGS)
+    families = list(text_string_to_metric_families(generate_latest(registry).decode()))
+    assert all(family.documentation for family in families)
+    assert len({family.name for family in families}) == len(families)
+
+
+def test_no_series_tells_when_another_one_began() -> None:
+    registry = CollectorRegistry()
+    metrics = RouterMetrics(registry)
+    CoordinatorMetrics(registry)
+    metrics.hang_ups.inc()
+    metrics.held("sim-chat", "update", 0.3)
+    text = generate_latest(registry).decode()
+    assert "rkserve_hang_ups_total 1.0" in text
+    assert 'rkserve_held_seconds_bucket{by="update",le="0.5",model="sim-chat"} 1.0' in text
+    assert "_created" not in text

@@ -1,0 +1,587 @@
+"""HAProxy before the Routers, as far as no Ray is needed: hang-ups, limits, sockets, refusals.
+
+HAProxy is a real one, with the configuration that the installed Ray writes for one Router.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+import socket
+import socketserver
+import stat
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from rkserve.core.errors import ConfigError, Forbidden
+from rkserve.core.ports import free_ports
+from rkserve.deployments import haproxy
+from rkserve.deployments.haproxy import (
+    BINARY,
+    FLAG,
+    HEADER_TIMEOUT,
+    LAUNCHER,
+    PER_ADDRESS,
+    PROXIES,
+    SPARE_CONNECTIONS,
+    Limits,
+    available,
+    check_environ,
+    check_template,
+    environ,
+    is_loopback,
+    prepare,
+    prepare_config,
+)
+from rkserve.http.auth import check_operator
+from rkserve.router.auth.api_keys import Keys
+
+PATIENCE_S = 30.0
+NODE = "n" * 56  # as long as Ray's ids of nodes
+with_haproxy = pytest.mark.skipif(not available(), reason="Ray has no HAProxy for this platform")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+
+
+@pytest.mark.parametrize(
+    ("host", "alone"),
+    [
+        pytest.param("127.0.0.1", True, id="this machine"),
+        pytest.param("127.0.0.5", True, id="another of its addresses"),
+        pytest.param("::1", True, id="in version 6"),
+        pytest.param("localhost", True, id="by name"),
+        pytest.param("0.0.0.0", False, id="every interface"),
+        pytest.param("::", False, id="every interface, version 6"),
+        pytest.param("192.0.2.1", False, id="an address of the network"),
+        pytest.param("board.example.org", False, id="a name"),
+        pytest.param(None, False, id="nothing"),
+        pytest.param("", False, id="an empty word"),
+    ],
+)
+def test_only_addresses_of_this_machine_hide_nobody(host: str | None, alone: bool) -> None:
+    assert is_loopback(host) is alone
+
+
+def request(client: tuple[str, int] | None) -> Request:
+    """A call that comes from there."""
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": "POST",
+        "path": "/pause",
+        "headers": [],
+        "client": client,
+    }
+    return Request(scope)
+
+
+def test_a_caller_that_is_hidden_is_not_taken_for_a_program_of_this_machine() -> None:
+    check_operator(request(("127.0.0.1", 1)), Keys())
+    with pytest.raises(Forbidden, match="Without an admin key"):
+        check_operator(request(None), Keys())
+
+
+# -- the folder and the environment -------------------------------------------------------------
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder whose path is short enough for sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="rk-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@with_haproxy
+def test_two_rays_of_a_machine_share_neither_files_nor_ports(short: Path) -> None:
+    ports = itertools.count(1)
+    one, two = (environ(short / name, ports) for name in ("one", "two"))
+    assert one[FLAG] == two[FLAG] == "1"
+    own = {name for name in one if one[name] != two[name]}
+    assert own == {
+        name for name in one if any(w in name for w in ("PATH", "LOC", "STATE", "_PORT"))
+    }
+
+
+@with_haproxy
+def test_the_folder_and_the_launcher_are_for_this_account_only(short: Path) -> None:
+    folder = short / "front"
+    launcher = Path(prepare(folder)[BINARY])
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(launcher.stat().st_mode) == 0o700
+    assert prepare(folder)[BINARY] == str(launcher), "a second time changes nothing"
+
+
+@with_haproxy
+def test_a_busy_machine_has_more_than_rays_five_seconds_to_start_it(short: Path) -> None:
+    assert float(prepare(short / "front")["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"]) > 5.0
+
+
+def linked(folder: Path) -> None:
+    (folder.parent / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(folder.parent / "elsewhere")
+
+
+def a_file(folder: Path) -> None:
+    folder.write_text("")
+
+
+def opened(mode: int) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        folder.chmod(mode)
+
+    return make
+
+
+def given_away(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 12345, 12345)
+
+
+PREPARED_BY_OTHERS = [
+    pytest.param(linked, "is a symbolic link", id="a link"),
+    pytest.param(a_file, "is no folder", id="a file"),
+    pytest.param(opened(0o770), "other accounts may write", id="a folder of a group"),
+    pytest.param(opened(0o777), "other accounts may write", id="a folder of everybody"),
+    pytest.param(given_away, "belongs to user 12345", id="another's", marks=as_root),
+]
+
+
+@with_haproxy
+@pytest.mark.parametrize(("make", "sentence"), PREPARED_BY_OTHERS)
+def test_a_folder_that_others_prepared_is_refused(
+    make: Callable[[Path], None], sentence: str, short: Path
+) -> None:
+    make(short / "front")
+    with pytest.raises(ConfigError, match=sentence):
+        prepare(short / "front")
+
+
+@with_haproxy
+def test_a_folder_with_a_long_path_is_refused(short: Path) -> None:
+    with pytest.raises(ConfigError, match="shorter"):
+        prepare(short / ("x" * 30))
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        pytest.param({}, False, id="Ray's own proxy"),
+        pytest.param({FLAG: "0"}, False, id="switched off"),
+        pytest.param({FLAG: "1", BINARY: f"/x/{LAUNCHER}"}, False, id="rkserve's launcher"),
+        pytest.param({FLAG: "1"}, True, id="HAProxy as Ray configures it"),
+        pytest.param({FLAG: "1", BINARY: "/usr/sbin/haproxy"}, True, id="another program"),
+    ],
+)
+def test_haproxy_with_rays_own_configuration_is_refused(
+    given: dict[str, str], refused: bool
+) -> None:
+    if not refused:
+        check_environ(given)
+        return
+    with pytest.raises(ConfigError, match="rkserve front"):
+        check_environ(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "limits"),
+    [
+        pytest.param({}, Limits(10.0, 1024, ("127.0.0.0/8", "::1")), id="defaults"),
+        pytest.param({HEADER_TIMEOUT: "2.5"}, Limits(header_timeout_s=2.5), id="header time"),
+        pytest.param({PER_ADDRESS: "0"}, Limits(connections_per_address=0), id="no limit"),
+        pytest.param({PROXIES: "192.0.2.1, ::2"}, Limits(proxies=("192.0.2.1", "::2")), id="list"),
+        pytest.param({PROXIES: ""}, Limits(proxies=()), id="no proxies"),
+    ],
+)
+def test_limits_are_read_from_the_environment(given: dict[str, str], limits: Limits) -> None:
+    assert Limits.of(given) == limits
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param({HEADER_TIMEOUT: "0"}, id="no time"),
+        pytest.param({HEADER_TIMEOUT: "nan"}, id="not a number"),
+        pytest.param({PER_ADDRESS: "-1"}, id="negative"),
+        pytest.param({PER_ADDRESS: "inf"}, id="endless"),
+        pytest.param({PROXIES: "127.0.0.1 { src 0.0.0.0/0 }"}, id="words of HAProxy"),
+    ],
+)
+def test_a_wrong_limit_is_named(given: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(given))):
+        Limits.of(given)
+
+
+# -- the configuration --------------------------------------------------------------------------
+
+
+def test_the_installed_ray_writes_a_configuration_that_is_known() -> None:
+    check_template()
+
+
+KNOWN = """global
+    stats socket /f/admin.sock mode 666 level admin expose-fd listeners
+    maxconn 4096
+defaults
+    option abortonclose
+    option splice-request
+    option splice-response
+    errorfile 502 /f/500.http
+    errorfile 503 /f/500.http
+    errorfile 504 /f/500.http
+frontend prometheus
+    bind :9101
+frontend http_frontend
+    bind 127.0.0.1:8000
+listen stats
+  bind *:8404
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [line for line in KNOWN.splitlines() if line.startswith(" ") and "splice-response" not in line],
+)
+def test_a_configuration_without_a_line_that_is_replaced_is_refused(line: str) -> None:
+    prepare_config(KNOWN, Limits(), 4000)
+    with pytest.raises(ConfigError, match="not the one that this rkserve knows"):
+        prepare_config(KNOWN.replace(line, "    other"), Limits(), 4000)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param("option splice-auto", id="splicing of another name"),
+        pytest.param("option splice-request", id="splicing in a section of its own"),
+        pytest.param("stats socket /f/second.sock mode 660", id="a second socket"),
+    ],
+)
+def test_what_would_undo_it_elsewhere_is_refused(line: str) -> None:
+    with pytest.raises(ConfigError, match="in an unknown place"):
+        prepare_config(f"{KNOWN}backend one\n    {line}\n", Limits(), 4000)
+
+
+@pytest.mark.parametrize(
+    ("files", "given", "maxconn"),
+    [
+        pytest.param(1 << 20, None, 10_000, id="as many as memory should be spent on"),
+        pytest.param(4500, None, 1600, id="as many as there are files for"),
+        pytest.param(4500, "4096", 4096, id="an operator's"),
+    ],
+)
+def test_connections_are_limited_by_files(
+    files: int, given: str | None, maxconn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(haproxy.MAXCONN, raising=False)
+    if given is not None:
+        monkeypatch.setenv(haproxy.MAXCONN, given)
+    assert f"    maxconn {maxconn}\n" in prepare_config(KNOWN, Limits(), files)
+
+
+# -- a HAProxy ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Router:
+    """A server in the place of a Router. ``/hang`` is answered by nothing."""
+
+    complete: threading.Event = field(default_factory=threading.Event)
+    left: threading.Event = field(default_factory=threading.Event)
+
+    @contextmanager
+    def listening(self) -> Iterator[int]:
+        router = self
+
+        class Connection(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                with suppress(ConnectionError):  # health checks do not close in order
+                    self.requests()
+
+            def requests(self) -> None:
+                while line := self.rfile.readline():
+                    length = 0
+                    while (header := self.rfile.readline()).strip():
+                        name, _, value = header.decode().partition(":")
+                        length = int(value) if name.lower() == "content-length" else length
+                    self.rfile.read(length)
+                    if line.split()[1] == b"/hang":
+                        router.complete.set()
+                        with suppress(ConnectionError):
+                            self.rfile.read(1)  # until HAProxy closes or resets it
+                        router.left.set()
+                        return
+                    self.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+
+        class Server(socketserver.ThreadingTCPServer):
+            allow_reuse_address = True
+            daemon_threads = True
+            block_on_close = False
+
+        with Server(("127.0.0.1", 0), Connection) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            try:
+                yield server.server_address[1]
+            finally:
+                server.shutdown()
+
+
+@dataclass
+class Front:
+    """A HAProxy that Ray has configured for one Router, as Ray starts it."""
+
+    folder: Path
+    port: int
+    ports: dict[str, int]
+    launcher: str
+    env: dict[str, str]
+
+    @property
+    def config(self) -> Path:
+        return self.folder / NODE / "haproxy.cfg"
+
+    def write(self, router: int) -> None:
+        """Have Ray's own code write the configuration."""
+        from ray.serve._private.haproxy import (
+            BackendConfig,
+            HAProxyApi,
+            HAProxyConfig,
+            ServerConfig,
+        )
+        from ray.serve.config import HTTPOptions
+
+        place = self.config.parent
+        config = HAProxyConfig(
+            http_options=HTTPOptions(host="127.0.0.1", port=self.port),
+            socket_path=str(place / "admin.sock"),
+            server_state_base=str(place),
+            server_state_file=str(place / "state"),
+            metrics_socket_path=str(place / "metrics.sock"),
+            metrics_port=self.ports["metrics"],
+            stats_port=self.ports["stats"],
+            nbthread=1,
+            has_received_routes=True,
+            has_received_servers=True,
+            is_head=True,
+        )
+        server = ServerConfig(name="router", host="127.0.0.1", port=router)
+        backend = BackendConfig(name="app", path_prefix="/", app_name="app", servers=[server])
+        api = HAProxyApi(config, {"app": backend}, config_file_path=str(self.config))
+        api._generate_config_file_internal()
+
+    def start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [self.launcher, "-db", "-f", str(self.config), "-dR"],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **self.env},
+        )
+
+    @contextmanager
+    def running(self, status: int = HTTPStatus.OK, router: int = 0) -> Iterator[Front]:
+        """Run until it answers with that status; ``router`` is another port to send calls to."""
+        if router:
+            self.write(router)
+        process = self.start()
+        try:
+            self._wait(process, status)
+            yield self
+        finally:
+            process.kill()
+            process.communicate()
+
+    def _wait(self, process: subprocess.Popen[str], status: int) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline_s:
+            assert process.poll() is None, "HAProxy ended"
+            with suppress(ConnectionError), self.client() as client:
+                if ask(client)[0] == status:
+                    return
+            time.sleep(0.05)
+        raise AssertionError("HAProxy was not ready in time")
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
+
+    def client(self, source: str = "127.0.0.1") -> closing[HTTPConnection]:
+        where = ("127.0.0.1", self.port)
+        return closing(HTTPConnection(*where, timeout=PATIENCE_S, source_address=(source, 0)))
+
+
+def ask(client: HTTPConnection) -> tuple[int, bytes]:
+    client.request("GET", "/v1/models")
+    answer = client.getresponse()
+    return answer.status, answer.read()
+
+
+def code(body: bytes) -> str:
+    return str(json.loads(body)["error"]["code"])
+
+
+def rest(client: socket.socket) -> bytes:
+    """Everything until the other side closes."""
+    found = b""
+    while part := client.recv(65536):
+        found += part
+    return found
+
+
+@pytest.fixture
+def opened_front(short: Path) -> Iterator[Callable[..., Front]]:
+    """Start HAProxy with some limits in front of a Router."""
+    with ExitStack() as stack:
+
+        def make(router: Router | None, **env: str) -> Front:
+            ports = free_ports()
+            given = environ(short / "f", ports)
+            port = next(ports)
+            made = Front(
+                short / "f",
+                port,
+                {
+                    name: int(given[f"RAY_SERVE_HAPROXY_{name.upper()}_PORT"])
+                    for name in ("metrics", "stats")
+                },
+                given[BINARY],
+                env,
+            )
+            listening = stack.enter_context((router or Router()).listening())
+            made.write(listening)
+            return made
+
+        yield make
+
+
+@with_haproxy
+def test_a_client_that_leaves_is_seen_although_its_request_came_in_two_segments(
+    opened_front: Callable[..., Front],
+) -> None:
+    router = Router()
+    with opened_front(router).running() as one:
+        client = one.connect()
+        client.sendall(b"POST /hang HTTP/1.1\r\nhost: x\r\ncontent-length: 4000\r\n\r\n")
+        time.sleep(0.2)  # only for two segments: one would pass as well
+        client.sendall(b"x" * 4000)
+        assert router.complete.wait(PATIENCE_S)
+        client.close()
+        assert router.left.wait(PATIENCE_S)
+
+
+@with_haproxy
+def test_half_a_request_is_closed_after_the_header_time_and_others_are_served_meanwhile(
+    opened_front: Callable[..., Front],
+) -> None:
+    with opened_front(None, **{HEADER_TIMEOUT: "2"}).running() as one, ExitStack() as stack:
+        silent = stack.enter_context(one.connect())
+        half = [stack.enter_context(one.connect()) for _ in range(200)]
+        for client in half:
+            client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n")
+        with one.client() as other:
+            assert ask(other)[0] == HTTPStatus.OK
+        for client in half:
+            assert b" 408 " in rest(client).splitlines()[0]
+        assert rest(silent) == b"", "a request of no byte is closed unanswered"
+
+
+@with_haproxy
+def test_an_address_with_too_many_connections_leaves_room_for_others(
+    opened_front: Callable[..., Front],
+) -> None:
+    limits = {PER_ADDRESS: "3", PROXIES: "127.0.0.1"}
+    with opened_front(None, **limits).running() as one, ExitStack() as stack:
+        greedy = [stack.enter_context(one.client("127.0.0.2")) for _ in range(4)]
+        assert [ask(client)[0] for client in greedy[:3]] == [HTTPStatus.OK] * 3
+        status, body = ask(greedy[3])
+        assert status == HTTPStatus.TOO_MANY_REQUESTS
+        assert code(body) == "too_many_connections"
+        assert greedy[3].sock is None, "it is closed: the next one may be in time"
+        for source in ("127.0.0.1", "127.0.0.3"):
+            with one.client(source) as other:
+                assert ask(other)[0] == HTTPStatus.OK
+        for _ in range(SPARE_CONNECTIONS + 1):
+            client = stack.enter_context(one.client("127.0.0.2"))
+            with suppress(ConnectionError):
+                client.connect()
+        last = stack.enter_context(one.client("127.0.0.2"))
+        with pytest.raises(ConnectionError):
+            ask(last)
+        assert ask(greedy[0])[0] == HTTPStatus.OK, "those that were in time are served still"
+
+
+@with_haproxy
+def test_sockets_and_configuration_are_for_this_account_only(
+    opened_front: Callable[..., Front],
+) -> None:
+    made = opened_front(None)
+    place = made.config.parent
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as metrics:
+        metrics.bind(str(place / "metrics.sock"))
+        (place / "metrics.sock").chmod(0o666)  # as Ray does
+        with made.running():
+            for name in ("admin.sock", "metrics.sock", "haproxy.cfg"):
+                assert stat.S_IMODE((place / name).stat().st_mode) & 0o177 == 0, name
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+
+
+@with_haproxy
+def test_where_no_router_is_the_answer_is_an_error_object(
+    opened_front: Callable[..., Front],
+) -> None:
+    made = opened_front(None)
+    with made.running(HTTPStatus.SERVICE_UNAVAILABLE, router=1), made.client() as client:
+        assert code(ask(client)[1]) == "no_router"
+
+
+@with_haproxy
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        pytest.param(
+            lambda made: made.folder.chmod(0o777), "other accounts may write", id="an open folder"
+        ),
+        pytest.param(
+            lambda made: os.chown(made.folder, 12345, 12345),
+            "belongs to user 12345",
+            id="another's folder",
+            marks=as_root,
+        ),
+        pytest.param(
+            lambda made: made.config.write_text(
+                made.config.read_text().replace("option splice-request", "option splice-auto")
+            ),
+            "not the one that this rkserve knows",
+            id="an unknown template",
+        ),
+        pytest.param(
+            lambda made: made.config.write_text(
+                re.sub(r"stats socket \S+", "stats socket /tmp/a.sock", made.config.read_text())
+            ),
+            "set all RAY_SERVE_HAPROXY_ paths",
+            id="a socket elsewhere",
+        ),
+    ],
+)
+def test_haproxy_does_not_start_where_it_would_be_open(
+    spoil: Callable[[Front], object], sentence: str, opened_front: Callable[..., Front]
+) -> None:
+    made = opened_front(None)
+    spoil(made)
+    process = made.start()
+    _, told = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert told.startswith("rkserve: ")
+    assert sentence in told
+    assert told.count("\n") == 1

@@ -1,0 +1,195 @@
+"""The checks of serve_config.yaml before Ray starts, and ``serve`` with them."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.serve.exceptions import RayServeException
+
+from rkserve.app import build
+from rkserve.core.errors import ConfigError
+from rkserve.core.ports import free_port
+from rkserve.deployments.haproxy import BINARY, FLAG, available, check_environ, own_environ
+from rkserve.deployments.preflight import check_file
+from tests.support.paths import PROJECT
+
+
+def config(**group: Any) -> dict[str, Any]:
+    """Return a configuration that is right; ``group`` is added to its group of boards."""
+    boards = [{"name": "sim", "model": "models/sim-chat", "simulated": {}, **group}]
+    return {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": "127.0.0.1", "port": free_port()},
+        "applications": [
+            {
+                "name": "rkserve",
+                "route_prefix": "/",
+                "import_path": "rkserve.app:build",
+                "args": {"boards": boards},
+            }
+        ],
+    }
+
+
+def written(folder: Path, content: Any) -> Path:
+    file = folder / "serve_config.yaml"
+    text = content if isinstance(content, str) else yaml.safe_dump(content)
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port on which another program listens."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        yield other.getsockname()[1]
+
+
+@pytest.mark.parametrize("name", ["serve_config.yaml", "serve_config.vision.yaml"])
+def test_the_shipped_configurations_pass(name: str, tmp_path: Path) -> None:
+    content = yaml.safe_load((PROJECT / name).read_text(encoding="utf-8"))
+    content["http_options"]["port"] = free_port()
+    check_file(written(tmp_path, content), starts=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        pytest.param(config(simulatd={}), "unknown key 'simulatd'; did you mean", id="a key"),
+        pytest.param(
+            config(simulated={"profile": "rk3588-qwen2.5-1.5b"}),
+            r"unknown profile 'rk3588-qwen2\.5-1\.5b'; did you mean 'rk3588-qwen2",
+            id="a profile",
+        ),
+        pytest.param(config(quirks={"nope": True}), "unknown quirk 'nope'", id="a quirk"),
+        pytest.param(config(model="models/nowhere"), "models/nowhere does not exist", id="a model"),
+        pytest.param(
+            config(model="models/sim-embed", n_batch=2), "cannot serve batches", id="a batch"
+        ),
+        pytest.param(
+            {**config(), "http_optoins": {}},
+            "http_optoins: unknown key; did you mean 'http_options'",
+            id="Ray's",
+        ),
+        pytest.param(
+            {**config(), "http_options": {"prot": 1}}, r"http_options\.prot: .*'port'", id="nested"
+        ),
+        pytest.param(
+            {**config(), "http_options": {"port": "many"}}, r"http_options\.port", id="no port"
+        ),
+        pytest.param("applications: [", "is not valid YAML", id="no YAML"),
+        pytest.param("[]", "must be a mapping", id="no mapping"),
+        pytest.param({}, "applications", id="no application"),
+    ],
+)
+def test_a_mistake_is_found_before_anything_starts(
+    content: Any, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_file(written(tmp_path, content), starts=True)
+
+
+def test_a_taken_port_is_found_before_anything_starts(tmp_path: Path, taken: int) -> None:
+    content = config()
+    content["http_options"]["port"] = taken
+    file = written(tmp_path, content)
+    with pytest.raises(ConfigError, match=rf"^port {taken} is in use\. .*http_options\.port in"):
+        check_file(file, starts=True)
+    check_file(file, starts=False)  # Ray runs already, and it may be its own
+
+
+def test_a_host_of_another_machine_is_found_before_anything_starts(tmp_path: Path) -> None:
+    content = config()
+    content["http_options"]["host"] = "192.0.2.1"
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:\d+ cannot be listened on: "):
+        check_file(written(tmp_path, content), starts=True)
+
+
+def test_other_applications_are_not_judged(tmp_path: Path, taken: int) -> None:
+    content = config(nonsense=1)
+    content["applications"][0]["import_path"] = "other.app:build"
+    content["http_options"]["port"] = taken
+    check_file(written(tmp_path, content), starts=True)
+
+
+@pytest.mark.parametrize(
+    ("command", "content", "words"),
+    [
+        pytest.param("run", config(quue_limit=1), "did you mean 'queue_limit'", id="serve run"),
+        pytest.param("deploy", config(quue_limit=1), "did you mean 'queue_limit'", id="deploy"),
+        pytest.param("run", None, "serve_config.yaml does not exist.", id="no file"),
+    ],
+)
+def test_serve_ends_with_one_sentence_and_an_exit_code(
+    command: str, content: Any, words: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "serve_config.yaml" if content is None else written(tmp_path, content)
+    done = subprocess.run(
+        [sys.executable, "-m", "rkserve.deployments.preflight", command, str(file)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("rkserve: ")
+    assert words in done.stderr
+
+
+def test_all_else_of_serve_is_rays() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rkserve.deployments.preflight", "run", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert "CONFIG_OR_IMPORT_PATH" in done.stdout
+
+
+def test_the_package_installs_serve() -> None:
+    installed = {
+        one.name: one.value
+        for one in entry_points(group="console_scripts").select(name="serve")
+        if one.dist is not None and one.dist.name == "rkserve"
+    }
+    assert installed == {"serve": "rkserve.deployments.preflight:main"}
+
+
+def test_ray_reports_a_wrong_configuration_by_its_message() -> None:
+    with pytest.raises(RayServeException) as caught:
+        build(config(quue_limit=1)["applications"][0]["args"])
+    assert "did you mean 'queue_limit'" in str(caught.value)
+
+
+@pytest.mark.skipif(not available(), reason="Ray has no HAProxy for this platform")
+def test_a_haproxy_that_is_switched_on_gets_the_rest_of_its_environment() -> None:
+    with tempfile.TemporaryDirectory(prefix="rk-", dir="/tmp") as folder:
+        given = {FLAG: "1", "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/f/haproxy.cfg"}
+        assert own_environ({FLAG: "0"}) == {}
+        made = {**given, **own_environ(given)}
+        check_environ(made)
+        assert made["RAY_SERVE_HAPROXY_SOCKET_PATH"] == f"{folder}/f/admin.sock"
+        assert own_environ(made) == {}
+
+
+def test_an_application_behind_rays_own_haproxy_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(FLAG, "1")
+    monkeypatch.delenv(BINARY, raising=False)
+    with pytest.raises(ConfigError, match="rkserve front"):
+        build(config()["applications"][0]["args"])

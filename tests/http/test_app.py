@@ -1,0 +1,493 @@
+"""The Router's routes at ASGI level: answers, refusals, pings and hang-ups, on scripted boards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from starlette.types import Message, Scope
+
+from rkserve.config.serve_config import RouterConfig
+from rkserve.core.board_report import BoardState
+from rkserve.core.errors import BoardFailed, EngineDied, QueueFull, SamplingFixed
+from rkserve.core.messages import Delta
+from rkserve.router.off_loop import INLINE_BODY_BYTES
+from tests.support.boards.fake_boards import (
+    FakeBoards,
+    Step,
+    accepted,
+    answer,
+    eventually,
+    finished,
+    report,
+)
+from tests.support.boards.own_time import run_loop
+from tests.support.http.router_house import CHAT, House, chat, events, scripted
+
+# -- answers --------------------------------------------------------------------------------------
+
+
+def test_a_whole_answer_carries_text_usage_and_who_gave_it() -> None:
+    async def main() -> None:
+        house = House(FakeBoards.answering("a", text="Hel|lo"))
+        response = await house("POST", CHAT, json=chat())
+        body = response.json()
+        assert body["choices"][0]["message"]["content"] == "Hello"
+        assert body["usage"]["completion_tokens"] == 2
+        assert response.headers["x-rkserve-board"] == "a"
+        house.expect_nothing_left()
+        assert house.metric("rkserve_ttft_seconds_count", model="sim-chat") == 1
+        name = "rkserve_request_decode_tokens_per_second_count"
+        assert house.metric(name, model="sim-chat") == 1
+        assert house.metric("rkserve_requests_total", route=CHAT, status="200") == 1
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "prefix"),
+    [
+        pytest.param(CHAT, chat(), "chatcmpl-", id="chat"),
+        pytest.param("/v1/completions", {"model": "sim-chat", "prompt": "a"}, "cmpl-", id="raw"),
+    ],
+)
+def test_an_id_tells_what_it_is_the_id_of(path: str, body: dict[str, Any], prefix: str) -> None:
+    answered = run_loop(House(FakeBoards.answering("a"))("POST", path, json=body)).json()
+    assert answered["id"].startswith(prefix)
+
+
+def test_a_stream_is_the_same_answer_in_pieces() -> None:
+    async def main() -> None:
+        house = House(FakeBoards.answering("a", text="Hel|lo"))
+        options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+        response = await house("POST", CHAT, json=chat(**options))
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        *chunks, usage, done = events(response.text)
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert [d.get("content") for d in deltas] == ["", "Hel", "lo", None]
+        assert usage["usage"]["completion_tokens"] == 2
+        assert done == "data: [DONE]"
+        house.expect_nothing_left()
+        name = "rkserve_request_decode_tokens_per_second_count"
+        assert house.metric(name, model="sim-chat") == 1
+
+    run_loop(main())
+
+
+def test_a_silent_board_is_bridged_with_pings() -> None:
+    async def main() -> None:
+        gate = asyncio.Event()
+        house = scripted(accepted("a"), gate, Delta("late", (1,)), finished(1), ping_s=0.005)
+        request = asyncio.create_task(house("POST", CHAT, json=chat(stream=True)))
+        await eventually(lambda: house.boards.running)
+        await asyncio.sleep(0.05)
+        gate.set()
+        found = events((await request).text)
+        assert found.count(": ping") >= 2
+        assert found.index(": ping") > 0  # after the role: the headers came at once
+        assert found[-1] == "data: [DONE]"
+
+    run_loop(main())
+
+
+def test_a_long_body_is_read_like_a_short_one() -> None:
+    async def main() -> None:
+        house = House(FakeBoards.answering("a"))
+        text = "word " * (INLINE_BODY_BYTES // 4)
+        response = await house("POST", CHAT, json=chat(text))
+        assert response.status_code == 200
+        (_, request) = house.boards.opened[0]
+        assert len(request.prompt_ids) > INLINE_BODY_BYTES // 4
+
+    run_loop(main())
+
+
+def test_every_choice_has_a_request_of_its_own() -> None:
+    async def main() -> None:
+        house = House(FakeBoards.answering("a", "b", text="x"))
+        response = await house("POST", CHAT, json=chat(n=3))
+        assert [c["index"] for c in response.json()["choices"]] == [0, 1, 2]
+        ids = sorted(request.request_id for _, request in house.boards.opened)
+        assert ids == [f"{response.json()['id']}/{k}" for k in range(3)]
+
+    run_loop(main())
+
+
+# -- refusals and failures ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        pytest.param(QueueFull(3, 7), 429, "queue_full", id="full"),
+        pytest.param(BoardFailed("a", "gone"), 503, "no_board", id="no board"),
+        pytest.param(SamplingFixed("1.2.3", ("top_p",)), 400, "sampling_fixed", id="sampling"),
+        pytest.param(ZeroDivisionError("secret"), 500, "internal_error", id="a bug"),
+    ],
+)
+def test_what_fails_before_the_answer_begins_has_its_own_status(
+    stream: bool, error: Exception, status: int, code: str
+) -> None:
+    async def main() -> None:
+        house = scripted(error)
+        response = await house("POST", CHAT, json=chat(stream=stream))
+        assert response.status_code == status
+        assert response.json()["error"]["code"] == code
+        assert ("retry-after" in response.headers) == (status in {429, 503})
+        assert "secret" not in response.text
+        house.expect_nothing_left()
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        pytest.param(EngineDied("a", "SIGSEGV"), "board_failed", id="the engine died"),
+        pytest.param(ZeroDivisionError("secret"), "internal_error", id="a bug"),
+    ],
+)
+def test_what_fails_in_mid_stream_ends_it_with_an_error_event(error: Exception, code: str) -> None:
+    async def main() -> None:
+        house = scripted(accepted("a"), Delta("half", (1,)), error)
+        response = await house("POST", CHAT, json=chat(stream=True))
+        assert response.status_code == 200
+        *_, last, done = events(response.text)
+        assert last["error"]["code"] == code
+        assert "half" in response.text
+        assert "secret" not in response.text
+        assert done == "data: [DONE]"
+        house.expect_nothing_left()
+        assert house.metric("rkserve_generation_errors_total", code=code) == 1
+        assert house.metric("rkserve_hang_ups_total") == 0
+
+    run_loop(main())
+
+
+def test_what_fails_before_a_whole_answer_is_complete_is_a_status() -> None:
+    async def main() -> None:
+        house = scripted(accepted("a"), Delta("half", (1,)), EngineDied("a", "SIGSEGV"))
+        response = await house("POST", CHAT, json=chat())
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert "half" not in response.text
+        house.expect_nothing_left()
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "status", "code"),
+    [
+        pytest.param({"content": b"x" * 2000}, 413, "body_too_large", id="too long"),
+        pytest.param(
+            {"content": b"", "headers": {"content-length": "9999999"}},
+            413,
+            "body_too_large",
+            id="announced too long",
+        ),
+        pytest.param(
+            {"content": b"{}", "headers": {"content-length": "many"}}, 400, None, id="no length"
+        ),
+        pytest.param({"content": b"[1]"}, 400, None, id="an array"),
+        pytest.param({"content": b'{"a":' * 5000}, 413, "body_too_large", id="deep and long"),
+    ],
+)
+def test_bodies_have_limits(kwargs: dict[str, Any], status: int, code: str | None) -> None:
+    async def main() -> None:
+        house = House(FakeBoards.answering("a"), RouterConfig(max_body_bytes=1024))
+        response = await house("POST", CHAT, **kwargs)
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+
+    run_loop(main())
+
+
+def test_a_body_in_chunks_is_cut_off_as_soon_as_it_is_too_long() -> None:
+    async def main() -> None:
+        house = House(FakeBoards.answering("a"), RouterConfig(max_body_bytes=1024))
+        sent = 0
+
+        async def endless() -> AsyncIterator[bytes]:
+            nonlocal sent
+            while True:
+                sent += 1
+                yield b"x" * 100
+
+        response = await asyncio.wait_for(house("POST", CHAT, content=endless()), 20)
+        assert response.status_code == 413
+        assert sent < 20
+
+    run_loop(main())
+
+
+def test_a_body_that_does_not_arrive_is_a_408() -> None:
+    async def main() -> None:
+        house = House(FakeBoards.answering("a"), RouterConfig(body_timeout_s=0.02))
+
+        async def slow() -> AsyncIterator[bytes]:
+            yield b'{"model":'
+            await asyncio.Event().wait()
+
+        response = await house("POST", CHAT, content=slow())
+        assert response.status_code == 408
+        assert response.json()["error"]["code"] == "body_too_slow"
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        pytest.param("GET", "/nothing", 404, id="an unknown path"),
+        pytest.param("GET", f"{CHAT}/", 404, id="a trailing slash"),
+        pytest.param("GET", "/docs", 404, id="the framework's page about the API"),
+        pytest.param("GET", "/redoc", 404, id="its other page about it"),
+        pytest.param("GET", CHAT, 405, id="a wrong method"),
+        pytest.param("PUT", "/v1/models", 405, id="another wrong method"),
+        pytest.param("GET", "/v1/models/some/one's", 404, id="a model id with a slash"),
+    ],
+)
+def test_the_framework_s_own_refusals_are_openai_s_object(
+    method: str, path: str, status: int
+) -> None:
+    async def main() -> None:
+        response = await House(FakeBoards.answering("a"))(method, path)
+        assert response.status_code == status
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+    run_loop(main())
+
+
+def test_routes_are_counted_by_pattern_and_not_by_what_clients_type() -> None:
+    async def main() -> None:
+        house = House(FakeBoards.answering("a"))
+        for path in ("/v1/models/one", "/v1/models/two", "/x", "/y"):
+            await house("GET", path)
+        pattern = "/v1/models/{model_id:path}"
+        assert house.metric("rkserve_requests_total", route=pattern, status="404") == 2
+        assert house.metric("rkserve_requests_total", route="unknown", status="404") == 2
+
+    run_loop(main())
+
+
+def test_a_bug_of_ours_is_counted_as_the_500_that_it_is() -> None:
+    async def main() -> None:
+        house = scripted(ZeroDivisionError("secret"))
+        response = await house("POST", CHAT, json=chat())
+        assert (response.status_code, "secret" in response.text) == (500, False)
+        assert house.metric("rkserve_requests_total", route=CHAT, status="500") == 1
+        house.expect_nothing_left()
+
+    run_loop(main())
+
+
+# -- lookups --------------------------------------------------------------------------------------
+
+
+def test_readiness_follows_the_boards_and_health_does_not() -> None:
+    async def main() -> None:
+        house = House(FakeBoards([]))
+        assert (await house("GET", "/health")).status_code == 200
+        assert (await house("HEAD", "/health")).status_code == 200
+        waiting = await house("GET", "/ready")
+        assert (waiting.status_code, waiting.headers["retry-after"]) == (503, "5")
+        assert "no board has joined yet" in waiting.json()["error"]["message"]
+        house.boards.reported = [report("a", state=BoardState.FAILED, reason="no such library")]
+        assert "no such library" in (await house("GET", "/ready")).json()["error"]["message"]
+        house.boards.reported = [report("a")]
+        assert (await house("GET", "/ready")).json() == {"status": "ready"}
+
+    run_loop(main())
+
+
+def test_models_list_their_boards_with_state_and_reason() -> None:
+    async def main() -> None:
+        house = House(FakeBoards([report("b"), report("a", state=BoardState.HUNG, reason="hm")]))
+        listed, adapter = (await house("GET", "/v1/models")).json()["data"]
+        assert adapter["id"] == "sim-chat:pirate"  # of the model folder
+        assert listed == (await house("GET", "/v1/models/sim-chat")).json()
+        states = [(b["id"], b["state"], b["reason"]) for b in listed["rkserve"]["boards"]]
+        assert states == [("a", "hung", "hm"), ("b", "ready", "")]
+
+    run_loop(main())
+
+
+def test_metrics_hold_the_boards_figures() -> None:
+    async def main() -> None:
+        house = House(FakeBoards([report("a", running=1, completion_tokens=70)]))
+        text = (await house("GET", "/metrics")).text
+        assert 'rkserve_board_running{board="a",model="sim-chat"} 1.0' in text
+        assert 'rkserve_completion_tokens_total{board="a",model="sim-chat"} 70.0' in text
+
+    run_loop(main())
+
+
+# -- hang-ups -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Exchange:
+    """One HTTP exchange as a server conducts it with an ASGI application."""
+
+    body: bytes
+    spec_version: str = "2.3"
+    sent: list[Message] = field(default_factory=list)
+    broken: bool = False
+
+    def __post_init__(self) -> None:
+        self.gone = asyncio.Event()
+        self._asked = False
+
+    @property
+    def scope(self) -> Scope:
+        """A POST of the body."""
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": self.spec_version},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": CHAT,
+            "raw_path": CHAT.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 2),
+        }
+
+    async def receive(self) -> Message:
+        """The body, and later the disconnect."""
+        if not self._asked:
+            self._asked = True
+            return {"type": "http.request", "body": self.body, "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        """Take a message, unless the connection is broken."""
+        if self.broken:
+            raise OSError("the connection is closed")
+        self.sent.append(message)
+
+    def text(self) -> str:
+        """What was sent so far."""
+        return b"".join(m.get("body", b"") for m in self.sent).decode()
+
+
+Leave = Callable[[Exchange, "asyncio.Task[None]"], None]
+
+
+def _says_so(exchange: Exchange, _: asyncio.Task[None]) -> None:
+    exchange.gone.set()
+
+
+def _cannot_be_sent_to(exchange: Exchange, _: asyncio.Task[None]) -> None:
+    exchange.broken = True
+
+
+def _is_cancelled(_: Exchange, task: asyncio.Task[None]) -> None:
+    task.cancel()  # what Ray Serve does with a request whose client is gone
+
+
+def endless() -> Iterable[Step]:
+    """A board that never comes to an end."""
+    return [accepted("a"), *(Delta(f"{k} ", (k,)) for k in range(100_000))]
+
+
+async def _leave_in_mid_stream(house: House, exchange: Exchange, leave: Leave) -> None:
+    await house.service.fleet.refresh()
+    call: Coroutine[Any, Any, None] = house.app(  # type: ignore[assignment] # it is one
+        exchange.scope, exchange.receive, exchange.send
+    )
+    task = asyncio.create_task(call)
+    await eventually(lambda: "20 " in exchange.text())
+    assert house.boards.running == 1
+    leave(exchange, task)
+    await eventually(lambda: house.boards.running == 0)
+    await asyncio.wait({task}, timeout=20)
+    assert task.cancelled() or task.exception() is None
+
+
+@pytest.mark.parametrize(
+    ("leave", "spec_version"),
+    [
+        pytest.param(_says_so, "2.3", id="the server says so"),
+        pytest.param(_cannot_be_sent_to, "2.4", id="sending fails"),
+        pytest.param(_is_cancelled, "2.3", id="the request is cancelled"),
+    ],
+)
+def test_a_client_that_leaves_a_stream_frees_the_board(leave: Leave, spec_version: str) -> None:
+    async def main() -> None:
+        house = scripted(*endless())
+        exchange = Exchange(json.dumps(chat(stream=True)).encode(), spec_version)
+        await _leave_in_mid_stream(house, exchange, leave)
+        house.expect_nothing_left()
+        assert house.boards.closed == ["replica of a"]
+        assert house.metric("rkserve_hang_ups_total") == 1
+        assert house.metric("rkserve_generation_errors_total", code="server_error") is None
+        house.boards.scripts["replica of a"] = [answer("a", "next")]
+        assert "next" in (await house("POST", CHAT, json=chat())).text
+
+    run_loop(main())
+
+
+def test_a_connection_that_breaks_before_the_first_byte_frees_the_board() -> None:
+    async def main() -> None:
+        house = scripted(*endless())
+        await house.service.fleet.refresh()
+        exchange = Exchange(json.dumps(chat(stream=True)).encode(), "2.4", broken=True)
+        await house.app(exchange.scope, exchange.receive, exchange.send)
+        house.expect_nothing_left()
+
+    run_loop(main())
+
+
+def test_a_client_that_leaves_while_it_sends_is_no_error_of_ours(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        house = House(FakeBoards.answering("a"))
+        exchange = Exchange(b"")
+        exchange.gone.set()
+
+        async def receive() -> Message:
+            if not exchange.sent:
+                return {"type": "http.disconnect"}
+            return await exchange.receive()
+
+        await house.app(exchange.scope, receive, exchange.send)
+        assert exchange.sent[0]["status"] == 400
+
+    run_loop(main())
+    assert "failed" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param([], id="before the board has accepted"),
+        pytest.param([accepted("a")], id="before the first token"),
+        pytest.param([accepted("a"), Delta("x", (1,))], id="in the middle"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_cancelled_request_frees_the_board_wherever_it_was(
+    steps: list[Step], stream: bool
+) -> None:
+    async def main() -> None:
+        house = scripted(*steps, asyncio.Event())
+        task = asyncio.create_task(house("POST", CHAT, json=chat(stream=stream)))
+        await eventually(lambda: house.boards.running)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+        await eventually(lambda: not house.boards.running)
+        house.expect_nothing_left()
+
+    run_loop(main())

@@ -1,0 +1,412 @@
+"""POST /v1/embeddings on scripted boards: answers, refusals, batches over boards, losses."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import math
+from array import array
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rkserve.config.serve_config import RouterConfig
+from rkserve.core.board_report import BoardState
+from rkserve.core.errors import BoardAsleep, BoardFailed, EngineDied, QueueFull, RunFailed
+from rkserve.core.messages import EmbedRequest
+from tests.support.boards.embedding_boards import MODEL, VectorBoards, embed_house, model, vector_of
+from tests.support.boards.fake_boards import eventually
+from tests.support.boards.own_time import run_loop
+from tests.support.http.router_house import House, house, send
+
+PATH = "/v1/embeddings"
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return model().renderer.counted(text, special=True)
+
+
+def unit(values: array[float]) -> list[float]:
+    length = math.sqrt(sum(value * value for value in values))
+    return [value / length for value in values]
+
+
+def post(of: House | None = None, **body: Any) -> Any:
+    return send(
+        of or embed_house(VectorBoards.of("a")), "POST", PATH, json={"model": MODEL, **body}
+    )
+
+
+def floats(answer: Any) -> list[list[float]]:
+    return [one["embedding"] for one in answer.json()["data"]]
+
+
+# -- answers --------------------------------------------------------------------------------------
+
+
+def test_a_text_becomes_a_vector_of_length_one() -> None:
+    answer = post(input="A cat sat on a mat")
+    body = answer.json()
+    ids = ids_of("A cat sat on a mat")
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-rkserve-board"] == "a"
+    assert answer.headers["x-weight-version"] == "default"
+    assert (body["object"], body["model"]) == ("list", MODEL)
+    assert body["usage"] == {"prompt_tokens": len(ids), "total_tokens": len(ids)}
+    ((kind, index),) = ((one["object"], one["index"]) for one in body["data"])
+    assert (kind, index) == ("embedding", 0)
+    assert floats(answer)[0] == pytest.approx(unit(vector_of(ids)), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "texts"),
+    [
+        pytest.param("one cat", [ids_of("one cat")], id="a string"),
+        pytest.param(["one", "two cats"], [ids_of("one"), ids_of("two cats")], id="strings"),
+        pytest.param([5, 6, 7], [(5, 6, 7)], id="ids"),
+        pytest.param([[5, 6], [7]], [(5, 6), (7,)], id="lists of ids"),
+        pytest.param(["one", [5, 6]], [ids_of("one"), (5, 6)], id="both"),
+    ],
+)
+def test_texts_come_as_strings_or_ids_and_their_vectors_in_their_order(
+    given: Any, texts: list[tuple[int, ...]]
+) -> None:
+    answer = post(input=given)
+    assert [one["index"] for one in answer.json()["data"]] == list(range(len(texts)))
+    for vector, ids in zip(floats(answer), texts, strict=True):
+        assert vector == pytest.approx(unit(vector_of(ids)), rel=1e-6)
+    assert answer.json()["usage"]["prompt_tokens"] == sum(map(len, texts))
+
+
+def test_base64_holds_the_same_float32_values() -> None:
+    plain = floats(post(input=["a cat", "a dog"], encoding_format="float"))
+    coded = post(input=["a cat", "a dog"], encoding_format="base64").json()["data"]
+    for one, values in zip(coded, plain, strict=True):
+        found = array("f", base64.b64decode(one["embedding"]))
+        assert found == array("f", values)  # nine digits tell float32 values apart
+
+
+def test_fewer_dimensions_are_the_first_ones_at_length_one_again() -> None:
+    (vector,) = floats(post(input="a cat", dimensions=2))
+    assert vector == pytest.approx(unit(vector_of(ids_of("a cat"))[:2]), rel=1e-6)
+
+
+def test_the_list_of_models_tells_who_makes_embeddings() -> None:
+    entry = send(embed_house(VectorBoards.of("a")), "GET", f"/v1/models/{MODEL}").json()
+    assert entry["rkserve"]["embedding"]["pooling"] == "last"
+    assert send(house(), "GET", "/v1/models/sim-chat").json()["rkserve"]["embedding"] is None
+
+
+def test_what_clients_send_along_changes_nothing() -> None:
+    plain = post(input="a cat").json()
+    assert post(input="a cat", user="me", encoding_format=None, dimensions=None).json() == plain
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        pytest.param({}, "input", id="no input"),
+        pytest.param({"input": ""}, "input", id="an empty text"),
+        pytest.param({"input": []}, "input", id="no texts"),
+        pytest.param({"input": ["a", ""]}, "input[1]", id="an empty text among others"),
+        pytest.param({"input": ["a", 5]}, "input[1]", id="an id among texts"),
+        pytest.param({"input": [5, "a"]}, "input[1]", id="a text among ids"),
+        pytest.param({"input": [[5], []]}, "input[1]", id="no ids"),
+        pytest.param({"input": [[5, 1.5]]}, "input[0][1]", id="no integer"),
+        pytest.param({"input": {"text": "a"}}, "input", id="an object"),
+        pytest.param({"input": [5, 10**9]}, "input[1]", id="no token"),
+        pytest.param({"input": ["a"] * 2049}, "input", id="too many texts"),
+        pytest.param({"input": "a", "encoding_format": "int8"}, "encoding_format", id="format"),
+        pytest.param({"input": "a", "dimensions": 0}, "dimensions", id="no dimension"),
+        pytest.param({"input": "a", "dimensions": 9}, "dimensions", id="more than there are"),
+        pytest.param({"input": "a", "dimensions": "2"}, "dimensions", id="dimensions as text"),
+        pytest.param(
+            {"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", id="cut"
+        ),
+        pytest.param({"input": "a", "priority": 10**6}, "priority", id="priority"),
+    ],
+)
+def test_what_cannot_be_served_is_a_400_that_names_it(body: dict[str, Any], param: str) -> None:
+    of = embed_house(VectorBoards.of("a"))
+    answer = post(of, **body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    of.expect_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        pytest.param("word " * 4097, "input", id="a text"),
+        pytest.param(["a", [5] * 4097], "input[1]", id="ids"),
+        pytest.param(["a", "x" * 2_000_000], "input[1]", id="a text that is hopelessly long"),
+    ],
+)
+def test_a_text_beyond_the_context_is_a_400_before_a_board_hears_of_any(
+    given: Any, param: str
+) -> None:
+    boards = VectorBoards.of("a")
+    answer = post(embed_house(boards), input=given)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (
+        400,
+        "context_length_exceeded",
+        param,
+    )
+    assert "4096" in error["message"]
+    assert boards.opened == []
+
+
+def test_a_text_may_fill_the_context() -> None:
+    assert post(input=[[5] * 4096]).json()["usage"]["prompt_tokens"] == 4096
+
+
+def test_a_model_whose_folder_says_nothing_of_embeddings_makes_none() -> None:
+    answer = send(house(), "POST", PATH, json={"model": "sim-chat", "input": "a"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "embedding_unsupported")
+    assert "'embedding' section" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        pytest.param(b"", 400, id="nothing"),
+        pytest.param(b"[1]", 400, id="no object"),
+        pytest.param(b'{"model": "sim-embed", "input": "\\ud800"}', 400, id="a lone surrogate"),
+        pytest.param(b'{"model": "sim-embed", "input": ' + b"[" * 5000, 400, id="deep"),
+        pytest.param(b'{"model": "sim-embed", "input": ["a", NaN]}', 400, id="NaN"),
+        pytest.param(b'{"model": "nobody", "input": "a"}', 404, id="unknown model"),
+        pytest.param(b'{"input": "a"}', 400, id="no model"),
+        pytest.param(
+            b'{"model": "sim-embed", "input": "a\\u0000b"}', 200, id="a NUL is a character"
+        ),
+    ],
+)
+def test_hostile_bodies_get_a_clear_answer(body: bytes, status: int) -> None:
+    of = embed_house(VectorBoards.of("a"))
+    answer = send(of, "POST", PATH, content=body)
+    assert answer.status_code == status, answer.text
+    of.expect_nothing_left()
+
+
+def test_a_client_beyond_its_limits_is_told_to_come_back(tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("key-of-somebody requests_per_minute=1\n", encoding="utf-8")
+    of = House(VectorBoards.of("a"), RouterConfig(api_keys_file=keys), model())
+    sent = {
+        "json": {"model": MODEL, "input": "a"},
+        "headers": {"authorization": "Bearer key-of-somebody"},
+    }
+    answers = [send(of, "POST", PATH, **sent) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 429]
+    assert send(of, "POST", PATH, json={"model": MODEL, "input": "a"}).status_code == 401
+
+
+# -- over boards ----------------------------------------------------------------------------------
+
+
+def test_a_batch_is_spread_over_all_boards_and_never_waits_in_more_places_than_there_are() -> None:
+    async def main() -> None:
+        boards = VectorBoards.of("a", "b", "c")
+        of = embed_house(boards)
+        texts = [f"text number {n} " + "cat " * (n % 7) for n in range(100)]
+        answer = await of("POST", PATH, json={"model": MODEL, "input": texts})
+        for vector, text in zip(floats(answer), texts, strict=True):
+            assert vector == pytest.approx(unit(vector_of(ids_of(text))), rel=1e-6)
+        assert {replica for replica, _ in boards.served} == {f"replica of {b}" for b in "abc"}
+        assert boards.most <= 3
+        assert sum(len(request.inputs) for _, request in boards.served) == 100
+        assert set(answer.headers["x-rkserve-board"].split(", ")) == {"a", "b", "c"}
+        assert of.metric("rkserve_embedded_texts_total", model=MODEL) == 100
+        of.expect_nothing_left()
+
+    run_loop(main())
+
+
+def test_boards_that_are_about_to_be_loaded_get_their_share_and_broken_ones_none() -> None:
+    boards = VectorBoards.of("a", "b", "c")
+    states = (BoardState.READY, BoardState.LOADING, BoardState.FAILED)
+    boards.reported = [
+        replace(one, state=state) for one, state in zip(boards.reported, states, strict=True)
+    ]
+    post(embed_house(boards), input=["one", "two", "three", "four"])
+    assert sorted(len(request.inputs) for _, request in boards.served) == [2, 2]
+
+
+def test_few_texts_go_to_as_many_boards() -> None:
+    boards = VectorBoards.of("a", "b", "c")
+    post(embed_house(boards), input=["one", "two", "three"])
+    assert [len(request.inputs) for _, request in boards.served] == [1, 1, 1]
+
+
+def test_two_long_texts_share_no_request() -> None:
+    boards = VectorBoards.of("a")
+    post(embed_house(boards), input=[[5] * 2000, [6], [7] * 2000, [8]])
+    sizes = sorted(sum(map(len, request.inputs)) for _, request in boards.served)
+    assert sizes == [2000, 2002]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before it accepts", "after it accepted"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(BoardFailed("a", "gone"), id="gone"),
+        pytest.param(EngineDied("a", "SIGSEGV"), id="died"),
+        pytest.param(RunFailed("a", "-1"), id="run failed"),
+    ],
+)
+def test_a_request_that_loses_its_board_is_made_by_another_one(loss: Exception, late: bool) -> None:
+    boards = VectorBoards.of("a", "b", late=late)
+    boards.losses = {"replica of a": [loss]}
+    of = embed_house(boards)
+    answer = post(of, input=[f"text {n}" for n in range(8)])
+    assert answer.status_code == 200
+    for n, vector in enumerate(floats(answer)):
+        assert vector == pytest.approx(unit(vector_of(ids_of(f"text {n}"))), rel=1e-6)
+    assert any(isinstance(one, EmbedRequest) for _, one in boards.opened)
+    assert answer.json()["usage"]["prompt_tokens"] == sum(
+        len(ids_of(f"text {n}")) for n in range(8)
+    )
+    of.expect_nothing_left()
+
+
+def test_a_text_that_two_boards_die_of_is_not_tried_on_a_third() -> None:
+    boards = VectorBoards.of("a", "b", "c")
+    boards.losses = {f"replica of {b}": [EngineDied(b, "SIGSEGV")] for b in "abc"}
+    boards.says = {("", "forgive"): lambda: None}
+    answer = post(embed_house(boards), input="poison")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "poison_request")
+    assert len(boards.opened) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        pytest.param(QueueFull(3, 7), 429, "queue_full", id="full"),
+        pytest.param(BoardAsleep("a", "it sleeps"), 503, "board_asleep", id="asleep"),
+    ],
+)
+def test_who_gets_no_place_is_told_so(error: Exception, status: int, code: str) -> None:
+    boards = VectorBoards.of("a", late=False)
+    boards.losses = {"replica of a": [error] * 100}
+    of = embed_house(boards)
+    answer = post(of, input=["a", "b"])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    of.expect_nothing_left()
+    assert of.metric("rkserve_generation_errors_total", code=code) == 1
+
+
+def test_a_queue_that_gets_full_meanwhile_does_not_cost_what_was_made() -> None:
+    boards = VectorBoards.of("a", late=False)
+    of = embed_house(boards)
+
+    async def main() -> None:
+        boards.gate = asyncio.Event()
+        asked = asyncio.create_task(
+            of("POST", PATH, json={"model": MODEL, "input": [[n] * 1500 for n in (5, 6, 7)]})
+        )
+        await eventually(lambda: boards.running)
+        boards.losses = {"replica of a": [QueueFull(3, 7)]}
+        boards.gate.set()
+        assert (await asked).status_code == 200
+        assert len(boards.served) == 3
+
+    run_loop(main())
+
+
+def test_a_hang_up_frees_all_boards_and_what_waits_is_withdrawn() -> None:
+    async def main() -> None:
+        boards = VectorBoards.of("a", "b", gate=asyncio.Event())
+        of = embed_house(boards)
+        texts = [[n] * 1500 for n in range(5, 15)]
+        asked = asyncio.create_task(of("POST", PATH, json={"model": MODEL, "input": texts}))
+        await eventually(lambda: boards.running == 2)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        await eventually(lambda: boards.running == 0)
+        of.expect_nothing_left()
+        assert len(boards.opened) == 2
+        assert of.metric("rkserve_hang_ups_total") == 1
+        assert of.service.homeless() == []
+
+    run_loop(main())
+
+
+def test_an_answer_that_is_not_ready_in_time_is_stopped() -> None:
+    async def main() -> None:
+        boards = VectorBoards.of("a", gate=asyncio.Event())
+        of = embed_house(boards)
+        answer = await of("POST", PATH, json={"model": MODEL, "input": "a", "timeout": 0.5})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+        of.expect_nothing_left()
+
+    run_loop(main())
+
+
+def test_what_waits_for_vectors_is_no_generation() -> None:
+    async def main() -> None:
+        boards = VectorBoards.of("a", gate=asyncio.Event())
+        of = embed_house(boards)
+        asked = asyncio.create_task(
+            of("POST", PATH, json={"model": MODEL, "input": [[5] * 1500, [6] * 1500]})
+        )
+        await eventually(lambda: boards.running)
+        assert of.service.homeless() == []
+        assert boards.gate is not None
+        boards.gate.set()
+        body = json.loads((await asked).content)
+        assert len(body["data"]) == 2
+
+    run_loop(main())
+
+
+# -- hidden states of all tokens ------------------------------------------------------------------
+
+
+def pool(of: House | None = None, **body: Any) -> Any:
+    made = of or embed_house(VectorBoards.of("a"))
+    return send(made, "POST", "/pooling", json={"model": MODEL, **body})
+
+
+def test_pooling_returns_a_row_for_each_token_as_it_was_computed() -> None:
+    boards = VectorBoards.of("a")
+    answer = pool(embed_house(boards), input=["A cat sat", "on"])
+    body = answer.json()
+    texts = [ids_of("A cat sat"), ids_of("on")]
+    assert [(one["index"], one["object"]) for one in body["data"]] == [
+        (0, "pooling"),
+        (1, "pooling"),
+    ]
+    for one, ids in zip(body["data"], texts, strict=True):
+        assert one["data"] == [list(vector_of((token_id,))) for token_id in ids], "not normalized"
+    tokens = sum(map(len, texts))
+    assert body["usage"] == {
+        "prompt_tokens": tokens,
+        "total_tokens": tokens,
+        "completion_tokens": 0,
+    }
+    assert (body["object"], body["model"], body["id"][:5]) == ("list", MODEL, "pool-")
+    assert [len(request.inputs) for _, request in boards.served] == [1, 1]
+    raw = pool(input="A cat sat", encoding_format="base64").json()["data"][0]["data"]
+    assert base64.b64decode(raw) == b"".join(vector_of((one,)).tobytes() for one in texts[0])
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": "x", "task": "classify"}, "task"),
+        ({"input": "x", "dimensions": 2}, "dimensions"),
+        ({"input": "x", "normalize": True}, "normalize"),
+        ({"input": "x", "messages": []}, "messages"),
+        ({}, "input"),
+        ({"input": ["x " * 1500] * 2}, "input"),
+    ],
+)
+def test_pooling_refuses_by_name_what_it_does_not_do(body: dict[str, Any], param: str) -> None:
+    answer = pool(**body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -1,0 +1,394 @@
+"""Stored responses at ASGI level: going on from them, reading and deleting them, and whose."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rkserve.api.responses.stored import Kept
+from rkserve.config.responses import ResponsesConfig
+from rkserve.config.serve_config import RouterConfig
+from rkserve.core.errors import BoardFailed, EngineDied
+from rkserve.core.messages import Delta, FinishReason
+from rkserve.router.stored_responses.store import Responses
+from tests.support.boards.fake_boards import (
+    FakeBoards,
+    Step,
+    accepted,
+    answer,
+    eventually,
+    finished,
+    report,
+)
+from tests.support.boards.own_time import run_loop
+from tests.support.http.router_house import House, send
+
+ROUTE = "/v1/responses"
+ABSENT = f"resp_{'0' * 32}"
+LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+Keys = dict[str, str]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "kept"
+
+
+@pytest.fixture
+def of(folder: Path) -> Iterator[House]:
+    made = storing(folder)
+    yield made
+    made.responses.close()
+
+
+def storing(folder: Path, *steps: Step, **config: Any) -> House:
+    """A Router that stores, on a board that says what the steps say, or "Hello"."""
+    boards = FakeBoards([report("a")], {"replica of a": [steps or answer("a", "Hel", "lo")]})
+    return House(boards, RouterConfig(**config), kept=folder)
+
+
+def ask(of: House, text: Any = "Hello", keys: Keys | None = None, **body: Any) -> Any:
+    body = {"model": "sim-chat", "input": text, **body}
+    response = send(of, "POST", ROUTE, json=body, headers=keys)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def prompt(of: House) -> tuple[int, ...]:
+    return of.boards.opened[-1][1].prompt_ids
+
+
+def error(response: Any) -> tuple[int, str | None, str | None]:
+    told = response.json()["error"]
+    return response.status_code, told["code"], told["param"]
+
+
+def streamed(text: str) -> list[dict[str, Any]]:
+    assert text.endswith("\n\ndata: [DONE]\n\n")
+    text = text.removesuffix("data: [DONE]\n\n")
+    return [json.loads(one.partition("data: ")[2]) for one in text.split("\n\n") if "data: " in one]
+
+
+def test_a_response_is_read_again_as_it_was_told(of: House) -> None:
+    told = ask(of, metadata={"a": "b"})
+    assert told["store"] is True
+    again = send(of, "GET", f"{ROUTE}/{told['id']}")
+    assert (again.status_code, again.json()) == (200, told)
+
+
+def test_a_follow_up_has_the_prompt_of_the_whole_conversation(of: House) -> None:
+    first = ask(of, "Who are you?", instructions="Be brief.")
+    second = ask(of, "Go on.", previous_response_id=first["id"], instructions="Sing.")
+    assert second["previous_response_id"] == first["id"]
+    followed = prompt(of)
+    turns = [
+        {"role": "user", "content": "Who are you?"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Go on."},
+    ]
+    ask(of, turns, instructions="Sing.", store=False)
+    assert followed == prompt(of), "the instructions before are not carried over"
+    ask(of, "And on.", previous_response_id=second["id"])
+    followed = prompt(of)
+    turns += [{"role": "assistant", "content": "Hello"}, {"role": "user", "content": "And on."}]
+    ask(of, turns, store=False)
+    assert followed == prompt(of)
+
+
+def test_calls_and_their_results_go_on_from_each_other(folder: Path) -> None:
+    call = '<tool_call>\n{"name": "look", "arguments": {"at":  1}}\n</tool_call>'
+    of = storing(folder, accepted("a"), Delta(call, (7,)), finished(1))
+    first = ask(of, "Look!", tools=[LOOK])
+    (item,) = first["output"]
+    result = {"type": "function_call_output", "call_id": item["call_id"], "output": "dark"}
+    ask(of, [result], previous_response_id=first["id"], tools=[LOOK])
+    followed = prompt(of)
+    ask(of, [{"role": "user", "content": "Look!"}, item, result], tools=[LOOK], store=False)
+    assert followed == prompt(of)
+    of.responses.close()
+
+
+def test_items_of_earlier_responses_may_be_referred_to(of: House) -> None:
+    first = ask(of, [{"role": "user", "content": "Who?"}, {"role": "user", "content": "You!"}])
+    listed = send(of, "GET", f"{ROUTE}/{first['id']}/input_items?order=asc").json()["data"]
+    ids = [one["id"] for one in [*listed, *first["output"]]]
+    references = [{"type": "item_reference", "id": one} for one in ids]
+    second = ask(of, [*references, {"role": "user", "content": "Go on."}])
+    by_reference = prompt(of)
+    ask(of, "Go on.", previous_response_id=first["id"])
+    assert by_reference == prompt(of)
+    # What was referred to is part of the response that did.
+    assert send(of, "DELETE", f"{ROUTE}/{first['id']}").status_code == 200
+    ask(of, "And on.", previous_response_id=second["id"])
+    gone = {"model": "sim-chat", "input": references}
+    assert error(send(of, "POST", ROUTE, json=gone)) == (404, "item_not_found", "input")
+
+
+@pytest.mark.parametrize("name", ["msg_1", "resp_", f"msg_{'0' * 32}_0", "", "\x00", "x" * 10_000])
+def test_a_reference_to_nothing_is_a_404_or_400(of: House, name: str) -> None:
+    body = {"model": "sim-chat", "input": [{"type": "item_reference", "id": name}]}
+    response = send(of, "POST", ROUTE, json=body)
+    assert response.status_code == (404 if name else 400)
+    assert len(response.text) < 500
+
+
+@pytest.mark.parametrize("name", [ABSENT, "resp_1", "\x00", "x" * 10_000, "'; DROP TABLE"])
+def test_going_on_from_nothing_is_openai_s_error(of: House, name: str) -> None:
+    body = {"model": "sim-chat", "input": "Hello", "previous_response_id": name}
+    response = send(of, "POST", ROUTE, json=body)
+    expected = (404, "previous_response_not_found", "previous_response_id")
+    assert error(response) == expected
+    assert len(response.text) < 500
+    assert of.boards.opened == []
+    of.expect_nothing_left()
+
+
+def test_a_conversation_whose_beginning_was_deleted_cannot_go_on(of: House) -> None:
+    first = ask(of)
+    second = ask(of, "Go on.", previous_response_id=first["id"])
+    assert send(of, "DELETE", f"{ROUTE}/{first['id']}").json() == {
+        "id": first["id"],
+        "object": "response",
+        "deleted": True,
+    }
+    body = {"model": "sim-chat", "input": "x", "previous_response_id": second["id"]}
+    response = send(of, "POST", ROUTE, json=body)
+    assert error(response)[:2] == (404, "previous_response_not_found")
+    assert first["id"] in response.json()["error"]["message"]
+    assert send(of, "GET", f"{ROUTE}/{second['id']}").status_code == 200
+    (item,) = send(of, "GET", f"{ROUTE}/{second['id']}/input_items").json()["data"]
+    assert item["content"] == [{"type": "input_text", "text": "Go on."}]
+
+
+@pytest.mark.parametrize("path", [ABSENT, f"{ABSENT}/input_items", "resp_x", "%00", "x" * 5000])
+def test_what_is_not_kept_is_a_404(of: House, path: str) -> None:
+    assert error(send(of, "GET", f"{ROUTE}/{path}"))[:2] == (404, "response_not_found")
+    if not path.endswith("items"):
+        assert send(of, "DELETE", f"{ROUTE}/{path}").status_code == 404
+
+
+def test_input_items_are_listed_with_those_before(of: House) -> None:
+    first = ask(of, "One")
+    second = ask(of, "Two", previous_response_id=first["id"])
+    route = f"{ROUTE}/{second['id']}/input_items"
+    told = send(of, "GET", route).json()
+    texts = [item["content"][0]["text"] for item in told["data"]]
+    assert (texts, told["has_more"]) == (["Two", "Hello", "One"], False)
+    page = send(of, "GET", f"{route}?limit=1&order=asc").json()
+    assert (page["data"][0]["content"][0]["text"], page["has_more"]) == ("One", True)
+    rest = send(of, "GET", f"{route}?order=asc&after={page['last_id']}").json()
+    assert [item["content"][0]["text"] for item in rest["data"]] == ["Hello", "Two"]
+    assert (rest["first_id"], rest["last_id"]) == (rest["data"][0]["id"], rest["data"][1]["id"])
+    empty = send(of, "GET", f"{route}?order=asc&after={rest['last_id']}").json()
+    assert (empty["data"], empty["first_id"]) == ([], None)
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        pytest.param("limit=0", "limit", id="none"),
+        pytest.param("limit=101", "limit", id="too many"),
+        pytest.param("limit=1e1", "limit", id="no whole number"),
+        pytest.param(f"limit={'9' * 5000}", "limit", id="a long number"),
+        pytest.param("order=up", "order", id="an order that there is not"),
+        pytest.param("after=msg_1", "after", id="after nothing"),
+    ],
+)
+def test_a_list_that_cannot_be_given_is_a_400(of: House, query: str, param: str) -> None:
+    told = ask(of)
+    response = send(of, "GET", f"{ROUTE}/{told['id']}/input_items?{query}")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_a_response_that_is_over_is_not_streamed_again(of: House) -> None:
+    path = f"{ROUTE}/{ask(of)['id']}"
+    assert send(of, "GET", f"{path}?stream=false").status_code == 200
+    assert error(send(of, "GET", f"{path}?stream=true")) == (400, None, "stream")
+
+
+def test_a_response_is_its_key_s_alone(tmp_path: Path, folder: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\ntwo\n", encoding="utf-8")
+    of = storing(folder, api_keys_file=file, admin_key="root")
+    one, two, admin = ({"authorization": f"Bearer {key}"} for key in ("one", "two", "root"))
+    told = ask(of, keys=one)
+    path = f"{ROUTE}/{told['id']}"
+    item = {"type": "item_reference", "id": told["output"][0]["id"]}
+    for other in (two, admin):
+        assert send(of, "GET", path, headers=other).status_code == 404
+        assert send(of, "GET", f"{path}/input_items", headers=other).status_code == 404
+        assert send(of, "DELETE", path, headers=other).status_code == 404
+        body = {"model": "sim-chat", "input": "x", "previous_response_id": told["id"]}
+        assert send(of, "POST", ROUTE, json=body, headers=other).status_code == 404
+        body = {"model": "sim-chat", "input": [item]}
+        assert send(of, "POST", ROUTE, json=body, headers=other).status_code == 404
+    for method in ("GET", "DELETE"):
+        assert send(of, method, path).status_code == 401
+    assert send(of, "GET", path, headers=one).json() == told
+    assert ask(of, keys=admin)["store"] is True
+    of.responses.close()
+
+
+@pytest.mark.parametrize(
+    ("setting", "said", "stored"),
+    [
+        pytest.param("default", {}, True, id="as OpenAI"),
+        pytest.param("default", {"store": True}, True, id="asked for"),
+        pytest.param("default", {"store": False}, False, id="refused"),
+        pytest.param("asked", {}, False, id="only where asked"),
+        pytest.param("asked", {"store": True}, True, id="and asked"),
+        pytest.param("never", {"store": True}, False, id="never"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_what_is_kept_is_told(
+    folder: Path, setting: Any, said: dict[str, Any], stored: bool, stream: bool
+) -> None:
+    of = storing(folder, responses=ResponsesConfig(store=setting))
+    body = {"model": "sim-chat", "input": "Hello", "stream": stream, **said}
+    response = send(of, "POST", ROUTE, json=body)
+    told = streamed(response.text)[-1]["response"] if stream else response.json()
+    assert told["store"] is stored
+    found = send(of, "GET", f"{ROUTE}/{told['id']}")
+    assert (found.status_code == 200) is stored
+    if setting == "never":
+        body["previous_response_id"] = told["id"]
+        assert error(send(of, "POST", ROUTE, json=body))[:2] == (400, "unsupported_parameter")
+        assert not folder.exists()
+    of.responses.close()
+
+
+@pytest.mark.parametrize(
+    ("ends", "status"),
+    [
+        pytest.param([finished(1)], "completed", id="its end"),
+        pytest.param([finished(1, FinishReason.LENGTH)], "incomplete", id="the limit"),
+        pytest.param([finished(1, FinishReason.ABORT)], "cancelled", id="an abort"),
+        pytest.param([EngineDied("a", "SIGSEGV")], "failed", id="the loss of its board"),
+    ],
+)
+def test_a_stored_stream_says_how_it_ended(folder: Path, ends: list[Step], status: str) -> None:
+    of = storing(folder, accepted("a"), Delta("half", (1,)), *ends, max_continuations=0)
+    body = {"model": "sim-chat", "input": "Hello", "stream": True}
+    last = streamed(send(of, "POST", ROUTE, json=body).text)[-1]["response"]
+    found = send(of, "GET", f"{ROUTE}/{last['id']}").json()
+    assert found == last
+    assert (found["status"], found["output"][0]["content"][0]["text"]) == (status, "half")
+    assert (found["error"] is None) == (status != "failed")
+    of.responses.close()
+
+
+def test_a_stream_whose_client_went_away_is_kept_as_cancelled(folder: Path) -> None:
+    of = storing(folder, accepted("a"), Delta("half", (1,)), asyncio.Event())
+    kept: list[Kept] = []
+
+    async def main() -> None:
+        body = {"model": "sim-chat", "input": "Hello", "stream": True}
+        task = asyncio.create_task(of("POST", ROUTE, json=body))
+        await eventually(lambda: of.boards.running)
+        await asyncio.sleep(1.0)
+        (request_id,) = {request.request_id for _, request in of.boards.opened}
+        task.cancel()
+        await asyncio.wait({task})
+        response_id = request_id.partition("/")[0]
+
+        # It was handed to the one thread before this is.
+        kept.extend(await of.responses.chain_here("anybody", response_id, None))
+
+    run_loop(main())
+    assert kept[0].response["status"] == "cancelled"
+    assert kept[0].response["output"][0]["content"][0]["text"] == "half"
+    of.responses.close()
+
+
+def test_what_fails_as_a_whole_leaves_nothing(folder: Path) -> None:
+    of = storing(folder, accepted("a"), Delta("half", (1,)), EngineDied("a", "SIGSEGV"))
+    assert send(of, "POST", ROUTE, json={"model": "sim-chat", "input": "x"}).status_code == 503
+    (_, request) = of.boards.opened[0]
+    response_id = request.request_id.partition("/")[0]
+    assert send(of, "GET", f"{ROUTE}/{response_id}").status_code == 404
+    of.responses.close()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_broken_disk_costs_no_answer_and_is_told(folder: Path, stream: bool) -> None:
+    folder.write_text("a file in its place")
+    of = storing(folder)
+    body = {"model": "sim-chat", "input": "Hello", "stream": stream}
+    response = send(of, "POST", ROUTE, json=body)
+    told = streamed(response.text)[-1]["response"] if stream else response.json()
+    assert (told["status"], told["store"]) == ("completed", False)
+    assert error(send(of, "GET", f"{ROUTE}/{told['id']}"))[:2] == (503, "responses_failed")
+    follow = {"model": "sim-chat", "input": "x", "previous_response_id": told["id"]}
+    assert error(send(of, "POST", ROUTE, json=follow))[:2] == (503, "responses_failed")
+    folder.unlink()  # mended, it is used without a restart
+    again = ask(of)
+    assert send(of, "GET", f"{ROUTE}/{again['id']}").status_code == 200
+    of.expect_nothing_left()
+    of.responses.close()
+
+
+def test_a_conversation_that_is_longer_than_a_body_may_be_is_refused(folder: Path) -> None:
+    of = storing(folder, max_body_bytes=20_000)
+    told: dict[str, Any] = {"id": None}
+    for _ in range(2):
+        told = ask(of, "word " * 1200, previous_response_id=told["id"])
+    body = {"model": "sim-chat", "input": "word " * 1200, "previous_response_id": told["id"]}
+    told = ask(of, "word " * 1200, previous_response_id=told["id"])
+    body["previous_response_id"] = told["id"]
+    assert error(send(of, "POST", ROUTE, json=body))[:2] == (413, "body_too_large")
+    assert send(of, "GET", f"{ROUTE}/{told['id']}").status_code == 200
+    of.responses.close()
+
+
+class Others:
+    """The Routers of other nodes."""
+
+    def __init__(self, *responses: Responses) -> None:
+        self.responses, self.away = responses, False
+
+    async def kept_chain(self, owner: str, response_id: str, most_bytes: int | None) -> list[Kept]:
+        if self.away:
+            raise BoardFailed("other Routers", "no answer")
+        found = [await one.chain_here(owner, response_id, most_bytes) for one in self.responses]
+        return max(found, key=len)
+
+    async def forget_response(self, owner: str, response_id: str) -> bool:
+        return any([await one.forget_here(owner, response_id) for one in self.responses])
+
+
+def test_routers_of_other_nodes_are_asked_for_what_is_not_here(tmp_path: Path) -> None:
+    houses = [storing(tmp_path / name) for name in ("one", "two")]
+    others = Others(*(one.responses for one in houses))
+    for one in houses:
+        one.responses._peers = others
+    first, second = houses
+    told: dict[str, Any] = {"id": None}
+    for turn in range(4):  # each on the other node than the one before
+        told = ask(houses[turn % 2], f"Turn {turn}", previous_response_id=told["id"])
+    assert send(first, "GET", f"{ROUTE}/{told['id']}").json() == told
+    listed = send(first, "GET", f"{ROUTE}/{told['id']}/input_items?order=asc").json()["data"]
+    texts = [item["content"][0]["text"] for item in listed]
+    assert texts == ["Turn 0", "Hello", "Turn 1", "Hello", "Turn 2", "Hello", "Turn 3"]
+    assert send(first, "DELETE", f"{ROUTE}/{told['id']}").status_code == 200
+    for one in houses:
+        assert send(one, "GET", f"{ROUTE}/{told['id']}").status_code == 404
+    others.away = True
+    assert send(second, "GET", f"{ROUTE}/{ABSENT}").status_code == 503
+    for one in houses:
+        one.responses.close()
+
+
+def test_where_nothing_is_kept_any_more_what_was_is_removed(folder: Path) -> None:
+    of = storing(folder)
+    ask(of)
+    of.responses.close()
+    assert (folder / "responses.sqlite3").exists()
+    never = storing(folder, responses=ResponsesConfig(store="never"))
+    run_loop(never.responses.forget_old())
+    assert not (folder / "responses.sqlite3").exists()

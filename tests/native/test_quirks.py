@@ -1,0 +1,62 @@
+"""The quirk table: safe by default, overridden by name only."""
+
+from __future__ import annotations
+
+import pytest
+
+from rkserve.core.errors import ConfigError
+from rkserve.native.quirks import NAMES, TABLE, quirks_for
+from rkserve.native.releases import ACCEPTED
+
+
+def test_names_are_unique_and_every_quirk_says_what_it_is() -> None:
+    assert len(NAMES) == len(TABLE)
+    assert [quirk.name for quirk in TABLE if len(quirk.what) < 40] == []
+    assert [quirk.name for quirk in TABLE if set(quirk.by_release) - set(ACCEPTED)] == []
+
+
+@pytest.mark.parametrize("release", ACCEPTED)
+def test_trust_is_given_only_where_a_reason_is_known(release: str) -> None:
+    trusted = {
+        "append_tokens_with_history",
+        "waiting_token_id_valid",
+        "prompt_cache_save_with_history",
+    }
+    if release != "1.2.1":
+        trusted |= {"run_async"}
+    if release == "1.3.0":
+        trusted |= {
+            "eos_uint32_misread",
+            "thinking_ends_run",
+            "return_2_frees_buffer",
+            "init_may_crash",
+            "drain_by_limit",
+        }
+    values = quirks_for(release)
+    assert {name for name, value in values.items() if value} == trusted
+    assert set(values) == NAMES
+
+
+def test_an_override_replaces_one_value() -> None:
+    values = quirks_for("1.3.0", {"pause_with_history": True, "eos_uint32_misread": False})
+    changed = {name for name, value in values.items() if value != quirks_for("1.3.0")[name]}
+    assert changed == {"pause_with_history", "eos_uint32_misread"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        pytest.param({"pause_with_histroy": True}, "pause_with_histroy", id="a misspelt name"),
+        pytest.param({"abort_in_callback": "yes"}, "must be true or false", id="a string"),
+        pytest.param({"abort_in_callback": 1}, "must be true or false", id="a number"),
+    ],
+)
+def test_a_wrong_override_is_refused_by_name(overrides: dict[str, bool], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        quirks_for("1.2.3", overrides)
+
+
+def test_the_values_cannot_be_changed_behind_our_back() -> None:
+    values = quirks_for("1.2.3")
+    with pytest.raises(TypeError):
+        values["abort_in_callback"] = True  # type: ignore[index]

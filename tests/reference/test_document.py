@@ -1,0 +1,282 @@
+"""The declaration of the HTTP API: it is complete, and what it says of answers is so."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from jsonschema import Draft202012Validator
+
+from rkserve.api.admin import caches, generations, lora, sleep, weights
+from rkserve.api.admin import pause as cluster
+from rkserve.config.serve_config import RouterConfig
+from rkserve.core.errors import OperationConflict
+from rkserve.reference.asked import ARTIFACT, HOLD, PLACES, REGISTER, REST, RESUME, UPLOAD
+from rkserve.reference.document import document
+from rkserve.reference.endpoints import JSON, Access, Endpoint, Errors
+from rkserve.reference.page import HOST, curl
+from rkserve.reference.table import SCHEMAS, endpoints
+from tests.support.boards.own_time import run_loop
+from tests.support.http.reference_house import ReferenceHouse
+
+ENDPOINTS = endpoints()
+KEYS = "secret-key"
+STREAMED = [one for one in ENDPOINTS if one.answers[0].pieces]
+
+
+def ident(one: Endpoint) -> str:
+    return f"{one.method} {one.path}"
+
+
+@pytest.fixture
+def of(tmp_path: Path) -> Iterator[ReferenceHouse]:
+    made = ReferenceHouse(tmp_path / "kept")
+    made.remember()
+    yield made
+    made.responses.close()
+
+
+def routes(of: ReferenceHouse) -> set[tuple[str, str]]:
+    """Method and path of every route of the application."""
+    app: Any = of.app
+    while not hasattr(app, "routes"):  # beneath what stands around the framework's application
+        app = app._app
+    return {
+        (method, route.path.replace(":path}", "}"))
+        for route in app.routes
+        for method in route.methods
+    }
+
+
+def url_of(one: Endpoint) -> str:
+    return one.path.format(**one.example.path)
+
+
+def call(of: ReferenceHouse, one: Endpoint, **changes: Any) -> httpx.Response:
+    """Make the call of an endpoint's example."""
+    example = one.example
+    given: dict[str, Any] = {"params": dict(example.query), "headers": dict(example.headers)}
+    if example.file is not None:
+        given["content"] = b"weights"
+    elif example.body is not None:
+        given["json"] = example.body
+    answer: httpx.Response = run_loop(of(one.method, url_of(one), **{**given, **changes}))
+    return answer
+
+
+def closed(schema: Any) -> Any:
+    """The schema with no more keys than it names: what an answer has is declared."""
+    if isinstance(schema, list):
+        return [closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {name: closed(value) for name, value in schema.items()}
+    if isinstance(made.get("properties"), dict) and "type" in made:
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+CLOSED = closed(SCHEMAS)
+
+
+@cache
+def validator(written: str) -> Draft202012Validator:
+    """What holds values to a schema, written as JSON; making one takes longer than using it."""
+    return Draft202012Validator({"components": {"schemas": CLOSED}, **closed(json.loads(written))})
+
+
+def check(value: Any, schema: Any) -> None:
+    errors = sorted(validator(json.dumps(schema)).iter_errors(value), key=str)
+    assert not errors, "\n".join(f"{e.json_path}: {e.message[:300]}" for e in errors)
+
+
+def media_of(response: httpx.Response) -> str:
+    return str(response.headers.get("content-type", "")).partition(";")[0]
+
+
+def test_every_route_is_declared_and_every_endpoint_exists(of: ReferenceHouse) -> None:
+    declared = [(one.method, one.path) for one in ENDPOINTS]
+    assert set(declared) == routes(of)
+    assert len(declared) == len(set(declared))
+
+
+def test_a_router_without_the_page_declares_none(tmp_path: Path) -> None:
+    of = ReferenceHouse(tmp_path, RouterConfig(page=False))
+    assert {(one.method, one.path) for one in endpoints(page=False)} == routes(of)
+    answer = run_loop(of("GET", "/openapi.json"))
+    assert answer.json() == json.loads(json.dumps(document(page=False)))
+    assert "/page/{name}" not in answer.json()["paths"]
+
+
+@pytest.mark.parametrize("one", ENDPOINTS, ids=ident)
+def test_the_example_is_answered_as_declared(of: ReferenceHouse, one: Endpoint) -> None:
+    response = call(of, one)
+    assert response.status_code == one.example.status, response.text
+    (answer,) = [found for found in one.answers if found.status == response.status_code]
+    if not answer.content:
+        assert response.content == b""
+        return
+    media = media_of(response)
+    assert media in answer.content
+    if media == JSON:
+        check(response.json(), answer.content[media])
+
+
+@pytest.mark.parametrize("one", STREAMED, ids=ident)
+def test_a_stream_has_the_pieces_that_are_declared(of: ReferenceHouse, one: Endpoint) -> None:
+    body = {**one.example.body, "stream": True}
+    if one.path == "/v1/chat/completions":
+        body["stream_options"] = {"include_usage": True}
+    response = call(of, one, json=body)
+    media = media_of(response)
+    lines = [line for line in response.text.splitlines() if line]
+    if media == "text/event-stream":
+        lines = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
+    assert len(lines) > 2
+    for line in lines:
+        check(json.loads(line), one.answers[0].pieces[media])
+
+
+@pytest.mark.parametrize("one", [one for one in ENDPOINTS if one.body], ids=ident)
+def test_a_body_that_is_no_object_is_refused_as_declared(of: ReferenceHouse, one: Endpoint) -> None:
+    refused = call(of, one, json=[], params={}, headers={}, content=None)
+    assert refused.status_code == 400
+    assert 400 in one.errors
+    check(refused.json(), SCHEMAS[one.shape.value])
+
+
+@pytest.mark.parametrize("one", ENDPOINTS, ids=ident)
+def test_who_may_call_is_declared(tmp_path: Path, one: Endpoint) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"{KEYS}\n", encoding="utf-8")
+    config = RouterConfig(api_keys_file=str(keys), admin_key="admin-key")
+    of = ReferenceHouse(tmp_path / "kept", config)
+    refused = {Access.OPEN: None, Access.CLIENT: 401, Access.OPERATOR: 403}[one.access]
+    status = call(of, one).status_code
+    if refused is None:
+        assert status == 200
+    else:
+        assert status == refused
+        assert refused in one.errors
+    of.responses.close()
+
+
+def test_a_change_that_fails_tells_why_as_declared(of: ReferenceHouse) -> None:
+    of.head.says["perform"] = OperationConflict("Another one goes on.")
+    (pause,) = [one for one in ENDPOINTS if one.path == "/pause"]
+    refused = call(of, pause)
+    assert refused.status_code == 409
+    check(refused.json(), SCHEMAS[Errors.OPENAI.value])
+
+
+def test_the_document_is_valid_and_refers_to_what_is_there() -> None:
+    made = document()
+    names = [one["operationId"] for path in made["paths"].values() for one in path.values()]
+    assert len(names) == len(set(names)) == len(ENDPOINTS)
+    text = json.dumps(made)
+    parts = made["components"]
+    for kind in ("schemas", "responses"):
+        for name in {one.partition('"')[0] for one in text.split(f"#/components/{kind}/")[1:]}:
+            assert name in parts[kind]
+    for schema in SCHEMAS.values():
+        Draft202012Validator.check_schema(schema)
+    for one in ENDPOINTS:
+        placed = {each.name for each in one.parameters if each.place == "path"}
+        assert placed == {part[1:-1] for part in one.path.split("/") if part.startswith("{")}
+
+
+@pytest.mark.parametrize("one", [one for one in ENDPOINTS if one.body], ids=ident)
+def test_the_example_s_body_fits_its_own_schema(one: Endpoint) -> None:
+    assert one.body is not None
+    if one.example.body is not None:
+        schema = one.body.content[JSON]
+        whole = {"components": {"schemas": SCHEMAS}, **schema}
+        Draft202012Validator(whole).validate(one.example.body)
+
+
+def asked_by(method: str, path: str) -> set[str]:
+    """The keys that a strict body takes."""
+    (one,) = [found for found in ENDPOINTS if (found.method, found.path) == (method, path)]
+    assert one.body is not None
+    schema = one.body.content[JSON]
+    if "$ref" in schema:
+        schema = SCHEMAS[schema["$ref"].rpartition("/")[2]]
+    assert schema["additionalProperties"] is False
+    return set(schema["properties"])
+
+
+@pytest.mark.parametrize(
+    ("path", "kinds"),
+    [
+        ("/pause", cluster._PAUSE),
+        ("/pause_generation", cluster._HOLD),
+        ("/resume", cluster._RESUME),
+        ("/abort_requests", cluster._ABORT),
+        ("/reset_prefix_cache", cluster._RESET),
+        ("/update_weight_version", cluster._LABEL),
+        ("/sleep", sleep._SLEEP),
+        ("/wake_up", sleep._WAKE),
+        ("/v1/models/load", cluster.COMMON),
+        ("/v1/models/unload", sleep._UNLOAD),
+        ("/v1/lora_adapters", lora._REGISTER),
+        ("/v1/load_lora_adapter", lora._LOAD),
+        ("/v1/unload_lora_adapter", lora._UNLOAD),
+        ("/v1/lora_adapters/{name}/rollout", lora._NAMED),
+        ("/v1/lora_adapters/{name}/promote", cluster.COMMON),
+        ("/receive_weight_update", weights._UPDATE),
+        ("/update_weights_from_disk", weights._DISK),
+        ("/v1/weights", weights._WEIGHTS),
+        ("/v1/cache/kv/clear", caches._CLEAR),
+        ("/v1/cache/{model}", caches._BUILD),
+        ("/v1/generations/{generation}/edit", generations._EDIT),
+        ("/v1/generations/{generation}/abort", generations._CHOICE),
+    ],
+)  # the very tables that refuse unknown keys are what the declaration is compared with
+def test_keys_of_changes_are_those_that_are_read(path: str, kinds: Any) -> None:
+    assert asked_by("POST", path) == set(kinds)
+
+
+def test_shared_lists_of_keys_are_those_that_are_read() -> None:
+    assert set(PLACES) == set(cluster.PLACES)
+    assert set(RESUME) == set(cluster._RESUME)
+    assert set(HOLD) == set(cluster._HOLD)
+    assert set(REST) == set(sleep._REST)
+    assert set(ARTIFACT) == set(lora._ARTIFACT)
+    assert set(REGISTER) == set(lora._REGISTER)
+    assert set(UPLOAD) == set(lora._UPLOAD)
+
+
+@pytest.mark.parametrize("one", ENDPOINTS, ids=ident)
+def test_the_command_of_an_example_is_the_example(one: Endpoint) -> None:
+    words = shlex.split(curl(one).replace("\\\n", ""))
+    assert words[0] == "curl"
+    (url,) = [word for word in words if word.startswith(HOST)]
+    assert url.partition("?")[0] == f"{HOST}{url_of(one)}"
+    if one.example.body is not None:
+        assert json.loads(words[words.index("-d") + 1]) == one.example.body
+
+
+def test_anthropic_s_keys_are_in_the_list_of_models(of: ReferenceHouse) -> None:
+    told = run_loop(of("GET", "/v1/models")).json()
+    names = [one["id"] for one in told["data"]]
+    assert names == ["sim-chat", "sim-chat:tone", "sim-chat:pirate", "sim-embed"]
+    assert (told["first_id"], told["last_id"], told["has_more"]) == (names[0], names[-1], False)
+    assert [one["display_name"] for one in told["data"]] == names
+    assert {one["type"] for one in told["data"]} == {"model"}
+
+
+def test_an_adapter_that_names_no_model_is_for_the_only_one_that_generates(
+    of: ReferenceHouse,
+) -> None:
+    (push,) = [one for one in ENDPOINTS if ident(one) == "POST /v1/lora_adapters"]
+    query = {name: value for name, value in push.example.query.items() if name != "model"}
+    assert call(of, push, params=query).status_code == 200
+    refused = call(of, push, params={**query, "model": "sim-chat,sim-embed"})
+    assert refused.status_code == 400
+    assert "one of 'sim-chat', 'sim-embed'" in refused.json()["error"]["message"]

@@ -1,0 +1,230 @@
+"""Odd requests to every endpoint: each is answered with a status that is declared, and its schema.
+
+``make fuzz`` makes requests at random; these are those that no JSON Schema leads to.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+
+from rkserve.core.run_params import Guide
+from rkserve.reference.endpoints import JSON, OCTETS, Endpoint
+from rkserve.reference.table import SCHEMAS
+from rkserve.router.grammar_check import Guiding
+from rkserve.sampling.grammar import refusal
+from tests.reference.test_document import ENDPOINTS, check, ident, media_of
+from tests.support.boards.own_time import run_loop
+from tests.support.http.reference_house import ReferenceHouse
+
+# As they stand in the path; the last ones lead elsewhere where somebody resolves them.
+NAMES = {
+    "NUL": "%00",
+    "no UTF-8": "%ff",
+    "surrogate": "%ED%A0%80",
+    "emoji": quote("🐟"),
+    "line break": "a%0d%0ab",
+    "right to left": quote("\u202eabc"),
+    "long": "a" * 4000,
+    "percent": "%25s%7B0%7D",
+    "blank": "%20",
+    "up": "..%2f..%2fetc%2fpasswd",
+}
+# As they stand in JSON, in the place of each value.
+VALUES = {
+    "null": "null",
+    "true": "true",
+    "huge": "1" + "0" * 400,
+    "digits": "9" * 5000,
+    "small": "-1" + "0" * 30,
+    "exponent": "1e999",
+    "float": "1.5e-320",
+    "2**63": str(2**63),
+    "NaN": "NaN",
+    "surrogate": '"\\ud800"',
+    "NUL": '"a\\u0000b"',
+    "empty": '""',
+    "blank": '" "',
+    "long": json.dumps("é" * 5000),
+    "place": '"../../etc/passwd"',
+    "format": '"{0}%s{{x}}"',
+    "list": "[]",
+    "nulls": "[null, null]",
+    "lists": "[[[[]]]]",
+    "deep": "[" * 150 + "]" * 150,
+    "too deep": "[" * 5000 + "]" * 5000,
+    "object": '{"": null}',
+    "token": "[4294967296, -1]",
+}
+HOLE = "<hole>"
+BODIES = {
+    "nothing": b"",
+    "blank": b" \n",
+    "no UTF-8": b'{"model": "\xff"}',
+    "byte order mark": b'\xef\xbb\xbf{"model": "sim-chat"}',
+    "UTF-16": '{"model": "sim-chat"}'.encode("utf-16"),
+    "NUL": b"\0",
+    "cut": b'{"model": "sim-',
+    "two": b"{}{}",
+    "text": b'"text"',
+    "twice": b'{"model": "sim-chat", "model": 5}',
+    "unknown": b'{"no such key \xf0\x9f\x90\x9f": 1}',
+}
+TYPES = ("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", OCTETS, "é")
+WITH_BODY = [one for one in ENDPOINTS if one.body is not None]
+WITH_PATH = [one for one in ENDPOINTS if one.example.path]
+
+
+class Here(Guiding):
+    """Tries grammars in this process: for another one the time of these tests does not wait."""
+
+    async def _tried(self, guide: Guide) -> str | None:
+        return refusal(guide)
+
+
+@pytest.fixture
+def of(tmp_path: Path) -> Iterator[ReferenceHouse]:
+    made = ReferenceHouse(tmp_path / "kept")
+    made.service.guiding = Here()
+    made.remember()
+    yield made
+    made.responses.close()
+
+
+def expect_declared(one: Endpoint, response: httpx.Response, what: str) -> None:
+    """The answer is one of those that the endpoint declares."""
+    status = response.status_code
+    told = f"{what}: {status} {response.text[:300]}"
+    assert status != 500, told
+    for answer in one.answers:
+        if answer.status == status:
+            media = media_of(response)
+            if answer.content:
+                assert media in answer.content, told
+            if media == JSON and answer.content:
+                check(response.json(), answer.content[media])
+            return
+    assert status in one.errors, told
+    if one.method != "HEAD":
+        check(response.json(), SCHEMAS[one.shape.value])
+
+
+def holes(value: Any) -> Iterator[Any]:
+    """The value with a hole in the place of each part of it, and of all of it."""
+    yield HOLE
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from ({**value, name: cut} for cut in holes(inner))
+    elif isinstance(value, list):
+        for at, inner in enumerate(value):
+            yield from ([*value[:at], cut, *value[at + 1 :]] for cut in holes(inner))
+
+
+def every_key(one: Endpoint) -> dict[str, Any]:
+    """Each key that a body may have, to stand alone beside those of the example.
+
+    Grammars are tried in a process of their own, and read by one function for all dialects.
+    """
+    assert one.body is not None
+    schema = one.body.content[JSON]
+    if "$ref" in schema:
+        schema = SCHEMAS[schema["$ref"].rpartition("/")[2]]
+    names = schema["properties"]
+    guides = [] if one.path == "/v1/chat/completions" else [n for n in names if "guided" in n]
+    return dict.fromkeys((name for name in names if name not in guides), HOLE)
+
+
+@pytest.mark.parametrize("one", WITH_PATH, ids=ident)
+def test_odd_names_in_the_path(of: ReferenceHouse, one: Endpoint) -> None:
+    async def main() -> None:
+        for placed in one.example.path:
+            for what, name in NAMES.items():
+                path = one.path.format(**{**one.example.path, placed: name})
+                body = {} if one.example.body is None else {"json": one.example.body}
+                response = await of(one.method, path, **body)
+                # A slash makes it the path of another endpoint, or of none.
+                if "%2f" not in name or response.status_code not in (404, 405):
+                    expect_declared(one, response, what)
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize("one", WITH_BODY, ids=ident)
+def test_odd_values_in_the_body(of: ReferenceHouse, one: Endpoint) -> None:
+    async def main() -> None:
+        example = one.example.body or {}
+        bodies = [*holes(example), *({**example, name: HOLE} for name in every_key(one))]
+        for text in dict.fromkeys(json.dumps(body) for body in bodies):
+            for what, value in VALUES.items():
+                content = text.replace(f'"{HOLE}"', value)
+                url = one.path.format(**one.example.path)
+                response = await of(
+                    one.method, url, content=content.encode(), headers={"content-type": JSON}
+                )
+                expect_declared(one, response, f"{what} in {text}")
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize("one", WITH_BODY, ids=ident)
+def test_odd_bodies_and_types(of: ReferenceHouse, one: Endpoint) -> None:
+    async def main() -> None:
+        url = one.path.format(**one.example.path)
+        for what, body in BODIES.items():
+            response = await of(one.method, url, content=body, headers={"content-type": JSON})
+            expect_declared(one, response, what)
+        written = json.dumps(one.example.body).encode()
+        for kind in TYPES:
+            given = {"content-type": kind.encode("latin-1")}
+            response = await of(one.method, url, content=written, headers=given)
+            expect_declared(one, response, kind)
+
+    run_loop(main())
+
+
+@pytest.mark.parametrize("one", ENDPOINTS, ids=ident)
+def test_odd_queries_and_headers(of: ReferenceHouse, one: Endpoint) -> None:
+    async def main() -> None:
+        url = one.path.format(**one.example.path)
+        body = {} if one.example.body is None else {"json": one.example.body}
+        names = [each.name for each in one.parameters if each.place == "query"]
+        for name in [*names, "limit", ""]:
+            for what, value in {**NAMES, **VALUES}.items():
+                text = value if what in NAMES else quote(value[:4000])
+                response = await of(one.method, f"{url}?{name}={text}&{name}", **body)
+                expect_declared(one, response, f"{what} as {name}")
+        for each in one.parameters:
+            if each.place == "header":
+                for value in ("", " ", "é", "a" * 4000, "nan", "-1", "1e999", "0", "\t,;"):
+                    given = {each.name: value.encode("latin-1")}
+                    response = await of(one.method, url, headers=given, **body)
+                    expect_declared(one, response, f"{value} in {each.name}")
+
+    run_loop(main())
+
+
+PATHS = sorted({one.path for one in ENDPOINTS})
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_other_methods_are_a_405_that_says_which_there_are(of: ReferenceHouse, path: str) -> None:
+    here = [one for one in ENDPOINTS if one.path == path]
+    url = path.format(**here[0].example.path)
+    for method in {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND"} - {
+        one.method for one in here
+    }:
+        response = run_loop(of(method, url))
+        if response.status_code == 405:
+            check(response.json(), SCHEMAS[here[0].shape.value])
+            assert response.headers["allow"] == ", ".join(sorted(one.method for one in here))
+            assert len(response.headers.get_list("allow")) == 1
+        else:  # the path is somebody's name to another endpoint
+            others = [one for one in ENDPOINTS if one.method == method and "{" in one.path]
+            assert response.status_code in (200, 400, 404)
+            assert any(url.startswith(one.path.partition("{")[0]) for one in others)

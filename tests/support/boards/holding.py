@@ -1,0 +1,179 @@
+"""A simulated board that is told what the cluster shall be, and clients whose answers are known."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rkserve.board.board import Board
+from rkserve.core.board_report import GenerationState
+from rkserve.core.desired_state import (
+    AdapterLine,
+    AdapterVersion,
+    Adoption,
+    Desired,
+    InFlight,
+    Pause,
+    PauseMode,
+    Scope,
+)
+from rkserve.core.messages import AdapterRef, Delta, GenerateRequest
+from rkserve.native.sim import adapters as sim_adapters
+from tests.support.boards.board_bench import Listener, collect, until
+from tests.support.sim.sim_board import CALM, FOLDER, GREEDY, TOKENIZER, Sim, words
+
+LINE = "tone"
+PACE = 0.02  # about a millisecond a token
+SAYING = "The tide of the river and the old lamp"
+
+
+def version_of(content: bytes, version: str, name: str = LINE) -> AdapterVersion:
+    ref = AdapterRef(name, version, hashlib.sha256(content).hexdigest())
+    return AdapterVersion(ref, len(content))
+
+
+@dataclass
+class Governed:
+    """A board, what it was told last, and the versions of one adapter that it has."""
+
+    board: Board
+    sim: Sim
+    desired: Desired = field(default_factory=Desired)
+    versions: dict[str, AdapterVersion] = field(default_factory=dict)
+    number: int = 0
+
+    def stage(self, name: str, seed: int) -> AdapterVersion:
+        return self.stage_content(name, sim_adapters.render("Tone", seed=seed))
+
+    def stage_content(self, name: str, content: bytes) -> AdapterVersion:
+        version = self.versions[name] = version_of(content, name)
+        staged = self.board.staged
+        staged.begin(version)
+        staged.chunk(version.ref.digest, 0, content)
+        staged.commit(version)
+        return version
+
+    async def tell(self, **changes: Any) -> Adoption:
+        self.desired = replace(self.desired, epoch=self.desired.epoch + 1, **changes)
+        return await self.board.adopt(self.desired)
+
+    async def hold(
+        self,
+        mode: PauseMode = PauseMode.KEEP,
+        adapter: str | None = None,
+        *,
+        clear: bool = False,
+        expires_s: float | None = None,
+    ) -> Adoption:
+        pause = Pause("op", Scope(adapter=adapter), mode, clear, 0.0, expires_s)
+        return await self.tell(pauses=(pause,))
+
+    async def release(self) -> Adoption:
+        return await self.tell(pauses=())
+
+    async def serve(
+        self, active: str, in_flight: InFlight = InFlight.PIN, **changes: Any
+    ) -> Adoption:
+        line = AdapterLine(
+            FOLDER.id,
+            LINE,
+            self.versions[active],
+            in_flight=in_flight,
+            epoch=self.desired.epoch + 1,
+            kept=tuple(self.versions.values()),
+        )
+        return await self.tell(lines=(line,), **changes)
+
+    def ask(self, said: str = SAYING, max_tokens: int = 60, **extra: Any) -> Listener:
+        self.number += 1
+        request = GenerateRequest(
+            f"g{self.number}/0", FOLDER.id, words(said), max_tokens, sampling=GREEDY, **extra
+        )
+        return Listener(self.board, request)
+
+    def state(self, client: Listener) -> GenerationState:
+        found = [
+            info.state
+            for info in self.board.generations()
+            if info.request_id == client.asked.request_id
+        ]
+        return found[0] if found else GenerationState.ENDED
+
+    def stand(self, tokens: int) -> None:
+        """Let runs stand still after so many tokens, until the board interrupts one or ``pace``."""
+        self.sim.gate(f"token:{tokens}", then=self.pace)
+
+    async def said(self, client: Listener, tokens: int) -> None:
+        """Wait until that client, who has just asked, has so many tokens; then see ``stand``."""
+        self.stand(tokens)
+        await until(lambda: len(client.ids) >= tokens)
+
+    def pace(self) -> None:
+        """Let runs go on."""
+        self.sim.pace(PACE)
+
+    def kill(self) -> None:
+        os.kill(self.board.report().engine_pid, signal.SIGKILL)
+
+
+@asynccontextmanager
+async def governed(
+    place: Path, release: str = "1.3.0", n_batch: int = 1, **changes: Any
+) -> AsyncIterator[Governed]:
+    sim = Sim(place, release, sampling=GREEDY)
+    sim.pace(PACE)
+    settings: dict[str, Any] = {
+        "patience": CALM,
+        "n_batch": n_batch,
+        # Long enough for those who ask together to run together on a machine that is busy.
+        "batch_window_s": 0.1,
+        "queue_limit": 64,
+        "staged_dir": place / "staged",
+        "max_adapters": 8,
+        "crash_limit": 1000,
+        "vocab_size": TOKENIZER.get_vocab_size(),
+        **changes,
+    }
+    async with sim.board(**settings) as board:
+        yield Governed(board, sim)
+
+
+class Oracle:
+    """What the simulated model says, by a board of its own that nobody interrupts."""
+
+    def __init__(self, told: Governed) -> None:
+        self._told = told
+
+    async def says(
+        self, ids: tuple[int, ...], count: int, ref: AdapterRef | None = None
+    ) -> list[int]:
+        asked = GenerateRequest("oracle", FOLDER.id, ids, count, sampling=GREEDY, adapter=ref)
+        events = await collect(self._told.board.generate(asked))
+        return [one for event in events if isinstance(event, Delta) for one in event.token_ids]
+
+    async def check(self, client: Listener, versions: dict[str, AdapterVersion]) -> None:
+        """Every token is what its version says after what was there before it."""
+        assert client.finished is not None, client.error
+        assert client.text == TOKENIZER.decode(client.ids, skip_special_tokens=True)
+        spans = client.finished.versions
+        borders = [0, *(span.end for span in spans)]
+        assert borders == [*(span.start for span in spans), len(client.ids)]
+        for span in spans:
+            name = span.version.removeprefix(f"{LINE}@")
+            ref = versions[name].ref if name in versions else None
+            assert (ref is None) == (span.version == "default"), span
+            before = (*client.asked.prompt_ids, *client.ids[: span.start])
+            expected = await self.says(before, span.end - span.start, ref)
+            assert client.ids[span.start : span.end] == expected, span
+
+
+async def rest(seconds: float = 0.03) -> None:
+    """Let the board do what it would, were it not held."""
+    await asyncio.sleep(seconds)

@@ -1,0 +1,136 @@
+"""A scripted Coordinator that obeys ``HeadLink``: it keeps what it was asked, and says what a test
+tells it to. By default every operation succeeds on the boards that it is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rkserve.control.artifact_manifest import Claim
+from rkserve.control.calls import Call, Outcome
+from rkserve.control.operations import (
+    BoardResult,
+    Operation,
+    OperationKind,
+    OperationState,
+    ResultStatus,
+)
+from rkserve.core.desired_state import AdapterLine, AdapterVersion, Desired, KeptCache
+from rkserve.core.errors import CoordinatorAway, OperationNotFound
+from rkserve.core.messages import AdapterRef
+
+DIGEST = "d" * 64
+
+
+def version(name: str = "tone", called: str = "v1", size_bytes: int = 7) -> AdapterVersion:
+    """A version whose digest tells its name."""
+    digest = (called.encode().hex() + DIGEST)[:64]
+    return AdapterVersion(AdapterRef(name, called, digest), size_bytes)
+
+
+def line(name: str = "tone", active: str | None = "v1", **rest: Any) -> AdapterLine:
+    """A line of the simulated model's."""
+    found = None if active is None else version(name, active)
+    return AdapterLine("sim-chat", name, found, **{"epoch": 3, **rest})
+
+
+@dataclass
+class FakeHead:
+    """The Coordinator. ``says`` has answers by method: a value, an error, or a function."""
+
+    desired: Desired = field(default_factory=Desired)
+    says: dict[str, Any] = field(default_factory=dict)
+    results: Mapping[str, BoardResult] = field(
+        default_factory=lambda: {"a": BoardResult(ResultStatus.OK, 12.5)}
+    )
+    away: bool = False
+    asked: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+    parts: list[bytes] = field(default_factory=list)
+
+    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        assert timeout_s > 0
+        if self.away:
+            raise CoordinatorAway("The Coordinator cannot be reached (test).")
+        if method != "desired":
+            self.asked.append((method, args))
+        await asyncio.sleep(0)
+        said = self.says[method] if method in self.says else getattr(self, f"_{method}")
+        if isinstance(said, Exception):
+            raise said
+        found = said(*args) if callable(said) else said
+        return await found if asyncio.iscoroutine(found) else found
+
+    @property
+    def calls(self) -> list[Call]:
+        """The changes that were asked for."""
+        return [args[0] for method, args in self.asked if method == "perform"]
+
+    def outcome(self, call: Call, status: int = 200, **changes: Any) -> Outcome:
+        """What a call that went well came to."""
+        known: dict[str, Any] = {
+            "state": OperationState.SUCCEEDED,
+            "params": call.params,
+            "who": call.who,
+            "key": call.key,
+            "epoch": self.desired.epoch,
+            "results": self.results,
+            "phases": (("stopping", 12.0), ("stopping", 0.5)),
+        }
+        operation = Operation(f"op-{len(self.calls)}", call.kind, **{**known, **changes})
+        return Outcome(status, operation)
+
+    async def _desired(self, after_epoch: int, wait_s: float) -> Desired:
+        if self.desired.epoch == after_epoch:
+            await asyncio.sleep(min(wait_s, 0.01))
+        return self.desired
+
+    def _perform(self, call: Call) -> Outcome:
+        if call.background:
+            return self.outcome(call, 202, state=OperationState.RUNNING, results={})
+        return self.outcome(call)
+
+    def _operations(self, limit: int) -> list[Operation]:
+        return [Operation(f"op-{n}", OperationKind.PAUSE) for n in range(min(limit, 2))]
+
+    def _operation(self, name: str) -> Operation:
+        raise OperationNotFound(name)
+
+    def _operation_by_key(self, _key: str) -> Operation | None:
+        return None
+
+    def _keep_cache(self, _cache: KeptCache) -> None:
+        pass
+
+    def _drop_cache(self, _model: str, _name: str) -> bool:
+        return False
+
+    def _kept_caches(self, _model: str) -> list[dict[str, object]]:
+        return []
+
+    def _audit(self, limit: int) -> list[dict[str, Any]]:
+        return [{"who": "local", "kind": "pause"}][:limit]
+
+    def _metrics(self) -> bytes:
+        return b"rkserve_desired_epoch 3.0\n"
+
+    def _upload_begin(self, _claim: Claim) -> str:
+        return "upload-1"
+
+    def _upload_part(self, _upload: str, offset: int, data: bytes) -> int:
+        assert offset == sum(map(len, self.parts)), "a part is missing or came twice"
+        self.parts.append(data)
+        return offset + len(data)
+
+    def _upload_end(self, _upload: str, _manifest: Mapping[str, Any]) -> AdapterVersion:
+        return version("tone", "v2", sum(map(len, self.parts)))
+
+    def _upload_abort(self, _upload: str) -> None:
+        self.parts.clear()
+
+    def _register_path(self, _path: str, claim: Claim, _scale: float) -> AdapterVersion:
+        return version(claim.name, claim.version or "dddddddddddd")
+
+    _register_url = _register_path

@@ -1,0 +1,227 @@
+"""A Router with all that its reference speaks of: two models, boards and a Coordinator that have
+something to say to every call, and a stored response. Examples and ``make fuzz`` run against it.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rkserve.api import gradio
+from rkserve.api.responses.stored import Kept
+from rkserve.config.serve_config import RouterConfig
+from rkserve.control.artifact_metadata import FoundWeights
+from rkserve.control.operations import Operation, OperationKind
+from rkserve.core.board_report import CacheEntry, GenerationInfo, GenerationState, KvReport
+from rkserve.core.desired_state import BaseVersion, Desired
+from rkserve.core.errors import ArtifactNotFound, GenerationNotFound, OperationNotFound
+from rkserve.core.messages import ControlAction, Kv
+from rkserve.core.metrics import RouterMetrics
+from rkserve.http.app import make_app
+from rkserve.http.gradio_routes import GradioCalls, PendingCall
+from rkserve.reference.dialects import EVENT
+from rkserve.router.coordinator_client import Cluster
+from rkserve.router.dispatch.build import open_dispatch, open_fleet
+from rkserve.router.service import Service
+from rkserve.router.stored_responses.sqlite import ResponseStore
+from rkserve.router.stored_responses.store import Responses
+from tests.support.boards.embedding_boards import VectorBoards
+from tests.support.boards.embedding_boards import model as embedding_model
+from tests.support.boards.fake_boards import FakeBoards, answer
+from tests.support.cluster.fake_head import FakeHead, line
+from tests.support.http.router_house import MAX_ADAPTER_BYTES, MAX_MODEL_BYTES
+from tests.support.http.router_house import model as chat_model
+
+CHAT, EMBED = "sim-chat", "sim-embed"
+BOARD = "sim-0"
+GENERATION = "chatcmpl-1"
+RESPONSE = f"resp_{'0' * 32}"
+OPERATION = "op-1"
+BASE = BaseVersion(CHAT, "step-7", "b" * 64, 5678)
+_AFTER = {
+    ControlAction.PAUSE: GenerationState.PAUSED,
+    ControlAction.EDIT: GenerationState.PAUSED,
+    ControlAction.RESUME: GenerationState.GENERATING,
+    ControlAction.ABORT: GenerationState.ABORTING,
+}
+
+
+def chat_boards() -> FakeBoards:
+    """A board that answers, holds one paused generation, and has caches."""
+    boards = FakeBoards.answering(BOARD)
+    boards.scripts = {f"replica of {BOARD}": [answer(BOARD, "Hel", "lo")]}
+    boards.says = {
+        ("", "generations"): [],
+        ("", "control"): GenerationNotFound(GENERATION),
+        ("", "caches"): [],
+        ("", "delete_cache"): False,
+        ("", "kv"): kv,
+        ("", "clear_kv"): lambda _keep: kv("cleared"),
+        ("", "build_cache"): lambda name, _ids, _ref: cache(name),
+        ("", "forgive"): None,
+        (f"replica of {BOARD}", "generations"): [info()],
+        (f"replica of {BOARD}", "control"): control,
+        (f"replica of {BOARD}", "caches"): [cache("doc"), cache(None)],
+        (f"replica of {BOARD}", "delete_cache"): lambda name: name == "doc",
+    }
+    return boards
+
+
+def talking_head() -> FakeHead:
+    """A Coordinator that knows an adapter, base weights and an operation."""
+    says = {
+        "find_weights": found_weights,
+        "register_model": BASE,
+        "operation": found_operation,
+        "upload_end_model": BASE,
+        "upload_part": lambda _upload, offset, data: offset + len(data),
+    }
+    return FakeHead(desired=Desired(lines=(line(),)), says=says)
+
+
+def found_weights(_model: str, artifact: str) -> FoundWeights:
+    if artifact == f"{CHAT}@step-7":
+        return FoundWeights(BASE)
+    raise ArtifactNotFound("There are no such weights.", "artifact")
+
+
+def found_operation(name: str) -> Operation:
+    if name == OPERATION:
+        return Operation(name, OperationKind.PAUSE)
+    raise OperationNotFound(name)
+
+
+def info(state: GenerationState = GenerationState.PAUSED) -> GenerationInfo:
+    """The generation that is there."""
+    return GenerationInfo(
+        f"{GENERATION}/0",
+        BOARD,
+        CHAT,
+        state,
+        prompt_tokens=5,
+        tokens=3,
+        context_tokens=8,
+        kv_positions=7,
+        partial_output="Hello",
+        kv=Kv.KEPT,
+    )
+
+
+def control(
+    generation: str, action: ControlAction, _edit: object, choice: int | None
+) -> list[GenerationInfo]:
+    if generation != GENERATION or choice not in (None, 0):
+        raise GenerationNotFound(generation)
+    return [info(_AFTER[action])]
+
+
+def kv(status: str = "ok") -> KvReport:
+    return KvReport(BOARD, CHAT, (100,), 4096, 1000, status)
+
+
+def cache(name: str | None) -> CacheEntry:
+    return CacheEntry(BOARD, CHAT, name, 500, 3000)
+
+
+_ITEM = {
+    "id": f"msg_{'0' * 32}_i0",
+    "type": "message",
+    "status": "completed",
+    "role": "user",
+    "content": [{"type": "input_text", "text": "Hello"}],
+}
+_RESPONSE: dict[str, Any] = {
+    "id": RESPONSE,
+    "object": "response",
+    "created_at": 1_700_000_000,
+    "completed_at": None,
+    "status": "completed",
+    "background": False,
+    "error": None,
+    "incomplete_details": None,
+    "model": CHAT,
+    "output": [],
+    "truncation": "disabled",
+    "usage": None,
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "temperature": 0.8,
+    "top_p": 0.9,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "service_tier": "default",
+    "safety_identifier": None,
+    "prompt_cache_key": None,
+    "parallel_tool_calls": True,
+    "max_tool_calls": None,
+    "tool_choice": "auto",
+    "tools": [],
+    "reasoning": {"effort": None, "summary": None},
+    "text": {"format": {"type": "text"}},
+    "top_logprobs": 0,
+    "previous_response_id": None,
+    "store": True,
+}
+
+
+@dataclass
+class ReferenceHouse:
+    """The Router. ``kept`` is where its responses are stored."""
+
+    kept: Path
+    config: RouterConfig = field(default_factory=RouterConfig)
+    head: FakeHead = field(default_factory=talking_head)
+
+    def __post_init__(self) -> None:
+        self.boards = {"chat": chat_boards(), "embed": VectorBoards.of("e")}
+        self.boards["embed"].says = dict(self.boards["chat"].says)
+        fleet = open_fleet(self.config, self.boards, {"chat": CHAT, "embed": EMBED})
+        self.cluster = Cluster(self.head, fleet.obey)
+        metrics = RouterMetrics(CollectorRegistry())
+        dispatch = open_dispatch(self.config, fleet, metrics, random.Random(5))
+        models = {CHAT: chat_model(), EMBED: embedding_model()}
+        self.service = Service(self.config, models, dispatch, self.cluster, metrics)
+        self.responses = Responses(self.config, self.kept)
+        posted = GradioCalls()
+        call = gradio.GradioCall(gradio.CHAT, ("Hello", [], "", "", 0))
+        posted.keep(PendingCall(EVENT, "anybody", call, 100))
+        limits = (MAX_ADAPTER_BYTES, MAX_MODEL_BYTES)
+        self.app: ASGIApp = make_app(self.service, *limits, self.responses, gradio=posted)
+
+    def remember(self) -> None:
+        """Have the response stored that examples speak of."""
+        store = ResponseStore(self.kept, 1 << 20, 3600.0)
+        store.write("anybody", Kept(RESPONSE, None, (_ITEM,), _RESPONSE))
+        store.close()
+
+    async def refresh(self) -> None:
+        """Hear boards and Coordinator."""
+        await self.service.fleet.refresh()
+        await self.cluster.refresh()
+
+    async def __call__(self, method: str, url: str, **rest: Any) -> httpx.Response:
+        """Make one request from this machine."""
+        await self.refresh()
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.request(method, url, **rest)
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application as a server calls it; it hears of its boards when it starts."""
+        if scope["type"] != "lifespan":
+            await self.app(scope, receive, send)
+            return
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                await self.refresh()
+            await send({"type": f"{message['type']}.complete"})
+            if message["type"] == "lifespan.shutdown":
+                return

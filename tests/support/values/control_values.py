@@ -1,0 +1,139 @@
+"""Values of the control plane for its tests: a small world, so that random changes meet."""
+
+from __future__ import annotations
+
+import hashlib
+
+from hypothesis import strategies as st
+
+from rkserve.control.operations import (
+    BoardResult,
+    Operation,
+    OperationError,
+    OperationKind,
+    OperationState,
+    Phase,
+    ResultStatus,
+)
+from rkserve.control.params import Json
+from rkserve.core.desired_state import (
+    AdapterLine,
+    AdapterVersion,
+    BaseVersion,
+    Desired,
+    InFlight,
+    Pause,
+    PauseMode,
+    Rebase,
+    Scope,
+    SleepLevel,
+    Weights,
+)
+from rkserve.core.messages import AdapterRef
+
+MODELS = ("small", "large")
+NAMES = ("law", "med")
+BOARDS = ("b1", "b2", "b3", "b4")
+SESSIONS = tuple(f"session-{n}" for n in range(8))
+
+
+def version(name: str, label: str, content: str = "", scale: float = 1.0) -> AdapterVersion:
+    """An adapter version; another ``content`` is another file under the same names."""
+    digest = hashlib.sha256(f"{name}/{label}/{content}".encode()).hexdigest()
+    return AdapterVersion(AdapterRef(name, label, digest, scale), 1000 + len(content))
+
+
+models = st.sampled_from(MODELS)
+names = st.sampled_from(NAMES)
+labels = st.sampled_from(("v1", "v2", "v3", "v4", "v5"))
+contents = st.sampled_from(("", "", "", "other"))
+versions = st.builds(version, names, labels, contents)
+some_boards = st.lists(st.sampled_from(BOARDS), unique=True, max_size=3).map(tuple)
+scopes = st.builds(
+    Scope,
+    st.lists(models, unique=True, max_size=2).map(tuple),
+    some_boards,
+    st.none() | names,
+)
+times = st.integers(0, 40).map(float)
+pauses = st.builds(
+    Pause,
+    st.sampled_from(tuple(f"op-{n}" for n in range(6))),
+    scopes,
+    st.sampled_from(PauseMode),
+    st.booleans(),
+    times,
+    st.none() | times,
+    st.none() | st.sampled_from(SleepLevel),
+    st.booleans(),
+)
+lines = st.builds(
+    AdapterLine,
+    models,
+    names,
+    st.none() | versions,
+    st.none() | versions,
+    st.none() | versions,
+    st.lists(versions, max_size=3).map(tuple),
+    some_boards,
+    st.floats(0, 1),
+    st.sampled_from(InFlight),
+    st.integers(0, 9),
+    st.lists(st.sampled_from(("v1", "v2", "v3")), max_size=2, unique=True).map(tuple),
+)
+bases = st.none() | st.builds(
+    BaseVersion, models, labels, st.sampled_from(("a" * 64, "b" * 64)), st.integers(1, 1 << 40)
+)
+rebases = st.none() | st.builds(Rebase, bases, labels, some_boards, st.booleans())
+weights = st.builds(
+    Weights,
+    models,
+    st.text(min_size=1, max_size=5),
+    st.none() | st.integers(),
+    bases,
+    rebases,
+    st.sampled_from(InFlight),
+)
+desires = st.builds(
+    Desired,
+    st.integers(0, 1 << 40),
+    st.lists(pauses, max_size=4).map(tuple),
+    st.lists(lines, max_size=3, unique_by=lambda one: (one.model, one.name)).map(tuple),
+    st.lists(weights, max_size=2).map(tuple),
+)
+json_values: st.SearchStrategy[Json] = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+objects = st.dictionaries(st.text(max_size=5), json_values, max_size=3)
+results = st.builds(
+    BoardResult,
+    st.sampled_from(ResultStatus),
+    st.floats(0, 1e9),
+    st.text(max_size=5),
+    st.text(max_size=5),
+    objects,
+)
+operations = st.builds(
+    Operation,
+    id=st.text(min_size=1, max_size=8),
+    kind=st.sampled_from(OperationKind),
+    state=st.sampled_from(OperationState),
+    phase=st.sampled_from(Phase),
+    params=objects,
+    who=st.text(max_size=5),
+    created_s=st.floats(0, 1e10),
+    finished_s=st.none() | st.floats(0, 1e10),
+    epoch=st.integers(0, 1 << 40),
+    key=st.none() | st.text(max_size=5),
+    fingerprint=st.text(max_size=5),
+    results=st.dictionaries(st.sampled_from(BOARDS), results),
+    phases=st.lists(st.tuples(st.text(max_size=5), st.floats(0, 1e9)), max_size=3).map(tuple),
+    error=st.none()
+    | st.builds(OperationError, st.integers(400, 599), st.text(max_size=5), st.text(max_size=9)),
+)

@@ -1,0 +1,113 @@
+"""A stream at the Router: every event is read, and then how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+
+from rkserve.core.errors import BoardFailed, RkserveError
+from rkserve.core.messages import Delta, Event
+from rkserve.transport.inbox import Inbox
+from tests.support.boards.fake_boards import accepted, finished
+from tests.support.boards.own_time import run_loop
+
+HELLO: list[Event] = [accepted("sim-0"), Delta("a", (1,))]
+LOST = BoardFailed("sim-0", "the connection ended")
+OWN = BoardFailed("sim-0", "SIGSEGV")
+
+
+async def everything(inbox: Inbox) -> tuple[list[Event], RkserveError | None]:
+    """Read to the end; return the events, and the error behind them."""
+    found: list[Event] = []
+    try:
+        while (event := await inbox.next()) is not None:
+            found.append(event)
+    except RkserveError as exc:
+        return found, exc
+    return found, None
+
+
+def play(inbox: Inbox, steps: Sequence[str]) -> None:
+    """Let things happen to a stream in this order."""
+    for step in steps:
+        _DOES[step](inbox)
+
+
+def _events(inbox: Inbox) -> None:
+    for event in HELLO:
+        inbox.put(event)
+
+
+_DOES: Mapping[str, Callable[[Inbox], None]] = {
+    "events": _events,
+    "finished": lambda inbox: inbox.put(finished(1)),
+    "end": lambda inbox: inbox.end(),
+    "raised": lambda inbox: inbox.fail(OWN),
+    "lost": lambda inbox: inbox.cut(LOST),
+}
+
+
+@pytest.mark.parametrize(
+    ("steps", "events", "error", "lost"),
+    [
+        pytest.param("events finished end", 3, None, False, id="in order"),
+        pytest.param("events raised end", 2, OWN, False, id="an error behind the events"),
+        pytest.param("raised end", 0, OWN, False, id="a refusal"),
+        pytest.param("events lost", 2, LOST, True, id="the connection is lost"),
+        pytest.param("lost", 0, LOST, True, id="lost before anything"),
+        pytest.param("events raised lost", 2, OWN, False, id="lost behind the error"),
+        pytest.param("events finished lost", 3, None, True, id="lost behind the last event"),
+        pytest.param("events finished end lost", 3, None, False, id="lost behind the end"),
+    ],
+)
+@pytest.mark.parametrize("waits", [False, True], ids=["read later", "read meanwhile"])
+def test_every_event_is_read_and_then_the_end(
+    steps: str, events: int, error: RkserveError | None, lost: bool, waits: bool
+) -> None:
+    async def main() -> None:
+        inbox = Inbox(1)
+        reading = asyncio.ensure_future(everything(inbox)) if waits else None
+        for step in steps.split():
+            play(inbox, [step])
+            if waits:
+                await asyncio.sleep(0)
+        found, raised = await (reading or everything(inbox))
+        assert [*HELLO, finished(1)][:events] == found
+        assert raised is error
+        assert inbox.lost is lost
+        assert inbox.heard is (steps != "lost")
+        assert inbox.over
+
+    run_loop(main())
+
+
+def test_what_nobody_reads_becomes_one_delta() -> None:
+    async def main() -> None:
+        inbox = Inbox(1)
+        inbox.put(accepted("sim-0"))
+        for number in range(1000):
+            inbox.put(Delta("x", (number,)))
+        inbox.put(Delta("!", (), retract=3))
+        inbox.put(finished(1000))
+        play(inbox, ["end"])
+        found, _ = await everything(inbox)
+        assert len(found) == 4
+        assert found[1] == Delta("x" * 1000, tuple(range(1000)), lengths=(1,) * 1000)
+
+    run_loop(main())
+
+
+def test_a_reader_who_leaves_is_not_waited_for() -> None:
+    async def main() -> None:
+        inbox = Inbox(1)
+        reading = asyncio.ensure_future(inbox.next())
+        await asyncio.sleep(0)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        inbox.close()
+        play(inbox, ["events", "end", "lost"])
+
+    run_loop(main())
