@@ -21,12 +21,12 @@ help:
 	@echo "make check   ruff, mypy and generated docs"
 	@echo "make format  reformat the code"
 	@echo "make sanitize  the binding's and the simulator's tests under ASan and UBSan"
-	@echo "make bench   measure, and write docs/benchmarks.md"
-	@echo "make bench-control  measure pauses, adapter switches and faults, and write docs/benchmarks-control.md"
-	@echo "make bench-scale  simulate clusters of up to 1,000 boards, and write docs/benchmarks-scale.md"
-	@echo "make bench-kills  kill a thousand boards under load, and write docs/benchmarks-kills.md"
-	@echo "make bench-multi-turn  policies on one trace of conversations, into docs/benchmarks-multi-turn"
-	@echo "make bench-overload  goodput at capacity and at three times that, into docs/benchmarks-overload"
+	@echo "make bench   measure, and write docs/benchmarks/serving.md"
+	@echo "make bench-control  measure pauses, adapter switches and faults, and write docs/benchmarks/control.md"
+	@echo "make bench-scale  simulate clusters of up to 1,000 boards, and write docs/benchmarks/scale.md"
+	@echo "make bench-kills  kill a thousand boards under load, and write docs/benchmarks/kills.md"
+	@echo "make bench-multi-turn  policies on one trace of conversations, into docs/benchmarks/multi-turn"
+	@echo "make bench-overload  goodput at capacity and at three times that, into docs/benchmarks/overload"
 	@echo "make docs    write the generated pages of docs/, and what cffi knows of the headers"
 	@echo "make lock    resolve the dependencies anew"
 	@echo "make clean   remove what the above made"
@@ -71,7 +71,7 @@ fuzz: $(READY)
 	$(BIN)/python scripts/fuzz.py --schemathesis $(CURDIR)/$(FUZZ_VENV)/bin/schemathesis --seed $(SEED)
 
 # Programs that others wrote, each in an environment of its own in .compat; writes
-# docs/compatibility.md. Node's need node and npm.
+# docs/reference/compatibility.md. Node's need node and npm.
 SUITES ?=
 compat: $(READY) sim
 	$(BIN)/python -m compat.run $(SUITES)
@@ -106,11 +106,11 @@ bench-kills: $(READY) sim
 # overload is an error to its client, and none of these runs.
 bench-multi-turn: $(READY) sim
 	$(BIN)/rkserve bench multi-turn --boards 8 --time-scale 0.2 --policy round_robin \
-		--policy least_load --policy prefix --out docs/benchmarks-multi-turn
+		--policy least_load --policy prefix --out docs/benchmarks/multi-turn
 
 bench-overload: $(READY) sim
 	$(BIN)/rkserve bench overload --boards 8 --time-scale 0.3 --max-errors 1 \
-		--out docs/benchmarks-overload
+		--out docs/benchmarks/overload
 
 sanitize: $(READY)
 	$(BIN)/python scripts/sanitize.py

@@ -74,7 +74,7 @@ def page(
     exceptions: Mapping[str, list[Excepted]],
     left_out: Mapping[str, str],
 ) -> str:
-    """docs/compatibility.md."""
+    """docs/reference/compatibility.md."""
     lines = [
         HEAD,
         "| suite | client | version | passed | exceptions |",

@@ -7,7 +7,7 @@
     python -m compat.run --page           only write the page, of the results as they are
 
 Exits with 1 if a suite fails. What a suite that does not fail has said is kept in
-compat/results.json, of which docs/compatibility.md is written.
+compat/results.json, of which docs/reference/compatibility.md is written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import yaml
 from compat import application, judge, suite
 from compat.suite import HERE, WORK, Outcome, Suite
 
-PAGE = HERE.parent / "docs" / "compatibility.md"
+PAGE = HERE.parent / "docs" / "reference" / "compatibility.md"
 RESULTS = HERE / "results.json"
 LEFT_OUT = "left_out"
 OVERRIDES = "overrides.txt"  # of what is installed beforehand nothing is to be pinned
@@ -67,7 +67,7 @@ def exceptions() -> tuple[dict[str, list[judge.Excepted]], dict[str, str]]:
 
 
 def page() -> str:
-    """docs/compatibility.md, of what is kept."""
+    """docs/reference/compatibility.md, of what is kept."""
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     return judge.page(suites().values(), results, *exceptions())
 

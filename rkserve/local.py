@@ -3,7 +3,7 @@
 The public entry point for programs that want a board and no cluster. ``open_board`` is for
 synchronous code, ``AsyncLocalBoard`` for code with an event loop of its own; both have the same
 calls. The library still runs in an engine process, so that a crash of it ends an answer and not the
-program. docs/local.md is the guide.
+program. docs/how-to/local.md is the guide.
 """
 
 from __future__ import annotations
@@ -689,8 +689,9 @@ class LocalBoard:
         ``Decoded`` piece of the answer, in the board's thread, and pauses after it where it returns
         something true. At each pause, also those of ``pause_on``, ``on_pause`` is called with the
         generation, in this thread; then it is resumed, unless that was done already. ``hooks`` are
-        those of docs/interrupting.md. All else are parameters of OpenAI's call, as docs/api.md has
-        them: ``temperature``, ``max_tokens``, ``stop``, ``seed``, ``response_format``, ``tools``...
+        those of docs/how-to/interrupting.md. All else are parameters of OpenAI's call, as
+        docs/reference/api.md has them: ``temperature``, ``max_tokens``, ``stop``, ``seed``,
+        ``response_format``, ``tools``...
 
         Raises:
             RequestError: the board cannot serve it as it stands.
@@ -805,9 +806,9 @@ def open_board(model: str | Path, *, state_dir: Path | None = None, **settings: 
 
     Exactly one of ``library="/usr/lib/librkllmrt.so"`` and ``simulated={}`` is given; ``simulated``
     takes the keys of that block in serve_config.yaml, and so does ``settings`` those of a group of
-    boards (docs/configuration.md). ``state_dir`` holds lock files and prompt caches; empty is
-    the cluster's own default for a real board, whose NPU it then cannot share unawares, and a
-    folder that goes with it for a simulated one.
+    boards (docs/reference/configuration.md). ``state_dir`` holds lock files and prompt caches;
+    empty is the cluster's own default for a real board, whose NPU it then cannot share unawares,
+    and a folder that goes with it for a simulated one.
 
     Raises:
         ConfigError: a setting or the model folder is wrong.

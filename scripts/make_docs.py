@@ -218,11 +218,11 @@ def quirks() -> str:
 
 
 PAGES = {
-    "configuration.md": configuration,
-    "metrics.md": metrics,
-    "states.md": states,
-    "quirks.md": quirks,
-    "api-reference.md": api_reference,
+    "reference/configuration.md": configuration,
+    "reference/metrics.md": metrics,
+    "explanation/states.md": states,
+    "reference/quirks.md": quirks,
+    "reference/api-reference.md": api_reference,
 }
 
 
@@ -240,6 +240,7 @@ def main() -> int:
         if given.check:
             stale.append(name)
         else:
+            page.parent.mkdir(parents=True, exist_ok=True)
             page.write_text(text, encoding="utf-8")
             print(f"wrote docs/{name}")
     if stale:

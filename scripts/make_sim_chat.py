@@ -1,7 +1,7 @@
 """Make models/sim-chat: a tokenizer, a chat template, a simulated model.rkllm and an adapter.
 
-It knows the file format of the simulated runtime (docs/simulator.md) and the texts beside its
-sources. It refuses to depend on anything else, so that the folder only changes when they do:
+It knows the file format of the simulated runtime (docs/reference/simulator.md) and the texts beside
+its sources. It refuses to depend on anything else, so that the folder only changes when they do:
 
     python scripts/make_sim_chat.py [--out models/sim-chat]
 

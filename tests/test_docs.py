@@ -45,20 +45,22 @@ def test_generated_pages_are_what_the_code_says() -> None:
 
 def test_a_generated_page_that_is_behind_is_named_and_written_anew(tmp_path: Path) -> None:
     generated = (
-        "api-reference.md",
-        "configuration.md",
-        "metrics.md",
-        "states.md",
-        "quirks.md",
+        "reference/api-reference.md",
+        "reference/configuration.md",
+        "reference/metrics.md",
+        "explanation/states.md",
+        "reference/quirks.md",
     )
     for name in generated:
-        shutil.copy(DOCS / name, tmp_path)
-    (tmp_path / "quirks.md").write_text("old", encoding="utf-8")
-    (tmp_path / "states.md").unlink()
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(DOCS / name, tmp_path / name)
+    quirks = tmp_path / "reference" / "quirks.md"
+    quirks.write_text("old", encoding="utf-8")
+    (tmp_path / "explanation" / "states.md").unlink()
     done = make_docs("--check", "--docs", str(tmp_path))
     assert done.returncode == 1
-    assert "states.md, quirks.md" in done.stderr
-    assert (tmp_path / "quirks.md").read_text(encoding="utf-8") == "old"
+    assert "explanation/states.md, reference/quirks.md" in done.stderr
+    assert quirks.read_text(encoding="utf-8") == "old"
     assert make_docs("--docs", str(tmp_path)).returncode == 0
     assert make_docs("--check", "--docs", str(tmp_path)).returncode == 0
 
@@ -74,7 +76,7 @@ CODES = sorted({error.code for error in subclasses(RkserveError) if error.code i
 
 @pytest.mark.parametrize("code", CODES)
 def test_every_error_code_is_explained(code: str) -> None:
-    assert f"`{code}`" in page("api.md")
+    assert f"`{code}`" in page("reference/api.md")
 
 
 def metric_names() -> set[str]:
@@ -89,7 +91,11 @@ def metric_names() -> set[str]:
 
 @pytest.mark.parametrize("name", sorted(metric_names()))
 def test_every_metric_is_explained(name: str) -> None:
-    (row,) = (line for line in page("metrics.md").splitlines() if line.startswith(f"| `{name}` |"))
+    (row,) = (
+        line
+        for line in page("reference/metrics.md").splitlines()
+        if line.startswith(f"| `{name}` |")
+    )
     assert len(row.rstrip(" |").split("|")[-1].strip()) > len("meaning")
 
 
@@ -106,7 +112,7 @@ KEYS = [*keys(RkserveConfig, "args"), *keys(FolderSettings, "rkserve.yaml")]
 
 @pytest.mark.parametrize(("title", "key"), KEYS, ids=str)
 def test_every_key_of_the_configuration_is_explained(title: str, key: str) -> None:
-    _, _, section = page("configuration.md").partition(f"### `{title}`\n")
+    _, _, section = page("reference/configuration.md").partition(f"### `{title}`\n")
     section, _, _ = section.partition("\n### ")
     (row,) = (line for line in section.splitlines() if line.startswith(f"| `{key}` |"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
@@ -115,7 +121,7 @@ def test_every_key_of_the_configuration_is_explained(title: str, key: str) -> No
 
 @pytest.mark.parametrize("name", sorted(QUIRKS))
 def test_every_quirk_is_explained(name: str) -> None:
-    assert f"\n## {name}\n" in page("quirks.md")
+    assert f"\n## {name}\n" in page("reference/quirks.md")
 
 
 @pytest.mark.parametrize("profile", profiles.load(), ids=lambda profile: profile.name)
@@ -123,7 +129,7 @@ def test_every_profile_is_listed(profile: profiles.Profile) -> None:
     first_ms, rate = profile.prefill_ms(128), profile.tokens_per_s(128, 64)
     assert (
         f"| `{profile.name}` | {first_ms:.0f} ms | {rate:.2f} | {profile.memory_mb:.0f} MB |"
-    ) in page("simulator.md")
+    ) in page("reference/simulator.md")
 
 
 MENTIONED = sorted(
@@ -168,7 +174,7 @@ def test_every_test_that_a_page_names_exists() -> None:
         for file in (PROJECT / "tests").rglob("test_*.py")
         for name in re.findall(r"def (test_\w+)", file.read_text(encoding="utf-8"))
     }
-    page = (PROJECT / "docs" / "control-tests.md").read_text(encoding="utf-8")
+    page = (PROJECT / "docs" / "reference" / "control-tests.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(test_\w+)`", page))
     assert len(named) > page.count("\n| ")  # at least one in nearly every row
     assert not named - there
@@ -202,7 +208,7 @@ def runtime_parameters() -> set[str]:
 
 
 def test_every_parameter_of_the_runtime_has_its_setting_or_its_reason() -> None:
-    listed = set(re.findall(r"`(\w+)`", page("runtime-parameters.md")))
+    listed = set(re.findall(r"`(\w+)`", page("reference/runtime-parameters.md")))
     fields = runtime_parameters()
     assert {"embed_flash", "ignore_eos_token", "use_cross_attn", "top_k", "input_type"} <= fields
     assert fields <= listed, f"not on the page: {sorted(fields - listed)}"

@@ -1,7 +1,7 @@
 """The examples of the README and docs, run as they stand there, against what `make demo` starts.
 
-Those of docs/interrupting.md have their own boards, and their answers are looked at. docs/local.md
-has its own test, because its examples need no cluster.
+Those of docs/how-to/interrupting.md have their own boards, and their answers are looked at.
+docs/how-to/local.md has its own test, because its examples need no cluster.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from tests.support.paths import PROJECT
 
 pytestmark = pytest.mark.ray
 
-PAGE = (PROJECT / "docs" / "interrupting.md").read_text(encoding="utf-8")
+PAGE = (PROJECT / "docs" / "how-to" / "interrupting.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)^```$", PAGE, re.S | re.M))
 HOOKS = re.findall(r"^```yaml\nhooks: (\[.*\])\n```$", PAGE, re.M)
 FILTERED = "filtered"
 
 HOST = "http://127.0.0.1:8000"
 NEEDS = "# Needs "
-PAGES = (PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md")))
+PAGES = (PROJECT / "README.md", *sorted((PROJECT / "docs").rglob("*.md")))
 ELSEWHERE = ("interrupting.md", "local.md")
 # What examples take away is given back before the next one.
 UNDO = {

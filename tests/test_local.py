@@ -41,7 +41,7 @@ from tests.support.paths import PROJECT
 
 MODEL = PROJECT / "models" / "sim-chat"
 SIMULATED = {"strict": True, "time_scale": 0.02}
-PAGE = (PROJECT / "docs" / "local.md").read_text(encoding="utf-8")
+PAGE = (PROJECT / "docs" / "how-to" / "local.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)^```$", PAGE, re.S | re.M))
 COUNTED = "1, 2, 3, 4, 5, 6, 7, 8."
 

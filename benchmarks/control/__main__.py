@@ -24,7 +24,7 @@ from rkserve.bench.harness.progress import Progress
 from rkserve.config.serve_config import PROJECT, resolve_folder
 from rkserve.core.errors import RkserveError
 
-REPORT = PROJECT / "docs" / "benchmarks-control.md"
+REPORT = PROJECT / "docs" / "benchmarks" / "control.md"
 # Every version stays loaded: reclaiming memory is not what is measured here.
 MAX_ADAPTERS = 16
 
@@ -52,7 +52,8 @@ def options(arguments: Sequence[str]) -> Options:
     parser.add_argument(
         "--output",
         type=Path,
-        help=f"where the report goes; a full run writes docs/{REPORT.name}, others only print it",
+        help=f"where the report goes; a full run writes docs/benchmarks/{REPORT.name}, "
+        "others only print it",
     )
     parser.add_argument("--json", type=Path, help="where all measurements go, as JSON")
     given = parser.parse_args(arguments)

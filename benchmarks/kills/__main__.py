@@ -39,7 +39,7 @@ SHARES = {"abort() in the library": 55, "replica, SIGKILL": 15, "library hangs":
 START_S = 300.0
 PROMPTS = 24
 LIMIT_S = 7200.0
-REPORT = PROJECT / "docs" / "benchmarks-kills.md"
+REPORT = PROJECT / "docs" / "benchmarks" / "kills.md"
 FULL_STREAMS = 64
 FULL_KILLS = 1000  # as few as make a full run, whose report is published
 ROUTER: Json = {"report_s": 0.3, "max_continuations": 20}
@@ -78,7 +78,8 @@ def options(arguments: Sequence[str]) -> Asked:
     parser.add_argument(
         "--output",
         type=Path,
-        help=f"where the report goes; a full run writes docs/{REPORT.name}, others only print it",
+        help=f"where the report goes; a full run writes docs/benchmarks/{REPORT.name}, "
+        "others only print it",
     )
     parser.add_argument("--json", type=Path, help="where all figures go, as JSON")
     asked = Asked(**vars(parser.parse_args(arguments)))

@@ -50,7 +50,7 @@ def render(run: KillRun) -> str:
         "Written by `make bench-kills`, which starts a Ray cluster of its own with simulated "
         "boards, ends one after the other of them while clients stream, and holds every answer to "
         f"what it must be; {run.took_s / 60:.0f} minutes. What is done about a board that is lost "
-        "is in [continuing.md](continuing.md).\n\n"
+        "is in [continuing.md](../explanation/continuing.md).\n\n"
         f"{machine_line(run.machine)}\n"
         "## What it must reach\n\n"
         f"{table(['what', 'target', 'measured', 'verdict'], bars)}\n"

@@ -24,7 +24,7 @@ from benchmarks.scale.report import render
 from rkserve.bench.harness.progress import Progress
 from rkserve.config.serve_config import PROJECT
 
-REPORT = PROJECT / "docs" / "benchmarks-scale.md"
+REPORT = PROJECT / "docs" / "benchmarks" / "scale.md"
 BOARDS = 1000
 CASES = ("policies", "decisions", "growth", "memory", "overload", "rollouts")
 FACTORS = (0.7, 1.0, 3.0)
@@ -42,7 +42,8 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--output",
         type=Path,
-        help=f"where the report goes; a full run writes docs/{REPORT.name}, others only print it",
+        help=f"where the report goes; a full run writes docs/benchmarks/{REPORT.name}, "
+        "others only print it",
     )
     parser.add_argument("--json", type=Path, help="file for the figures")
     asked = parser.parse_args(arguments)

@@ -21,7 +21,7 @@ def render(results: Results) -> str:
         f"Seed {results.seed}; Python {platform.python_version()} on {platform.machine()}. "
         "Boards, users, disks and networks are formulas and their times simulated; those of "
         "decisions, hashing and reports are CPU time of this machine. What follows from it is in "
-        "[scaling.md](scaling.md).\n",
+        "[scaling.md](../explanation/scaling.md).\n",
         *_policies(results),
         *_decided(results),
         *_grown(results),

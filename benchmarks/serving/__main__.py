@@ -20,7 +20,7 @@ from rkserve.bench.harness.progress import Progress
 from rkserve.config.serve_config import PROJECT
 from rkserve.core.errors import RkserveError
 
-REPORT = PROJECT / "docs" / "benchmarks.md"
+REPORT = PROJECT / "docs" / "benchmarks" / "serving.md"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ def options(arguments: Sequence[str]) -> Options:
     parser.add_argument(
         "--output",
         type=Path,
-        help="where the report goes; a full run writes docs/benchmarks.md, others only print it",
+        help="where the report goes; a full run writes docs/benchmarks/serving.md, "
+        "others only print it",
     )
     parser.add_argument("--json", type=Path, help="where all measurements go, as JSON")
     given = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""The command ``rkserve``: see ``rkserve --help`` and docs/client.md."""
+"""The command ``rkserve``: see ``rkserve --help`` and docs/how-to/client.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Drive a cluster from a program: pause it, roll adapters out, look at it. See docs/client.md."""
+"""Drive a cluster from a program: pause it, roll adapters out, look at it.
+
+docs/how-to/client.md is the guide.
+"""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """How a version comes into use; see docs/cluster-control.md. None: the server's default."""
+    """Settings of a rollout; docs/explanation/cluster-control.md. None: the server's default."""
 
     strategy: Strategy | None = None
     max_unavailable: int | None = None

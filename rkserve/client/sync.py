@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class Client(InsideCalls, ModelCalls, WeightCalls):
-    """The control API of a cluster. Calls raise ``ClientError``; see docs/client.md.
+    """The control API of a cluster. Calls raise ``ClientError``; see docs/how-to/client.md.
 
     ``admin_key`` is never logged or shown. A call is tried again for ``patience_s`` seconds where
     the connection is lost or the Coordinator is away, without being carried out twice. An answer

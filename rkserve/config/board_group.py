@@ -38,7 +38,8 @@ class SimulatedConfig(Settings):
     release: Literal["1.2.3", "1.3.0"] = Field("1.3.0", description="RKLLM release to imitate.")
     profile: str = Field(
         "rk3588-qwen2.5-1.5b-w8a8",
-        description="Whose published speed to imitate; docs/simulator.md lists the profiles.",
+        description="Whose published speed to imitate; docs/reference/simulator.md lists the "
+        "profiles.",
     )
     time_scale: float = Field(
         1.0, ge=0, le=100, description="Factor on all times; 0 is as fast as possible."
@@ -214,12 +215,13 @@ class BoardGroupConfig(Settings):
     hooks: tuple[str, ...] = Field(
         (),
         description="Intervention hooks for every generation, each as `package.module:factory`; "
-        "docs/interrupting.md says what a factory is.",
+        "docs/how-to/interrupting.md says what a factory is.",
     )
     quirks: dict[str, bool] = Field(
         {},
         description="What this group's runtime may be trusted with beyond the table in "
-        "docs/quirks.md: name and true or false. Only what was proven on the board itself.",
+        "docs/reference/quirks.md: name and true or false. Only what was proven on the board "
+        "itself.",
     )
     guided: Guided = Field(
         Guided.AUTO,

@@ -30,7 +30,7 @@ class ImagesConfig(Settings):
     fetch: bool = Field(
         False,
         description="Whether images may be given by an http(s) URL, which the Router fetches from "
-        "public addresses only ([vision.md](vision.md#urls)).",
+        "public addresses only ([vision.md](../how-to/vision.md#urls)).",
     )
     fetch_hosts: tuple[str, ...] = Field(
         (),

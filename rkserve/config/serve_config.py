@@ -62,7 +62,7 @@ class RouterConfig(Settings):
         "`*.example.org`, without port; `*` allows every name. Always allowed: IP addresses, "
         "`localhost`, the HTTP host of Serve's configuration, and the names of the cluster's "
         "machines, also with `.local`, `.lan` and the like. Any other `Host` is a 421 "
-        "([operations.md](operations.md#web-pages-and-host-names)).",
+        "([operations.md](../how-to/operations.md#web-pages-and-host-names)).",
     )
     allowed_origins: tuple[str, ...] = Field(
         (),
@@ -81,7 +81,8 @@ class RouterConfig(Settings):
         description="Which board takes a request: `prefix` where it should have its first token "
         "soonest, by what boards hold in their KV caches, how busy and how fast they are; "
         "`least_load` the one with the least to do; `round_robin` one after the other; `session` "
-        "always the same for the requests of one session ([routing.md](routing.md)).",
+        "always the same for the requests of one session "
+        "([routing.md](../explanation/routing.md)).",
     )
     board_wait_s: float = Field(
         20.0,
@@ -141,8 +142,8 @@ class RouterConfig(Settings):
         None,
         description="File with the keys that inference calls need, one on each line, `#` before "
         "comments; behind a key there may be what its owner may use "
-        "([admission.md](admission.md#keys)). Without the file everybody may call. It is read when "
-        "a Router starts, and not again.",
+        "([admission.md](../explanation/admission.md#keys)). Without the file everybody may call. "
+        "It is read when a Router starts, and not again.",
     )
     queue_limit: int | None = Field(
         None,
@@ -198,7 +199,7 @@ class RouterConfig(Settings):
     )
     images: ImagesConfig = ImagesConfig()
     responses: ResponsesConfig = ResponsesConfig()
-    page: bool = Field(True, description="Whether `/` is the [chat page](page.md).")
+    page: bool = Field(True, description="Whether `/` is the [chat page](../how-to/page.md).")
 
     @field_validator("allowed_hosts")
     @classmethod
@@ -443,8 +444,8 @@ def parse_config(args: Any) -> RkserveConfig:
         return _with_admin_key(RkserveConfig.model_validate(args))
     except ValidationError as exc:
         raise ConfigError(
-            f"serve_config.yaml, args: {explain(exc, RkserveConfig)} docs/configuration.md lists "
-            "all keys."
+            f"serve_config.yaml, args: {explain(exc, RkserveConfig)} "
+            "docs/reference/configuration.md lists all keys."
         ) from exc
 
 

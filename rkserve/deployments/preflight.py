@@ -72,8 +72,8 @@ def _unknown(key: str, name: str, known: Sequence[str]) -> ConfigError:
     meant = f"; did you mean {' or '.join(repr(one) for one in near)}?" if near else "."
     page = "simulator" if kind == "profile" else "quirks"
     return ConfigError(
-        f"serve_config.yaml, args: {key}: unknown {kind} '{name}'{meant} docs/{page}.md lists all "
-        f"{kind}s."
+        f"serve_config.yaml, args: {key}: unknown {kind} '{name}'{meant} "
+        f"docs/reference/{page}.md lists all {kind}s."
     )
 
 

@@ -213,13 +213,13 @@ class FolderSettings(BaseModel):
     )
     chat_template: str | None = Field(
         None,
-        description="A built-in chat template in the place of the folder's own; docs/api.md lists "
-        "their names.",
+        description="A built-in chat template in the place of the folder's own; "
+        "docs/reference/api.md lists their names.",
     )
     tool_format: Literal["hermes", "llama", "mistral", "mistral-args", "pythonic"] | None = Field(
         None,
-        description="The form in which the model calls tools; docs/api.md describes them. Empty: "
-        "guessed from its chat template.",
+        description="The form in which the model calls tools; docs/reference/api.md describes "
+        "them. Empty: guessed from its chat template.",
     )
     max_adapters: int = Field(
         4,

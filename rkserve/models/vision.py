@@ -50,7 +50,8 @@ class VisionSettings(BaseModel):
 
     family: Family | None = Field(
         None,
-        description="Whose sizes and tags to take; [vision.md](vision.md#families) has the table.",
+        description="Whose sizes and tags to take; [vision.md](../how-to/vision.md#families) has "
+        "the table.",
     )
     encoder: str = Field(
         "vision.rknn", description="The image encoder, a file of this folder for librknnrt."

@@ -129,7 +129,7 @@ def test_the_chat_page_and_its_files_are_found_below_a_prefix(boards: App) -> No
         assert "script-src 'self'" in sent.headers["content-security-policy"]
 
 
-PAGE = (PROJECT / "docs" / "api.md").read_text(encoding="utf-8")
+PAGE = (PROJECT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
 DIALECTS = PAGE.partition("## Other dialects\n")[2].partition("\n## ")[0]
 EXAMPLES = re.findall(r"```sh\n(.*?)```", DIALECTS, re.S)
 

@@ -23,7 +23,7 @@ from tests.support.sim import rkllm_fake
 
 pytestmark = pytest.mark.ray
 
-# Where the simulated model's file says how much memory it takes; docs/simulator.md has the format.
+# Offset of the memory size in the simulated model's file; docs/reference/simulator.md.
 MEMORY_MB_AT = 200
 SHARE = 0.25  # of a board's NPU, so that one node takes a replica of every group
 

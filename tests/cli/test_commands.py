@@ -133,7 +133,7 @@ def options() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("command", "option"), options())
 def test_every_command_and_option_is_documented(command: str, option: str) -> None:
     name = "bench.md" if command.startswith("bench ") else "client.md"
-    page = (PROJECT / "docs" / name).read_text(encoding="utf-8")
+    page = (PROJECT / "docs" / "how-to" / name).read_text(encoding="utf-8")
     assert f"`{command}`" in page or f"`{command} " in page
     assert option in page
 

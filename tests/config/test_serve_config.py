@@ -87,7 +87,7 @@ def wrong(given: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         parse_config(given)
     said = str(caught.value)
-    begin, end = "serve_config.yaml, args: ", " docs/configuration.md lists all keys."
+    begin, end = "serve_config.yaml, args: ", " docs/reference/configuration.md lists all keys."
     assert said.startswith(begin)
     assert said.endswith(end)
     return said.removeprefix(begin).removesuffix(end)

@@ -93,12 +93,12 @@ def test_no_request_is_refused_by_serve_before_the_board_has_seen_it() -> None:
         pytest.param(
             {"simulated": {"profile": "RK3588-Qwen2.5-1.5B"}},
             r"args: boards\[0\]\.simulated\.profile: unknown profile 'RK3588-Qwen2.5-1.5B'; did "
-            r"you mean 'rk3588-qwen2\.5-1\.5b-w8a8' or .*\? docs/simulator\.md lists all",
+            r"you mean 'rk3588-qwen2\.5-1\.5b-w8a8' or .*\? docs/reference/simulator\.md lists all",
             id="a profile that is almost right",
         ),
         pytest.param(
             {"simulated": {"profile": "?"}},
-            r"unknown profile '\?'\. docs/simulator\.md lists all profiles\.$",
+            r"unknown profile '\?'\. docs/reference/simulator\.md lists all profiles\.$",
             id="a profile like none",
         ),
     ],

@@ -42,7 +42,7 @@ from tests.support.paths import PROJECT
 
 SIZE, CLEAR = "/v1/cache/kv/size", "/v1/cache/kv/clear"
 MODEL_CACHE = "/v1/cache/sim-chat"
-DOCS = PROJECT / "docs" / "api.md"
+DOCS = PROJECT / "docs" / "reference" / "api.md"
 
 
 def house_of(*boards: str, config: RouterConfig | None = None, **says: Any) -> House:

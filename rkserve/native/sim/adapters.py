@@ -1,7 +1,8 @@
 """LoRA adapters for the simulated runtime: files that load as the vendor's would.
 
-It knows the format (docs/simulator.md). It refuses to know what an adapter does to the answers:
-that is in the simulator, and hangs on the seed, the title and the scale that it is loaded with.
+It knows the format (docs/reference/simulator.md). It refuses to know what an adapter does to the
+answers: that is in the simulator, and hangs on the seed, the title and the scale that it is loaded
+with.
 scripts/make_sim_chat.py --adapter writes one from the command line.
 """
 

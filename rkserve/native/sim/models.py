@@ -1,7 +1,7 @@
 """Other base weights for the simulated runtime: a model file that gives other answers.
 
-It knows the format (docs/simulator.md) as far as it changes it: a model's ``seed`` is one of its
-strings, and everything that the simulated model decides hangs on it.
+It knows the format (docs/reference/simulator.md) as far as it changes it: a model's ``seed`` is
+one of its strings, and everything that the simulated model decides hangs on it.
 scripts/make_sim_chat.py --seed writes one from the command line.
 """
 

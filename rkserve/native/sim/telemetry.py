@@ -43,8 +43,8 @@ class Soc:
     memory_mb: int
 
 
-# The node, the number of cores and the highest clocks are the vendor's; docs/simulator.md says
-# which of the rest is assumed.
+# The node, the number of cores and the highest clocks are the vendor's; docs/reference/simulator.md
+# says which of the rest is assumed.
 SOCS: Mapping[str, Soc] = MappingProxyType(
     {
         "RK3588": Soc(

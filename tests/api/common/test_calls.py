@@ -25,7 +25,7 @@ from rkserve.core.kv_origin import salted
 from tests.support.http.wire_json import JSON, MESSAGE
 from tests.support.paths import PROJECT
 
-API_DOC = PROJECT / "docs" / "api.md"
+API_DOC = PROJECT / "docs" / "reference" / "api.md"
 HELLO = [{"role": "user", "content": "Hello"}]
 
 

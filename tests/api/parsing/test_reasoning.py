@@ -200,7 +200,7 @@ def test_a_bad_wish_is_named(keys: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize("effort", EFFORTS)
 def test_every_effort_is_documented(effort: str) -> None:
     assert chat(reasoning_effort=effort).wish.effort == effort
-    page = (PROJECT / "docs" / "api.md").read_text(encoding="utf-8")
+    page = (PROJECT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
     assert f"`{effort}`" in page
 
 

@@ -476,7 +476,7 @@ def test_a_folder_may_name_every_form() -> None:
 
 
 def test_every_form_is_documented() -> None:
-    page = (PROJECT / "docs" / "api.md").read_text(encoding="utf-8")
+    page = (PROJECT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
     for name, form in FORMATS.items():
         assert f"`{name}`" in page
         assert form.__doc__

@@ -13,7 +13,7 @@ from rkserve.core import errors
 from rkserve.core.errors import RkserveError
 from tests.support.paths import PROJECT
 
-API_DOC = PROJECT / "docs" / "api.md"
+API_DOC = PROJECT / "docs" / "reference" / "api.md"
 
 SAMPLES: list[RkserveError] = [
     errors.RkserveError("It went wrong."),

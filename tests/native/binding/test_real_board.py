@@ -5,8 +5,9 @@ Run it on the board:
     pytest tests/native/binding/test_real_board.py --board --board-library=/usr/lib/librkllmrt.so \
         --board-model=models/<id>
 
-Every test holds one sentence of docs/unproven.md to the hardware and notes what it saw; the notes
-are printed at the end, whether the tests pass or not. The model folder needs its tokenizer.json.
+Every test holds one sentence of docs/explanation/unproven.md to the hardware and notes what it
+saw; the notes are printed at the end, whether the tests pass or not. The model folder needs its
+tokenizer.json.
 Nothing here knows the simulator; its library is just another path, good for trying these tests.
 """
 
@@ -200,7 +201,7 @@ def note(board_notes: list[str]) -> Note:
 
 @pytest.fixture
 def assume(note: Note) -> Callable[..., None]:
-    """Hold an assumption of docs/unproven.md to what was seen; it is noted either way."""
+    """Compare an assumption of docs/explanation/unproven.md with the measurement; note both."""
 
     def hold(assumption: str, *, holds: bool, seen: str) -> None:
         note(f"{'holds' if holds else 'DOES NOT HOLD'}: {assumption} ({seen})")

@@ -47,7 +47,7 @@ def test_the_committed_profiles_are_the_derived_ones() -> None:
 
 
 def test_the_documentation_lists_every_profile() -> None:
-    page = (PROJECT / "docs" / "simulator.md").read_text()
+    page = (PROJECT / "docs" / "reference" / "simulator.md").read_text()
     assert [p.name for p in profiles.load() if f"`{p.name}`" not in page] == []
 
 

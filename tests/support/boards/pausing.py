@@ -34,7 +34,7 @@ def pace(app: App, time_scale: float) -> None:
 
 
 def stop_at(app: App, gate: str) -> None:
-    """Let all boards stand still there, see docs/simulator.md, until ``pace`` is called."""
+    """Stop all boards at a gate (docs/reference/simulator.md) until ``pace`` is called."""
     for number in range(app.boards):
         app.cluster.control(f"{app.group}-{number}", f"gate={gate}", "time_scale=0")
 

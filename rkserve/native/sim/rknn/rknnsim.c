@@ -4,7 +4,7 @@
  * and its row is a digest of the pixels there, of the place and of the output: an image that differs
  * in one pixel has another row, and the same image always has the same ones. What is misused is
  * refused with the code that the vendor's header has for it, and a line on stderr.
- * docs/simulator.md describes the model's file and the switches.
+ * docs/reference/simulator.md describes the model's file and the switches.
  */
 #include <pthread.h>
 #include <signal.h>

@@ -1,6 +1,6 @@
 /* What a run can be given besides text and token ids: adapters, prompt caches, embeddings, pictures
  * and videos, cross attention, and the caller's own tokenizer and embedding layer. Part of rksim.h,
- * which includes it; docs/simulator.md describes the files. */
+ * which includes it; docs/reference/simulator.md describes the files. */
 #ifndef RKSIM_ADDONS_H
 #define RKSIM_ADDONS_H
 

@@ -1,5 +1,5 @@
 /* The simulated .rkllm file: checked, then mapped read-only and used in place. It knows the format
- * and nothing of what the ids mean. docs/simulator.md describes the format. */
+ * and nothing of what the ids mean. docs/reference/simulator.md describes the format. */
 #include "rksim.h"
 
 #include <fcntl.h>
