@@ -19,32 +19,32 @@ from typing import TypeVar
 from rkserve.board.answer.generation import Generation
 from rkserve.board.answer.hooks import HookFactory
 from rkserve.board.engine.protocol import EngineFacts
-from rkserve.board.engine.unloaded import SleepMark
+from rkserve.board.engine.unloaded import SleepMarker
 from rkserve.board.operations import report as reporting
-from rkserve.board.operations.adopt import Holding
-from rkserve.board.operations.base_weights import Bases, OwnFile, StartEngine
-from rkserve.board.operations.cache_calls import Upkeep
-from rkserve.board.operations.embedding import Embedding
-from rkserve.board.operations.probe_adapter import Probing
-from rkserve.board.operations.sleep import Sleeping
-from rkserve.board.operations.swap_weights import Rebasing
+from rkserve.board.operations.adopt import StateAdopter
+from rkserve.board.operations.base_weights import BaseWeights, ModelFileDigest, StartEngine
+from rkserve.board.operations.cache_calls import CacheCalls
+from rkserve.board.operations.embedding import EmbeddingService
+from rkserve.board.operations.probe_adapter import AdapterProbes
+from rkserve.board.operations.sleep import BoardSleep
+from rkserve.board.operations.swap_weights import WeightSwap
 from rkserve.board.rules.admission import Admission, Decision, Expire, Start
-from rkserve.board.rules.counters import Figures
+from rkserve.board.rules.counters import BoardCounters
 from rkserve.board.rules.generation_states import GenerationEvent
-from rkserve.board.rules.obligations import Charge
-from rkserve.board.rules.versions import VersionBook
+from rkserve.board.rules.obligations import Obligations
+from rkserve.board.rules.versions import VersionCounters
 from rkserve.board.run import clock
-from rkserve.board.run.adapter_loading import Adapting
-from rkserve.board.run.board_protocol import Vectors
-from rkserve.board.run.job import Errand, Job
-from rkserve.board.run.kv_report import HoldingsReport
-from rkserve.board.run.loaded_engine import LiveEngine
-from rkserve.board.run.prompt_caching import Caching
-from rkserve.board.run.request_control import Control
-from rkserve.board.run.runner import Conductor
+from rkserve.board.run.adapter_loading import AdapterLoader
+from rkserve.board.run.board_protocol import EmbeddingCalls
+from rkserve.board.run.job import EngineTask, Job
+from rkserve.board.run.kv_report import PrefixReport
+from rkserve.board.run.loaded_engine import LoadedEngine
+from rkserve.board.run.prompt_caching import PromptCaching
+from rkserve.board.run.request_control import RequestControl
+from rkserve.board.run.runner import RequestRunner
 from rkserve.board.run.settings import BoardSettings
-from rkserve.board.run.supervisor import Keeper
-from rkserve.board.storage.adapters import Staged
+from rkserve.board.run.supervisor import EngineSupervisor
+from rkserve.board.storage.adapters import StagedAdapters
 from rkserve.board.storage.base_weights import Intake, StagedWeights
 from rkserve.core.board_report import (
     BoardReport,
@@ -112,7 +112,7 @@ class Board:
         self.pause_timeout_s, self.max_paused = settings.pause_timeout_s, settings.max_paused
         self.batch_window_s = settings.batch_window_s
         self.free_since_s = self.asked_s = 0.0
-        self.figures = Figures()
+        self.figures = BoardCounters()
         self.admission = Admission(
             settings.queue_limit,
             settings.queue_timeout_s,
@@ -120,15 +120,15 @@ class Board:
             window_s=settings.batch_window_s if settings.n_batch > 1 else 0.0,
             hold_s=settings.pause_hold_s,
         )
-        self.caching = Caching(settings.cache_rules, settings.caches, self.figures)
-        self._holdings = HoldingsReport(self.caching)
-        self.staged = Staged(settings.staged_dir, settings.board_id, settings.model)
-        self.adapting = Adapting(settings.model_dir, self.staged.shelf)
-        self.charge = Charge(
+        self.caching = PromptCaching(settings.cache_rules, settings.caches, self.figures)
+        self._holdings = PrefixReport(self.caching)
+        self.staged = StagedAdapters(settings.staged_dir, settings.board_id, settings.model)
+        self.adapting = AdapterLoader(settings.model_dir, self.staged.shelf)
+        self.charge = Obligations(
             settings.board_id, settings.model, self.staged.present, governed=settings.governed
         )
         weights = StagedWeights(settings.weights_dir, settings.board_id, settings.model)
-        self._bases = Bases(
+        self._bases = BaseWeights(
             weights,
             self.charge,
             self.caching,
@@ -136,27 +136,27 @@ class Board:
             marker=settings.base_file,
             rest_s=settings.base_rest_s,
         )
-        self._own = OwnFile(settings.own_file, settings.own_digest_file)
+        self._own = ModelFileDigest(settings.own_file, settings.own_digest_file)
         self.intake = Intake(self.staged, weights, self._bases.uses)
-        self.versions = VersionBook()
+        self.versions = VersionCounters()
         self.jobs: dict[int, Job] = {}  # by ticket, as long as someone listens
-        self._errands: dict[int, Errand] = {}
-        self._at_work: list[Job | Errand] = []  # whose the board is now
-        self._conductor = Conductor(self)
-        self._control = Control(self, self._conductor)
-        self._upkeep = Upkeep(self, self._conductor.pauses)
-        self.embedding: Vectors = Embedding(self)
-        self._probing = Probing(self, self._conductor, settings.load_patience_s)
+        self._errands: dict[int, EngineTask] = {}
+        self._at_work: list[Job | EngineTask] = []  # whose the board is now
+        self._conductor = RequestRunner(self)
+        self._control = RequestControl(self, self._conductor)
+        self._upkeep = CacheCalls(self, self._conductor.pauses)
+        self.embedding: EmbeddingCalls = EmbeddingService(self)
+        self._probing = AdapterProbes(self, self._conductor, settings.load_patience_s)
         self._tickets = itertools.count(1)
         self._failed_in_a_row = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._keeper = Keeper(settings, self._bases.load, self)
-        mark, governed = SleepMark(settings.asleep_file), settings.governed
-        self._sleeping = Sleeping(self, self._keeper, self._conductor, mark, governed=governed)
-        self._rebasing = Rebasing(
+        self._keeper = EngineSupervisor(settings, self._bases.load, self)
+        mark, governed = SleepMarker(settings.asleep_file), settings.governed
+        self._sleeping = BoardSleep(self, self._keeper, self._conductor, mark, governed=governed)
+        self._rebasing = WeightSwap(
             self, self._keeper, self._conductor, self._bases, self._look_again
         )
-        self._holding = Holding(self, self._conductor, self._sleeping, self._rebasing)
+        self._holding = StateAdopter(self, self._conductor, self._sleeping, self._rebasing)
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class Board:
             self._leave(job)
 
     async def embed(self, request: EmbedRequest) -> AsyncGenerator[Event, None]:
-        """Yield ``Accepted``, ``Embedded`` and ``Finished``; see ``Embedding.events``."""
+        """Yield ``Accepted``, ``Embedded`` and ``Finished``; see ``EmbeddingService.events``."""
         self._open_for(request)
         if self.n_batch > 1:
             raise EmbeddingUnsupported(
@@ -268,7 +268,7 @@ class Board:
             async for event in events:
                 yield event
 
-    def _open_for(self, request: GenerateRequest) -> LiveEngine:
+    def _open_for(self, request: GenerateRequest) -> LoadedEngine:
         """Return the engine, where the board takes such a request. Raises as ``generate``."""
         live = self._keeper.open()
         self.charge.check(request, time.time())
@@ -291,11 +291,11 @@ class Board:
         edit: Edit | None = None,
         choice: int | None = None,
     ) -> list[GenerationInfo]:
-        """Pause, edit, resume or abort; see ``Control.control``."""
+        """Pause, edit, resume or abort; see ``RequestControl.control``."""
         return await self._control.control(generation, action, edit, choice)
 
     async def given_out(self, done: Sequence[GenerationInfo], action: ControlAction) -> None:
-        """Wait until the streams tell of what was just done; see ``Control.given_out``."""
+        """Wait until the streams tell of what was just done; see ``RequestControl.given_out``."""
         await self._control.given_out(done, action)
 
     def abort_all(self, request_ids: Sequence[str] | None) -> int:
@@ -303,13 +303,13 @@ class Board:
         return self._control.abort_all(request_ids)
 
     async def adopt(self, desired: Desired) -> Adoption:
-        """Be what the cluster shall be; see ``Holding.adopt``."""
+        """Be what the cluster shall be; see ``StateAdopter.adopt``."""
         return await self._holding.adopt(desired)
 
     async def load_adapter(
         self, ref: AdapterRef, prompt_ids: tuple[int, ...], tokens: int
     ) -> Probe:
-        """Load an adapter and try it; see ``Probing.load``."""
+        """Load an adapter and try it; see ``AdapterProbes.load``."""
         return await self._probing.load(ref, prompt_ids, tokens)
 
     async def refresh(self, reason: str) -> None:
@@ -330,13 +330,13 @@ class Board:
         return self._upkeep.kv()
 
     async def clear_kv(self, keep_system_prompt: bool) -> KvReport:
-        """Empty the KV cache; see ``Upkeep.clear_kv``."""
+        """Empty the KV cache; see ``CacheCalls.clear_kv``."""
         return await self._upkeep.clear_kv(keep_system_prompt=keep_system_prompt)
 
     async def build_cache(
         self, name: str, ids: tuple[int, ...], adapter: AdapterRef | None = None
     ) -> CacheEntry:
-        """Build a named prompt cache; see ``Upkeep.build_cache``."""
+        """Build a named prompt cache; see ``CacheCalls.build_cache``."""
         return await self._upkeep.build_cache(name, ids, adapter)
 
     def caches(self) -> list[CacheEntry]:
@@ -416,14 +416,14 @@ class Board:
         else:
             self._conductor.pauses.let_go()
 
-    def _work(self, ticket: int) -> Job | Errand:
+    def _work(self, ticket: int) -> Job | EngineTask:
         return self._errands.get(ticket) or self.jobs[ticket]
 
-    async def _conduct(self, work: Sequence[Job | Errand]) -> None:
+    async def _conduct(self, work: Sequence[Job | EngineTask]) -> None:
         """Let those that were started have the board, whoever still listens, then the next."""
         started_s = clock.now_s()
         try:
-            if isinstance(work[0], Errand):
+            if isinstance(work[0], EngineTask):
                 await work[0].perform()
             else:
                 await self._conductor.perform([job for job in work if isinstance(job, Job)])
@@ -457,7 +457,7 @@ class Board:
     def lose(self, error: RkserveError) -> None:
         """Those who have the board cannot go on. A paused one does not have it."""
         for work in self._at_work:
-            if isinstance(work, Errand):
+            if isinstance(work, EngineTask):
                 work.end(error)
             elif work.seated:
                 work.seated = False
@@ -493,7 +493,7 @@ class Board:
 
         It does not begin while it is ``barred``. Cancelling the future withdraws what waits.
         """
-        errand = Errand(next(self._tickets), work, barred)
+        errand = EngineTask(next(self._tickets), work, barred)
         key = ("errand", errand.ticket)  # it shares no run
         self._errands[errand.ticket] = errand
         try:
@@ -513,7 +513,7 @@ class Board:
         errand = self._errands.get(ticket)
         return errand is not None and errand.barred()
 
-    def _withdraw(self, errand: Errand) -> None:
+    def _withdraw(self, errand: EngineTask) -> None:
         if errand.done.cancelled() and self.admission.withdraw(errand.ticket):
             del self._errands[errand.ticket]
             self.pump()
@@ -548,7 +548,7 @@ class Board:
         return self._keeper.ready and not self.admission.running
 
     @property
-    def live(self) -> LiveEngine:
+    def live(self) -> LoadedEngine:
         """The engine that is loaded now, or the last one."""
         live = self._keeper.live
         if live is None:

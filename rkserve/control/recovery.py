@@ -19,7 +19,7 @@ from rkserve.control.operations import (
     OperationState,
     Phase,
 )
-from rkserve.core.desired_state import Desired, Pause
+from rkserve.core.desired_state import ActivePause, Desired
 
 INTERRUPTED = "operation_interrupted"
 _UNDONE = "The Coordinator was restarted before it was done; what it had changed was taken back."
@@ -58,7 +58,7 @@ def recover(
     return recovered, tuple(ended.values())
 
 
-def _is_dead(pause: Pause, operations: dict[str, Operation]) -> bool:
+def _is_dead(pause: ActivePause, operations: dict[str, Operation]) -> bool:
     made_by = operations.get(pause.operation)
     if made_by is None:
         return False  # an old one, whose record was forgotten: it was acknowledged long ago

@@ -16,11 +16,11 @@ from rkserve.control import state_changes
 from rkserve.control.operations import OperationKind
 from rkserve.control.params import Params
 from rkserve.core.desired_state import (
+    ActivePause,
     AdapterVersion,
     Artifact,
     Desired,
     InFlight,
-    Pause,
     PauseMode,
     Scope,
 )
@@ -214,7 +214,7 @@ def _nothing(_plan: Plan, _ask: Ask, desired: Desired, _now_s: float) -> Desired
 
 def _hold(plan: Plan, _ask: Ask, desired: Desired, now_s: float) -> Desired:
     scope = Scope(models=(plan.model,), adapter=None if plan.held_first else plan.name)
-    asked = Pause(
+    asked = ActivePause(
         plan.operation, scope, PauseMode.KEEP, since_s=now_s, expires_s=now_s + plan.hold_s
     )
     return state_changes.hold(desired, asked)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from rkserve.control import state_changes
-from rkserve.core.desired_state import Desired, Pause, PauseMode, Scope, SleepLevel
+from rkserve.core.desired_state import ActivePause, Desired, PauseMode, Scope, SleepLevel
 from rkserve.core.errors import OperationConflict, RequestError
 
 
@@ -40,7 +40,9 @@ def sleep(
     if wakes:
         parts = [replace(scope, models=(model,)) for model in scope.models or models]
     expires_s = state_changes.lease_end(lease_s, now_s)
-    asked = [Pause(operation, part, mode, False, now_s, expires_s, level, wakes) for part in parts]
+    asked = [
+        ActivePause(operation, part, mode, False, now_s, expires_s, level, wakes) for part in parts
+    ]
     return state_changes.as_one(
         desired,
         *(lambda now, one=one: state_changes.add(now, one, {*running, operation}) for one in asked),
@@ -66,7 +68,7 @@ def wake(
     *,
     only_weights: bool = False,
     only_kv: bool = False,
-) -> tuple[Desired, tuple[Pause, ...]]:
+) -> tuple[Desired, tuple[ActivePause, ...]]:
     """Take back every sleep that lies within ``scope`` (None: all); return these too. No pause is.
 
     To wake what is not asleep changes nothing. With ``only_weights`` the models are loaded and
@@ -94,7 +96,7 @@ def wake(
     return state_changes.follow_up(desired, pauses=tuple(pauses)), deep
 
 
-def wake_for_request(desired: Desired, model: str) -> tuple[Desired, tuple[Pause, ...]]:
+def wake_for_request(desired: Desired, model: str) -> tuple[Desired, tuple[ActivePause, ...]]:
     """Take back every sleep of a model that ends with a request for it; return these too."""
     within = Scope(models=(model,))
     gone = tuple(p for p in desired.pauses if p.wakes and p.scope.within(within))

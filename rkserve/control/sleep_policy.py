@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rkserve.control.params import Json
 from rkserve.core.board_report import BoardReport, BoardState
-from rkserve.core.desired_state import Desired, Pause, Scope
+from rkserve.core.desired_state import ActivePause, Desired, Scope
 
 IDLE, REQUEST = "idle", "request"  # the callers of sleep and wake-up operations of our own
 DEFAULT_LOAD_S = 180.0
@@ -51,7 +51,7 @@ class SleepPolicy:
         )
 
 
-def sleeps(desired: Desired, board_id: str, model: str) -> list[Pause]:
+def sleeps(desired: Desired, board_id: str, model: str) -> list[ActivePause]:
     """Return the sleeps that cover a board."""
     return [p for p in desired.pauses if p.level is not None and p.scope.covers(board_id, model)]
 

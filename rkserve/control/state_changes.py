@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from rkserve.core.desired_state import (
+    ActivePause,
     AdapterLine,
     AdapterVersion,
     Desired,
     InFlight,
-    Pause,
     PauseMode,
     Scope,
     Weights,
@@ -63,7 +63,7 @@ def pause(
     a lease that is not positive, and ``OperationConflict`` for one pause too many.
     """
     expires_s = lease_end(lease_s, now_s)
-    return add(desired, Pause(operation, scope, mode, clear_cache, now_s, expires_s), running)
+    return add(desired, ActivePause(operation, scope, mode, clear_cache, now_s, expires_s), running)
 
 
 def lease_end(lease_s: float | None, now_s: float) -> float | None:
@@ -73,7 +73,7 @@ def lease_end(lease_s: float | None, now_s: float) -> float | None:
     return None if lease_s is None else now_s + lease_s
 
 
-def add(desired: Desired, asked: Pause, running: Collection[str]) -> Desired:
+def add(desired: Desired, asked: ActivePause, running: Collection[str]) -> Desired:
     """Add a pause unless it adds nothing, and forget those that others outlast; see ``pause``."""
     settled = [one for one in desired.pauses if one.operation not in running]
     if any(_outlasts(one, asked) for one in settled):
@@ -89,7 +89,7 @@ def add(desired: Desired, asked: Pause, running: Collection[str]) -> Desired:
     return hold(replace(desired, pauses=kept), asked)
 
 
-def hold(desired: Desired, asked: Pause) -> Desired:
+def hold(desired: Desired, asked: ActivePause) -> Desired:
     """Add a pause, whatever holds already: who made it can rely on its own.
 
     Raises ``OperationConflict`` for one pause too many.
@@ -101,7 +101,7 @@ def hold(desired: Desired, asked: Pause) -> Desired:
     return follow_up(desired, pauses=(*desired.pauses, asked))
 
 
-def _outlasts(one: Pause, other: Pause) -> bool:
+def _outlasts(one: ActivePause, other: ActivePause) -> bool:
     """Whether ``one`` does all that ``other`` does, for as long."""
     same = (one.scope, one.mode, one.clear_cache) == (other.scope, other.mode, other.clear_cache)
     same = same and _sleeps_like(one, other)
@@ -110,7 +110,7 @@ def _outlasts(one: Pause, other: Pause) -> bool:
     return other.expires_s is not None and one.expires_s >= other.expires_s
 
 
-def _sleeps_like(one: Pause, other: Pause) -> bool:
+def _sleeps_like(one: ActivePause, other: ActivePause) -> bool:
     """Whether ``one`` is at least as deep a sleep, which no more than ``other`` ends; or neither
     is one: a sleep is no pause, for no resume takes it back.
     """
@@ -121,7 +121,7 @@ def _sleeps_like(one: Pause, other: Pause) -> bool:
 
 def resume(
     desired: Desired, scope: Scope | None = None, running: Collection[str] = ()
-) -> tuple[Desired, tuple[Pause, ...]]:
+) -> tuple[Desired, tuple[ActivePause, ...]]:
     """Take back every pause that lies within ``scope`` (None: all); return these too. No sleep is.
 
     To resume what is not paused changes nothing. What operations in ``running`` hold is theirs: it
@@ -142,7 +142,7 @@ def resume(
     return without(desired, gone), gone
 
 
-def expire(desired: Desired, now_s: float) -> tuple[Desired, tuple[Pause, ...]]:
+def expire(desired: Desired, now_s: float) -> tuple[Desired, tuple[ActivePause, ...]]:
     """Take back every pause whose lease has ended by ``now_s``; return these too."""
     gone = tuple(p for p in desired.pauses if p.expires_s is not None and p.expires_s <= now_s)
     return without(desired, gone), gone
@@ -153,7 +153,7 @@ def withdraw(desired: Desired, operation: str) -> Desired:
     return without(desired, [one for one in desired.pauses if one.operation == operation])
 
 
-def without(desired: Desired, gone: Collection[Pause]) -> Desired:
+def without(desired: Desired, gone: Collection[ActivePause]) -> Desired:
     """Return it without these pauses."""
     if not gone:
         return desired
@@ -410,7 +410,7 @@ def as_one(before: Desired, *changes: Callable[[Desired], Desired]) -> Desired:
 def follow_up(
     desired: Desired,
     *,
-    pauses: tuple[Pause, ...] | None = None,
+    pauses: tuple[ActivePause, ...] | None = None,
     lines: tuple[AdapterLine, ...] | None = None,
     weights: tuple[Weights, ...] | None = None,
 ) -> Desired:

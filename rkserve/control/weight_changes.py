@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from rkserve.control import state_changes
 from rkserve.control.rollout_plan import Ask, Course, Move, Round
 from rkserve.core.desired_state import (
+    ActivePause,
     BaseVersion,
     Desired,
     InFlight,
-    Pause,
     PauseMode,
     Rebase,
     Scope,
@@ -176,7 +176,7 @@ def _nothing(_plan: RebasePlan, _ask: Ask, desired: Desired, _now_s: float) -> D
 
 def _hold(plan: RebasePlan, _ask: Ask, desired: Desired, now_s: float) -> Desired:
     scope = Scope(models=(plan.model,))
-    asked = Pause(
+    asked = ActivePause(
         plan.operation, scope, PauseMode.KEEP, since_s=now_s, expires_s=now_s + plan.hold_s
     )
     return state_changes.hold(desired, asked)

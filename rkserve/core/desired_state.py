@@ -83,7 +83,7 @@ def _narrower(inner: tuple[str, ...], outer: tuple[str, ...]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
+class ActivePause:
     """A part of the cluster that shall be paused, or asleep.
 
     ``operation`` is the id of what asked for it. With ``clear_cache`` KV caches are dropped once it
@@ -251,7 +251,7 @@ class Desired:
     """What the cluster shall be from ``epoch`` on, until there is a later one."""
 
     epoch: int = 0
-    pauses: tuple[Pause, ...] = ()
+    pauses: tuple[ActivePause, ...] = ()
     lines: tuple[AdapterLine, ...] = ()
     weights: tuple[Weights, ...] = ()
 
@@ -281,7 +281,7 @@ class Desired:
         """Return what it makes of one board."""
         mine = [pause for pause in self.pauses if pause.scope.covers(board_id, model)]
         whole = [pause for pause in mine if pause.scope.adapter is None]
-        named: dict[str, list[Pause]] = {}
+        named: dict[str, list[ActivePause]] = {}
         for pause in mine:
             if pause.scope.adapter is not None:
                 named.setdefault(pause.scope.adapter, []).append(pause)
@@ -358,7 +358,7 @@ class Duty:
         return tuple(dict.fromkeys(v for line in self.lines for v in line.versions))
 
 
-def _hold(pauses: list[Pause]) -> Hold:
+def _hold(pauses: list[ActivePause]) -> Hold:
     mode = max((pause.mode for pause in pauses), key=_SEVERITY.index)
     ends = [pause.expires_s for pause in pauses]
     known = [end for end in ends if end is not None]

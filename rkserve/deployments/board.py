@@ -14,7 +14,7 @@ from pathlib import Path
 import ray
 from ray import serve
 
-from rkserve.board.storage.node_slots import Slot, claim_slot
+from rkserve.board.storage.node_slots import NodeSlot, claim_slot
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.serve_config import ChannelConfig
 from rkserve.core.board_report import BoardReport, CacheEntry, Emitted, GenerationInfo, KvReport
@@ -254,7 +254,7 @@ async def _listen(board_id: str, config: ChannelConfig, board: BoardReplica) -> 
     return outlet
 
 
-async def _claim(group: BoardGroupConfig, state_dir: Path, node: Node) -> Slot:
+async def _claim(group: BoardGroupConfig, state_dir: Path, node: Node) -> NodeSlot:
     """Claim a board of this node; a replaced replica may take a moment to let go of it."""
     slots = group.simulated.boards if group.simulated is not None else 1
     # A predecessor that is being redeployed may still be ending its answers.

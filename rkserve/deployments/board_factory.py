@@ -15,8 +15,8 @@ from rkserve.board.answer.hooks import HookFactory
 from rkserve.board.board import Board, BoardSettings
 from rkserve.board.engine.process import EngineProcess
 from rkserve.board.engine.protocol import Engine, EngineSpec, with_weights
-from rkserve.board.engine.watchdog import Patience
-from rkserve.board.storage.prompt_cache import CacheStore, Seal
+from rkserve.board.engine.watchdog import RunTimeouts
+from rkserve.board.storage.prompt_cache import CacheFingerprint, CacheStore
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.serve_config import engine_environ, resolve_folder
 from rkserve.core.errors import ConfigError
@@ -75,7 +75,7 @@ def assemble(
         library=Path(spec.library).name,
         queue_limit=group.queue_limit,
         queue_timeout_s=group.queue_timeout_s,
-        patience=Patience(**group.patience.model_dump()),
+        patience=RunTimeouts(**group.patience.model_dump()),
         crash_limit=group.crash_limit,
         crash_window_s=group.crash_window_s,
         quarantine_s=group.quarantine_s,
@@ -199,7 +199,7 @@ def _caches(
     if folder.settings.cross_attention is not None:
         return None  # a KV cache depends on the encoder's output, and a file's name on token ids
     root = settings.folder.expanduser() if settings.folder else place.state_dir / "cache"
-    seal = Seal(
+    seal = CacheFingerprint(
         model=folder.content_digest(),
         release=_digest_of(Path(spec.library), file_digest),
         template=hashlib.sha256((folder.chat_template or "").encode()).hexdigest(),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.board.storage.prompt_cache import CacheStore, Seal
+from rkserve.board.storage.prompt_cache import CacheFingerprint, CacheStore
 from tests.support.boards.fakes import run_loop
 from tests.support.http.tool_talk import Talk, message, user
 from tests.support.sim.sim_board import Sim
@@ -70,7 +70,7 @@ def talked(
     """Do something with a board that parks conversations."""
 
     async def go() -> None:
-        store = CacheStore(place / "cache", Seal("m", "1.3.0"), budget_bytes)
+        store = CacheStore(place / "cache", CacheFingerprint("m", "1.3.0"), budget_bytes)
         sim = Sim(place)
         async with sim.board(caches=store, park_min_tokens=MIN_TOKENS) as board:
             await body(Talk(board))

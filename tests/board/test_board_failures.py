@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from rkserve.board.engine.watchdog import Patience
+from rkserve.board.engine.watchdog import RunTimeouts
 from rkserve.board.run.loaded_engine import SECOND_LOOK_S
 from rkserve.core.board_report import BoardState
 from rkserve.core.errors import (
@@ -333,7 +333,7 @@ def test_stop_ends_the_engine_and_everyone_who_waits(
     scripts: list[Script], hurt: Callable[[Bench], None], state: BoardState
 ) -> None:
     async def main() -> None:
-        settings = replace(SETTINGS, silence_timeout_s=0.05, patience=Patience(abort_s=60))
+        settings = replace(SETTINGS, silence_timeout_s=0.05, patience=RunTimeouts(abort_s=60))
         bench = Bench(*scripts, settings=settings)
         await bench.board.start()
         waiting = [asyncio.create_task(answer(bench.board)) for _ in range(2)] if scripts else []

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from rkserve.board.board import Board
-from rkserve.board.engine.watchdog import Patience
+from rkserve.board.engine.watchdog import RunTimeouts
 from rkserve.board.run.loaded_engine import patience_for
-from rkserve.board.run.run import Beginning
+from rkserve.board.run.run import RunSpec
 from rkserve.core.errors import RequestError
 from rkserve.core.messages import (
     Accepted,
@@ -419,16 +419,16 @@ STEPS = StepParams(TOKENS, GREEDY, Stepwise(1), frozenset(), limit=50)
 @pytest.mark.parametrize(
     ("beginning", "token_s", "abort_s"),
     [
-        pytest.param(Beginning((), base=(1,) * 50), 10, 2, id="the library's own"),
-        pytest.param(Beginning((), base=(1,) * 50, history=True, steps=STEPS), 10, 12, id="kept"),
-        pytest.param(Beginning((), base=(1,) * 50, limit=50, steps=STEPS), 20, 22, id="sent again"),
-        pytest.param(Beginning((), save=Path("x")), 40, 32, id="a file"),
+        pytest.param(RunSpec((), base=(1,) * 50), 10, 2, id="the library's own"),
+        pytest.param(RunSpec((), base=(1,) * 50, history=True, steps=STEPS), 10, 12, id="kept"),
+        pytest.param(RunSpec((), base=(1,) * 50, limit=50, steps=STEPS), 20, 22, id="sent again"),
+        pytest.param(RunSpec((), save=Path("x")), 40, 32, id="a file"),
     ],
 )
 def test_a_run_may_be_silent_for_as_long_as_its_longest_step(
-    beginning: Beginning, token_s: float, abort_s: float
+    beginning: RunSpec, token_s: float, abort_s: float
 ) -> None:
-    found = patience_for(beginning, Patience(30.0, 0.1, 10.0, 2.0))
+    found = patience_for(beginning, RunTimeouts(30.0, 0.1, 10.0, 2.0))
     assert (found.token_s, found.abort_s) == (token_s, abort_s)
 
 

@@ -14,9 +14,9 @@ import pytest
 from rkserve.board.board import Board, BoardSettings
 from rkserve.board.engine.process import EngineProcess
 from rkserve.board.engine.protocol import EngineSpec, EntryCommand, RunCommand
-from rkserve.board.engine.watchdog import Patience
+from rkserve.board.engine.watchdog import RunTimeouts
 from rkserve.board.run.loaded_engine import patience_for
-from rkserve.board.run.run import Beginning
+from rkserve.board.run.run import RunSpec
 from rkserve.core.errors import EngineDied, LoadFailed, RequestError, RunFailed
 from rkserve.core.messages import Continued, Delta, Finished, FinishReason, GenerateRequest, Slot
 from rkserve.core.run_params import Picture, Stepwise
@@ -259,9 +259,9 @@ def test_a_board_refuses_what_it_cannot_see(
 
 def test_each_image_is_given_its_time() -> None:
     entry = EntryCommand(prompt_text="<image><image>", images=(picture(1), picture(2)))
-    patience = Patience(first_token_s=10.0, image_s=7.0)
-    assert patience_for(Beginning((entry,)), patience) == replace(patience, first_token_s=24.0)
-    assert patience_for(Beginning((EntryCommand((1,)),)), patience) == patience
+    patience = RunTimeouts(first_token_s=10.0, image_s=7.0)
+    assert patience_for(RunSpec((entry,)), patience) == replace(patience, first_token_s=24.0)
+    assert patience_for(RunSpec((EntryCommand((1,)),)), patience) == patience
 
 
 def test_the_limit_holds_and_leaves_the_board_clean(sim: Sim) -> None:

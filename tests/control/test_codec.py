@@ -19,13 +19,13 @@ from rkserve.control.codec import (
     write_operation,
 )
 from rkserve.control.operations import Operation, OperationKind
-from rkserve.core.desired_state import AdapterLine, Desired, Pause, PauseMode, Scope
+from rkserve.core.desired_state import ActivePause, AdapterLine, Desired, PauseMode, Scope
 from rkserve.core.errors import LedgerFailed
 from tests.support.values.control_values import desires, operations, version
 
 STATE = Desired(
     epoch=7,
-    pauses=(Pause("op", Scope(("m",), ("b1",)), PauseMode.KEEP, expires_s=5.0),),
+    pauses=(ActivePause("op", Scope(("m",), ("b1",)), PauseMode.KEEP, expires_s=5.0),),
     lines=(AdapterLine("m", "law", active=version("law", "v1"), weight=0.5),),
 )
 
@@ -48,7 +48,7 @@ def test_an_operation_comes_back_as_it_was(operation: Operation) -> None:
 
 
 def test_whole_numbers_in_a_field_of_seconds_come_back_as_such() -> None:
-    pause = Pause("op", Scope(), PauseMode.WAIT, since_s=3)
+    pause = ActivePause("op", Scope(), PauseMode.WAIT, since_s=3)
     (found,) = read_desired(write_desired(Desired(pauses=(pause,)))).pauses
     assert found == pause
     assert type(found.since_s) is float

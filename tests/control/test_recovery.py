@@ -18,7 +18,7 @@ from rkserve.control.operations import (
 )
 from rkserve.control.params import Params
 from rkserve.control.recovery import INTERRUPTED, recover
-from rkserve.core.desired_state import Desired, Pause, PauseMode, Scope
+from rkserve.core.desired_state import ActivePause, Desired, PauseMode, Scope
 from tests.support.values.control_values import desires, operations, version
 
 K: TypeAlias = OperationKind
@@ -37,7 +37,9 @@ def served(*versions: str) -> Desired:
 
 
 def held(desired: Desired, operation: str = "op") -> Desired:
-    return state_changes.hold(desired, Pause(operation, Scope(("m",), (), "law"), PauseMode.KEEP))
+    return state_changes.hold(
+        desired, ActivePause(operation, Scope(("m",), (), "law"), PauseMode.KEEP)
+    )
 
 
 def found(kind: K, phase: P, epoch: int = 0, state: S = S.RUNNING) -> Operation:

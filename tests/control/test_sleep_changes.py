@@ -24,7 +24,7 @@ from rkserve.control.params import Params
 from rkserve.control.recovery import recover
 from rkserve.control.sleep_policy import SleepPolicy, unused, wakeable
 from rkserve.core.board_report import BoardReport, BoardState
-from rkserve.core.desired_state import Desired, Hold, Pause, PauseMode, Scope, SleepLevel
+from rkserve.core.desired_state import ActivePause, Desired, Hold, PauseMode, Scope, SleepLevel
 from rkserve.core.errors import LedgerFailed, OperationConflict, RequestError
 from tests.support.values.control_values import BOARDS, MODELS, desires, scopes
 
@@ -200,14 +200,14 @@ def test_what_is_forgotten_of_sleeps_changes_nothing_for_any_board_at_any_time(
             desired = state_changes.pause(
                 desired, who, scope, mode, now_s, lease_s=lease_s, running=running
             )
-            naive = state_changes.hold(naive, Pause(who, scope, mode, False, now_s, ends_s))
+            naive = state_changes.hold(naive, ActivePause(who, scope, mode, False, now_s, ends_s))
             continue
         how = {"lease_s": lease_s, "wakes": wakes, "running": running}
         desired = sleep_changes.sleep(desired, who, scope, mode, level, now_s=now_s, **how)  # type: ignore[arg-type]
         for model in scope.models:
             part = Scope((model,), scope.boards)
             naive = state_changes.hold(
-                naive, Pause(who, part, mode, False, now_s, ends_s, level, wakes)
+                naive, ActivePause(who, part, mode, False, now_s, ends_s, level, wakes)
             )
     for undo in (None, *sorted(running)):
         ours = desired if undo is None else state_changes.withdraw(desired, undo)

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from rkserve.control import state_changes
 from rkserve.core.desired_state import (
+    ActivePause,
     AdapterLine,
     AdapterVersion,
     Desired,
     Hold,
     InFlight,
-    Pause,
     PauseMode,
     Scope,
 )
@@ -178,7 +178,7 @@ def test_what_is_forgotten_of_pauses_changes_nothing_for_any_board_at_any_time(
         desired = state_changes.pause(
             desired, who, scope, mode, now_s, clear_cache=clear, lease_s=lease_s, running=running
         )
-        naive = state_changes.hold(naive, Pause(who, scope, mode, clear, now_s, ends_s))
+        naive = state_changes.hold(naive, ActivePause(who, scope, mode, clear, now_s, ends_s))
     for undo in (None, "op-1", "op-2"):
         if undo is not None and undo not in running:
             continue  # only what goes on is ever undone

@@ -12,11 +12,11 @@ import pytest
 
 from rkserve.core.block_hashes import Chain, FileHeld, Holdings, LiveHeld, pack, seed_of
 from rkserve.core.desired_state import (
+    ActivePause,
     AdapterLine,
     AdapterVersion,
     BaseVersion,
     Desired,
-    Pause,
     PauseMode,
     Rebase,
     Scope,
@@ -144,34 +144,38 @@ ELSEWHERE = BaseVersion(MODEL, "2", "2" * 64, 1)
 @pytest.mark.parametrize(
     ("desired", "left"),
     [
-        pytest.param(Desired(pauses=(Pause("p", Scope(), PauseMode.KEEP),)), 4, id="a pause"),
+        pytest.param(Desired(pauses=(ActivePause("p", Scope(), PauseMode.KEEP),)), 4, id="a pause"),
         pytest.param(
-            Desired(pauses=(Pause("p", Scope(), PauseMode.WAIT, clear_cache=True),)),
+            Desired(pauses=(ActivePause("p", Scope(), PauseMode.WAIT, clear_cache=True),)),
             2,
             id="one with clear_cache",
         ),
         pytest.param(
-            Desired(pauses=(Pause("p", Scope(boards=("a",)), PauseMode.KEEP, clear_cache=True),)),
+            Desired(
+                pauses=(ActivePause("p", Scope(boards=("a",)), PauseMode.KEEP, clear_cache=True),)
+            ),
             3,
             id="one of a single board",
         ),
         pytest.param(
-            Desired(pauses=(Pause("p", Scope(adapter="kind"), PauseMode.KEEP, clear_cache=True),)),
+            Desired(
+                pauses=(ActivePause("p", Scope(adapter="kind"), PauseMode.KEEP, clear_cache=True),)
+            ),
             2,
             id="one of an adapter, which empties the board as well",
         ),
         pytest.param(
-            Desired(pauses=(Pause("p", Scope(), PauseMode.KEEP, level=SleepLevel.PAUSED),)),
+            Desired(pauses=(ActivePause("p", Scope(), PauseMode.KEEP, level=SleepLevel.PAUSED),)),
             4,
             id="the lightest sleep",
         ),
         pytest.param(
-            Desired(pauses=(Pause("p", Scope(), PauseMode.KEEP, level=SleepLevel.UNLOADED),)),
+            Desired(pauses=(ActivePause("p", Scope(), PauseMode.KEEP, level=SleepLevel.UNLOADED),)),
             2,
             id="sleep",
         ),
         pytest.param(
-            Desired(pauses=(Pause("p", Scope(), PauseMode.KEEP, level=SleepLevel.DROPPED),)),
+            Desired(pauses=(ActivePause("p", Scope(), PauseMode.KEEP, level=SleepLevel.DROPPED),)),
             0,
             id="deep sleep, which empties the disk as well",
         ),

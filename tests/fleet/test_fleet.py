@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import pytest
 
 from rkserve.core.board_report import BoardReport, BoardState
-from rkserve.core.desired_state import Desired, Pause, PauseMode, Scope
+from rkserve.core.desired_state import ActivePause, Desired, PauseMode, Scope
 from rkserve.core.errors import (
     AdapterBroken,
     BoardBehind,
@@ -591,7 +591,7 @@ def test_only_boards_with_a_replica_have_a_seat() -> None:
 
 
 def hold(mode: PauseMode, *boards: str) -> Desired:
-    return Desired(2, pauses=(Pause("op", Scope((), boards), mode),))
+    return Desired(2, pauses=(ActivePause("op", Scope((), boards), mode),))
 
 
 def test_a_board_that_is_behind_or_paused_is_passed_over_for_another() -> None:

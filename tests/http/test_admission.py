@@ -14,7 +14,7 @@ from rkserve.api.common import sse
 from rkserve.config.serve_config import RouterConfig
 from rkserve.control.operations import OperationKind
 from rkserve.core.board_report import AtRouter, GenerationInfo, GenerationState
-from rkserve.core.desired_state import Desired, Pause, PauseMode, Scope
+from rkserve.core.desired_state import ActivePause, Desired, PauseMode, Scope
 from rkserve.core.errors import BoardFailed, ConfigError, GenerationNotFound
 from rkserve.core.messages import ControlAction, Delta, Timings
 from rkserve.http.app import make_app
@@ -504,7 +504,7 @@ def test_a_client_that_hangs_up_after_such_headers_leaves_no_trace() -> None:
 def test_requests_wait_in_the_queue_for_the_end_of_a_pause() -> None:
     async def main() -> None:
         of = house("a", queue_limit=9)
-        of.head.desired = Desired(3, pauses=(Pause("op", Scope(), PauseMode.KEEP),))
+        of.head.desired = Desired(3, pauses=(ActivePause("op", Scope(), PauseMode.KEEP),))
         of.boards.scripts["replica of a"] = [[accepted("a"), gate := asyncio.Event()]]
         talks = [asyncio.create_task(of("POST", CHAT, json=chat())) for _ in range(3)]
         await asyncio.sleep(5.0)

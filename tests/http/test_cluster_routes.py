@@ -21,7 +21,7 @@ from rkserve.control.operations import (
     ResultStatus,
 )
 from rkserve.core.board_report import Emitted, Hardware, VersionFigures
-from rkserve.core.desired_state import Desired, Pause, PauseMode, Scope, Weights
+from rkserve.core.desired_state import ActivePause, Desired, PauseMode, Scope, Weights
 from rkserve.core.errors import ArtifactRefused, BoardFailed, EnginePaused, StaleEpoch
 from rkserve.core.messages import Delta, Finished, Kv, Paused
 from rkserve.http import cluster_routes
@@ -701,8 +701,8 @@ def test_the_table_of_versions_says_which_board_has_what() -> None:
 # -- looking --------------------------------------------------------------------------------------
 
 
-def pause(*boards: str, adapter: str | None = None) -> Pause:
-    return Pause("op", Scope((), boards, adapter), PauseMode.KEEP)
+def pause(*boards: str, adapter: str | None = None) -> ActivePause:
+    return ActivePause("op", Scope((), boards, adapter), PauseMode.KEEP)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rkserve.api.admin.weights import base_entry, loaded_digest, weights_entry
 from rkserve.api.json.body import JsonObject
 from rkserve.core.board_report import BoardReport, BoardState, VersionFigures
-from rkserve.core.desired_state import Desired, Pause
+from rkserve.core.desired_state import ActivePause, Desired
 from rkserve.core.redaction import without_folders
 
 
@@ -259,7 +259,7 @@ def _figures(figures: VersionFigures) -> JsonObject:
     }
 
 
-def _pause(pause: Pause) -> JsonObject:
+def _pause(pause: ActivePause) -> JsonObject:
     return {
         "operation": pause.operation,
         "models": list(pause.scope.models),

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 
-from rkserve.board.answer.hook_chain import Chain, Piece
+from rkserve.board.answer.hook_chain import AnswerPiece, HookChain
 from rkserve.board.answer.hooks import HookFactory, Replace, pause_on, stop_strings
 from rkserve.board.answer.kv_plan import Ids, Range, common_prefix
-from rkserve.board.answer.pending_delta import Handout
-from rkserve.board.answer.reasoning import Thought, thinking_limit, thought
-from rkserve.board.answer.stop_strings import Characters
+from rkserve.board.answer.pending_delta import PendingDelta
+from rkserve.board.answer.reasoning import ReasoningSpan, reasoning_span, thinking_limit
+from rkserve.board.answer.stop_strings import Utf8Decoder
 from rkserve.board.answer.transcript import Transcript, ordered
 from rkserve.core.errors import ContextOverflow, HookFailed, RequestError, StateConflict
 from rkserve.core.messages import Continued, Delta, Edit, FinishReason, GenerateRequest, Kind, Slot
@@ -31,7 +31,7 @@ TOKEN_IDS = 2**31
 log = logging.getLogger(__name__)
 
 
-class Want(Enum):
+class RunSignal(Enum):
     """What has to be done with a generation's run now."""
 
     STOP = "end it"
@@ -74,12 +74,12 @@ class Generation:
         # A pause is asked for by what the model says. Stop strings are about what is shown, and
         # they hold text back, which other hooks must not be made to wait for.
         self._factories = (thinking_limit, pause_on, *hooks, stop_strings)
-        self._chain = Chain(self._factories, request)
-        self._characters = Characters()
+        self._chain = HookChain(self._factories, request)
+        self._characters = Utf8Decoder()
         self._transcript = Transcript(request.prompt_ids)
         asked = request.stepwise
         self._scored = asked is not None and asked.top_logprobs is not None
-        self._handout = Handout(request.prompt_ids, scored=self._scored)
+        self._handout = PendingDelta(request.prompt_ids, scored=self._scored)
         self._open: list[Slot] = []  # tokens that wait for their text
         self.token_ids: list[int] = []  # of the answer
         self._score: Scored | None = None  # of the next token
@@ -104,17 +104,17 @@ class Generation:
     # -- what it is ---------------------------------------------------------------------------
 
     @property
-    def want(self) -> Want | None:
+    def want(self) -> RunSignal | None:
         """What the run must do now, until it has been left.
 
         After an EOS, or at a limit that it was given, the runtime ends by itself; it is ended
         only if it goes on, as 1.3.0 does with models whose EOS it misreads.
         """
         if self.complete:
-            return None if self._runtime_ends and not self._beyond else Want.STOP
+            return None if self._runtime_ends and not self._beyond else RunSignal.STOP
         if self._rewinding:
-            return Want.REWIND
-        return Want.PAUSE if self._pause is not None else None
+            return RunSignal.REWIND
+        return RunSignal.PAUSE if self._pause is not None else None
 
     @property
     def complete(self) -> bool:
@@ -151,9 +151,9 @@ class Generation:
         return data.decode(errors="replace")
 
     @property
-    def thought(self) -> Thought:
+    def reasoning(self) -> ReasoningSpan:
         """What the model has thought so far, before its answer."""
-        return thought(self._transcript.slots, self.request.thinking)
+        return reasoning_span(self._transcript.slots, self.request.thinking)
 
     # -- a run --------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class Generation:
         ``thinking_ends_run``.
         """
         thinking = self.request.thinking
-        if self.complete or thinking is None or not self.thought.unended:
+        if self.complete or thinking is None or not self.reasoning.unended:
             return False
         # In text mode no id is ever sent: any will do for the token that it was.
         ids = thinking.mark_ids if self.request.prompt_text is None else (0,)
@@ -382,10 +382,10 @@ class Generation:
         """Nothing waits for its text any more."""
         self._handout.certain, self._handout.ids = len(self._transcript.slots), self.tokens
 
-    def _close(self, tokens: int) -> Piece:
+    def _close(self, tokens: int) -> AnswerPiece:
         """Make one piece of the tokens that had to wait for each other."""
         text = self._characters.feed(b"".join(slot.data for slot in self._open))
-        piece = Piece(tokens - 1, tuple(slot.token_id for slot in self._open), text)
+        piece = AnswerPiece(tokens - 1, tuple(slot.token_id for slot in self._open), text)
         self._open.clear()
         return piece
 
@@ -445,7 +445,9 @@ class Generation:
         prompt = request.prompt_ids if continued.prompt_ids is None else continued.prompt_ids
         self._transcript = Transcript(prompt, continued.slots)
         given = len(self._transcript.answer)
-        self._handout = Handout(prompt, continued.slots, given, continued.text, scored=self._scored)
+        self._handout = PendingDelta(
+            prompt, continued.slots, given, continued.text, scored=self._scored
+        )
         heard = continued.pause_over or continued.paused is not None
         with self._hooked():
             self._replay(newest=not heard)
@@ -461,7 +463,7 @@ class Generation:
         """
         self.token_ids = self._transcript.answer
         self.reason, self._runtime_ends = None, False
-        self._chain, self._characters = Chain(self._factories, self.request), Characters()
+        self._chain, self._characters = HookChain(self._factories, self.request), Utf8Decoder()
         self._open.clear()
         tokens, slots = 0, list(self._transcript.slots)
         try:

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerPiece:
     """Tokens of the answer that have their text together; ``index`` is the last one's."""
 
     index: int
@@ -27,7 +27,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Outcome:
+class ChainOutcome:
     """What the chain made of a piece.
 
     ``rewritten``: what pieces before it show has changed too. ``rewind`` is a replacement in the
@@ -47,7 +47,7 @@ class _Stage:
         self.name, self.factory, self.hook = name, factory, hook
 
 
-class Chain:
+class HookChain:
     """The hooks that want to see one generation, in order.
 
     They are code of strangers: whatever one raises, or returns amiss, is ``HookFailed`` here.
@@ -61,7 +61,7 @@ class Chain:
             if hook is not None:
                 name = type(hook).__qualname__
                 self._stages.append(_Stage(name, factory, hook))
-        self._pieces: list[Piece] = []
+        self._pieces: list[AnswerPiece] = []
         # What stage i gets of each piece is at i; the last list is what is shown.
         self._texts: list[list[str]] = [[] for _ in range(len(self._stages) + 1)]
         self._stopped: tuple[int, int] | None = None  # by which stage, at which piece
@@ -72,9 +72,9 @@ class Chain:
         """What is shown of each piece."""
         return self._texts[-1]
 
-    def feed(self, piece: Piece, *, replayed: bool = False) -> Outcome:
+    def feed(self, piece: AnswerPiece, *, replayed: bool = False) -> ChainOutcome:
         """Lead a piece through the hooks."""
-        outcome = Outcome()
+        outcome = ChainOutcome()
         self._pieces.append(piece)
         self._texts[0].append(piece.text)
         for depth in range(len(self._stages)):
@@ -83,9 +83,9 @@ class Chain:
                 break  # the piece will not be part of the answer
         return outcome
 
-    def end(self) -> Outcome:
+    def end(self) -> ChainOutcome:
         """Take what the hooks held back; each one's goes through those behind it."""
-        outcome = Outcome()
+        outcome = ChainOutcome()
         for depth, stage in enumerate(self._stages):
             if self._stopped is not None and depth <= self._stopped[0]:
                 continue  # it comes after the answer's end
@@ -93,7 +93,7 @@ class Chain:
             if not held:
                 continue
             index = self._pieces[-1].index if self._pieces else -1
-            self._pieces.append(Piece(index, (), held))
+            self._pieces.append(AnswerPiece(index, (), held))
             for texts in self._texts[: depth + 1]:
                 texts.append("")
             self._texts[depth + 1].append(held)
@@ -101,7 +101,7 @@ class Chain:
                 self._catch_up(deeper, outcome, replayed=True)
         return outcome
 
-    def _catch_up(self, depth: int, outcome: Outcome, *, replayed: bool) -> None:
+    def _catch_up(self, depth: int, outcome: ChainOutcome, *, replayed: bool) -> None:
         """Show a stage the pieces that it has not seen: the newest, or all if it is fresh."""
         shown = self._texts[depth + 1]
         for at in range(len(shown), len(self._pieces)):
@@ -114,7 +114,7 @@ class Chain:
                 return
             shown.append(text)
 
-    def _ask(self, depth: int, at: int, outcome: Outcome, *, replayed: bool) -> str | None:
+    def _ask(self, depth: int, at: int, outcome: ChainOutcome, *, replayed: bool) -> str | None:
         """Return what the stage shows of piece ``at``; None where it rewinds the context."""
         stage, piece, texts = self._stages[depth], self._pieces[at], self._texts[depth]
         decoded = Decoded(piece.index, piece.ids, texts[at], replayed, texts, at)

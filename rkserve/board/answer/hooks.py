@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rkserve.board.answer.stop_strings import Finder, StopSearch
+from rkserve.board.answer.stop_strings import StopSearch, TextFinder
 from rkserve.core.messages import GenerateRequest
 
 
@@ -132,7 +132,7 @@ class PauseOn:
     """
 
     def __init__(self, texts: tuple[str, ...], ids: tuple[int, ...]) -> None:
-        self._finder = Finder(texts)
+        self._finder = TextFinder(texts)
         self._ids = frozenset(ids)
 
     def on_piece(self, piece: Decoded) -> Action:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PrefillPlan:
     """How to start a run: clear first or not, which ids to send, how many the context holds."""
 
     clear: bool
@@ -26,7 +26,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class ResumePlan:
     """How to go on with a paused run: what to cut out of the KV cache, then which ids to send.
 
     ``cut`` is applied range by range, each at the positions of that moment.
@@ -36,7 +36,7 @@ class Resume:
     send: Ids
 
 
-class LiveContext:
+class CachedContext:
     """The token ids that the runtime's KV cache holds, as far as they are known for certain."""
 
     def __init__(self, *, append: bool) -> None:
@@ -66,15 +66,15 @@ class LiveContext:
         """Positions known to be held."""
         return len(self._ids or ())
 
-    def plan(self, prompt: Ids, origin: str | None = None) -> Plan:
+    def plan(self, prompt: Ids, origin: str | None = None) -> PrefillPlan:
         """Return how a run over ``prompt`` begins.
 
         At least one id is always sent: the runtime computes the first new token from it.
         """
         held = self._ids
         if self.append and held and self._origin == origin and _is_begun_by(prompt, held):
-            return Plan(clear=False, send=prompt[len(held) :], reused=len(held))
-        return Plan(clear=held != (), send=prompt, reused=0)
+            return PrefillPlan(clear=False, send=prompt[len(held) :], reused=len(held))
+        return PrefillPlan(clear=held != (), send=prompt, reused=0)
 
     def settle(
         self, transcript: Ids, positions: int, origin: str | None = None, *, once: bool = False
@@ -127,7 +127,7 @@ def held(transcript: Ids, positions: int) -> Ids | None:
     return None
 
 
-def plan_resume(kept: Ids | None, wanted: Ids, cuts: Iterable[Range] = ()) -> Resume | None:
+def plan_resume(kept: Ids | None, wanted: Ids, cuts: Iterable[Range] = ()) -> ResumePlan | None:
     """Return how a paused run goes on with ``wanted`` as its context; None: recompute instead.
 
     ``kept`` is what its KV cache holds (see ``held``) and ``cuts`` what edits asked to cut out,
@@ -152,7 +152,7 @@ def plan_resume(kept: Ids | None, wanted: Ids, cuts: Iterable[Range] = ()) -> Re
         return None
     if common < len(kept):
         asked.append((common, len(kept)))
-    return Resume(cut=tuple(asked), send=wanted[common:])
+    return ResumePlan(cut=tuple(asked), send=wanted[common:])
 
 
 def common_prefix(one: Sequence[T], other: Sequence[T]) -> int:

@@ -16,7 +16,7 @@ from rkserve.core.messages import Delta, Kind, Slot, Splice
 from rkserve.core.run_params import Scored
 
 
-class Handout:
+class PendingDelta:
     """The text, ids and slots of one answer that were given out, and those that wait for it.
 
     ``certain`` slots may be given out; set it, and ``ids`` to how many of them are the answer's.

@@ -14,7 +14,7 @@ from rkserve.board.answer.hooks import Action, Continue, Decoded, Hook, Replace
 from rkserve.core.messages import GenerateRequest, Kind, Slot, Thinking
 
 
-class Block:
+class ReasoningBlock:
     """Where an answer is: before, inside or behind its one block of thoughts.
 
     White space may come before the block, and nothing else.
@@ -54,18 +54,18 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ReasoningSpan:
     """The thoughts in an answer: its tokens up to their end, and whether that has come."""
 
     tokens: int = 0
     unended: bool = False
 
 
-def thought(slots: Iterable[Slot], thinking: Thinking | None) -> Thought:
+def reasoning_span(slots: Iterable[Slot], thinking: Thinking | None) -> ReasoningSpan:
     """Return what an answer has of thoughts. The marks around them count."""
     if thinking is None:
-        return Thought()
-    block, tokens = Block(thinking), 0
+        return ReasoningSpan()
+    block, tokens = ReasoningBlock(thinking), 0
     characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for slot in slots:
         if slot.kind is Kind.INJECTED:
@@ -74,7 +74,7 @@ def thought(slots: Iterable[Slot], thinking: Thinking | None) -> Thought:
         block.feed(characters.decode(slot.data))
         if block.over:
             break
-    return Thought(tokens if block.opened else 0, block.inside)
+    return ReasoningSpan(tokens if block.opened else 0, block.inside)
 
 
 class ThinkingLimit:
@@ -85,7 +85,7 @@ class ThinkingLimit:
 
     def __init__(self, thinking: Thinking, most: int) -> None:
         self._thinking, self._most = thinking, most
-        self._block = Block(thinking)
+        self._block = ReasoningBlock(thinking)
         self._tokens = 0
 
     def on_piece(self, piece: Decoded) -> Action:

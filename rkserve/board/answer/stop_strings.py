@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 
 
-class Characters:
+class Utf8Decoder:
     """Turns the bytes of tokens into whole characters.
 
     A character is held back until its last byte is there. What is never completed is no text.
@@ -69,7 +69,7 @@ class StopSearch:
         return certain
 
 
-class Finder:
+class TextFinder:
     """Says when a text is complete that may come in pieces. It holds nothing back."""
 
     def __init__(self, texts: tuple[str, ...]) -> None:

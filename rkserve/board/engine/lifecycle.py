@@ -74,7 +74,7 @@ TRANSITIONS: dict[tuple[BoardState, BoardEvent], BoardState] = {
 SICK = frozenset({BoardState.HUNG, BoardState.FAILED})
 # Requests are taken here, and wait where it is not ready. Of a board that sleeps, what it was told
 # says whether it takes any; one that loads for the first time has no engine to ask about, see
-# ``Keeper.open``.
+# ``EngineSupervisor.open``.
 OPEN = frozenset({BoardState.READY, BoardState.RECOVERING, BoardState.ASLEEP, BoardState.LOADING})
 
 

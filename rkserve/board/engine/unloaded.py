@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 WHY = "its model is unloaded"
 
 
-class Unloaded:
+class UnloadedEngine:
     """The ``Engine`` of a board without one: it has ended, holds nothing, and does nothing."""
 
     pid = 0
@@ -70,7 +70,7 @@ class Unloaded:
         return True
 
 
-class SleepMark:
+class SleepMarker:
     """The file that says that a board sleeps. All methods touch the disk; none of them raises.
 
     It is a convenience: where it is missing or damaged, a model is loaded for nothing.

@@ -7,7 +7,7 @@ from enum import Enum
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RunTimeouts:
     """Time limits of a run, in seconds; see the configuration reference for the reasons."""
 
     first_token_s: float = 30.0
@@ -17,7 +17,7 @@ class Patience:
     image_s: float = 30.0
 
 
-class Phase(Enum):
+class RunPhase(Enum):
     """What the run owes us next."""
 
     PREFILL = "the first token"
@@ -29,9 +29,9 @@ class Phase(Enum):
 class Watchdog:
     """The deadline of one run: moves with every token, tightens with a pause wish or an abort."""
 
-    def __init__(self, patience: Patience, prefill_tokens: int, now_s: float) -> None:
+    def __init__(self, patience: RunTimeouts, prefill_tokens: int, now_s: float) -> None:
         self._patience = patience
-        self.phase = Phase.PREFILL
+        self.phase = RunPhase.PREFILL
         self._aborting = self._pausing = False
         self._since_s = now_s
         self._limit_s = patience.first_token_s + patience.prefill_per_token_s * prefill_tokens
@@ -49,34 +49,34 @@ class Watchdog:
         """
         before_s = self.deadline_s
         if self._aborting:
-            if self.phase is not Phase.RETURN:
-                self._expect(Phase.RETURN, self._patience.abort_s, now_s)
+            if self.phase is not RunPhase.RETURN:
+                self._expect(RunPhase.RETURN, self._patience.abort_s, now_s)
         elif self._pausing:
-            if self.phase is not Phase.PAUSE:
-                self._expect(Phase.PAUSE, self._patience.token_s, now_s)
+            if self.phase is not RunPhase.PAUSE:
+                self._expect(RunPhase.PAUSE, self._patience.token_s, now_s)
         else:
-            self._expect(Phase.DECODE, self._patience.token_s, now_s)
+            self._expect(RunPhase.DECODE, self._patience.token_s, now_s)
         return self.deadline_s < before_s
 
     def paused(self, now_s: float) -> bool:
         """A pause was asked for; it is granted at the next token that carries text."""
         before_s = self.deadline_s
         self._pausing = True
-        if self.phase is Phase.DECODE:
-            self._expect(Phase.PAUSE, self._patience.token_s, now_s)
+        if self.phase is RunPhase.DECODE:
+            self._expect(RunPhase.PAUSE, self._patience.token_s, now_s)
         return self.deadline_s < before_s
 
     def aborted(self, now_s: float) -> bool:
         """An abort was asked for. It does not cut prefill, so that keeps its own limit."""
         before_s = self.deadline_s
         self._aborting = True
-        if self.phase in (Phase.DECODE, Phase.PAUSE):
-            self._expect(Phase.RETURN, self._patience.abort_s, now_s)
+        if self.phase in (RunPhase.DECODE, RunPhase.PAUSE):
+            self._expect(RunPhase.RETURN, self._patience.abort_s, now_s)
         return self.deadline_s < before_s
 
     def verdict(self, now_s: float) -> str:
         """Say what did not happen, for the log and the health check."""
         return f"{self.phase.value} did not come within {now_s - self._since_s:.1f} s"
 
-    def _expect(self, phase: Phase, limit_s: float, now_s: float) -> None:
+    def _expect(self, phase: RunPhase, limit_s: float, now_s: float) -> None:
         self.phase, self._since_s, self._limit_s = phase, now_s, limit_s

@@ -14,14 +14,14 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rkserve.board.operations.sleep import Sleeping
-from rkserve.board.operations.swap_weights import Rebasing
+from rkserve.board.operations.sleep import BoardSleep
+from rkserve.board.operations.swap_weights import WeightSwap
 from rkserve.board.rules.obligations import adapter_name
 from rkserve.board.run import clock
 from rkserve.board.run.board_protocol import Stage
 from rkserve.board.run.job import Job, emitted
-from rkserve.board.run.run import Run
-from rkserve.board.run.runner import Conductor
+from rkserve.board.run.run import EngineRun
+from rkserve.board.run.runner import RequestRunner
 from rkserve.board.run.start import outlook
 from rkserve.core.board_report import GenerationState
 from rkserve.core.desired_state import (
@@ -48,7 +48,7 @@ _LEAVING = (_S.PAUSING, _S.ABORTING)
 
 
 @dataclass(slots=True)
-class Done:
+class AdoptionEffects:
     """What one call did."""
 
     stopped: list[Job] = field(default_factory=list)
@@ -56,17 +56,17 @@ class Done:
     switched: int = 0
 
 
-class Holding:
+class StateAdopter:
     """Use it from the board's loop."""
 
     def __init__(
-        self, stage: Stage, conductor: Conductor, sleeping: Sleeping, rebasing: Rebasing
+        self, stage: Stage, conductor: RequestRunner, sleeping: BoardSleep, rebasing: WeightSwap
     ) -> None:
         self._stage = stage
         self._conductor = conductor
         self._sleeping = sleeping
         self._rebasing = rebasing
-        self._stopped: Run | None = None  # the last run that held ones were in
+        self._stopped: EngineRun | None = None  # the last run that held ones were in
         self._clears = False  # the KV cache is still to be emptied for the hold
         self._clearing: asyncio.Future[None] | None = None  # by the last errand for that
         self._told: asyncio.Future[None] | None = None  # completes when it is told anew
@@ -79,7 +79,7 @@ class Holding:
         hold = self._hold(job)
         job.frozen = hold is not None and hold.mode is PauseMode.KEEP
         if job.begun:
-            self._follow_line(job, Done())
+            self._follow_line(job, AdoptionEffects())
 
     async def adopt(self, desired: Desired) -> Adoption:
         """Obey, at once; return when what is held rests. Safe to be called many times at once.
@@ -91,7 +91,7 @@ class Holding:
         Raises ``BoardFailed`` where the board cannot be put to sleep, or be woken; ``RebaseFailed``
         where this call has seen that it cannot have the base weights that it shall have.
         """
-        started_s, done = clock.now_s(), Done()
+        started_s, done = clock.now_s(), AdoptionEffects()
         charge = self._stage.charge
         before, label, failures = charge.duty, charge.label(None), self._rebasing.failures
         taken = charge.take(desired)
@@ -139,9 +139,9 @@ class Holding:
     def look_again(self) -> None:
         """What holds generations has changed on the board itself."""
         charge = self._stage.charge
-        self._carry_out(charge.duty, Done(), charge.label(None))
+        self._carry_out(charge.duty, AdoptionEffects(), charge.label(None))
 
-    def _carry_out(self, before: Duty | None, done: Done, label: str) -> None:
+    def _carry_out(self, before: Duty | None, done: AdoptionEffects, label: str) -> None:
         """Do all of it without a turn of the loop: nothing starts in between."""
         stage = self._stage
         jobs = list(stage.jobs.values())
@@ -189,7 +189,7 @@ class Holding:
         elif self._stopped is run:
             self._stopped = None  # it was, and goes on
 
-    def _follow_line(self, job: Job, done: Done) -> None:
+    def _follow_line(self, job: Job, done: AdoptionEffects) -> None:
         """Let the job have another version where its line has changed and it is due to that."""
         charge, request = self._stage.charge, job.request
         line = charge.line(request)
@@ -209,7 +209,7 @@ class Holding:
                 done.switched += 1
                 self._leave_version(job, done)
 
-    def _leave_version(self, job: Job, done: Done) -> None:
+    def _leave_version(self, job: Job, done: AdoptionEffects) -> None:
         if job.state in _AT_WORK:
             self._conductor.stop(job)
             if job.frozen:
@@ -226,7 +226,7 @@ class Holding:
             if job.ref is None and job.begun and not job.over:
                 job.spans.begin(label, job.generation.tokens)
 
-    def _settle(self, job: Job, done: Done, *, thawed: bool) -> None:
+    def _settle(self, job: Job, done: AdoptionEffects, *, thawed: bool) -> None:
         """Stop, end or release the job, as its hold says."""
         hold, conductor = self._hold(job), self._conductor
         if hold is not None and hold.mode is PauseMode.ABORT:
@@ -331,7 +331,7 @@ class Holding:
     # -- looking ------------------------------------------------------------------------------
 
     @property
-    def _running(self) -> Run | None:
+    def _running(self) -> EngineRun | None:
         return self._stage.live.running
 
     def _hold(self, job: Job) -> Hold | None:

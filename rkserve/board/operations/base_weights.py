@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from rkserve.board.engine.protocol import Engine
-from rkserve.board.rules.obligations import Charge
+from rkserve.board.rules.obligations import Obligations
 from rkserve.board.run import clock
-from rkserve.board.run.prompt_caching import Caching
+from rkserve.board.run.prompt_caching import PromptCaching
 from rkserve.board.storage.base_weights import StagedWeights
 from rkserve.core.board_report import HASHING, UNREADABLE
 from rkserve.core.desired_state import BaseVersion
@@ -55,7 +55,7 @@ def _digest(base: BaseVersion | None) -> str:
     return "" if base is None else base.digest
 
 
-class OwnFile:
+class ModelFileDigest:
     """The base model in the model folder: its size, and its sha256 once that is computed."""
 
     def __init__(self, file: Path | None, record: Path | None) -> None:
@@ -80,14 +80,14 @@ class OwnFile:
             self._kept.stop()
 
 
-class Bases:
+class BaseWeights:
     """The base weights of one board, from load to load. Use it from the board's loop."""
 
     def __init__(
         self,
         staged: StagedWeights,
-        charge: Charge,
-        caching: Caching,
+        charge: Obligations,
+        caching: PromptCaching,
         start_engine: StartEngine,
         *,
         marker: Path | None,

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from rkserve.board.answer.kv_plan import Ids
 from rkserve.board.run.board_protocol import Stage
-from rkserve.board.run.paused import Pauses
+from rkserve.board.run.paused import PausedRequests
 from rkserve.core.board_report import CacheEntry, KvReport
 from rkserve.core.errors import BoardAsleep, CacheUnsupported, ContextOverflow
 from rkserve.core.messages import AdapterRef
@@ -21,10 +21,10 @@ from rkserve.core.name_rules import check_cache_name
 log = logging.getLogger(__name__)
 
 
-class Upkeep:
+class CacheCalls:
     """The caches of one board, seen from outside."""
 
-    def __init__(self, stage: Stage, pauses: Pauses) -> None:
+    def __init__(self, stage: Stage, pauses: PausedRequests) -> None:
         self._stage = stage
         self._pauses = pauses
         self._clears: dict[bool, asyncio.Future[None]] = {}  # the last of each kind

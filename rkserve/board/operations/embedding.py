@@ -16,8 +16,8 @@ from rkserve.board.engine.protocol import EntryCommand, RunEnded
 from rkserve.board.rules.obligations import adapter_name
 from rkserve.board.run import clock
 from rkserve.board.run.board_protocol import Stage
-from rkserve.board.run.loaded_engine import LiveEngine
-from rkserve.board.run.run import Beginning, Run
+from rkserve.board.run.loaded_engine import LoadedEngine
+from rkserve.board.run.run import EngineRun, RunSpec
 from rkserve.core.desired_state import Hold, PauseMode
 from rkserve.core.errors import CallAborted, RkserveError, RunFailed
 from rkserve.core.messages import (
@@ -36,7 +36,7 @@ from rkserve.native.runtime import RunEnd
 log = logging.getLogger(__name__)
 
 
-class Order:
+class EmbeddingJob:
     """One request from its acceptance to its end."""
 
     def __init__(self, request: EmbedRequest) -> None:
@@ -49,7 +49,7 @@ class Order:
         self.label = ""
         self.held = False  # nothing of it may begin, or be given out
         self.over = False  # nobody waits for it any more
-        self.live: LiveEngine | None = None  # whose run is its own now
+        self.live: LoadedEngine | None = None  # whose run is its own now
         self.done: asyncio.Future[None] | None = None  # by its errand
         self._error: RkserveError | None = None
         self._news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -101,12 +101,12 @@ class Order:
             self._news.set_result(None)
 
 
-class Embedding:
+class EmbeddingService:
     """Use it from the board's loop."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        self._orders: list[Order] = []
+        self._orders: list[EmbeddingJob] = []
 
     @property
     def busy(self) -> bool:
@@ -124,7 +124,7 @@ class Embedding:
         stage, charge = self._stage, self._stage.charge
         ref = charge.bind(request)
         line = charge.line(request)
-        order = Order(request)
+        order = EmbeddingJob(request)
         order.held = self._keeps(order)
         ahead = stage.admission.ahead
         order.done = stage.errand(
@@ -172,16 +172,16 @@ class Embedding:
             if hold is not None and hold.mode is PauseMode.WAIT and not (order.held or order.over):
                 yield order.changed()
 
-    def _hold(self, order: Order) -> Hold | None:
+    def _hold(self, order: EmbeddingJob) -> Hold | None:
         return self._stage.charge.hold(adapter_name(order.request))
 
-    def _keeps(self, order: Order) -> bool:
+    def _keeps(self, order: EmbeddingJob) -> bool:
         hold = self._hold(order)
         return hold is not None and hold.mode is PauseMode.KEEP
 
     # -- while it has the board ---------------------------------------------------------------
 
-    async def _perform(self, order: Order) -> None:
+    async def _perform(self, order: EmbeddingJob) -> None:
         """Make all vectors of the order. Raises ``RkserveError``."""
         stage = self._stage
         if order.over:
@@ -199,10 +199,10 @@ class Embedding:
             await self._run(live, order, entry, key)
 
     async def _run(
-        self, live: LiveEngine, order: Order, entry: EntryCommand, adapter: str | None
+        self, live: LoadedEngine, order: EmbeddingJob, entry: EntryCommand, adapter: str | None
     ) -> None:
         live.require()
-        begin = Beginning(
+        begin = RunSpec(
             entries=(entry,),
             base=entry.ids,
             clear=live.context.ids != (),
@@ -223,7 +223,7 @@ class Embedding:
         order.vectors.append(ended.vector)
         order.tokens += ended.tokens
 
-    def _finished(self, order: Order) -> Finished:
+    def _finished(self, order: EmbeddingJob) -> Finished:
         usage = Usage(order.tokens, 0)
         begun_s = order.queued_s if order.begun_s is None else order.begun_s
         timings = Timings(
@@ -239,7 +239,7 @@ class Embedding:
         return Finished(FinishReason.STOP, usage, timings, (span,))
 
 
-def _ignore(run: Run, entry: int, token_id: int, data: bytes, waiting: bool) -> None:
+def _ignore(run: EngineRun, entry: int, token_id: int, data: bytes, waiting: bool) -> None:
     """Nothing is generated."""
 
 

@@ -9,9 +9,9 @@ from rkserve.board.answer.kv_plan import Ids
 from rkserve.board.engine.protocol import EntryCommand
 from rkserve.board.run import clock
 from rkserve.board.run.board_protocol import Stage
-from rkserve.board.run.loaded_engine import LiveEngine
-from rkserve.board.run.run import Beginning, Run
-from rkserve.board.run.runner import Conductor
+from rkserve.board.run.loaded_engine import LoadedEngine
+from rkserve.board.run.run import EngineRun, RunSpec
+from rkserve.board.run.runner import RequestRunner
 from rkserve.core.desired_state import Probe
 from rkserve.core.errors import AdapterBroken, RunFailed
 from rkserve.core.messages import AdapterRef
@@ -22,10 +22,10 @@ GREEDY = Sampling(temperature=0.0, top_k=1, repeat_penalty=1.0)
 PROBE_TEXT = "Hello"  # in text mode
 
 
-class Probing:
+class AdapterProbes:
     """Tries adapters on one board, whatever that is doing."""
 
-    def __init__(self, stage: Stage, conductor: Conductor, patience_s: float) -> None:
+    def __init__(self, stage: Stage, conductor: RequestRunner, patience_s: float) -> None:
         self._stage = stage
         self._conductor = conductor
         self._patience_s = patience_s
@@ -59,7 +59,7 @@ class Probing:
             done.cancel()
 
 
-def _known(live: LiveEngine, ref: AdapterRef) -> Probe | None:
+def _known(live: LoadedEngine, ref: AdapterRef) -> Probe | None:
     """Return what is known of an adapter that is loaded in this engine and was tried in it."""
     if not live.alive or ref.key not in live.adapters.keys or ref.key not in live.tried:
         return None
@@ -88,8 +88,8 @@ async def load_and_probe(stage: Stage, ref: AdapterRef, prompt_ids: Ids, tokens:
 
 
 async def _run(
-    stage: Stage, live: LiveEngine, ref: AdapterRef, prompt_ids: Ids, tokens: int
-) -> tuple[Run, float, int]:
+    stage: Stage, live: LoadedEngine, ref: AdapterRef, prompt_ids: Ids, tokens: int
+) -> tuple[EngineRun, float, int]:
     """Make the run of an adapter; see ``try_out``. Raises ``AdapterBroken``, ``BoardFailed``."""
     try:
         return await try_out(stage, live, ref.key, prompt_ids, tokens)
@@ -98,8 +98,8 @@ async def _run(
 
 
 async def try_out(
-    stage: Stage, live: LiveEngine, adapter: str | None, prompt_ids: Ids, tokens: int
-) -> tuple[Run, float, int]:
+    stage: Stage, live: LoadedEngine, adapter: str | None, prompt_ids: Ids, tokens: int
+) -> tuple[EngineRun, float, int]:
     """Make a trial run, with no ids in text mode, of up to ``tokens`` tokens; the board is free.
 
     Return it, how long the runtime says that decoding took, and how many tokens it gave.
@@ -111,7 +111,7 @@ async def try_out(
     entry = EntryCommand(prompt_ids) if prompt_ids else EntryCommand(prompt_text=PROBE_TEXT)
     if stage.encoder is not None:
         entry = replace(entry, encoder=EncoderStates.zeros(stage.encoder))
-    begin = Beginning(
+    begin = RunSpec(
         entries=(entry,) * stage.n_batch,
         base=prompt_ids,
         clear=live.context.ids != (),
@@ -119,7 +119,7 @@ async def try_out(
         limit=tokens,
     )
 
-    def end_in_time(run: Run, *_: object) -> None:
+    def end_in_time(run: EngineRun, *_: object) -> None:
         if not live.facts.per_run_sampling and len(run.given[0]) >= tokens:
             live.abort(run)  # this runtime takes no limit
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 
-from rkserve.board.operations.base_weights import Bases, OwnFile
-from rkserve.board.operations.sleep import Sleeping
+from rkserve.board.operations.base_weights import BaseWeights, ModelFileDigest
+from rkserve.board.operations.sleep import BoardSleep
 from rkserve.board.run import clock
 from rkserve.board.run.board_protocol import Stage
 from rkserve.board.run.settings import BoardSettings
-from rkserve.board.run.supervisor import Keeper
+from rkserve.board.run.supervisor import EngineSupervisor
 from rkserve.core.board_report import BoardReport, BoardState, GenerationState
 
 
 def report(
     settings: BoardSettings,
-    keeper: Keeper,
-    sleeping: Sleeping,
-    bases: Bases,
+    keeper: EngineSupervisor,
+    sleeping: BoardSleep,
+    bases: BaseWeights,
     board: Stage,
     *,
-    own: OwnFile,
+    own: ModelFileDigest,
     holdings: bytes,
 ) -> BoardReport:
     """Return what the board is doing and what it has done."""
@@ -75,7 +75,7 @@ def _serving(board: Stage) -> tuple[tuple[str, str], ...]:
     return tuple((ref.name, ref.digest) for ref in refs if ref is not None)
 
 
-def _idle_s(keeper: Keeper, board: Stage) -> float:
+def _idle_s(keeper: EngineSupervisor, board: Stage) -> float:
     """Since when nobody has used it; one that was just loaded was loaded for somebody."""
     if board.jobs or board.embedding.busy:
         return 0.0

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from rkserve.board.answer.kv_plan import Ids, common_prefix
 from rkserve.board.engine.protocol import EngineFacts
-from rkserve.board.engine.unloaded import SleepMark
+from rkserve.board.engine.unloaded import SleepMarker
 from rkserve.board.rules.obligations import adapter_name
 from rkserve.board.run.board_protocol import Stage
 from rkserve.board.run.job import Job
-from rkserve.board.run.runner import Conductor
-from rkserve.board.run.supervisor import Keeper
+from rkserve.board.run.runner import RequestRunner
+from rkserve.board.run.supervisor import EngineSupervisor
 from rkserve.core.board_report import BoardState
 from rkserve.core.desired_state import PauseMode, SleepLevel
 from rkserve.core.errors import BoardAsleep, BoardOutOfOrder, EngineDied, EngineHung, RkserveError
@@ -34,7 +34,7 @@ TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class SleptContext:
     """What a KV cache held when the board was put to sleep."""
 
     ids: Ids
@@ -42,7 +42,7 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
-class Slept:
+class SleepResult:
     """How deep the board sleeps, and what becomes of the contexts that it had; see ``Adoption``."""
 
     level: SleepLevel | None = None
@@ -50,18 +50,24 @@ class Slept:
     dropped_tokens: int = 0
 
 
-class Sleeping:
+class BoardSleep:
     """Use it from the board's loop."""
 
     def __init__(
-        self, stage: Stage, keeper: Keeper, conductor: Conductor, mark: SleepMark, *, governed: bool
+        self,
+        stage: Stage,
+        keeper: EngineSupervisor,
+        conductor: RequestRunner,
+        mark: SleepMarker,
+        *,
+        governed: bool,
     ) -> None:
         self._stage = stage
         self._keeper = keeper
         self._conductor = conductor
         self._mark = mark
         self._governed = governed
-        self._contexts: tuple[Context, ...] = ()  # that were live when it was put to sleep
+        self._contexts: tuple[SleptContext, ...] = ()  # that were live when it was put to sleep
         self._stopped: list[Job] | None = None  # by what it was told last; None: those are noted
         self._dropped = False  # nothing is parked any more
         self._failed = False  # a wake or a sleep was not possible
@@ -263,30 +269,30 @@ class Sleeping:
         elif stopped is not None and self._stage.live.alive:
             self._contexts = tuple(self._live_contexts(stopped))
 
-    def _live_contexts(self, stopped: Iterable[Job]) -> Iterable[Context]:
+    def _live_contexts(self, stopped: Iterable[Job]) -> Iterable[SleptContext]:
         live = self._stage.live
         inside = None
         if live.paused is not None:
-            inside = Context(live.paused.ids or (), live.paused.origin)
+            inside = SleptContext(live.paused.ids or (), live.paused.origin)
         elif live.context.ids and live.running is None:
-            inside = Context(live.context.ids, live.context.origin)
+            inside = SleptContext(live.context.ids, live.context.origin)
         if inside is not None:
             yield inside
         for job in stopped:
-            context = Context(job.generation.context, job.origin)
+            context = SleptContext(job.generation.context, job.origin)
             if job.generation.tokens and not (inside and _is_same(inside.ids, context.ids)):
                 yield context
 
-    def slept(self) -> Slept:
+    def slept(self) -> SleepResult:
         """Return how it sleeps now, and what became of the contexts that it had."""
         level = self.level
         if level is None:
-            return Slept()
+            return SleepResult()
         total = sum(len(context.ids) for context in self._contexts)
         kept = sum(self._kept(context, level) for context in self._contexts)
-        return Slept(level, kept, total - kept)
+        return SleepResult(level, kept, total - kept)
 
-    def _kept(self, context: Context, level: SleepLevel) -> int:
+    def _kept(self, context: SleptContext, level: SleepLevel) -> int:
         """How much of it need not be computed again."""
         stage, live = self._stage, self._stage.live
         held = live.context.ids if live.context.origin == context.origin else None

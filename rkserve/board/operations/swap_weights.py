@@ -13,13 +13,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from rkserve.board.operations.base_weights import Bases, same
+from rkserve.board.operations.base_weights import BaseWeights, same
 from rkserve.board.operations.probe_adapter import try_out
 from rkserve.board.run import clock
 from rkserve.board.run.board_protocol import Stage
 from rkserve.board.run.job import Job
-from rkserve.board.run.runner import Conductor
-from rkserve.board.run.supervisor import Keeper
+from rkserve.board.run.runner import RequestRunner
+from rkserve.board.run.supervisor import EngineSupervisor
 from rkserve.core.board_report import BoardState, GenerationState
 from rkserve.core.desired_state import BaseVersion, Duty, Hold, InFlight, PauseMode
 from rkserve.core.errors import (
@@ -47,15 +47,15 @@ _OUT_OF_ORDER = (BoardState.FAILED, BoardState.STOPPED)
 _S = GenerationState
 
 
-class Rebasing:
+class WeightSwap:
     """Use it from the board's loop."""
 
     def __init__(
         self,
         stage: Stage,
-        keeper: Keeper,
-        conductor: Conductor,
-        bases: Bases,
+        keeper: EngineSupervisor,
+        conductor: RequestRunner,
+        bases: BaseWeights,
         look_again: Callable[[], None],
     ) -> None:
         """``look_again`` has every generation stopped or released as ``hold`` says then."""

@@ -9,7 +9,7 @@ from rkserve.native.runtime import Perf
 
 
 @dataclass(slots=True)
-class Figures:
+class BoardCounters:
     """Counters since the replica's start; their names are those of ``BoardReport``."""
 
     requests: int = 0
@@ -43,7 +43,7 @@ class Figures:
 
 
 @dataclass(slots=True)
-class Tally:
+class GenerationCounters:
     """What one generation has cost so far, over all of its runs and pauses."""
 
     prompt_tokens: int

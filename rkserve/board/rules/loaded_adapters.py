@@ -13,21 +13,21 @@ from rkserve.core.messages import AdapterRef
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class AdapterReady:
     """The adapter is loaded under this name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadAdapter:
     """Load the adapter under this name, then say ``loaded`` or ``refused``."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Reinit:
+class RenewEngine:
     """There is no room: end the handle, and load the adapter into a fresh one, whose table is new.
 
     What else was loaded comes back when it is asked for: otherwise it would fill that up again.
@@ -53,7 +53,7 @@ class AdapterTable:
         """What the loaded ones take, by the sizes of their files."""
         return sum(self._loaded.values())
 
-    def need(self, ref: AdapterRef, size_bytes: int) -> Ready | Load | Reinit:
+    def need(self, ref: AdapterRef, size_bytes: int) -> AdapterReady | LoadAdapter | RenewEngine:
         """Return what must be done before a run with ``ref``, whose file has ``size_bytes``.
 
         Raises:
@@ -62,7 +62,7 @@ class AdapterTable:
         key = ref.key
         if key in self._loaded:
             self._loaded[key] = self._loaded.pop(key)
-            return Ready(key)
+            return AdapterReady(key)
         if key in self._refused:
             raise AdapterBroken(ref.label, self._refused[key])
         if not self._fits(1, size_bytes):
@@ -72,8 +72,8 @@ class AdapterTable:
                 "board has for adapters",
             )
         if self._fits(len(self._loaded) + 1, self.used_bytes + size_bytes):
-            return Load(key)
-        return Reinit()
+            return LoadAdapter(key)
+        return RenewEngine()
 
     def loaded(self, ref: AdapterRef, size_bytes: int) -> None:
         """The runtime has taken the adapter."""

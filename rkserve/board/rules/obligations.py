@@ -38,7 +38,7 @@ def adapter_name(request: GenerateRequest) -> str | None:
     return request.adapter.name if request.adapter is not None else None
 
 
-class Charge:
+class Obligations:
     """What the board was told last; ``governed`` boards serve nothing before that."""
 
     def __init__(

@@ -15,7 +15,7 @@ VERSIONS_REMEMBERED = 32
 
 
 @dataclass(slots=True)
-class Spans:
+class VersionSpans:
     """The versions of one answer's tokens, which edits may take back."""
 
     _marks: list[tuple[int, str]] = field(default_factory=list)  # from which token on, which one
@@ -50,7 +50,7 @@ class Spans:
         return tuple(span for span in spans if span.start < span.end)
 
 
-class VersionBook:
+class VersionCounters:
     """What one board did with each version since its replica's start."""
 
     def __init__(self) -> None:

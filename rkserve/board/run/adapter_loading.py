@@ -7,8 +7,8 @@ import logging
 from pathlib import Path
 from typing import Protocol
 
-from rkserve.board.rules.loaded_adapters import Ready, Reinit
-from rkserve.board.run.loaded_engine import LiveEngine
+from rkserve.board.rules.loaded_adapters import AdapterReady, RenewEngine
+from rkserve.board.run.loaded_engine import LoadedEngine
 from rkserve.core.errors import AdapterBroken, NativeError
 from rkserve.core.messages import AdapterRef
 from rkserve.models.adapters import Shelf, open_adapter
@@ -19,18 +19,18 @@ log = logging.getLogger(__name__)
 LOAD_S = 60.0
 
 
-class Room(Protocol):
+class AdapterTarget(Protocol):
     """Where adapters are loaded."""
 
     @property
-    def live(self) -> LiveEngine:
+    def live(self) -> LoadedEngine:
         """The engine that is loaded now."""
 
     async def renew(self, reason: str) -> None:
         """Replace the engine by a fresh one: nothing else takes an adapter away."""
 
 
-class Adapting:
+class AdapterLoader:
     """The adapters of one board as it loads them: those staged there, and the model folder's."""
 
     def __init__(self, folder: Path | None, staged: Shelf | None = None) -> None:
@@ -41,7 +41,7 @@ class Adapting:
         shelves = (staged, None if folder is None else Shelf.of_model(folder))
         self._shelves = tuple(shelf for shelf in shelves if shelf is not None)
 
-    async def ready(self, room: Room, ref: AdapterRef) -> LiveEngine:
+    async def ready(self, room: AdapterTarget, ref: AdapterRef) -> LoadedEngine:
         """Return the engine of ``room`` once that holds ``ref`` under its key.
 
         Raises:
@@ -51,9 +51,9 @@ class Adapting:
         found = await asyncio.to_thread(open_adapter, self._shelves, ref)
         engine = room.live
         need = engine.adapters.need(ref, found.size_bytes)
-        if isinstance(need, Ready):
+        if isinstance(need, AdapterReady):
             return engine
-        if isinstance(need, Reinit):
+        if isinstance(need, RenewEngine):
             await room.renew("the memory of adapters is reclaimed")
             engine = room.live
         assert found.path is not None  # on a board an adapter without a file is broken

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from rkserve.board.rules.admission import Admission
-from rkserve.board.rules.counters import Figures
-from rkserve.board.rules.obligations import Charge
-from rkserve.board.rules.versions import VersionBook
-from rkserve.board.run.adapter_loading import Adapting
+from rkserve.board.rules.counters import BoardCounters
+from rkserve.board.rules.obligations import Obligations
+from rkserve.board.rules.versions import VersionCounters
+from rkserve.board.run.adapter_loading import AdapterLoader
 from rkserve.board.run.job import Job
-from rkserve.board.run.loaded_engine import LiveEngine
-from rkserve.board.run.prompt_caching import Caching
+from rkserve.board.run.loaded_engine import LoadedEngine
+from rkserve.board.run.prompt_caching import PromptCaching
 from rkserve.core.messages import EmbedRequest, Event
 from rkserve.core.run_params import EncoderShape, Guided, Sampling
 
 T = TypeVar("T")
 
 
-class Vectors(Protocol):
+class EmbeddingCalls(Protocol):
     """Those who wait for vectors; see ``embedding.Embedding``."""
 
     def events(self, request: EmbedRequest) -> AsyncGenerator[Event, None]:
@@ -56,13 +56,13 @@ class Stage(Protocol):
     asked_s: float  # when the last request came or left
     pause_timeout_s: float
     max_paused: int
-    figures: Figures
-    versions: VersionBook
-    charge: Charge
+    figures: BoardCounters
+    versions: VersionCounters
+    charge: Obligations
     admission: Admission
-    caching: Caching
-    adapting: Adapting
-    embedding: Vectors
+    caching: PromptCaching
+    adapting: AdapterLoader
+    embedding: EmbeddingCalls
     jobs: dict[int, Job]
     position_bytes: int | None
 
@@ -74,7 +74,7 @@ class Stage(Protocol):
         """Whether it could start something now. Raises ``BoardFailed`` where it is out of order."""
 
     @property
-    def live(self) -> LiveEngine:
+    def live(self) -> LoadedEngine:
         """The engine that is loaded now, or the last one."""
 
     async def renew(self, reason: str) -> None:

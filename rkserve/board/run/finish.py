@@ -9,11 +9,11 @@ from rkserve.board.answer.kv_plan import held
 from rkserve.board.engine.protocol import RunEnded
 from rkserve.board.run import clock
 from rkserve.board.run.board_protocol import Stage
-from rkserve.board.run.run import Beginning, Run
+from rkserve.board.run.run import EngineRun, RunSpec
 from rkserve.native.runtime import Perf
 
 
-async def keep(stage: Stage, begin: Beginning, run: Run, ended: RunEnded) -> None:
+async def keep(stage: Stage, begin: RunSpec, run: EngineRun, ended: RunEnded) -> None:
     """Do what is due to the prompt caches after a run that has one."""
     caching = stage.caching
     if begin.hit is not None:
@@ -32,13 +32,13 @@ async def keep(stage: Stage, begin: Beginning, run: Run, ended: RunEnded) -> Non
         await caching.abandon(begin.save)
 
 
-async def abandon(stage: Stage, begin: Beginning) -> None:
+async def abandon(stage: Stage, begin: RunSpec) -> None:
     """Give up the file that the run was to write."""
     if begin.save is not None:
         await stage.caching.abandon(begin.save)
 
 
-def perf(begin: Beginning, run: Run, ended: RunEnded) -> Perf:
+def perf(begin: RunSpec, run: EngineRun, ended: RunEnded) -> Perf:
     """What a run took: by the runtime's word, and by the clock where it says nothing."""
     if ended.in_order:
         return ended.perf

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from rkserve.board.answer.generation import Generation
-from rkserve.board.rules.counters import Tally
+from rkserve.board.rules.counters import GenerationCounters
 from rkserve.board.rules.generation_states import GenerationEvent, advance
-from rkserve.board.rules.versions import Spans
+from rkserve.board.rules.versions import VersionSpans
 from rkserve.core.board_report import GenerationState
 from rkserve.core.errors import RkserveError
 from rkserve.core.kv_origin import origin_of
@@ -38,7 +38,7 @@ class Job:
         self.generation = generation
         self.ref: AdapterRef | None = self.request.adapter
         self.line_epoch = 0  # of the line that chose ``ref``
-        self.spans = Spans()
+        self.spans = VersionSpans()
         self.begun = False  # some run of it was started
         self._told: Bound | None = None  # what the consumer knows of the weights
         self._told_begun = 0  # with so many beginnings of spans
@@ -59,7 +59,7 @@ class Job:
         self.expiry: asyncio.TimerHandle | None = None  # of the pause
         self.held_s = 0.0  # how long others have waited while it held the board, paused
         self.released = False  # it was to let go of the board for them
-        self.tally = Tally(len(self.request.prompt_ids))
+        self.tally = GenerationCounters(len(self.request.prompt_ids))
         if continued is not None:
             self.tally.continued, self.tally.begun_tokens = continued.times, continued.tokens
         self.state = _S.QUEUED
@@ -105,7 +105,7 @@ class Job:
     def take_over(self, bound: Bound) -> None:
         """It has begun on another board, with these weights."""
         self.bind(bound.adapter, bound.line_epoch)
-        self.spans, self._told = Spans(list(bound.marks)), bound
+        self.spans, self._told = VersionSpans(list(bound.marks)), bound
         self.begun = True
 
     @property
@@ -278,7 +278,7 @@ def emitted(jobs: Iterable[Job]) -> tuple[tuple[str, int], ...]:
     )
 
 
-class Errand:
+class EngineTask:
     """Work for the engine between runs that is no generation; it waits its turn as one.
 
     ``barred`` says whether it may not begin now.

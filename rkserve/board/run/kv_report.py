@@ -6,8 +6,8 @@ It knows the live context and the files; what a run would do with them ``opening
 from __future__ import annotations
 
 from rkserve.board.answer.kv_plan import Ids
-from rkserve.board.run.loaded_engine import LiveEngine
-from rkserve.board.run.prompt_caching import Caching
+from rkserve.board.run.loaded_engine import LoadedEngine
+from rkserve.board.run.prompt_caching import PromptCaching
 from rkserve.core.block_hashes import (
     BLOCK,
     FILES,
@@ -20,23 +20,23 @@ from rkserve.core.block_hashes import (
 )
 
 
-class HoldingsReport:
+class PrefixReport:
     """Says what one board holds. It remembers what it has hashed."""
 
-    def __init__(self, caching: Caching) -> None:
+    def __init__(self, caching: PromptCaching) -> None:
         self._caching = caching
         self._files: dict[str, FileHeld] = {}
         self._live: tuple[Ids, str | None, LiveHeld] | None = None
         self._packed: tuple[Holdings, bytes] = (Holdings(), pack(Holdings()))
 
-    def packed(self, live: LiveEngine | None) -> bytes:
+    def packed(self, live: LoadedEngine | None) -> bytes:
         """Return what the board holds with that engine; nothing of use without one."""
         holdings = Holdings() if live is None else self._of(live)
         if holdings != self._packed[0]:
             self._packed = (holdings, pack(holdings))
         return self._packed[1]
 
-    def _of(self, live: LiveEngine) -> Holdings:
+    def _of(self, live: LoadedEngine) -> Holdings:
         if live.facts.n_batch > 1:
             return Holdings()  # a batch keeps no context
         park_min = self._caching.worth_from(live)
@@ -47,7 +47,7 @@ class HoldingsReport:
             files=self._filed() if park_min else (),
         )
 
-    def _live_held(self, live: LiveEngine) -> LiveHeld | None:
+    def _live_held(self, live: LoadedEngine) -> LiveHeld | None:
         ids, origin = live.context.ids, live.context.origin
         if not ids or not live.context.append or not live.alive:
             return None

@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rkserve.board.answer.kv_plan import Ids, LiveContext, Range, Resume, held, plan_resume
+from rkserve.board.answer.kv_plan import CachedContext, Ids, Range, ResumePlan, held, plan_resume
 from rkserve.board.engine.protocol import Engine, RunCommand, RunEnded
-from rkserve.board.engine.watchdog import Patience, Watchdog
+from rkserve.board.engine.watchdog import RunTimeouts, Watchdog
 from rkserve.board.rules.loaded_adapters import AdapterTable
 from rkserve.board.run import clock
 from rkserve.board.run.job import Job
-from rkserve.board.run.run import Beginning, Run
+from rkserve.board.run.run import EngineRun, RunSpec
 from rkserve.core.desired_state import Probe
 from rkserve.core.errors import EngineDied, EngineHung
 from rkserve.core.kv_origin import adapter_of
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 SECOND_LOOK_S = 0.1
 
 # What a token leads to: the run, the entry, the token's id and text, and whether text is held back.
-Receiver = Callable[[Run, int, int, bytes, bool], None]
+Receiver = Callable[[EngineRun, int, int, bytes, bool], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +50,22 @@ class PausedRun:
     origin: str | None = None
 
 
-class LiveEngine:
+class LoadedEngine:
     """One engine from its load to its end."""
 
     def __init__(
-        self, board_id: str, engine: Engine, patience: Patience, adapters: AdapterTable
+        self, board_id: str, engine: Engine, patience: RunTimeouts, adapters: AdapterTable
     ) -> None:
         self.engine = engine
         self.facts = engine.facts
         self.adapters = adapters
-        self.context = LiveContext(append=self.quirk("append_tokens_with_history"))
+        self.context = CachedContext(append=self.quirk("append_tokens_with_history"))
         self.paused: PausedRun | None = None
         self.positions: tuple[int, ...] = (0,) * engine.facts.n_batch  # by the runtime's last word
         self.doomed = False  # it is about to be ended: nothing in its KV cache will be kept
         self.aborted = False  # some run of this handle was; see quirk prompt_cache_after_abort
         self.tried: dict[str, Probe] = {}  # what trial runs of its adapters found, by their keys
-        self.running: Run | None = None
+        self.running: EngineRun | None = None
         self._cache_loaded = False
         self._board_id = board_id
         self._patience = patience
@@ -100,7 +100,9 @@ class LiveEngine:
         """Whether the runtime itself may pause such a run and keep its KV cache."""
         return self.facts.n_batch == 1 and (not history or self.quirk("pause_with_history"))
 
-    def resumption(self, wanted: Ids, cuts: Sequence[Range], origin: str | None) -> Resume | None:
+    def resumption(
+        self, wanted: Ids, cuts: Sequence[Range], origin: str | None
+    ) -> ResumePlan | None:
         """Return how the paused run goes on with ``wanted``, see ``plan_resume``; None: it cannot.
 
         Under another ``origin`` its positions are worth nothing. Of a conversation
@@ -119,10 +121,10 @@ class LiveEngine:
     async def run(
         self,
         seats: Sequence[Job | None],
-        beginning: Beginning,
+        beginning: RunSpec,
         receive: Receiver,
         sampling: Sampling | None = None,
-    ) -> tuple[Run, RunEnded]:
+    ) -> tuple[EngineRun, RunEnded]:
         """Make a run, and note what it left in the KV cache.
 
         Raises:
@@ -142,7 +144,7 @@ class LiveEngine:
         self._settle(run, ended)
         return run, ended
 
-    def abort(self, run: Run) -> None:
+    def abort(self, run: EngineRun) -> None:
         """Ask the runtime to end the run; once is enough."""
         if run.stopping:
             return
@@ -160,7 +162,7 @@ class LiveEngine:
         self.abort(self.running)
         return True
 
-    def pause(self, run: Run) -> None:
+    def pause(self, run: EngineRun) -> None:
         """Ask the runtime to pause the run; an abort outweighs it."""
         if run.stopping or run.pausing:
             return
@@ -169,7 +171,7 @@ class LiveEngine:
             run.hurry()
         self.engine.pause(run.number)
 
-    def _seat(self, seats: Sequence[Job | None], beginning: Beginning) -> Run:
+    def _seat(self, seats: Sequence[Job | None], beginning: RunSpec) -> EngineRun:
         patience = patience_for(beginning, self._patience)
         prefill = sum(
             len(entry.ids) if entry.embeds is None else entry.embeds.rows
@@ -183,9 +185,9 @@ class LiveEngine:
             and not in_text_mode
             and self.may_pause(history=beginning.history)
         )
-        return Run(next(self._numbers), seats, beginning, watchdog, pausable=pausable)
+        return EngineRun(next(self._numbers), seats, beginning, watchdog, pausable=pausable)
 
-    def _command(self, run: Run, sampling: Sampling | None) -> RunCommand:
+    def _command(self, run: EngineRun, sampling: Sampling | None) -> RunCommand:
         begin, per_run = run.beginning, self.facts.per_run_sampling
         # A loaded cache would serve any later run that begins like it, under any adapter.
         release = self._cache_loaded and begin.hit is None and not begin.resume
@@ -206,7 +208,7 @@ class LiveEngine:
             pooling=begin.pooling,
         )
 
-    async def _supervise(self, run: Run, command: RunCommand, receive: Receiver) -> RunEnded:
+    async def _supervise(self, run: EngineRun, command: RunCommand, receive: Receiver) -> RunEnded:
         """Wait for the run's end, within what the watchdog grants."""
 
         now_s = asyncio.get_running_loop().time  # looked up once: this is the path of every token
@@ -235,7 +237,7 @@ class LiveEngine:
         finally:
             ended.cancel()  # the engine may settle it later, when nobody asks any more
 
-    def _settle(self, run: Run, ended: RunEnded) -> None:
+    def _settle(self, run: EngineRun, ended: RunEnded) -> None:
         """Note what the run left."""
         if ended.cache_refused is not None:
             refused = ended.cache_refused
@@ -256,7 +258,7 @@ class LiveEngine:
             self.paused = PausedRun(found, began.history, spliced, began.origin)
         self._settle_context(run, ended, spliced=spliced)
 
-    def _spliced(self, began: Beginning) -> bool:
+    def _spliced(self, began: RunSpec) -> bool:
         """Whether this resumption, or one before it, has cut out more than the end."""
         if self.paused is None or not began.resume:
             return False
@@ -266,7 +268,7 @@ class LiveEngine:
             size -= end - start
         return inside
 
-    def _settle_context(self, run: Run, ended: RunEnded, *, spliced: bool) -> None:
+    def _settle_context(self, run: EngineRun, ended: RunEnded, *, spliced: bool) -> None:
         began = run.beginning
         if began.steps is not None:
             stopped = run.stopping and run.first_s is None  # perhaps within the prompt
@@ -291,7 +293,7 @@ class LiveEngine:
                 self.positions[0],
                 len(run.transcript),
             )
-            self.context = LiveContext(append=False)
+            self.context = CachedContext(append=False)
             self.context.forget()
 
     # -- calls --------------------------------------------------------------------------------
@@ -344,7 +346,7 @@ class LiveEngine:
             self.context.forget()
 
 
-def patience_for(beginning: Beginning, patience: Patience) -> Patience:
+def patience_for(beginning: RunSpec, patience: RunTimeouts) -> RunTimeouts:
     """Return how long such a run may be silent."""
     if beginning.save is not None:
         # The file is written between the last token and the return of the call.

@@ -22,7 +22,7 @@ BY_REQUEST = "request"
 BY_CLUSTER = "cluster"
 
 
-class Pauses:
+class PausedRequests:
     """Who is paused. ``fail`` ends a job by an error."""
 
     def __init__(self, stage: Stage, fail: Callable[[Job, RkserveError], None]) -> None:

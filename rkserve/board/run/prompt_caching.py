@@ -14,10 +14,10 @@ from pathlib import Path
 
 from rkserve.board.answer.kv_plan import Ids, common_prefix
 from rkserve.board.engine.protocol import EntryCommand
-from rkserve.board.rules.counters import Figures
-from rkserve.board.run.loaded_engine import LiveEngine
-from rkserve.board.run.run import Beginning, Run
-from rkserve.board.storage.prompt_cache import CacheStore, Entry, Hit
+from rkserve.board.rules.counters import BoardCounters
+from rkserve.board.run.loaded_engine import LoadedEngine
+from rkserve.board.run.run import EngineRun, RunSpec
+from rkserve.board.storage.prompt_cache import CachedFile, CacheHit, CacheStore
 from rkserve.core.board_report import CacheEntry
 from rkserve.core.errors import (
     BoardFailed,
@@ -43,7 +43,7 @@ NO_STORE = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Writing:
+class PendingFile:
     """A file that the runtime has written, while it is hashed and published."""
 
     ids: Ids
@@ -63,16 +63,16 @@ class CacheRules:
     position_bytes: int | None
 
 
-class Caching:
+class PromptCaching:
     """What one board does with its store. Use it while the board is one's own."""
 
-    def __init__(self, rules: CacheRules, store: CacheStore | None, figures: Figures) -> None:
+    def __init__(self, rules: CacheRules, store: CacheStore | None, figures: BoardCounters) -> None:
         self._rules = rules
         self.store = store
         self._figures = figures
         self._parks = rules.park and store is not None
         self._useless = 0
-        self._writing: set[Writing] = set()
+        self._writing: set[PendingFile] = set()
         self._base: str | None = None  # that the caches shall be of; None: never told
         self._resealing = asyncio.Lock()
         self._reseals: set[asyncio.Task[None]] = set()
@@ -122,7 +122,7 @@ class Caching:
 
     # -- what is asked from outside -----------------------------------------------------------
 
-    def files(self) -> list[Entry]:
+    def files(self) -> list[CachedFile]:
         """Return the files that there are, the oldest first."""
         return self.store.entries() if self.store is not None else []
 
@@ -145,7 +145,7 @@ class Caching:
         """Return what the store holds."""
         return [self._told(entry, now_s) for entry in self.files()]
 
-    def _told(self, entry: Entry, now_s: float) -> CacheEntry:
+    def _told(self, entry: CachedFile, now_s: float) -> CacheEntry:
         return CacheEntry(
             board_id=self._rules.board_id,
             model=self._rules.model,
@@ -160,11 +160,11 @@ class Caching:
 
     # -- restoring ----------------------------------------------------------------------------
 
-    def usable(self, live: LiveEngine) -> bool:
+    def usable(self, live: LoadedEngine) -> bool:
         """Whether this handle may load a prompt cache: an aborted run may forbid it for good."""
         return not live.aborted or live.quirk("prompt_cache_after_abort")
 
-    def worth_renewing(self, live: LiveEngine, saved: int) -> bool:
+    def worth_renewing(self, live: LoadedEngine, saved: int) -> bool:
         """Whether a fresh handle is loaded in less time than ``saved`` tokens are computed.
 
         By what this board has measured, so never before its first run.
@@ -174,7 +174,7 @@ class Caching:
             return False
         return saved * figures.prefill_ms / figures.prefill_tokens > live.facts.load_s * 1e3
 
-    def worth_from(self, live: LiveEngine) -> int:
+    def worth_from(self, live: LoadedEngine) -> int:
         """Return from how many tokens on a displaced context is parked, and restored later, with
         this handle; 0: never.
         """
@@ -192,8 +192,8 @@ class Caching:
         return max(least, int(paid) + 1)
 
     async def choose(
-        self, live: LiveEngine, wanted: Ids, origin: str | None, name: str | None, reused: int
-    ) -> Hit | None:
+        self, live: LoadedEngine, wanted: Ids, origin: str | None, name: str | None, reused: int
+    ) -> CacheHit | None:
         """Return the entry to begin from, where that saves enough over ``reused`` live positions.
 
         Where the handle is not ``usable``, it saves more than a fresh one takes.
@@ -214,7 +214,7 @@ class Caching:
                 return hit
             log.warning("board %s: a prompt cache was damaged and is gone", self._rules.board_id)
 
-    def _pays(self, live: LiveEngine, hit: Hit, name: str | None, reused: int) -> bool:
+    def _pays(self, live: LoadedEngine, hit: CacheHit, name: str | None, reused: int) -> bool:
         saved = hit.tokens - reused
         if not (self.usable(live) or self.worth_renewing(live, saved)):
             return False
@@ -222,7 +222,7 @@ class Caching:
             return saved > 0
         return self._parks and saved >= self._rules.park_min_tokens
 
-    def used(self, hit: Hit, prefilled: int | None, sent: int, refused: str | None) -> None:
+    def used(self, hit: CacheHit, prefilled: int | None, sent: int, refused: str | None) -> None:
         """Judge a run that began from ``hit``, by what the runtime prefilled of what was sent."""
         if refused is None and prefilled is None:
             return  # the run was paused, and the runtime says nothing
@@ -243,7 +243,7 @@ class Caching:
 
     # -- writing ------------------------------------------------------------------------------
 
-    async def reserve_again(self, hit: Hit | None, *, history: bool) -> Path | None:
+    async def reserve_again(self, hit: CacheHit | None, *, history: bool) -> Path | None:
         """Return where a run that restored a parked conversation writes its longer self."""
         if hit is None or hit.entry.name is not None or history or not self._parks:
             return None
@@ -256,7 +256,7 @@ class Caching:
         meanwhile, and only the same conversation waits for it.
         """
         task = asyncio.create_task(self._commit(path, ids, origin), name="publish a prompt cache")
-        writing = Writing(ids, origin, task)
+        writing = PendingFile(ids, origin, task)
         self._writing.add(writing)
         task.add_done_callback(lambda _: self._writing.discard(writing))
 
@@ -305,7 +305,7 @@ class Caching:
         """Forget a file that was reserved."""
         await asyncio.to_thread(self.require().abandon, path)
 
-    async def park(self, live: LiveEngine, *, renewing: bool = False) -> None:
+    async def park(self, live: LoadedEngine, *, renewing: bool = False) -> None:
         """Write the live context to a file before another conversation takes the handle.
 
         ``renewing`` says that the handle itself is going to be replaced.
@@ -325,7 +325,7 @@ class Caching:
         path = await self._reserve(len(ids))
         if path is None:
             return
-        begin = Beginning(
+        begin = RunSpec(
             entries=(EntryCommand(ids[-1:]),),
             base=(*ids, ids[-1]),
             history=True,
@@ -348,7 +348,7 @@ class Caching:
             log.warning("board %s: parking failed: %s", self._rules.board_id, ended.error)
             await self.abandon(path)
 
-    def _may_park(self, live: LiveEngine, ids: Ids, origin: str | None) -> bool:
+    def _may_park(self, live: LoadedEngine, ids: Ids, origin: str | None) -> bool:
         rules, store = self._rules, self.store
         return (
             self._parks
@@ -364,7 +364,7 @@ class Caching:
 
     async def build(
         self,
-        live: LiveEngine,
+        live: LoadedEngine,
         name: str,
         ids: Ids,
         origin: str | None,
@@ -381,11 +381,11 @@ class Caching:
         rules = self._rules
         expected = len(ids) * (rules.position_bytes or 0)
         path = await asyncio.to_thread(store.reserve, expected, name)
-        begin = Beginning(
+        begin = RunSpec(
             entries=(EntryCommand(ids),), base=ids, clear=True, origin=origin, limit=1, save=path
         )
 
-        def end_at_first(run: Run, *_: object) -> None:
+        def end_at_first(run: EngineRun, *_: object) -> None:
             live.abort(run)  # what the limit does where the runtime takes one
 
         receive = _ignore if live.facts.per_run_sampling else end_at_first
@@ -415,5 +415,5 @@ class Caching:
             return None
 
 
-def _ignore(run: Run, entry: int, token_id: int, data: bytes, waiting: bool) -> None:
+def _ignore(run: EngineRun, entry: int, token_id: int, data: bytes, waiting: bool) -> None:
     """Take the token of a run that is nobody's answer."""

@@ -13,7 +13,7 @@ from rkserve.board.answer.kv_plan import common_prefix
 from rkserve.board.rules.generation_states import GenerationEvent, judge
 from rkserve.board.run.board_protocol import Stage
 from rkserve.board.run.job import Job, emitted
-from rkserve.board.run.runner import Conductor
+from rkserve.board.run.runner import RequestRunner
 from rkserve.board.run.start import kept_ids, outlook
 from rkserve.core.board_report import Emitted, GenerationInfo, GenerationState
 from rkserve.core.errors import GenerationNotFound, RequestError, StateConflict
@@ -26,10 +26,10 @@ _LOST = "Its connection to this board was lost meanwhile; if another one has it,
 _S = GenerationState
 
 
-class Control:
+class RequestControl:
     """The generations of one board, by the ids that their clients know."""
 
-    def __init__(self, stage: Stage, conductor: Conductor) -> None:
+    def __init__(self, stage: Stage, conductor: RequestRunner) -> None:
         self._stage = stage
         self._conductor = conductor
         self._ended: dict[str, None] = {}  # request ids, the oldest first

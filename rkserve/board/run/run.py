@@ -14,14 +14,14 @@ from rkserve.board.answer.kv_plan import Ids, Range
 from rkserve.board.engine.protocol import EntryCommand
 from rkserve.board.engine.watchdog import Watchdog
 from rkserve.board.run.job import Job
-from rkserve.board.storage.prompt_cache import Hit
+from rkserve.board.storage.prompt_cache import CacheHit
 from rkserve.core.run_params import Pooling
 from rkserve.native.runtime import Perf
 from rkserve.native.step_params import StepParams
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class RunSpec:
     """How a run begins.
 
     ``base`` is what the KV cache of entry 0 holds once ``entries`` are prefilled, and ``reused`` of
@@ -41,14 +41,14 @@ class Beginning:
     cut: tuple[Range, ...] = ()
     origin: str | None = None
     limit: int | None = None
-    hit: Hit | None = None
+    hit: CacheHit | None = None
     save: Path | None = None
     steps: StepParams | None = None
     pooling: Pooling | None = None
     once: bool = False
 
 
-class Run:
+class EngineRun:
     """A run from its start to its return. ``pausable`` says that the runtime itself may pause it.
 
     A seat is empty (None) from the moment that its job has left: late tokens of it are nobody's.
@@ -58,7 +58,7 @@ class Run:
         self,
         number: int,
         seats: Sequence[Job | None],
-        beginning: Beginning,
+        beginning: RunSpec,
         watchdog: Watchdog,
         *,
         pausable: bool = False,

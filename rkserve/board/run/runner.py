@@ -9,17 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from rkserve.board.answer.generation import Generation, Want
+from rkserve.board.answer.generation import Generation, RunSignal
 from rkserve.board.engine.protocol import RunEnded
 from rkserve.board.rules.generation_states import GenerationEvent
 from rkserve.board.run import clock
 from rkserve.board.run.board_protocol import Stage
 from rkserve.board.run.finish import abandon, keep, perf
 from rkserve.board.run.job import Job
-from rkserve.board.run.loaded_engine import LiveEngine
-from rkserve.board.run.paused import BY_CLUSTER, BY_REQUEST, Pauses
-from rkserve.board.run.run import Beginning, Run
-from rkserve.board.run.start import Opening
+from rkserve.board.run.loaded_engine import LoadedEngine
+from rkserve.board.run.paused import BY_CLUSTER, BY_REQUEST, PausedRequests
+from rkserve.board.run.run import EngineRun, RunSpec
+from rkserve.board.run.start import RunPlanner
 from rkserve.core.board_report import GenerationState
 from rkserve.core.errors import (
     AdapterBroken,
@@ -43,13 +43,13 @@ CANNOT_GO_ON = (
 )
 
 
-class Conductor:
+class RequestRunner:
     """Makes the runs of those who have the board, and pauses, resumes and ends them."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        self._opening = Opening(stage)
-        self.pauses = Pauses(stage, self.fail)
+        self._opening = RunPlanner(stage)
+        self.pauses = PausedRequests(stage, self.fail)
 
     async def perform(self, jobs: Sequence[Job]) -> None:
         """Do what the jobs that admission has started need, until the board is free again.
@@ -225,7 +225,7 @@ class Conductor:
             job.advance(_E.FREED)
             self._stage.requeue(job)
 
-    async def _once(self, job: Job, live: LiveEngine, begin: Beginning) -> bool:
+    async def _once(self, job: Job, live: LoadedEngine, begin: RunSpec) -> bool:
         """Make one run of the job; return whether it needs another one at once."""
         job.generation.runtime_counts = live.facts.per_run_sampling or begin.steps is not None
         try:
@@ -256,7 +256,7 @@ class Conductor:
             await self._opening.drain()
         return going
 
-    async def _unheard(self, begin: Beginning, ended: RunEnded) -> bool:
+    async def _unheard(self, begin: RunSpec, ended: RunEnded) -> bool:
         """A muted run has returned: the board is free. Whose it was goes on by itself."""
         await abandon(self._stage, begin)
         await self._opening.drain()
@@ -264,13 +264,13 @@ class Conductor:
             raise RunFailed(self._stage.board_id, _reason(ended))
         return False
 
-    def _concluded(self, job: Job, run: Run, *, paused: bool) -> bool:
+    def _concluded(self, job: Job, run: EngineRun, *, paused: bool) -> bool:
         """The job's part in a run is over: end it, pause it, or return that it goes on."""
         if not self._is_interrupted(job, run, paused=paused):
             self._finish(job)
             return False
         # What is left is to go on at once: a hook has changed its context, or its thoughts ended.
-        rewinds = job.generation.want in (Want.REWIND, None) and job.state is _S.GENERATING
+        rewinds = job.generation.want in (RunSignal.REWIND, None) and job.state is _S.GENERATING
         job.interrupted()
         if rewinds:
             job.advance(_E.REWOUND)
@@ -287,24 +287,24 @@ class Conductor:
             return True
         return job.state is not _S.PAUSING
 
-    def _is_interrupted(self, job: Job, run: Run, *, paused: bool) -> bool:
+    def _is_interrupted(self, job: Job, run: EngineRun, *, paused: bool) -> bool:
         """Whether the answer is to go on after this run, now or later."""
         generation = job.generation
         if job.over or generation.complete:
             return False
-        if generation.want in (Want.PAUSE, Want.REWIND):
+        if generation.want in (RunSignal.PAUSE, RunSignal.REWIND):
             return True
         if job.state is _S.PAUSING:
             return paused or run.stopping
         return job.state is _S.GENERATING and self._thoughts_ended_it(generation, run)
 
-    def _thoughts_ended_it(self, generation: Generation, run: Run) -> bool:
+    def _thoughts_ended_it(self, generation: Generation, run: EngineRun) -> bool:
         """Whether the runtime ended the run where the thoughts end, with the answer to come."""
         if run.stopping or run.pausing or not self._stage.live.quirk("thinking_ends_run"):
             return False
         return generation.end_thinking()
 
-    async def _failed(self, job: Job, begin: Beginning, run: Run, ended: RunEnded) -> bool:
+    async def _failed(self, job: Job, begin: RunSpec, run: EngineRun, ended: RunEnded) -> bool:
         """The runtime refused a run, or gave it up. Raises ``RunFailed``.
 
         A paused run that was not even resumed is ended, and the job goes on from its transcript.
@@ -327,7 +327,7 @@ class Conductor:
 
     async def _batch(self, jobs: list[Job]) -> None:
         """Make one run of up to ``n_batch`` jobs; each leaves it when its own part is over."""
-        planned: tuple[LiveEngine, Beginning] | None = None
+        planned: tuple[LoadedEngine, RunSpec] | None = None
         while (here := self._still_here(jobs)) != jobs or not _is_for(planned, jobs):
             if not here:
                 return
@@ -364,7 +364,7 @@ class Conductor:
                 self._stage.requeue(job)
         return staying
 
-    def _depart(self, run: Run, job: Job) -> None:
+    def _depart(self, run: EngineRun, job: Job) -> None:
         """The job's part in a batch is over, while the run may go on for others."""
         now_s, live = clock.now_s(), self._stage.live
         entry = run.seats.index(job)
@@ -378,7 +378,9 @@ class Conductor:
 
     # -- tokens -------------------------------------------------------------------------------
 
-    def _receive(self, run: Run, entry: int, token_id: int, data: bytes, waiting: bool) -> None:
+    def _receive(
+        self, run: EngineRun, entry: int, token_id: int, data: bytes, waiting: bool
+    ) -> None:
         """Take one token. What comes after our decision to stop is nobody's."""
         job = run.seats[entry]
         if job is None or (run.stopping and job.state is not _S.GENERATING):
@@ -395,14 +397,14 @@ class Conductor:
         want = generation.want
         if want is None:
             return
-        if want is Want.STOP:
+        if want is RunSignal.STOP:
             self._stop(run)
             return
-        if want is Want.PAUSE and job.state is _S.GENERATING:
+        if want is RunSignal.PAUSE and job.state is _S.GENERATING:
             job.advance(_E.PAUSE_ASKED)
         self._interrupt(run, job)
 
-    def _stop(self, run: Run) -> None:
+    def _stop(self, run: EngineRun) -> None:
         """The answer is complete: free the NPU."""
         live = self._stage.live
         if run.pausable and live.quirk("stop_by_pause"):
@@ -410,7 +412,7 @@ class Conductor:
         else:
             live.abort(run)
 
-    def _interrupt(self, run: Run, job: Job) -> None:
+    def _interrupt(self, run: EngineRun, job: Job) -> None:
         """Let the run end so that it can go on, with its KV cache kept where that was asked for."""
         live = self._stage.live
         if self._stage.n_batch > 1:
@@ -420,17 +422,17 @@ class Conductor:
         else:
             live.abort(run)
 
-    def _is_to_be_kept(self, run: Run, job: Job) -> bool:
+    def _is_to_be_kept(self, run: EngineRun, job: Job) -> bool:
         """Whether the runtime shall pause the run with its KV cache: not before the first token."""
         return run.first_s is not None and self._is_pausable(run, job)
 
-    def _is_pausable(self, run: Run, job: Job) -> bool:
+    def _is_pausable(self, run: EngineRun, job: Job) -> bool:
         return (
             run.pausable
             and job.request.native_pause
             and not job.yields
             and run.beginning.origin == job.origin  # else it is switched, and recomputed
-            and (job.generation.want is Want.REWIND or self.pauses.holdable(job))
+            and (job.generation.want is RunSignal.REWIND or self.pauses.holdable(job))
         )
 
     # -- paused -------------------------------------------------------------------------------
@@ -499,7 +501,7 @@ class Conductor:
         except HookFailed as exc:
             self.fail(job, exc)
             return
-        usage = job.tally.usage(generation.tokens, generation.thought.tokens)
+        usage = job.tally.usage(generation.tokens, generation.reasoning.tokens)
         timings = job.tally.timings()
         if job.tally.runs > 0:
             stage.figures.count(usage, timings)
@@ -507,7 +509,7 @@ class Conductor:
         job.end(Finished(reason, usage, timings, spans, generation.stopped_by))
 
 
-def _is_for(planned: tuple[LiveEngine, Beginning] | None, jobs: Sequence[Job]) -> bool:
+def _is_for(planned: tuple[LoadedEngine, RunSpec] | None, jobs: Sequence[Job]) -> bool:
     """Whether the run was planned for the version that the jobs are bound to now."""
     return planned is not None and planned[1].origin == jobs[0].origin
 

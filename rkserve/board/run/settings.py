@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rkserve.board.answer.hooks import HookFactory
-from rkserve.board.engine.watchdog import Patience
+from rkserve.board.engine.watchdog import RunTimeouts
 from rkserve.board.run.prompt_caching import CacheRules
 from rkserve.board.storage.prompt_cache import CacheStore
 from rkserve.core.errors import RequestError
@@ -45,7 +45,7 @@ class BoardSettings:
     library: str = ""
     queue_limit: int = 16
     queue_timeout_s: float = 300.0
-    patience: Patience = field(default_factory=Patience)
+    patience: RunTimeouts = field(default_factory=RunTimeouts)
     crash_limit: int = 3
     crash_window_s: float = 60.0
     quarantine_s: float = 60.0

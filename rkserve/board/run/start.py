@@ -12,15 +12,15 @@ from rkserve.board.answer.kv_plan import Ids, common_prefix
 from rkserve.board.engine.protocol import EntryCommand
 from rkserve.board.run.board_protocol import Stage
 from rkserve.board.run.job import Job
-from rkserve.board.run.loaded_engine import LiveEngine
-from rkserve.board.run.run import Beginning
+from rkserve.board.run.loaded_engine import LoadedEngine
+from rkserve.board.run.run import RunSpec
 from rkserve.core.errors import Misuse, NativeError
 from rkserve.core.messages import Kv
 from rkserve.core.run_params import NEVER_ENDS, Guided, Stepwise
 from rkserve.native.step_params import StepParams
 
 
-class Opening:
+class RunPlanner:
     """Plans runs. Use it while the board is one's own.
 
     What it plans holds for one engine, which it names: while it waits for a disk, that one may die
@@ -30,7 +30,7 @@ class Opening:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
 
-    async def of_one(self, job: Job) -> tuple[LiveEngine, Beginning]:
+    async def of_one(self, job: Job) -> tuple[LoadedEngine, RunSpec]:
         """Return how the job's next run begins; an adapter is loaded for it if need be.
 
         Raises ``RkserveError``: the adapter's or the named cache's fault, or the engine's.
@@ -43,7 +43,7 @@ class Opening:
             wanted = job.generation.context
             resume = live.resumption(wanted, job.generation.cuts, job.origin)
             if resume is not None:
-                return live, Beginning(
+                return live, RunSpec(
                     entries=(EntryCommand(resume.send),),
                     base=wanted,
                     reused=len(wanted) - len(resume.send),
@@ -70,14 +70,14 @@ class Opening:
             embeds=job.request.embeds,
             encoder=job.request.encoder,
         )
-        return live, Beginning((entry,), clear=True, origin=job.origin, limit=limit)
+        return live, RunSpec((entry,), clear=True, origin=job.origin, limit=limit)
 
-    async def of_many(self, jobs: Sequence[Job]) -> tuple[LiveEngine, Beginning]:
+    async def of_many(self, jobs: Sequence[Job]) -> tuple[LoadedEngine, RunSpec]:
         """Return how a batch begins, whose jobs have one key. Raises as ``of_one``."""
         live = await self._engine(jobs[0])
         entries = [EntryCommand(job.generation.context) for job in jobs]
         padding = EntryCommand(entries[0].ids[:1])
-        return live, Beginning(
+        return live, RunSpec(
             entries=(*entries, *[padding] * (self._stage.n_batch - len(jobs))),
             clear=live.context.ids != (),
             origin=jobs[0].origin,
@@ -101,7 +101,7 @@ class Opening:
         except NativeError as exc:
             await self._stage.renew(f"a paused run cannot be ended: {exc}")
 
-    async def _afresh(self, live: LiveEngine, job: Job) -> tuple[LiveEngine, Beginning]:
+    async def _afresh(self, live: LoadedEngine, job: Job) -> tuple[LoadedEngine, RunSpec]:
         """Extend the live context, or begin from a prompt cache, or from nothing."""
         caching = self._stage.caching
         origin = job.origin  # the engine has this one, whatever the job is bound to meanwhile
@@ -111,7 +111,7 @@ class Opening:
         reused = plan.reused if history else 0
         hit = await caching.choose(live, wanted, origin, job.request.use_cache, reused)
         if hit is None and reused:
-            return live, Beginning(
+            return live, RunSpec(
                 entries=(EntryCommand(plan.send),),
                 base=wanted,
                 reused=reused,
@@ -127,7 +127,7 @@ class Opening:
             await caching.park(live)
         if hit is not None:
             history = history and live.quirk("prompt_cache_load_with_history")
-        return live, Beginning(
+        return live, RunSpec(
             entries=(EntryCommand(wanted),),
             base=wanted,
             reused=hit.tokens if hit is not None else 0,
@@ -141,8 +141,8 @@ class Opening:
         )
 
     async def _step_by_step(
-        self, live: LiveEngine, job: Job, asked: Stepwise
-    ) -> tuple[LiveEngine, Beginning]:
+        self, live: LoadedEngine, job: Job, asked: Stepwise
+    ) -> tuple[LoadedEngine, RunSpec]:
         """Extend the live context where steps may, or begin from nothing.
 
         Logprobs of the prompt need all of its positions computed.
@@ -157,7 +157,7 @@ class Opening:
             await self._stage.caching.park(live)
         file = self._stage.tokenizer_file
         assert file is not None  # or it was refused
-        return live, Beginning(
+        return live, RunSpec(
             entries=(EntryCommand(wanted[reused:]),),
             base=wanted,
             reused=reused,
@@ -179,7 +179,7 @@ class Opening:
             ),
         )
 
-    def _is_optimistic(self, live: LiveEngine, job: Job, asked: Stepwise) -> bool:
+    def _is_optimistic(self, live: LoadedEngine, job: Job, asked: Stepwise) -> bool:
         """Whether the library generates itself what follows a grammar, as far as it does.
 
         Not where its draws are not those that were asked for, or not all of its tokens are told.
@@ -192,7 +192,7 @@ class Opening:
             return able and not live.quirk("logits_with_history")
         return able and wished is Guided.OPTIMISTIC
 
-    async def _engine(self, job: Job) -> LiveEngine:
+    async def _engine(self, job: Job) -> LoadedEngine:
         """Return an engine that has the job's adapter."""
         stage = self._stage
         while True:
@@ -202,7 +202,7 @@ class Opening:
                 return live
 
 
-def outlook(live: LiveEngine, job: Job, *, holds: bool) -> tuple[Kv, int]:
+def outlook(live: LoadedEngine, job: Job, *, holds: bool) -> tuple[Kv, int]:
     """Say what becomes of an interrupted job's KV cache, and how much of its context counts.
 
     ``holds``: the job keeps the board with its run paused inside the runtime.
@@ -219,7 +219,7 @@ def outlook(live: LiveEngine, job: Job, *, holds: bool) -> tuple[Kv, int]:
     return Kv.RECOMPUTED, len(context)
 
 
-def kept_ids(live: LiveEngine, job: Job, *, holds: bool) -> Ids | None:
+def kept_ids(live: LoadedEngine, job: Job, *, holds: bool) -> Ids | None:
     """Return what the paused handle will hold once the ranges asked for are cleared."""
     if not holds or live.paused is None or live.paused.ids is None:
         return None
@@ -229,7 +229,7 @@ def kept_ids(live: LiveEngine, job: Job, *, holds: bool) -> Ids | None:
     return ids
 
 
-def _keeps_history(live: LiveEngine, job: Job) -> bool:
+def _keeps_history(live: LoadedEngine, job: Job) -> bool:
     """Whether the context outlives the run; the runtime may not pause every such run."""
     if job.request.stepwise is not None:
         return live.context.append and live.quirk("logits_with_history")

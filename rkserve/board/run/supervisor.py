@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 from rkserve.board.engine.lifecycle import OPEN, SICK, BoardEvent, CrashLog, advance
 from rkserve.board.engine.protocol import Engine, EngineFacts
-from rkserve.board.engine.unloaded import Unloaded
+from rkserve.board.engine.unloaded import UnloadedEngine
 from rkserve.board.rules.loaded_adapters import AdapterTable
 from rkserve.board.run import clock
-from rkserve.board.run.loaded_engine import SECOND_LOOK_S, LiveEngine
+from rkserve.board.run.loaded_engine import SECOND_LOOK_S, LoadedEngine
 from rkserve.board.run.settings import BoardSettings
 from rkserve.core.board_report import BoardState
 from rkserve.core.errors import BoardOutOfOrder, EngineDied, EngineHung, LoadFailed, RkserveError
@@ -24,7 +24,7 @@ from rkserve.core.errors import BoardOutOfOrder, EngineDied, EngineHung, LoadFai
 log = logging.getLogger(__name__)
 
 
-class Tenants(Protocol):
+class EngineUsers(Protocol):
     """Those who depend on the engine: the board with its requests."""
 
     def lose(self, error: RkserveError) -> None:
@@ -37,14 +37,14 @@ class Tenants(Protocol):
         """The engine is ready again."""
 
 
-class Keeper:
+class EngineSupervisor:
     """One board's engine, from the first to the last of its processes."""
 
     def __init__(
         self,
         settings: BoardSettings,
         start_engine: Callable[[], Awaitable[Engine]],
-        tenants: Tenants,
+        tenants: EngineUsers,
     ) -> None:
         self._settings = settings
         self._board_id = settings.board_id
@@ -54,7 +54,7 @@ class Keeper:
         self.reason = ""
         self.starts = 0
         self.renewals = 0  # of these, those that replaced an engine which was well
-        self.live: LiveEngine | None = None  # the last one that was loaded, also when it ended
+        self.live: LoadedEngine | None = None  # the last one that was loaded, also when it ended
         self.loaded_s = 0.0  # when that was
         self._reason_awake = ""  # what ``reason`` was before the board slept
         self._recovery: asyncio.Task[None] | None = None
@@ -75,7 +75,7 @@ class Keeper:
         """Whether the replica shuts down."""
         return self.state is BoardState.STOPPED
 
-    def open(self) -> LiveEngine:
+    def open(self) -> LoadedEngine:
         """Return the engine of a board that takes requests. Raises ``BoardOutOfOrder``."""
         if self.state not in OPEN or self.live is None:
             raise self.failed()
@@ -170,11 +170,11 @@ class Keeper:
             raise self.failed() from exc
         self._tenants.pump()
 
-    def _unloaded(self, facts: EngineFacts) -> LiveEngine:
+    def _unloaded(self, facts: EngineFacts) -> LoadedEngine:
         settings = self._settings
         adapters = AdapterTable(settings.max_adapters, settings.max_adapter_bytes)
-        engine = Unloaded(self._board_id, facts)
-        return LiveEngine(self._board_id, engine, settings.patience, adapters)
+        engine = UnloadedEngine(self._board_id, facts)
+        return LoadedEngine(self._board_id, engine, settings.patience, adapters)
 
     def _refused(self, exc: Exception) -> None:
         """The model cannot be loaded: nobody who waits is served here."""
@@ -199,7 +199,7 @@ class Keeper:
             )
         self.starts += 1
         adapters = AdapterTable(settings.max_adapters, settings.max_adapter_bytes)
-        self.live = LiveEngine(self._board_id, engine, settings.patience, adapters)
+        self.live = LoadedEngine(self._board_id, engine, settings.patience, adapters)
         self.loaded_s = clock.now_s()
         engine.died.add_done_callback(self._died)
         self._advance(BoardEvent.LOADED, self.reason)
@@ -232,7 +232,7 @@ class Keeper:
         finally:
             self._giving_up.set_result(None)
 
-    async def _kill(self, live: LiveEngine, reason: str) -> None:
+    async def _kill(self, live: LoadedEngine, reason: str) -> None:
         engine = live.engine
         if live.plead():
             await asyncio.wait({engine.died}, timeout=self._settings.patience.abort_s)
@@ -284,7 +284,7 @@ class Keeper:
             if self.live is suspect and self._silent(suspect):
                 await self.give_up(f"the engine gave no sign of life for {limit_s:g} s")
 
-    def _silent(self, live: LiveEngine | None) -> bool:
+    def _silent(self, live: LoadedEngine | None) -> bool:
         if self.state is not BoardState.READY or live is None:
             return False
         return live.engine.silent_s() >= self._settings.silence_timeout_s

@@ -23,7 +23,7 @@ from rkserve.models.adapters import ADAPTER_FILE, MANIFEST_FILE, Adapter, Shelf,
 log = logging.getLogger(__name__)
 
 
-class Staged:
+class StagedAdapters:
     """The folder of one board. It may be used by several threads.
 
     Its calls touch the disk, except for ``present`` and ``shelf``. Two who send the same version at

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rkserve.board.storage.adapters import Staged
+from rkserve.board.storage.adapters import StagedAdapters
 from rkserve.board.storage.partial_files import Parts
 from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion
 from rkserve.core.durable_files import free_bytes, sync, write_private
@@ -26,7 +26,7 @@ FILE, STAMP = ".rkllm", ".json"
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class FileProof:
     """In which state a file was found to be what its name says."""
 
     stamp: Stamp
@@ -190,7 +190,7 @@ class StagedWeights:
         """Return the size of a file that is as it was when it was found right, else None."""
         try:
             said = json.loads(file.with_suffix(STAMP).read_text(encoding="utf-8"))
-            proof = Proof(tuple(said["stamp"]))
+            proof = FileProof(tuple(said["stamp"]))
             return proof.size_bytes if proof.stamp == stamp(file) else None
         except (FileNotFoundError, ValueError, KeyError, TypeError, IndexError):
             return None
@@ -216,13 +216,18 @@ class Intake:
     """Takes what is sent to a board, adapters and base weights, each to its folder."""
 
     def __init__(
-        self, adapters: Staged, weights: StagedWeights, in_use: Callable[[BaseVersion], bool]
+        self,
+        adapters: StagedAdapters,
+        weights: StagedWeights,
+        in_use: Callable[[BaseVersion], bool],
     ) -> None:
         """``in_use`` says of which weights the board may load its model yet."""
         self._adapters = adapters
         self._weights = weights
         self._in_use = in_use
-        self._comes: dict[str, Staged | StagedWeights] = {}  # by whom a digest was begun last
+        self._comes: dict[
+            str, StagedAdapters | StagedWeights
+        ] = {}  # by whom a digest was begun last
 
     def begin(self, version: Artifact) -> int:
         """Return how many bytes of the version are there. Raises ``StageFailed``."""
@@ -246,7 +251,7 @@ class Intake:
 
     def remove(self, version: Artifact) -> bool:
         """Take a version off the disk, but no weights that are in use. Raises ``StageFailed``."""
-        keeper: Staged | StagedWeights
+        keeper: StagedAdapters | StagedWeights
         if isinstance(version, AdapterVersion):
             keeper, found = self._adapters, self._adapters.remove(version)
         elif self._in_use(version):

@@ -37,12 +37,12 @@ OUR_FOLDER = re.compile(r"kv-[0-9a-f]{16}")
 OUR_FILE = re.compile(r"([0-9a-f]{16})\.(kv|json)(\.tmp)?")
 
 
-class UnfitFile(Exception):
+class UnusableCacheFile(Exception):
     """Why a file cannot be used. The store logs it, or says it in an error of the tree."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
+class CacheFingerprint:
     """All that a KV cache is only valid with, but for its origin: digests, or names with versions.
 
     ``load`` is what of the model's load shapes the cache: its context length, its batch.
@@ -61,7 +61,7 @@ class Seal:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CachedFile:
     """One prompt cache file. ``name`` is None for a parked conversation.
 
     It holds the positions of ``ids``, computed under that origin; None is the base model. Times are
@@ -90,7 +90,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenFile:
     """A file that the runtime has written."""
 
     file_bytes: int
@@ -101,13 +101,13 @@ class Written:
 class CacheFolder:
     """The files of one board under one seal at a time. Every method touches the disk."""
 
-    def __init__(self, folder: Path, seal: Seal) -> None:
+    def __init__(self, folder: Path, seal: CacheFingerprint) -> None:
         self._root = folder
         self.seal(seal)
         self._lock: int | None = None
         self._proven: dict[str, Stamp] = {}  # entry to the state in which its content was read
 
-    def open(self) -> list[Entry]:
+    def open(self) -> list[CachedFile]:
         """Lock the folder, tidy it up and return what is in it. Raises ``ConfigError``."""
         try:
             # What is cached is what people wrote: it is nobody else's business on this machine.
@@ -125,7 +125,7 @@ class CacheFolder:
             self.close()
             raise
 
-    def seal(self, seal: Seal) -> None:
+    def seal(self, seal: CacheFingerprint) -> None:
         """Of a folder that is not open: it will be for this seal."""
         self._seal = seal.digest
         self._folder = self._root / f"kv-{seal.digest[:16]}"
@@ -135,11 +135,11 @@ class CacheFolder:
         """Whether the folder is in use here."""
         return self._lock is not None
 
-    def is_for(self, seal: Seal) -> bool:
+    def is_for(self, seal: CacheFingerprint) -> bool:
         """Whether what is kept now is for this seal."""
         return self._seal == seal.digest
 
-    def turn_to(self, seal: Seal) -> list[Entry]:
+    def turn_to(self, seal: CacheFingerprint) -> list[CachedFile]:
         """Go on with another seal; return what is there. Raises ``ConfigError``, ``OSError``."""
         self.seal(seal)
         self._proven.clear()
@@ -179,15 +179,15 @@ class CacheFolder:
             raise ValueError(f"{path} was not reserved")
         return path
 
-    def examine(self, path: Path) -> Written:
-        """Return what was written at ``path``. Raises ``UnfitFile``."""
+    def examine(self, path: Path) -> WrittenFile:
+        """Return what was written at ``path``. Raises ``UnusableCacheFile``."""
         file_bytes = _regular(path)
         if file_bytes == 0:
-            raise UnfitFile("the file is empty")
+            raise UnusableCacheFile("the file is empty")
         stamp = stamp_of(path)  # before it is read: a change while it is read shows in `publish`
-        return Written(file_bytes, file_digest(path), stamp)
+        return WrittenFile(file_bytes, file_digest(path), stamp)
 
-    def publish(self, path: Path, entry: Entry, written: Written) -> None:
+    def publish(self, path: Path, entry: CachedFile, written: WrittenFile) -> None:
         """Make ``path`` the file of ``entry``: all of it counts, or nothing does."""
         manifest = entry.manifest.with_suffix(".json.tmp")
         try:
@@ -206,19 +206,19 @@ class CacheFolder:
             self.remove(entry)
             raise
 
-    def check(self, entry: Entry) -> None:
-        """Raise ``UnfitFile`` or ``OSError`` unless the entry's file is what was written."""
+    def check(self, entry: CachedFile) -> None:
+        """Verify the file. Raises ``UnusableCacheFile``, ``OSError``: changed or missing."""
         file_bytes = _regular(entry.path)
         if file_bytes != entry.file_bytes:
-            raise UnfitFile(f"it has {file_bytes} bytes and not {entry.file_bytes}")
+            raise UnusableCacheFile(f"it has {file_bytes} bytes and not {entry.file_bytes}")
         stamp = stamp_of(entry.path)
         if stamp == self._proven.get(entry.id):
             return
         if file_digest(entry.path) != entry.sha256:
-            raise UnfitFile("its content is not what was written")
+            raise UnusableCacheFile("its content is not what was written")
         self._proven[entry.id] = stamp
 
-    def touch(self, entry: Entry) -> None:
+    def touch(self, entry: CachedFile) -> None:
         """Note when the entry was used, for the next process."""
         try:
             os.utime(entry.manifest, (entry.used_s, entry.used_s))
@@ -226,7 +226,7 @@ class CacheFolder:
             # The file itself was good a moment ago; only its turn to go may come too early.
             log.warning("the use of prompt cache %s cannot be noted: %s", entry.path, exc)
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: CachedFile) -> None:
         """Take an entry off the disk, the manifest first."""
         self._proven.pop(entry.id, None)
         self.discard(entry.manifest)
@@ -272,7 +272,7 @@ class CacheFolder:
         except OSError as exc:
             log.warning("%s cannot be removed: %s", other, exc)
 
-    def _read_all(self) -> Iterator[Entry]:
+    def _read_all(self) -> Iterator[CachedFile]:
         names = sorted(file.name for file in self._folder.iterdir())
         for name in names:
             ours = OUR_FILE.fullmatch(name)
@@ -284,35 +284,35 @@ class CacheFolder:
             elif kind == "json" and (entry := self._read(entry_id)) is not None:
                 yield entry
 
-    def _read(self, entry_id: str) -> Entry | None:
+    def _read(self, entry_id: str) -> CachedFile | None:
         path = self._folder / f"{entry_id}.kv"
         try:
             return _read_entry(path, self._seal)
-        except (UnfitFile, OSError) as exc:
+        except (UnusableCacheFile, OSError) as exc:
             log.warning("prompt cache %s is not used, and removed: %s", path, exc)
             self.discard(path.with_suffix(".json"))
             self.discard(path)
             return None
 
 
-def _read_entry(path: Path, seal: str) -> Entry:
+def _read_entry(path: Path, seal: str) -> CachedFile:
     manifest = path.with_suffix(".json")
     if (size_bytes := _regular(manifest)) > MANIFEST_MAX_BYTES:
-        raise UnfitFile(f"its manifest has {size_bytes} bytes")
+        raise UnusableCacheFile(f"its manifest has {size_bytes} bytes")
     entry = _load(manifest.read_bytes(), seal, path, manifest.stat().st_mtime)
     if (found := _regular(path)) != entry.file_bytes:
-        raise UnfitFile(f"it has {found} bytes and not {entry.file_bytes}")
+        raise UnusableCacheFile(f"it has {found} bytes and not {entry.file_bytes}")
     return entry
 
 
 def _regular(path: Path) -> int:
-    """Return the size of a file that is really there. Raises ``UnfitFile`` for all else."""
+    """Return the size of a file that is really there. Raises ``UnusableCacheFile`` for all else."""
     try:
         found = path.lstat()
     except FileNotFoundError as exc:
-        raise UnfitFile(f"{path.name} is missing") from exc
+        raise UnusableCacheFile(f"{path.name} is missing") from exc
     if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
-        raise UnfitFile(f"{path.name} is not a plain file of its own")
+        raise UnusableCacheFile(f"{path.name} is not a plain file of its own")
     return found.st_size
 
 
@@ -337,7 +337,7 @@ KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
-def _dump(entry: Entry, seal: str) -> bytes:
+def _dump(entry: CachedFile, seal: str) -> bytes:
     body = {
         "version": VERSION,
         "seal": seal,
@@ -352,26 +352,26 @@ def _dump(entry: Entry, seal: str) -> bytes:
     return json.dumps(body | {"manifest_sha256": _own_digest(body)}).encode()
 
 
-def _load(data: bytes, seal: str, path: Path, used_s: float) -> Entry:
-    """Return what a manifest says. Raises ``UnfitFile``."""
+def _load(data: bytes, seal: str, path: Path, used_s: float) -> CachedFile:
+    """Return what a manifest says. Raises ``UnusableCacheFile``."""
     try:
         body: dict[str, Any] = json.loads(data)
         said = body.pop("manifest_sha256")
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as exc:
-        raise UnfitFile("its manifest cannot be read") from exc
+        raise UnusableCacheFile("its manifest cannot be read") from exc
     if said != _own_digest(body):
-        raise UnfitFile("its manifest is damaged")
+        raise UnusableCacheFile("its manifest is damaged")
     if body.get("version") != VERSION or body.get("seal") != seal:
-        raise UnfitFile("it was made with another model, runtime or template")
+        raise UnusableCacheFile("it was made with another model, runtime or template")
     if body.get("id") != path.stem:
-        raise UnfitFile("its manifest belongs to another file")
+        raise UnusableCacheFile("its manifest belongs to another file")
     try:
         return _entry(body, path, used_s)
     except (KeyError, TypeError, ValueError) as exc:
-        raise UnfitFile("its manifest says what none of ours would") from exc
+        raise UnusableCacheFile("its manifest says what none of ours would") from exc
 
 
-def _entry(body: dict[str, Any], path: Path, used_s: float) -> Entry:
+def _entry(body: dict[str, Any], path: Path, used_s: float) -> CachedFile:
     """Take a manifest at its word, as far as its types go: the digest is no signature."""
     for key, kinds in KINDS.items():
         if not isinstance(body[key], kinds):
@@ -380,7 +380,7 @@ def _entry(body: dict[str, Any], path: Path, used_s: float) -> Entry:
         raise ValueError
     if not all(isinstance(token_id, int) for token_id in body["ids"]):
         raise TypeError("ids")
-    return Entry(
+    return CachedFile(
         id=path.stem,
         path=path,
         name=body["name"],

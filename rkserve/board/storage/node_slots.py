@@ -17,7 +17,7 @@ from rkserve.core.errors import LoadFailed
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class NodeSlot:
     """A claimed slot; hold on to it as long as the replica lives."""
 
     index: int
@@ -28,7 +28,7 @@ class Slot:
         os.close(self.fd)
 
 
-def claim_slot(state_dir: Path, group: str, slots: int) -> Slot:
+def claim_slot(state_dir: Path, group: str, slots: int) -> NodeSlot:
     """Claim the lowest free of ``slots``.
 
     Raises:
@@ -46,7 +46,7 @@ def claim_slot(state_dir: Path, group: str, slots: int) -> Slot:
                 os.close(fd)
                 continue
             _sign(fd)
-            return Slot(index, fd)
+            return NodeSlot(index, fd)
     except OSError as exc:
         raise LoadFailed(f"the state folder {state_dir} cannot be used: {exc}") from exc
     raise LoadFailed(

@@ -21,25 +21,25 @@ from uuid import uuid4
 
 from rkserve.board.answer.kv_plan import Ids, common_prefix
 from rkserve.board.storage.cache_files import (
+    CachedFile,
+    CacheFingerprint,
     CacheFolder,
-    Entry,
-    Seal,
-    UnfitFile,
+    UnusableCacheFile,
 )
 from rkserve.core.errors import CacheUnsupported, RequestError
 from rkserve.core.kv_origin import adapter_of
 from rkserve.core.name_rules import check_cache_name
 
-__all__ = ["CacheStore", "Entry", "Hit", "Seal"]
+__all__ = ["CacheFingerprint", "CacheHit", "CacheStore", "CachedFile"]
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
+class CacheHit:
     """An entry that begins as a prompt does, and how many ids of the prompt it saves."""
 
-    entry: Entry
+    entry: CachedFile
     tokens: int
 
     @property
@@ -49,7 +49,7 @@ class Hit:
 
 
 class CacheStore:
-    """The prompt caches of one board, of one ``Seal`` at a time.
+    """The prompt caches of one board, of one ``CacheFingerprint`` at a time.
 
     Nobody else may use ``folder`` meanwhile.
     """
@@ -57,7 +57,7 @@ class CacheStore:
     def __init__(
         self,
         folder: Path,
-        seal: Seal,
+        seal: CacheFingerprint,
         budget_bytes: int,
         *,
         clock: Callable[[], float] = time.time,
@@ -70,7 +70,7 @@ class CacheStore:
         # Calls come from the board's loop and from threads. It is held for look-ups only, never
         # while a file is hashed: the loop must not wait for a disk.
         self._lock = threading.Lock()
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, CachedFile] = {}
         self._pinned: str | None = None
         self._elsewhere_bytes = 0  # of the named caches of other base weights
 
@@ -103,9 +103,9 @@ class CacheStore:
         self._elsewhere_bytes = self._files.bytes_elsewhere()
         self._take_over(found)
 
-    def _take_over(self, found: Iterable[Entry]) -> None:
-        named: dict[str, Entry] = {}
-        taken: dict[str, Entry] = {}
+    def _take_over(self, found: Iterable[CachedFile]) -> None:
+        named: dict[str, CachedFile] = {}
+        taken: dict[str, CachedFile] = {}
         for entry in sorted(found, key=lambda e: e.created_s):
             if entry.name is None:
                 taken[entry.id] = entry
@@ -137,12 +137,12 @@ class CacheStore:
         with self._lock:
             return sum(entry.file_bytes for entry in self._entries.values())
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CachedFile]:
         """What there is, the oldest first."""
         with self._lock:
             return sorted(self._entries.values(), key=lambda entry: entry.created_s)
 
-    def find(self, ids: Ids, origin: str | None, *, name: str | None = None) -> Hit | None:
+    def find(self, ids: Ids, origin: str | None, *, name: str | None = None) -> CacheHit | None:
         """Return the entry that saves most of ``ids`` under ``origin``; ``verify`` it before use.
 
         With ``name`` it is that entry, however little it saves, whatever the salt. At
@@ -163,7 +163,7 @@ class CacheStore:
                     "use_cache",
                 )
         hits = [
-            Hit(entry, min(common_prefix(entry.ids, ids), max(0, len(ids) - 1)))
+            CacheHit(entry, min(common_prefix(entry.ids, ids), max(0, len(ids) - 1)))
             for entry in candidates
             if name is not None or entry.origin == origin
         ]
@@ -177,7 +177,7 @@ class CacheStore:
             for entry in self.entries()
         )
 
-    def pin(self, entry: Entry | None) -> None:
+    def pin(self, entry: CachedFile | None) -> None:
         """Spare this one, which the runtime has loaded, until another one or None is said.
 
         Whether the runtime reads a file again after it was loaded is not known. For its sake the
@@ -188,7 +188,7 @@ class CacheStore:
 
     # -- disk ---------------------------------------------------------------------------------
 
-    def verify(self, entry: Entry) -> bool:
+    def verify(self, entry: CachedFile) -> bool:
         """Whether the entry's file is what was written, which counts as a use of it. Disk.
 
         The whole file is read once, and again only when its inode, times or size differ. A file
@@ -196,7 +196,7 @@ class CacheStore:
         """
         try:
             self._files.check(entry)
-        except (UnfitFile, OSError) as exc:
+        except (UnusableCacheFile, OSError) as exc:
             log.warning("prompt cache %s is not used, and removed: %s", entry.path, exc)
             self._remove([entry])
             return False
@@ -225,7 +225,7 @@ class CacheStore:
 
     def commit(
         self, path: Path, ids: Sequence[int], name: str | None = None, origin: str | None = None
-    ) -> Entry:
+    ) -> CachedFile:
         """Take the file that was written at ``path``, and return its entry. Disk.
 
         ``ids`` are exactly the positions that it holds, computed under ``origin``. A cache of the
@@ -245,7 +245,7 @@ class CacheStore:
                 check_cache_name(name)
             written = self._files.examine(path)
             self._make_room(written.file_bytes, name)
-            entry = Entry(
+            entry = CachedFile(
                 id=path.name.partition(".")[0],
                 path=path.with_suffix(""),
                 name=name,
@@ -257,7 +257,7 @@ class CacheStore:
                 used_s=now_s,
             )
             self._files.publish(path, entry, written)
-        except UnfitFile as exc:
+        except UnusableCacheFile as exc:
             self._files.discard(path)
             raise CacheUnsupported(f"The runtime wrote no prompt cache: {exc}.") from exc
         except OSError as exc:
@@ -296,7 +296,7 @@ class CacheStore:
 
     # -- who goes -----------------------------------------------------------------------------
 
-    def _supersedes(self, entry: Entry, old: Entry) -> bool:
+    def _supersedes(self, entry: CachedFile, old: CachedFile) -> bool:
         if old.id == entry.id:
             return False
         if old.name is not None:
@@ -321,14 +321,14 @@ class CacheStore:
             )
         self._remove(self._room_for(size_bytes, replaced))
 
-    def _room_for(self, size_bytes: int, replaced: str | None = None) -> list[Entry]:
+    def _room_for(self, size_bytes: int, replaced: str | None = None) -> list[CachedFile]:
         """The parked conversations that have to go, the longest unused one first."""
         with self._lock:
             counted = [e for e in self._entries.values() if e.name is None or e.name != replaced]
         excess = sum(entry.file_bytes for entry in counted) + size_bytes - self.budget_bytes
         excess += self._elsewhere_bytes
         parked = [e for e in counted if e.name is None and e.id != self._pinned]
-        going: list[Entry] = []
+        going: list[CachedFile] = []
         for entry in sorted(parked, key=lambda e: e.used_s):
             if excess <= 0:
                 break
@@ -336,7 +336,7 @@ class CacheStore:
             excess -= entry.file_bytes
         return going
 
-    def _remove(self, entries: Iterable[Entry]) -> None:
+    def _remove(self, entries: Iterable[CachedFile]) -> None:
         for entry in entries:
             with self._lock:
                 self._entries.pop(entry.id, None)

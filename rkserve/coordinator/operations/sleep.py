@@ -28,7 +28,7 @@ from rkserve.coordinator.boards.roster import Replies
 from rkserve.coordinator.operations.operation_run import Course, Desk, Handler
 from rkserve.coordinator.operations.pause import end_hold, going_on, halt
 from rkserve.core.board_report import BoardReport, BoardState
-from rkserve.core.desired_state import Adoption, Desired, Pause, PauseMode, Scope, SleepLevel
+from rkserve.core.desired_state import ActivePause, Adoption, Desired, PauseMode, Scope, SleepLevel
 from rkserve.core.errors import RequestError
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
@@ -177,7 +177,7 @@ def _is_there(desired: Desired, report: BoardReport | None) -> bool:
     return report.state is (BoardState.ASLEEP if unloaded else BoardState.READY)
 
 
-def _woken(desk: Desk, asked: Params, scope: Scope) -> tuple[Desired, tuple[Pause, ...]]:
+def _woken(desk: Desk, asked: Params, scope: Scope) -> tuple[Desired, tuple[ActivePause, ...]]:
     desired = desk.book.desired
     if read.flag(asked, "requested", default=False):
         if len(scope.models) != 1:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rkserve.board.answer.generation import Generation, Want
+from rkserve.board.answer.generation import Generation, RunSignal
 from rkserve.core.errors import ContextOverflow, RequestError, RkserveError
 from rkserve.core.messages import (
     Continued,
@@ -132,7 +132,7 @@ def test_an_answer_ends_for_the_true_reason(
     for token_id, data in tokens:
         made.accept(token_id, data)
         given_out.append(made.take())
-    assert made.want is (Want.STOP if must_stop else None)
+    assert made.want is (RunSignal.STOP if must_stop else None)
     assert made.ended(context_full=False) is reason
     deltas = [delta for delta in (*given_out, made.take()) if delta is not None]
     assert "".join(delta.text for delta in deltas) == text
@@ -270,7 +270,7 @@ def test_tokens_that_wait_are_given_out_at_the_end() -> None:
     made = generation(max_tokens=2, runtime_counts=False)
     assert made.accept(10, b"a")
     assert made.accept(11, b"", waiting=True)  # the limit is news
-    assert made.want is Want.STOP
+    assert made.want is RunSignal.STOP
     assert made.ended(context_full=False) is FinishReason.LENGTH
     # The second one has no text of its own, and never will.
     slots = (Slot(10, b"a"), Slot(11, b"", waiting=True))
@@ -282,7 +282,7 @@ def test_the_limit_is_the_runtimes_only_in_the_runs_that_were_given_it() -> None
     made.runtime_counts = False
     made.accept(10, b"a")
     made.accept(11, b"b")
-    assert made.want is Want.STOP
+    assert made.want is RunSignal.STOP
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_an_aborted_answer_takes_no_more() -> None:
     made = generation(stop=("bc",))
     made.accept(10, b"ab")
     made.aborted()
-    assert made.want is Want.STOP
+    assert made.want is RunSignal.STOP
     assert not made.accept(11, b"x")
     assert made.ended(context_full=False) is FinishReason.ABORT
     # What was held back is the answer's, and all of the token's own.
@@ -457,7 +457,7 @@ def test_an_answer_ends_where_the_context_is_full_whatever_was_asked_for(counts:
         made.accept(token_id, b"b")
         assert made.want is None
     made.accept(13, b"c")
-    assert made.want is (None if counts else Want.STOP)
+    assert made.want is (None if counts else RunSignal.STOP)
     assert made.ended(context_full=False) is FinishReason.LENGTH
     assert (made.tokens, len(made.context)) == (4, 10)
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rkserve.board.answer.generation import REWINDS_WITHOUT_PROGRESS, Generation, Want
+from rkserve.board.answer.generation import REWINDS_WITHOUT_PROGRESS, Generation, RunSignal
 from rkserve.board.answer.hooks import (
     Action,
     Continue,
@@ -144,22 +144,29 @@ def said(word: str, action: Action) -> Callable[[Decoded], Action]:
     [
         pytest.param(said("c", Continue("C")), "abCde", None, id="continue and show another text"),
         pytest.param(said("c", Continue("")), "abde", None, id="continue and show nothing"),
-        pytest.param(said("c", Stop()), "ab", Want.STOP, id="stop"),
-        pytest.param(said("c", Stop("!")), "ab!", Want.STOP, id="stop with a last word"),
-        pytest.param(said("c", Pause()), "abc", Want.PAUSE, id="pause"),
-        pytest.param(said("c", Pause("C")), "abC", Want.PAUSE, id="pause and show another text"),
+        pytest.param(said("c", Stop()), "ab", RunSignal.STOP, id="stop"),
+        pytest.param(said("c", Stop("!")), "ab!", RunSignal.STOP, id="stop with a last word"),
+        pytest.param(said("c", Pause()), "abc", RunSignal.PAUSE, id="pause"),
         pytest.param(
-            said("c", Replace((900,), "X", last=2)), "aX", Want.REWIND, id="replace in the context"
+            said("c", Pause("C")), "abC", RunSignal.PAUSE, id="pause and show another text"
+        ),
+        pytest.param(
+            said("c", Replace((900,), "X", last=2)),
+            "aX",
+            RunSignal.REWIND,
+            id="replace in the context",
         ),
         pytest.param(
             said("c", Replace((), "X", last=2, in_context=False)), "aXde", None, id="or only shown"
         ),
-        pytest.param(said("c", Replace((), "", last=3)), "", Want.REWIND, id="replace by nothing"),
+        pytest.param(
+            said("c", Replace((), "", last=3)), "", RunSignal.REWIND, id="replace by nothing"
+        ),
     ],
 )
 @pytest.mark.parametrize("often", [True, False], ids=["read at once", "read late"])
 def test_what_a_hook_answers_is_done(
-    hook: Callable[[Decoded], Action], shown: str, want: Want | None, often: bool
+    hook: Callable[[Decoded], Action], shown: str, want: RunSignal | None, often: bool
 ) -> None:
     generation = made(scripted(hook))
     client = Client(generation)
@@ -203,7 +210,7 @@ def test_a_request_pauses_itself_after_the_token_that_completes_it(
     before = generation.want
     assert Client(generation).read() == paused_at
     generation.interrupted()
-    assert (before, generation.want, generation.paused_by) == (Want.PAUSE, None, by)
+    assert (before, generation.want, generation.paused_by) == (RunSignal.PAUSE, None, by)
     assert generation.context == (7, 8, *map(ord, paused_at))
     letters(generation, "xyz")
     assert generation.want is None
@@ -215,7 +222,7 @@ def test_a_token_whose_text_waits_pauses_when_its_character_is_whole() -> None:
     generation.accept(300, b"", waiting=True)
     assert generation.want is None
     generation.accept(301, "é".encode())
-    assert generation.want is Want.PAUSE
+    assert generation.want is RunSignal.PAUSE
     generation.interrupted()
     assert generation.context == (7, 8, 300, 301)
 
@@ -285,7 +292,7 @@ def test_a_guided_answer_is_what_the_model_says_to_the_changed_context(text: str
     client = Client(generation)
     for letter in text:
         letters(generation, letter)
-        if generation.want is Want.REWIND:
+        if generation.want is RunSignal.REWIND:
             letters(generation, "late")
             client.read()
             generation.interrupted()
@@ -303,7 +310,7 @@ def test_a_guide_makes_the_model_go_on_from_what_it_should_have_said() -> None:
     for letter in "a bad":
         letters(generation, letter)
         client.read()
-    assert generation.want is Want.REWIND
+    assert generation.want is RunSignal.REWIND
     letters(generation, "xy")  # what still comes of the run is not the answer
     assert client.read() == "a good"
     generation.interrupted()
@@ -318,12 +325,12 @@ def test_a_guide_makes_the_model_go_on_from_what_it_should_have_said() -> None:
 def test_a_replacement_may_complete_the_answer() -> None:
     generation = made(scripted(said("b", Replace((5, 6), "END"))), stop=("END",))
     letters(generation, "ab")
-    assert (generation.want, generation.reason) == (Want.STOP, FinishReason.STOP)
+    assert (generation.want, generation.reason) == (RunSignal.STOP, FinishReason.STOP)
     assert Client(generation).read() == "a"
 
     limited = made(scripted(said("b", Replace((5, 6), "xy"))), max_tokens=3)
     letters(limited, "ab")
-    assert (limited.want, limited.reason) == (Want.STOP, FinishReason.LENGTH)
+    assert (limited.want, limited.reason) == (RunSignal.STOP, FinishReason.LENGTH)
 
 
 def test_a_hook_that_never_lets_the_model_get_further_fails() -> None:
@@ -331,10 +338,10 @@ def test_a_hook_that_never_lets_the_model_get_further_fails() -> None:
     letters(generation, "a")
     for _ in range(REWINDS_WITHOUT_PROGRESS):
         letters(generation, "b")
-        assert generation.want is Want.REWIND
+        assert generation.want is RunSignal.REWIND
         generation.interrupted()
     letters(generation, "b")
-    assert generation.want is Want.STOP
+    assert generation.want is RunSignal.STOP
     with pytest.raises(HookFailed, match="the answer got no further"):
         generation.ended(context_full=False)
 
@@ -484,7 +491,7 @@ def test_a_changed_answer_is_replayed_to_a_fresh_hook() -> None:
     generation.apply(edit, kv_positions=3, context_len=99)
     assert generation.want is None  # it is paused already
     letters(generation, "c")
-    assert generation.want is Want.PAUSE
+    assert generation.want is RunSignal.PAUSE
     assert seen == [
         [((97,), "a", False), ((98,), "b", False)],
         [((97,), "a", True), ((5, 6), "own", True), ((99,), "c", False)],
@@ -546,7 +553,7 @@ def test_a_hook_that_fails_ends_its_own_generation_with_an_error(
 ) -> None:
     generation = made(scripted(lambda piece: hook(piece) if piece.text == "b" else Continue()))
     letters(generation, "abc")
-    assert (generation.want, generation.complete) == (Want.STOP, True)
+    assert (generation.want, generation.complete) == (RunSignal.STOP, True)
     assert Client(generation).read() == "a"
     with pytest.raises(HookFailed, match=reason) as failed:
         generation.ended(context_full=False)
@@ -568,7 +575,7 @@ def test_whatever_else_a_hook_breaks_is_its_generations_own_end(
 ) -> None:
     generation = made(scripted(said("b", Continue(Mean("x")))))
     letters(generation, "abc")
-    assert generation.want is Want.STOP
+    assert generation.want is RunSignal.STOP
     with pytest.raises(HookFailed, match="made an error"):
         generation.ended(context_full=False)
     assert "ArithmeticError" in caplog.text

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rkserve.board.answer.kv_plan import (
+    CachedContext,
     Ids,
-    LiveContext,
-    Plan,
+    PrefillPlan,
     Range,
-    Resume,
+    ResumePlan,
     common_prefix,
     held,
     plan_resume,
@@ -22,9 +22,9 @@ ANSWER = (10, 11, 12)
 TURN_2 = (*TURN_1, *ANSWER, 4, 5)
 
 
-def after_turn_1(*, append: bool = True, positions: int = 6) -> LiveContext:
-    context = LiveContext(append=append)
-    assert context.plan(TURN_1) == Plan(clear=False, send=TURN_1, reused=0)
+def after_turn_1(*, append: bool = True, positions: int = 6) -> CachedContext:
+    context = CachedContext(append=append)
+    assert context.plan(TURN_1) == PrefillPlan(clear=False, send=TURN_1, reused=0)
     context.forget()
     context.settle((*TURN_1, *ANSWER), positions)
     return context
@@ -33,18 +33,29 @@ def after_turn_1(*, append: bool = True, positions: int = 6) -> LiveContext:
 @pytest.mark.parametrize(
     ("positions", "prompt", "plan"),
     [
-        pytest.param(6, TURN_2, Plan(False, (4, 5), 6), id="the conversation goes on"),
-        pytest.param(5, TURN_2, Plan(False, (12, 4, 5), 5), id="the last token is not in the KV"),
-        pytest.param(6, (9, *TURN_2), Plan(True, (9, *TURN_2), 0), id="another conversation"),
-        pytest.param(6, TURN_2[:6], Plan(True, TURN_2[:6], 0), id="the same ids: one must be sent"),
-        pytest.param(6, TURN_1, Plan(True, TURN_1, 0), id="a shorter prompt: no cutting back"),
+        pytest.param(6, TURN_2, PrefillPlan(False, (4, 5), 6), id="the conversation goes on"),
         pytest.param(
-            6, (*TURN_1, 10, 99, 12, 4), Plan(True, (*TURN_1, 10, 99, 12, 4), 0), id="an edit"
+            5, TURN_2, PrefillPlan(False, (12, 4, 5), 5), id="the last token is not in the KV"
+        ),
+        pytest.param(
+            6, (9, *TURN_2), PrefillPlan(True, (9, *TURN_2), 0), id="another conversation"
+        ),
+        pytest.param(
+            6, TURN_2[:6], PrefillPlan(True, TURN_2[:6], 0), id="the same ids: one must be sent"
+        ),
+        pytest.param(
+            6, TURN_1, PrefillPlan(True, TURN_1, 0), id="a shorter prompt: no cutting back"
+        ),
+        pytest.param(
+            6,
+            (*TURN_1, 10, 99, 12, 4),
+            PrefillPlan(True, (*TURN_1, 10, 99, 12, 4), 0),
+            id="an edit",
         ),
     ],
 )
 def test_a_request_reuses_the_whole_live_context_or_nothing(
-    positions: int, prompt: tuple[int, ...], plan: Plan
+    positions: int, prompt: tuple[int, ...], plan: PrefillPlan
 ) -> None:
     assert after_turn_1(positions=positions).plan(prompt) == plan
 
@@ -59,10 +70,10 @@ def test_a_request_reuses_the_whole_live_context_or_nothing(
     ],
 )
 def test_a_size_that_cannot_be_true_is_reported_and_the_context_forgotten(positions: int) -> None:
-    context = LiveContext(append=True)
+    context = CachedContext(append=True)
     assert not context.settle((*TURN_1, *ANSWER), positions)
     assert context.positions == 0
-    assert context.plan(TURN_2) == Plan(clear=True, send=TURN_2, reused=0)
+    assert context.plan(TURN_2) == PrefillPlan(clear=True, send=TURN_2, reused=0)
 
 
 def test_a_forgotten_context_is_cleared_before_the_next_run() -> None:
@@ -70,24 +81,24 @@ def test_a_forgotten_context_is_cleared_before_the_next_run() -> None:
     assert context.positions == 6
     context.forget()
     assert context.positions == 0
-    assert context.plan(TURN_2) == Plan(clear=True, send=TURN_2, reused=0)
+    assert context.plan(TURN_2) == PrefillPlan(clear=True, send=TURN_2, reused=0)
 
 
 def test_a_runtime_that_cannot_append_gets_the_whole_prompt() -> None:
-    assert after_turn_1(append=False).plan(TURN_2) == Plan(clear=True, send=TURN_2, reused=0)
+    assert after_turn_1(append=False).plan(TURN_2) == PrefillPlan(clear=True, send=TURN_2, reused=0)
 
 
 def test_an_empty_context_needs_no_clear() -> None:
     context = after_turn_1()
     context.reset()
-    assert context.plan(TURN_2) == Plan(clear=False, send=TURN_2, reused=0)
+    assert context.plan(TURN_2) == PrefillPlan(clear=False, send=TURN_2, reused=0)
 
 
 # -- adapters -------------------------------------------------------------------------------------
 
 
-def after_a_run_with(adapter: str | None) -> LiveContext:
-    context = LiveContext(append=True)
+def after_a_run_with(adapter: str | None) -> CachedContext:
+    context = CachedContext(append=True)
     context.forget()
     assert context.settle((*TURN_1, *ANSWER), 6, adapter)
     return context
@@ -97,7 +108,7 @@ def after_a_run_with(adapter: str | None) -> LiveContext:
 def test_a_context_is_extended_under_the_adapter_that_computed_it(adapter: str | None) -> None:
     context = after_a_run_with(adapter)
     assert context.origin == adapter
-    assert context.plan(TURN_2, adapter) == Plan(clear=False, send=(4, 5), reused=6)
+    assert context.plan(TURN_2, adapter) == PrefillPlan(clear=False, send=(4, 5), reused=6)
 
 
 @pytest.mark.parametrize(
@@ -111,14 +122,16 @@ def test_a_context_is_extended_under_the_adapter_that_computed_it(adapter: str |
 def test_another_adapter_clears_a_context_of_the_same_ids(
     before: str | None, now: str | None
 ) -> None:
-    assert after_a_run_with(before).plan(TURN_2, now) == Plan(clear=True, send=TURN_2, reused=0)
+    assert after_a_run_with(before).plan(TURN_2, now) == PrefillPlan(
+        clear=True, send=TURN_2, reused=0
+    )
 
 
 def test_an_empty_context_belongs_to_no_adapter() -> None:
     context = after_a_run_with("legal@2-abc-1")
     context.reset()
     assert context.origin is None
-    assert context.plan(TURN_1) == Plan(clear=False, send=TURN_1, reused=0)
+    assert context.plan(TURN_1) == PrefillPlan(clear=False, send=TURN_1, reused=0)
 
 
 # -- clears by hand -------------------------------------------------------------------------------
@@ -127,14 +140,18 @@ def test_an_empty_context_belongs_to_no_adapter() -> None:
 @pytest.mark.parametrize(
     ("kept", "plan"),
     [
-        pytest.param(0, Plan(clear=False, send=TURN_2, reused=0), id="all of it"),
-        pytest.param(2, Plan(clear=False, send=TURN_2[2:], reused=2), id="but a system prompt"),
-        pytest.param(6, Plan(clear=False, send=TURN_2[6:], reused=6), id="nothing after all"),
-        pytest.param(7, Plan(clear=True, send=TURN_2, reused=0), id="more than there was"),
-        pytest.param(-1, Plan(clear=True, send=TURN_2, reused=0), id="unknown"),
+        pytest.param(0, PrefillPlan(clear=False, send=TURN_2, reused=0), id="all of it"),
+        pytest.param(
+            2, PrefillPlan(clear=False, send=TURN_2[2:], reused=2), id="but a system prompt"
+        ),
+        pytest.param(
+            6, PrefillPlan(clear=False, send=TURN_2[6:], reused=6), id="nothing after all"
+        ),
+        pytest.param(7, PrefillPlan(clear=True, send=TURN_2, reused=0), id="more than there was"),
+        pytest.param(-1, PrefillPlan(clear=True, send=TURN_2, reused=0), id="unknown"),
     ],
 )
-def test_what_a_clear_by_hand_leaves_is_reused(kept: int, plan: Plan) -> None:
+def test_what_a_clear_by_hand_leaves_is_reused(kept: int, plan: PrefillPlan) -> None:
     context = after_turn_1()
     context.cleared(kept)
     assert context.plan(TURN_2) == plan
@@ -179,19 +196,23 @@ HELD = (1, 2, 3, 10, 11)
 @pytest.mark.parametrize(
     ("wanted", "cuts", "resume"),
     [
-        pytest.param((*HELD, 12), (), Resume((), (12,)), id="as it was paused"),
-        pytest.param(HELD, (), Resume(((4, 5),), (11,)), id="the last token was in: sent again"),
-        pytest.param((1, 2, 3, 10, 7, 8), (), Resume(((4, 5),), (7, 8)), id="the tail replaced"),
-        pytest.param((1, 2, 3), (), Resume(((2, 5),), (3,)), id="the whole answer taken back"),
-        pytest.param((*HELD, 12, 9), (), Resume((), (12, 9)), id="text appended"),
-        pytest.param((1, 10, 11, 12), ((1, 3),), Resume(((1, 3),), (12,)), id="a range cut"),
+        pytest.param((*HELD, 12), (), ResumePlan((), (12,)), id="as it was paused"),
         pytest.param(
-            (1, 10, 7), ((1, 3),), Resume(((1, 3), (2, 3)), (7,)), id="a range and the tail"
+            HELD, (), ResumePlan(((4, 5),), (11,)), id="the last token was in: sent again"
         ),
         pytest.param(
-            (1, 3, 11, 12), ((3, 4), (1, 2)), Resume(((3, 4), (1, 2)), (12,)), id="two ranges"
+            (1, 2, 3, 10, 7, 8), (), ResumePlan(((4, 5),), (7, 8)), id="the tail replaced"
         ),
-        pytest.param((*HELD, 12), ((2, 2),), Resume((), (12,)), id="an empty range"),
+        pytest.param((1, 2, 3), (), ResumePlan(((2, 5),), (3,)), id="the whole answer taken back"),
+        pytest.param((*HELD, 12, 9), (), ResumePlan((), (12, 9)), id="text appended"),
+        pytest.param((1, 10, 11, 12), ((1, 3),), ResumePlan(((1, 3),), (12,)), id="a range cut"),
+        pytest.param(
+            (1, 10, 7), ((1, 3),), ResumePlan(((1, 3), (2, 3)), (7,)), id="a range and the tail"
+        ),
+        pytest.param(
+            (1, 3, 11, 12), ((3, 4), (1, 2)), ResumePlan(((3, 4), (1, 2)), (12,)), id="two ranges"
+        ),
+        pytest.param((*HELD, 12), ((2, 2),), ResumePlan((), (12,)), id="an empty range"),
         pytest.param((12,), ((0, 5),), None, id="everything cut"),
         pytest.param((9, 2, 3), (), None, id="nothing in common"),
         pytest.param((1,), (), None, id="a single id: it has to be sent"),
@@ -199,7 +220,7 @@ HELD = (1, 2, 3, 10, 11)
     ],
 )
 def test_a_paused_run_goes_on_from_a_prefix_of_what_is_wanted(
-    wanted: Ids, cuts: tuple[Range, ...], resume: Resume | None
+    wanted: Ids, cuts: tuple[Range, ...], resume: ResumePlan | None
 ) -> None:
     assert plan_resume(HELD, wanted, cuts) == resume
 
@@ -208,7 +229,7 @@ def test_a_paused_run_of_unknown_content_is_recomputed() -> None:
     assert plan_resume(None, (1, 2, 3)) is None
 
 
-def apply(kept: Ids, resume: Resume) -> Ids:
+def apply(kept: Ids, resume: ResumePlan) -> Ids:
     """Do to a KV cache what the runtime does."""
     for start, end in resume.cut:
         assert 0 <= start < end <= len(kept)

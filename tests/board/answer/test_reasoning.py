@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rkserve.board.answer.generation import Generation, Want
-from rkserve.board.answer.reasoning import Block, Thought, thought
+from rkserve.board.answer.generation import Generation, RunSignal
+from rkserve.board.answer.reasoning import ReasoningBlock, ReasoningSpan, reasoning_span
 from rkserve.core.messages import (
     Continued,
     Edit,
@@ -54,30 +54,32 @@ def read(generation: Generation) -> str:
 @pytest.mark.parametrize(
     ("thinking", "text", "expected"),
     [
-        pytest.param(None, "<t>a</t>b", Thought(), id="a model that does not think"),
-        pytest.param(THINK, "", Thought(), id="nothing yet"),
-        pytest.param(THINK, "abc", Thought(), id="an answer at once"),
-        pytest.param(THINK, "<t>a</t>b", Thought(8), id="with their marks"),
-        pytest.param(THINK, "\n<t>aé", Thought(7, unended=True), id="not over"),
-        pytest.param(THINK, "<t", Thought(), id="half a mark"),
-        pytest.param(OPENED, "a</t>b", Thought(5), id="begun by the prompt"),
-        pytest.param(OPENED, "", Thought(unended=True), id="begun by the prompt, and no more"),
-        pytest.param(THINK, "x<t>a</t>b", Thought(), id="too late to be thoughts"),
+        pytest.param(None, "<t>a</t>b", ReasoningSpan(), id="a model that does not think"),
+        pytest.param(THINK, "", ReasoningSpan(), id="nothing yet"),
+        pytest.param(THINK, "abc", ReasoningSpan(), id="an answer at once"),
+        pytest.param(THINK, "<t>a</t>b", ReasoningSpan(8), id="with their marks"),
+        pytest.param(THINK, "\n<t>aé", ReasoningSpan(7, unended=True), id="not over"),
+        pytest.param(THINK, "<t", ReasoningSpan(), id="half a mark"),
+        pytest.param(OPENED, "a</t>b", ReasoningSpan(5), id="begun by the prompt"),
+        pytest.param(
+            OPENED, "", ReasoningSpan(unended=True), id="begun by the prompt, and no more"
+        ),
+        pytest.param(THINK, "x<t>a</t>b", ReasoningSpan(), id="too late to be thoughts"),
     ],
 )
 def test_tokens_of_thoughts_are_counted(
-    thinking: Thinking | None, text: str, expected: Thought
+    thinking: Thinking | None, text: str, expected: ReasoningSpan
 ) -> None:
-    assert thought(slots(text), thinking) == expected
+    assert reasoning_span(slots(text), thinking) == expected
 
 
 def test_what_was_injected_is_no_thought() -> None:
     injected = slots("abc", Kind.INJECTED)
-    assert thought([*slots("<t>a"), *injected, *slots("</t>")], THINK) == Thought(8)
+    assert reasoning_span([*slots("<t>a"), *injected, *slots("</t>")], THINK) == ReasoningSpan(8)
 
 
 def test_a_mark_of_one_letter_is_found() -> None:
-    block = Block(Thinking("(", ")"))
+    block = ReasoningBlock(Thinking("(", ")"))
     for letter in "(ab":
         block.feed(letter)
     assert block.inside
@@ -100,14 +102,14 @@ def test_thoughts_that_get_too_long_are_ended(
     say(generation, said[:-1])
     assert generation.want is None
     say(generation, said[-1])
-    assert generation.want is Want.REWIND
+    assert generation.want is RunSignal.REWIND
     generation.interrupted()
     assert generation.context == (7, 8, *shown.encode())
     say(generation, "yes")
     generation.accept(EOS, b"")
     assert generation.ended(context_full=False) is FinishReason.STOP
     assert read(generation) == f"{shown}yes"
-    assert generation.thought == Thought(len(shown))
+    assert generation.reasoning == ReasoningSpan(len(shown))
 
 
 def test_thoughts_that_end_in_time_are_left_alone() -> None:
@@ -121,7 +123,7 @@ def test_a_mark_is_not_cut_in_two_by_the_limit() -> None:
     say(generation, "<t>ab</")
     assert generation.want is None, "they may end by themselves"
     say(generation, "b")
-    assert generation.want is Want.REWIND
+    assert generation.want is RunSignal.REWIND
 
 
 def test_thoughts_are_ended_in_an_answer_that_goes_on_elsewhere_or_was_edited() -> None:
@@ -132,7 +134,7 @@ def test_thoughts_are_ended_in_an_answer_that_goes_on_elsewhere_or_was_edited() 
     generation.apply(Edit(ids=(98, 99, 100), text="bcd"), kv_positions=6, context_len=512)
     assert generation.want is None
     say(generation, "e")
-    assert generation.want is Want.REWIND
+    assert generation.want is RunSignal.REWIND
     assert generation.partial_output == f"<t>abcde{CLOSING}"
 
 
@@ -161,7 +163,7 @@ def test_in_text_mode_it_goes_on_with_text() -> None:
     assert generation.end_thinking()
     generation.interrupted(prompt_tokens=2)
     assert generation.spoken == "<t>a\n</t>"
-    assert generation.thought == Thought(6)
+    assert generation.reasoning == ReasoningSpan(6)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rkserve.board.answer.stop_strings import Characters, Finder, StopSearch
+from rkserve.board.answer.stop_strings import StopSearch, TextFinder, Utf8Decoder
 
 
 def feed_all(stops: tuple[str, ...], chunks: list[bytes]) -> tuple[list[str], str]:
-    characters, search = Characters(), StopSearch(stops)
+    characters, search = Utf8Decoder(), StopSearch(stops)
     given_out = [search.feed(characters.feed(chunk)) for chunk in chunks]
     return given_out, "".join(given_out) + search.flush()
 
@@ -85,7 +85,7 @@ def test_the_answer_is_the_text_before_the_stop_that_is_complete_first(
 
 
 def test_a_character_that_was_cut_in_two_does_not_spoil_what_follows() -> None:
-    characters = Characters()
+    characters = Utf8Decoder()
     assert characters.feed("é".encode()[:1]) == ""
     characters.drop()
     assert characters.feed(b"ab") == "ab"
@@ -105,7 +105,7 @@ def test_a_character_that_was_cut_in_two_does_not_spoil_what_follows() -> None:
 def test_a_finder_says_when_a_text_is_complete(
     texts: tuple[str, ...], pieces: list[str], found: list[str | None]
 ) -> None:
-    finder = Finder(texts)
+    finder = TextFinder(texts)
     assert [finder.feed(piece) for piece in pieces] == found
 
 
@@ -117,7 +117,7 @@ def test_a_finder_says_when_a_text_is_complete(
 def test_a_finder_misses_nothing_wherever_the_pieces_are_cut(
     text: str, texts: tuple[str, ...], borders: list[int]
 ) -> None:
-    finder, seen = Finder(texts), ""
+    finder, seen = TextFinder(texts), ""
     for piece in cut(text.encode(), borders):
         before, seen = seen, seen + piece.decode()
         ends = range(len(before) + 1, len(seen) + 1)
@@ -127,4 +127,4 @@ def test_a_finder_misses_nothing_wherever_the_pieces_are_cut(
 
 def test_an_empty_text_to_look_for_is_refused() -> None:
     with pytest.raises(ValueError, match="must not be empty"):
-        Finder(("x", ""))
+        TextFinder(("x", ""))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rkserve.board.board import Board
-from rkserve.board.engine.watchdog import Patience
+from rkserve.board.engine.watchdog import RunTimeouts
 from rkserve.core.board_report import BoardState
 from rkserve.core.errors import (
     EngineDied,
@@ -28,7 +28,7 @@ from tests.support.sim.sim_board import FOLDER, Sim, ask, both_releases, chat, i
 SILENCE_S = 3.0
 FREED_WITHIN_S = 30.0
 # As long, where the library really hangs.
-PATIENCE = Patience(first_token_s=3.0, token_s=3.0, abort_s=1.0)
+PATIENCE = RunTimeouts(first_token_s=3.0, token_s=3.0, abort_s=1.0)
 
 
 @pytest.fixture

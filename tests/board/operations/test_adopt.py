@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.board.run.run import Run
+from rkserve.board.run.run import EngineRun
 from rkserve.core.board_report import GenerationState
 from rkserve.core.desired_state import Desired, InFlight, PauseMode, Probe
 from rkserve.core.errors import (
@@ -102,7 +102,7 @@ async def in_prefill(told: Governed, count: int = 1, **extra: Any) -> list[Liste
     return clients
 
 
-def running(told: Governed) -> Run:
+def running(told: Governed) -> EngineRun:
     run = told.board.live.running
     assert run is not None
     return run

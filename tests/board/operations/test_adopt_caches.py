@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from rkserve.core.board_report import GenerationState
-from rkserve.core.desired_state import Pause, PauseMode, Scope
+from rkserve.core.desired_state import ActivePause, PauseMode, Scope
 from rkserve.core.messages import ControlAction, Delta, Finished, GenerateRequest, Kv
 from tests.support.boards.board_bench import Listener, until
 from tests.support.boards.fakes import run_loop
 from tests.support.boards.holding import LINE, SAYING, Governed, Oracle, governed, rest
 from tests.support.sim.sim_board import FOLDER, GREEDY, words
 
-WHOLE = Pause("whole", Scope(), PauseMode.KEEP)
-NAMED = Pause("named", Scope(adapter=LINE), PauseMode.KEEP, clear_cache=True, expires_s=10.0)
+WHOLE = ActivePause("whole", Scope(), PauseMode.KEEP)
+NAMED = ActivePause("named", Scope(adapter=LINE), PauseMode.KEEP, clear_cache=True, expires_s=10.0)
 RENEWED = replace(NAMED, operation="renewed", expires_s=99.0)
 CLEARS = replace(WHOLE, operation="clears", clear_cache=True)
 
@@ -96,7 +96,7 @@ def test_another_hold_that_clears_does_so_again(tmp_path: Path) -> None:
     ],
 )
 def test_a_hold_that_clears_does_so_under_another_one(
-    tmp_path: Path, before: tuple[Pause, ...], after: tuple[Pause, ...]
+    tmp_path: Path, before: tuple[ActivePause, ...], after: tuple[ActivePause, ...]
 ) -> None:
     async def body(told: Governed) -> None:
         client = await paused_by_itself(told)

@@ -17,7 +17,7 @@ import pytest
 
 from rkserve.board.board import Board
 from rkserve.board.engine.protocol import EngineSpec
-from rkserve.board.storage.prompt_cache import CacheStore, Seal
+from rkserve.board.storage.prompt_cache import CacheFingerprint, CacheStore
 from rkserve.core.board_report import BoardState
 from rkserve.core.desired_state import PauseMode
 from rkserve.core.errors import (
@@ -273,7 +273,7 @@ def test_a_conversation_is_parked_for_vectors_and_comes_back_from_its_file(tmp_p
         assert back.usage.cached_tokens >= len(long)
 
     sim = Sim(tmp_path, sampling=GREEDY, quirks={"prompt_cache_save_with_history": True})
-    store = CacheStore(tmp_path / "store", Seal("m", "1.3.0"), 1 << 24)
+    store = CacheStore(tmp_path / "store", CacheFingerprint("m", "1.3.0"), 1 << 24)
 
     async def main() -> None:
         async with sim.board(caches=store, park_min_tokens=10) as board:

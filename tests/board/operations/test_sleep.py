@@ -10,7 +10,7 @@ import pytest
 
 from rkserve.board.answer.hooks import Action, Continue, Decoded, Hook
 from rkserve.core.board_report import BoardState, GenerationState
-from rkserve.core.desired_state import Pause, PauseMode, Scope, SleepLevel
+from rkserve.core.desired_state import ActivePause, PauseMode, Scope, SleepLevel
 from rkserve.core.errors import EngineAsleep, EnginePaused
 from rkserve.core.messages import ControlAction, Edit, FinishReason, GenerateRequest, Kv
 from tests.support.boards.board_bench import until
@@ -372,7 +372,7 @@ def test_a_wait_over_a_sleep_is_answered_and_leaves_what_is_held_to_the_wake(
             late = told.ask(f"{SAYING} late", 20, patient=True)
             await in_state(told, late, S.QUEUED)
             asleep = told.desired.pauses
-            second = Pause("op-wait", Scope(), PauseMode.WAIT, level=mode_of_second)
+            second = ActivePause("op-wait", Scope(), PauseMode.WAIT, level=mode_of_second)
             adoption = await told.tell(pauses=(*asleep, second))
             assert (adoption.held, adoption.level) == (True, UNLOADED)
             assert told.board.report().state is BoardState.ASLEEP

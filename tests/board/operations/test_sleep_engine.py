@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from rkserve.board.engine.unloaded import SleepMark
+from rkserve.board.engine.unloaded import SleepMarker
 from rkserve.board.run import clock
-from rkserve.board.run.supervisor import Keeper
-from rkserve.board.storage.prompt_cache import CacheStore, Seal
+from rkserve.board.run.supervisor import EngineSupervisor
+from rkserve.board.storage.prompt_cache import CacheFingerprint, CacheStore
 from rkserve.core.board_report import BoardState, GenerationState, KvReport
-from rkserve.core.desired_state import Adoption, Desired, Pause, PauseMode, Scope, SleepLevel
+from rkserve.core.desired_state import ActivePause, Adoption, Desired, PauseMode, Scope, SleepLevel
 from rkserve.core.errors import (
     BoardAsleep,
     BoardBehind,
@@ -57,13 +57,13 @@ class Told:
     def board(self) -> Any:
         return self.bench.board
 
-    async def tell(self, *pauses: Pause) -> Adoption:
+    async def tell(self, *pauses: ActivePause) -> Adoption:
         self.epoch += 1
         adoption: Adoption = await self.board.adopt(Desired(self.epoch, pauses))
         return adoption
 
     async def nap(self, level: int = 1, mode: PauseMode = PauseMode.KEEP) -> Adoption:
-        return await self.tell(Pause("nap", Scope(), mode, level=SleepLevel(level)))
+        return await self.tell(ActivePause("nap", Scope(), mode, level=SleepLevel(level)))
 
     async def wake(self) -> Adoption:
         return await self.tell()
@@ -104,7 +104,7 @@ def play(
 
 
 def store(folder: Path) -> dict[str, Any]:
-    caches = CacheStore(folder / "cache", Seal("m", "r"), 1 << 20)
+    caches = CacheStore(folder / "cache", CacheFingerprint("m", "r"), 1 << 20)
     return {"caches": caches, "park_min_tokens": 10}
 
 
@@ -170,8 +170,8 @@ def test_a_sleep_that_waits_for_the_woken_ones_lets_them_end_first() -> None:
 
 def test_an_adapters_hold_clears_nothing_on_a_board_that_sleeps() -> None:
     async def body(told: Told) -> None:
-        asleep = Pause("nap", Scope(), PauseMode.KEEP, level=SleepLevel.UNLOADED)
-        held = Pause("op", Scope(adapter="x"), PauseMode.KEEP, clear_cache=True)
+        asleep = ActivePause("nap", Scope(), PauseMode.KEEP, level=SleepLevel.UNLOADED)
+        held = ActivePause("op", Scope(adapter="x"), PauseMode.KEEP, clear_cache=True)
         await told.tell(asleep)
         await told.tell(asleep, held)
         assert told.board.report().queued == 0  # it would wait until somebody wakes the board
@@ -413,7 +413,7 @@ def test_an_engine_that_comes_when_its_board_has_failed_is_ended() -> None:
         async def broken() -> None:
             raise ZeroDivisionError("a bug")
 
-        keeper = Keeper(SETTINGS, start, Nobody())
+        keeper = EngineSupervisor(SETTINGS, start, Nobody())
         starting = asyncio.create_task(keeper.start())
         await asyncio.sleep(0)
         await asyncio.wait({keeper.spawn(broken())})
@@ -470,7 +470,7 @@ def test_a_load_that_fails_at_the_wake_tells_everyone(tmp_path: Path) -> None:
             await told.board.adopt(Desired(told.epoch))  # whoever asks again is told again
         with pytest.raises(BoardOutOfOrder, match="rkllm_init returned -1"):
             await told.tell()  # it is not awake
-        held = await told.tell(Pause("op", Scope(), PauseMode.KEEP))
+        held = await told.tell(ActivePause("op", Scope(), PauseMode.KEEP))
         assert held.held  # and rests, surely: it keeps nobody from a pause
         with pytest.raises(BoardOutOfOrder, match="rkllm_init returned -1"):
             await told.tell()
@@ -530,11 +530,11 @@ def test_a_mark_of_nobody_or_damaged_keeps_no_board_from_loading(tmp_path: Path)
     play(loads, asleep_file=mark)  # nobody would ever wake it
     for damaged in ("", "{}", "[]", '{"release": 1}', "\0", mark.read_text().replace("true", "3")):
         mark.write_text(damaged)
-        assert SleepMark(mark).read(1) is None
+        assert SleepMarker(mark).read(1) is None
         assert not mark.exists()
     mark.mkdir()
-    assert SleepMark(mark).read(1) is None
-    SleepMark(mark).remove()
+    assert SleepMarker(mark).read(1) is None
+    SleepMarker(mark).remove()
 
 
 def test_a_board_sleeps_where_that_cannot_be_noted(tmp_path: Path) -> None:

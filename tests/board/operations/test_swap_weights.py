@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from rkserve.board.engine.watchdog import Patience
-from rkserve.board.operations.base_weights import Bases
-from rkserve.board.rules.counters import Figures
-from rkserve.board.rules.obligations import Charge
-from rkserve.board.run.prompt_caching import CacheRules, Caching
+from rkserve.board.engine.watchdog import RunTimeouts
+from rkserve.board.operations.base_weights import BaseWeights
+from rkserve.board.rules.counters import BoardCounters
+from rkserve.board.rules.obligations import Obligations
+from rkserve.board.run.prompt_caching import CacheRules, PromptCaching
 from rkserve.board.storage.base_weights import StagedWeights
-from rkserve.board.storage.prompt_cache import CacheStore, Seal
+from rkserve.board.storage.prompt_cache import CacheFingerprint, CacheStore
 from rkserve.core.board_report import HASHING, UNREADABLE, BoardState, GenerationState
-from rkserve.core.desired_state import Adoption, InFlight, Pause, PauseMode, Scope, SleepLevel
+from rkserve.core.desired_state import ActivePause, Adoption, InFlight, PauseMode, Scope, SleepLevel
 from rkserve.core.errors import (
     AdapterBroken,
     BoardBehind,
@@ -84,7 +84,7 @@ class SlowStore(CacheStore):
     """Notes how often it is asked for which weights, and whether two ask at once."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, Seal("m", "r"), 1 << 20)
+        super().__init__(folder, CacheFingerprint("m", "r"), 1 << 20)
         self.gate = threading.Event()
         self.asked: list[str] = []
         self.inside = self.most_inside = 0
@@ -98,9 +98,9 @@ class SlowStore(CacheStore):
         self.inside -= 1
 
 
-def caching_with(store: CacheStore) -> Caching:
+def caching_with(store: CacheStore) -> PromptCaching:
     rules = CacheRules("b", FOLDER.id, 64, park=True, park_min_tokens=4, position_bytes=1)
-    return Caching(rules, store, Figures())
+    return PromptCaching(rules, store, BoardCounters())
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["waits", "leaves"])
@@ -132,7 +132,7 @@ def test_weights_that_are_only_noted_are_not_what_a_load_falls_back_on(tmp_path:
         staged = StagedWeights(tmp_path / "weights", "b", FOLDER.id)
         store = SlowStore(tmp_path / "cache")
         caching = caching_with(store)
-        charge = Charge("b", FOLDER.id, tuple, governed=False)
+        charge = Obligations("b", FOLDER.id, tuple, governed=False)
         tried: list[Path | None] = []
 
         async def start(path: Path | None) -> FakeEngine:
@@ -142,7 +142,7 @@ def test_weights_that_are_only_noted_are_not_what_a_load_falls_back_on(tmp_path:
             store.gate.set()
             return FakeEngine(lambda _: PLAIN)
 
-        bases = Bases(staged, charge, caching, start, marker=None, rest_s=1.0)
+        bases = BaseWeights(staged, charge, caching, start, marker=None, rest_s=1.0)
         await bases.open()
         await caching.open()
         noted = base_of(CONTENT, "w1")
@@ -432,7 +432,7 @@ def test_a_trial_that_hangs_ends_with_the_engine(tmp_path: Path) -> None:
         await it.switch("default")
         await until(lambda: is_on(it, "default"))
 
-    play(tmp_path, body, patience=Patience(first_token_s=30.0, token_s=2.0, abort_s=1.0))
+    play(tmp_path, body, patience=RunTimeouts(first_token_s=30.0, token_s=2.0, abort_s=1.0))
 
 
 # -- told otherwise meanwhile ---------------------------------------------------------------------
@@ -500,8 +500,8 @@ def test_a_pause_that_comes_while_it_loads_holds_and_so_does_a_switch_after_a_pi
     play(tmp_path, body)
 
 
-def _keep() -> tuple[Pause, ...]:
-    return (Pause("op", Scope(), PauseMode.KEEP),)
+def _keep() -> tuple[ActivePause, ...]:
+    return (ActivePause("op", Scope(), PauseMode.KEEP),)
 
 
 def test_whoever_asked_may_leave_and_it_is_done_all_the_same(tmp_path: Path) -> None:
@@ -691,7 +691,7 @@ def test_prompt_caches_of_other_weights_are_never_used_and_named_ones_come_back_
     tmp_path: Path,
 ) -> None:
     prompt = words(f"{SAYING} of long ago, " * 4)
-    caches = CacheStore(tmp_path / "cache", Seal("folder", "1.3.0"), 1 << 30)
+    caches = CacheStore(tmp_path / "cache", CacheFingerprint("folder", "1.3.0"), 1 << 30)
 
     async def restores(it: Rebased, voices: Voices, label: str, *asked: int, **extra: Any) -> bool:
         client = Listener(
@@ -731,7 +731,7 @@ def test_prompt_caches_of_other_weights_are_never_used_and_named_ones_come_back_
 # -- asleep ---------------------------------------------------------------------------------------
 
 
-ASLEEP = (Pause("op", Scope(), PauseMode.KEEP, level=SleepLevel.UNLOADED),)
+ASLEEP = (ActivePause("op", Scope(), PauseMode.KEEP, level=SleepLevel.UNLOADED),)
 
 
 @KINDS

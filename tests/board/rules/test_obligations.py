@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from rkserve.board.rules.obligations import RETRY_AFTER_S, Charge, adapter_name
+from rkserve.board.rules.obligations import RETRY_AFTER_S, Obligations, adapter_name
 from rkserve.core.board_report import BoardState
 from rkserve.core.desired_state import (
+    ActivePause,
     AdapterLine,
     AdapterVersion,
     Desired,
-    Pause,
     PauseMode,
     Scope,
     SleepLevel,
@@ -40,8 +40,8 @@ def asked(line: str | None = None, min_epoch: int = 0, **extra: str) -> Generate
 
 def charge(
     *staged: AdapterVersion, governed: bool = True, desired: Desired | None = None
-) -> Charge:
-    made = Charge("b", "m", lambda: staged, governed=governed)
+) -> Obligations:
+    made = Obligations("b", "m", lambda: staged, governed=governed)
     if desired is not None:
         assert made.take(desired)
     return made
@@ -52,7 +52,9 @@ def line(active: AdapterVersion | None = ONE, **more: object) -> AdapterLine:
 
 
 def paused(mode: PauseMode, adapter: str | None = None, expires_s: float | None = None) -> Desired:
-    return Desired(3, (Pause("op", Scope(adapter=adapter), mode, expires_s=expires_s),), (line(),))
+    return Desired(
+        3, (ActivePause("op", Scope(adapter=adapter), mode, expires_s=expires_s),), (line(),)
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +72,7 @@ def paused(mode: PauseMode, adapter: str | None = None, expires_s: float | None 
         ),
     ],
 )
-def test_a_board_joins_until_it_was_told_and_has_all(made: Charge, why: str) -> None:
+def test_a_board_joins_until_it_was_told_and_has_all(made: Obligations, why: str) -> None:
     assert (why in made.joining) if why else made.joining == ""
     if why:
         with pytest.raises(BoardBehind):
@@ -131,7 +133,7 @@ def test_what_refuses_a_request_is_named(
     whole: PauseMode | None, named: PauseMode | None, said: str
 ) -> None:
     pauses = [
-        Pause("op", Scope(adapter=adapter), mode)
+        ActivePause("op", Scope(adapter=adapter), mode)
         for mode, adapter in ((whole, None), (named, LINE))
         if mode is not None
     ]
@@ -140,8 +142,8 @@ def test_what_refuses_a_request_is_named(
         made.check(asked(LINE), NOW_S)
 
 
-def asleep(level: SleepLevel, mode: PauseMode = PauseMode.KEEP) -> Charge:
-    return charge(desired=Desired(3, (Pause("nap", Scope(), mode, level=level),)))
+def asleep(level: SleepLevel, mode: PauseMode = PauseMode.KEEP) -> Obligations:
+    return charge(desired=Desired(3, (ActivePause("nap", Scope(), mode, level=level),)))
 
 
 @pytest.mark.parametrize("level", list(SleepLevel))
@@ -157,7 +159,7 @@ def test_a_sleep_takes_who_waits_and_sends_on_who_does_not(level: SleepLevel) ->
 
 
 def test_a_pause_is_no_sleep() -> None:
-    made = charge(desired=Desired(3, (Pause("op", Scope(), PauseMode.WAIT),)))
+    made = charge(desired=Desired(3, (ActivePause("op", Scope(), PauseMode.WAIT),)))
     with pytest.raises(EnginePaused) as refused:
         made.check(replace(asked(), patient=False), NOW_S)
     assert not isinstance(refused.value, EngineAsleep)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.board.rules.versions import VERSIONS_REMEMBERED, Spans, VersionBook
+from rkserve.board.rules.versions import VERSIONS_REMEMBERED, VersionCounters, VersionSpans
 from rkserve.core.board_report import GenerationState, VersionFigures
 from rkserve.core.desired_state import InFlight, Probe, Weights
 from rkserve.core.errors import AdapterBroken, ModelNotFound
@@ -39,14 +39,14 @@ from tests.support.sim.sim_board import words
 def test_spans_cover_all_tokens_in_order(
     runs: list[tuple[str, int]], tokens: int, spans: list[tuple[str, int, int]]
 ) -> None:
-    found = Spans()
+    found = VersionSpans()
     for label, at in runs:
         found.begin(label, at)
     assert found.of(tokens) == tuple(VersionSpan(*span) for span in spans)
 
 
 def test_the_book_forgets_what_was_not_used_for_longest() -> None:
-    book = VersionBook()
+    book = VersionCounters()
     book.began("first")
     for number in range(VERSIONS_REMEMBERED):
         book.began(f"v{number}")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.board.storage.prompt_cache import CacheStore, Seal
+from rkserve.board.storage.prompt_cache import CacheFingerprint, CacheStore
 from rkserve.core.board_report import BoardState, GenerationState
 from rkserve.core.desired_state import AdapterVersion
 from rkserve.core.errors import (
@@ -258,7 +258,7 @@ def test_a_fresh_handle_that_cannot_be_had_fails_the_board(tmp_path: Path) -> No
 
 
 def test_a_named_cache_belongs_to_its_adapter(tmp_path: Path) -> None:
-    store = CacheStore(tmp_path / "kv", Seal("m", "r"), 1 << 20)
+    store = CacheStore(tmp_path / "kv", CacheFingerprint("m", "r"), 1 << 20)
 
     async def body(bench: AdapterBench) -> None:
         await bench.board.build_cache("polite", PROMPT, bench.refs["a"])

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rkserve.board.engine.protocol import EntryCommand, RunEnded
-from rkserve.board.run.run import Beginning
-from rkserve.board.storage.prompt_cache import CacheStore, Entry, Hit, Seal
+from rkserve.board.run.run import RunSpec
+from rkserve.board.storage.prompt_cache import CachedFile, CacheFingerprint, CacheHit, CacheStore
 from rkserve.core.board_report import BoardState, KvReport
 from rkserve.core.errors import (
     BoardFailed,
@@ -53,7 +53,7 @@ class CacheBench(Bench):
     """A board with a store of its own; everything its engines say is thought, not scripted."""
 
     def __init__(self, folder: Path, *scripts: Script, **extra: Any) -> None:
-        self.store = CacheStore(folder, Seal("m", "r"), 1 << 20)
+        self.store = CacheStore(folder, CacheFingerprint("m", "r"), 1 << 20)
         self.load_s = extra.pop("load_s", 0.0)
         limits = {"caches": self.store, "park_min_tokens": 10, **extra.pop("limits", {})}
         settings = replace(SETTINGS, **limits)
@@ -106,12 +106,12 @@ class SlowDisk(CacheStore):
     """A disk on which publishing takes until ``done`` is set."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, Seal("m", "r"), 1 << 20)
+        super().__init__(folder, CacheFingerprint("m", "r"), 1 << 20)
         self.done = threading.Event()
 
     def commit(
         self, path: Path, ids: Sequence[int], name: str | None = None, origin: str | None = None
-    ) -> Entry:
+    ) -> CachedFile:
         assert self.done.wait(20)
         return super().commit(path, ids, name, origin)
 
@@ -342,14 +342,14 @@ def test_a_cache_stays_to_be_released_until_a_run_has_really_begun(
         await bench.ask(B)
         await bench.ask(A)
         live = bench.board.live
-        other = Beginning(entries=(EntryCommand((5, 6)),))
+        other = RunSpec(entries=(EntryCommand((5, 6)),))
         run = live._seat([None], other)
         assert live._command(run, None).release_cache
         live._settle(run, RunEnded(end, Perf(), 0, (0,), None))
         assert live._command(run, None).release_cache
         live._settle(run, RunEnded(RunEnd.FINISHED, Perf(), 0, (0,), None))
         assert not live._command(run, None).release_cache
-        begun = replace(other, hit=Hit(bench.store.entries()[0], 3))
+        begun = replace(other, hit=CacheHit(bench.store.entries()[0], 3))
         live._settle(live._seat([None], begun), RunEnded(end, Perf(), 0, (0,), None))
         assert live._command(run, None).release_cache
 

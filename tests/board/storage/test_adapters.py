@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rkserve.board.storage.adapters import Staged
+from rkserve.board.storage.adapters import StagedAdapters
 from rkserve.board.storage.partial_files import PART_AGE_S, RESERVE_BYTES
 from rkserve.core.desired_state import AdapterVersion
 from rkserve.core.errors import AdapterBroken, ConfigError, StageFailed
@@ -34,13 +34,13 @@ def version_of(content: bytes, version: str = "v1") -> AdapterVersion:
     return AdapterVersion(AdapterRef("legal", version, digest), len(content))
 
 
-def opened(folder: Path, free: int = 1 << 40) -> Staged:
-    staged = Staged(folder, "board-1", "qwen", free=lambda _: free)
+def opened(folder: Path, free: int = 1 << 40) -> StagedAdapters:
+    staged = StagedAdapters(folder, "board-1", "qwen", free=lambda _: free)
     staged.open()
     return staged
 
 
-def send(staged: Staged, version: AdapterVersion = V1, content: bytes = CONTENT) -> None:
+def send(staged: StagedAdapters, version: AdapterVersion = V1, content: bytes = CONTENT) -> None:
     there = staged.begin(version)
     assert staged.chunk(version.ref.digest, there, content[there:]) == len(content)
     staged.commit(version)
@@ -190,7 +190,7 @@ def test_a_link_in_the_place_of_a_folder_is_not_followed(tmp_path: Path, where: 
 
 
 def test_a_board_without_a_folder_takes_nothing(tmp_path: Path) -> None:
-    staged = Staged(None, "board-1", "qwen")
+    staged = StagedAdapters(None, "board-1", "qwen")
     staged.open()
     assert (staged.shelf, staged.present()) == (None, ())
     with pytest.raises(StageFailed, match="keeps no adapters"):

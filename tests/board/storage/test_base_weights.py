@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rkserve.board.storage.adapters import Staged
+from rkserve.board.storage.adapters import StagedAdapters
 from rkserve.board.storage.base_weights import Intake, StagedWeights
 from rkserve.board.storage.partial_files import PART_AGE_S, RESERVE_BYTES
 from rkserve.core.desired_state import AdapterVersion, BaseVersion
@@ -229,8 +229,11 @@ def test_a_staging_that_was_given_up_is_removed_after_a_day(tmp_path: Path) -> N
 V1 = AdapterVersion(AdapterRef("legal", "v1", DIGEST), len(CONTENT))
 
 
-def intake(folder: Path, *in_use: BaseVersion) -> tuple[Intake, Staged, StagedWeights]:
-    adapters, weights = Staged(folder / "adapters", "board-1", "qwen"), opened(folder / "weights")
+def intake(folder: Path, *in_use: BaseVersion) -> tuple[Intake, StagedAdapters, StagedWeights]:
+    adapters, weights = (
+        StagedAdapters(folder / "adapters", "board-1", "qwen"),
+        opened(folder / "weights"),
+    )
     adapters.open()
     return Intake(adapters, weights, lambda base: base in in_use), adapters, weights
 

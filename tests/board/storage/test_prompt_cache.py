@@ -22,11 +22,13 @@ from hypothesis import strategies as st
 
 from rkserve.board.answer.kv_plan import Ids
 from rkserve.board.storage.cache_files import CacheFolder
-from rkserve.board.storage.prompt_cache import CacheStore, Entry, Seal
+from rkserve.board.storage.prompt_cache import CachedFile, CacheFingerprint, CacheStore
 from rkserve.core.errors import CacheUnsupported, ConfigError, RequestError
 from rkserve.core.name_rules import check_cache_name
 
-SEAL = Seal(model="m" * 64, release="1.3.0", template="t", tokenizer="k", load="ctx4096")
+SEAL = CacheFingerprint(
+    model="m" * 64, release="1.3.0", template="t", tokenizer="k", load="ctx4096"
+)
 FIRST = (1, 2, 3, 4)
 SECOND = (*FIRST, 5, 6)
 OTHER = (9, 8, 7)
@@ -51,7 +53,7 @@ class Cabinet:
         self.clock = Clock()
         self._open: CacheStore | None = None
 
-    def open(self, budget_bytes: int = 10_000, seal: Seal = SEAL) -> CacheStore:
+    def open(self, budget_bytes: int = 10_000, seal: CacheFingerprint = SEAL) -> CacheStore:
         self.close()
         self._open = CacheStore(self.folder, seal, budget_bytes, clock=self.clock)
         self._open.open()
@@ -81,7 +83,7 @@ def keep(
     name: str | None = None,
     adapter: str | None = None,
     size: int = 1000,
-) -> Entry:
+) -> CachedFile:
     """Do as the runtime does, and then as the board does."""
     path = store.reserve()
     path.write_bytes(os.urandom(size))
@@ -397,8 +399,8 @@ def test_only_one_process_uses_a_folder(cabinet: Cabinet) -> None:
     cabinet.open()
     code = (
         "import sys; from pathlib import Path\n"
-        "from rkserve.board.storage.prompt_cache import CacheStore, Seal\n"
-        "CacheStore(Path(sys.argv[1]), Seal('m', '1.3.0'), 1).open()\n"
+        "from rkserve.board.storage.prompt_cache import CacheFingerprint, CacheStore\n"
+        "CacheStore(Path(sys.argv[1]), CacheFingerprint('m', '1.3.0'), 1).open()\n"
     )
     command = [sys.executable, "-c", code, str(cabinet.folder)]
     second = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -411,7 +413,7 @@ def test_only_one_process_uses_a_folder(cabinet: Cabinet) -> None:
 # -- hostile files --------------------------------------------------------------------------------
 
 
-def edited(entry: Entry, **changes: object) -> None:
+def edited(entry: CachedFile, **changes: object) -> None:
     """Change what a manifest says, and make its digest fit again."""
     body = json.loads(entry.manifest.read_bytes())
     del body["manifest_sha256"]
@@ -420,7 +422,7 @@ def edited(entry: Entry, **changes: object) -> None:
     entry.manifest.write_text(json.dumps(body | {"manifest_sha256": digest}))
 
 
-def in_place(entry: Entry) -> None:
+def in_place(entry: CachedFile) -> None:
     """One bit flips, and no time says so."""
     times = entry.path.stat()
     data = bytearray(entry.path.read_bytes())
@@ -429,17 +431,17 @@ def in_place(entry: Entry) -> None:
     os.utime(entry.path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def linked(entry: Entry) -> None:
+def linked(entry: CachedFile) -> None:
     target = entry.path.rename(entry.path.parent.parent / "elsewhere")
     entry.path.symlink_to(target)
 
 
-def folder_instead(entry: Entry) -> None:
+def folder_instead(entry: CachedFile) -> None:
     entry.path.unlink()
     entry.path.mkdir()
 
 
-def pipe_instead(entry: Entry) -> None:
+def pipe_instead(entry: CachedFile) -> None:
     entry.path.unlink()
     os.mkfifo(entry.path)
 
@@ -463,7 +465,7 @@ DAMAGE_OF_THE_FILE = [
 @pytest.mark.parametrize("damage", DAMAGE_OF_THE_FILE)
 @pytest.mark.parametrize("restart", [False, True], ids=["while it is open", "before a restart"])
 def test_a_damaged_file_is_a_miss_and_the_others_are_found(
-    cabinet: Cabinet, damage: Callable[[Entry], object], restart: bool
+    cabinet: Cabinet, damage: Callable[[CachedFile], object], restart: bool
 ) -> None:
     store = cabinet.open()
     keep(store, (1, 2, 9))
@@ -727,7 +729,9 @@ def test_a_file_that_is_still_written_to_is_not_published(tmp_path: Path) -> Non
     path.write_bytes(b"x" * 100)
     written = files.examine(path)
     path.write_bytes(b"y" * 100)
-    entry = Entry("a" * 16, path.with_suffix(""), None, None, FIRST, 100, written.sha256, 1.0, 1.0)
+    entry = CachedFile(
+        "a" * 16, path.with_suffix(""), None, None, FIRST, 100, written.sha256, 1.0, 1.0
+    )
     with pytest.raises(OSError, match="was changed while it was published"):
         files.publish(path, entry, written)
     files.close()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.board.storage.adapters import Staged
+from rkserve.board.storage.adapters import StagedAdapters
 from rkserve.board.storage.base_weights import Intake, StagedWeights
 from rkserve.coordinator.boards.transfer import ALIVE, Delivery, Pace, stage
 from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion
@@ -74,7 +74,7 @@ class House:
     def board(self, board_id: str, free: int = 1 << 40) -> Intake:
         if board_id not in self.boards:
             own = self.folder / board_id
-            adapters = Staged(own / "a", board_id, "qwen", free=lambda _: free)
+            adapters = StagedAdapters(own / "a", board_id, "qwen", free=lambda _: free)
             weights = StagedWeights(own / "w", board_id, "qwen", free=lambda _: free)
             adapters.open()
             weights.open()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rkserve.core.board_report import BoardState
-from rkserve.core.desired_state import Desired, Pause, PauseMode, Scope
+from rkserve.core.desired_state import ActivePause, Desired, PauseMode, Scope
 from rkserve.core.errors import (
     BoardFailed,
     CacheNotFound,
@@ -656,7 +656,7 @@ def test_a_board_whose_own_queue_is_full_of_others_is_not_asked() -> None:
 
 
 def paused(mode: PauseMode, *boards: str, adapter: str | None = None) -> Desired:
-    return Desired(2, pauses=(Pause("op", Scope((), boards, adapter), mode),))
+    return Desired(2, pauses=(ActivePause("op", Scope((), boards, adapter), mode),))
 
 
 def test_a_generation_that_is_paused_leaves_its_place_to_others() -> None:

@@ -13,14 +13,14 @@ from typing import Any
 from rkserve.board.answer.hooks import HookFactory
 from rkserve.board.board import Board, BoardSettings
 from rkserve.board.engine.protocol import RunCommand
-from rkserve.board.engine.watchdog import Patience
+from rkserve.board.engine.watchdog import RunTimeouts
 from rkserve.core.board_report import BoardState
 from rkserve.core.errors import RkserveError
 from rkserve.core.messages import Delta, Event, Finished, FinishReason, GenerateRequest
 from tests.support.boards.fakes import EOS, QUIRKS, FakeEngine, Script, tokens_of
 from tests.support.boards.own_time import run_loop
 
-PATIENCE = Patience(first_token_s=0.3, prefill_per_token_s=0.0, token_s=0.3, abort_s=0.1)
+PATIENCE = RunTimeouts(first_token_s=0.3, prefill_per_token_s=0.0, token_s=0.3, abort_s=0.1)
 SETTINGS = BoardSettings(
     "b", "m", context_len=64, eos_ids=frozenset({EOS}), patience=PATIENCE, quarantine_s=0.05
 )

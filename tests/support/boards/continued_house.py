@@ -20,7 +20,7 @@ from rkserve.api.common.logprobs import Choice
 from rkserve.board.answer.hooks import HookFactory
 from rkserve.board.board import Board
 from rkserve.board.engine.protocol import OnToken, RunCommand
-from rkserve.board.engine.watchdog import Patience
+from rkserve.board.engine.watchdog import RunTimeouts
 from rkserve.board.run.settings import BoardSettings
 from rkserve.core.board_report import BoardReport, GenerationState
 from rkserve.core.errors import BoardFailed, BoardGone, NoBoard, RkserveError, StateConflict
@@ -406,7 +406,7 @@ async def site(
     **settings: Any,
 ) -> AsyncIterator[Site]:
     """Boards that must all be well, and idle, afterwards."""
-    patience = Patience(first_token_s=3.0, prefill_per_token_s=0.0, token_s=3.0, abort_s=0.5)
+    patience = RunTimeouts(first_token_s=3.0, prefill_per_token_s=0.0, token_s=3.0, abort_s=0.5)
     usual: dict[str, Any] = {
         "context_len": 512,
         "patience": patience,

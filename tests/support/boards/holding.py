@@ -15,12 +15,12 @@ from typing import Any
 from rkserve.board.board import Board
 from rkserve.core.board_report import GenerationState
 from rkserve.core.desired_state import (
+    ActivePause,
     AdapterLine,
     AdapterVersion,
     Adoption,
     Desired,
     InFlight,
-    Pause,
     PauseMode,
     Scope,
 )
@@ -72,7 +72,7 @@ class Governed:
         clear: bool = False,
         expires_s: float | None = None,
     ) -> Adoption:
-        pause = Pause("op", Scope(adapter=adapter), mode, clear, 0.0, expires_s)
+        pause = ActivePause("op", Scope(adapter=adapter), mode, clear, 0.0, expires_s)
         return await self.tell(pauses=(pause,))
 
     async def release(self) -> Adoption:

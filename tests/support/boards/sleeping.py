@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rkserve.board.answer.hooks import HookFactory
-from rkserve.board.storage.prompt_cache import CacheStore, Seal
+from rkserve.board.storage.prompt_cache import CacheFingerprint, CacheStore
 from rkserve.core.board_report import BoardState, GenerationState
-from rkserve.core.desired_state import Adoption, Pause, PauseMode, Scope, SleepLevel
+from rkserve.core.desired_state import ActivePause, Adoption, PauseMode, Scope, SleepLevel
 from rkserve.core.messages import ControlAction, Edit, GenerateRequest
 from tests.support.boards.board_bench import Listener, until
 from tests.support.boards.fakes import run_loop
@@ -58,13 +58,13 @@ def play(place: Path, body: Body, release: str = "1.3.0", n_batch: int = 1, **ex
 
 
 def store(place: Path, release: str) -> CacheStore:
-    return CacheStore(place / "cache", Seal("m", release), 1 << 30)
+    return CacheStore(place / "cache", CacheFingerprint("m", release), 1 << 30)
 
 
 async def nap(
     told: Governed, level: SleepLevel = UNLOADED, mode: PauseMode = PauseMode.KEEP
 ) -> Adoption:
-    return await told.tell(pauses=(Pause("nap", Scope(), mode, level=level),))
+    return await told.tell(pauses=(ActivePause("nap", Scope(), mode, level=level),))
 
 
 async def wake(told: Governed) -> Adoption:

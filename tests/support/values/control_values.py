@@ -17,12 +17,12 @@ from rkserve.control.operations import (
 )
 from rkserve.control.params import Json
 from rkserve.core.desired_state import (
+    ActivePause,
     AdapterLine,
     AdapterVersion,
     BaseVersion,
     Desired,
     InFlight,
-    Pause,
     PauseMode,
     Rebase,
     Scope,
@@ -57,7 +57,7 @@ scopes = st.builds(
 )
 times = st.integers(0, 40).map(float)
 pauses = st.builds(
-    Pause,
+    ActivePause,
     st.sampled_from(tuple(f"op-{n}" for n in range(6))),
     scopes,
     st.sampled_from(PauseMode),
