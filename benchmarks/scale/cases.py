@@ -21,7 +21,7 @@ from rkserve.control.rollout_plan import Strategy
 from rkserve.core.block_hashes import Chain, FileHeld, Holdings, pack, seed_of
 from rkserve.fleet.load import Boards, Standing
 from rkserve.fleet.prefix_index import PrefixIndex
-from rkserve.fleet.request_features import Ask
+from rkserve.fleet.requests import Ask
 from rkserve.native.sim import profiles
 from rkserve.router.policies.policies import Prefix
 from rkserve.router.queue.admission import Claim

@@ -12,14 +12,12 @@ from benchmarks.scale.router import Request, Spent
 from rkserve.core.block_hashes import Chain, seed_of
 from rkserve.core.errors import RkserveError
 from rkserve.core.messages import Delta, Finished, FinishReason, Timings, Usage
-from rkserve.fleet.in_flight import Stay
 from rkserve.fleet.load import Boards, Standing
 from rkserve.fleet.prefix_index import PrefixIndex
-from rkserve.fleet.request_features import Ask
+from rkserve.fleet.requests import Ask, Stay
 from rkserve.fleet.speeds import Counters
 from rkserve.router.policies.policies import Policy, PolicySettings, Take, WaitFor, policy
-from rkserve.router.queue.admission import Admission, Supply, Ticket
-from rkserve.router.queue.estimates import Asked, Expectation, Took
+from rkserve.router.queue.admission import Admission, Asked, Expectation, Supply, Ticket, Took
 
 MODEL = "paper"
 LOOKED_AT = 16  # as ``modelqueue`` does

@@ -8,8 +8,7 @@ from typing import Protocol
 from benchmarks.scale.board import PaperBoard
 from benchmarks.scale.talk import Context, Talk
 from rkserve.core.errors import RkserveError
-from rkserve.router.queue.admission import Claim
-from rkserve.router.queue.estimates import Took
+from rkserve.router.queue.admission import Claim, Took
 
 
 @dataclass(eq=False, slots=True)

@@ -11,8 +11,7 @@ from random import Random
 from benchmarks.scale.board import PaperBoard
 from benchmarks.scale.router import Request, Router
 from benchmarks.scale.talk import Shape, Talk, talk, turns_of
-from rkserve.router.queue.admission import Claim
-from rkserve.router.queue.estimates import Took
+from rkserve.router.queue.admission import Claim, Took
 
 
 @dataclass(slots=True)

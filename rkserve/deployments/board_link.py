@@ -23,8 +23,8 @@ from rkserve.core.board_report import BoardReport
 from rkserve.core.errors import BoardFailed, BoardGone, BoardSilent, BoardStartFailed, RkserveError
 from rkserve.core.messages import Accepted, EmbedRequest, Event, GenerateRequest
 from rkserve.deployments.replicas import Replicas
-from rkserve.transport.calls import METHODS
 from rkserve.transport.client import Channels, LineLost, RouterLine
+from rkserve.transport.codec import METHODS
 from rkserve.transport.server import Address
 
 log = logging.getLogger(__name__)

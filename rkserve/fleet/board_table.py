@@ -8,18 +8,16 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import Desired, Duty, PauseMode, SleepLevel
 from rkserve.core.errors import BoardStartFailed
 from rkserve.core.messages import GenerateRequest
-from rkserve.fleet.addresses import Seat
 from rkserve.fleet.load import Boards, Candidate, Held, Standing
 from rkserve.fleet.prefix_index import PrefixIndex
-from rkserve.fleet.rates import Counted, Rate, Rates
-from rkserve.fleet.request_features import Ask
-from rkserve.fleet.speeds import Counters
+from rkserve.fleet.requests import Ask
+from rkserve.fleet.speeds import Counted, Counters, Rate, Rates
 
 # A board that recovers or loads keeps its queue and serves within a model load; one that sleeps
 # says itself whether it takes a request that waits.
@@ -29,6 +27,20 @@ FORGET_AFTER = 30  # reports that a silent board may miss before it is no longer
 
 _BoardKey = tuple[str, str]  # group and board id
 _HELD = {PauseMode.KEEP: Held.QUEUES, PauseMode.WAIT: Held.REFUSES, PauseMode.ABORT: Held.REFUSES}
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One board as it can be asked: its group's link, and its replica there.
+
+    A ``silent`` one has missed its last report: waiting for it would cost the others' answers time.
+    """
+
+    group: str
+    replica: str
+    board_id: str
+    model: str
+    silent: bool = False
 
 
 class Listing:

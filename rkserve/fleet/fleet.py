@@ -11,8 +11,9 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import Desired
@@ -22,17 +23,72 @@ from rkserve.core.errors import (
     RkserveError,
 )
 from rkserve.core.messages import Event, GenerateRequest
-from rkserve.fleet.addresses import Answers, Holders, Seat
-from rkserve.fleet.board_table import SILENT, Listing
-from rkserve.fleet.rates import Rate
+from rkserve.fleet.board_table import SILENT, Listing, Seat
+from rkserve.fleet.speeds import Rate
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 FAILURES_EVERY = 5  # that question goes to Serve's controller
 LOOK_AGAIN_S = 0.25  # so that requests without a board do not ask for reports all the time
 # What boards say at once they say in milliseconds. One that is frozen must not hold up the others
 # for longer than that.
 TOGETHER_S = 1.0
+
+
+@dataclass
+class Answers(Generic[T]):
+    """What boards said: by board an answer and how long it took, or an error."""
+
+    said: dict[str, T] = field(default_factory=dict)
+    failed: dict[str, RkserveError] = field(default_factory=dict)
+    took_ms: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def partial(self) -> bool:
+        """Whether some boards did what they were asked, and others did not."""
+        return bool(self.said) and bool(self.failed)
+
+    def require_one(self) -> None:
+        """Raise the error of a board, of the first by name, where all have failed."""
+        if self.failed and not self.said:
+            raise min(self.failed.items())[1]
+
+
+class Holders:
+    """Which boards hold the generations that this Router sent them."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, dict[str, tuple[str, str]]] = {}
+
+    def enter(self, request_id: str, group: str, replica: str) -> None:
+        """That replica gets the request."""
+        completion, _, choice = request_id.rpartition("/")
+        self._held.setdefault(completion, {})[choice] = (group, replica)
+
+    def leave(self, request_id: str) -> None:
+        """It is over there."""
+        completion, _, choice = request_id.rpartition("/")
+        choices = self._held.get(completion, {})
+        choices.pop(choice, None)
+        if not choices:
+            self._held.pop(completion, None)
+
+    def of(self, generation: str, choice: int | None) -> list[tuple[str, str]]:
+        """Return groups and replicas, without repeats; none where this Router knows nothing."""
+        choices = self._held.get(generation, {})
+        wanted: Iterable[tuple[str, str] | None] = (
+            choices.values() if choice is None else [choices.get(str(choice))]
+        )
+        return list(dict.fromkeys(place for place in wanted if place is not None))
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+def merged(lists: Iterable[Sequence[T]]) -> list[T]:
+    """Return the boards' lists as one."""
+    return [item for one in lists for item in one]
 
 
 class BoardLink(Protocol):

@@ -15,9 +15,8 @@ from enum import IntEnum
 from typing import Protocol
 
 from rkserve.core.block_hashes import unpack
-from rkserve.fleet.hash_ring import Ring
+from rkserve.fleet.board_sets import Bag, Ring
 from rkserve.fleet.prefix_index import PrefixIndex, Reuse
-from rkserve.fleet.random_set import Bag
 from rkserve.fleet.speeds import Counters, Speed, SpeedBook
 
 SESSIONS = 16_384  # whose last boards are remembered

@@ -1,13 +1,14 @@
-"""How long boards take for a token, from the counters that they report. Pure.
+"""Measured board speeds, from the counters in board reports. Pure.
 
-Unlike ``rates``, which says what a board has done of late, this says what a piece of work will
-take. A board that has shown nothing takes what boards of its kind take, else what all do, else the
-prior.
+``Rates`` is the recent throughput of a board, for display. ``Speed`` estimates the time per token,
+for routing: from the board's own measurements if there are any, else from those of boards of its
+platform, else from those of all boards, else from a prior.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 
 # Between an RK3576 and an RK3588 with a model of 1.5B parameters, as the vendor publishes them.
@@ -110,3 +111,54 @@ class SpeedBook:
     def kind(self, name: str) -> _Pair:
         """Return what boards of one kind (a platform) have shown."""
         return self._kinds.setdefault(name, _pair())
+
+
+WINDOW_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Tokens that one replica of a board had prefilled and decoded at a time."""
+
+    now_s: float
+    replica: str
+    prefill_tokens: int
+    decode_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Tokens of each second of the window, whether the board worked or not."""
+
+    prefill_tokens_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+
+
+class Rates:
+    """The window of one board."""
+
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self._window_s = window_s
+        self._seen: deque[Counted] = deque()
+
+    def heard(self, counted: Counted) -> None:
+        """Take over a report; a new replica counts from zero again."""
+        if self._seen and self._seen[-1].replica != counted.replica:
+            self._seen.clear()
+        self._seen.append(counted)
+        # The one before the window's beginning stays: without it a slow reporter had no rate.
+        while len(self._seen) > 2 and self._seen[1].now_s <= counted.now_s - self._window_s:  # noqa: PLR2004 - both ends
+            self._seen.popleft()
+
+    def now(self) -> Rate:
+        """Return the rate over the window; nothing is known before the second report."""
+        if len(self._seen) <= 1:
+            return Rate()
+        first, last = self._seen[0], self._seen[-1]
+        took_s = last.now_s - first.now_s
+        if took_s <= 0:
+            return Rate()
+        return Rate(
+            max(0, last.prefill_tokens - first.prefill_tokens) / took_s,
+            max(0, last.decode_tokens - first.decode_tokens) / took_s,
+        )

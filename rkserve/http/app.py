@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -16,19 +16,15 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rkserve import __version__
-from rkserve.api.openai.answers import CHAT, COMPLETION
 from rkserve.core.errors import MethodNotAllowed, NoBoard, RequestError, RkserveError, RouteNotFound
-from rkserve.http.auth import BrowserGuard, HostAllowList, check_client, host_names
+from rkserve.http.auth import BrowserGuard, HostAllowList, host_names
 from rkserve.http.cluster_routes import add_cluster
 from rkserve.http.dialect_routes import add_dialects, error_of
-from rkserve.http.embedding_routes import add_embeddings
 from rkserve.http.generation_routes import add_control
 from rkserve.http.gradio_routes import GradioCalls, add_gradio
-from rkserve.http.openapi_route import add_reference
-from rkserve.http.page_routes import add_page
-from rkserve.http.responses_routes import add_responses
-from rkserve.http.streaming import DIRECT, respond
-from rkserve.http.tokenize_routes import add_tokens
+from rkserve.http.openai_routes import add_openai
+from rkserve.http.page_routes import add_page, add_reference
+from rkserve.http.streaming import DIRECT
 from rkserve.router.features.generations import Peers
 from rkserve.router.service import Service
 from rkserve.router.stored_responses.store import Responses
@@ -66,13 +62,10 @@ def make_app(
     app.add_exception_handler(RkserveError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_error)
-    _add_calls(app, service)
-    _add_lookups(app, service)
-    add_embeddings(app, service)
-    add_tokens(app, service)
+    _add_health(app, service)
+    add_openai(app, service, responses)
     add_dialects(app, service)
     add_gradio(app, service, gradio or GradioCalls())
-    add_responses(app, service, responses)
     if service.config.page:
         add_page(app)
     add_reference(app, page=service.config.page)
@@ -89,31 +82,7 @@ def make_app(
     return _Counted(guarded, service)  # outside of everything, so that a 500 counts as well
 
 
-def _add_calls(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        """Answer a conversation."""
-        return await respond(service, request, CHAT)
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        """Continue a prompt."""
-        return await respond(service, request, COMPLETION)
-
-
-def _add_lookups(app: FastAPI, service: Service) -> None:
-    @app.get("/v1/models")
-    async def models(request: Request) -> JSONResponse:
-        """List the models and the boards behind each."""
-        check_client(request, service.keys)
-        return JSONResponse(await service.models())
-
-    @app.get("/v1/models/{model_id:path}")
-    async def model(request: Request, model_id: str) -> JSONResponse:
-        """Describe one model."""
-        check_client(request, service.keys)
-        return JSONResponse(await service.model(model_id))
-
+def _add_health(app: FastAPI, service: Service) -> None:
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> JSONResponse:
         """Say that the Router lives."""

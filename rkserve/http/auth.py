@@ -23,7 +23,7 @@ from rkserve.core.errors import (
     RequestError,
     RkserveError,
 )
-from rkserve.router.auth.api_keys import ClientKey, Keys
+from rkserve.router.auth import ClientKey, Keys
 
 log = logging.getLogger(__name__)
 

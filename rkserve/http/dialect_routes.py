@@ -25,12 +25,12 @@ from rkserve.api.ollama.requests import parse_load
 from rkserve.api.openai.embeddings import Form
 from rkserve.api.rkllm_chat import NAME, rkllm_dialect
 from rkserve.http.auth import check_client
-from rkserve.http.embedding_routes import JSON, visit_of
+from rkserve.http.openai_routes import JSON, visit_of
 from rkserve.http.request_body import read_body
 from rkserve.http.streaming import respond
-from rkserve.router.auth.callers import Caller
+from rkserve.router.auth import Caller
 from rkserve.router.features.embeddings import Embeddings
-from rkserve.router.features.model_info import count_prompt, folder_facts, let_in, make_ready
+from rkserve.router.features.tokenize import count_prompt, folder_facts, let_in, make_ready
 from rkserve.router.service import Service
 
 ErrorOf = Callable[[BaseException], tuple[int, dict[str, str], JsonObject]]

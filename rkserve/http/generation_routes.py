@@ -15,7 +15,7 @@ from rkserve.config.serve_config import RouterConfig
 from rkserve.core.messages import ControlAction
 from rkserve.http.auth import check_client, check_operator
 from rkserve.http.request_body import query_of, read_body
-from rkserve.router.auth.api_keys import Keys
+from rkserve.router.auth import Keys
 from rkserve.router.features.caches import Caches
 from rkserve.router.features.generations import Generations, Peers
 from rkserve.router.service import Service

@@ -24,10 +24,9 @@ from rkserve.api.json.body import parse_object
 from rkserve.api.json.fields import Fields
 from rkserve.core.errors import GenerationNotFound, QueueFull, RequestError, RkserveError
 from rkserve.http.auth import check_client
-from rkserve.http.early_headers import stream_late
 from rkserve.http.request_body import read_body
-from rkserve.http.streaming import StreamedAnswer
-from rkserve.router.auth.callers import Caller
+from rkserve.http.streaming import StreamedAnswer, stream_late
+from rkserve.router.auth import Caller
 from rkserve.router.service import Service, read_call
 from rkserve.router.stored_responses.store import owner_of
 

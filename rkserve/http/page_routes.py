@@ -1,9 +1,10 @@
-"""Routes of the chat page: files that are sent as they are, to anybody.
-
-There is no secret in them; what the page then asks for needs a key as any other client does.
-"""
+"""Routes of the chat page and of the OpenAPI document. Both are public: they contain no secrets."""
 
 from __future__ import annotations
+
+import asyncio
+import json
+from functools import cache
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -45,3 +46,24 @@ def _accepts_gzip(accepted: str) -> bool:
         weights[coding] = next((p[2:] for p in parameters if p.startswith("q=")), "1")
     weight = weights.get("gzip", weights.get("*", "0"))
     return bool(weight.strip("0."))
+
+
+def add_reference(app: FastAPI, *, page: bool) -> None:
+    """Add the route; ``page`` says whether there is a chat page.
+
+    The document is written when somebody asks for it first: declaring it all takes longer than a
+    Router may take for its start, or its loop for anything.
+    """
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        """Describe all calls."""
+        written = await asyncio.to_thread(_written, page)
+        return Response(written, media_type="application/json")
+
+
+@cache
+def _written(page: bool) -> bytes:
+    from rkserve.reference.document import document  # late, see above
+
+    return json.dumps(document(page=page), separators=(",", ":")).encode()

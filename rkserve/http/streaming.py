@@ -1,13 +1,11 @@
-"""An answer over HTTP, whole or streamed, in whichever dialect it was asked for.
-
-It knows FastAPI's responses and a ``Service``; which routes there are it does not.
-"""
+"""Answers of the generation routes, whole or streamed; early headers; cleanup on disconnect."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from functools import partial
 
 from fastapi import Request
@@ -15,18 +13,45 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from rkserve.api.common.dialect import Dialect
+from rkserve.api.common.dialect import AnyCall, Dialect
 from rkserve.api.common.headers import TIMEOUT, read_timeout, tool_headers
 from rkserve.api.common.version_policy import POLICY, SESSION, read_policy
+from rkserve.core.errors import RkserveError
 from rkserve.http.auth import check_client
-from rkserve.http.early_headers import give_up, stream_late
 from rkserve.http.request_body import read_body
-from rkserve.router.auth.api_keys import ClientKey
-from rkserve.router.auth.callers import Caller
-from rkserve.router.service import Service, read_call
-from rkserve.router.stored_responses.memory import NO_MEMORY, Memory
+from rkserve.router.auth import Caller, ClientKey
+from rkserve.router.service import Opened, Service, read_call
+from rkserve.router.stored_responses.store import NO_MEMORY, Memory
 
 log = logging.getLogger(__name__)
+
+
+async def stream_late(
+    service: Service, opening: asyncio.Task[Opened], dialect: Dialect, call: AnyCall
+) -> AsyncGenerator[bytes, None]:
+    """Yield pings while a call is being opened, and then its answer. Closes the call."""
+    try:
+        while not opening.done():
+            yield dialect.ping(call)
+            await asyncio.wait({opening}, timeout=service.config.ping_s)
+        async with aclosing(service.stream(opening.result())) as events:
+            async for chunk in events:
+                yield chunk
+    except Exception as exc:
+        if not isinstance(exc, RkserveError):
+            log.exception("a call could not be opened, in a way that should not happen")
+        yield dialect.broken(exc)
+    finally:
+        await give_up(service, opening)
+
+
+async def give_up(service: Service, opening: asyncio.Task[Opened]) -> None:
+    """End a call that nobody waits for any more, opened or not; once more does no harm."""
+    opening.cancel()
+    await asyncio.wait({opening})
+    if not opening.cancelled() and opening.exception() is None:
+        await service.close(opening.result())
+
 
 Remember = Callable[[ClientKey | None], Memory]
 Aside = Callable[[bytes, Caller], Awaitable[Response | None]]

@@ -1,8 +1,4 @@
-"""The Router's side of the Coordinator: what the cluster shall be, and asking for changes of it.
-
-It knows the Coordinator through ``HeadLink`` only. While that cannot be reached, what was heard
-last stays true: requests are served on, and the cluster cannot be changed.
-"""
+"""The Router's connection to the Coordinator: desired state, operations, wake on request."""
 
 from __future__ import annotations
 
@@ -15,11 +11,14 @@ from typing import Any, Protocol
 from rkserve.control.artifact_manifest import Claim
 from rkserve.control.artifact_metadata import FoundWeights
 from rkserve.control.calls import Call, Outcome
-from rkserve.control.operations import Operation
+from rkserve.control.operations import Operation, OperationKind
+from rkserve.control.sleep_policy import REQUEST, requested, wakeable
 from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion, Desired, KeptCache
-from rkserve.core.errors import CoordinatorAway, RkserveError
+from rkserve.core.errors import CoordinatorAway, ModelAsleep, RkserveError
+from rkserve.fleet.fleet import Fleet
 
 log = logging.getLogger(__name__)
+
 
 POLL_S = 20.0  # how long the Coordinator holds a question for what is newer
 GRACE_S = 5.0  # for the way there and back
@@ -252,3 +251,68 @@ def _look_at_error(task: asyncio.Future[Any]) -> None:
     """What nobody waits for any more is not to be logged as an error nobody looked at."""
     if not task.cancelled() and (exc := task.exception()) is not None:
         log.info("a call to the Coordinator ended with: %s", exc)
+
+
+# Whoever comes so soon after a wake-up that failed is told the same: each one is an operation.
+FAILED_S = 1.0
+
+
+class Waking:
+    """Use it from one event loop."""
+
+    def __init__(self, cluster: Cluster, fleet: Fleet, limit_s: float) -> None:
+        """Waits ``limit_s`` for the Coordinator to say that boards are about to load."""
+        self._cluster = cluster
+        self._fleet = fleet
+        self._limit_s = limit_s
+        self._going_on: dict[str, asyncio.Task[int]] = {}
+        self._failed: dict[str, tuple[float, ModelAsleep]] = {}
+
+    def needed(self, model: str) -> bool:
+        """Whether a request for the model finds no board awake, and wakes one."""
+        desired = self._cluster.desired
+        return bool(desired.pauses) and wakeable(desired, model, self._fleet.reports(model))
+
+    async def ready(self, model: str) -> int:
+        """Return once the model's boards are awake or about to be: from which epoch on, or 0.
+
+        Raises:
+            ModelAsleep: it cannot be woken now.
+        """
+        if not self.needed(model):
+            return 0
+        failed_s, error = self._failed.get(model, (float("-inf"), None))
+        if error is not None and time.monotonic() - failed_s < FAILED_S:
+            raise ModelAsleep(error.model, error.reason)
+        task = self._going_on.get(model)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(self._wake(model))
+            self._going_on[model] = task
+            task.add_done_callback(lambda done: self._ended(model, done))
+        # One client that leaves must not take the others' wake-up with it.
+        return await asyncio.shield(task)
+
+    async def _wake(self, model: str) -> int:
+        call = Call(OperationKind.WAKE, requested(model), who=REQUEST, background=True)
+        try:
+            outcome = await asyncio.wait_for(self._cluster.perform(call), self._limit_s)
+        except RkserveError as exc:
+            raise ModelAsleep(model, exc.message.rstrip(".")) from exc
+        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+            reason = f"the Coordinator did not answer within {self._limit_s:g} s"
+            raise ModelAsleep(model, reason) from None
+        error = outcome.operation.error
+        if error is not None:
+            raise ModelAsleep(model, error.message.rstrip("."))
+        return max(outcome.operation.epoch, self._cluster.desired.epoch)
+
+    def _ended(self, model: str, task: asyncio.Task[int]) -> None:
+        del self._going_on[model]
+        if task.cancelled():
+            return
+        error = task.exception()
+        if isinstance(error, ModelAsleep):
+            log.warning("%s", error.message)
+            self._failed[model] = (time.monotonic(), error)
+        else:
+            self._failed.pop(model, None)

@@ -63,9 +63,8 @@ from rkserve.core.messages import (
 from rkserve.core.metrics import BoardCollector, RouterMetrics
 from rkserve.core.run_params import Guide, Picture, Sampling
 from rkserve.models.folder import ModelFolder
-from rkserve.router.auth.api_keys import open_keys
-from rkserve.router.auth.callers import Caller, Callers, claim_of
-from rkserve.router.coordinator_client import Cluster
+from rkserve.router.auth import Caller, Callers, claim_of, open_keys
+from rkserve.router.coordinator_client import Cluster, Waking
 from rkserve.router.dispatch.choices import Choices
 from rkserve.router.dispatch.dispatch import Dispatch
 from rkserve.router.grammar_check import Guiding, GuidingRules
@@ -74,9 +73,8 @@ from rkserve.router.images.inputs import Sight
 from rkserve.router.model_names import Catalog
 from rkserve.router.off_loop import INLINE_BODY_BYTES, off_loop
 from rkserve.router.queue.admission import Claim
-from rkserve.router.stored_responses.memory import NO_MEMORY, Memory
+from rkserve.router.stored_responses.store import NO_MEMORY, Memory
 from rkserve.router.streams import Flows
-from rkserve.router.wake_on_request import Waking
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from rkserve.core.board_report import Emitted
 from rkserve.core.desired_state import Scope
 from rkserve.core.messages import Delta, Finished, GenerateRequest, Paused
-from rkserve.fleet.addresses import Answers, Seat
-from rkserve.fleet.fleet import Fleet
+from rkserve.fleet.board_table import Seat
+from rkserve.fleet.fleet import Answers, Fleet
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
-"""The Router's end of the channel: a connection to every board that can be had, and their streams.
+"""The Router's end of the channel: one connection to each reachable board, and its streams.
 
-It knows sockets and streams of events. How a board says where it listens is handed in. Where there
-is no connection, it says so: calls go another way then, and it tries again from time to time.
+Where a board listens is looked up by a function of the caller. Without a connection to a board,
+requests go through Ray, and the connection is tried again from time to time.
 """
 
 from __future__ import annotations
@@ -9,17 +9,107 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rkserve.config.serve_config import ChannelConfig
 from rkserve.core.errors import BoardFailed, BoardSilent, RkserveError
-from rkserve.core.messages import GenerateRequest
-from rkserve.transport import calls, codec
-from rkserve.transport.connection import Line, Loss, Pulse
-from rkserve.transport.framing import RouterSide
-from rkserve.transport.inbox import Inbox
+from rkserve.core.messages import Delta, Event, Finished, GenerateRequest, merged
+from rkserve.transport import codec
+from rkserve.transport.connection import Line, Loss, Pulse, RouterSide
 from rkserve.transport.server import Address
+
+
+def add(events: deque[Event], event: Event) -> None:
+    """Append an event to those that wait; deltas in a row become one, where that loses nothing."""
+    if events and isinstance(event, Delta) and isinstance(last := events[-1], Delta):
+        whole = merged(last, event)
+        if whole is not None:
+            events[-1] = whole
+            return
+    events.append(event)
+
+
+class Inbox:
+    """One stream. ``stream`` is its number on its connection."""
+
+    def __init__(self, stream: int) -> None:
+        self.stream = stream
+        self._loop = asyncio.get_running_loop()
+        self._events: deque[Event] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: RkserveError | None = None  # how it ended
+        self._ended = False  # nothing comes any more
+        self._finished = False  # the answer has ended well
+        self.heard = False  # anything, of the board
+        self.lost = False  # with its connection
+
+    # -- from the connection ------------------------------------------------------------------
+
+    def put(self, event: Event) -> None:
+        """An event came. What nobody has read yet is merged, so that it stays short."""
+        self.heard = True
+        self._finished = isinstance(event, Finished)
+        add(self._events, event)
+        self._wake()
+
+    def fail(self, error: RkserveError) -> None:
+        """The board says how the call failed: that comes behind all events."""
+        self.heard = True
+        self._end(error)
+
+    def end(self) -> None:
+        """The board has sent its last event."""
+        self._end(None)
+
+    def cut(self, error: RkserveError) -> None:
+        """The connection is lost: no event comes."""
+        if not self._ended:
+            self.lost = True
+            self._end(None if self._finished else error)
+
+    # -- to the reader ------------------------------------------------------------------------
+
+    async def next(self) -> Event | None:
+        """Return the next event; None after the last one.
+
+        Raises:
+            RkserveError: how the stream ended, after its events.
+        """
+        while not self._events:
+            if self._ended:
+                if self._error is not None:
+                    raise self._error
+                return None
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._events.popleft()
+
+    @property
+    def over(self) -> bool:
+        """Whether the board sends nothing more: there is nothing to leave."""
+        return self._finished or self._ended
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        self._end(None)
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _end(self, error: RkserveError | None) -> None:
+        if self._ended:
+            return
+        self._ended, self._error = True, error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +146,7 @@ class RouterLine:
         """Call for a generation, and begin to read its events; ``leave`` it in any case."""
         inbox = Inbox(next(self._numbers))
         self._inboxes[inbox.stream] = inbox
-        self.line.send([calls.pack_request(inbox.stream, request)])
+        self.line.send([codec.pack_request(inbox.stream, request)])
         return inbox
 
     async def ask(self, method: str, *args: Any) -> Any:
@@ -69,7 +159,7 @@ class RouterLine:
         stream = next(self._numbers)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._asked[stream] = method, answer
-        self.line.send([calls.pack_call(stream, method, args)])
+        self.line.send([codec.pack_call(stream, method, args)])
         try:
             return await answer
         finally:
@@ -107,8 +197,8 @@ class RouterLine:
                 self._answered(item)
             elif len(item) == 1:
                 inbox.end()
-            elif item[1] == calls.FAILED:
-                inbox.fail(calls.unpack_error(item, self.board_id))
+            elif item[1] == codec.FAILED:
+                inbox.fail(codec.unpack_error(item, self.board_id))
             else:
                 inbox.put(codec.unpack(item))
 
@@ -117,10 +207,10 @@ class RouterLine:
         method, answer = self._asked.get(item[0], ("", None))
         if answer is None or answer.done() or len(item) == 1:
             return
-        if item[1] == calls.FAILED:
-            answer.set_exception(calls.unpack_error(item, self.board_id))
+        if item[1] == codec.FAILED:
+            answer.set_exception(codec.unpack_error(item, self.board_id))
         else:
-            answer.set_result(calls.unpack_answer(item, method))
+            answer.set_result(codec.unpack_answer(item, method))
 
     def drained(self) -> None:
         """The board reads again: it only gets what is short."""

@@ -20,10 +20,9 @@ from rkserve.core.board_report import BoardReport, Emitted
 from rkserve.core.desired_state import Adoption, Desired
 from rkserve.core.errors import BoardFailed, RkserveError
 from rkserve.core.messages import Delta, EmbedRequest, Event, GenerateRequest, merged
-from rkserve.transport import calls, codec
+from rkserve.transport import codec
 from rkserve.transport.codec import Garbled
-from rkserve.transport.connection import Line, Loss, Pulse
-from rkserve.transport.framing import BoardSide, new_key
+from rkserve.transport.connection import BoardSide, Line, Loss, Pulse, new_key
 
 log = logging.getLogger(__name__)
 
@@ -118,13 +117,13 @@ class BoardLine:
                     task.cancel()
             elif stream in self._tasks:
                 raise Garbled(f"stream {stream} is called for twice")
-            elif item[1] in (calls.GENERATE, calls.EMBED) and self.ends:
+            elif item[1] in (codec.GENERATE, codec.EMBED) and self.ends:
                 self._fail(stream, BoardFailed(self._board_id, "its replica is being ended"))
-            elif item[1] in (calls.GENERATE, calls.EMBED):
-                request = calls.unpack_request(item)
+            elif item[1] in (codec.GENERATE, codec.EMBED):
+                request = codec.unpack_request(item)
                 self._begin(stream, partial(self._generate, stream, request))
             else:
-                method, args = calls.unpack_call(item)
+                method, args = codec.unpack_call(item)
                 self._begin(stream, partial(self._ask, stream, method, args))
 
     def drained(self) -> None:
@@ -154,7 +153,7 @@ class BoardLine:
             self._fail(stream, exc)
         except Exception:  # a bug: without a word of it whoever reads would wait for ever
             log.exception("board %s raised what it should not", self._board_id)
-            self._fail(stream, calls.internal(self._board_id))
+            self._fail(stream, codec.internal(self._board_id))
         # Where its reader has left, or was lost, nobody waits for its end.
         if self._tasks.pop(stream, None) is not None:
             self.put(stream, None)
@@ -171,16 +170,16 @@ class BoardLine:
 
     async def _ask(self, stream: int, method: str, args: Sequence[Any]) -> None:
         answer = await getattr(self._callee, method)(*args)
-        self._say(stream, calls.pack_answer(stream, method, answer))
+        self._say(stream, codec.pack_answer(stream, method, answer))
 
     def _fail(self, stream: int, exc: RkserveError) -> None:
         """Say how a call ended, behind what it brought."""
         self._last.pop(stream, None)
         try:
-            said = calls.pack_error(stream, exc)
+            said = codec.pack_error(stream, exc)
         except TypeError:  # the Router would wait for ever
             log.exception("board %s raised what cannot be told", self._board_id)
-            said = calls.pack_error(stream, calls.internal(self._board_id))
+            said = codec.pack_error(stream, codec.internal(self._board_id))
         self._say(stream, said)
 
     def _say(self, stream: int, said: Event | list[Any] | None) -> None:

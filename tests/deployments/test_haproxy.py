@@ -49,7 +49,7 @@ from rkserve.deployments.haproxy import (
     prepare_config,
 )
 from rkserve.http.auth import check_operator
-from rkserve.router.auth.api_keys import Keys
+from rkserve.router.auth import Keys
 
 PATIENCE_S = 30.0
 NODE = "n" * 56  # as long as Ray's ids of nodes

@@ -24,7 +24,7 @@ from rkserve.core.block_hashes import Holdings, pack
 from rkserve.core.board_report import BoardState
 from rkserve.core.desired_state import Desired, PauseMode, Scope, SleepLevel
 from rkserve.core.errors import BoardAsleep, BoardOutOfOrder, EnginePaused, LedgerFailed
-from rkserve.router import wake_on_request
+from rkserve.router import coordinator_client as wake_on_request
 from tests.support.boards.fake_boards import FakeBoards, answer, eventually, report
 from tests.support.boards.fakes import run_loop
 from tests.support.cluster.fake_head import FakeHead

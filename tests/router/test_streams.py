@@ -13,7 +13,8 @@ from rkserve.core.board_report import Emitted
 from rkserve.core.desired_state import Scope
 from rkserve.core.errors import BoardSilent
 from rkserve.core.messages import Delta, GenerateRequest, Kv, Paused
-from rkserve.fleet.addresses import Answers, Seat
+from rkserve.fleet.board_table import Seat
+from rkserve.fleet.fleet import Answers
 from rkserve.router.streams import PASSAGE_S, Flows
 from tests.support.boards.fake_boards import eventually, finished
 from tests.support.boards.own_time import run_loop

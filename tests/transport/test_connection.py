@@ -17,7 +17,7 @@ from rkserve.core.errors import BoardFailed, BoardSilent, QueueFull, RequestErro
 from rkserve.core.messages import Delta, Embedded, EmbedRequest, Event, Finished, GenerateRequest
 from rkserve.deployments.board_link import RayLink
 from rkserve.transport.client import Channels, LineLost
-from rkserve.transport.framing import HEARTBEAT, NONCE_BYTES, RouterSide, frame
+from rkserve.transport.connection import HEARTBEAT, NONCE_BYTES, RouterSide, frame
 from rkserve.transport.server import MAX_UNPROVEN, Address
 from tests.support.boards.channel_bench import HASTY, PATIENT, Board, connect, read, router, until
 from tests.support.boards.fake_boards import Step, accepted, finished

@@ -22,7 +22,7 @@ from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import Adoption, Scope, SleepLevel
 from rkserve.core.errors import BoardGone, RebaseFailed, RkserveError
 from rkserve.core.metrics import CoordinatorMetrics
-from rkserve.fleet.addresses import Seat
+from rkserve.fleet.board_table import Seat
 
 log = logging.getLogger(__name__)
 

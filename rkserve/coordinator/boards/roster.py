@@ -25,7 +25,7 @@ from rkserve.core.errors import (
     RebaseFailed,
     RkserveError,
 )
-from rkserve.fleet.addresses import Seat
+from rkserve.fleet.board_table import Seat
 from rkserve.fleet.fleet import Fleet
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from rkserve.core.desired_state import SYSTEM_PROMPT, KeptCache
 from rkserve.core.errors import BoardGone, CacheUnsupported, RequestError, RkserveError
 from rkserve.core.file_digests import ids_digest
 from rkserve.core.messages import AdapterRef
-from rkserve.fleet.addresses import Seat
+from rkserve.fleet.board_table import Seat
 
 log = logging.getLogger(__name__)
 

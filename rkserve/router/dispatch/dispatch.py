@@ -44,12 +44,11 @@ from rkserve.core.messages import (
     Kv,
     Paused,
 )
-from rkserve.fleet.addresses import Holders
-from rkserve.fleet.fleet import Fleet
+from rkserve.fleet.fleet import Fleet, Holders
 from rkserve.router.dispatch.circuit_breaker import Breaker, Circuit
 from rkserve.router.dispatch.failover import BY_CLUSTER, Course, why
 from rkserve.router.queue.admission import Claim
-from rkserve.router.queue.rejection import Tried
+from rkserve.router.queue.queues import Tried
 
 log = logging.getLogger(__name__)
 

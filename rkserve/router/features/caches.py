@@ -39,7 +39,8 @@ from rkserve.core.errors import (
     RequestError,
 )
 from rkserve.core.name_rules import check_cache_name
-from rkserve.fleet.addresses import Answers, Seat, merged
+from rkserve.fleet.board_table import Seat
+from rkserve.fleet.fleet import Answers, merged
 from rkserve.router.features.generations import MULTI_STATUS, OK, Generations
 from rkserve.router.off_loop import off_loop
 from rkserve.router.service import Service

@@ -54,7 +54,7 @@ from rkserve.core.messages import (
 )
 from rkserve.core.run_params import Pooling
 from rkserve.models.folder import EmbeddingSettings
-from rkserve.router.auth.callers import Caller, claim_of
+from rkserve.router.auth import Caller, claim_of
 from rkserve.router.off_loop import off_loop
 from rkserve.router.queue.admission import Claim
 from rkserve.router.service import Service

@@ -36,8 +36,8 @@ from rkserve.core.errors import (
     StateConflict,
 )
 from rkserve.core.messages import ControlAction, Edit
-from rkserve.fleet.addresses import Answers, Seat, merged
-from rkserve.fleet.fleet import Fleet
+from rkserve.fleet.board_table import Seat
+from rkserve.fleet.fleet import Answers, Fleet, merged
 from rkserve.router.off_loop import off_loop
 from rkserve.router.service import Service
 

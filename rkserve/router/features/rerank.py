@@ -1,15 +1,22 @@
-"""Texts compared with each other: /v1/rerank and /score, by their vectors, or by what a model says
-of each pair. It knows no HTTP.
+"""Reranking and scoring of texts: by their vectors, or by a reranker model's yes or no.
+
+A reranker model judges each pair in a request of its own; the requests of one call are spread over
+all boards of the model.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
+from collections import deque
 from collections.abc import Sequence
+from contextlib import aclosing
 from functools import partial
 
+from rkserve.api.common.headers import answer_headers
 from rkserve.api.common.renderer import Prompt
+from rkserve.api.common.version_policy import read_session
 from rkserve.api.json.body import JsonObject
 from rkserve.api.openai.embeddings import Wanted, finished_vector, texts_of
 from rkserve.api.openai.rerank import (
@@ -20,10 +27,121 @@ from rkserve.api.openai.rerank import (
     score_answer,
     similarity,
 )
-from rkserve.router.features.embeddings import Embeddings, Model, Visit, beside
-from rkserve.router.features.rerank_by_model import Judging
+from rkserve.api.openai.rerank_prompts import Judge, judge_of, requests_of, verdict
+from rkserve.core.errors import DeadlineExceeded, NoBoard, RunFailed
+from rkserve.core.messages import FIRST_LABEL, Accepted, Delta, Finished, GenerateRequest
+from rkserve.router.auth import claim_of
+from rkserve.router.features.embeddings import (
+    AT_WORK,
+    Embeddings,
+    Model,
+    Visit,
+    awake,
+    beside,
+    side_by_side,
+)
+from rkserve.router.queue.admission import Claim
+from rkserve.router.service import Service
 
 Pairs = Sequence[tuple[Text, Text]]
+_PREFIX = "rerank-"
+
+
+class Judging:
+    """Use it from the Router's event loop."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def judge(self, wanted: Wanted, visit: Visit) -> Judge | None:
+        """Return how the call's model judges; None where it compares vectors.
+
+        Raises:
+            UnsupportedParameter: its words are no tokens.
+            RkserveError: as ``Service.meant``.
+        """
+        meant = await self._service.meant(wanted.model, visit.policy)
+        served = self._service.served(meant.model)
+        settings = served.folder.settings
+        if settings.rerank is None:
+            return None
+        return judge_of(meant, settings.rerank, served.renderer, settings.context_length)
+
+    async def scores(
+        self, judge: Judge, wanted: Wanted, pairs: Pairs, size: int, visit: Visit
+    ) -> tuple[list[float], int, dict[str, str]]:
+        """Return how well each pair fits, how many tokens that took, and headers.
+
+        ``size`` is that of the body. Raises ``RkserveError``; then no request goes on.
+        """
+        service, name = self._service, judge.meant.model
+        claim = claim_of(wanted, visit.caller, visit.timeout_s, service.config, visit.started_s)
+        call_id = f"{_PREFIX}{uuid.uuid4().hex}"
+        session = read_session(visit.session, wanted.session, call_id)
+        requests = await beside(size, partial(requests_of, judge, pairs, call_id, session))
+        asking = _Asking(service, judge, requests, claim)
+        boards = sum(report.state in AT_WORK for report in service.fleet.reports(name))
+        limit_s = None if claim.deadline_s is None else claim.deadline_s - time.monotonic()
+        most = min(max(1, boards), len(requests))
+        try:
+            await asyncio.wait_for(side_by_side(asking.work, most), limit_s)
+        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+            raise DeadlineExceeded(claim.timeout_s) from None
+        visit.caller.spend(asking.tokens)
+        return asking.scores, asking.tokens, asking.headers
+
+
+class _Asking:
+    """The requests of one call, some of which are on their way."""
+
+    def __init__(
+        self, service: Service, judge: Judge, requests: Sequence[GenerateRequest], claim: Claim
+    ) -> None:
+        self._service, self._judge, self._claim = service, judge, claim
+        self._left = deque(enumerate(requests))
+        self._accepted: list[Accepted] = []
+        self._versions: list[str] = []
+        self.scores = [0.0] * len(requests)
+        self.tokens = 0
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Response headers that tell who answered, with which weights."""
+        return answer_headers(self._accepted, self._versions)
+
+    async def work(self) -> None:
+        """Ask one after the other, until none is left."""
+        while self._left:
+            at, request = self._left.popleft()
+            begun = self._begun
+            self.scores[at] = await awake(self._service, request, self._sent, begun=begun)
+
+    def _begun(self) -> bool:
+        return self.tokens > 0
+
+    async def _sent(self, request: GenerateRequest) -> float:
+        accepted: Accepted | None = None
+        score: float | None = None
+        async with aclosing(self._service.events(request, self._claim)) as events:
+            async for event in events:
+                if isinstance(event, Accepted):
+                    accepted = event
+                elif isinstance(event, Delta) and score is None:
+                    score = verdict(self._judge, event)
+                elif isinstance(event, Finished) and accepted is not None:
+                    if score is None:
+                        raise RunFailed(accepted.board_id, "it said neither yes nor no")
+                    self._take(accepted, event)
+                    return score
+        raise NoBoard(request.model, "an answer ended before its end")
+
+    def _take(self, accepted: Accepted, finished: Finished) -> None:
+        self._accepted.append(accepted)
+        spans = finished.versions
+        self._versions.append(spans[-1].version if spans else accepted.version or FIRST_LABEL)
+        self.tokens += finished.usage.prompt_tokens
+
+
 Key = tuple[str, bool]  # a text, and whether it is a query
 Answer = tuple[JsonObject, dict[str, str]]  # and its headers
 

@@ -1,21 +1,144 @@
-"""The images of a call, decoded at the Router: what a stranger sent never reaches a board as it is.
+"""The images of a request, decoded and resized for the vision encoder within limits.
 
-It knows the limits and where images come from; how a file is decoded is for the room ``images``.
+A file is untrusted: its format (by its first bytes), its size in pixels and its number of passes
+are checked before it is unpacked, and boards receive pixels only.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
+import struct
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+
+from PIL import Image
 
 from rkserve.api.prompting.images import ImagePart
 from rkserve.config.images import ImagesConfig
 from rkserve.core.errors import RequestError, UnsupportedParameter
 from rkserve.core.run_params import Picture
 from rkserve.models.vision import VisionSettings
-from rkserve.router.images.decode import picture_of
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+# Each pass of a progressive JPEG goes over all of its pixels, and costs its sender a few bytes.
+# Encoders make about ten.
+MAX_SCANS = 64
+_JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
+_ORIENTATION = 0x0112  # of EXIF
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_14_BITS = 0x3FFF
+
+# The limit here is the caller's, and holds for every file before it is loaded; the library's own
+# would warn of some, and refuse others.
+Image.MAX_IMAGE_PIXELS = None
+
+
+def picture_of(data: bytes, path: str, vision: VisionSettings, max_pixels: int) -> Picture:
+    """Return an image as its encoder takes it; of several frames the first.
+
+    Raises:
+        RequestError: it is no image that can be read, or too large a one; ``path`` names it.
+    """
+    try:
+        found = _read(data, path, vision, max_pixels)
+    except RequestError:
+        raise
+    except Exception as exc:  # decoders raise whatever they stumble over in a damaged file
+        raise RequestError(
+            f"Invalid '{path}': it is no PNG, JPEG, WebP or GIF image, or a damaged one.", path
+        ) from exc
+    return Picture(vision.size, vision.size, found.tobytes())
+
+
+def _read(data: bytes, path: str, vision: VisionSettings, max_pixels: int) -> Image.Image:
+    if data[:4] == b"RIFF":
+        # Its decoder makes room for all pixels as soon as it is opened.
+        _hold_to(_webp_size(data), path, max_pixels)
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        _hold_to(image.size, path, max_pixels)
+        if data.startswith(_JPEG):  # the library calls photos with several pictures otherwise
+            if data.count(_SCAN) > MAX_SCANS:
+                raise RequestError(f"Invalid '{path}': its JPEG has too many passes.", path)
+            image.draft("RGB", (vision.size, vision.size))  # unpacks no more than is needed
+        turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+        image.load()
+        # What is transparent becomes opaque when it is small: at full size that takes memory.
+        shrunk = _opaque(_shrunk(_plain(image), vision), vision.background)
+    return _squared(shrunk if turn is None else shrunk.transpose(turn), vision.background)
+
+
+def _hold_to(size: tuple[int, int], path: str, max_pixels: int) -> None:
+    width, height = size
+    if width * height > max_pixels:
+        raise RequestError(
+            f"Invalid '{path}': the image has {width} x {height} pixels; {max_pixels} are the "
+            "most that are read.",
+            path,
+        )
+
+
+def _webp_size(data: bytes) -> tuple[int, int]:
+    """What the header says. Raises ``ValueError``, ``struct.error``."""
+    kind = data[12:16]
+    if kind == b"VP8X":
+        low, high, also_low, also_high = struct.unpack_from("<HBHB", data, 24)
+        return (low | high << 16) + 1, (also_low | also_high << 16) + 1
+    if kind == b"VP8L":
+        (bits,) = struct.unpack_from("<I", data, 21)
+        return (bits & _14_BITS) + 1, (bits >> 14 & _14_BITS) + 1
+    if kind == b"VP8 ":
+        width, height = struct.unpack_from("<HH", data, 26)
+        return width & _14_BITS, height & _14_BITS
+    raise ValueError("no WebP")
+
+
+def _plain(image: Image.Image) -> Image.Image:
+    """Return it in RGB, or in RGBA where it has transparent parts."""
+    if image.mode.startswith("I"):  # 16 bits a pixel; what is cut off no encoder would see
+        return image.convert("I").point(lambda value: value / 256).convert("L").convert("RGB")
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        return image.convert("RGBA")
+    return image.convert("RGB")
+
+
+def _opaque(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
+    """Return it in RGB, with the background where it is transparent."""
+    if image.mode == "RGB":
+        return image
+    below = Image.new("RGBA", image.size, (*background, 255))
+    return Image.alpha_composite(below, image).convert("RGB")
+
+
+def _shrunk(image: Image.Image, vision: VisionSettings) -> Image.Image:
+    """Return it in the size of the encoder: all of that, or as far as its proportions allow."""
+    side = vision.size
+    if vision.fit == "stretch":
+        return image.resize((side, side), Image.Resampling.BILINEAR)
+    longest = max(image.size)
+    width, height = (max(1, round(one * side / longest)) for one in image.size)
+    return image.resize((width, height), Image.Resampling.BILINEAR)
+
+
+def _squared(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
+    """Put it into the middle of a square."""
+    width, height = image.size
+    if width == height:
+        return image
+    side = max(width, height)
+    square = Image.new("RGB", (side, side), background)
+    square.paste(image, ((side - width) // 2, (side - height) // 2))
+    return square
+
 
 # Threads of their own: in asyncio's shared ones a few large images would keep others from working.
 AT_ONCE = 2

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from rkserve.fleet.load import Boards, Candidate, Held
 from rkserve.fleet.prefix_index import NOTHING, Reuse
-from rkserve.fleet.request_features import Ask
+from rkserve.fleet.requests import Ask
 
 __all__ = [
     "POLICIES",

@@ -16,10 +16,18 @@ from rkserve.core.desired_state import Served
 from rkserve.core.errors import DeadlineUnreachable, QueueTimeout, RkserveError
 from rkserve.core.messages import GenerateRequest
 from rkserve.fleet.load import Boards, Candidate, Held
-from rkserve.fleet.request_features import Ask
+from rkserve.fleet.requests import Ask
 from rkserve.router.policies.policies import Policy, Take, WaitFor
-from rkserve.router.queue.admission import ANONYMOUS, Admission, Claim, Supply, Ticket
-from rkserve.router.queue.estimates import Asked, Expectation, Took
+from rkserve.router.queue.admission import (
+    ANONYMOUS,
+    Admission,
+    Asked,
+    Claim,
+    Expectation,
+    Supply,
+    Ticket,
+    Took,
+)
 from rkserve.router.queue.reservation import Place
 
 # Requests that are decided on for one place: most could take it, and the next one may have better

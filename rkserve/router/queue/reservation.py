@@ -10,10 +10,9 @@ from collections.abc import Callable
 
 from rkserve.core.errors import RkserveError
 from rkserve.core.messages import Delta, EmbedRequest, Event, Finished, GenerateRequest, Kv, Paused
-from rkserve.fleet.in_flight import Stay
 from rkserve.fleet.load import Boards, Candidate
-from rkserve.fleet.request_features import Ask
-from rkserve.router.queue.estimates import Took
+from rkserve.fleet.requests import Ask, Stay
+from rkserve.router.queue.admission import Took
 
 # How long the place was used, or None where it is only left for a while; and what the answer took.
 Freed = Callable[[float | None, Took | None], None]

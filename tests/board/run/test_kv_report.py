@@ -10,10 +10,9 @@ import pytest
 
 from rkserve.core.block_hashes import BLOCK, STRIDE, Chain, Holdings, seed_of, unpack
 from rkserve.core.messages import Delta, Finished
-from rkserve.fleet.in_flight import Stay
 from rkserve.fleet.load import Boards, Standing
 from rkserve.fleet.prefix_index import PrefixIndex
-from rkserve.fleet.request_features import Ask
+from rkserve.fleet.requests import Ask, Stay
 from tests.board.run.test_prompt_caching import LENGTH, CacheBench
 from tests.support.boards.board_bench import spoken
 from tests.support.boards.own_time import run_loop

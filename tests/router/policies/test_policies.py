@@ -25,12 +25,10 @@ from rkserve.core.messages import (
     Timings,
     Usage,
 )
-from rkserve.fleet.in_flight import Stay
 from rkserve.fleet.load import Boards, Candidate, Held, Standing
 from rkserve.fleet.prefix_index import PrefixIndex, Reuse
-from rkserve.fleet.rates import Counted, Rate, Rates
-from rkserve.fleet.request_features import Ask
-from rkserve.fleet.speeds import Counters
+from rkserve.fleet.requests import Ask, Stay
+from rkserve.fleet.speeds import Counted, Counters, Rate, Rates
 from rkserve.router.policies.policies import (
     POLICIES,
     PolicySettings,

@@ -10,9 +10,17 @@ from dataclasses import dataclass, field
 import pytest
 
 from rkserve.core.errors import DeadlineUnreachable, QueueFull, QueueTimeout, RateLimited
-from rkserve.router.auth.rate_limits import Limits, Meter
-from rkserve.router.queue.admission import Admission, Claim, Supply, Ticket
-from rkserve.router.queue.estimates import Asked, Expectation, Expected, Took
+from rkserve.router.auth import Limits, Meter
+from rkserve.router.queue.admission import (
+    Admission,
+    Asked,
+    Claim,
+    Expectation,
+    Expected,
+    Supply,
+    Ticket,
+    Took,
+)
 
 SECOND = Expected(1000.0, 1000.0)
 

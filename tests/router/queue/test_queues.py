@@ -27,12 +27,11 @@ from rkserve.core.errors import (
 from rkserve.core.messages import AdapterRef, Continued, Delta, GenerateRequest, Kv, Paused, Timings
 from rkserve.fleet.fleet import Fleet
 from rkserve.fleet.load import Boards
-from rkserve.fleet.request_features import Ask
+from rkserve.fleet.requests import Ask
 from rkserve.router.policies.policies import LeastLoad, Policy, Take, Verdict, WaitFor
 from rkserve.router.queue.admission import Claim
 from rkserve.router.queue.model_queue import LOOKED_AT
-from rkserve.router.queue.queues import Places, QueueRules
-from rkserve.router.queue.rejection import Tried
+from rkserve.router.queue.queues import Places, QueueRules, Tried
 from rkserve.router.queue.reservation import Place
 from tests.support.boards.fake_boards import FakeBoards, finished, report
 from tests.support.boards.own_time import run_loop

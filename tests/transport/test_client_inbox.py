@@ -9,7 +9,7 @@ import pytest
 
 from rkserve.core.errors import BoardFailed, RkserveError
 from rkserve.core.messages import Delta, Event
-from rkserve.transport.inbox import Inbox
+from rkserve.transport.client import Inbox
 from tests.support.boards.fake_boards import accepted, finished
 from tests.support.boards.own_time import run_loop
 

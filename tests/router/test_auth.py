@@ -9,7 +9,7 @@ from pydantic import SecretStr
 
 from rkserve.config.serve_config import RouterConfig
 from rkserve.core.errors import ConfigError
-from rkserve.router.auth.api_keys import Keys, open_keys
+from rkserve.router.auth import Keys, open_keys
 
 
 def test_without_any_setting_there_are_no_keys() -> None:

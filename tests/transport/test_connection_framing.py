@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rkserve.transport.framing import (
+from rkserve.transport.connection import (
     HEARTBEAT,
     MAX_FRAME,
     BoardSide,

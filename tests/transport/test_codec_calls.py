@@ -23,7 +23,7 @@ from rkserve.core.messages import (
     Slot,
 )
 from rkserve.core.run_params import Pooling, Sampling
-from rkserve.transport import calls, codec
+from rkserve.transport import codec
 from rkserve.transport.codec import MANY_IDS, Garbled
 from tests.support.boards.fake_boards import report
 from tests.support.values.any_values import record_of
@@ -73,9 +73,9 @@ def crossed(item: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("request_", REQUESTS)
 def test_a_request_comes_back_as_it_was(request_: GenerateRequest) -> None:
-    item = crossed(calls.pack_request(3, request_))
-    assert item[:2] == [3, calls.GENERATE]
-    assert calls.unpack_request(item) == request_
+    item = crossed(codec.pack_request(3, request_))
+    assert item[:2] == [3, codec.GENERATE]
+    assert codec.unpack_request(item) == request_
 
 
 @pytest.mark.parametrize(
@@ -87,13 +87,13 @@ def test_a_request_comes_back_as_it_was(request_: GenerateRequest) -> None:
 )
 def test_a_request_for_vectors_comes_back_as_it_was(asked: dict[str, Any]) -> None:
     request = EmbedRequest("e/0", "m", (), 0, session="s", **asked)
-    item = crossed(calls.pack_request(3, request))
-    assert item[:2] == [3, calls.EMBED]
-    assert calls.unpack_request(item) == request
+    item = crossed(codec.pack_request(3, request))
+    assert item[:2] == [3, codec.EMBED]
+    assert codec.unpack_request(item) == request
 
 
 def test_the_ids_of_a_long_prompt_are_no_list_of_digits() -> None:
-    item = calls.pack_request(3, replace(PLAIN, prompt_ids=tuple(range(100_000))))
+    item = codec.pack_request(3, replace(PLAIN, prompt_ids=tuple(range(100_000))))
     assert len(codec.to_bytes([item])) < 6 * 100_000
 
 
@@ -106,26 +106,26 @@ def test_a_report_comes_back_as_it_was() -> None:
         versions=(VersionFigures("default", 3),),
         holdings=bytes(range(256)),
     )
-    item = crossed(calls.pack_answer(3, "report", one))
-    assert item[:2] == [3, calls.ANSWERED]
-    assert calls.unpack_answer(item, "report") == one
+    item = crossed(codec.pack_answer(3, "report", one))
+    assert item[:2] == [3, codec.ANSWERED]
+    assert codec.unpack_answer(item, "report") == one
 
 
-@pytest.mark.parametrize("method", calls.METHODS)
+@pytest.mark.parametrize("method", codec.METHODS)
 @given(data=st.data())
 def test_whatever_is_told_and_answered_survives(method: str, data: st.DataObject) -> None:
-    kinds, answer = calls.METHODS[method]
+    kinds, answer = codec.METHODS[method]
     args = [data.draw(record_of(kind)) for kind in kinds]
-    name, found = calls.unpack_call(crossed(calls.pack_call(3, method, args)))
+    name, found = codec.unpack_call(crossed(codec.pack_call(3, method, args)))
     assert (name, found) == (method, args)
     said = data.draw(record_of(answer))
-    item = crossed(calls.pack_answer(3, method, said))
-    assert calls.unpack_answer(item, method) == said
+    item = crossed(codec.pack_answer(3, method, said))
+    assert codec.unpack_answer(item, method) == said
 
 
 def test_what_is_no_answer_is_refused() -> None:
     with pytest.raises(Garbled, match="not an answer to 'report'"):
-        calls.unpack_answer([3, 0, "x", [1]], "report")
+        codec.unpack_answer([3, 0, "x", [1]], "report")
 
 
 ERRORS = [
@@ -143,7 +143,7 @@ def test_every_error_of_ours_comes_back_as_it_was(kind: type[RkserveError]) -> N
     names = [one for one in parameters if one.kind is plain and one.name != "self"]
     values = [_VALUES[str(one.annotation).partition(" ")[0]] for one in names]
     exc = kind(*(values or ["It went wrong."]))
-    found = calls.unpack_error(crossed(calls.pack_error(3, exc)), "sim-0")
+    found = codec.unpack_error(crossed(codec.pack_error(3, exc)), "sim-0")
     assert type(found) is kind
     assert found.args == exc.args
     assert str(found) == str(exc)
@@ -161,7 +161,7 @@ def test_every_error_of_ours_comes_back_as_it_was(kind: type[RkserveError]) -> N
 )
 def test_what_is_no_error_of_ours_is_refused(item: list[Any]) -> None:
     with pytest.raises(Garbled):
-        calls.unpack_error(item, "sim-0")
+        codec.unpack_error(item, "sim-0")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_what_is_no_error_of_ours_is_refused(item: list[Any]) -> None:
 )
 def test_what_is_no_request_is_refused(item: list[Any]) -> None:
     with pytest.raises(Garbled):
-        calls.unpack_request(item)
+        codec.unpack_request(item)
 
 
 class Foreign(RkserveError):
@@ -191,9 +191,9 @@ class Foreign(RkserveError):
 )
 def test_an_error_without_a_form_is_a_bug_here(exc: RkserveError) -> None:
     with pytest.raises(TypeError, match="no form"):
-        calls.pack_error(3, exc)
+        codec.pack_error(3, exc)
 
 
 def test_kinds_of_board_failures_stay_apart() -> None:
     for exc in (EngineDied("sim-0", "SIGSEGV"), QueueFull(3, 2), RequestError("No.", "n")):
-        assert type(calls.unpack_error(calls.pack_error(1, exc), "sim-0")) is type(exc)
+        assert type(codec.unpack_error(codec.pack_error(1, exc), "sim-0")) is type(exc)

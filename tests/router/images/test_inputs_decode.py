@@ -14,7 +14,7 @@ from PIL import Image
 
 from rkserve.core.errors import RequestError
 from rkserve.models.vision import VisionSettings
-from rkserve.router.images.decode import MAX_SCANS, picture_of
+from rkserve.router.images.inputs import MAX_SCANS, picture_of
 
 PATH = "messages[0].content[1].image_url.url"
 RED, BLUE, GREY = (255, 0, 0), (0, 0, 255), (128, 128, 128)

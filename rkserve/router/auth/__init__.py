@@ -1,1 +1,0 @@
-"""API keys, callers and their limits."""
