@@ -30,7 +30,7 @@ def test_address_and_undefined_sanitizers_find_nothing_in_the_binding() -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -109,7 +109,7 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -
 WRITER = """
 import sys
 from pathlib import Path
-from rkserve.control import changes
+from rkserve.control import state_changes as changes
 from rkserve.control.operations import Operation, OperationKind
 from rkserve.coordinator.state.ledger import AuditLine, Ledger
 ledger = Ledger.open(Path(sys.argv[1]))

@@ -320,7 +320,7 @@ def test_a_pause_that_another_adapter_resumes_is_a_violation(
 
 def test_strict_mode_ends_the_process_on_a_strange_history(release: str, pirate: Path) -> None:
     body = f"""
-from sim_features import FeatureSim, opened, turn
+from tests.support.sim.sim_features import FeatureSim, opened, turn
 sim = FeatureSim({release!r})
 assert sim.load_lora({str(pirate)!r}, "p") == 0
 sim.run(chat("Hello"), keep_history=1)

@@ -169,7 +169,7 @@ def test_loading_after_an_abort_is_counted(
 
 
 AFTER_ABORT = """
-from sim_features import CACHE_FIELDS, CACHE_HEADER, FeatureSim, held, opened
+from tests.support.sim.sim_features import CACHE_FIELDS, CACHE_HEADER, FeatureSim, held, opened
 sim = FeatureSim({release!r})
 sim.run(chat("Write 500 tokens"), Aborted(sim, 1), save={path!r})
 print("code", sim.load_cache({path!r}))
