@@ -36,14 +36,14 @@ from pydantic import ValidationError
 
 from rkserve.api.admin.caches import ids_of, parse_build
 from rkserve.api.admin.generations import EditCall, edit_of, parse_edit
-from rkserve.api.admin.query import Asked
-from rkserve.api.common.answer import Stamp
+from rkserve.api.admin.query import ControlRequest
+from rkserve.api.common.answer import AnswerOrigin
 from rkserve.api.common.calls import ChatCall, CompletionCall
 from rkserve.api.common.dialect import AnyCall
-from rkserve.api.common.logprobs import Choice, Lexicon
+from rkserve.api.common.logprobs import ChoiceTokens, TokenTexts
 from rkserve.api.common.plan import held, plan, prompt_texts, reading
 from rkserve.api.common.renderer import Renderer
-from rkserve.api.common.version_policy import Meant
+from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.api.json.body import JsonObject
 from rkserve.api.openai import answers
 from rkserve.api.openai.embeddings import chunks_of, finished_vector, texts_of
@@ -175,7 +175,7 @@ class _Call:
 
     call: AnyCall
     request: GenerateRequest
-    stamp: Callable[[Accepted], Stamp]
+    stamp: Callable[[Accepted], AnswerOrigin]
     hooks: tuple[HookFactory, ...]
 
 
@@ -197,7 +197,7 @@ class AsyncGeneration:
         self._board, self._renderer, self._asked = board, renderer, asked
         self._on_pause = on_pause
         self._events: Any = board.generate(asked.request, asked.hooks)
-        self._tokens = Choice()
+        self._tokens = ChoiceTokens()
         self._tally: answers.ChatAnswer | answers.CompletionAnswer
         self._finished: Finished | None = None
         self.accepted: Accepted
@@ -315,7 +315,7 @@ class AsyncGeneration:
         given: JsonObject = {"replace_last": replace_last or None, "text": text, "role": role}
         given["token_ids"] = None if token_ids is None else list(token_ids)
         given["clear"] = [list(one) for one in clear] or None
-        call: EditCall = parse_edit(Asked(body=json.dumps(given).encode()))
+        call: EditCall = parse_edit(ControlRequest(body=json.dumps(given).encode()))
         edit = edit_of(call, self._renderer, self._board.context_len)
         return (await self._board.control(self.id, ControlAction.EDIT, edit))[0]
 
@@ -430,7 +430,7 @@ class AsyncLocalBoard:
         paths = [f"texts[{index}]" for index in range(len(texts))]
         prompts = texts_of(texts, paths, self._renderer, self._board.context_len)
         made: list[list[float]] = [[] for _ in texts]
-        for chunk in chunks_of(prompts, Meant(self.model), settings, uuid.uuid4().hex):
+        for chunk in chunks_of(prompts, ResolvedModel(self.model), settings, uuid.uuid4().hex):
             async for event in self._board.embed(chunk.request):
                 if isinstance(event, Embedded):
                     for at, vector in zip(chunk.at, event.vectors, strict=True):
@@ -465,7 +465,7 @@ class AsyncLocalBoard:
             RequestError: the name or the prompt cannot be used.
         """
         given = {"cache_name": name, **_prompt(messages, prompt)}
-        call = parse_build(Asked(body=json.dumps(given).encode()))
+        call = parse_build(ControlRequest(body=json.dumps(given).encode()))
         ids = ids_of(call, self._renderer, self._board.context_len)
         return await self._board.build_cache(name, ids, await self._adapter(adapter))
 
@@ -512,7 +512,7 @@ class AsyncLocalBoard:
         settings = self._folder.settings
         request = plan(
             call,
-            Meant(self.model, adapter=ref, named=ref is not None),
+            ResolvedModel(self.model, adapter=ref, named=ref is not None),
             self._renderer,
             defaults=settings.sampling.values(),
             context_len=settings.context_length,
@@ -522,9 +522,9 @@ class AsyncLocalBoard:
         )[0]
         lexicon = self._lexicon(call, request)
 
-        def stamp(accepted: Accepted) -> Stamp:
+        def stamp(accepted: Accepted) -> AnswerOrigin:
             key = None if ref is None else ref.key
-            return Stamp(
+            return AnswerOrigin(
                 self.model,
                 accepted.release,
                 (accepted.version or FIRST_LABEL,),
@@ -536,7 +536,7 @@ class AsyncLocalBoard:
 
         return _Call(call, request, stamp, hooks)
 
-    def _lexicon(self, call: AnyCall, request: GenerateRequest) -> Lexicon | None:
+    def _lexicon(self, call: AnyCall, request: GenerateRequest) -> TokenTexts | None:
         """Return what the tokens stand for, where the answer is to tell of them or its prompt."""
         echo = isinstance(call, CompletionCall) and call.echo
         if call.steps.top_logprobs is None and not echo:
@@ -544,7 +544,7 @@ class AsyncLocalBoard:
         texts = prompt_texts(call)
         known = call.steps.top_logprobs is not None or None in texts
         vocabulary = self._renderer.vocabulary() if known else None
-        return Lexicon(vocabulary, (request.prompt_ids,), texts)
+        return TokenTexts(vocabulary, (request.prompt_ids,), texts)
 
 
 class Generation:

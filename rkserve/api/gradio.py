@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rkserve.api.common import sse
-from rkserve.api.common.answer import Stamp, Tally
+from rkserve.api.common.answer import AnswerOrigin, BaseAnswer
 from rkserve.api.common.calls import parse_chat
 from rkserve.api.common.dialect import AnyCall, Dialect
 from rkserve.api.common.errors import error_object
 from rkserve.api.json.body import JsonObject, parse_object
 from rkserve.api.json.fields import Fields, Range, as_fields, wrong_type
-from rkserve.api.parsing.parts import Part, Void, Words
+from rkserve.api.parsing.parts import Part, Retraction, TextPart
 from rkserve.core.errors import RequestError, RouteNotFound
 from rkserve.core.messages import Delta, Finished, Paused
 
@@ -37,7 +37,7 @@ _WHOLE: JsonObject = {"type": "number"}
 
 
 @dataclass(frozen=True)
-class Parameter:
+class GradioParameter:
     """One input or output of a function. ``default`` is None where a value is required."""
 
     name: str
@@ -50,32 +50,32 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Function:
+class GradioFunction:
     """One function of the API; its number in the configuration is its place in ``FUNCTIONS``."""
 
     name: str
-    inputs: tuple[Parameter, ...]
-    outputs: tuple[Parameter, ...]
+    inputs: tuple[GradioParameter, ...]
+    outputs: tuple[GradioParameter, ...]
 
 
-_MESSAGE = Parameter("message", "Message", "Textbox", _STRING, "str")
-_USER_MESSAGE = Parameter("user_message", "Message", "Textbox", _STRING, "str")
-_HISTORY = Parameter("history", "History", "JSON", _MESSAGES, "list[dict]", [], [])
-_RESPONSE = Parameter("response", "Response", "Textbox", _STRING, "str")
-CHAT = Function(
+_MESSAGE = GradioParameter("message", "Message", "Textbox", _STRING, "str")
+_USER_MESSAGE = GradioParameter("user_message", "Message", "Textbox", _STRING, "str")
+_HISTORY = GradioParameter("history", "History", "JSON", _MESSAGES, "list[dict]", [], [])
+_RESPONSE = GradioParameter("response", "Response", "Textbox", _STRING, "str")
+CHAT = GradioFunction(
     "chat",
     (
         _MESSAGE,
         _HISTORY,
-        Parameter("system_prompt", "System prompt", "Textbox", _STRING, "str", "", ""),
-        Parameter("model", "Model", "Textbox", _STRING, "str", "", ""),
-        Parameter("max_tokens", "Max tokens (0: no limit)", "Number", _WHOLE, "float", 0, 0),
+        GradioParameter("system_prompt", "System prompt", "Textbox", _STRING, "str", "", ""),
+        GradioParameter("model", "Model", "Textbox", _STRING, "str", "", ""),
+        GradioParameter("max_tokens", "Max tokens (0: no limit)", "Number", _WHOLE, "float", 0, 0),
     ),
     (_RESPONSE,),
 )
 # The vendor's client calls these two in turn, with the history that the one before returned.
-TAKE_INPUT = Function("get_user_input", (_USER_MESSAGE, _HISTORY), (_RESPONSE, _HISTORY))
-ANSWER_HISTORY = Function("get_RKLLM_output", (_HISTORY,), (_HISTORY,))
+TAKE_INPUT = GradioFunction("get_user_input", (_USER_MESSAGE, _HISTORY), (_RESPONSE, _HISTORY))
+ANSWER_HISTORY = GradioFunction("get_RKLLM_output", (_HISTORY,), (_HISTORY,))
 FUNCTIONS = (CHAT, TAKE_INPUT, ANSWER_HISTORY)
 
 
@@ -83,7 +83,7 @@ def configuration(title: str) -> JsonObject:
     """Return the body of ``GET /config``: every parameter as a component of its own."""
     components: list[JsonObject] = []
 
-    def numbered(parameters: Sequence[Parameter]) -> list[int]:
+    def numbered(parameters: Sequence[GradioParameter]) -> list[int]:
         numbers = range(len(components) + 1, len(components) + len(parameters) + 1)
         components.extend(map(_component, numbers, parameters))
         return list(numbers)
@@ -124,7 +124,7 @@ def configuration(title: str) -> JsonObject:
     }
 
 
-def _component(number: int, of: Parameter) -> JsonObject:
+def _component(number: int, of: GradioParameter) -> JsonObject:
     kind = of.component.lower()
     return {
         "id": number,
@@ -149,7 +149,7 @@ def signatures() -> JsonObject:
     return {"named_endpoints": named, "unnamed_endpoints": {}}
 
 
-def _return(of: Parameter) -> JsonObject:
+def _return(of: GradioParameter) -> JsonObject:
     return {
         "label": of.label,
         "type": of.schema,
@@ -158,7 +158,7 @@ def _return(of: Parameter) -> JsonObject:
     }
 
 
-def _signature(of: Parameter) -> JsonObject:
+def _signature(of: GradioParameter) -> JsonObject:
     return {
         **_return(of),
         "parameter_name": of.name,
@@ -175,7 +175,7 @@ def _signature(of: Parameter) -> JsonObject:
 class GradioCall:
     """A call as it was posted. ``data`` are its positional arguments."""
 
-    function: Function
+    function: GradioFunction
     data: tuple[Any, ...]
     session: str = ""
 
@@ -217,7 +217,7 @@ def check_session(session: str) -> str:
     return session
 
 
-def _data(fields: Fields, function: Function) -> tuple[Any, ...]:
+def _data(fields: Fields, function: GradioFunction) -> tuple[Any, ...]:
     """Read the arguments; missing ones at the end take their defaults."""
     given = fields.get("data")
     if not isinstance(given, list):
@@ -315,7 +315,7 @@ def _message(fields: Fields) -> JsonObject:
 # -- events ---------------------------------------------------------------------------------------
 
 
-class Framing(Protocol):
+class EventFraming(Protocol):
     """One of the two ways in which a call's events are sent."""
 
     ping: bytes
@@ -393,16 +393,16 @@ def error_message(exc: BaseException) -> str:
     return str(error_object(exc)[2]["error"]["message"])
 
 
-class _Output(Tally):
+class _Output(BaseAnswer):
     """An answer as the one output of a function: a text, or a history that ends with it."""
 
-    def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: Stamp) -> None:
+    def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: AnswerOrigin) -> None:
         super().__init__(call, answer_id, created, stamp)
-        self._framing: Framing = CallFraming()
+        self._framing: EventFraming = CallFraming()
         self._history: list[JsonObject] | None = None
         self._path: list[int | str] = []
 
-    def framed(self, framing: Framing, history: list[JsonObject] | None) -> _Output:
+    def framed(self, framing: EventFraming, history: list[JsonObject] | None) -> _Output:
         """Set how events are sent and which history the answer is the end of; return itself."""
         self._framing, self._history = framing, history
         self._path = [] if history is None else [len(history), "content"]
@@ -444,20 +444,20 @@ class _Output(Tally):
 
     def _told(self, parts: list[Part]) -> bytes:
         """Return one event for the words among the parts; thoughts are no output."""
-        if any(isinstance(part, Void) for part in parts):
+        if any(isinstance(part, Retraction) for part in parts):
             edit = ["replace", self._path, self.speech(0).words]
             return self._framing.generating(self._value(), edit)
-        text = "".join(part.text for part in parts if isinstance(part, Words))
+        text = "".join(part.text for part in parts if isinstance(part, TextPart))
         if not text:
             return b""
         return self._framing.generating(self._value(), ["append", self._path, text])
 
 
-def dialect_of(call: GradioCall, body: JsonObject, framing: Framing) -> Dialect:
+def dialect_of(call: GradioCall, body: JsonObject, framing: EventFraming) -> Dialect:
     """Return the dialect in which one call is answered."""
     history = body["messages"] if call.function == ANSWER_HISTORY else None
 
-    def answer(asked: AnyCall, answer_id: str, created: int, stamp: Stamp) -> _Output:
+    def answer(asked: AnyCall, answer_id: str, created: int, stamp: AnswerOrigin) -> _Output:
         return _Output(asked, answer_id, created, stamp).framed(framing, history)
 
     return Dialect(parse_chat, answer, "gradio-", lambda _call: framing.ping, framing.failed)

@@ -12,14 +12,14 @@ from functools import partial
 from typing import Any
 
 from rkserve.api.common import sse
-from rkserve.api.common.answer import Stamp, Tally
+from rkserve.api.common.answer import AnswerOrigin, BaseAnswer
 from rkserve.api.common.calls import ChatCall, read_chat
 from rkserve.api.common.dialect import AnyCall, Dialect
 from rkserve.api.common.errors import error_object
 from rkserve.api.common.tool_arguments import as_object
 from rkserve.api.json.body import JsonObject, parse_object
 from rkserve.api.json.fields import Fields
-from rkserve.api.parsing.parts import Part, Thought, Words
+from rkserve.api.parsing.parts import Part, ReasoningPart, TextPart
 from rkserve.core.errors import RequestError
 from rkserve.core.messages import Delta, Finished, FinishReason, Paused
 
@@ -90,10 +90,10 @@ def _as_text(arguments: Any) -> Any:
         ) from None
 
 
-class _RkllmAnswer(Tally):
+class _RkllmAnswer(BaseAnswer):
     """An answer in the vendor's words: one object, or a line for each piece of text."""
 
-    def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: Stamp) -> None:
+    def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: AnswerOrigin) -> None:
         super().__init__(call, answer_id, created, stamp)
         self._thinks = False
 
@@ -137,10 +137,10 @@ class _RkllmAnswer(Tally):
         found = []
         for part in parts:
             match part:
-                case Thought(text=text):
+                case ReasoningPart(text=text):
                     found.append(text if self._thinks else _THINK + text)
                     self._thinks = True
-                case Words(text=text):
+                case TextPart(text=text):
                     found.append(_END_THINK + text if self._thinks else text)
                     self._thinks = False
                 case _:  # calls come at the end, and a line cannot take back what is sent

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rkserve.api.common import sse, unsupported
-from rkserve.api.common.answer import Stamp, Tally
+from rkserve.api.common.answer import AnswerOrigin, BaseAnswer
 from rkserve.api.common.calls import (
     REQUEST_PREFIX,
     CompletionCall,
@@ -147,10 +147,10 @@ def _prompts(fields: Fields) -> tuple[tuple[TextOrIds, ...], bool]:
     return tuple(read_prompt(one, f"{name}[{at}]") for at, one in enumerate(value)), True
 
 
-class SglangAnswer(Tally):
+class SglangAnswer(BaseAnswer):
     """The answer to a call of /generate. Chunks of a stream hold all that came before."""
 
-    def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: Stamp) -> None:
+    def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: AnswerOrigin) -> None:
         super().__init__(call, answer_id, created, stamp)
         assert stamp.lexicon is not None
         assert isinstance(call, SglangCall)

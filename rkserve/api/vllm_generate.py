@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rkserve.api.common import sse, unsupported
-from rkserve.api.common.answer import Stamp, Tally, pause_status
+from rkserve.api.common.answer import AnswerOrigin, BaseAnswer, pause_status
 from rkserve.api.common.calls import (
     REQUEST_PREFIX,
     TOP_K_OFF,
@@ -120,10 +120,10 @@ def _top(given: Fields, name: str) -> int | None:
     return given.integer(name, Range(0, MAX_TOP_LOGPROBS))
 
 
-class GenerateAnswer(Tally):
+class GenerateAnswer(BaseAnswer):
     """The answer to a call of /inference/v1/generate."""
 
-    def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: Stamp) -> None:
+    def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: AnswerOrigin) -> None:
         super().__init__(call, answer_id, created, stamp)
         assert stamp.lexicon is not None
         self._lexicon, self._call = stamp.lexicon, call

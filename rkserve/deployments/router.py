@@ -16,7 +16,7 @@ from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 from ray.serve.context import _get_global_client
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rkserve.api.responses.stored import Kept
+from rkserve.api.responses.stored import StoredResponse
 from rkserve.config.serve_config import RkserveConfig, resolve_folder
 from rkserve.core.board_report import AtRouter, GenerationInfo
 from rkserve.core.desired_state import Scope as ClusterScope
@@ -175,7 +175,9 @@ class RouterReplica:
         """End this Router's requests that no board has; return how many."""
         return self._service.abort_waiting(scope, request_ids)
 
-    async def kept_chain(self, owner: str, response_id: str, most_bytes: int | None) -> list[Kept]:
+    async def kept_chain(
+        self, owner: str, response_id: str, most_bytes: int | None
+    ) -> list[StoredResponse]:
         """Return what is kept on this Router's node of a response and those before it."""
         return await self._responses.chain_here(owner, response_id, most_bytes)
 

@@ -10,7 +10,7 @@ from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
-from rkserve.api.responses.stored import Kept
+from rkserve.api.responses.stored import StoredResponse
 from rkserve.core.board_report import AtRouter, GenerationInfo
 from rkserve.core.desired_state import Scope
 from rkserve.core.errors import BoardFailed, RkserveError
@@ -44,13 +44,17 @@ class RayPeers:
             any(answer.known for answer in answers),
         )
 
-    async def kept_chain(self, owner: str, response_id: str, most_bytes: int | None) -> list[Kept]:
+    async def kept_chain(
+        self, owner: str, response_id: str, most_bytes: int | None
+    ) -> list[StoredResponse]:
         """Return what some Router has kept of a response and those before it.
 
         Raises:
             BoardFailed: they did not answer.
         """
-        answers: list[list[Kept]] = await self._ask("kept_chain", owner, response_id, most_bytes)
+        answers: list[list[StoredResponse]] = await self._ask(
+            "kept_chain", owner, response_id, most_bytes
+        )
         return max(answers, key=len, default=[])
 
     async def forget_response(self, owner: str, response_id: str) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
-from rkserve.api.admin.query import Asked, read_key
+from rkserve.api.admin.query import ControlRequest, read_key
 from rkserve.core.errors import RequestError
 from rkserve.http.auth import check_client, check_operator
 from rkserve.http.request_body import announced, query_of, read_body, read_parts
@@ -24,7 +24,7 @@ from rkserve.router.service import Service
 
 PART_BYTES = 1024 * 1024
 OCTETS = "application/octet-stream"
-_Change = Callable[[Asked], Awaitable[Made]]
+_Change = Callable[[ControlRequest], Awaitable[Made]]
 
 
 def add_cluster(
@@ -60,15 +60,15 @@ class _Door:
     async def look(self, request: Request, look: _Change) -> Response:
         """Show a client something."""
         check_client(request, self._keys)
-        return _answer(await look(Asked(query_of(request))))
+        return _answer(await look(ControlRequest(query_of(request))))
 
-    async def asked(self, request: Request, *, body: bool = True) -> Asked:
+    async def asked(self, request: Request, *, body: bool = True) -> ControlRequest:
         """Return what the operator asks; raises before any of the body is read if it is not."""
         who = check_operator(request, self._keys)
         key = read_key(request.headers.get("idempotency-key"))
         limits = (self._config.max_body_bytes, self._config.body_timeout_s)
         content = await read_body(request, *limits) if body else b""
-        return Asked(query_of(request), content, key, who)
+        return ControlRequest(query_of(request), content, key, who)
 
     def parts(self, request: Request, max_bytes: int) -> AsyncIterator[bytes]:
         """Yield the body in parts."""

@@ -22,7 +22,7 @@ from rkserve.api.ollama import answers as ollama_answers
 from rkserve.api.ollama import embed as ollama_embed
 from rkserve.api.ollama import models as ollama_models
 from rkserve.api.ollama.requests import parse_load
-from rkserve.api.openai.embeddings import Form
+from rkserve.api.openai.embeddings import EmbeddingDialect
 from rkserve.api.rkllm_chat import NAME, rkllm_dialect
 from rkserve.http.auth import check_client
 from rkserve.http.openai_routes import JSON, visit_of
@@ -119,7 +119,7 @@ async def _ollama(service: Service, request: Request, dialect: Dialect, needs: s
 def _add_ollama_embeddings(app: FastAPI, service: Service) -> None:
     embeddings = Embeddings(service)
 
-    async def answer(request: Request, form: Form, what: str) -> Response:
+    async def answer(request: Request, form: EmbeddingDialect, what: str) -> Response:
         visit, body = visit_of(service, request), await _body(service, request)
         asked = parse_load(body, what)
         if asked is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from rkserve.api.admin.query import Asked
+from rkserve.api.admin.query import ControlRequest
 from rkserve.api.json.body import JsonObject
 from rkserve.config.serve_config import RouterConfig
 from rkserve.core.messages import ControlAction
@@ -78,7 +78,7 @@ def _add_kv(app: FastAPI, config: RouterConfig, keys: Keys, caches: Caches) -> N
     async def size(request: Request) -> JSONResponse:
         """Say what the KV caches hold."""
         check_client(request, keys)
-        return JSONResponse(await caches.kv(Asked(query_of(request))))
+        return JSONResponse(await caches.kv(ControlRequest(query_of(request))))
 
     @app.post("/v1/cache/kv/clear")
     async def clear(request: Request) -> JSONResponse:
@@ -122,9 +122,9 @@ def _add_boards(app: FastAPI, service: Service) -> None:
         return JSONResponse(service.board(board_id))
 
 
-async def _asked(request: Request, config: RouterConfig) -> Asked:
+async def _asked(request: Request, config: RouterConfig) -> ControlRequest:
     body = await read_body(request, config.max_body_bytes, config.body_timeout_s)
-    return Asked(query_of(request), body)
+    return ControlRequest(query_of(request), body)
 
 
 def _answer(made: tuple[int, JsonObject]) -> JSONResponse:

@@ -147,7 +147,7 @@ class GradioCalls:
             del self._pending[event_id]
 
 
-_Events = Callable[[PendingCall, gradio.Framing], AsyncGenerator[bytes, None]]
+_Events = Callable[[PendingCall, gradio.EventFraming], AsyncGenerator[bytes, None]]
 
 
 class _SessionStream:
@@ -235,7 +235,7 @@ class _Routes:
         return JSONResponse({"event_id": pending.event_id})
 
     async def events(
-        self, pending: PendingCall, framing: gradio.Framing, caller: Caller
+        self, pending: PendingCall, framing: gradio.EventFraming, caller: Caller
     ) -> AsyncGenerator[bytes, None]:
         """Carry a call out, and yield its events."""
         outputs = gradio.immediate(pending.call)
@@ -255,7 +255,9 @@ class _Routes:
         owner, caller = self.caller(request)
         session = gradio.check_session(request.query_params.get("session_hash", ""))
 
-        def events(pending: PendingCall, framing: gradio.Framing) -> AsyncGenerator[bytes, None]:
+        def events(
+            pending: PendingCall, framing: gradio.EventFraming
+        ) -> AsyncGenerator[bytes, None]:
             return self.events(pending, framing, caller)
 
         stream = _SessionStream(self._calls, owner, session, events)

@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, Response
 
 from rkserve import __version__
 from rkserve.api.admin.pause import PLACES
-from rkserve.api.admin.query import Asked, Kind, Kinds
+from rkserve.api.admin.query import ControlRequest, ParameterKind, ParameterKinds
 from rkserve.api.json.body import parse_object
 from rkserve.api.json.fields import Fields, Range
 from rkserve.api.json.limits import MAX_TIMEOUT_S
@@ -29,15 +29,19 @@ from rkserve.router.admin.sleep import Rest
 from rkserve.router.admin.weights import Weights
 from rkserve.router.service import Service
 
-Change = Callable[[Asked], Awaitable[Made]]
+Change = Callable[[ControlRequest], Awaitable[Made]]
 IDLE_LOOK_S = 0.05
-_ABORT: Kinds = {
+_ABORT: ParameterKinds = {
     **PLACES,
-    "rid": Kind.TEXT,
-    "abort_all": Kind.FLAG,
-    "abort_message": Kind.TEXT,
+    "rid": ParameterKind.TEXT,
+    "abort_all": ParameterKind.FLAG,
+    "abort_message": ParameterKind.TEXT,
 }
-_FLUSH: Kinds = {**PLACES, "timeout": Kind.NUMBER, "reset_running_requests": Kind.FLAG}
+_FLUSH: ParameterKinds = {
+    **PLACES,
+    "timeout": ParameterKind.NUMBER,
+    "reset_running_requests": ParameterKind.FLAG,
+}
 _BY_FILE = (
     "A board has no tensors that could be sent to it: it loads .rkllm files. Bring the file with "
     "POST /v1/weights and POST /update_weights_from_disk, or an adapter with POST "
@@ -68,7 +72,7 @@ class Trainers:
 
     # -- changes ------------------------------------------------------------------------------
 
-    async def flush_cache(self, asked: Asked) -> Made:
+    async def flush_cache(self, asked: ControlRequest) -> Made:
         """Drop KV caches, as SGLang does: with ``timeout`` once no request runs."""
         fields = asked.fields(_FLUSH)
         wait_s = fields.number("timeout", Range(0, MAX_TIMEOUT_S)) or 0.0
@@ -89,15 +93,15 @@ class Trainers:
                 return False
             await asyncio.sleep(IDLE_LOOK_S)
 
-    async def release(self, asked: Asked) -> Made:
+    async def release(self, asked: ControlRequest) -> Made:
         """Unload models, as SGLang frees its memory."""
         return await self._rest.sleep(asked)
 
-    async def occupy(self, asked: Asked) -> Made:
+    async def occupy(self, asked: ControlRequest) -> Made:
         """Load models again, as SGLang takes its memory back."""
         return await self._rest.wake(asked)
 
-    async def abort(self, asked: Asked) -> Made:
+    async def abort(self, asked: ControlRequest) -> Made:
         """End one request, or all, as SGLang does."""
         fields = asked.fields(_ABORT)
         rid, everything = fields.text("rid"), fields.flag("abort_all")
@@ -108,15 +112,15 @@ class Trainers:
             body["request_ids"] = [rid]
         return await self._operations.abort(replace(asked, query=(), body=_json(body)))
 
-    async def load_adapter(self, asked: Asked) -> Made:
+    async def load_adapter(self, asked: ControlRequest) -> Made:
         """Serve an adapter, as SGLang answers it."""
         return _sglang(await self._adapters.load(asked))
 
-    async def unload_adapter(self, asked: Asked) -> Made:
+    async def unload_adapter(self, asked: ControlRequest) -> Made:
         """Serve an adapter no more, as SGLang answers it."""
         return _sglang(await self._adapters.unload(asked))
 
-    async def update_weights(self, asked: Asked) -> Made:
+    async def update_weights(self, asked: ControlRequest) -> Made:
         """Load base weights from the head's disk, as prime-rl and vLLM ask for them."""
         body = parse_object(asked.body) if asked.body.strip() else {}
         fields = Fields(body)
@@ -132,25 +136,25 @@ class Trainers:
         found = _json({"model_path": place or "default", **rest})
         return await self._weights.from_disk(replace(asked, body=found))
 
-    async def refuse(self, asked: Asked) -> Made:
+    async def refuse(self, asked: ControlRequest) -> Made:
         """Refuse weights that come in another way than as a file."""
         del asked
         raise RequestError(f"Weights cannot be sent so. {_BY_FILE}")
 
     # -- looking ------------------------------------------------------------------------------
 
-    async def weight_version(self, asked: Asked) -> Made:
+    async def weight_version(self, asked: ControlRequest) -> Made:
         """Say which weights a model has, as SGLang does."""
         made = await self._operations.weights(asked)
         assert isinstance(made.body, dict)
         return Made(OK, {name: made.body[name] for name in ("weight_version", "model")})
 
-    async def world_size(self, asked: Asked) -> Made:
+    async def world_size(self, asked: ControlRequest) -> Made:
         """Say how many boards serve, which vLLM counts as its workers."""
-        asked.fields({"include_dp": Kind.FLAG})
+        asked.fields({"include_dp": ParameterKind.FLAG})
         return Made(OK, {"world_size": len(self._service.fleet.reports())})
 
-    async def load(self, asked: Asked) -> Made:
+    async def load(self, asked: ControlRequest) -> Made:
         """Say how many requests this Router serves now, as vLLM does."""
         asked.fields({})
         return Made(OK, {"server_load": self._service.in_flight})
@@ -216,12 +220,14 @@ def _route(
     return route
 
 
-def _values(fields: Fields, kinds: Kinds) -> dict[str, Any]:
+def _values(fields: Fields, kinds: ParameterKinds) -> dict[str, Any]:
     found = {name: fields.get(name) for name in kinds}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _as_body(asked: Asked, fields: Fields, kinds: Kinds, *but: str) -> Asked:
+def _as_body(
+    asked: ControlRequest, fields: Fields, kinds: ParameterKinds, *but: str
+) -> ControlRequest:
     """Return the call with all but some of its values in its body."""
     found = {name: value for name, value in _values(fields, kinds).items() if name not in but}
     return replace(asked, query=(), body=_json(found))

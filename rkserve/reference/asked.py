@@ -5,7 +5,7 @@ from __future__ import annotations
 from rkserve.api.admin.weights import KIND, MAX_STEP
 from rkserve.api.json import limits
 from rkserve.core.desired_state import InFlight, PauseMode
-from rkserve.reference.endpoints import Body, Parameter, in_header, in_json, in_query
+from rkserve.reference.endpoints import EndpointParameter, RequestBody, in_header, in_json, in_query
 from rkserve.reference.shapes import (
     COUNT,
     FLAG,
@@ -142,7 +142,9 @@ KEY = in_header(
 Changed = dict[str, tuple[Schema, str]]
 
 
-def query_of(names: tuple[str, ...], changed: Changed | None = None) -> tuple[Parameter, ...]:
+def query_of(
+    names: tuple[str, ...], changed: Changed | None = None
+) -> tuple[EndpointParameter, ...]:
     """The parameters of a call in its query string; lists of objects have no place there."""
     known = {**KNOWN, **(changed or {})}
     return tuple(
@@ -154,7 +156,7 @@ def query_of(names: tuple[str, ...], changed: Changed | None = None) -> tuple[Pa
 
 def body_of(
     names: tuple[str, ...], needed: tuple[str, ...] = (), changed: Changed | None = None
-) -> Body:
+) -> RequestBody:
     """The same as a body, which may be empty. ``needed`` must stand in one of the two places."""
     known = {**KNOWN, **(changed or {})}
     given = {

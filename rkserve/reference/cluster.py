@@ -22,8 +22,8 @@ from rkserve.reference.asked import (
 )
 from rkserve.reference.endpoints import (
     Access,
-    Answer,
     Endpoint,
+    EndpointAnswer,
     Example,
     in_path,
     in_query,
@@ -203,7 +203,7 @@ SCHEMAS: dict[str, Schema] = {
 _SGLANG: Changed = {"mode": (words("abort", "retract", "in_place"), "SGLang's modes.")}
 
 
-def changing(done: dict[str, Schema], says: str) -> tuple[Answer, ...]:
+def changing(done: dict[str, Schema], says: str) -> tuple[EndpointAnswer, ...]:
     """The answers of a change: done, and with ``async`` begun."""
     schema = obj({**done, **ENVELOPE})
     return (told(schema, says=says), told(schema, 202, "It goes on: `/v1/operations` tells how."))
@@ -219,7 +219,7 @@ def change(
     needed: tuple[str, ...] = (),
     changed: Changed | None = None,
     tag: str = _CLUSTER,
-    answers: tuple[Answer, ...] | None = None,
+    answers: tuple[EndpointAnswer, ...] | None = None,
 ) -> Endpoint:
     """A call that the Coordinator carries out, whose query and body say the same."""
     return Endpoint(

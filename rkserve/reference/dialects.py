@@ -13,11 +13,11 @@ from rkserve.reference.endpoints import (
     OK,
     PLAIN,
     Access,
-    Answer,
     Endpoint,
-    Errors,
+    EndpointAnswer,
+    EndpointParameter,
+    ErrorShape,
     Example,
-    Parameter,
     in_json,
     in_path,
     in_query,
@@ -154,7 +154,7 @@ SCHEMAS: dict[str, Schema] = {
 
 
 def _ollama(
-    path: str, summary: str, asked: str, answers: tuple[Answer, ...], example: Example
+    path: str, summary: str, asked: str, answers: tuple[EndpointAnswer, ...], example: Example
 ) -> Endpoint:
     return Endpoint(
         "POST",
@@ -167,24 +167,26 @@ def _ollama(
         ASKED,
         in_json(ref(asked)),
         example,
-        shape=Errors.OLLAMA,
+        shape=ErrorShape.OLLAMA,
     )
 
 
 def _look(method: str, path: str, summary: str, schema: Schema, access: Access) -> Endpoint:
-    answer = Answer(OK, summary) if method == "HEAD" else told(schema, says=summary)
+    answer = EndpointAnswer(OK, summary) if method == "HEAD" else told(schema, says=summary)
     errors = failures.CLIENT if access is Access.CLIENT else ()
-    return Endpoint(method, path, _OLLAMA, summary, access, (answer,), errors, shape=Errors.OLLAMA)
+    return Endpoint(
+        method, path, _OLLAMA, summary, access, (answer,), errors, shape=ErrorShape.OLLAMA
+    )
 
 
-_SESSION = Parameter(
+_SESSION = EndpointParameter(
     "session_hash",
     "query",
     text(1, gradio.MAX_SESSION_CHARS),
     "The session of the calls.",
     required=True,
 )
-_STREAM = Answer(OK, "The events.", {EVENTS: {"type": "string"}})
+_STREAM = EndpointAnswer(OK, "The events.", {EVENTS: {"type": "string"}})
 _POSTED = told(ref("GradioEvent"), says="The call waits for its events to be read.")
 
 
@@ -308,7 +310,7 @@ ENDPOINTS = (
         ASKED,
         in_json(ref("MessagesRequest")),
         Example({"model": SIM, "max_tokens": 16, "messages": HELLO}),
-        shape=Errors.ANTHROPIC,
+        shape=ErrorShape.ANTHROPIC,
     ),
     Endpoint(
         "POST",
@@ -320,7 +322,7 @@ ENDPOINTS = (
         (*failures.LOOKUP, 429),
         body=in_json(ref("CountRequest")),
         example=Example({"model": SIM, "messages": HELLO}),
-        shape=Errors.ANTHROPIC,
+        shape=ErrorShape.ANTHROPIC,
     ),
     _ollama(
         "/api/chat",
@@ -361,7 +363,7 @@ ENDPOINTS = (
         failures.LOOKUP,
         body=in_json(ref("OllamaShowRequest")),
         example=Example({"model": SIM}),
-        shape=Errors.OLLAMA,
+        shape=ErrorShape.OLLAMA,
     ),
     _look(
         "GET", "/api/ps", "List the models that are loaded.", ref("OllamaRunning"), Access.CLIENT
@@ -400,7 +402,7 @@ ENDPOINTS = (
             "Continue a text or token ids as SGLang does.",
             Access.CLIENT,
             (
-                Answer(
+                EndpointAnswer(
                     OK,
                     "The answer; an array of them for several prompts or `n`.",
                     {

@@ -6,7 +6,15 @@ from typing import Any
 
 from rkserve import __version__
 from rkserve.reference import failures
-from rkserve.reference.endpoints import JSON, Access, Answer, Body, Endpoint, Errors, Parameter
+from rkserve.reference.endpoints import (
+    JSON,
+    Access,
+    Endpoint,
+    EndpointAnswer,
+    EndpointParameter,
+    ErrorShape,
+    RequestBody,
+)
 from rkserve.reference.shapes import TEXT, Schema, ref
 from rkserve.reference.table import SCHEMAS, endpoints
 
@@ -41,7 +49,7 @@ def document(*, page: bool = True) -> Json:
             "schemas": SCHEMAS,
             "responses": {
                 f"{shape.value}{status}": _refusal(shape, status)
-                for shape in Errors
+                for shape in ErrorShape
                 for status in failures.statuses()
             },
             "securitySchemes": {
@@ -93,12 +101,12 @@ def _error(one: Endpoint, status: int) -> Json:
     return {"$ref": f"#/components/responses/{one.shape.value}{status}"}
 
 
-def _refusal(shape: Errors, status: int) -> Json:
+def _refusal(shape: ErrorShape, status: int) -> Json:
     schema: Schema = ref(shape.value)
     return {"description": failures.about(status), "content": {JSON: {"schema": schema}}}
 
 
-def _answer(answer: Answer) -> Json:
+def _answer(answer: EndpointAnswer) -> Json:
     made: Json = {"description": answer.says}
     if answer.content:
         made["content"] = {
@@ -116,7 +124,7 @@ def _answer(answer: Answer) -> Json:
     return made
 
 
-def _parameter(each: Parameter, one: Endpoint) -> Json:
+def _parameter(each: EndpointParameter, one: Endpoint) -> Json:
     given = {"path": one.example.path, "query": one.example.query}.get(each.place, {})
     example = {"example": given[each.name]} if each.name in given else {}
     return {
@@ -129,7 +137,7 @@ def _parameter(each: Parameter, one: Endpoint) -> Json:
     }
 
 
-def _body(body: Body, one: Endpoint) -> Json:
+def _body(body: RequestBody, one: Endpoint) -> Json:
     return {
         "required": body.required,
         "content": {

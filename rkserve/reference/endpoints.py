@@ -29,7 +29,7 @@ class Access(Enum):
     OPERATOR = "the operator"
 
 
-class Errors(Enum):
+class ErrorShape(Enum):
     """Whose error object an endpoint answers, by the name of its schema."""
 
     OPENAI = "Error"
@@ -38,7 +38,7 @@ class Errors(Enum):
 
 
 @dataclass(frozen=True)
-class Parameter:
+class EndpointParameter:
     """One parameter of the ``path``, the ``query`` or a ``header``."""
 
     name: str
@@ -49,7 +49,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Body:
+class RequestBody:
     """What is sent: a schema by media type."""
 
     content: Mapping[str, Schema]
@@ -57,7 +57,7 @@ class Body:
 
 
 @dataclass(frozen=True)
-class Answer:
+class EndpointAnswer:
     """What a status other than an error comes with: a schema by media type, none where nothing.
 
     ``pieces`` are the schemas of single events or lines of a stream, by media type.
@@ -95,13 +95,13 @@ class Endpoint:
     tag: str
     summary: str
     access: Access
-    answers: tuple[Answer, ...]
+    answers: tuple[EndpointAnswer, ...]
     errors: tuple[int, ...] = ()
-    parameters: tuple[Parameter, ...] = ()
-    body: Body | None = None
+    parameters: tuple[EndpointParameter, ...] = ()
+    body: RequestBody | None = None
     example: Example = field(default_factory=Example)
     says: str = ""
-    shape: Errors = Errors.OPENAI
+    shape: ErrorShape = ErrorShape.OPENAI
 
     @property
     def name(self) -> str:
@@ -112,26 +112,26 @@ class Endpoint:
 
 def told(
     schema: Schema, status: int = OK, says: str = "Done.", headers: Mapping[str, str] | None = None
-) -> Answer:
+) -> EndpointAnswer:
     """An answer in JSON."""
-    return Answer(status, says, {JSON: schema}, headers or {})
+    return EndpointAnswer(status, says, {JSON: schema}, headers or {})
 
 
-def in_path(name: str, says: str) -> Parameter:
+def in_path(name: str, says: str) -> EndpointParameter:
     """A parameter of the path."""
-    return Parameter(name, "path", {"type": "string", "minLength": 1}, says, required=True)
+    return EndpointParameter(name, "path", {"type": "string", "minLength": 1}, says, required=True)
 
 
-def in_query(name: str, schema: Schema, says: str) -> Parameter:
+def in_query(name: str, schema: Schema, says: str) -> EndpointParameter:
     """A parameter of the query string, which may be left out."""
-    return Parameter(name, "query", schema, says)
+    return EndpointParameter(name, "query", schema, says)
 
 
-def in_header(name: str, schema: Schema, says: str) -> Parameter:
+def in_header(name: str, schema: Schema, says: str) -> EndpointParameter:
     """A header, which may be left out."""
-    return Parameter(name, "header", schema, says)
+    return EndpointParameter(name, "header", schema, says)
 
 
-def in_json(schema: Schema, *, required: bool = True) -> Body:
+def in_json(schema: Schema, *, required: bool = True) -> RequestBody:
     """A body in JSON."""
-    return Body({JSON: schema}, required)
+    return RequestBody({JSON: schema}, required)

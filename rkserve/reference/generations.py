@@ -11,8 +11,8 @@ from rkserve.reference.asking import IDS, MODEL
 from rkserve.reference.endpoints import (
     Access,
     Endpoint,
+    EndpointParameter,
     Example,
-    Parameter,
     in_json,
     in_path,
     in_query,
@@ -270,7 +270,7 @@ _ACTS = (*failures.BODY, *failures.CLIENT, 404, 409, 429, 503, 504)
 _PARTLY = "Not all boards could do it; `failed` says which."
 
 
-def _query(names: dict[str, Schema]) -> tuple[Parameter, ...]:
+def _query(names: dict[str, Schema]) -> tuple[EndpointParameter, ...]:
     """The keys of a body as parameters of the query, where lists are JSON or have commas."""
     return tuple(
         in_query(name, _in_query(schema), str(schema.get("description", "As in the body.")))

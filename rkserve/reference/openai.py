@@ -10,10 +10,10 @@ from rkserve.reference.endpoints import (
     JSON,
     OK,
     Access,
-    Answer,
     Endpoint,
+    EndpointAnswer,
+    EndpointParameter,
     Example,
-    Parameter,
     in_header,
     in_json,
     in_path,
@@ -45,7 +45,7 @@ TIMEOUT = in_header(
     number(0, limits.MAX_TIMEOUT_S, above=True),
     "Seconds for which the answer is of use.",
 )
-ASKED: tuple[Parameter, ...] = (
+ASKED: tuple[EndpointParameter, ...] = (
     in_header(
         version_policy.POLICY,
         TEXT,
@@ -65,11 +65,11 @@ ANSWERED = {
 }
 
 
-def generated(whole: str, piece: str, stream: str = EVENTS) -> tuple[Answer, ...]:
+def generated(whole: str, piece: str, stream: str = EVENTS) -> tuple[EndpointAnswer, ...]:
     """An answer in one piece, or as a stream."""
     pieces = ref(piece)
     return (
-        Answer(
+        EndpointAnswer(
             OK,
             "The answer, whole or with `stream` in pieces.",
             {JSON: ref(whole), stream: {"type": "string"}},

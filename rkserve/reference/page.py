@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from urllib.parse import quote, urlencode
 
 from rkserve.reference import failures
-from rkserve.reference.endpoints import PUSHED_ADAPTER, Access, Body, Endpoint
+from rkserve.reference.endpoints import PUSHED_ADAPTER, Access, Endpoint, RequestBody
 from rkserve.reference.shapes import Schema
 from rkserve.reference.table import SCHEMAS, endpoints
 
@@ -139,7 +139,7 @@ def _parameters(one: Endpoint) -> Iterator[str]:
     yield ""
 
 
-def _body(body: Body, has_parameters: bool) -> Iterator[str]:
+def _body(body: RequestBody, has_parameters: bool) -> Iterator[str]:
     for media, schema in body.content.items():
         may = "" if body.required else ", which may be left out"
         if "properties" not in schema:

@@ -6,8 +6,8 @@ from rkserve.reference.endpoints import (
     OK,
     PLAIN,
     Access,
-    Answer,
     Endpoint,
+    EndpointAnswer,
     Example,
     in_header,
     in_path,
@@ -35,20 +35,22 @@ def _both(path: str, summary: str, schema: str, errors: tuple[int, ...]) -> tupl
             (told(ref(schema), says=summary),),
             errors,
         ),
-        Endpoint("HEAD", path, _SERVICE, summary, Access.OPEN, (Answer(OK, summary),), errors),
+        Endpoint(
+            "HEAD", path, _SERVICE, summary, Access.OPEN, (EndpointAnswer(OK, summary),), errors
+        ),
     )
 
 
 _TAGGED = {"etag": "What tells this content from another."}
 _KNOWN = in_header("if-none-match", TEXT, "The `etag` that is known already.")
-_SAME = Answer(304, "It is the one that is known already.")
+_SAME = EndpointAnswer(304, "It is the one that is known already.")
 
 
 def _file(path: str, summary: str, types: tuple[str, ...], name: str = "") -> tuple[Endpoint, ...]:
     here = (in_path("name", "The name of the file."),) if name else ()
     errors = (404,) if name else ()
     example = Example(path={"name": name} if name else {})
-    whole = Answer(OK, "The file.", dict.fromkeys(types, TEXT), _TAGGED)
+    whole = EndpointAnswer(OK, "The file.", dict.fromkeys(types, TEXT), _TAGGED)
     return tuple(
         Endpoint(
             method,
@@ -56,7 +58,10 @@ def _file(path: str, summary: str, types: tuple[str, ...], name: str = "") -> tu
             _PAGE,
             summary,
             Access.OPEN,
-            (whole if method == "GET" else Answer(OK, "What the file is.", {}, _TAGGED), _SAME),
+            (
+                whole if method == "GET" else EndpointAnswer(OK, "What the file is.", {}, _TAGGED),
+                _SAME,
+            ),
             errors,
             (*here, _KNOWN),
             example=example,
@@ -65,7 +70,7 @@ def _file(path: str, summary: str, types: tuple[str, ...], name: str = "") -> tu
     )
 
 
-_ALIVE = Answer(OK, "An empty answer.")
+_ALIVE = EndpointAnswer(OK, "An empty answer.")
 ENDPOINTS = (
     *_both("/health", "Say that the Router lives.", "Health", ()),
     *_both("/ready", "Say whether every model has a board that serves.", "Ready", (503,)),
@@ -96,7 +101,7 @@ ENDPOINTS = (
         _SERVICE,
         "Export the metrics in Prometheus' text format.",
         Access.OPEN,
-        (Answer(OK, "The metrics.", {PLAIN: TEXT}),),
+        (EndpointAnswer(OK, "The metrics.", {PLAIN: TEXT}),),
     ),
     Endpoint(
         "GET",

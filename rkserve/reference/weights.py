@@ -27,10 +27,10 @@ from rkserve.reference.endpoints import (
     PLAIN,
     PUSHED_ADAPTER,
     Access,
-    Answer,
-    Body,
     Endpoint,
+    EndpointAnswer,
     Example,
+    RequestBody,
     in_json,
     in_path,
     told,
@@ -134,7 +134,7 @@ _TAKEN = (*COMMON, "version", "sha256", "size", "path", "url", "parameters")
 _STEPPED: Changed = {"version": STEP}
 
 
-def _pushed() -> tuple[Answer, ...]:
+def _pushed() -> tuple[EndpointAnswer, ...]:
     schema = obj({**_PUSHED, **ENVELOPE}, {"staging": ref("Envelope")})
     return (
         told(schema, says="It is on every board, and served unless `activate` says otherwise."),
@@ -142,16 +142,16 @@ def _pushed() -> tuple[Answer, ...]:
     )
 
 
-def _worded() -> tuple[Answer, ...]:
+def _worded() -> tuple[EndpointAnswer, ...]:
     """vLLM's text where all went well."""
     headers = {"x-operation-id": "The operation.", "x-epoch": "The epoch of the cluster."}
     return (
-        Answer(OK, "A sentence, as vLLM says it.", {PLAIN: TEXT}, headers),
+        EndpointAnswer(OK, "A sentence, as vLLM says it.", {PLAIN: TEXT}, headers),
         told(obj({"message": TEXT, **ENVELOPE}), 202, "It goes on."),
     )
 
 
-def _success() -> tuple[Answer, ...]:
+def _success() -> tuple[EndpointAnswer, ...]:
     """SGLang's answer where all went well."""
     done = {"success": FLAG, "message": TEXT, "error_message": maybe(TEXT)}
     return (told(obj(done), says="It is done."), _worded()[1])
@@ -175,8 +175,8 @@ def _decide(method: str, path: str, summary: str, example: Example, **more: Sche
     )
 
 
-def _with_file(asked: Body) -> Body:
-    return Body({**asked.content, OCTETS: _FILE})
+def _with_file(asked: RequestBody) -> RequestBody:
+    return RequestBody({**asked.content, OCTETS: _FILE})
 
 
 ENDPOINTS = (

@@ -13,8 +13,8 @@ from pathlib import Path
 from rkserve.api.common.version_policy import (
     ANY,
     POLICY,
-    Meant,
-    Policy,
+    ResolvedModel,
+    VersionPolicy,
     bind,
     check_label,
     find_line,
@@ -47,7 +47,7 @@ class Catalog:
         self._looked_s = float("-inf")
         self._looking = asyncio.Lock()
 
-    async def resolve(self, asked: str, policy: Policy = ANY) -> Meant:
+    async def resolve(self, asked: str, policy: VersionPolicy = ANY) -> ResolvedModel:
         """Return what the model's name of a request means.
 
         Raises:
@@ -57,7 +57,7 @@ class Catalog:
         desired = self._desired()
         if asked in self._folders:
             check_label(desired.weights_of(asked).label, policy)
-            return Meant(asked)
+            return ResolvedModel(asked)
         found = find_line(asked, self._folders, desired)
         meant = None if found is None else bind(*found, policy)
         if meant is not None:
@@ -100,10 +100,10 @@ class Catalog:
             return self._known.get(model, ())
 
 
-def _of_folder(chosen: Chosen, asked: str, policy: Policy) -> Meant:
+def _of_folder(chosen: Chosen, asked: str, policy: VersionPolicy) -> ResolvedModel:
     """Return an adapter of a folder, which the policy must allow."""
     if chosen.adapter is None:
-        return Meant(chosen.model)
+        return ResolvedModel(chosen.model)
     named = "@" in asked
     version = chosen.adapter.version
     if not policy.allows(version):
@@ -113,4 +113,4 @@ def _of_folder(chosen: Chosen, asked: str, policy: Policy) -> Meant:
                 POLICY,
             )
         raise VersionUnavailable(policy.text, f"'{chosen.adapter.name}' is at {version}")
-    return Meant(chosen.model, chosen.adapter, named=named)
+    return ResolvedModel(chosen.model, chosen.adapter, named=named)

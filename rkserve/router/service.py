@@ -12,15 +12,22 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-from rkserve.api.common.answer import Stamp
+from rkserve.api.common.answer import AnswerOrigin
 from rkserve.api.common.calls import ChatCall, CompletionCall, named_answer
-from rkserve.api.common.dialect import Answer, AnyCall, Dialect
+from rkserve.api.common.dialect import AnyCall, Dialect, DialectAnswer
 from rkserve.api.common.errors import error_object
 from rkserve.api.common.headers import answer_headers, tool_headers
-from rkserve.api.common.logprobs import Lexicon
+from rkserve.api.common.logprobs import TokenTexts
 from rkserve.api.common.plan import held, plan, prompt_texts, reading
 from rkserve.api.common.renderer import Renderer
-from rkserve.api.common.version_policy import ANY, Meant, Policy, bind, find_line, read_session
+from rkserve.api.common.version_policy import (
+    ANY,
+    ResolvedModel,
+    VersionPolicy,
+    bind,
+    find_line,
+    read_session,
+)
 from rkserve.api.json.body import JsonObject
 from rkserve.api.json.fields import quoted
 from rkserve.api.openai.models import (
@@ -31,7 +38,7 @@ from rkserve.api.openai.models import (
     model_entry,
     models_list,
 )
-from rkserve.api.parsing.answer_parser import Reading
+from rkserve.api.parsing.answer_parser import ParserOptions
 from rkserve.api.prompting.conversation import Message
 from rkserve.api.prompting.images import images_of
 from rkserve.config.serve_config import RouterConfig
@@ -112,7 +119,7 @@ class Opened:
     call: AnyCall
     model: str
     dialect: Dialect
-    answer: Answer
+    answer: DialectAnswer
     choices: Choices
     accepted: list[Accepted]
     requests: list[GenerateRequest]
@@ -226,7 +233,7 @@ class Service:
             ]
         return models_list(entries)
 
-    async def meant(self, asked: str, policy: Policy = ANY) -> Meant:
+    async def meant(self, asked: str, policy: VersionPolicy = ANY) -> ResolvedModel:
         """Return what a model's name means.
 
         Raises:
@@ -299,7 +306,7 @@ class Service:
         self,
         body: bytes,
         dialect: Dialect,
-        policy: Policy = ANY,
+        policy: VersionPolicy = ANY,
         session: str | None = None,
         *,
         caller: Caller | None = None,
@@ -525,8 +532,8 @@ class Service:
         return opened.answer.finish(index, event)
 
     async def _lexicon(
-        self, call: AnyCall, meant: Meant, requests: list[GenerateRequest]
-    ) -> Lexicon | None:
+        self, call: AnyCall, meant: ResolvedModel, requests: list[GenerateRequest]
+    ) -> TokenTexts | None:
         """Return what the tokens of the answer stand for, where it is to tell of them.
 
         Raises ``RequestError``: nobody knows. It is asked before any board is.
@@ -547,7 +554,7 @@ class Service:
         # Trainers pair ids and log-probabilities, so that none may be missing beside ids.
         # Programs that measure likelihoods count an echo's log-probabilities from its end.
         seen = call.token_ids or call.tokens_as_ids or call.special_tokens or echo
-        return Lexicon(
+        return TokenTexts(
             vocabulary,
             tuple(one.prompt_ids for one in requests),
             texts,
@@ -555,20 +562,20 @@ class Service:
             as_ids=call.tokens_as_ids,
         )
 
-    def _ends(self, call: AnyCall, meant: Meant) -> frozenset[int]:
+    def _ends(self, call: AnyCall, meant: ResolvedModel) -> frozenset[int]:
         """Return the ids that end an answer and are not part of its text."""
         eos_ids = self._models[meant.model].folder.settings.eos_token_ids
         return frozenset((*eos_ids, *(() if call.include_stop else call.stop_ids)))
 
     def _stamp(
         self,
-        meant: Meant,
+        meant: ResolvedModel,
         accepted: list[Accepted],
         requests: list[GenerateRequest],
-        read: Reading,
-    ) -> Stamp:
+        read: ParserOptions,
+    ) -> AnswerOrigin:
         """Say what an answer comes from, in its boards' words."""
-        return Stamp(
+        return AnswerOrigin(
             meant.model,
             accepted[0].release,
             tuple(one.version or FIRST_LABEL for one in accepted),
@@ -586,7 +593,7 @@ class Service:
         ignored = {name: getattr(defaults, name) for name in accepted.sampling_ignored}
         return replace(request.sampling, **ignored)
 
-    def _key_of(self, meant: Meant) -> Callable[[str], str | None]:
+    def _key_of(self, meant: ResolvedModel) -> Callable[[str], str | None]:
         """Return what finds the content of versions. What it found it keeps: a version may be
         retired while an answer of it goes on.
         """
@@ -601,7 +608,7 @@ class Service:
 
         return key_of
 
-    async def _pictures(self, call: AnyCall, meant: Meant) -> tuple[Picture, ...]:
+    async def _pictures(self, call: AnyCall, meant: ResolvedModel) -> tuple[Picture, ...]:
         """Return the images of a call, decoded. Raises ``RequestError``."""
         if not isinstance(call, ChatCall):
             return ()
@@ -620,7 +627,7 @@ class Service:
     def _plan(
         self,
         call: AnyCall,
-        meant: Meant,
+        meant: ResolvedModel,
         completion: str,
         session: str,
         pictures: Sequence[Picture],

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.api.responses.stored import Kept
+from rkserve.api.responses.stored import StoredResponse
 from rkserve.config.responses import ResponsesConfig
 from rkserve.config.serve_config import RouterConfig
 from rkserve.core.errors import BoardFailed, EngineDied
@@ -285,7 +285,7 @@ def test_a_stored_stream_says_how_it_ended(folder: Path, ends: list[Step], statu
 
 def test_a_stream_whose_client_went_away_is_kept_as_cancelled(folder: Path) -> None:
     of = storing(folder, accepted("a"), Delta("half", (1,)), asyncio.Event())
-    kept: list[Kept] = []
+    kept: list[StoredResponse] = []
 
     async def main() -> None:
         body = {"model": "sim-chat", "input": "Hello", "stream": True}
@@ -352,7 +352,9 @@ class Others:
     def __init__(self, *responses: Responses) -> None:
         self.responses, self.away = responses, False
 
-    async def kept_chain(self, owner: str, response_id: str, most_bytes: int | None) -> list[Kept]:
+    async def kept_chain(
+        self, owner: str, response_id: str, most_bytes: int | None
+    ) -> list[StoredResponse]:
         if self.away:
             raise BoardFailed("other Routers", "no answer")
         found = [await one.chain_here(owner, response_id, most_bytes) for one in self.responses]

@@ -19,7 +19,7 @@ from rkserve.config.serve_config import RouterConfig
 from rkserve.core.errors import OperationConflict
 from rkserve.reference.asked import ARTIFACT, HOLD, PLACES, REGISTER, REST, RESUME, UPLOAD
 from rkserve.reference.document import document
-from rkserve.reference.endpoints import JSON, Access, Endpoint, Errors
+from rkserve.reference.endpoints import JSON, Access, Endpoint, ErrorShape
 from rkserve.reference.page import HOST, curl
 from rkserve.reference.table import SCHEMAS, endpoints
 from tests.support.boards.own_time import run_loop
@@ -172,7 +172,7 @@ def test_a_change_that_fails_tells_why_as_declared(of: ReferenceHouse) -> None:
     (pause,) = [one for one in ENDPOINTS if one.path == "/pause"]
     refused = call(of, pause)
     assert refused.status_code == 409
-    check(refused.json(), SCHEMAS[Errors.OPENAI.value])
+    check(refused.json(), SCHEMAS[ErrorShape.OPENAI.value])
 
 
 def test_the_document_is_valid_and_refers_to_what_is_there() -> None:

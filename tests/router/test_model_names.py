@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rkserve.api.common.version_policy import Meant
+from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.core.errors import AdapterBroken, ModelNotFound
 from rkserve.router import model_names as rules
 from rkserve.router.model_names import Catalog
@@ -36,8 +36,8 @@ async def _a_while() -> None:
 def test_a_model_is_itself_and_costs_no_look(model: Path) -> None:
     async def main() -> None:
         found = Catalog({"tiny": model, "gone": model / "nowhere"})
-        assert await found.resolve("gone") == Meant("gone")
-        assert await found.resolve("tiny") == Meant("tiny")
+        assert await found.resolve("gone") == ResolvedModel("gone")
+        assert await found.resolve("tiny") == ResolvedModel("tiny")
 
     run_loop(main())
 

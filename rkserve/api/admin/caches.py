@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from rkserve.api.admin.generations import AT_ONCE, AT_RESUME, Ranges, choice_of, ranges_of
 from rkserve.api.admin.pause import texts
-from rkserve.api.admin.query import Asked, Kind, Kinds
+from rkserve.api.admin.query import ControlRequest, ParameterKind, ParameterKinds
 from rkserve.api.common.calls import TextOrIds, read_prompt
 from rkserve.api.common.errors import told
-from rkserve.api.common.renderer import Header, Renderer
+from rkserve.api.common.renderer import PromptHeader, Renderer
 from rkserve.api.json.body import JsonObject
 from rkserve.api.json.fields import Fields, missing
 from rkserve.api.prompting.conversation import Message, read_messages
@@ -22,19 +22,31 @@ from rkserve.core.errors import ContextOverflow, RequestError, RkserveError, Uns
 
 Failures = Mapping[str, RkserveError]  # by board
 
-_WHERE: Kinds = {"model": Kind.TEXT, "board": Kind.TEXTS, "boards": Kind.TEXTS}
-_OF_BOARDS: Kinds = {**_WHERE, "keep_system_prompt": Kind.FLAG, "all": Kind.FLAG}
-_OF_A_GENERATION: Kinds = {
-    "generation": Kind.TEXT,
-    "ranges": Kind.JSON,
-    "choice": Kind.NUMBER,
+_WHERE: ParameterKinds = {
+    "model": ParameterKind.TEXT,
+    "board": ParameterKind.TEXTS,
+    "boards": ParameterKind.TEXTS,
 }
-_CLEAR: Kinds = {**_OF_BOARDS, **_OF_A_GENERATION}
-_BUILD: Kinds = {"cache_name": Kind.TEXT, "prompt": Kind.TEXT, "messages": Kind.JSON}
+_OF_BOARDS: ParameterKinds = {
+    **_WHERE,
+    "keep_system_prompt": ParameterKind.FLAG,
+    "all": ParameterKind.FLAG,
+}
+_OF_A_GENERATION: ParameterKinds = {
+    "generation": ParameterKind.TEXT,
+    "ranges": ParameterKind.JSON,
+    "choice": ParameterKind.NUMBER,
+}
+_CLEAR: ParameterKinds = {**_OF_BOARDS, **_OF_A_GENERATION}
+_BUILD: ParameterKinds = {
+    "cache_name": ParameterKind.TEXT,
+    "prompt": ParameterKind.TEXT,
+    "messages": ParameterKind.JSON,
+}
 
 
 @dataclass(frozen=True)
-class KvPlaces:
+class KvScope:
     """The KV caches that a call is about: of one model, of some boards, or of both; None is all."""
 
     model: str | None = None
@@ -46,7 +58,7 @@ class ClearCall:
     """POST /v1/cache/kv/clear: either of boards, or of one paused generation."""
 
     keep_system_prompt: bool = True
-    where: KvPlaces = KvPlaces()
+    where: KvScope = KvScope()
     generation: str | None = None
     choice: int | None = None
     ranges: Ranges = ()
@@ -61,7 +73,7 @@ class BuildCall:
     messages: tuple[Message, ...] = ()
 
 
-def parse_size(asked: Asked) -> KvPlaces:
+def parse_size(asked: ControlRequest) -> KvScope:
     """Read GET /v1/cache/kv/size.
 
     Raises:
@@ -70,7 +82,7 @@ def parse_size(asked: Asked) -> KvPlaces:
     return _places(asked.fields(_WHERE))
 
 
-def parse_clear(asked: Asked) -> ClearCall:
+def parse_clear(asked: ControlRequest) -> ClearCall:
     """Read POST /v1/cache/kv/clear, which clears nothing that it does not name.
 
     Raises:
@@ -90,7 +102,7 @@ def parse_clear(asked: Asked) -> ClearCall:
     )
 
 
-def _places(fields: Fields) -> KvPlaces:
+def _places(fields: Fields) -> KvScope:
     if fields.get("board") is not None and fields.get("boards") is not None:
         raise RequestError("'board' and 'boards' are two names of one value; send one.", "boards")
     name = "boards" if fields.get("board") is None else "board"
@@ -98,11 +110,11 @@ def _places(fields: Fields) -> KvPlaces:
     if boards == ():
         raise RequestError(f"Invalid '{name}': empty array.", name)
     model = None if fields.get("model") is None else fields.required_text("model")
-    return KvPlaces(model, boards)
+    return KvScope(model, boards)
 
 
-def _check_named(where: KvPlaces, *, whole: bool) -> None:
-    named = where != KvPlaces()
+def _check_named(where: KvScope, *, whole: bool) -> None:
+    named = where != KvScope()
     if not named and not whole:
         raise RequestError(
             "Name what to clear: 'model', 'boards' or 'generation'. Send 'all': true to clear the "
@@ -119,7 +131,7 @@ def _refuse(fields: Fields, names: Iterable[str], why: str) -> None:
             raise RequestError(f"'{name}' {why}.", name)
 
 
-def parse_build(asked: Asked) -> BuildCall:
+def parse_build(asked: ControlRequest) -> BuildCall:
     """Read POST /v1/cache/{model}.
 
     Raises:
@@ -139,7 +151,7 @@ def parse_build(asked: Asked) -> BuildCall:
     return BuildCall(name, messages=read_messages(fields))
 
 
-def check_delete(asked: Asked) -> None:
+def check_delete(asked: ControlRequest) -> None:
     """Read DELETE /v1/cache/{model}/{cache_name}, which takes no parameters.
 
     Raises:
@@ -164,7 +176,7 @@ def ids_of(call: BuildCall, renderer: Renderer, context_len: int) -> tuple[int, 
             param,
         )
     if call.prompt is None:
-        found = renderer.chat(call.messages, context_len, Header(answer=False))
+        found = renderer.chat(call.messages, context_len, PromptHeader(answer=False))
     else:
         found = renderer.text(call.prompt, "prompt", context_len)
     if len(found.ids) >= context_len:

@@ -16,7 +16,7 @@ from rkserve.core.redaction import without_folders
 
 
 @dataclass(frozen=True, slots=True)
-class Glance:
+class BoardStatus:
     """One board: its report, its tokens per second lately, and the bytes of one KV position."""
 
     report: BoardReport
@@ -26,7 +26,7 @@ class Glance:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class CoordinatorStatus:
     """How the Coordinator is heard: whether it answers, and how long ago it did last."""
 
     reachable: bool
@@ -34,7 +34,7 @@ class Head:
 
 
 def cluster_entry(
-    desired: Desired, models: Sequence[str], boards: Iterable[Glance], head: Head
+    desired: Desired, models: Sequence[str], boards: Iterable[BoardStatus], head: CoordinatorStatus
 ) -> JsonObject:
     """Return the answer of GET /v1/cluster."""
     known = sorted(boards, key=lambda one: one.report.board_id)
@@ -150,7 +150,7 @@ def weight_info(
     }
 
 
-def _weights(desired: Desired, model: str, boards: Iterable[Glance]) -> JsonObject:
+def _weights(desired: Desired, model: str, boards: Iterable[BoardStatus]) -> JsonObject:
     meant = desired.weights_of(model)
     base = base_entry(meant, [one.report for one in boards])["digest"]
     return {"weight_version": meant.label, "step": meant.step, "base": base}
@@ -164,7 +164,7 @@ def _adapters(desired: Desired, model: str) -> Mapping[str, str | None]:
     }
 
 
-def _board(one: Glance, desired: Desired) -> JsonObject:
+def _board(one: BoardStatus, desired: Desired) -> JsonObject:
     report = one.report
     duty = desired.duty(report.board_id, report.model)
     hold = duty.hold
@@ -199,7 +199,7 @@ def _board(one: Glance, desired: Desired) -> JsonObject:
     }
 
 
-def _total(boards: Sequence[Glance], desired: Desired) -> JsonObject:
+def _total(boards: Sequence[BoardStatus], desired: Desired) -> JsonObject:
     reports = [one.report for one in boards]
     duties = [desired.duty(one.board_id, one.model) for one in reports]
     return {
@@ -225,7 +225,7 @@ def _capacity(report: BoardReport) -> int:
     return report.context_len * report.n_batch
 
 
-def _bytes(boards: Sequence[Glance]) -> int | None:
+def _bytes(boards: Sequence[BoardStatus]) -> int | None:
     """Bytes of the live KV caches; None where a model folder does not say what a position takes."""
     found = 0
     for one in boards:

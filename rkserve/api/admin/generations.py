@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rkserve.api.admin.query import Asked, Kind, Kinds
+from rkserve.api.admin.query import ControlRequest, ParameterKind, ParameterKinds
 from rkserve.api.common.renderer import Renderer
 from rkserve.api.json.body import JsonObject
 from rkserve.api.json.fields import ANY, Fields, Range, as_integer, wrong_type
@@ -21,14 +21,14 @@ from rkserve.core.messages import ControlAction, Edit
 Ranges = tuple[tuple[int, int], ...]
 
 _NOT_NEGATIVE = Range(0)
-_CHANGES: Kinds = {
-    "replace_last": Kind.NUMBER,
-    "text": Kind.TEXT,
-    "token_ids": Kind.JSON,
-    "clear": Kind.JSON,
+_CHANGES: ParameterKinds = {
+    "replace_last": ParameterKind.NUMBER,
+    "text": ParameterKind.TEXT,
+    "token_ids": ParameterKind.JSON,
+    "clear": ParameterKind.JSON,
 }
-_CHOICE: Kinds = {"choice": Kind.NUMBER}
-_EDIT: Kinds = {**_CHANGES, **_CHOICE, "role": Kind.TEXT}
+_CHOICE: ParameterKinds = {"choice": ParameterKind.NUMBER}
+_EDIT: ParameterKinds = {**_CHANGES, **_CHOICE, "role": ParameterKind.TEXT}
 _STATUS = {
     ControlAction.PAUSE: "paused",
     ControlAction.EDIT: "paused",
@@ -55,7 +55,7 @@ class EditCall:
     clear: Ranges = ()
 
 
-def read_choice(asked: Asked) -> int | None:
+def read_choice(asked: ControlRequest) -> int | None:
     """Read the choice that a pause, resume or abort names; None for all.
 
     Raises:
@@ -64,7 +64,7 @@ def read_choice(asked: Asked) -> int | None:
     return choice_of(asked.fields(_CHOICE))
 
 
-def parse_edit(asked: Asked) -> EditCall:
+def parse_edit(asked: ControlRequest) -> EditCall:
     """Read an edit.
 
     Raises:

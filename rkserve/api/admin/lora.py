@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from pydantic_core import from_json
 
-from rkserve.api.admin.pause import COMMON, Terms, terms_of
-from rkserve.api.admin.query import Asked, Kind, Kinds
+from rkserve.api.admin.pause import COMMON, CallOptions, terms_of
+from rkserve.api.admin.query import ControlRequest, ParameterKind, ParameterKinds
 from rkserve.api.json.body import JsonObject
 from rkserve.api.json.fields import Fields, Range, quoted
 from rkserve.api.json.limits import MAX_NAMED, MAX_OBSERVE_S, MAX_PATH_CHARS
@@ -22,48 +22,52 @@ from rkserve.models.tensors import Parameter, read_parameters
 MAX_SCALE = 100  # as in manifest.json
 _STRATEGIES = ("atomic", "rolling", "canary")
 
-_ROLLOUT: Kinds = {
+_ROLLOUT: ParameterKinds = {
     **COMMON,
-    "strategy": Kind.TEXT,
-    "max_unavailable": Kind.NUMBER,
-    "weight": Kind.NUMBER,
-    "canary_weight": Kind.NUMBER,
-    "in_flight": Kind.TEXT,
-    "observe_s": Kind.NUMBER,
-    "auto": Kind.FLAG,
+    "strategy": ParameterKind.TEXT,
+    "max_unavailable": ParameterKind.NUMBER,
+    "weight": ParameterKind.NUMBER,
+    "canary_weight": ParameterKind.NUMBER,
+    "in_flight": ParameterKind.TEXT,
+    "observe_s": ParameterKind.NUMBER,
+    "auto": ParameterKind.FLAG,
 }
-_ARTIFACT: Kinds = {
+_ARTIFACT: ParameterKinds = {
     **_ROLLOUT,
-    "name": Kind.TEXT,
-    "version": Kind.TEXT,
-    "sha256": Kind.TEXT,
-    "scale": Kind.NUMBER,
-    "base_model": Kind.TEXT,
-    "base_digest": Kind.TEXT,
-    "parameters": Kind.TEXT,
-    "activate": Kind.FLAG,
+    "name": ParameterKind.TEXT,
+    "version": ParameterKind.TEXT,
+    "sha256": ParameterKind.TEXT,
+    "scale": ParameterKind.NUMBER,
+    "base_model": ParameterKind.TEXT,
+    "base_digest": ParameterKind.TEXT,
+    "parameters": ParameterKind.TEXT,
+    "activate": ParameterKind.FLAG,
 }
-_UPLOAD: Kinds = {**_ARTIFACT, "size": Kind.NUMBER}
-_REGISTER: Kinds = {**_ARTIFACT, "path": Kind.TEXT, "url": Kind.TEXT}
-_NAMED: Kinds = {**_ROLLOUT, "version": Kind.TEXT}
-_LOAD: Kinds = {
+_UPLOAD: ParameterKinds = {**_ARTIFACT, "size": ParameterKind.NUMBER}
+_REGISTER: ParameterKinds = {**_ARTIFACT, "path": ParameterKind.TEXT, "url": ParameterKind.TEXT}
+_NAMED: ParameterKinds = {**_ROLLOUT, "version": ParameterKind.TEXT}
+_LOAD: ParameterKinds = {
     **_ROLLOUT,
-    "lora_name": Kind.TEXT,
-    "lora_path": Kind.TEXT,
-    "load_inplace": Kind.FLAG,
-    "base_model_name": Kind.TEXT,
-    "is_3d_lora_weight": Kind.FLAG,
-    "lora_int_id": Kind.NUMBER,
-    "pinned": Kind.FLAG,
-    "version": Kind.TEXT,
-    "sha256": Kind.TEXT,
-    "scale": Kind.NUMBER,
+    "lora_name": ParameterKind.TEXT,
+    "lora_path": ParameterKind.TEXT,
+    "load_inplace": ParameterKind.FLAG,
+    "base_model_name": ParameterKind.TEXT,
+    "is_3d_lora_weight": ParameterKind.FLAG,
+    "lora_int_id": ParameterKind.NUMBER,
+    "pinned": ParameterKind.FLAG,
+    "version": ParameterKind.TEXT,
+    "sha256": ParameterKind.TEXT,
+    "scale": ParameterKind.NUMBER,
 }
-_UNLOAD: Kinds = {**COMMON, "lora_name": Kind.TEXT, "lora_int_id": Kind.NUMBER}
+_UNLOAD: ParameterKinds = {
+    **COMMON,
+    "lora_name": ParameterKind.TEXT,
+    "lora_int_id": ParameterKind.NUMBER,
+}
 
 
 @dataclass(frozen=True)
-class Rollout:
+class RolloutOptions:
     """How a version comes to be served; what is None is the Coordinator's to choose."""
 
     strategy: str = "atomic"
@@ -89,19 +93,19 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Push:
+class NewAdapter:
     """A new version of an adapter. ``path`` and ``url`` are None where its bytes are the body's.
 
     ``parameters`` are the tensors in it, and ``base_digest`` is the sha256 of the base weights that
     it was trained on; neither need be said.
     """
 
-    terms: Terms
+    terms: CallOptions
     name: str
     version: str | None
     scale: float
     sha256: str | None
-    rollout: Rollout
+    rollout: RolloutOptions
     activate: bool = True
     size: int | None = None
     path: str | None = None
@@ -111,20 +115,20 @@ class Push:
 
 
 @dataclass(frozen=True)
-class LoadCall:
+class LoadAdapterCall:
     """vLLM's load: ``again`` says that a known adapter shall get a new version."""
 
-    push: Push
+    push: NewAdapter
     again: bool
 
 
-def parse_upload(asked: Asked) -> Push:
+def parse_upload(asked: ControlRequest) -> NewAdapter:
     """Read POST /v1/lora_adapters with a file as its body: everything else is in the query."""
-    fields = Asked(asked.query).fields(_UPLOAD)
+    fields = ControlRequest(asked.query).fields(_UPLOAD)
     return _push(fields, size=fields.integer("size", Range(1)))
 
 
-def parse_register(asked: Asked) -> Push:
+def parse_register(asked: ControlRequest) -> NewAdapter:
     """Read POST /v1/lora_adapters with a path or a URL."""
     fields = asked.fields(_REGISTER)
     path, url = _place(fields, "path"), _place(fields, "url")
@@ -135,7 +139,7 @@ def parse_register(asked: Asked) -> Push:
     return _push(fields, path=path, url=url)
 
 
-def parse_load(asked: Asked) -> LoadCall:
+def parse_load(asked: ControlRequest) -> LoadAdapterCall:
     """Read POST /v1/load_lora_adapter."""
     fields = asked.fields(_LOAD)
     if fields.flag("is_3d_lora_weight"):
@@ -147,7 +151,7 @@ def parse_load(asked: Asked) -> LoadCall:
     name = check_name(fields.required_text("lora_name"), "lora_name")
     path = fields.required_text("lora_path")
     _place(fields, "lora_path")
-    push = Push(
+    push = NewAdapter(
         _terms_for(fields, "base_model_name"),
         name,
         _version(fields),
@@ -156,23 +160,23 @@ def parse_load(asked: Asked) -> LoadCall:
         _rollout(fields),
         path=path,
     )
-    return LoadCall(push, fields.flag("load_inplace"))
+    return LoadAdapterCall(push, fields.flag("load_inplace"))
 
 
-def parse_unload(asked: Asked) -> tuple[Terms, str]:
+def parse_unload(asked: ControlRequest) -> tuple[CallOptions, str]:
     """Read POST /v1/unload_lora_adapter."""
     fields = asked.fields(_UNLOAD)
     return terms_of(fields), check_name(fields.required_text("lora_name"), "lora_name")
 
 
-def parse_rollout(asked: Asked) -> tuple[Terms, str, Rollout]:
+def parse_rollout(asked: ControlRequest) -> tuple[CallOptions, str, RolloutOptions]:
     """Read POST /v1/lora_adapters/{name}/rollout: the version, and how it comes to be served."""
     fields = asked.fields(_NAMED)
     version = check_name(fields.required_text("version"), "version")
     return terms_of(fields), version, _rollout(fields)
 
 
-def parse_named(asked: Asked) -> Terms:
+def parse_named(asked: ControlRequest) -> CallOptions:
     """Read what rolls back, promotes or retires an adapter that the path names."""
     return terms_of(asked.fields(COMMON))
 
@@ -246,11 +250,11 @@ def _called(version: AdapterVersion | None) -> str | None:
 
 def _push(
     fields: Fields, *, size: int | None = None, path: str | None = None, url: str | None = None
-) -> Push:
+) -> NewAdapter:
     terms = _terms_for(fields, "base_model")
     name = check_name(fields.required_text("name"), "name")
     activate = fields.maybe_flag("activate")
-    return Push(
+    return NewAdapter(
         terms,
         name,
         _version(fields),
@@ -266,7 +270,7 @@ def _push(
     )
 
 
-def _terms_for(fields: Fields, base_name: str) -> Terms:
+def _terms_for(fields: Fields, base_name: str) -> CallOptions:
     """Read what every call may say, where the model may also stand under another name."""
     terms, base = terms_of(fields), fields.text(base_name)
     if base is None:
@@ -318,7 +322,7 @@ def _place(fields: Fields, name: str) -> str | None:
     return place
 
 
-def _rollout(fields: Fields) -> Rollout:
+def _rollout(fields: Fields) -> RolloutOptions:
     strategy = fields.choice("strategy", *_STRATEGIES) or "atomic"
     weight = fields.number("weight", Range(0, 1, above=True))
     alias = fields.number("canary_weight", Range(0, 1, above=True))
@@ -332,7 +336,7 @@ def _rollout(fields: Fields) -> Rollout:
         if given is not None and strategy != "canary":
             raise RequestError(f"'{name}' goes with the strategy 'canary' only.", name)
     auto = fields.maybe_flag("auto")
-    return Rollout(
+    return RolloutOptions(
         strategy=strategy,
         max_unavailable=fields.integer("max_unavailable", Range(1, MAX_NAMED)),
         weight=weight,

@@ -35,7 +35,7 @@ _DONE = {
 _KINDS = {400: "invalid_request_error", 404: "invalid_request_error", 409: "invalid_request_error"}
 
 
-class Result(Protocol):
+class OperationResult(Protocol):
     """What one board did of an operation."""
 
     @property
@@ -52,7 +52,7 @@ class Result(Protocol):
     def good(self) -> bool: ...
 
 
-class Failure(Protocol):
+class OperationFailure(Protocol):
     """Why an operation did not succeed."""
 
     @property
@@ -63,7 +63,7 @@ class Failure(Protocol):
     def message(self) -> str: ...
 
 
-class Record(Protocol):
+class OperationRecord(Protocol):
     """One operation."""
 
     @property
@@ -87,14 +87,14 @@ class Record(Protocol):
     @property
     def key(self) -> str | None: ...
     @property
-    def results(self) -> Mapping[str, Result]: ...
+    def results(self) -> Mapping[str, OperationResult]: ...
     @property
     def phases(self) -> tuple[tuple[str, float], ...]: ...
     @property
-    def error(self) -> Failure | None: ...
+    def error(self) -> OperationFailure | None: ...
 
 
-def envelope(record: Record, *, applied: bool) -> JsonObject:
+def envelope(record: OperationRecord, *, applied: bool) -> JsonObject:
     """Return what an answer says of its operation, beside the peer's own body."""
     return {
         "operation_id": record.id,
@@ -106,7 +106,7 @@ def envelope(record: Record, *, applied: bool) -> JsonObject:
     }
 
 
-def changed(body: JsonObject, record: Record, *, applied: bool) -> JsonObject:
+def changed(body: JsonObject, record: OperationRecord, *, applied: bool) -> JsonObject:
     """Return the answer of a changing call: ``body`` is the peer's own, said when it succeeded."""
     told = envelope(record, applied=applied)
     if record.error is None:
@@ -114,13 +114,13 @@ def changed(body: JsonObject, record: Record, *, applied: bool) -> JsonObject:
     return {"error": error_of(record.error), **told}
 
 
-def error_of(failure: Failure) -> JsonObject:
+def error_of(failure: OperationFailure) -> JsonObject:
     """Return OpenAI's error object for an operation that did not succeed."""
     kind = _KINDS.get(failure.status, "server_error")
     return {"message": failure.message, "type": kind, "param": None, "code": failure.code}
 
 
-def operation_entry(record: Record) -> JsonObject:
+def operation_entry(record: OperationRecord) -> JsonObject:
     """Return the answer of GET /v1/operations/{id}."""
     failure = record.error
     return {
@@ -142,18 +142,18 @@ def operation_entry(record: Record) -> JsonObject:
     }
 
 
-def operations_list(records: Iterable[Record]) -> JsonObject:
+def operations_list(records: Iterable[OperationRecord]) -> JsonObject:
     """Return the answer of GET /v1/operations, in the order given."""
     return {"object": "list", "data": [operation_entry(record) for record in records]}
 
 
-def total_of(record: Record, figure: str) -> int:
+def total_of(record: OperationRecord, figure: str) -> int:
     """Add up one of the boards' own figures."""
     values = (result.details.get(figure) for result in record.results.values())
     return sum(value for value in values if isinstance(value, int))
 
 
-def _boards(record: Record) -> JsonObject:
+def _boards(record: OperationRecord) -> JsonObject:
     done = _DONE.get(_text(record.kind), "ok")
     ordered = sorted(record.results.items())
     return {
@@ -174,7 +174,7 @@ def _boards(record: Record) -> JsonObject:
     }
 
 
-def _result(result: Result, done: str) -> JsonObject:
+def _result(result: OperationResult, done: str) -> JsonObject:
     status = _text(result.status)
     return {
         **result.details,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rkserve.api.admin.query import Asked, Kind, Kinds
+from rkserve.api.admin.query import ControlRequest, ParameterKind, ParameterKinds
 from rkserve.api.common.calls import REQUEST_PREFIX, named_answer
 from rkserve.api.json.fields import Fields, Range, wrong_type
 from rkserve.api.json.limits import (
@@ -22,28 +22,32 @@ from rkserve.api.json.limits import (
 from rkserve.core.desired_state import PauseMode
 from rkserve.core.errors import RequestError, UnsupportedParameter
 
-COMMON: Kinds = {
-    "model": Kind.TEXTS,
-    "models": Kind.TEXTS,
-    "timeout_s": Kind.NUMBER,
-    "async": Kind.FLAG,
-    "epoch": Kind.NUMBER,
+COMMON: ParameterKinds = {
+    "model": ParameterKind.TEXTS,
+    "models": ParameterKind.TEXTS,
+    "timeout_s": ParameterKind.NUMBER,
+    "async": ParameterKind.FLAG,
+    "epoch": ParameterKind.NUMBER,
 }
-PLACES: Kinds = {**COMMON, "boards": Kind.TEXTS, "selector": Kind.TEXTS}
-_RESUME: Kinds = {**PLACES, "adapter": Kind.TEXT}
-_HOLD: Kinds = {**_RESUME, "mode": Kind.TEXT, "lease_s": Kind.NUMBER}
-_PAUSE: Kinds = {**_HOLD, "clear_cache": Kind.FLAG, "wait_for_inflight_requests": Kind.FLAG}
-_RESET: Kinds = {
+PLACES: ParameterKinds = {**COMMON, "boards": ParameterKind.TEXTS, "selector": ParameterKind.TEXTS}
+_RESUME: ParameterKinds = {**PLACES, "adapter": ParameterKind.TEXT}
+_HOLD: ParameterKinds = {**_RESUME, "mode": ParameterKind.TEXT, "lease_s": ParameterKind.NUMBER}
+_PAUSE: ParameterKinds = {
+    **_HOLD,
+    "clear_cache": ParameterKind.FLAG,
+    "wait_for_inflight_requests": ParameterKind.FLAG,
+}
+_RESET: ParameterKinds = {
     **PLACES,
-    "reset_running_requests": Kind.FLAG,
-    "reset_external": Kind.FLAG,
+    "reset_running_requests": ParameterKind.FLAG,
+    "reset_external": ParameterKind.FLAG,
 }
-_ABORT: Kinds = {**PLACES, "request_ids": Kind.TEXTS}
-_LABEL: Kinds = {
+_ABORT: ParameterKinds = {**PLACES, "request_ids": ParameterKind.TEXTS}
+_LABEL: ParameterKinds = {
     **COMMON,
-    "new_version": Kind.TEXT,
-    "abort_all_requests": Kind.FLAG,
-    "reset_step": Kind.FLAG,
+    "new_version": ParameterKind.TEXT,
+    "abort_all_requests": ParameterKind.FLAG,
+    "reset_step": ParameterKind.FLAG,
 }
 
 _ANSWERS = ("chatcmpl-", "cmpl-", "resp_", "msg_", REQUEST_PREFIX)  # of ids that are no names
@@ -57,7 +61,7 @@ _SGLANG = {
 
 
 @dataclass(frozen=True)
-class Terms:
+class CallOptions:
     """What every call may say: of which part of the cluster, for how long, and from what epoch on.
 
     Empty tuples are all. ``selector`` are ids of boards or shell patterns.
@@ -75,7 +79,7 @@ class Terms:
 class PauseCall:
     """A pause that is asked for."""
 
-    terms: Terms
+    terms: CallOptions
     mode: PauseMode
     clear_cache: bool
     adapter: str | None = None
@@ -86,7 +90,7 @@ class PauseCall:
 class ResumeCall:
     """What shall go on."""
 
-    terms: Terms
+    terms: CallOptions
     adapter: str | None = None
 
 
@@ -94,7 +98,7 @@ class ResumeCall:
 class ResetCall:
     """KV caches that shall be dropped, those of running requests too where that is said."""
 
-    terms: Terms
+    terms: CallOptions
     running: bool = False
 
 
@@ -102,7 +106,7 @@ class ResetCall:
 class AbortCall:
     """Requests that shall end, by the ids of their answers; None are all."""
 
-    terms: Terms
+    terms: CallOptions
     request_ids: tuple[str, ...] | None = None
 
 
@@ -110,12 +114,12 @@ class AbortCall:
 class LabelCall:
     """A new name for the weights of a model, of which a trainer begins anew with ``reset_step``."""
 
-    terms: Terms
+    terms: CallOptions
     label: str
     reset_step: bool = False
 
 
-def parse_pause(asked: Asked) -> PauseCall:
+def parse_pause(asked: ControlRequest) -> PauseCall:
     """Read POST /pause, vLLM's form: what runs is aborted, and caches are cleared, by default."""
     fields = asked.fields(_PAUSE)
     mode = fields.choice("mode", *(one.value for one in PauseMode))
@@ -131,20 +135,20 @@ def parse_pause(asked: Asked) -> PauseCall:
     return _pause(fields, PauseMode(mode or PauseMode.ABORT), clear is None or clear)
 
 
-def parse_pause_generation(asked: Asked) -> PauseCall:
+def parse_pause_generation(asked: ControlRequest) -> PauseCall:
     """Read POST /pause_generation, SGLang's form."""
     fields = asked.fields(_HOLD)
     mode, clear = _SGLANG[fields.choice("mode", *_SGLANG) or "abort"]
     return _pause(fields, mode, clear)
 
 
-def parse_resume(asked: Asked) -> ResumeCall:
+def parse_resume(asked: ControlRequest) -> ResumeCall:
     """Read POST /resume, or POST /continue_generation."""
     fields = asked.fields(_RESUME)
     return ResumeCall(terms_of(fields), _optional(fields, "adapter"))
 
 
-def parse_reset(asked: Asked) -> ResetCall:
+def parse_reset(asked: ControlRequest) -> ResetCall:
     """Read POST /reset_prefix_cache, or POST /flush_cache."""
     fields = asked.fields(_RESET)
     if fields.flag("reset_external"):
@@ -156,7 +160,7 @@ def parse_reset(asked: Asked) -> ResetCall:
     return ResetCall(terms_of(fields), fields.flag("reset_running_requests"))
 
 
-def parse_abort(asked: Asked) -> AbortCall:
+def parse_abort(asked: ControlRequest) -> AbortCall:
     """Read POST /abort_requests; no ids, or none in the list, are all requests."""
     fields = asked.fields(_ABORT)
     given = texts(fields, "request_ids")
@@ -165,7 +169,7 @@ def parse_abort(asked: Asked) -> AbortCall:
     return AbortCall(terms_of(fields), (*given, *named) or None)
 
 
-def parse_label(asked: Asked) -> LabelCall:
+def parse_label(asked: ControlRequest) -> LabelCall:
     """Read POST /update_weight_version."""
     fields = asked.fields(_LABEL)
     if fields.flag("abort_all_requests"):
@@ -190,7 +194,7 @@ def check_label(label: str, param: str) -> str:
     return label
 
 
-def terms_of(fields: Fields) -> Terms:
+def terms_of(fields: Fields) -> CallOptions:
     """Read what every call may say. Raises ``RequestError``."""
     models = texts(fields, "model")
     also = texts(fields, "models")
@@ -199,7 +203,7 @@ def terms_of(fields: Fields) -> Terms:
     boards, selector = texts(fields, "boards"), texts(fields, "selector")
     if boards and selector:
         raise RequestError("Send either 'boards' or 'selector', not both.", "selector")
-    return Terms(
+    return CallOptions(
         models=models or also,
         boards=boards,
         selector=selector,

@@ -24,7 +24,7 @@ _KEY = re.compile(rf"[\x21-\x7e]{{1,{MAX_KEY_CHARS}}}")
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
-class Kind(Enum):
+class ParameterKind(Enum):
     """What a parameter is, which decides how its text in a query is read."""
 
     TEXT = auto()
@@ -34,11 +34,11 @@ class Kind(Enum):
     JSON = auto()
 
 
-Kinds = Mapping[str, Kind]
+ParameterKinds = Mapping[str, ParameterKind]
 
 
 @dataclass(frozen=True)
-class Asked:
+class ControlRequest:
     """One call as it came. ``key`` is its idempotency key, ``who`` names the caller in the audit.
 
     ``query`` are the pairs of the query string, decoded, in their order.
@@ -49,7 +49,7 @@ class Asked:
     key: str | None = None
     who: str = ""
 
-    def fields(self, kinds: Kinds) -> Fields:
+    def fields(self, kinds: ParameterKinds) -> Fields:
         """Return what was asked, query and body together.
 
         Raises:
@@ -75,7 +75,7 @@ def read_key(header: str | None) -> str | None:
     )
 
 
-def _from_query(pairs: tuple[tuple[str, str], ...], kinds: Kinds) -> JsonObject:
+def _from_query(pairs: tuple[tuple[str, str], ...], kinds: ParameterKinds) -> JsonObject:
     texts: dict[str, list[str]] = {}
     for name, text in pairs:
         texts.setdefault(name, []).append(text)
@@ -83,17 +83,17 @@ def _from_query(pairs: tuple[tuple[str, str], ...], kinds: Kinds) -> JsonObject:
     return {name: _value(name, given, kinds[name]) for name, given in texts.items()}
 
 
-def _value(name: str, given: list[str], kind: Kind) -> Any:
-    if kind is Kind.TEXTS:
+def _value(name: str, given: list[str], kind: ParameterKind) -> Any:
+    if kind is ParameterKind.TEXTS:
         return [one for text in given for one in text.split(",")]
     if len(given) > 1:
         raise RequestError(f"'{name}' is in the query {len(given)} times.", name)
     (text,) = given
-    if kind is Kind.TEXT:
+    if kind is ParameterKind.TEXT:
         return text
-    if kind is Kind.JSON:
+    if kind is ParameterKind.JSON:
         return _json(name, text)
-    if kind is Kind.FLAG:
+    if kind is ParameterKind.FLAG:
         if text.lower() not in _FLAGS:
             raise RequestError(
                 f"Invalid '{name}': expected true or false, got {quoted(text)}.", name

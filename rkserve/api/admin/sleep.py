@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rkserve.api.admin.pause import COMMON, Terms, terms_of, texts
-from rkserve.api.admin.query import Asked, Kind, Kinds
+from rkserve.api.admin.pause import COMMON, CallOptions, terms_of, texts
+from rkserve.api.admin.query import ControlRequest, ParameterKind, ParameterKinds
 from rkserve.api.json.fields import Fields, Range
 from rkserve.api.json.limits import MAX_LEASE_S
 from rkserve.core.desired_state import PauseMode, SleepLevel
@@ -18,23 +18,23 @@ from rkserve.core.errors import RequestError, UnsupportedParameter
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TAGS = (WEIGHTS, KV_CACHE)
 
-_PLACES: Kinds = {**COMMON, "boards": Kind.TEXTS, "selector": Kind.TEXTS}
-_REST: Kinds = {
-    "level": Kind.NUMBER,
-    "mode": Kind.TEXT,
-    "lease_s": Kind.NUMBER,
-    "wake_on_request": Kind.FLAG,
+_PLACES: ParameterKinds = {**COMMON, "boards": ParameterKind.TEXTS, "selector": ParameterKind.TEXTS}
+_REST: ParameterKinds = {
+    "level": ParameterKind.NUMBER,
+    "mode": ParameterKind.TEXT,
+    "lease_s": ParameterKind.NUMBER,
+    "wake_on_request": ParameterKind.FLAG,
 }
-_SLEEP: Kinds = {**_PLACES, **_REST, "tags": Kind.TEXTS}
-_WAKE: Kinds = {**_PLACES, "tags": Kind.TEXTS}
-_UNLOAD: Kinds = {**COMMON, **_REST}
+_SLEEP: ParameterKinds = {**_PLACES, **_REST, "tags": ParameterKind.TEXTS}
+_WAKE: ParameterKinds = {**_PLACES, "tags": ParameterKind.TEXTS}
+_UNLOAD: ParameterKinds = {**COMMON, **_REST}
 
 
 @dataclass(frozen=True)
 class SleepCall:
     """A sleep that is asked for. ``wakes`` says whether a request ends it; None: as configured."""
 
-    terms: Terms
+    terms: CallOptions
     mode: PauseMode
     level: SleepLevel
     lease_s: float | None = None
@@ -45,7 +45,7 @@ class SleepCall:
 class WakeCall:
     """What shall wake up: of a model the ``tags``, all where there are none."""
 
-    terms: Terms
+    terms: CallOptions
     tags: tuple[str, ...] = ()
 
     @property
@@ -54,14 +54,14 @@ class WakeCall:
         return frozenset(self.tags) != {WEIGHTS}
 
 
-def parse_sleep(asked: Asked) -> SleepCall:
+def parse_sleep(asked: ControlRequest) -> SleepCall:
     """Read POST /sleep, vLLM's form: level 1, and what runs is aborted, by default."""
     fields = asked.fields(_SLEEP)
     check_tags(fields)
     return _sleep(fields, PauseMode.ABORT, wakes=fields.flag("wake_on_request"))
 
 
-def parse_unload(asked: Asked) -> SleepCall:
+def parse_unload(asked: ControlRequest) -> SleepCall:
     """Read POST /v1/models/unload: what runs comes to its end by default."""
     fields = asked.fields(_UNLOAD)
     call = _sleep(fields, PauseMode.WAIT, wakes=fields.maybe_flag("wake_on_request"))
@@ -71,7 +71,7 @@ def parse_unload(asked: Asked) -> SleepCall:
     return call
 
 
-def parse_wake(asked: Asked) -> WakeCall:
+def parse_wake(asked: ControlRequest) -> WakeCall:
     """Read POST /wake_up."""
     fields = asked.fields(_WAKE)
     return WakeCall(terms_of(fields), _tags(fields))
@@ -98,7 +98,7 @@ def check_tags(fields: Fields) -> None:
         )
 
 
-def parse_load(asked: Asked) -> WakeCall:
+def parse_load(asked: ControlRequest) -> WakeCall:
     """Read POST /v1/models/load."""
     call = WakeCall(terms_of(asked.fields(COMMON)))
     _require_model(call.terms)
@@ -117,6 +117,6 @@ def _sleep(fields: Fields, mode: PauseMode, wakes: bool | None) -> SleepCall:
     )
 
 
-def _require_model(terms: Terms) -> None:
+def _require_model(terms: CallOptions) -> None:
     if len(terms.models) != 1:
         raise RequestError("Say which model: 'model' names one.", "model")

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rkserve.api.admin.lora import check_name, read_digest, sent_parameters
-from rkserve.api.admin.operations import ACCEPTED, Record
-from rkserve.api.admin.pause import COMMON, Terms, check_label, terms_of
-from rkserve.api.admin.query import Asked, Kind, Kinds
+from rkserve.api.admin.operations import ACCEPTED, OperationRecord
+from rkserve.api.admin.pause import COMMON, CallOptions, check_label, terms_of
+from rkserve.api.admin.query import ControlRequest, ParameterKind, ParameterKinds
 from rkserve.api.json.body import JsonObject
 from rkserve.api.json.fields import Fields, Range
 from rkserve.api.json.limits import MAX_MODEL_CHARS, MAX_NAMED, MAX_PATH_CHARS
@@ -29,38 +29,38 @@ UNKNOWN = "unknown"
 KIND = "weight_update_request"
 MAX_STEP = 2**53 - 1  # what every JSON reader keeps whole
 
-_UPDATE: Kinds = {
+_UPDATE: ParameterKinds = {
     **COMMON,
-    "kind": Kind.TEXT,
-    "version": Kind.NUMBER,
-    "parameters_info": Kind.TEXT,
-    "timestamp": Kind.NUMBER,
-    "artifact": Kind.TEXT,
-    "in_flight": Kind.TEXT,
+    "kind": ParameterKind.TEXT,
+    "version": ParameterKind.NUMBER,
+    "parameters_info": ParameterKind.TEXT,
+    "timestamp": ParameterKind.NUMBER,
+    "artifact": ParameterKind.TEXT,
+    "in_flight": ParameterKind.TEXT,
 }
-_DISK: Kinds = {
+_DISK: ParameterKinds = {
     **COMMON,
-    "model_path": Kind.TEXT,
-    "load_format": Kind.TEXT,
-    "abort_all_requests": Kind.FLAG,
-    "weight_version": Kind.TEXT,
-    "flush_cache": Kind.FLAG,
-    "keep_pause": Kind.FLAG,
-    "is_async": Kind.FLAG,
-    "torch_empty_cache": Kind.FLAG,
-    "recapture_cuda_graph": Kind.FLAG,
-    "token_step": Kind.NUMBER,
-    "max_unavailable": Kind.NUMBER,
-    "in_flight": Kind.TEXT,
+    "model_path": ParameterKind.TEXT,
+    "load_format": ParameterKind.TEXT,
+    "abort_all_requests": ParameterKind.FLAG,
+    "weight_version": ParameterKind.TEXT,
+    "flush_cache": ParameterKind.FLAG,
+    "keep_pause": ParameterKind.FLAG,
+    "is_async": ParameterKind.FLAG,
+    "torch_empty_cache": ParameterKind.FLAG,
+    "recapture_cuda_graph": ParameterKind.FLAG,
+    "token_step": ParameterKind.NUMBER,
+    "max_unavailable": ParameterKind.NUMBER,
+    "in_flight": ParameterKind.TEXT,
 }
-_WEIGHTS: Kinds = {
+_WEIGHTS: ParameterKinds = {
     **COMMON,
-    "version": Kind.TEXT,
-    "sha256": Kind.TEXT,
-    "size": Kind.NUMBER,
-    "path": Kind.TEXT,
-    "url": Kind.TEXT,
-    "parameters": Kind.TEXT,
+    "version": ParameterKind.TEXT,
+    "sha256": ParameterKind.TEXT,
+    "size": ParameterKind.NUMBER,
+    "path": ParameterKind.TEXT,
+    "url": ParameterKind.TEXT,
+    "parameters": ParameterKind.TEXT,
 }
 # What a trainer's clock says of the phases of an update, in PipelineRL's order.
 _TIMING = {
@@ -76,7 +76,7 @@ _TIMING = {
 class WeightUpdate:
     """A trainer's update. ``artifact`` is ``<name>@<version>``."""
 
-    terms: Terms
+    terms: CallOptions
     step: int
     artifact: str
     parameters: tuple[Parameter, ...]
@@ -87,7 +87,7 @@ class WeightUpdate:
 class DiskUpdate:
     """Other base weights, board by board. ``place`` is a path, ``default``, or a version's name."""
 
-    terms: Terms
+    terms: CallOptions
     place: str
     label: str | None
     in_flight: InFlight
@@ -98,7 +98,7 @@ class DiskUpdate:
 class NewWeights:
     """Base weights for the head's store. ``path`` and ``url`` are None where the body has them."""
 
-    terms: Terms
+    terms: CallOptions
     version: str | None
     sha256: str | None
     size: int | None
@@ -107,7 +107,7 @@ class NewWeights:
     url: str | None = None
 
 
-def parse_update(asked: Asked) -> WeightUpdate:
+def parse_update(asked: ControlRequest) -> WeightUpdate:
     """Read POST /receive_weight_update."""
     fields = asked.fields(_UPDATE)
     fields.choice("kind", KIND)
@@ -158,7 +158,7 @@ def check_fits(update: WeightUpdate, version: Artifact, known: tuple[Parameter, 
         )
 
 
-def parse_disk(asked: Asked) -> DiskUpdate:
+def parse_disk(asked: ControlRequest) -> DiskUpdate:
     """Read POST /update_weights_from_disk."""
     fields = asked.fields(_DISK)
     if fields.maybe_flag("flush_cache") is False:
@@ -211,9 +211,9 @@ def _in_flight(fields: Fields, default: InFlight) -> InFlight:
     return InFlight(said or default)
 
 
-def parse_weights(asked: Asked, *, from_body: bool) -> NewWeights:
+def parse_weights(asked: ControlRequest, *, from_body: bool) -> NewWeights:
     """Read POST /v1/weights, with the file as its body or with where it is."""
-    fields = (Asked(asked.query) if from_body else asked).fields(_WEIGHTS)
+    fields = (ControlRequest(asked.query) if from_body else asked).fields(_WEIGHTS)
     path, url = fields.text("path"), fields.text("url")
     if (path is None) + (url is None) != (2 if from_body else 1):
         raise RequestError(
@@ -234,7 +234,7 @@ def parse_weights(asked: Asked, *, from_body: bool) -> NewWeights:
     )
 
 
-def update_body(record: Record) -> JsonObject:
+def update_body(record: OperationRecord) -> JsonObject:
     """Return PipelineRL's answer, with the time that each phase took."""
     status = "accepted" if _text(record.state) == "running" else "ok"
     told: JsonObject = {"status": status, "untried": untried(record)}
@@ -255,7 +255,7 @@ def timing(
     return {**told, "total_ms": round(max(total, 0.0), 3)}
 
 
-def disk_body(record: Record, status: int, paused: int) -> JsonObject:
+def disk_body(record: OperationRecord, status: int, paused: int) -> JsonObject:
     """Return SGLang's answer; unlike there, it is ``success`` only where nothing is left to do."""
     if record.error is not None:
         message = record.error.message
@@ -275,7 +275,7 @@ def disk_body(record: Record, status: int, paused: int) -> JsonObject:
     return {**told, "untried": untried(record)}
 
 
-def untried(record: Record) -> bool:
+def untried(record: OperationRecord) -> bool:
     """Return whether every board sleeps, so that none has loaded the weights of an update."""
     loaded = [one.details.get("loaded") for one in record.results.values() if one.good]
     return bool(loaded) and all(one == "asleep" for one in loaded)

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 from rkserve.api.anthropic.requests import parse_messages
 from rkserve.api.common import sse
-from rkserve.api.common.answer import Stamp, Tally, pause_status, timings_of
+from rkserve.api.common.answer import AnswerOrigin, BaseAnswer, pause_status, timings_of
 from rkserve.api.common.dialect import AnyCall, Dialect
 from rkserve.api.common.errors import error_object
 from rkserve.api.common.tool_arguments import as_object
 from rkserve.api.json.body import JsonObject
 from rkserve.api.parsing.answer_parser import TOOL_CALLS
-from rkserve.api.parsing.parts import CallBegun, CallMore, Part, Thought, Void, Words
+from rkserve.api.parsing.parts import (
+    Part,
+    ReasoningPart,
+    Retraction,
+    TextPart,
+    ToolCallDelta,
+    ToolCallStart,
+)
 from rkserve.core.errors import ContextOverflow
 from rkserve.core.messages import Delta, Finished, FinishReason, Paused
 
@@ -28,16 +35,16 @@ _OPENED: dict[str, tuple[JsonObject, str, str]] = {
 _REASONS = {"stop": "end_turn", TOOL_CALLS: "tool_use", "abort": "abort"}
 
 
-class MessageAnswer(Tally):
+class MessageAnswer(BaseAnswer):
     """The answer to a call of /v1/messages."""
 
-    def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: Stamp) -> None:
+    def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: AnswerOrigin) -> None:
         super().__init__(call, answer_id, created, stamp)
         self._stops = call.stop
         self._max_tokens = call.max_tokens
         self._blocks = 0  # that were opened
         self._open: str | None = None  # the kind of the last one, until it is closed
-        self._frame: sse.Frame | None = None  # of its deltas
+        self._frame: sse.EventTemplate | None = None  # of its deltas
         self._calls: dict[int, int] = {}  # where each call's block is
 
     def opening(self, _index: int) -> bytes:
@@ -49,22 +56,22 @@ class MessageAnswer(Tally):
     def delta(self, _index: int, delta: Delta) -> bytes:
         """Return the events of a delta."""
         if self._stamp.reading.plain:  # most tokens go this way, and nobody has to read them
-            void = self._part(Void(delta.retract)) if delta.retract else b""
+            void = self._part(Retraction(delta.retract)) if delta.retract else b""
             return void + (self._more(_TEXT, delta.text) if delta.text else b"")
         return b"".join([self._part(part) for part in self.add(0, delta)])
 
     def _part(self, part: Part) -> bytes:
         match part:
-            case Words(text=text):
+            case TextPart(text=text):
                 return self._more(_TEXT, text)
-            case Thought(text=text):
+            case ReasoningPart(text=text):
                 return self._more(_THINKING, text)
-            case CallBegun(name=name, index=index, call_id=call_id):
+            case ToolCallStart(name=name, index=index, call_id=call_id):
                 self._calls[index] = self._blocks
                 return self._begin(_CALL, {"id": call_id, "name": name})
-            case CallMore(arguments=arguments, index=index):
+            case ToolCallDelta(arguments=arguments, index=index):
                 return sse.event(_PIECE, _piece(_CALL, self._calls[index], arguments))
-            case Void(words=words, thoughts=thoughts, calls=calls):
+            case Retraction(words=words, thoughts=thoughts, calls=calls):
                 void = {
                     "retract": words,
                     "retract_thinking": thoughts,
@@ -147,8 +154,8 @@ class MessageAnswer(Tally):
         """Return more of a block of a kind, which is opened unless it is the one that is open."""
         begun = b"" if self._open == kind else self._begin(kind)
         if self._frame is None:
-            value = _piece(kind, self._blocks - 1, sse.Frame.HOLE)
-            self._frame = sse.Frame(value, before=f"event: {_PIECE}\ndata: ")
+            value = _piece(kind, self._blocks - 1, sse.EventTemplate.HOLE)
+            self._frame = sse.EventTemplate(value, before=f"event: {_PIECE}\ndata: ")
         return begun + self._frame.fill(text)
 
     def _begin(self, kind: str, more: JsonObject | None = None) -> bytes:

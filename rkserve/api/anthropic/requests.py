@@ -12,14 +12,14 @@ from typing import Any
 
 from rkserve.api.common import unsupported
 from rkserve.api.common.calls import ChatCall, read_model, read_shared, read_stop
-from rkserve.api.common.tool_definitions import read_offered
+from rkserve.api.common.tool_definitions import read_tools
 from rkserve.api.json.body import parse_object
 from rkserve.api.json.fields import Fields, Range, as_fields, missing, quoted, wrong_type
 from rkserve.api.json.limits import MAX_MESSAGES, MAX_STOP_SEQUENCES
 from rkserve.api.parsing.grammar import Named, schema_guide
-from rkserve.api.parsing.reasoning import EFFORTS, Wish, read_wish
+from rkserve.api.parsing.reasoning import EFFORTS, ReasoningOptions, read_wish
 from rkserve.api.parsing.sampling import read_extras
-from rkserve.api.parsing.tool_choice import NO_TOOLS, Tools
+from rkserve.api.parsing.tool_choice import NO_TOOLS, ToolOptions
 from rkserve.api.prompting.conversation import Message, check_prefill
 from rkserve.api.prompting.images import ImagePart, image_at, image_file, shown
 from rkserve.core.errors import RequestError, UnsupportedParameter
@@ -139,14 +139,14 @@ _REFUSED: dict[str, unsupported.Harmless] = {
 }
 
 
-def _tools(fields: Fields) -> Tools:
+def _tools(fields: Fields) -> ToolOptions:
     """Read ``tools`` and ``tool_choice``: those that the client itself carries out."""
-    offer = read_offered(fields, "custom", "input_schema", default="custom")
+    offer = read_tools(fields, "custom", "input_schema", default="custom")
     none = replace(NO_TOOLS, left_out=offer.left_out)
     choice = fields.child("tool_choice")
     kind = None if choice is None else choice.choice("type", "auto", "any", "tool", "none")
     if choice is None or kind is None:
-        return Tools(offer.tools, strict=offer.strict, left_out=offer.left_out)
+        return ToolOptions(offer.tools, strict=offer.strict, left_out=offer.left_out)
     parallel = not choice.flag("disable_parallel_tool_use")
     if kind == "none":
         return none
@@ -161,7 +161,7 @@ def _tools(fields: Fields) -> Tools:
         raise RequestError(
             f"Invalid '{path}': there is no tool {quoted(named)} of the type 'custom'.", path
         )
-    return Tools(
+    return ToolOptions(
         offer.tools,
         forced=kind != "auto",
         named=named,
@@ -171,14 +171,18 @@ def _tools(fields: Fields) -> Tools:
     )
 
 
-def _wish(fields: Fields) -> Wish:
+def _wish(fields: Fields) -> ReasoningOptions:
     """What is asked of thoughts: none, where a call does not say, as at Anthropic."""
     own = read_wish(fields)
     config, thinking = fields.child("output_config"), fields.child("thinking")
     effort = None if config is None else config.choice("effort", *EFFORTS)
     kind = None if thinking is None else thinking.required_text("type")
     if thinking is None or kind == "disabled":
-        return own if own.enabled is not None else Wish(enabled=False, variables=own.variables)
+        return (
+            own
+            if own.enabled is not None
+            else ReasoningOptions(enabled=False, variables=own.variables)
+        )
     if kind not in ("enabled", "adaptive"):
         raise RequestError(
             f"Invalid '{thinking.path('type')}': {quoted(kind)}. Supported values are: 'enabled', "
@@ -186,7 +190,7 @@ def _wish(fields: Fields) -> Wish:
             thinking.path("type"),
         )
     most = thinking.integer("budget_tokens", _AT_LEAST_ONE)
-    return Wish(enabled=True, effort=effort, max_tokens=most, variables=own.variables)
+    return ReasoningOptions(enabled=True, effort=effort, max_tokens=most, variables=own.variables)
 
 
 def _system(fields: Fields) -> Iterator[Message]:

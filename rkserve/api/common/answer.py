@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rkserve.api.common.calls import ChatCall, CompletionCall
-from rkserve.api.common.logprobs import Choice, Lexicon, SpecialTokens
+from rkserve.api.common.logprobs import ChoiceTokens, SpecialTokens, TokenTexts
 from rkserve.api.json.body import JsonObject
-from rkserve.api.parsing.answer_parser import PLAIN, Reading, Speech
+from rkserve.api.parsing.answer_parser import PLAIN, AnswerParser, ParserOptions
 from rkserve.api.parsing.parts import Part
 from rkserve.core.messages import FIRST_LABEL, Delta, Finished, FinishReason, Paused, Timings
 from rkserve.core.run_params import Sampling
@@ -30,7 +30,7 @@ def fingerprint(model_id: str, release: str, adapter: str | None = None) -> str:
 
 
 @dataclass(frozen=True)
-class Stamp:
+class AnswerOrigin:
     """What an answer comes from: the model, the runtime's release and versions of the weights.
 
     ``accepted`` has for each choice the version that its board would have begun with when it took
@@ -48,8 +48,8 @@ class Stamp:
     accepted: tuple[str, ...] = (FIRST_LABEL,)
     key_of: Callable[[str], str | None] = lambda _version: None
     prompt_tokens: int = 0
-    reading: Reading = PLAIN
-    lexicon: Lexicon | None = None
+    reading: ParserOptions = PLAIN
+    lexicon: TokenTexts | None = None
     sampling: Sampling = field(default_factory=Sampling)
     ends: frozenset[int] = frozenset()
 
@@ -65,11 +65,11 @@ class Stamp:
         return "" if version == FIRST_LABEL else version
 
 
-class Tally:
+class BaseAnswer:
     """What the answers of all dialects share. ``created`` is in seconds since 1970."""
 
     def __init__(
-        self, call: ChatCall | CompletionCall, answer_id: str, created: int, stamp: Stamp
+        self, call: ChatCall | CompletionCall, answer_id: str, created: int, stamp: AnswerOrigin
     ) -> None:
         self.id = answer_id
         self._model = call.model
@@ -78,19 +78,19 @@ class Tally:
         self._return_versions = call.return_weight_versions
         self._tells_of_pauses = bool(call.pause_on)
         self._tries = call.tries
-        self._tokens: list[Choice] = []
+        self._tokens: list[ChoiceTokens] = []
         if stamp.lexicon is not None:
-            self._tokens = [Choice() for _ in range(call.choices)]
+            self._tokens = [ChoiceTokens() for _ in range(call.choices)]
         self._specials: list[SpecialTokens] = []
         if call.special_tokens and stamp.lexicon is not None:
             known = stamp.lexicon.known
             self._specials = [SpecialTokens(known, stamp.ends) for _ in range(call.choices)]
         self._include_stop = call.include_stop
         self._choices = call.choices
-        self._speeches = [Speech(stamp.reading) for _ in range(call.choices)]
+        self._speeches = [AnswerParser(stamp.reading) for _ in range(call.choices)]
         self._ends: dict[int, Finished] = {}
 
-    def speech(self, index: int) -> Speech:
+    def speech(self, index: int) -> AnswerParser:
         """Return what a choice says: its words, thoughts and calls."""
         return self._speeches[index]
 

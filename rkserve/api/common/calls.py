@@ -27,9 +27,9 @@ from rkserve.api.json.limits import (
     MAX_STOP_IDS,
     MAX_TIMEOUT_S,
 )
-from rkserve.api.parsing.reasoning import NO_WISH, Wish, read_wish
-from rkserve.api.parsing.sampling import Steps, read_steps
-from rkserve.api.parsing.tool_choice import NO_TOOLS, Tools, read_tools
+from rkserve.api.parsing.reasoning import NO_WISH, ReasoningOptions, read_wish
+from rkserve.api.parsing.sampling import SamplingOptions, read_steps
+from rkserve.api.parsing.tool_choice import NO_TOOLS, ToolOptions, read_tools
 from rkserve.api.prompting.conversation import Message, read_messages, read_prefill
 from rkserve.api.prompting.images import ImagePart, images_of
 from rkserve.core.errors import RequestError
@@ -56,7 +56,7 @@ TIMEOUT = Range(0, MAX_TIMEOUT_S, above=True)
 
 
 @dataclass(frozen=True)
-class Call:
+class GenerationCall:
     """What chat and completion calls share.
 
     ``sampling`` holds what the client set itself, under the names of ``runvalues.Sampling``; a
@@ -90,7 +90,7 @@ class Call:
     session: str | None = None
     priority: int | None = None
     timeout_s: float | None = None
-    steps: Steps = field(default_factory=Steps)
+    steps: SamplingOptions = field(default_factory=SamplingOptions)
     stop_ids: tuple[int, ...] = ()
     include_stop: bool = False
     token_ids: bool = False
@@ -105,7 +105,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class ChatCall(Call):
+class ChatCall(GenerationCall):
     """A call of /v1/chat/completions. ``messages`` are ready for a template.
 
     With ``prefill`` the last one is the assistant's, and the answer continues it.
@@ -113,8 +113,8 @@ class ChatCall(Call):
 
     messages: tuple[Message, ...] = ()
     prefill: bool = False
-    tools: Tools = NO_TOOLS
-    wish: Wish = NO_WISH
+    tools: ToolOptions = NO_TOOLS
+    wish: ReasoningOptions = NO_WISH
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -138,7 +138,7 @@ class ChatCall(Call):
 
 
 @dataclass(frozen=True)
-class CompletionCall(Call):
+class CompletionCall(GenerationCall):
     """A call of /v1/completions. Choice ``p * tries + k`` is the k-th answer to prompt p.
 
     With ``echo`` an answer begins with its prompt. Of ``best_of`` answers the best ``n`` are given.

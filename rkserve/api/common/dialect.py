@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rkserve.api.common import sse
-from rkserve.api.common.answer import Stamp
+from rkserve.api.common.answer import AnswerOrigin
 from rkserve.api.common.calls import ChatCall, CompletionCall
 from rkserve.api.json.body import JsonObject
 from rkserve.core.messages import Delta, Finished, Paused
@@ -20,7 +20,7 @@ from rkserve.core.messages import Delta, Finished, Paused
 AnyCall = ChatCall | CompletionCall
 
 
-class Answer(Protocol):
+class DialectAnswer(Protocol):
     """The answer to one call. A stream feeds ``delta`` and ``finish``, a whole one ``add`` and
     ``end``.
     """
@@ -69,7 +69,7 @@ class Dialect:
     """
 
     parse: Callable[[bytes], AnyCall]
-    answer: Callable[[AnyCall, str, int, Stamp], Answer]
+    answer: Callable[[AnyCall, str, int, AnswerOrigin], DialectAnswer]
     prefix: str
     ping: Callable[[AnyCall], bytes]
     broken: Callable[[BaseException], bytes]

@@ -20,7 +20,7 @@ Chosen = tuple[int, Scored | None]  # an id, and what the model gave it
 
 
 @dataclass(frozen=True)
-class Lexicon:
+class TokenTexts:
     """What the ids of an answer stand for, and its prompts, by choice.
 
     ``vocabulary`` of None cannot say: no logprobs were asked for, and the prompts have ``texts``.
@@ -54,7 +54,7 @@ class Lexicon:
         return data.decode(errors="replace")
 
 
-def chat_logprobs(lexicon: Lexicon, chosen: Iterable[Chosen]) -> JsonObject:
+def chat_logprobs(lexicon: TokenTexts, chosen: Iterable[Chosen]) -> JsonObject:
     """Return ``logprobs`` of a choice of a chat."""
     return {
         "content": [
@@ -69,7 +69,7 @@ def chat_logprobs(lexicon: Lexicon, chosen: Iterable[Chosen]) -> JsonObject:
     }
 
 
-def _of_chat(lexicon: Lexicon, token_id: int, logprob: float) -> JsonObject:
+def _of_chat(lexicon: TokenTexts, token_id: int, logprob: float) -> JsonObject:
     data = lexicon.known.piece(token_id)
     token = data.decode("utf-8", errors="backslashreplace")
     if lexicon.as_ids:
@@ -90,7 +90,7 @@ class CompletionLog:
     that does.
     """
 
-    lexicon: Lexicon
+    lexicon: TokenTexts
     offset: int = 0
     _open: bytes = field(default=b"", init=False)
 
@@ -144,7 +144,7 @@ def of_prompt(ids: Ids, scored: Sequence[Scored]) -> list[Chosen]:
     return [(ids[0], None), *zip(ids[1:], scored, strict=True)]
 
 
-class Choice:
+class ChoiceTokens:
     """The tokens of one choice as they come, and as edits and hooks leave them.
 
     A stream takes what is new with ``news``.

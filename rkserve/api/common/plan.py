@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from rkserve.api.common.calls import TOP_K_OFF, ChatCall, CompletionCall
-from rkserve.api.common.renderer import Header, Prompt, Renderer
-from rkserve.api.common.version_policy import Meant
+from rkserve.api.common.renderer import Prompt, PromptHeader, Renderer
+from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.api.json.limits import TEXT_MODE_MAX_TOP_K
-from rkserve.api.parsing.answer_parser import Reading
+from rkserve.api.parsing.answer_parser import ParserOptions
 from rkserve.api.parsing.grammar import is_extension
 from rkserve.api.parsing.sampling import check_ids
 from rkserve.api.parsing.tool_grammar import calls_guide
@@ -23,7 +23,7 @@ TASK = "### Task:"  # how Open WebUI's prompts for them begin
 
 def plan(
     call: ChatCall | CompletionCall,
-    meant: Meant,
+    meant: ResolvedModel,
     renderer: Renderer,
     *,
     defaults: Sampling,
@@ -205,7 +205,7 @@ def _decoded(prompt: Prompt, states: EncoderStates | None) -> Prompt:
     )
 
 
-def header(call: ChatCall, renderer: Renderer) -> Header:
+def header(call: ChatCall, renderer: Renderer) -> PromptHeader:
     """Return what a chat's prompt has beside its conversation.
 
     Raises:
@@ -222,7 +222,7 @@ def header(call: ChatCall, renderer: Renderer) -> Header:
     if tools.given:
         form = renderer.form()
         opening = form.opening(tools.named) if tools.forced else ""
-    return Header(
+    return PromptHeader(
         images=True,
         prefill=call.prefill,
         tools=tools.given,
@@ -273,12 +273,12 @@ def _thinking(
 
 def reading(
     call: ChatCall | CompletionCall, renderer: Renderer, request: GenerateRequest
-) -> Reading:
+) -> ParserOptions:
     """Return how the answers to a call are to be read; ``request`` is one of its plan."""
     if not isinstance(call, ChatCall) or not call.tools.given:
-        return Reading(thinking=request.thinking)
+        return ParserOptions(thinking=request.thinking)
     form, tools = renderer.form(), call.tools
-    return Reading(
+    return ParserOptions(
         thinking=request.thinking,
         form=form,
         names=tools.names,

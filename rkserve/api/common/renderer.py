@@ -13,10 +13,10 @@ from rkserve.api.common.calls import TextOrIds
 from rkserve.api.json.body import JsonObject
 from rkserve.api.json.limits import CHARS_PER_TOKEN, COUNTED_CHARS_PER_POSITION
 from rkserve.api.parsing.tools import FORMATS, guess
-from rkserve.api.parsing.tools.base import Calls
-from rkserve.api.prompting.control_tokens import LEFT_OFF, Piece, Shield, pieces
+from rkserve.api.parsing.tools.base import ToolCallParser
+from rkserve.api.prompting.control_tokens import LEFT_OFF, ControlTokenGuard, PromptSegment, pieces
 from rkserve.api.prompting.conversation import Message
-from rkserve.api.prompting.images import Eyes, with_stand_ins
+from rkserve.api.prompting.images import ImagePlaceholders, with_stand_ins
 from rkserve.api.prompting.past_reasoning import with_thoughts
 from rkserve.api.prompting.templates import ChatTemplate, Clock, hold_to_context, local_time
 from rkserve.api.prompting.tokenizer import Tokenizer
@@ -60,7 +60,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class ReasoningMarkers:
     """What begins and ends a model's thoughts, and the ids of the end; none in text mode.
 
     ``closing`` ends thoughts that would have gone on.
@@ -83,7 +83,7 @@ class Marks:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class PromptHeader:
     """What a prompt has beside the conversation.
 
     The answer begins with ``opening``, and without thoughts if it is ``thoughtless``. It may be
@@ -114,10 +114,10 @@ class Renderer:
         self.tokenizer = None if file is None else Tokenizer(file)
         self._longest = CHARS_PER_TOKEN if self.tokenizer is None else self.tokenizer.longest
         self._template = ChatTemplate(folder, now, self._longest)
-        self._shield = Shield(
+        self._shield = ControlTokenGuard(
             self._template.markers if self.tokenizer is None else self.tokenizer.control
         )
-        self._eyes = Eyes(folder.settings.vision, self._shield.markers)
+        self._eyes = ImagePlaceholders(folder.settings.vision, self._shield.markers)
         self.thinking = folder.settings.thinking
         self.marks = self._marks()
         self._form = folder.settings.tool_format
@@ -133,7 +133,7 @@ class Renderer:
         self,
         messages: Sequence[Message],
         context_len: int = CONTEXT_MAX,
-        header: Header | None = None,
+        header: PromptHeader | None = None,
     ) -> Prompt:
         """Render a conversation. Markers inside messages and tools stay text.
 
@@ -141,7 +141,7 @@ class Renderer:
             RequestError: the template refuses the messages, or shows nothing of a prefill.
             ContextOverflow: the text is hopelessly long.
         """
-        header = header or Header()
+        header = header or PromptHeader()
         if len(messages) >= context_len:  # each has a token at least
             raise ContextOverflow(len(messages), context_len, at_least=True)
         typed: list[str] = []
@@ -172,7 +172,7 @@ class Renderer:
             prompt = _as_ids(joined, "messages")
         return replace(prompt, thinks=thinks)
 
-    def _with_images(self, parts: Iterable[Piece], context_len: int) -> Prompt:
+    def _with_images(self, parts: Iterable[PromptSegment], context_len: int) -> Prompt:
         """Return the prompt as the runtime takes it with images: as text, with their places."""
         text, order = self._eyes.placed(parts, _unmarked)
         words = self._eyes.words(text)
@@ -211,7 +211,7 @@ class Renderer:
             **{name: text or None for name, text in self._template.tokens.items()},
         }
 
-    def form(self) -> type[Calls]:
+    def form(self) -> type[ToolCallParser]:
         """Return the form in which the model calls tools.
 
         Raises:
@@ -231,7 +231,7 @@ class Renderer:
             )
         return FORMATS[name]
 
-    def _opened(self, rendered: str, header: Header, prefill: str = "") -> tuple[str, bool]:
+    def _opened(self, rendered: str, header: PromptHeader, prefill: str = "") -> tuple[str, bool]:
         """Begin the answer; return the prompt, and whether it ends among thoughts."""
         marks = self.marks
         thinks = marks is not None and header.answer and rendered.rstrip().endswith(marks.open)
@@ -242,7 +242,7 @@ class Renderer:
             return f"{rendered.rstrip()}{marks.closing}{header.opening}", False
         return rendered + header.opening, thinks
 
-    def _marks(self) -> Marks | None:
+    def _marks(self) -> ReasoningMarkers | None:
         """Return how the model marks its thoughts, None where it has none or nobody asks."""
         if not self.thinking.separate:
             return None
@@ -253,8 +253,8 @@ class Renderer:
         if self.thinking.marks is None and not guessed:
             return None
         if self.tokenizer is None:
-            return Marks(begin, end)
-        marks = Marks(begin, end, self.tokenizer.encode(end, add_special_tokens=False))
+            return ReasoningMarkers(begin, end)
+        marks = ReasoningMarkers(begin, end, self.tokenizer.encode(end, add_special_tokens=False))
         closing = self.tokenizer.encode(marks.closing, add_special_tokens=False)
         return replace(marks, closing_ids=closing)
 
@@ -484,7 +484,7 @@ class Renderer:
 
     @staticmethod
     def _joined(
-        tokenizer: Tokenizer, parts: Iterable[Piece], context_len: int, param: str
+        tokenizer: Tokenizer, parts: Iterable[PromptSegment], context_len: int, param: str
     ) -> tuple[int, ...]:
         """Return the ids of a prompt's pieces. Raises ``ContextOverflow`` once they are too many
         and the rest is long.
@@ -508,7 +508,7 @@ class Renderer:
         return _as_ids(ids, path)
 
 
-def _left_off(rendered: str, header: Header) -> str:
+def _left_off(rendered: str, header: PromptHeader) -> str:
     """Return a rendered conversation up to the end of a prefill's text.
 
     Raises:
@@ -547,7 +547,7 @@ def _encoded(
     return tokenizer.encode(text, add_special_tokens=special)
 
 
-def _unmarked(part: Piece) -> str:
+def _unmarked(part: PromptSegment) -> str:
     """Text in which no marker is one that a client typed."""
     return part.text[:1] + _ZERO_WIDTH_SPACE + part.text[1:] if part.typed else part.text
 

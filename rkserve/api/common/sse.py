@@ -32,7 +32,7 @@ def dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-class Frame:
+class EventTemplate:
     """An event of which only one string changes, rendered around that string in advance.
 
     ``value`` holds the string ``HOLE`` where the changing one goes, and no other behind it.

@@ -15,7 +15,7 @@ _TYPE = re.compile(r"[A-Za-z0-9_.:-]{1,64}")  # left-out types stand in a respon
 
 
 @dataclass(frozen=True)
-class Offered:
+class ToolDefinitions:
     """The tools of a body. ``left_out`` are the types of tools that only other servers know."""
 
     tools: tuple[JsonObject, ...] = ()
@@ -28,7 +28,9 @@ class Offered:
         return frozenset(tool["function"]["name"] for tool in self.tools)
 
 
-def read_offered(fields: Fields, known: str, schema: str, default: str | None = None) -> Offered:
+def read_tools(
+    fields: Fields, known: str, schema: str, default: str | None = None
+) -> ToolDefinitions:
     """Read ``tools``: those of the type ``known``, whose arguments the key ``schema`` describes.
 
     A tool of another type that the client only offers is left out: agents offer their provider's
@@ -46,8 +48,8 @@ def read_offered(fields: Fields, known: str, schema: str, default: str | None = 
     own = [one for one, kind in zip(listed, kinds, strict=True) if kind == known]
     others = (one for one, kind in zip(listed, kinds, strict=True) if kind != known)
     left_out = dict.fromkeys(map(_other_type, others))
-    tools = tuple(_offered(one, schema) for one in own)
-    return Offered(tools, strict_names(own), tuple(left_out))
+    tools = tuple(_tool(one, schema) for one in own)
+    return ToolDefinitions(tools, strict_names(own), tuple(left_out))
 
 
 def _other_type(tool: Fields) -> str:
@@ -59,7 +61,7 @@ def _other_type(tool: Fields) -> str:
     return kind
 
 
-def _offered(tool: Fields, schema: str) -> JsonObject:
+def _tool(tool: Fields, schema: str) -> JsonObject:
     """Return a tool with ``name`` and ``description``, whose arguments ``schema`` describes."""
     function: JsonObject = {"name": check_name(tool.required_text("name"), tool.path("name"))}
     if (description := tool.text("description")) is not None:

@@ -22,7 +22,7 @@ SESSION = "x-session-id"
 _MINIMUM = "min-version:"
 
 
-class Wanted(str, Enum):
+class Freshness(str, Enum):
     """How new the weights have to be."""
 
     ANY = "any"
@@ -31,10 +31,10 @@ class Wanted(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class VersionPolicy:
     """What a request asks of the version that serves it; ``version`` is the least one."""
 
-    wanted: Wanted = Wanted.ANY
+    wanted: Freshness = Freshness.ANY
     version: str = ""
 
     @property
@@ -44,16 +44,16 @@ class Policy:
 
     def allows(self, version: str) -> bool:
         """Whether an answer may come of that version: ``v9`` is less than ``v10``."""
-        if self.wanted is not Wanted.MINIMUM:
+        if self.wanted is not Freshness.MINIMUM:
             return True
         return version_order(version) >= version_order(self.version)
 
 
-ANY = Policy()
+ANY = VersionPolicy()
 
 
 @dataclass(frozen=True, slots=True)
-class Meant:
+class ResolvedModel:
     """What the model's name of a request means.
 
     Without adapter and line it is the base ``model``. ``adapter`` is one version; with ``line``
@@ -79,16 +79,16 @@ class Meant:
         return self.line if self.adapter is None else self.adapter.name
 
 
-def read_policy(header: str | None) -> Policy:
+def read_policy(header: str | None) -> VersionPolicy:
     """Read the header ``x-version-policy``. Raises ``RequestError``."""
     if header is None:
         return ANY
     text = header.strip()
-    if text in (Wanted.ANY.value, Wanted.LATEST.value):
-        return Policy(Wanted(text))
+    if text in (Freshness.ANY.value, Freshness.LATEST.value):
+        return VersionPolicy(Freshness(text))
     version = text.removeprefix(_MINIMUM).strip()
     if text.startswith(_MINIMUM) and version and len(version) <= MAX_LABEL_CHARS:
-        return Policy(Wanted.MINIMUM, version)
+        return VersionPolicy(Freshness.MINIMUM, version)
     raise RequestError(
         f"Invalid '{POLICY}': {quoted(text)}. It is 'any', 'latest-only' or "
         "'min-version:<version>'.",
@@ -127,7 +127,7 @@ def find_line(
     return (found[0], parts.version) if found else None
 
 
-def bind(line: AdapterLine, version: str | None, policy: Policy) -> Meant | None:
+def bind(line: AdapterLine, version: str | None, policy: VersionPolicy) -> ResolvedModel | None:
     """Return what a request for a line means; None where the line does not serve that.
 
     Raises:
@@ -141,13 +141,13 @@ def bind(line: AdapterLine, version: str | None, policy: Policy) -> Meant | None
     return _allowed(line, policy)
 
 
-def check_label(label: str, policy: Policy) -> None:
+def check_label(label: str, policy: VersionPolicy) -> None:
     """Hold the label of a base model's weights to a policy. Raises ``VersionUnavailable``."""
     if not policy.allows(label):
         raise VersionUnavailable(policy.text, f"the model's weights are '{label}'")
 
 
-def _named(line: AdapterLine, version: str, policy: Policy) -> Meant | None:
+def _named(line: AdapterLine, version: str, policy: VersionPolicy) -> ResolvedModel | None:
     found = line.version(version)
     if found is None:
         return None
@@ -156,12 +156,12 @@ def _named(line: AdapterLine, version: str, policy: Policy) -> Meant | None:
             f"The request names version '{version}', which its own '{POLICY}' does not allow.",
             POLICY,
         )
-    return Meant(line.model, found.ref, min_epoch=line.epoch, named=True)
+    return ResolvedModel(line.model, found.ref, min_epoch=line.epoch, named=True)
 
 
-def _allowed(line: AdapterLine, policy: Policy) -> Meant:
+def _allowed(line: AdapterLine, policy: VersionPolicy) -> ResolvedModel:
     served = _served(line)
-    if policy.wanted is Wanted.LATEST:
+    if policy.wanted is Freshness.LATEST:
         fit = served[-1:]
     else:
         fit = [one for one in served if policy.allows(one.ref.version)]
@@ -170,8 +170,8 @@ def _allowed(line: AdapterLine, policy: Policy) -> Meant:
         raise VersionUnavailable(policy.text, f"'{line.name}' is at {at}")
     if len(fit) == len(served):
         active = fit[0].ref
-        return Meant(line.model, line=line.name, active=active, min_epoch=line.epoch)
-    return Meant(line.model, fit[-1].ref, min_epoch=line.epoch)
+        return ResolvedModel(line.model, line=line.name, active=active, min_epoch=line.epoch)
+    return ResolvedModel(line.model, fit[-1].ref, min_epoch=line.epoch)
 
 
 def _served(line: AdapterLine) -> list[AdapterVersion]:

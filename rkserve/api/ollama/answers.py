@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 
 from rkserve.api.common import sse
-from rkserve.api.common.answer import Stamp, Tally, pause_status, timings_of
+from rkserve.api.common.answer import AnswerOrigin, BaseAnswer, pause_status, timings_of
 from rkserve.api.common.dialect import AnyCall, Dialect
 from rkserve.api.common.errors import error_object
 from rkserve.api.common.tool_arguments import as_object
 from rkserve.api.json.body import JsonObject
-from rkserve.api.ollama.requests import Load, parse_chat, parse_generate
-from rkserve.api.parsing.parts import Part, Thought, Void, Words
+from rkserve.api.ollama.requests import LoadRequest, parse_chat, parse_generate
+from rkserve.api.parsing.parts import Part, ReasoningPart, Retraction, TextPart
 from rkserve.core.messages import Delta, Finished, Paused
 
 HEADERS = {
@@ -25,12 +25,12 @@ _WORDS, _THOUGHTS = "words", "thoughts"
 _NS_PER_MS = 1_000_000
 
 
-class _Lines(Tally, ABC):
+class _Lines(BaseAnswer, ABC):
     """An answer as lines of JSON, or as the one line that says all of it."""
 
-    def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: Stamp) -> None:
+    def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: AnswerOrigin) -> None:
         super().__init__(call, answer_id, created, stamp)
-        self._frames: dict[str, sse.Frame] = {}
+        self._frames: dict[str, sse.EventTemplate] = {}
 
     def opening(self, _index: int) -> bytes:
         """Return nothing: answers begin with their first words."""
@@ -39,17 +39,17 @@ class _Lines(Tally, ABC):
     def delta(self, _index: int, delta: Delta) -> bytes:
         """Return the lines of a delta."""
         if self._stamp.reading.plain:  # most tokens go this way, and nobody has to read them
-            void = self._part(Void(delta.retract)) if delta.retract else b""
+            void = self._part(Retraction(delta.retract)) if delta.retract else b""
             return void + (self._more(_WORDS, delta.text) if delta.text else b"")
         return b"".join([self._part(part) for part in self.add(0, delta)])
 
     def _part(self, part: Part) -> bytes:
         match part:
-            case Words(text=text):
+            case TextPart(text=text):
                 return self._more(_WORDS, text)
-            case Thought(text=text):
+            case ReasoningPart(text=text):
                 return self._more(_THOUGHTS, text)
-            case Void(words=words, thoughts=thoughts):
+            case Retraction(words=words, thoughts=thoughts):
                 void = {"retract": words, "retract_thinking": thoughts}
                 told = {key: count for key, count in void.items() if count}
                 extra = {"rkserve": told}
@@ -60,10 +60,10 @@ class _Lines(Tally, ABC):
     def _more(self, kind: str, text: str) -> bytes:
         frame = self._frames.get(kind)
         if frame is None:
-            hole = sse.Frame.HOLE
+            hole = sse.EventTemplate.HOLE
             said = self._said(hole) if kind == _WORDS else self._said(thoughts=hole)
             value = {**self._head(), **said, "done": False}
-            frame = self._frames[kind] = sse.Frame(value, before="", after="\n")
+            frame = self._frames[kind] = sse.EventTemplate(value, before="", after="\n")
         return frame.fill(text)
 
     def paused(self, index: int, paused: Paused) -> bytes:
@@ -164,7 +164,7 @@ class GenerateLines(_Lines):
         return {"response": words, **({"thinking": thoughts} if thoughts else {})}
 
 
-def loaded(load: Load, created: int, *, chat: bool) -> JsonObject:
+def loaded(load: LoadRequest, created: int, *, chat: bool) -> JsonObject:
     """Return the answer to a call that only wanted the model to be ready."""
     said = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
     head = {"model": load.model, "created_at": timestamp(created)}

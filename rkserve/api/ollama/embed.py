@@ -10,10 +10,10 @@ from dataclasses import replace
 from rkserve.api.json.body import JsonObject, parse_object
 from rkserve.api.json.fields import Fields, Range
 from rkserve.api.json.limits import MAX_DIMENSIONS
-from rkserve.api.ollama.requests import Load, asked_model
+from rkserve.api.ollama.requests import LoadRequest, asked_model
 from rkserve.api.openai.embeddings import (
     EmbeddingCall,
-    Form,
+    EmbeddingDialect,
     check_count,
     read_text,
     read_wanted,
@@ -80,12 +80,12 @@ def _embedded_one(
     return b'{"embedding":%b}' % written(vector)
 
 
-def nothing(asked: Load, what: str) -> JsonObject:
+def nothing(asked: LoadRequest, what: str) -> JsonObject:
     """Return the answer to a call without a text: the model is ready."""
     if what == "prompt":
         return {"embedding": []}
     return {"model": asked.model, "embeddings": [], "total_duration": 0, "load_duration": 0}
 
 
-EMBED = Form(parse_embed, _embedded)
-EMBED_ONE = Form(parse_embed_one, _embedded_one)
+EMBED = EmbeddingDialect(parse_embed, _embedded)
+EMBED_ONE = EmbeddingDialect(parse_embed_one, _embedded_one)

@@ -24,10 +24,10 @@ from rkserve.api.json.body import parse_object
 from rkserve.api.json.fields import Fields, as_fields, missing, wrong_type
 from rkserve.api.json.limits import MAX_MESSAGES, MAX_STOP_SEQUENCES
 from rkserve.api.parsing.grammar import JSON_OBJECT, Named, schema_guide
-from rkserve.api.parsing.reasoning import EFFORTS, Wish, read_wish
-from rkserve.api.parsing.sampling import Steps, read_draws
+from rkserve.api.parsing.reasoning import EFFORTS, ReasoningOptions, read_wish
+from rkserve.api.parsing.sampling import SamplingOptions, read_draws
 from rkserve.api.parsing.tool_choice import read_tools
-from rkserve.api.prompting.conversation import Message, Pairing
+from rkserve.api.prompting.conversation import Message, PendingToolCalls
 from rkserve.api.prompting.images import ImagePart, image_file, shown
 from rkserve.core.errors import RequestError, UnsupportedParameter
 
@@ -35,7 +35,7 @@ _TAG = ":latest"  # what Ollama's clients put behind a name that has none
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadRequest:
     """A call without a prompt: the model shall be ready, and nothing is generated."""
 
     model: str
@@ -87,7 +87,7 @@ def parse_generate(body: bytes) -> AnyCall:
     return ChatCall(model=model, messages=tuple(messages), wish=_wish(fields), **_shared(fields))
 
 
-def _wish(fields: Fields) -> Wish:
+def _wish(fields: Fields) -> ReasoningOptions:
     """What is asked of thoughts: by ``think``, or by rkserve's own keys."""
     own, think = read_wish(fields), fields.get("think")
     if think is None:
@@ -98,7 +98,7 @@ def _wish(fields: Fields) -> Wish:
     return replace(own, enabled=True, effort=effort)
 
 
-def parse_load(body: bytes, what: str) -> Load | None:
+def parse_load(body: bytes, what: str) -> LoadRequest | None:
     """Return what a call asks that has nothing under ``what``; None where there is something.
 
     Raises:
@@ -114,7 +114,7 @@ def parse_load(body: bytes, what: str) -> Load | None:
             "POST /v1/models/unload.",
             "keep_alive",
         )
-    return Load(model)
+    return LoadRequest(model)
 
 
 def asked_model(fields: Fields, name: str = "model") -> str:
@@ -140,7 +140,7 @@ def _shared(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _steps(fields: Fields, options: Fields) -> Steps:
+def _steps(fields: Fields, options: Fields) -> SamplingOptions:
     """What is asked of the choice of tokens, and of the answer's form."""
     steps = read_draws(options)
     # As there a negative seed is none; clients send it as the default.
@@ -185,7 +185,7 @@ _OPTIONS_REFUSED: dict[str, unsupported.Harmless] = {
 
 
 def _messages(fields: Fields) -> Iterator[Message]:
-    pairing = Pairing(orphans=True)
+    pairing = PendingToolCalls(orphans=True)
     for index, value in enumerate(fields.items("messages", MAX_MESSAGES)):
         fields_of = as_fields(value, f"messages[{index}]")
         role = fields_of.choice("role", "system", "user", "assistant", "tool")

@@ -12,26 +12,33 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from rkserve.api.common import sse
-from rkserve.api.common.answer import Stamp, Tally, pause_status, timings_of
+from rkserve.api.common.answer import AnswerOrigin, BaseAnswer, pause_status, timings_of
 from rkserve.api.common.calls import ChatCall, CompletionCall, parse_chat, parse_completion
 from rkserve.api.common.dialect import Dialect
 from rkserve.api.common.errors import error_event
-from rkserve.api.common.logprobs import Chosen, CompletionLog, Lexicon, chat_logprobs, of_prompt
+from rkserve.api.common.logprobs import Chosen, CompletionLog, TokenTexts, chat_logprobs, of_prompt
 from rkserve.api.json.body import JsonObject
 from rkserve.api.parsing.answer_parser import TOOL_CALLS
-from rkserve.api.parsing.parts import CallBegun, CallMore, Part, Thought, Void, Words
+from rkserve.api.parsing.parts import (
+    Part,
+    ReasoningPart,
+    Retraction,
+    TextPart,
+    ToolCallDelta,
+    ToolCallStart,
+)
 from rkserve.core.messages import Delta, Finished, Paused
 from rkserve.core.run_params import Scored
 
 
-class _Answer(Tally, ABC):
+class _Answer(BaseAnswer, ABC):
     """What chat and completion answers share."""
 
     _whole_object: ClassVar[str]
     _chunk_object: ClassVar[str]
 
     def __init__(
-        self, call: ChatCall | CompletionCall, answer_id: str, created: int, stamp: Stamp
+        self, call: ChatCall | CompletionCall, answer_id: str, created: int, stamp: AnswerOrigin
     ) -> None:
         super().__init__(call, answer_id, created, stamp)
         self._fingerprint = stamp.fingerprint(stamp.accepted)
@@ -40,7 +47,7 @@ class _Answer(Tally, ABC):
         self._lexicon, self._top = stamp.lexicon, call.steps.top_logprobs
         self._tells = self._top is not None or call.token_ids  # of single tokens
         self._begun: set[int] = set()  # choices of which a chunk was sent
-        self._frames: dict[tuple[int, str], sse.Frame] = {}
+        self._frames: dict[tuple[int, str], sse.EventTemplate] = {}
 
     def opening(self, index: int) -> bytes:  # noqa: ARG002 - completions open with nothing
         """Return what comes before the first delta of a choice."""
@@ -115,7 +122,9 @@ class _Answer(Tally, ABC):
 
     def _part(self, index: int, part: Part) -> bytes:
         """Return the chunk of a part."""
-        assert isinstance(part, Words)  # raw prompts offer no tools, and nobody looks for thoughts
+        assert isinstance(
+            part, TextPart
+        )  # raw prompts offer no tools, and nobody looks for thoughts
         return self._filled(index, "content", part.text)
 
     def usage_chunk(self) -> bytes:
@@ -145,7 +154,7 @@ class _Answer(Tally, ABC):
         }
 
     @property
-    def _words(self) -> Lexicon:
+    def _words(self) -> TokenTexts:
         """The tokens' names; answers that tell of tokens always have them."""
         assert self._lexicon is not None
         return self._lexicon
@@ -170,8 +179,8 @@ class _Answer(Tally, ABC):
             return self._sent(index, self._piece(index, text, None, kind))
         frame = self._frames.get((index, kind))
         if frame is None:
-            piece = self._piece(index, sse.Frame.HOLE, None, kind)
-            frame = self._frames[index, kind] = sse.Frame(self._chunk([piece]))
+            piece = self._piece(index, sse.EventTemplate.HOLE, None, kind)
+            frame = self._frames[index, kind] = sse.EventTemplate(self._chunk([piece]))
         return frame.fill(text)
 
     @abstractmethod
@@ -213,13 +222,13 @@ class ChatAnswer(_Answer):
 
     def _part(self, index: int, part: Part) -> bytes:
         match part:
-            case Words(text=text):
+            case TextPart(text=text):
                 return self._filled(index, "content", text)
-            case Thought(text=text):
+            case ReasoningPart(text=text):
                 return self._filled(index, "reasoning_content", text)
-            case CallBegun() | CallMore():
+            case ToolCallStart() | ToolCallDelta():
                 return self._sent(index, _chat_piece(index, self._called(part), None))
-            case Void(words=words, thoughts=thoughts, calls=calls):
+            case Retraction(words=words, thoughts=thoughts, calls=calls):
                 void = {
                     "retract": words,
                     "retract_reasoning": thoughts,
@@ -228,9 +237,9 @@ class ChatAnswer(_Answer):
                 told = {key: count for key, count in void.items() if count}
                 return self._sent(index, _chat_piece(index, {}, None), {"rkserve": told})
 
-    def _called(self, part: CallBegun | CallMore) -> JsonObject:
+    def _called(self, part: ToolCallStart | ToolCallDelta) -> JsonObject:
         """Say of a call what is new: its name first, then its arguments."""
-        if isinstance(part, CallMore):
+        if isinstance(part, ToolCallDelta):
             function = {"arguments": part.arguments}
             return (
                 {"function_call": function}
@@ -289,7 +298,7 @@ class CompletionAnswer(_Answer):
     _whole_object = _chunk_object = "text_completion"
 
     def __init__(
-        self, call: ChatCall | CompletionCall, answer_id: str, created: int, stamp: Stamp
+        self, call: ChatCall | CompletionCall, answer_id: str, created: int, stamp: AnswerOrigin
     ) -> None:
         super().__init__(call, answer_id, created, stamp)
         self._echo = isinstance(call, CompletionCall) and call.echo

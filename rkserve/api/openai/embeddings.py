@@ -16,7 +16,7 @@ from operator import mul
 from rkserve.api.common import unsupported
 from rkserve.api.common.calls import TextOrIds, read_model, read_prompt, read_standing
 from rkserve.api.common.renderer import Prompt, Renderer
-from rkserve.api.common.version_policy import Meant
+from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.api.json.body import parse_object
 from rkserve.api.json.fields import Fields, Range, missing, wrong_type
 from rkserve.api.json.limits import MAX_DIMENSIONS, MAX_INPUTS
@@ -45,7 +45,7 @@ _NOT_POOLED: dict[str, unsupported.Harmless] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class VectorOptions:
     """What every call says whose texts become vectors. A lower ``priority`` goes first, and the
     answer is of use for ``timeout_s``; ``session`` keeps requests on one version of an adapter.
     """
@@ -60,7 +60,7 @@ class Wanted:
 class EmbeddingCall:
     """A call of /v1/embeddings. With ``cut`` texts may be longer than the context."""
 
-    wanted: Wanted
+    wanted: VectorOptions
     inputs: tuple[TextOrIds, ...]
     paths: tuple[str, ...]  # of the inputs, as error messages name them
     as_base64: bool = False
@@ -72,14 +72,14 @@ class EmbeddingCall:
 class PoolingCall:
     """A call of /pooling: the hidden states of every token of each text."""
 
-    wanted: Wanted
+    wanted: VectorOptions
     inputs: tuple[TextOrIds, ...]
     paths: tuple[str, ...]
     as_base64: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class EmbeddingChunk:
     """Some of the texts of a call, for one board: ``at`` are their places among all."""
 
     at: tuple[int, ...]
@@ -123,9 +123,9 @@ def parse_pooling(body: bytes) -> PoolingCall:
     )
 
 
-def read_wanted(fields: Fields) -> Wanted:
+def read_wanted(fields: Fields) -> VectorOptions:
     """Read what such calls share."""
-    return Wanted(model=read_model(fields), **read_standing(fields))
+    return VectorOptions(model=read_model(fields), **read_standing(fields))
 
 
 def _inputs(fields: Fields) -> tuple[tuple[TextOrIds, ...], tuple[str, ...]]:
@@ -223,14 +223,14 @@ def _beginning(text: TextOrIds, path: str, renderer: Renderer, context_len: int)
 
 def chunks_of(
     texts: Sequence[Prompt],
-    meant: Meant,
+    meant: ResolvedModel,
     settings: EmbeddingSettings,
     call_id: str,
     *,
     session: str = "",
     boards: int = 1,
     pooling: Pooling | None = None,
-) -> list[Chunk]:
+) -> list[EmbeddingChunk]:
     """Return the requests for all texts, so that each of so many ``boards`` has one at least.
 
     ``pooling`` goes before that of the settings; with all rows each text has a request of its own.
@@ -255,7 +255,7 @@ def chunks_of(
             texts=tuple(text.text for text in taken if text.text is not None),
             pooling=pooling or Pooling(settings.pooling),
         )
-        chunks.append(Chunk(at, request))
+        chunks.append(EmbeddingChunk(at, request))
     return chunks
 
 
@@ -360,7 +360,7 @@ def written(vector: array[float]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class EmbeddingDialect:
     """How a dialect asks for vectors, and how it is given them: with the tokens of all texts, and
     the seconds that it took.
     """
@@ -369,4 +369,4 @@ class Form:
     answer: Callable[[EmbeddingCall, Iterable[array[float]], int, float], bytes] = embeddings_answer
 
 
-OPENAI = Form()
+OPENAI = EmbeddingDialect()

@@ -13,7 +13,7 @@ from operator import mul
 from rkserve.api.common import unsupported
 from rkserve.api.json.body import JsonObject, parse_object
 from rkserve.api.json.fields import Fields, Range, missing, wrong_type
-from rkserve.api.openai.embeddings import Wanted, check_count, read_wanted
+from rkserve.api.openai.embeddings import VectorOptions, check_count, read_wanted
 from rkserve.core.errors import RequestError
 
 _REFUSED: dict[str, unsupported.Harmless] = {
@@ -25,7 +25,7 @@ _FIRST, _SECOND = ("text_1", "queries", "data_1"), ("text_2", "documents", "data
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class RankedText:
     """One text, and where it stands in the body. A ``query`` is what others are compared with."""
 
     text: str
@@ -37,14 +37,14 @@ class Text:
 class RankCall:
     """A call of /v1/rerank. ``top_n`` of None ranks all."""
 
-    wanted: Wanted
-    query: Text
-    documents: tuple[Text, ...]
+    wanted: VectorOptions
+    query: RankedText
+    documents: tuple[RankedText, ...]
     top_n: int | None = None
     return_documents: bool = True
 
     @property
-    def pairs(self) -> list[tuple[Text, Text]]:
+    def pairs(self) -> list[tuple[RankedText, RankedText]]:
         """What is compared with what."""
         return [(self.query, document) for document in self.documents]
 
@@ -53,8 +53,8 @@ class RankCall:
 class ScoreCall:
     """A call of /score."""
 
-    wanted: Wanted
-    pairs: list[tuple[Text, Text]]
+    wanted: VectorOptions
+    pairs: list[tuple[RankedText, RankedText]]
 
 
 def parse_rerank(body: bytes) -> RankCall:
@@ -97,7 +97,7 @@ def parse_score(body: bytes) -> ScoreCall:
     return ScoreCall(wanted, list(zip(first, second, strict=True)))
 
 
-def _texts(fields: Fields, names: Sequence[str], *, query: bool = False) -> list[Text]:
+def _texts(fields: Fields, names: Sequence[str], *, query: bool = False) -> list[RankedText]:
     name = next((one for one in names if fields.get(one) is not None), None)
     if name is None:
         raise missing(names[0])
@@ -109,7 +109,7 @@ def _texts(fields: Fields, names: Sequence[str], *, query: bool = False) -> list
     return [_text(one, f"{name}[{at}]", query=query) for at, one in enumerate(found)]
 
 
-def _text(value: object, path: str, *, query: bool = False) -> Text:
+def _text(value: object, path: str, *, query: bool = False) -> RankedText:
     """A string, or an object that has it under ``text``."""
     if value is None:
         raise missing(path)
@@ -119,7 +119,7 @@ def _text(value: object, path: str, *, query: bool = False) -> Text:
         raise wrong_type(path, "a string or an object with 'text'", value)
     if not value:
         raise RequestError(f"Invalid '{path}': it is empty.", path)
-    return Text(value, path, query)
+    return RankedText(value, path, query)
 
 
 def similarity(one: array[float], other: array[float]) -> float:

@@ -11,10 +11,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rkserve.api.common.renderer import Header, Renderer
-from rkserve.api.common.version_policy import Meant
-from rkserve.api.openai.rerank import Text
-from rkserve.api.parsing.reasoning import Wish
+from rkserve.api.common.renderer import PromptHeader, Renderer
+from rkserve.api.common.version_policy import ResolvedModel
+from rkserve.api.openai.rerank import RankedText
+from rkserve.api.parsing.reasoning import ReasoningOptions
 from rkserve.core.errors import ContextOverflow, InputTooLong, UnsupportedParameter
 from rkserve.core.messages import Delta, GenerateRequest
 from rkserve.core.run_params import Sampling, Stepwise
@@ -34,10 +34,10 @@ _ANSWER_TOKENS = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class RerankModel:
     """A model that judges, as one call means it. ``yes`` and ``no`` are token ids."""
 
-    meant: Meant
+    meant: ResolvedModel
     settings: RerankSettings
     renderer: Renderer
     context_len: int
@@ -45,7 +45,9 @@ class Judge:
     no: int
 
 
-def judge_of(meant: Meant, settings: RerankSettings, renderer: Renderer, context_len: int) -> Judge:
+def judge_of(
+    meant: ResolvedModel, settings: RerankSettings, renderer: Renderer, context_len: int
+) -> RerankModel:
     """Return how a model judges.
 
     Raises:
@@ -68,11 +70,11 @@ def judge_of(meant: Meant, settings: RerankSettings, renderer: Renderer, context
                 "model",
             )
         ids += found
-    return Judge(meant, settings, renderer, context_len, *ids)
+    return RerankModel(meant, settings, renderer, context_len, *ids)
 
 
 def requests_of(
-    judge: Judge, pairs: Sequence[tuple[Text, Text]], call_id: str, session: str
+    judge: RerankModel, pairs: Sequence[tuple[RankedText, RankedText]], call_id: str, session: str
 ) -> list[GenerateRequest]:
     """Return a request for each query and document.
 
@@ -100,7 +102,7 @@ def requests_of(
     ]
 
 
-def _prompt(judge: Judge, query: Text, document: Text) -> tuple[int, ...]:
+def _prompt(judge: RerankModel, query: RankedText, document: RankedText) -> tuple[int, ...]:
     said = {
         "instruction": judge.settings.instruction,
         "query": query.text,
@@ -115,8 +117,8 @@ def _prompt(judge: Judge, query: Text, document: Text) -> tuple[int, ...]:
     if not judge.settings.system:
         del messages[0]
     # What it says first has to be its verdict.
-    variables = Wish(enabled=False).given(judge.renderer.thinking.enabled)
-    header = Header(variables=variables, thoughtless=True)
+    variables = ReasoningOptions(enabled=False).given(judge.renderer.thinking.enabled)
+    header = PromptHeader(variables=variables, thoughtless=True)
     try:
         prompt = judge.renderer.chat(messages, judge.context_len, header)
     except ContextOverflow as exc:
@@ -126,7 +128,7 @@ def _prompt(judge: Judge, query: Text, document: Text) -> tuple[int, ...]:
     return prompt.ids
 
 
-def verdict(judge: Judge, delta: Delta) -> float | None:
+def verdict(judge: RerankModel, delta: Delta) -> float | None:
     """Return how likely yes is by an answer's token; None where the delta has none."""
     if not delta.logprobs or delta.logprobs[0] is None:
         return None

@@ -9,7 +9,7 @@ from rkserve.api.common import unsupported
 from rkserve.api.common.calls import read_maybe_model
 from rkserve.api.json.body import JsonObject, parse_object
 from rkserve.api.json.fields import Fields, missing, wrong_type
-from rkserve.api.parsing.tool_choice import NO_TOOLS, Tools, read_tools
+from rkserve.api.parsing.tool_choice import NO_TOOLS, ToolOptions, read_tools
 from rkserve.api.prompting.conversation import Message, read_messages, read_prefill
 from rkserve.core.errors import RequestError, UnsupportedParameter
 
@@ -36,7 +36,7 @@ class TokenizeCall:
     prefill: bool = False
     special: bool = True
     answer: bool = True
-    tools: Tools = NO_TOOLS
+    tools: ToolOptions = NO_TOOLS
     strings: bool = False
 
 

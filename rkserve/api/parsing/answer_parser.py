@@ -12,9 +12,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from rkserve.api.parsing.parts import CallBegun, CallMore, Part, Thought, Void, Words
-from rkserve.api.parsing.reasoning import Thoughts
-from rkserve.api.parsing.tools.base import Calls
+from rkserve.api.parsing.parts import (
+    Part,
+    ReasoningPart,
+    Retraction,
+    TextPart,
+    ToolCallDelta,
+    ToolCallStart,
+)
+from rkserve.api.parsing.reasoning import ReasoningSplitter
+from rkserve.api.parsing.tools.base import ToolCallParser
 from rkserve.core.messages import Delta, Finished, FinishReason, Kind, Thinking
 
 TOOL_CALLS = "tool_calls"
@@ -24,7 +31,7 @@ _ID_CHARS = 9
 
 
 @dataclass(frozen=True)
-class Reading:
+class ParserOptions:
     """How the answers to one call are read.
 
     ``form`` is None where no tool was offered: then nothing is a call. ``opening`` is the beginning
@@ -33,7 +40,7 @@ class Reading:
     """
 
     thinking: Thinking | None = None
-    form: type[Calls] | None = None
+    form: type[ToolCallParser] | None = None
     names: frozenset[str] = frozenset()
     opening: str = ""
     most_calls: int | None = None
@@ -44,11 +51,11 @@ class Reading:
         return self.thinking is None and self.form is None
 
 
-PLAIN = Reading()
+PLAIN = ParserOptions()
 
 
 @dataclass
-class Call:
+class ToolCall:
     """One call of a tool; ``arguments`` are JSON text."""
 
     call_id: str
@@ -68,20 +75,20 @@ class _Said:
     def __init__(self) -> None:
         self.words: list[str] = []
         self.thoughts: list[str] = []
-        self.calls: list[Call] = []
+        self.calls: list[ToolCall] = []
 
     def take(self, part: Part) -> None:
         """Add a part, or take it back."""
         match part:
-            case Words(text=text):
+            case TextPart(text=text):
                 self.words.append(text)
-            case Thought(text=text):
+            case ReasoningPart(text=text):
                 self.thoughts.append(text)
-            case CallBegun(name=name, index=index, call_id=call_id):
-                self.calls.append(Call(call_id, name, index))
-            case CallMore(arguments=arguments):
+            case ToolCallStart(name=name, index=index, call_id=call_id):
+                self.calls.append(ToolCall(call_id, name, index))
+            case ToolCallDelta(arguments=arguments):
                 self.calls[-1].pieces.append(arguments)
-            case Void(words=words, thoughts=thoughts, calls=calls):
+            case Retraction(words=words, thoughts=thoughts, calls=calls):
                 _cut(self.words, words)
                 _cut(self.thoughts, thoughts)
                 del self.calls[len(self.calls) - calls :]
@@ -90,16 +97,16 @@ class _Said:
 class _Reader:
     """Reads an answer from its beginning: thoughts, then words and calls."""
 
-    def __init__(self, reading: Reading) -> None:
-        self._thoughts = None if reading.thinking is None else Thoughts(reading.thinking)
+    def __init__(self, reading: ParserOptions) -> None:
+        self._thoughts = None if reading.thinking is None else ReasoningSplitter(reading.thinking)
         self._calls = None if reading.form is None else reading.form(reading.names)
         self._most = reading.most_calls
         self._count, self._muted = 0, False
-        self.news = self._read(Words(reading.opening)) if reading.opening else []
+        self.news = self._read(TextPart(reading.opening)) if reading.opening else []
 
     def feed(self, text: str) -> list[Part]:
         """Return what more of its text means."""
-        parts: list[Part] = [Words(text)] if text else []
+        parts: list[Part] = [TextPart(text)] if text else []
         if self._thoughts is not None:
             parts = self._thoughts.feed(text)
         return self._all(parts)
@@ -114,7 +121,7 @@ class _Reader:
         return [*found, *(one for part in parts for one in self._read(part))]
 
     def _read(self, part: Part) -> list[Part]:
-        if self._calls is None or not isinstance(part, Words):
+        if self._calls is None or not isinstance(part, TextPart):
             return [part]
         return self._counted(self._calls.feed(part.text))
 
@@ -126,12 +133,12 @@ class _Reader:
 
     def _is_mute(self, part: Part) -> bool:
         match part:
-            case CallBegun():
+            case ToolCallStart():
                 self._count += 1
                 self._muted = self._most is not None and self._count > self._most
-            case CallMore():
+            case ToolCallDelta():
                 pass
-            case Void():
+            case Retraction():
                 muted, self._muted = self._muted, False
                 self._count -= 1
                 return muted
@@ -140,10 +147,10 @@ class _Reader:
         return self._muted
 
 
-class Speech:
+class AnswerParser:
     """One choice of an answer while it is read."""
 
-    def __init__(self, reading: Reading = PLAIN) -> None:
+    def __init__(self, reading: ParserOptions = PLAIN) -> None:
         self._reading = reading
         self._reader = _Reader(reading)
         self._raw: list[str] = []
@@ -162,7 +169,7 @@ class Speech:
         return "".join(self._said.thoughts)
 
     @property
-    def calls(self) -> Sequence[Call]:
+    def calls(self) -> Sequence[ToolCall]:
         """The tools that it calls."""
         return self._said.calls
 
@@ -197,11 +204,11 @@ class Speech:
 
     def _named(self, part: Part) -> Part:
         """Say which call a part is of. No index is used twice: clients add up by it."""
-        if isinstance(part, CallBegun):
+        if isinstance(part, ToolCallStart):
             self._begun += 1
-            return CallBegun(part.name, self._begun - 1, new_call_id())
-        if isinstance(part, CallMore):
-            return CallMore(part.arguments, self._said.calls[-1].index)
+            return ToolCallStart(part.name, self._begun - 1, new_call_id())
+        if isinstance(part, ToolCallDelta):
+            return ToolCallDelta(part.arguments, self._said.calls[-1].index)
         return part
 
     def _reread(self, raw: str) -> list[Part]:
@@ -215,17 +222,17 @@ class Speech:
         words = _difference(before.words, after.words)
         thoughts = _difference(before.thoughts, after.thoughts)
         same = _same_calls(before.calls, after.calls)
-        void = Void(words[0], thoughts[0], len(before.calls) - same)
-        if void != Void():
+        void = Retraction(words[0], thoughts[0], len(before.calls) - same)
+        if void != Retraction():
             told.append(void)
-        told += [Thought(thoughts[1])] if thoughts[1] else []
-        told += [Words(words[1])] if words[1] else []
+        told += [ReasoningPart(thoughts[1])] if thoughts[1] else []
+        told += [TextPart(words[1])] if words[1] else []
         if same and (
             more := after.calls[same - 1].arguments[len(before.calls[same - 1].arguments) :]
         ):
-            told.append(CallMore(more))
+            told.append(ToolCallDelta(more))
         for call in after.calls[same:]:
-            told += [CallBegun(call.name), CallMore(call.arguments)]
+            told += [ToolCallStart(call.name), ToolCallDelta(call.arguments)]
         return self._taken(told)
 
 
@@ -247,7 +254,7 @@ def _difference(before: list[str], after: list[str]) -> tuple[int, str]:
     return len(old) - same, new[same:]
 
 
-def _same_calls(before: list[Call], after: list[Call]) -> int:
+def _same_calls(before: list[ToolCall], after: list[ToolCall]) -> int:
     """Return how many calls are what they were; the last one may have got more arguments."""
     same = 0
     for old, new in zip(before, after, strict=False):

@@ -9,21 +9,21 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class TextPart:
     """More of what the answer says."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ReasoningPart:
     """More of what the model thought before."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class CallBegun:
+class ToolCallStart:
     """A call of a tool begins. ``index`` counts the calls of this answer, also those that turned
     out to be void, and ``call_id`` is this call's alone.
     """
@@ -34,7 +34,7 @@ class CallBegun:
 
 
 @dataclass(frozen=True, slots=True)
-class CallMore:
+class ToolCallDelta:
     """More of the JSON text of the arguments of the call that began last."""
 
     arguments: str
@@ -42,7 +42,7 @@ class CallMore:
 
 
 @dataclass(frozen=True, slots=True)
-class Void:
+class Retraction:
     """So many characters at the end of the words and of the thoughts, and so many of the last
     calls, are not part of the answer after all.
     """
@@ -52,7 +52,7 @@ class Void:
     calls: int = 0
 
 
-Part = Words | Thought | CallBegun | CallMore | Void
+Part = TextPart | ReasoningPart | ToolCallStart | ToolCallDelta | Retraction
 
 
 def overlap(text: str, mark: str) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from rkserve.api.json.body import JsonObject
 from rkserve.api.json.fields import Fields, Range, quoted
-from rkserve.api.parsing.parts import Part, Thought, Words, overlap
+from rkserve.api.parsing.parts import Part, ReasoningPart, TextPart, overlap
 from rkserve.core.errors import RequestError
 from rkserve.core.messages import Thinking
 
@@ -26,7 +26,7 @@ MOST_TOKENS = 1_000_000
 
 
 @dataclass(frozen=True)
-class Wish:
+class ReasoningOptions:
     """What a call says of thinking. ``variables`` are for the template.
 
     ``max_tokens`` of None leaves it to the model folder, by ``effort``.
@@ -44,10 +44,10 @@ class Wish:
         return {**switches, **self.variables}
 
 
-NO_WISH = Wish()
+NO_WISH = ReasoningOptions()
 
 
-def read_wish(body: Fields) -> Wish:
+def read_wish(body: Fields) -> ReasoningOptions:
     """Read ``enable_thinking``, ``reasoning_effort``, ``max_reasoning_tokens`` and
     ``chat_template_kwargs``. What is said by name goes before what the last one says.
 
@@ -68,7 +68,7 @@ def read_wish(body: Fields) -> Wish:
     if enabled is not None:
         variables = {**variables, **dict.fromkeys(_SWITCHES, enabled)}
     said = variables.get("enable_thinking", variables.get("thinking"))
-    return Wish(
+    return ReasoningOptions(
         enabled=said if isinstance(said, bool) else None,
         effort=effort,
         max_tokens=body.integer("max_reasoning_tokens", Range(0, MOST_TOKENS)),
@@ -76,7 +76,7 @@ def read_wish(body: Fields) -> Wish:
     )
 
 
-class Thoughts:
+class ReasoningSplitter:
     """Tells the block of thoughts at the beginning of an answer from the answer itself.
 
     The marks, and the line breaks next to them, belong to neither.
@@ -154,11 +154,11 @@ class Thoughts:
 
     def _think(self, text: str) -> None:
         if text:
-            self._parts.append(Thought(text))
+            self._parts.append(ReasoningPart(text))
 
     def _say(self, text: str) -> None:
         if text:
-            self._parts.append(Words(text))
+            self._parts.append(TextPart(text))
 
     def _taken(self) -> list[Part]:
         parts, self._parts = self._parts, []

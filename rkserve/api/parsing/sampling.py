@@ -25,7 +25,7 @@ _LEAST = Range(0, NEVER_ENDS)
 
 
 @dataclass(frozen=True)
-class Steps:
+class SamplingOptions:
     """What was asked for. ``top_logprobs`` of None asks for no logprobs.
 
     ``guide`` is the grammar of the answer, with the parameter that brought it. The model does not
@@ -106,22 +106,22 @@ class Steps:
         )
 
 
-def read_steps(fields: Fields, *, chat: bool) -> Steps:
+def read_steps(fields: Fields, *, chat: bool) -> SamplingOptions:
     """Read the keys of a call. Raises ``RequestError`` with the ``param`` at fault."""
     top = _of_chat(fields) if chat else _of_completion(fields)
     return replace(read_extras(fields), top_logprobs=top)
 
 
-def read_draws(fields: Fields) -> Steps:
+def read_draws(fields: Fields) -> SamplingOptions:
     """Read what decides which token is chosen. Raises ``RequestError``."""
-    return Steps(
+    return SamplingOptions(
         seed=fields.integer("seed", _SEED),
         min_p=fields.number("min_p", _SHARE) or 0.0,
         logit_bias=_logit_bias(fields),
     )
 
 
-def read_extras(fields: Fields, guide: Named | None = None) -> Steps:
+def read_extras(fields: Fields, guide: Named | None = None) -> SamplingOptions:
     """Read these keys of dialects that have other words for logprobs.
 
     ``guide`` is what the dialect's own words say of the answer's form. Raises ``RequestError``.
@@ -144,7 +144,7 @@ def read_top(fields: Fields, name: str = "top_logprobs") -> int | None:
     return fields.integer(name, _TOP)
 
 
-def check_ids(steps: Steps, check: Callable[[int, str], None]) -> None:
+def check_ids(steps: SamplingOptions, check: Callable[[int, str], None]) -> None:
     """Let ``check`` judge every token id."""
     for token_id, _ in steps.logit_bias:
         check(token_id, f"logit_bias.{token_id}")

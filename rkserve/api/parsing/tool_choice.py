@@ -21,7 +21,7 @@ ALLOWED = "allowed_tools"
 
 
 @dataclass(frozen=True)
-class Tools:
+class ToolOptions:
     """What a call offers. ``given`` are for the template; none where the model may call nothing.
 
     ``forced``: some tool must be called, or the one that is ``named``. ``legacy`` calls are
@@ -57,10 +57,10 @@ class Tools:
         return frozenset(tool["function"]["name"] for tool in self.given)
 
 
-NO_TOOLS = Tools()
+NO_TOOLS = ToolOptions()
 
 
-def read_tools(body: Fields) -> Tools:
+def read_tools(body: Fields) -> ToolOptions:
     """Read ``tools``, ``tool_choice`` and ``parallel_tool_calls``, or their deprecated kin.
 
     Raises:
@@ -78,7 +78,7 @@ def read_tools(body: Fields) -> Tools:
     parallel = body.maybe_flag("parallel_tool_calls")
     if not given or not offered:
         return NO_TOOLS
-    return Tools(
+    return ToolOptions(
         given=given,
         forced=forced,
         named=named,

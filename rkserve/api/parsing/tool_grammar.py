@@ -7,8 +7,8 @@ import re
 
 from rkserve.api.json.body import JsonObject
 from rkserve.api.parsing.grammar import Named
-from rkserve.api.parsing.tool_choice import Tools
-from rkserve.api.parsing.tools.base import Calls, Shape
+from rkserve.api.parsing.tool_choice import ToolOptions
+from rkserve.api.parsing.tools.base import CallSyntax, ToolCallParser
 from rkserve.core.errors import RequestError
 from rkserve.core.run_params import Guide, GuideKind
 
@@ -18,7 +18,7 @@ _PYTHON_NAME = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
 _KEYWORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
-def calls_guide(tools: Tools, form: type[Calls]) -> Named | None:
+def calls_guide(tools: ToolOptions, form: type[ToolCallParser]) -> Named | None:
     """Return what the answer follows behind the opening of a call; None where it is free.
 
     It is free unless a call must come and one of the tools that may be called is strict.
@@ -45,7 +45,7 @@ def calls_guide(tools: Tools, form: type[Calls]) -> Named | None:
     return PARAM, Guide(GuideKind.CALLS, text)
 
 
-def _call(tool: JsonObject, tools: Tools, shape: Shape) -> JsonObject:
+def _call(tool: JsonObject, tools: ToolOptions, shape: CallSyntax) -> JsonObject:
     name, parameters = tool["function"]["name"], tool["function"]["parameters"]
     return {
         "name": name,
@@ -56,7 +56,7 @@ def _call(tool: JsonObject, tools: Tools, shape: Shape) -> JsonObject:
     }
 
 
-def _loose(parameters: JsonObject, shape: Shape) -> JsonObject:
+def _loose(parameters: JsonObject, shape: CallSyntax) -> JsonObject:
     """Return what is certain of the arguments of a tool that is not strict: that they are some."""
     if not shape.keywords:
         return {"type": "object"}

@@ -22,14 +22,14 @@ IMAGE = "\ufdd4"  # stands around the number of an image
 _STAND_IN = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 
 
-class Piece(NamedTuple):
+class PromptSegment(NamedTuple):
     """A stretch of a rendered prompt. ``typed`` is a marker that a client wrote."""
 
     text: str
     typed: bool
 
 
-class Shield:
+class ControlTokenGuard:
     """Knows the markers of one model."""
 
     def __init__(self, markers: Iterable[str]) -> None:
@@ -55,13 +55,13 @@ class Shield:
         return value
 
 
-def pieces(rendered: str, typed: list[str]) -> Iterator[Piece]:
+def pieces(rendered: str, typed: list[str]) -> Iterator[PromptSegment]:
     """Cut a rendered prompt at its stand-ins, in order and without empty pieces."""
     for index, part in enumerate(_STAND_IN.split(rendered)):
         if index % 2:  # the groups of the pattern: numbers of stand-ins
-            yield Piece(typed[int(part)], typed=True)
+            yield PromptSegment(typed[int(part)], typed=True)
         elif part:
-            yield Piece(part, typed=False)
+            yield PromptSegment(part, typed=False)
 
 
 def _stand_in(marker: str, typed: list[str]) -> str:

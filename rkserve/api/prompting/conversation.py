@@ -29,7 +29,7 @@ def read_messages(body: Fields) -> tuple[Message, ...]:
     JSON text says, since templates print them with ``tojson``. The deprecated ``function_call``,
     and the role of its result, become a tool's. Tool calls and results without an id get one.
     """
-    pairing, found = Pairing(), []
+    pairing, found = PendingToolCalls(), []
     for index, value in enumerate(body.items("messages", MAX_MESSAGES)):
         fields = as_fields(value, f"messages[{index}]")
         found.append(pairing.add(_message(fields), fields))
@@ -75,7 +75,7 @@ def check_prefill(messages: Sequence[Message], param: str) -> None:
         )
 
 
-class Pairing:
+class PendingToolCalls:
     """Tool calls without a result so far, for results that come without the id of their call.
 
     Templates that print ids want nine letters and digits, so ids that are made here have these.

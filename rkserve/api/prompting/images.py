@@ -15,7 +15,7 @@ from typing import Any
 
 from rkserve.api.json.fields import Fields, missing, quoted, wrong_type
 from rkserve.api.json.limits import MAX_PATH_CHARS
-from rkserve.api.prompting.control_tokens import IMAGE, Piece, Shield
+from rkserve.api.prompting.control_tokens import IMAGE, ControlTokenGuard, PromptSegment
 from rkserve.core.errors import RequestError, UnsupportedParameter
 from rkserve.models.vision import VisionSettings
 
@@ -134,7 +134,7 @@ def with_stand_ins(message: Mapping[str, Any], numbers: Mapping[str, int]) -> di
     return {**message, "content": "".join(words)}
 
 
-class Eyes:
+class ImagePlaceholders:
     """Where images stand in the prompts of one model, if it sees any."""
 
     def __init__(self, vision: VisionSettings | None, markers: Iterable[str]) -> None:
@@ -142,7 +142,7 @@ class Eyes:
         self._vision = vision
         tags = () if vision is None else filter(None, vision.tags)
         # In the text of a prompt with images the runtime looks for these, too.
-        self.shield = Shield({*markers, PLACE, OTHER_PLACE, *tags})
+        self.shield = ControlTokenGuard({*markers, PLACE, OTHER_PLACE, *tags})
 
     @property
     def tokens(self) -> int:
@@ -164,7 +164,7 @@ class Eyes:
         raise UnsupportedParameter(f"Unsupported content part: {why}.", images[0].path)
 
     def placed(
-        self, parts: Iterable[Piece], unmarked: Callable[[Piece], str]
+        self, parts: Iterable[PromptSegment], unmarked: Callable[[PromptSegment], str]
     ) -> tuple[str, tuple[int, ...]]:
         """Return a rendered prompt as the runtime takes it, and whose places there are, in order.
 

@@ -13,12 +13,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rkserve.api.common import sse
-from rkserve.api.common.answer import Stamp, Tally, pause_status, timings_of
+from rkserve.api.common.answer import AnswerOrigin, BaseAnswer, pause_status, timings_of
 from rkserve.api.common.dialect import AnyCall, Dialect
 from rkserve.api.common.errors import error_object
 from rkserve.api.common.logprobs import chat_logprobs
 from rkserve.api.json.body import JsonObject
-from rkserve.api.parsing.parts import CallBegun, CallMore, Part, Thought, Void, Words
+from rkserve.api.parsing.parts import (
+    Part,
+    ReasoningPart,
+    Retraction,
+    TextPart,
+    ToolCallDelta,
+    ToolCallStart,
+)
 from rkserve.api.responses.requests import ResponseCall, parse_response
 from rkserve.core.messages import Delta, Finished, FinishReason, Paused
 
@@ -73,7 +80,7 @@ class _Item:
         return {**head, "content": [self.part(self.text)] if begun else []}
 
 
-class ResponseAnswer(Tally):
+class ResponseAnswer(BaseAnswer):
     """The answer to a call of /v1/responses."""
 
     def __init__(
@@ -81,7 +88,7 @@ class ResponseAnswer(Tally):
         call: AnyCall,
         answer_id: str,
         created: int,
-        stamp: Stamp,
+        stamp: AnswerOrigin,
         now: Callable[[], float] = time.time,
     ) -> None:
         """``now`` returns the seconds since 1970."""
@@ -180,26 +187,26 @@ class ResponseAnswer(Tally):
     def _meant(self, index: int, delta: Delta) -> list[Part]:
         if self._tokens or not self._stamp.reading.plain:
             return super().add(index, delta)
-        found: list[Part] = [Void(delta.retract)] if delta.retract else []
-        return [*found, Words(delta.text)] if delta.text else found
+        found: list[Part] = [Retraction(delta.retract)] if delta.retract else []
+        return [*found, TextPart(delta.text)] if delta.text else found
 
     def _take(self, part: Part) -> list[_Event]:
         """Add a part to the items, and return the events that tell of it."""
         match part:
-            case Words(text=text):
+            case TextPart(text=text):
                 return self._more(_MESSAGE, text)
-            case Thought(text=text):
+            case ReasoningPart(text=text):
                 return self._more(_REASONING, text)
-            case CallBegun(name=name, index=index, call_id=call_id):
+            case ToolCallStart(name=name, index=index, call_id=call_id):
                 begun = self._begin(_CALL, {"call_id": call_id, "name": name})
                 self._calls[index] = self._items[-1]
                 return begun
-            case CallMore(arguments=arguments, index=index):
+            case ToolCallDelta(arguments=arguments, index=index):
                 return [self._grown(self._calls[index], arguments)]
-            case Void():
+            case Retraction():
                 return [self._taken_back(part)]
 
-    def _taken_back(self, void: Void) -> _Event:
+    def _taken_back(self, void: Retraction) -> _Event:
         for kind, count in ((_MESSAGE, void.words), (_REASONING, void.thoughts)):
             left = count
             for item in reversed([one for one in self._items if one.kind == kind]):

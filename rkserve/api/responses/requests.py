@@ -12,14 +12,14 @@ from typing import Any
 
 from rkserve.api.common import unsupported
 from rkserve.api.common.calls import ChatCall, read_model, read_shared
-from rkserve.api.common.tool_definitions import Offered, read_offered
+from rkserve.api.common.tool_definitions import ToolDefinitions, read_tools
 from rkserve.api.json.body import JsonObject, parse_object
 from rkserve.api.json.fields import Fields, Range, as_fields, missing, quoted
 from rkserve.api.json.limits import MAX_MESSAGES, MAX_REFERENCES
 from rkserve.api.parsing.grammar import JSON_OBJECT, Named, schema_guide
-from rkserve.api.parsing.reasoning import EFFORTS, Wish, read_wish
-from rkserve.api.parsing.sampling import Steps, read_extras, read_top
-from rkserve.api.parsing.tool_choice import ALLOWED, NO_TOOLS, Tools, allowed
+from rkserve.api.parsing.reasoning import EFFORTS, ReasoningOptions, read_wish
+from rkserve.api.parsing.sampling import SamplingOptions, read_extras, read_top
+from rkserve.api.parsing.tool_choice import ALLOWED, NO_TOOLS, ToolOptions, allowed
 from rkserve.api.responses.items import REFERENCE, conversation
 from rkserve.core.errors import RequestError, UnsupportedParameter
 
@@ -128,7 +128,7 @@ _REFUSED: dict[str, unsupported.Harmless] = {
 }
 
 
-def _steps(fields: Fields) -> tuple[Steps, JsonObject]:
+def _steps(fields: Fields) -> tuple[SamplingOptions, JsonObject]:
     """Read what is asked of the choice of tokens and of the text's form, and how that is told."""
     text = fields.child("text")  # the rest of it ("verbosity") is a hint
     form = None if text is None else text.child("format")
@@ -176,7 +176,7 @@ def _effort(reasoning: Fields) -> str | None:
     return reasoning.choice("effort", *EFFORTS)
 
 
-def _wish(fields: Fields, effort: str | None) -> Wish:
+def _wish(fields: Fields, effort: str | None) -> ReasoningOptions:
     """What is asked of thoughts: by ``reasoning``, or by rkserve's own keys."""
     names = ("enable_thinking", "reasoning_effort", "max_reasoning_tokens", "chat_template_kwargs")
     own = {name: fields.get(name) for name in names}
@@ -186,9 +186,9 @@ def _wish(fields: Fields, effort: str | None) -> Wish:
 # -- tools ----------------------------------------------------------------------------------------
 
 
-def _tools(fields: Fields) -> tuple[Tools, JsonObject]:
+def _tools(fields: Fields) -> tuple[ToolOptions, JsonObject]:
     """Return the tools of a call, and what its answer repeats of them."""
-    offer = read_offered(fields, "function", "parameters")
+    offer = read_tools(fields, "function", "parameters")
     parallel = fields.maybe_flag("parallel_tool_calls") is not False
     most = fields.integer("max_tool_calls", Range(1))
     told = {
@@ -200,11 +200,13 @@ def _tools(fields: Fields) -> tuple[Tools, JsonObject]:
     given, forced, named = _chosen(fields, offer)
     if not given:
         return replace(NO_TOOLS, left_out=offer.left_out), told
-    tools = Tools(given, forced, named, parallel, False, offer.strict, most, offer.left_out)
+    tools = ToolOptions(given, forced, named, parallel, False, offer.strict, most, offer.left_out)
     return tools, told
 
 
-def _chosen(fields: Fields, offer: Offered) -> tuple[tuple[JsonObject, ...], bool, str | None]:
+def _chosen(
+    fields: Fields, offer: ToolDefinitions
+) -> tuple[tuple[JsonObject, ...], bool, str | None]:
     """Return the tools that may be called, whether one must be, and which."""
     value = fields.get("tool_choice")
     if isinstance(value, dict) and value.get("type") == ALLOWED:

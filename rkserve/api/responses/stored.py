@@ -24,7 +24,7 @@ _LIMIT, _MOST = 20, 100  # OpenAI's
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredResponse:
     """One response as it is kept. ``items`` are those of its own input, and it goes on from
     ``previous``. ``size`` in bytes is known of one that was read.
     """
@@ -53,7 +53,7 @@ def response_of(item_id: str) -> str:
     return f"{PREFIX}{found[1]}"
 
 
-def find_item(kept: Kept, item_id: str) -> JsonObject:
+def find_item(kept: StoredResponse, item_id: str) -> JsonObject:
     """Return an item of a response. Raises ``ItemNotFound``."""
     for item in kept.said:
         if item["id"] == item_id:
@@ -89,7 +89,7 @@ def check_lookup(query: Sequence[tuple[str, str]]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class ListPage:
     """Which part of a list is asked for."""
 
     after: str | None = None
@@ -116,7 +116,7 @@ class Page:
         }
 
 
-def read_page(query: Sequence[tuple[str, str]]) -> Page:
+def read_page(query: Sequence[tuple[str, str]]) -> ListPage:
     """Read the query of a list. Raises ``RequestError``."""
     values: dict[str, Any] = dict(query)
     limit = values.get("limit")
@@ -125,4 +125,4 @@ def read_page(query: Sequence[tuple[str, str]]) -> Page:
     fields = Fields(values)
     order = fields.choice("order", "asc", "desc")
     asked = fields.integer("limit", Range(1, _MOST))
-    return Page(fields.text("after"), _LIMIT if asked is None else asked, order != "asc")
+    return ListPage(fields.text("after"), _LIMIT if asked is None else asked, order != "asc")

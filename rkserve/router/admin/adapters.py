@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
 from rkserve.api.admin.lora import (
-    LoadCall,
-    Push,
+    LoadAdapterCall,
+    NewAdapter,
     check_name,
     lines_list,
     parse_load,
@@ -20,8 +20,8 @@ from rkserve.api.admin.lora import (
     parse_upload,
 )
 from rkserve.api.admin.operations import REFUSED, envelope
-from rkserve.api.admin.pause import Terms
-from rkserve.api.admin.query import Asked, Kind
+from rkserve.api.admin.pause import CallOptions
+from rkserve.api.admin.query import ControlRequest, ParameterKind
 from rkserve.api.json.body import JsonObject
 from rkserve.control.artifact_manifest import Claim
 from rkserve.control.calls import Outcome
@@ -57,9 +57,9 @@ class Adapters:
         self._cluster = service.cluster
         self._operations = operations
 
-    async def listed(self, asked: Asked) -> Made:
+    async def listed(self, asked: ControlRequest) -> Made:
         """Return every version of every line, and which boards have it."""
-        model = asked.fields({"model": Kind.TEXT}).text("model")
+        model = asked.fields({"model": ParameterKind.TEXT}).text("model")
         self._operations.check_models([] if model is None else [model])
         models = self._service.fleet.models if model is None else [model]
         await self._operations.look()
@@ -69,7 +69,7 @@ class Adapters:
     # -- new versions -------------------------------------------------------------------------
 
     async def upload(
-        self, asked: Asked, parts: AsyncIterator[bytes], announced: int | None
+        self, asked: ControlRequest, parts: AsyncIterator[bytes], announced: int | None
     ) -> Made:
         """Take a file as it comes; ``announced`` is how long the client says it is."""
         push = parse_upload(asked)
@@ -85,12 +85,12 @@ class Adapters:
         assert isinstance(version, AdapterVersion)
         return _told(await self._bring(push, model, version, asked))
 
-    async def register(self, asked: Asked) -> Made:
+    async def register(self, asked: ControlRequest) -> Made:
         """Take a file that is there already, by its path or URL."""
         push = parse_register(asked)
         return _told(await self._registered(push, self._model_for(push), asked))
 
-    async def load(self, asked: Asked) -> Made:
+    async def load(self, asked: ControlRequest) -> Made:
         """Take and serve a file, in vLLM's words."""
         call = parse_load(asked)
         outcome = await self._rolled_before(call.push, asked)
@@ -98,14 +98,14 @@ class Adapters:
             outcome = await self._loaded(call, asked)
         return _worded(f"Success: LoRA adapter '{call.push.name}' added successfully.", outcome)
 
-    async def unload(self, asked: Asked) -> Made:
+    async def unload(self, asked: ControlRequest) -> Made:
         """Retire an adapter, in vLLM's words."""
         terms, name = parse_unload(asked)
         model = await self._model_of(name, terms, asked)
         outcome = await self._retire(model, name, None, terms, asked)
         return _worded(f"Success: LoRA adapter '{name}' removed successfully.", outcome)
 
-    async def _rolled_before(self, push: Push, asked: Asked) -> Outcome | None:
+    async def _rolled_before(self, push: NewAdapter, asked: ControlRequest) -> Outcome | None:
         """Return what an earlier call with the same key came to; its file is not read again."""
         earlier = await self._earlier(asked.key)
         if earlier is None:
@@ -114,7 +114,7 @@ class Adapters:
         version = push.version or earlier.params.get("version")
         return await self._roll_out(push, str(model), str(version), asked)
 
-    async def _loaded(self, call: LoadCall, asked: Asked) -> Outcome:
+    async def _loaded(self, call: LoadAdapterCall, asked: ControlRequest) -> Outcome:
         name, model = call.push.name, self._model_for(call.push)
         # One that got no further than staging goes on.
         again = call.again or await self._earlier(_staging_key(asked)) is not None
@@ -126,14 +126,14 @@ class Adapters:
             )
         return (await self._registered(call.push, model, asked)).last
 
-    async def _registered(self, push: Push, model: str, asked: Asked) -> _Pushed:
+    async def _registered(self, push: NewAdapter, model: str, asked: ControlRequest) -> _Pushed:
         kind, place = ("url", push.url) if push.path is None else ("path", push.path)
         assert place is not None  # one of the two is there
         version = await self._cluster.register(kind, place, _claim(push, model), push.scale)
         return await self._bring(push, model, version, asked)
 
     async def _bring(
-        self, push: Push, model: str, version: AdapterVersion, asked: Asked
+        self, push: NewAdapter, model: str, version: AdapterVersion, asked: ControlRequest
     ) -> _Pushed:
         """Stage a version on every board, and have it served."""
         ref = version.ref
@@ -159,7 +159,9 @@ class Adapters:
         rolled = await self._roll_out(push, model, ref.version, asked)
         return _Pushed(version, model, staged, rolled)
 
-    async def _roll_out(self, push: Push, model: str, version: str, asked: Asked) -> Outcome:
+    async def _roll_out(
+        self, push: NewAdapter, model: str, version: str, asked: ControlRequest
+    ) -> Outcome:
         params = {"model": model, "name": push.name, "version": version, **push.rollout.params()}
         # The epoch that the caller expected was that before the staging.
         terms = replace(push.terms, epoch=None)
@@ -167,7 +169,7 @@ class Adapters:
 
     # -- known versions -----------------------------------------------------------------------
 
-    async def rollout(self, asked: Asked, name: str) -> Made:
+    async def rollout(self, asked: ControlRequest, name: str) -> Made:
         """Have a staged version served."""
         terms, version, rollout = parse_rollout(asked)
         model = await self._model_of(name, terms, asked)
@@ -175,15 +177,15 @@ class Adapters:
         outcome = await self._operations.perform(_K.ADAPTER_ROLLOUT, params, terms, asked)
         return made({"name": name, "version": version, "model": model}, outcome)
 
-    async def rollback(self, asked: Asked, name: str) -> Made:
+    async def rollback(self, asked: ControlRequest, name: str) -> Made:
         """Have the previous version served."""
         return await self._decide(_K.ADAPTER_ROLLBACK, asked, name)
 
-    async def promote(self, asked: Asked, name: str) -> Made:
+    async def promote(self, asked: ControlRequest, name: str) -> Made:
         """Have the version that is on trial served to everybody."""
         return await self._decide(_K.ADAPTER_PROMOTE, asked, name)
 
-    async def delete(self, asked: Asked, name: str, version: str | None) -> Made:
+    async def delete(self, asked: ControlRequest, name: str, version: str | None) -> Made:
         """Serve a version, or a whole adapter, no more."""
         terms = parse_named(asked)
         if version is not None:
@@ -193,7 +195,7 @@ class Adapters:
         told = {"name": name, "version": version, "model": model, "deleted": True}
         return made(told, outcome)
 
-    async def _decide(self, kind: OperationKind, asked: Asked, name: str) -> Made:
+    async def _decide(self, kind: OperationKind, asked: ControlRequest, name: str) -> Made:
         terms = parse_named(asked)
         model = await self._model_of(name, terms, asked)
         outcome = await self._operations.perform(kind, {"model": model, "name": name}, terms, asked)
@@ -202,14 +204,14 @@ class Adapters:
         return made({"name": name, "model": model, "version": active}, outcome)
 
     async def _retire(
-        self, model: str, name: str, version: str | None, terms: Terms, asked: Asked
+        self, model: str, name: str, version: str | None, terms: CallOptions, asked: ControlRequest
     ) -> Outcome:
         params = {"model": model, "name": name, "version": version}
         return await self._operations.perform(_K.ADAPTER_RETIRE, params, terms, asked)
 
     # -- names --------------------------------------------------------------------------------
 
-    def _model_for(self, push: Push) -> str:
+    def _model_for(self, push: NewAdapter) -> str:
         """Return the model that a new version is for. Raises ``RequestError``."""
         if push.name in self._service.fleet.models:
             raise AdapterExists(f"'{push.name}' is the name of a model.", "name")
@@ -218,7 +220,7 @@ class Adapters:
             return known[0]
         return self._operations.one_of(push.terms.models)
 
-    async def _model_of(self, name: str, terms: Terms, asked: Asked) -> str:
+    async def _model_of(self, name: str, terms: CallOptions, asked: ControlRequest) -> str:
         """Return the model that has the line. Raises ``AdapterNotFound``, ``RequestError``."""
         check_name(name, "name")
         self._operations.check_models(terms.models)
@@ -245,12 +247,12 @@ class Adapters:
         return [line.model for line in lines if line.name == name and line.model in served]
 
 
-def _staging_key(asked: Asked) -> str | None:
+def _staging_key(asked: ControlRequest) -> str | None:
     """Return the key of the first of the two operations of one call: a repeat finds both."""
     return None if asked.key is None else f"{asked.key}:stage"
 
 
-def _claim(push: Push, model: str, size: int | None = None) -> Claim:
+def _claim(push: NewAdapter, model: str, size: int | None = None) -> Claim:
     return Claim(
         push.name,
         push.version,

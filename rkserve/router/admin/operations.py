@@ -11,8 +11,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from rkserve.api.admin.cluster_status import (
-    Glance,
-    Head,
+    BoardStatus,
+    CoordinatorStatus,
     cluster_entry,
     is_paused_entry,
     weight_info,
@@ -25,9 +25,9 @@ from rkserve.api.admin.operations import (
     total_of,
 )
 from rkserve.api.admin.pause import (
+    CallOptions,
     PauseCall,
     ResumeCall,
-    Terms,
     parse_abort,
     parse_label,
     parse_pause,
@@ -35,7 +35,7 @@ from rkserve.api.admin.pause import (
     parse_reset,
     parse_resume,
 )
-from rkserve.api.admin.query import Asked, Kind
+from rkserve.api.admin.query import ControlRequest, ParameterKind
 from rkserve.api.json.body import JsonObject
 from rkserve.api.json.fields import Range
 from rkserve.api.json.limits import MAX_LISTED
@@ -70,39 +70,39 @@ class Operations:
 
     # -- pause and resume ---------------------------------------------------------------------
 
-    async def pause(self, asked: Asked) -> Made:
+    async def pause(self, asked: ControlRequest) -> Made:
         """Pause in vLLM's words."""
         call = parse_pause(asked)
         outcome = await self._paused(call, asked)
         status = "pausing" if outcome.status == ACCEPTED else "paused"
         return made({"status": status, "mode": call.mode.value}, outcome)
 
-    async def pause_generation(self, asked: Asked) -> Made:
+    async def pause_generation(self, asked: ControlRequest) -> Made:
         """Pause in SGLang's words."""
         call = parse_pause_generation(asked)
         outcome = await self._paused(call, asked)
         told = {"message": "Generation paused successfully.", "status": "ok"}
         return made({**told, "mode": call.mode.value}, outcome)
 
-    async def resume(self, asked: Asked) -> Made:
+    async def resume(self, asked: ControlRequest) -> Made:
         """Let go on, in vLLM's words."""
         outcome = await self._resumed(parse_resume(asked), asked)
         status = "resuming" if outcome.status == ACCEPTED else "resumed"
         return made({"status": status}, outcome)
 
-    async def continue_generation(self, asked: Asked) -> Made:
+    async def continue_generation(self, asked: ControlRequest) -> Made:
         """Let go on, in SGLang's words."""
         outcome = await self._resumed(parse_resume(asked), asked)
         return made({"message": "Generation continued successfully.", "status": "ok"}, outcome)
 
-    async def is_paused(self, asked: Asked) -> Made:
+    async def is_paused(self, asked: ControlRequest) -> Made:
         """Say whether any and all boards are paused, and each."""
         model = self.one_model(asked)
         await self.look()
         reports = self._fleet.reports(model)
         return Made(OK, is_paused_entry(self._cluster.desired, reports, model))
 
-    async def _paused(self, call: PauseCall, asked: Asked) -> Outcome:
+    async def _paused(self, call: PauseCall, asked: ControlRequest) -> Outcome:
         scope = await self.scope(call.terms, call.adapter)
         params = {
             **places(scope),
@@ -118,13 +118,13 @@ class Operations:
                 self._fleet.forget_prompts(scope.covers, files=False)
         return outcome
 
-    async def _resumed(self, call: ResumeCall, asked: Asked) -> Outcome:
+    async def _resumed(self, call: ResumeCall, asked: ControlRequest) -> Outcome:
         scope = await self.scope(call.terms, call.adapter)
         return await self.perform(_K.RESUME, places(scope), call.terms, asked)
 
     # -- requests, caches, labels -------------------------------------------------------------
 
-    async def abort(self, asked: Asked) -> Made:
+    async def abort(self, asked: ControlRequest) -> Made:
         """End requests, all or those that are named."""
         call = parse_abort(asked)
         scope = await self.scope(call.terms, None)
@@ -134,7 +134,7 @@ class Operations:
         aborted = total_of(outcome.operation, "aborted")
         return made({"status": "aborted", "aborted": aborted}, outcome)
 
-    async def reset(self, asked: Asked) -> Made:
+    async def reset(self, asked: ControlRequest) -> Made:
         """Drop KV caches, and what this Router believed to be in them."""
         call = parse_reset(asked)
         scope = await self.scope(call.terms, None)
@@ -147,7 +147,7 @@ class Operations:
         self._fleet.forget_prompts(scope.covers, files=False)
         return made({"success": outcome.status == OK}, outcome)
 
-    async def label(self, asked: Asked) -> Made:
+    async def label(self, asked: ControlRequest) -> Made:
         """Name a model's weights anew."""
         call = parse_label(asked)
         model = self.one_of(call.terms.models)
@@ -155,7 +155,7 @@ class Operations:
         outcome = await self.perform(_K.LABEL, params, call.terms, asked)
         return made({"success": True, "new_version": call.label, "model": model}, outcome)
 
-    async def weights(self, asked: Asked) -> Made:
+    async def weights(self, asked: ControlRequest) -> Made:
         """Say which weights are served."""
         model = self.one_model(asked)
         await self.look()
@@ -172,7 +172,7 @@ class Operations:
         """
         await asyncio.gather(self._cluster.catch_up(), self._fleet.refresh())
 
-    async def listed(self, asked: Asked) -> Made:
+    async def listed(self, asked: ControlRequest) -> Made:
         """List the latest operations."""
         return Made(OK, operations_list(await self._cluster.operations(_limit(asked))))
 
@@ -180,17 +180,17 @@ class Operations:
         """Describe one operation."""
         return Made(OK, operation_entry(await self._cluster.operation(operation_id[:80])))
 
-    async def audit(self, asked: Asked) -> Made:
+    async def audit(self, asked: ControlRequest) -> Made:
         """List who called what lately."""
         lines = await self._cluster.audit(_limit(asked))
         return Made(OK, {"object": "list", "data": lines})
 
-    async def glance(self, _asked: Asked) -> Made:
+    async def glance(self, _asked: ControlRequest) -> Made:
         """Return the totals of the cluster, and of each board."""
         await self.look()
         rates = self._fleet.rates()
         boards = [
-            Glance(
+            BoardStatus(
                 report,
                 rate.prefill_tokens_per_s if (rate := rates.get(report.board_id)) else 0.0,
                 rate.decode_tokens_per_s if rate else 0.0,
@@ -198,7 +198,7 @@ class Operations:
             )
             for report in self._fleet.reports()
         ]
-        head = Head(self._cluster.reachable, self._cluster.heard_s_ago)
+        head = CoordinatorStatus(self._cluster.reachable, self._cluster.heard_s_ago)
         return Made(OK, cluster_entry(self._cluster.desired, self._fleet.models, boards, head))
 
     # -- what all of them share ---------------------------------------------------------------
@@ -207,8 +207,8 @@ class Operations:
         self,
         kind: OperationKind,
         params: dict[str, Any],
-        terms: Terms,
-        asked: Asked,
+        terms: CallOptions,
+        asked: ControlRequest,
         *,
         key: str | None = None,
         background: bool | None = None,
@@ -247,13 +247,13 @@ class Operations:
             if model not in self._fleet.models:
                 raise ModelNotFound(model)
 
-    def one_model(self, asked: Asked) -> str | None:
+    def one_model(self, asked: ControlRequest) -> str | None:
         """Return the model that a question names, None for all. Raises ``ModelNotFound``."""
-        model = asked.fields({"model": Kind.TEXT}).text("model")
+        model = asked.fields({"model": ParameterKind.TEXT}).text("model")
         self.check_models([] if model is None else [model])
         return model
 
-    async def scope(self, terms: Terms, adapter: str | None) -> Scope:
+    async def scope(self, terms: CallOptions, adapter: str | None) -> Scope:
         """Return the part of the cluster that is meant; all of its names must be known."""
         self.check_models(terms.models)
         if adapter is not None and not await self._service.catalog.has_adapter(
@@ -262,7 +262,7 @@ class Operations:
             raise AdapterNotFound(adapter)
         return Scope(terms.models, self._boards(terms), adapter)
 
-    def _boards(self, terms: Terms) -> tuple[str, ...]:
+    def _boards(self, terms: CallOptions) -> tuple[str, ...]:
         known = [
             report.board_id
             for report in self._fleet.reports()
@@ -291,6 +291,6 @@ def places(scope: Scope) -> dict[str, Any]:
     return {"models": list(scope.models), "boards": list(scope.boards), "adapter": scope.adapter}
 
 
-def _limit(asked: Asked) -> int:
-    fields = asked.fields({"limit": Kind.NUMBER})
+def _limit(asked: ControlRequest) -> int:
+    fields = asked.fields({"limit": ParameterKind.NUMBER})
     return fields.integer("limit", Range(1, MAX_LISTED)) or LISTED

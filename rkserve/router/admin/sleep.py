@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from rkserve.api.admin.cluster_status import is_sleeping_entry
 from rkserve.api.admin.operations import ACCEPTED
-from rkserve.api.admin.query import Asked
+from rkserve.api.admin.query import ControlRequest
 from rkserve.api.admin.sleep import (
     TAGS,
     SleepCall,
@@ -31,7 +31,7 @@ class Rest:
         self._service = service
         self._operations = operations
 
-    async def sleep(self, asked: Asked) -> Made:
+    async def sleep(self, asked: ControlRequest) -> Made:
         """Put boards to sleep, in vLLM's words."""
         call = parse_sleep(asked)
         outcome = await self._slept(call, asked)
@@ -39,7 +39,7 @@ class Rest:
         told = {"status": status, "level": int(call.level), "mode": call.mode.value}
         return made(told, outcome)
 
-    async def wake(self, asked: Asked) -> Made:
+    async def wake(self, asked: ControlRequest) -> Made:
         """Wake boards, in vLLM's words."""
         call = parse_wake(asked)
         outcome = await self._woken(call, asked)
@@ -50,28 +50,28 @@ class Rest:
         }
         return made(told, outcome)
 
-    async def is_sleeping(self, asked: Asked) -> Made:
+    async def is_sleeping(self, asked: ControlRequest) -> Made:
         """Say whether any and all boards sleep, and each."""
         model = self._operations.one_model(asked)
         await self._operations.look()
         reports = self._service.fleet.reports(model)
         return Made(OK, is_sleeping_entry(self._service.cluster.desired, reports, model))
 
-    async def unload(self, asked: Asked) -> Made:
+    async def unload(self, asked: ControlRequest) -> Made:
         """Unload a model from all of its boards."""
         call = parse_unload(asked)
         outcome = await self._slept(call, asked)
         status = "unloading" if outcome.status == ACCEPTED else "asleep"
         return made({**_model(call), "status": status, "level": int(call.level)}, outcome)
 
-    async def load(self, asked: Asked) -> Made:
+    async def load(self, asked: ControlRequest) -> Made:
         """Load a model on all of its boards."""
         call = parse_load(asked)
         outcome = await self._woken(call, asked)
         status = "ready" if outcome.status == OK else "loading"
         return made({**_model(call), "status": status}, outcome)
 
-    async def _slept(self, call: SleepCall, asked: Asked) -> Outcome:
+    async def _slept(self, call: SleepCall, asked: ControlRequest) -> Outcome:
         scope = await self._operations.scope(call.terms, None)
         params = {
             **_places(scope),
@@ -86,7 +86,7 @@ class Rest:
             await self._service.flows.at_rest(scope, AT_REST_S)
         return outcome
 
-    async def _woken(self, call: WakeCall, asked: Asked) -> Outcome:
+    async def _woken(self, call: WakeCall, asked: ControlRequest) -> Outcome:
         scope = await self._operations.scope(call.terms, None)
         params = {**_places(scope), "tags": list(call.tags)}
         return await self._operations.perform(OperationKind.WAKE, params, call.terms, asked)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from rkserve.api.admin.operations import changed, total_of
-from rkserve.api.admin.query import Asked
+from rkserve.api.admin.query import ControlRequest
 from rkserve.api.admin.weights import (
     OWN,
     DiskUpdate,
@@ -44,7 +44,7 @@ class Weights:
 
     # -- a trainer's updates ------------------------------------------------------------------
 
-    async def receive(self, asked: Asked) -> Made:
+    async def receive(self, asked: ControlRequest) -> Made:
         """Have a trainer's weights served by all boards from one instant on, as PipelineRL asks.
 
         Raises:
@@ -64,7 +64,7 @@ class Weights:
             self._forget_prompts(model)
         return made(update_body(outcome.operation), outcome)
 
-    async def _meant(self, update: WeightUpdate, model: str, asked: Asked) -> JsonObject:
+    async def _meant(self, update: WeightUpdate, model: str, asked: ControlRequest) -> JsonObject:
         """Return the parameters that name the artifact, once it is known to fit."""
         earlier = await self._earlier(asked, _K.WEIGHT_UPDATE)
         name, _, version = update.artifact.rpartition("@")
@@ -95,7 +95,7 @@ class Weights:
 
     # -- from the head's disk -----------------------------------------------------------------
 
-    async def from_disk(self, asked: Asked) -> Made:
+    async def from_disk(self, asked: ControlRequest) -> Made:
         """Have other base weights loaded board by board, as SGLang asks."""
         update = parse_disk(asked)
         model = self._operations.one_of(update.terms.models)
@@ -111,7 +111,7 @@ class Weights:
         self._forget_prompts(model)
         return _in_sglangs_words(outcome)
 
-    async def _base(self, update: DiskUpdate, model: str, asked: Asked) -> JsonObject:
+    async def _base(self, update: DiskUpdate, model: str, asked: ControlRequest) -> JsonObject:
         """Return the parameters that name the content; none of it is the folder's own file."""
         earlier = await self._earlier(asked, _K.REBASE)
         if earlier is not None:
@@ -139,7 +139,7 @@ class Weights:
 
     # -- to the head's store ------------------------------------------------------------------
 
-    async def register(self, asked: Asked) -> Made:
+    async def register(self, asked: ControlRequest) -> Made:
         """Take base weights that are there already, by their path or URL."""
         new = parse_weights(asked, from_body=False)
         kind, place = ("url", new.url) if new.path is None else ("path", new.path)
@@ -150,7 +150,7 @@ class Weights:
         )
 
     async def upload(
-        self, asked: Asked, parts: AsyncIterator[bytes], announced: int | None
+        self, asked: ControlRequest, parts: AsyncIterator[bytes], announced: int | None
     ) -> Made:
         """Take base weights as they come; ``announced`` is how long the client says they are."""
         new = parse_weights(asked, from_body=True)
@@ -165,7 +165,7 @@ class Weights:
 
     # -- what all of them share ---------------------------------------------------------------
 
-    async def _earlier(self, asked: Asked, kind: OperationKind) -> Operation | None:
+    async def _earlier(self, asked: ControlRequest, kind: OperationKind) -> Operation | None:
         """Return what an earlier call with the same key became: its file is not looked at again,
         and may be gone by now.
         """

@@ -13,7 +13,7 @@ from typing import Any
 
 from rkserve.api.admin.caches import (
     ClearCall,
-    KvPlaces,
+    KvScope,
     built,
     caches_list,
     check_delete,
@@ -25,8 +25,8 @@ from rkserve.api.admin.caches import (
     parse_size,
 )
 from rkserve.api.admin.generations import EditCall
-from rkserve.api.admin.query import Asked
-from rkserve.api.common.version_policy import Meant
+from rkserve.api.admin.query import ControlRequest
+from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.api.json.body import JsonObject
 from rkserve.core.desired_state import SYSTEM_PROMPT, Desired, KeptCache
 from rkserve.core.errors import (
@@ -57,13 +57,13 @@ class Caches:
 
     # -- the KV cache -------------------------------------------------------------------------
 
-    async def kv(self, asked: Asked) -> JsonObject:
+    async def kv(self, asked: ControlRequest) -> JsonObject:
         """Return what the boards hold, of one model or some boards where that is asked."""
         seats = await self._seats(parse_size(asked))
         answers = await self._ask(seats, "kv", timeout_s=self._service.config.report_timeout_s)
         return kv_list(list(answers.said.values()), answers.failed)
 
-    async def clear(self, asked: Asked) -> tuple[int, JsonObject]:
+    async def clear(self, asked: ControlRequest) -> tuple[int, JsonObject]:
         """Clear the KV caches of boards, or ranges of a paused generation's."""
         call = parse_clear(asked)
         if call.generation is not None:
@@ -85,7 +85,7 @@ class Caches:
 
     # -- prompt caches ------------------------------------------------------------------------
 
-    async def build(self, model: str, asked: Asked) -> tuple[int, JsonObject]:
+    async def build(self, model: str, asked: ControlRequest) -> tuple[int, JsonObject]:
         """Build a named prompt cache on every board of a model that is there now."""
         call = await off_loop(len(asked.body), partial(parse_build, asked))
         meant = await self._service.meant(model)
@@ -136,7 +136,7 @@ class Caches:
         listed = caches_list(entries, answers.failed)
         return {**listed, "kept": await self._kept(meant)}
 
-    async def _kept(self, meant: Meant) -> list[dict[str, object]] | None:
+    async def _kept(self, meant: ResolvedModel) -> list[dict[str, object]] | None:
         """Return what boards that join will build; None while the Coordinator is away."""
         try:
             kept = await self._service.cluster.kept_caches(meant.model)
@@ -145,7 +145,7 @@ class Caches:
         name = meant.adapter_name
         return kept if name is None else [one for one in kept if one["adapter"] == name]
 
-    async def delete(self, model: str, name: str, asked: Asked) -> tuple[int, JsonObject]:
+    async def delete(self, model: str, name: str, asked: ControlRequest) -> tuple[int, JsonObject]:
         """Delete a named prompt cache wherever it is, and have no board build it again.
 
         Raises ``CacheNotFound``, and ``CoordinatorAway``, where nothing is deleted: boards that
@@ -171,7 +171,7 @@ class Caches:
 
     # -- which boards -------------------------------------------------------------------------
 
-    async def _seats(self, where: KvPlaces) -> list[Seat]:
+    async def _seats(self, where: KvScope) -> list[Seat]:
         """Return the boards that are meant. Raises ``ModelNotFound``, ``BoardNotFound``."""
         base = None if where.model is None else (await self._service.meant(where.model)).model
         seats = self._service.fleet.seats(base)
@@ -198,7 +198,7 @@ class Caches:
         return await self._service.fleet.ask(seats, method, *args, timeout_s=limit_s)
 
 
-def _to_keep(name: str, ids: tuple[int, ...], meant: Meant, desired: Desired) -> KeptCache:
+def _to_keep(name: str, ids: tuple[int, ...], meant: ResolvedModel, desired: Desired) -> KeptCache:
     """Return what is to be kept of a cache: for the bare name of an adapter, no version."""
     made = KeptCache(meant.model, name, ids, at_s=time.time())
     adapter = meant.adapter_name

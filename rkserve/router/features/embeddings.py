@@ -18,12 +18,12 @@ from typing import TypeVar
 from rkserve.api.common.errors import error_object
 from rkserve.api.common.headers import answer_headers
 from rkserve.api.common.renderer import Prompt, Renderer
-from rkserve.api.common.version_policy import ANY, Meant, Policy, read_session
+from rkserve.api.common.version_policy import ANY, ResolvedModel, VersionPolicy, read_session
 from rkserve.api.openai.embeddings import (
     OPENAI,
-    Chunk,
-    Form,
-    Wanted,
+    EmbeddingChunk,
+    EmbeddingDialect,
+    VectorOptions,
     check_dimensions,
     chunks_of,
     finished_vector,
@@ -73,7 +73,7 @@ class Visit:
     """Whose call it is, and what its headers ask for."""
 
     caller: Caller
-    policy: Policy = ANY
+    policy: VersionPolicy = ANY
     session: str | None = None
     timeout_s: float | None = None
     started_s: float = field(default_factory=time.monotonic)
@@ -83,7 +83,7 @@ class Visit:
 class Model:
     """A model that embeds, as one call means it."""
 
-    meant: Meant
+    meant: ResolvedModel
     settings: EmbeddingSettings
     renderer: Renderer
     context_len: int
@@ -98,7 +98,7 @@ class Collected:
     versions: list[str] = field(default_factory=list)
     tokens: int = 0
 
-    def take(self, chunk: Chunk, made: Made) -> None:
+    def take(self, chunk: EmbeddingChunk, made: Made) -> None:
         """Add what one board has made."""
         for at, vector in zip(chunk.at, made.vectors, strict=True):
             self.vectors[at] = vector
@@ -129,7 +129,7 @@ class Embeddings:
         self._service = service
 
     async def create(
-        self, body: bytes, visit: Visit, form: Form = OPENAI
+        self, body: bytes, visit: Visit, form: EmbeddingDialect = OPENAI
     ) -> tuple[bytes, dict[str, str]]:
         """Answer a call for vectors: the body and the headers. Raises ``RkserveError``."""
         started_s = time.monotonic()
@@ -213,7 +213,7 @@ class Embeddings:
         """The Router whose boards it asks."""
         return self._service
 
-    async def model(self, wanted: Wanted, visit: Visit) -> Model:
+    async def model(self, wanted: VectorOptions, visit: Visit) -> Model:
         """Return what a call's model means.
 
         Raises:
@@ -233,7 +233,7 @@ class Embeddings:
 
     async def vectors(
         self,
-        wanted: Wanted,
+        wanted: VectorOptions,
         model: Model,
         texts: Sequence[Prompt],
         visit: Visit,
@@ -274,7 +274,7 @@ class _Sending:
     """The requests of one call, some of which are on their way."""
 
     def __init__(
-        self, service: Service, chunks: Sequence[Chunk], claim: Claim, made: Collected
+        self, service: Service, chunks: Sequence[EmbeddingChunk], claim: Claim, made: Collected
     ) -> None:
         self._service, self._claim, self._made = service, claim, made
         self._left = deque(chunks)

@@ -25,7 +25,7 @@ from rkserve.api.admin.generations import (
     parse_edit,
     read_choice,
 )
-from rkserve.api.admin.query import Asked
+from rkserve.api.admin.query import ControlRequest
 from rkserve.api.json.body import JsonObject
 from rkserve.core.board_report import AtRouter, GenerationInfo, GenerationState
 from rkserve.core.errors import (
@@ -146,12 +146,12 @@ class Generations:
         return generation_entry(found)
 
     async def control(
-        self, generation: str, action: ControlAction, asked: Asked
+        self, generation: str, action: ControlAction, asked: ControlRequest
     ) -> tuple[int, JsonObject]:
         """Pause, resume or abort; return status and answer. Raises ``RkserveError``."""
         return await self._act(generation, action, read_choice(asked), None)
 
-    async def edit(self, generation: str, asked: Asked) -> tuple[int, JsonObject]:
+    async def edit(self, generation: str, asked: ControlRequest) -> tuple[int, JsonObject]:
         """Edit a paused one; return status and answer. Raises ``RkserveError``."""
         call = await off_loop(len(asked.body), partial(parse_edit, asked))
         return await self.apply(generation, call)

@@ -18,16 +18,16 @@ from rkserve.api.common.headers import answer_headers
 from rkserve.api.common.renderer import Prompt
 from rkserve.api.common.version_policy import read_session
 from rkserve.api.json.body import JsonObject
-from rkserve.api.openai.embeddings import Wanted, finished_vector, texts_of
+from rkserve.api.openai.embeddings import VectorOptions, finished_vector, texts_of
 from rkserve.api.openai.rerank import (
-    Text,
+    RankedText,
     parse_rerank,
     parse_score,
     rank_answer,
     score_answer,
     similarity,
 )
-from rkserve.api.openai.rerank_prompts import Judge, judge_of, requests_of, verdict
+from rkserve.api.openai.rerank_prompts import RerankModel, judge_of, requests_of, verdict
 from rkserve.core.errors import DeadlineExceeded, NoBoard, RunFailed
 from rkserve.core.messages import FIRST_LABEL, Accepted, Delta, Finished, GenerateRequest
 from rkserve.router.auth import claim_of
@@ -43,7 +43,7 @@ from rkserve.router.features.embeddings import (
 from rkserve.router.queue.admission import Claim
 from rkserve.router.service import Service
 
-Pairs = Sequence[tuple[Text, Text]]
+Pairs = Sequence[tuple[RankedText, RankedText]]
 _PREFIX = "rerank-"
 
 
@@ -53,7 +53,7 @@ class Judging:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def judge(self, wanted: Wanted, visit: Visit) -> Judge | None:
+    async def judge(self, wanted: VectorOptions, visit: Visit) -> RerankModel | None:
         """Return how the call's model judges; None where it compares vectors.
 
         Raises:
@@ -68,7 +68,7 @@ class Judging:
         return judge_of(meant, settings.rerank, served.renderer, settings.context_length)
 
     async def scores(
-        self, judge: Judge, wanted: Wanted, pairs: Pairs, size: int, visit: Visit
+        self, judge: RerankModel, wanted: VectorOptions, pairs: Pairs, size: int, visit: Visit
     ) -> tuple[list[float], int, dict[str, str]]:
         """Return how well each pair fits, how many tokens that took, and headers.
 
@@ -95,7 +95,11 @@ class _Asking:
     """The requests of one call, some of which are on their way."""
 
     def __init__(
-        self, service: Service, judge: Judge, requests: Sequence[GenerateRequest], claim: Claim
+        self,
+        service: Service,
+        judge: RerankModel,
+        requests: Sequence[GenerateRequest],
+        claim: Claim,
     ) -> None:
         self._service, self._judge, self._claim = service, judge, claim
         self._left = deque(enumerate(requests))
@@ -169,7 +173,7 @@ class Ranking:
             return score_answer(call, call_id, created, scores, tokens), headers
 
     async def _scores(
-        self, wanted: Wanted, pairs: Pairs, body: bytes, visit: Visit
+        self, wanted: VectorOptions, pairs: Pairs, body: bytes, visit: Visit
     ) -> tuple[list[float], int, dict[str, str]]:
         """Return how near the texts of each pair are, and how many tokens that took."""
         judge = await self._judging.judge(wanted, visit)
@@ -177,7 +181,7 @@ class Ranking:
             return await self._judging.scores(judge, wanted, pairs, len(body), visit)
         model = await self._embeddings.model(wanted, visit)
         # The query of all pairs is computed once, and so is a document that comes twice.
-        unique: dict[Key, Text] = {}
+        unique: dict[Key, RankedText] = {}
         for one in (text for pair in pairs for text in pair):
             unique.setdefault((one.text, one.query), one)
         places = {key: at for at, key in enumerate(unique)}
@@ -198,7 +202,7 @@ class Ranking:
         return await beside(sum(map(len, made.vectors)), scores), made.tokens, made.headers
 
 
-def _prompts(texts: Sequence[Text], model: Model) -> list[Prompt]:
+def _prompts(texts: Sequence[RankedText], model: Model) -> list[Prompt]:
     """Return the texts as a board gets them."""
     settings = model.settings
     whole = [

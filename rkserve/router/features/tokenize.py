@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from rkserve.api.common.calls import ChatCall
 from rkserve.api.common.plan import header
-from rkserve.api.common.renderer import Header, Prompt, Renderer
+from rkserve.api.common.renderer import Prompt, PromptHeader, Renderer
 from rkserve.api.json.body import JsonObject
 from rkserve.api.ollama.models import FolderFacts
 from rkserve.api.openai.tokenize import (
@@ -167,7 +167,7 @@ def _tokenize(served: ServedModel, call: TokenizeCall) -> JsonObject:
         # In text mode that is a text, and asking for its ids says so.
         if call.tools.given:
             renderer.form()  # a model that cannot be offered any is refused as by a chat
-        header = Header(
+        header = PromptHeader(
             answer=call.answer, tools=call.tools.given, images=True, prefill=call.prefill
         )
         prompt = renderer.chat(call.messages, header=header)

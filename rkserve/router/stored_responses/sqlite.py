@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rkserve.api.responses.stored import Kept
+from rkserve.api.responses.stored import StoredResponse
 from rkserve.core.durable_files import UnsafeFolder, open_private, private_folder
 from rkserve.core.errors import BodyTooLarge, ResponsesFailed
 
@@ -69,7 +69,7 @@ class ResponseStore:
         """Let go of the file. What was written stays."""
         self._database.close()
 
-    def write(self, owner: str, kept: Kept) -> None:
+    def write(self, owner: str, kept: StoredResponse) -> None:
         """Keep a response for its owner, and let go of what is too old or too much.
 
         Raises ``ResponsesFailed``; then it is not kept.
@@ -85,7 +85,7 @@ class ResponseStore:
             )
             self._forget(database, spared=kept.id)
 
-    def read(self, owner: str, response_id: str) -> Kept | None:
+    def read(self, owner: str, response_id: str) -> StoredResponse | None:
         """Return one, None where its owner has none of that id. Raises ``ResponsesFailed``."""
         with self._told():
             row = self._database.execute(
@@ -94,7 +94,7 @@ class ResponseStore:
             ).fetchone()
             return None if row is None else _kept(row)
 
-    def chain(self, owner: str, response_id: str, most_bytes: int | None) -> list[Kept]:
+    def chain(self, owner: str, response_id: str, most_bytes: int | None) -> list[StoredResponse]:
         """Return one and those that it goes on from, itself first, as far as they are here.
 
         They count as used now: a conversation that goes on is kept as a whole. Without
@@ -107,7 +107,7 @@ class ResponseStore:
         if most_bytes is None:
             one = self.read(owner, response_id)
             return [] if one is None else [one]
-        found: list[Kept] = []
+        found: list[StoredResponse] = []
         wanted: str | None = response_id
         size = 0
         while wanted is not None and (kept := self.read(owner, wanted)) is not None:
@@ -251,6 +251,8 @@ def _text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def _kept(row: tuple[str, str | None, str, str, int]) -> Kept:
+def _kept(row: tuple[str, str | None, str, str, int]) -> StoredResponse:
     response_id, previous, items, response, size = row
-    return Kept(response_id, previous, tuple(json.loads(items)), json.loads(response), size)
+    return StoredResponse(
+        response_id, previous, tuple(json.loads(items)), json.loads(response), size
+    )

@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from rkserve.api.common.dialect import Answer, AnyCall
+from rkserve.api.common.dialect import AnyCall, DialectAnswer
 from rkserve.api.json.body import JsonObject
 from rkserve.api.responses.answers import ResponseAnswer
 from rkserve.api.responses.requests import ResponseCall, remembered
 from rkserve.api.responses.stored import (
-    Kept,
+    StoredResponse,
     find_item,
     input_items,
     is_response_id,
@@ -49,13 +49,13 @@ class Memory(Protocol):
     async def recall(self, call: AnyCall) -> AnyCall:
         """Return the call with what it needs of earlier ones. Raises ``RkserveError``."""
 
-    async def keep(self, answer: Answer, failure: BaseException | None = None) -> None:
+    async def keep(self, answer: DialectAnswer, failure: BaseException | None = None) -> None:
         """Keep an answer that is over, or what came of one that fails; the first time counts.
 
         Where that is not possible the answer is told so, and goes on.
         """
 
-    def left(self, answer: Answer) -> None:
+    def left(self, answer: DialectAnswer) -> None:
         """Keep what came of an answer whose client has gone; nobody waits for that."""
 
 
@@ -68,10 +68,10 @@ class _NoMemory:
         """Return the call as it is."""
         return call
 
-    async def keep(self, answer: Answer, failure: BaseException | None = None) -> None:
+    async def keep(self, answer: DialectAnswer, failure: BaseException | None = None) -> None:
         """Keep nothing."""
 
-    def left(self, answer: Answer) -> None:
+    def left(self, answer: DialectAnswer) -> None:
         """Keep nothing."""
 
 
@@ -89,7 +89,9 @@ T = TypeVar("T")
 class Peers(Protocol):
     """The Routers of one application. Their calls raise ``BoardFailed``."""
 
-    async def kept_chain(self, owner: str, response_id: str, most_bytes: int | None) -> list[Kept]:
+    async def kept_chain(
+        self, owner: str, response_id: str, most_bytes: int | None
+    ) -> list[StoredResponse]:
         """Return what some Router has; see ``ResponseStore.chain``."""
 
     async def forget_response(self, owner: str, response_id: str) -> bool:
@@ -129,7 +131,7 @@ class Responses:
         """Whether any response is."""
         return self._config.store != "never"
 
-    async def one(self, owner: str, response_id: str) -> Kept:
+    async def one(self, owner: str, response_id: str) -> StoredResponse:
         """Return a response. Raises ``ResponseNotFound``, ``ResponsesFailed``, ``BoardFailed``."""
         found = await self._chain(owner, response_id, None)
         if not found:
@@ -138,7 +140,7 @@ class Responses:
 
     async def conversation(
         self, owner: str, response_id: str, *, as_far: bool = False
-    ) -> list[Kept]:
+    ) -> list[StoredResponse]:
         """Return all that a response goes on from and itself, the first one first.
 
         ``as_far``: as far as they are still kept.
@@ -147,7 +149,7 @@ class Responses:
             PreviousResponseNotFound: one of them is not kept.
             BodyTooLarge: they are longer together than a body may be.
         """
-        chain: list[Kept] = []
+        chain: list[StoredResponse] = []
         wanted: str | None = response_id
         while wanted is not None:
             found = await self._chain(owner, wanted, self._most_bytes)
@@ -185,11 +187,13 @@ class Responses:
         if self._peers is None or not await self._peers.forget_response(owner, response_id):
             raise ResponseNotFound(response_id)
 
-    async def write(self, owner: str, kept: Kept) -> None:
+    async def write(self, owner: str, kept: StoredResponse) -> None:
         """Keep a response on this node. Raises ``ResponsesFailed``."""
         await self._call(lambda store: store.write(owner, kept))
 
-    async def chain_here(self, owner: str, response_id: str, most_bytes: int | None) -> list[Kept]:
+    async def chain_here(
+        self, owner: str, response_id: str, most_bytes: int | None
+    ) -> list[StoredResponse]:
         """Return what this node has; see ``ResponseStore.chain``."""
         return await self._call(lambda store: store.chain(owner, response_id, most_bytes))
 
@@ -225,7 +229,9 @@ class Responses:
         self._thread.submit(end)
         self._thread.shutdown(wait=False)
 
-    async def _chain(self, owner: str, response_id: str, most_bytes: int | None) -> list[Kept]:
+    async def _chain(
+        self, owner: str, response_id: str, most_bytes: int | None
+    ) -> list[StoredResponse]:
         if not is_response_id(response_id) or not self.keeps:
             return []
         found = await self.chain_here(owner, response_id, most_bytes)
@@ -270,7 +276,7 @@ class CallMemory:
             return call
         if not self._responses.keeps:
             self._refuse(call)
-        before: list[Kept] = []
+        before: list[StoredResponse] = []
         if call.previous is not None:
             before = await self._responses.conversation(self._owner, call.previous)
         wanted = {item_id for _, item_id in call.references}
@@ -282,14 +288,14 @@ class CallMemory:
         # A long conversation would hold up the tokens of others.
         return await asyncio.to_thread(whole) if self.recalled else whole()
 
-    async def keep(self, answer: Answer, failure: BaseException | None = None) -> None:
+    async def keep(self, answer: DialectAnswer, failure: BaseException | None = None) -> None:
         """See ``Memory``."""
         if not isinstance(answer, ResponseAnswer):
             return
         response = answer.whole if failure is None else lambda: answer.failed(failure)
         await self._keep(answer, response)
 
-    def left(self, answer: Answer) -> None:
+    def left(self, answer: DialectAnswer) -> None:
         """See ``Memory``."""
         if isinstance(answer, ResponseAnswer):
             self._responses.later(self._keep(answer, answer.left))
@@ -302,7 +308,7 @@ class CallMemory:
         items = input_items(call.items, answer.id)
         try:
             await self._responses.write(
-                self._owner, Kept(answer.id, call.previous, items, response())
+                self._owner, StoredResponse(answer.id, call.previous, items, response())
             )
         except ResponsesFailed as exc:
             log.warning("the response %s is not kept: %s", answer.id, exc)

@@ -11,7 +11,7 @@ import pytest
 from rkserve.api.admin.caches import (
     BuildCall,
     ClearCall,
-    KvPlaces,
+    KvScope,
     built,
     caches_list,
     ids_of,
@@ -19,7 +19,7 @@ from rkserve.api.admin.caches import (
     parse_build,
     parse_clear,
 )
-from rkserve.api.admin.query import Asked
+from rkserve.api.admin.query import ControlRequest
 from rkserve.api.common.renderer import Renderer
 from rkserve.core.board_report import CacheEntry, KvReport
 from rkserve.core.errors import (
@@ -46,8 +46,8 @@ def renderer(folder: ModelFolder) -> Renderer:
     return Renderer(folder)
 
 
-def body(**keys: Any) -> Asked:
-    return Asked(body=json.dumps(keys).encode())
+def body(**keys: Any) -> ControlRequest:
+    return ControlRequest(body=json.dumps(keys).encode())
 
 
 # --- clearing ---
@@ -59,21 +59,21 @@ def body(**keys: Any) -> Asked:
         pytest.param(body(all=True), ClearCall(), id="everything, where that is said"),
         pytest.param(
             body(keep_system_prompt=False, model="m", boards=["a", "b"]),
-            ClearCall(False, KvPlaces("m", ("a", "b"))),
+            ClearCall(False, KvScope("m", ("a", "b"))),
             id="of some boards",
         ),
         pytest.param(
-            Asked((("boards", "a,b"), ("keep_system_prompt", "true"))),
-            ClearCall(where=KvPlaces(None, ("a", "b"))),
+            ControlRequest((("boards", "a,b"), ("keep_system_prompt", "true"))),
+            ClearCall(where=KvScope(None, ("a", "b"))),
             id="by a query",
         ),
         pytest.param(
-            Asked((("board", "a"),), b'{"keep_system_prompt": false}'),
-            ClearCall(False, KvPlaces(None, ("a",))),
+            ControlRequest((("board", "a"),), b'{"keep_system_prompt": false}'),
+            ClearCall(False, KvScope(None, ("a",))),
             id="by a query and a body",
         ),
         pytest.param(
-            Asked((("generation", "g"), ("ranges", "[[1,3]]"), ("choice", "1"))),
+            ControlRequest((("generation", "g"), ("ranges", "[[1,3]]"), ("choice", "1"))),
             ClearCall(generation="g", choice=1, ranges=((1, 3),)),
             id="of a generation, by a query",
         ),
@@ -84,7 +84,7 @@ def body(**keys: Any) -> Asked:
         ),
     ],
 )
-def test_a_clear_is_read(sent: Asked, call: ClearCall) -> None:
+def test_a_clear_is_read(sent: ControlRequest, call: ClearCall) -> None:
     assert parse_clear(sent) == call
 
 
@@ -134,7 +134,7 @@ def test_a_bad_clear_is_named(keys: dict[str, Any], param: str) -> None:
 )
 def test_a_bad_query_clears_nothing(query: tuple[tuple[str, str], ...], param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        parse_clear(Asked(query))
+        parse_clear(ControlRequest(query))
     assert str(caught.value.param).partition("[")[0] == param.partition("[")[0]
 
 

@@ -19,7 +19,7 @@ from rkserve.api.admin.generations import (
     parse_edit,
     read_choice,
 )
-from rkserve.api.admin.query import Asked
+from rkserve.api.admin.query import ControlRequest
 from rkserve.api.common.renderer import Renderer
 from rkserve.api.json.limits import MAX_CHOICES, MAX_CLEAR_RANGES
 from rkserve.core.board_report import GenerationInfo, GenerationState
@@ -42,8 +42,8 @@ def renderer(folder: ModelFolder) -> Renderer:
     return Renderer(folder)
 
 
-def body(**keys: Any) -> Asked:
-    return Asked(body=json.dumps(keys).encode())
+def body(**keys: Any) -> ControlRequest:
+    return ControlRequest(body=json.dumps(keys).encode())
 
 
 def info(choice: int = 0, **changes: Any) -> GenerationInfo:
@@ -73,7 +73,7 @@ def info(choice: int = 0, **changes: Any) -> GenerationInfo:
     ],
 )
 def test_a_choice_may_be_named(sent: bytes, choice: int | None) -> None:
-    assert read_choice(Asked(body=sent)) == choice
+    assert read_choice(ControlRequest(body=sent)) == choice
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_choice_may_be_named(sent: bytes, choice: int | None) -> None:
 )
 def test_a_bad_choice_is_named(sent: bytes, param: str | None) -> None:
     with pytest.raises(RequestError) as caught:
-        read_choice(Asked(body=sent))
+        read_choice(ControlRequest(body=sent))
     assert caught.value.param == param
 
 
@@ -150,10 +150,10 @@ def test_a_bad_edit_is_named(keys: dict[str, Any], param: str | None) -> None:
 
 def test_a_query_says_the_same_as_a_body() -> None:
     pairs = [("replace_last", "1"), ("text", " 12"), ("clear", "[[1, 2]]"), ("choice", "2")]
-    assert parse_edit(Asked(tuple(pairs))) == EditCall(2, 1, " 12", None, False, ((1, 2),))
+    assert parse_edit(ControlRequest(tuple(pairs))) == EditCall(2, 1, " 12", None, False, ((1, 2),))
     ids = (("token_ids", "[5,6]"), ("role", "tool"))
-    assert parse_edit(Asked(ids)) == EditCall(token_ids=(5, 6), tool=True)
-    assert read_choice(Asked((("choice", "3"),))) == 3
+    assert parse_edit(ControlRequest(ids)) == EditCall(token_ids=(5, 6), tool=True)
+    assert read_choice(ControlRequest((("choice", "3"),))) == 3
 
 
 @pytest.mark.parametrize(
@@ -170,13 +170,13 @@ def test_a_query_says_the_same_as_a_body() -> None:
 def test_a_bad_query_is_named(pairs: list[tuple[str, str]], param: str) -> None:
     for parse in (parse_edit, read_choice) if param == "chioce" else (parse_edit,):
         with pytest.raises(RequestError) as caught:
-            parse(Asked(tuple(pairs)))
+            parse(ControlRequest(tuple(pairs)))
         assert caught.value.param == param
 
 
 def test_what_is_in_the_query_and_in_the_body_is_refused() -> None:
     with pytest.raises(RequestError, match="in the query and in the body"):
-        read_choice(Asked((("choice", "1"),), b'{"choice": 1}'))
+        read_choice(ControlRequest((("choice", "1"),), b'{"choice": 1}'))
 
 
 @settings(max_examples=300, deadline=None)
@@ -185,7 +185,7 @@ def test_no_json_raises_anything_but_a_request_error(value: Any) -> None:
     caught: list[RkserveError] = []
     for parse in (read_choice, parse_edit, parse_clear, parse_build):
         try:
-            parse(Asked(body=json.dumps(value).encode()))
+            parse(ControlRequest(body=json.dumps(value).encode()))
         except RkserveError as exc:
             caught.append(exc)
     assert {exc.http_status for exc in caught} <= {400}

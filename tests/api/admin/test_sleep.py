@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rkserve.api.admin.cluster_status import is_paused_entry, is_sleeping_entry
-from rkserve.api.admin.query import Asked
+from rkserve.api.admin.query import ControlRequest
 from rkserve.api.admin.sleep import parse_load, parse_sleep, parse_unload, parse_wake
 from rkserve.api.openai.models import model_state
 from rkserve.control import sleep_changes, state_changes
@@ -19,8 +19,8 @@ from rkserve.core.errors import RequestError
 KEEP, WAIT, ABORT = PauseMode.KEEP, PauseMode.WAIT, PauseMode.ABORT
 
 
-def asked(body: Any = None, **query: str) -> Asked:
-    return Asked(tuple(query.items()), b"" if body is None else json.dumps(body).encode())
+def asked(body: Any = None, **query: str) -> ControlRequest:
+    return ControlRequest(tuple(query.items()), b"" if body is None else json.dumps(body).encode())
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def asked(body: Any = None, **query: str) -> Asked:
         pytest.param(asked({"mode": "keep"}, level="2"), 2, KEEP, id="both"),
     ],
 )
-def test_a_sleep_is_read(call: Asked, level: int, mode: PauseMode) -> None:
+def test_a_sleep_is_read(call: ControlRequest, level: int, mode: PauseMode) -> None:
     found = parse_sleep(call)
     assert (found.level, found.mode, found.wakes) == (level, mode, False)
     assert type(found.level) is SleepLevel
@@ -68,7 +68,9 @@ def test_what_a_sleep_may_say_besides() -> None:
         pytest.param(parse_load, asked({"model": "m", "mode": "keep"}), "mode", id="load how"),
     ],
 )
-def test_what_is_no_such_call_is_refused_by_name(read: Any, call: Asked, param: str) -> None:
+def test_what_is_no_such_call_is_refused_by_name(
+    read: Any, call: ControlRequest, param: str
+) -> None:
     with pytest.raises(RequestError) as refused:
         read(call)
     assert refused.value.param == param
@@ -82,14 +84,14 @@ def test_what_is_no_such_call_is_refused_by_name(read: Any, call: Asked, param: 
         pytest.param(asked({"tags": ["kv_cache"]}), ("kv_cache",), True, id="what is left"),
         pytest.param(asked(tags="weights,kv_cache"), ("weights", "kv_cache"), True, id="both"),
         pytest.param(
-            Asked((("tags", "weights"), ("tags", "kv_cache"))),
+            ControlRequest((("tags", "weights"), ("tags", "kv_cache"))),
             ("weights", "kv_cache"),
             True,
             id="vLLM's repeated query",
         ),
     ],
 )
-def test_a_wake_up_is_read(call: Asked, tags: tuple[str, ...], whole: bool) -> None:
+def test_a_wake_up_is_read(call: ControlRequest, tags: tuple[str, ...], whole: bool) -> None:
     found = parse_wake(call)
     assert (found.tags, found.whole) == (tags, whole)
 

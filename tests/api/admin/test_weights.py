@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rkserve.api.admin.cluster_status import weight_info
-from rkserve.api.admin.query import Asked
+from rkserve.api.admin.query import ControlRequest
 from rkserve.api.admin.weights import (
     check_fits,
     disk_body,
@@ -49,8 +49,8 @@ WHOLE = {"name": "tone@v7", "shape": [1234], "dtype": "uint8"}
 KNOWN = read_parameters([HEAD, NORM], "parameters")
 
 
-def asked(body: Any, **query: str) -> Asked:
-    return Asked(tuple(query.items()), json.dumps(body).encode())
+def asked(body: Any, **query: str) -> ControlRequest:
+    return ControlRequest(tuple(query.items()), json.dumps(body).encode())
 
 
 def update(**body: Any) -> Any:
@@ -262,7 +262,7 @@ def test_a_hostile_list_of_tensors_is_a_bad_request(text: str) -> None:
 def test_a_time_beyond_all_numbers_is_a_bad_request() -> None:
     body = b'{"version": 7, "artifact": "sim-chat@step-7", "timestamp": 1' + b"0" * 400 + b"}"
     with pytest.raises(RequestError) as refused:
-        parse_update(Asked(body=body))
+        parse_update(ControlRequest(body=body))
     assert refused.value.param == "timestamp"
 
 
@@ -283,7 +283,7 @@ def test_base_weights_are_sent_by_path_url_or_as_a_body() -> None:
     )
     assert (said.path, said.version, len(said.parameters)) == ("/srv/new.rkllm", "step-7", 1)
     assert parse_weights(asked({"url": "https://x/y"}), from_body=False).url == "https://x/y"
-    sent = Asked((("size", "9"), ("parameters", json.dumps([HEAD]))), b"the file itself")
+    sent = ControlRequest((("size", "9"), ("parameters", json.dumps([HEAD]))), b"the file itself")
     said = parse_weights(sent, from_body=True)
     assert (said.size, said.parameters[0].name) == (9, "lm_head")
 

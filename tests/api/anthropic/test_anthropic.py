@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from rkserve.api.anthropic.answers import MESSAGES, MessageAnswer, anthropic_error
 from rkserve.api.anthropic.requests import parse_count, parse_messages
-from rkserve.api.common.answer import Stamp
+from rkserve.api.common.answer import AnswerOrigin
 from rkserve.api.common.calls import ChatCall
 from rkserve.api.common.tool_arguments import as_object
-from rkserve.api.parsing.answer_parser import PLAIN, Reading
-from rkserve.api.parsing.sampling import Steps
-from rkserve.api.parsing.tool_choice import NO_TOOLS, Tools
+from rkserve.api.parsing.answer_parser import PLAIN, ParserOptions
+from rkserve.api.parsing.sampling import SamplingOptions
+from rkserve.api.parsing.tool_choice import NO_TOOLS, ToolOptions
 from rkserve.api.parsing.tools import FORMATS
 from rkserve.core.errors import (
     ContextOverflow,
@@ -38,7 +38,7 @@ from rkserve.core.messages import (
 from rkserve.core.run_params import Guide, GuideKind
 from tests.support.http.wire_json import JSON
 
-READING = Reading(
+READING = ParserOptions(
     thinking=Thinking("<think>", "</think>"), form=FORMATS["hermes"], names=frozenset({"look"})
 )
 HELLO = {"role": "user", "content": "Hello"}
@@ -434,12 +434,12 @@ def test_what_asks_for_nothing_is_accepted(keys: dict[str, Any]) -> None:
 )
 def test_a_format_is_a_schema_that_the_answer_follows(keys: dict[str, Any], name: str) -> None:
     guide = Guide(GuideKind.JSON_SCHEMA, '{"type":"integer"}')
-    assert parsed(**keys).steps == Steps(guide=(name, guide))
+    assert parsed(**keys).steps == SamplingOptions(guide=(name, guide))
 
 
 def test_seeds_and_biases_are_rkserve_s_own_words_here() -> None:
     steps = parsed(seed=7, min_p=0.1, logit_bias={"5": 2}).steps
-    assert steps == Steps(seed=7, min_p=0.1, logit_bias=((5, 2.0),))
+    assert steps == SamplingOptions(seed=7, min_p=0.1, logit_bias=((5, 2.0),))
 
 
 LOOKS = {
@@ -451,18 +451,18 @@ LOOKS = {
 @pytest.mark.parametrize(
     ("choice", "read"),
     [
-        pytest.param(None, Tools((LOOKS,)), id="as it likes"),
-        pytest.param({"type": "auto"}, Tools((LOOKS,)), id="as it likes, said"),
-        pytest.param({"type": "any"}, Tools((LOOKS,), forced=True), id="one of them"),
+        pytest.param(None, ToolOptions((LOOKS,)), id="as it likes"),
+        pytest.param({"type": "auto"}, ToolOptions((LOOKS,)), id="as it likes, said"),
+        pytest.param({"type": "any"}, ToolOptions((LOOKS,), forced=True), id="one of them"),
         pytest.param(
             {"type": "tool", "name": "look", "disable_parallel_tool_use": True},
-            Tools((LOOKS,), forced=True, named="look", parallel=False),
+            ToolOptions((LOOKS,), forced=True, named="look", parallel=False),
             id="this one, once",
         ),
         pytest.param({"type": "none"}, NO_TOOLS, id="none"),
     ],
 )
-def test_tools_are_offered_as_openai_s_are(choice: Any, read: Tools) -> None:
+def test_tools_are_offered_as_openai_s_are(choice: Any, read: ToolOptions) -> None:
     assert parsed(tools=[LOOK], tool_choice=choice).tools == read
 
 
@@ -530,9 +530,9 @@ def test_whatever_comes_is_read_or_refused(
 # --- answers ---
 
 
-def made(reading: Reading = PLAIN, **keys: Any) -> MessageAnswer:
+def made(reading: ParserOptions = PLAIN, **keys: Any) -> MessageAnswer:
     call = ChatCall("tiny", 9, **{"stop": ("##",), **keys})
-    stamp = Stamp("tiny", "1.3.0", prompt_tokens=6, reading=reading)
+    stamp = AnswerOrigin("tiny", "1.3.0", prompt_tokens=6, reading=reading)
     return MessageAnswer(call, "msg_1", 1700000000, stamp)
 
 
@@ -629,7 +629,7 @@ def test_the_reason_tells_the_truth(finished: Finished, told: tuple[str, str | N
 
 
 @pytest.mark.parametrize("reading", [PLAIN, READING], ids=["words", "anything"])
-def test_words_that_are_taken_back_are_said_by_a_ping(reading: Reading) -> None:
+def test_words_that_are_taken_back_are_said_by_a_ping(reading: ParserOptions) -> None:
     answer = made(reading)
     answer.opening(0)
     answer.delta(0, Delta("abc", (1,)))

@@ -11,7 +11,7 @@ import pytest
 from rkserve.api.common.calls import parse_chat, parse_completion
 from rkserve.api.common.plan import plan
 from rkserve.api.common.renderer import Renderer
-from rkserve.api.common.version_policy import Meant
+from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.core.errors import ContextOverflow, RequestError, UnsupportedParameter
 from rkserve.core.messages import AdapterRef, GenerateRequest
 from rkserve.core.run_params import Sampling
@@ -37,7 +37,7 @@ def planned(renderer: Renderer, context_len: int = CONTEXT, **keys: Any) -> list
     call = parse_chat(body) if "messages" in keys else parse_completion(body)
     return plan(
         call,
-        Meant("m", ADAPTER),
+        ResolvedModel("m", ADAPTER),
         renderer,
         defaults=DEFAULTS,
         context_len=context_len,

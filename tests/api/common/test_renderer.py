@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rkserve.api.common.renderer import Header, Renderer
+from rkserve.api.common.renderer import PromptHeader, Renderer
 from rkserve.api.json.limits import CHARS_PER_TOKEN
-from rkserve.api.prompting.control_tokens import Shield, pieces
+from rkserve.api.prompting.control_tokens import ControlTokenGuard, pieces
 from rkserve.api.prompting.named_templates import NAMED
 from rkserve.api.prompting.templates import ChatTemplate
 from rkserve.api.prompting.tokenizer import SLICE_CHARS, Tokenizer
@@ -157,7 +157,7 @@ def test_no_message_brings_a_control_token_or_loses_a_character(
 @settings(max_examples=200, deadline=None)
 @given(st.recursive(st.text(max_size=6), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
 def test_a_shield_gives_back_what_it_took(value: Any) -> None:
-    shield, typed = Shield(["<|a|>", "<|a|>b", "0"]), list[str]()
+    shield, typed = ControlTokenGuard(["<|a|>", "<|a|>b", "0"]), list[str]()
 
     def shown(hidden: Any) -> Any:
         if isinstance(hidden, str):
@@ -171,7 +171,7 @@ def test_a_shield_gives_back_what_it_took(value: Any) -> None:
 
 def test_the_longest_marker_is_taken_whole() -> None:
     typed: list[str] = []
-    Shield(["<a>", "<a>b"]).hide("<a>b", typed)
+    ControlTokenGuard(["<a>", "<a>b"]).hide("<a>b", typed)
     assert typed == ["<a>b"]
 
 
@@ -493,7 +493,7 @@ WITHOUT_TOOLS = CHATML.replace(
 def test_a_conversation_without_the_header_of_an_answer(
     renderer: Renderer, folder: ModelFolder
 ) -> None:
-    begins = renderer.chat(TALK, header=Header(answer=False)).ids
+    begins = renderer.chat(TALK, header=PromptHeader(answer=False)).ids
     assert read_back(folder, begins) == TALK_IN_CHATML.removesuffix("<|im_start|>assistant\n")
     assert renderer.chat(TALK).ids[: len(begins)] == begins
 
@@ -506,7 +506,7 @@ def test_a_prompt_ends_with_the_text_that_its_answer_continues(
     renderer: Renderer, folder: ModelFolder, text: str
 ) -> None:
     begun = [*TALK, {"role": "assistant", "content": text}]
-    prompt = renderer.chat(begun, header=Header(prefill=True))
+    prompt = renderer.chat(begun, header=PromptHeader(prefill=True))
     assert read_back(folder, prompt.ids) == TALK_IN_CHATML + text
     before = [i for i in renderer.chat(TALK).ids if i < len(CONTROL)]
     assert [i for i in prompt.ids if i < len(CONTROL)] == before
@@ -516,7 +516,7 @@ def test_a_prompt_ends_with_the_text_that_its_answer_continues(
 def test_built_in_templates_leave_the_final_message_open(tmp_path: Path, name: str) -> None:
     folder = make_folder(tmp_path / "m", tokenizer=False, settings=f"chat_template: {name}\n")
     begun = [user("Hi"), {"role": "assistant", "content": "Well, "}]
-    text = Renderer(folder).chat(begun, header=Header(prefill=True)).text
+    text = Renderer(folder).chat(begun, header=PromptHeader(prefill=True)).text
     assert text is not None
     assert text.endswith("Well, ")
 
@@ -526,7 +526,7 @@ def test_a_template_that_hides_the_final_message_refuses_to_continue_it(tmp_path
     hiding = Renderer(make_folder(tmp_path / "m", template=template))
     with pytest.raises(RequestError, match="does not show the text") as caught:
         hiding.chat(
-            [user("Hi"), {"role": "assistant", "content": "x"}], header=Header(prefill=True)
+            [user("Hi"), {"role": "assistant", "content": "x"}], header=PromptHeader(prefill=True)
         )
     assert caught.value.param == "messages"
 

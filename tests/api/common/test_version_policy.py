@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from rkserve.api.common.answer import Stamp
+from rkserve.api.common.answer import AnswerOrigin
 from rkserve.api.common.version_policy import (
     ANY,
-    Meant,
-    Policy,
-    Wanted,
+    Freshness,
+    ResolvedModel,
+    VersionPolicy,
     bind,
     find_line,
     read_policy,
@@ -22,8 +22,8 @@ OLD, NEW = version("tone", "v9"), version("tone", "v10")
 MODELS = ("sim-chat", "other")
 
 
-def at_least(called: str) -> Policy:
-    return Policy(Wanted.MINIMUM, called)
+def at_least(called: str) -> VersionPolicy:
+    return VersionPolicy(Freshness.MINIMUM, called)
 
 
 @pytest.mark.parametrize(
@@ -31,11 +31,11 @@ def at_least(called: str) -> Policy:
     [
         pytest.param(None, ANY, id="none"),
         pytest.param(" any ", ANY, id="any"),
-        pytest.param("latest-only", Policy(Wanted.LATEST), id="latest"),
+        pytest.param("latest-only", VersionPolicy(Freshness.LATEST), id="latest"),
         pytest.param("min-version: v3", at_least("v3"), id="minimum"),
     ],
 )
-def test_policies_are_read_and_say_themselves(header: str | None, policy: Policy) -> None:
+def test_policies_are_read_and_say_themselves(header: str | None, policy: VersionPolicy) -> None:
     assert read_policy(header) == policy
     assert read_policy(policy.text) == policy
 
@@ -52,11 +52,14 @@ def test_other_policies_are_refused(header: str) -> None:
         pytest.param(line(active="v9"), ANY, "line", id="one version"),
         pytest.param(line(active="v9", candidate=NEW), ANY, "line", id="staged only"),
         pytest.param(
-            line(active="v9", candidate=NEW), Policy(Wanted.LATEST), "line", id="the latest served"
+            line(active="v9", candidate=NEW),
+            VersionPolicy(Freshness.LATEST),
+            "line",
+            id="the latest served",
         ),
         pytest.param(
             line(active="v9", candidate=NEW, switched=("a",)),
-            Policy(Wanted.LATEST),
+            VersionPolicy(Freshness.LATEST),
             "v10",
             id="the latest on one board",
         ),
@@ -75,7 +78,9 @@ def test_other_policies_are_refused(header: str) -> None:
         ),
     ],
 )
-def test_what_a_bare_name_gets(serving: AdapterLine, policy: Policy, meant: str | None) -> None:
+def test_what_a_bare_name_gets(
+    serving: AdapterLine, policy: VersionPolicy, meant: str | None
+) -> None:
     found = bind(serving, None, policy)
     if meant is None:
         assert found is None
@@ -125,11 +130,11 @@ def test_what_is_made_of_a_version_takes_the_active_one() -> None:
     meant = bind(line(active="v9"), None, ANY)
     assert meant is not None
     assert meant.ref == OLD.ref
-    assert Meant("m").ref is None
+    assert ResolvedModel("m").ref is None
 
 
 def test_fingerprints_tell_contents_apart_and_not_names() -> None:
-    stamp = Stamp("m", "1.3.0", key_of={"tone@v1": "x", "tone@v2": "y", "same@v1": "x"}.get)
+    stamp = AnswerOrigin("m", "1.3.0", key_of={"tone@v1": "x", "tone@v2": "y", "same@v1": "x"}.get)
     one, two, same = (stamp.fingerprint([v]) for v in ("tone@v1", "tone@v2", "same@v1"))
     assert one == same != two
     assert stamp.fingerprint(["tone@v1", "tone@v2"]) == stamp.fingerprint(["tone@v2", "tone@v1"])

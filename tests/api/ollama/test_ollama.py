@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from rkserve.api.common.answer import Stamp
+from rkserve.api.common.answer import AnswerOrigin
 from rkserve.api.common.calls import ChatCall, CompletionCall
 from rkserve.api.ollama.answers import (
     CHAT,
@@ -19,10 +19,10 @@ from rkserve.api.ollama.answers import (
     ollama_error,
 )
 from rkserve.api.ollama.models import FolderFacts, parse_show, running, show, tags
-from rkserve.api.ollama.requests import Load, parse_chat, parse_generate, parse_load
-from rkserve.api.parsing.answer_parser import PLAIN, Reading
-from rkserve.api.parsing.sampling import Steps
-from rkserve.api.parsing.tool_choice import Tools
+from rkserve.api.ollama.requests import LoadRequest, parse_chat, parse_generate, parse_load
+from rkserve.api.parsing.answer_parser import PLAIN, ParserOptions
+from rkserve.api.parsing.sampling import SamplingOptions
+from rkserve.api.parsing.tool_choice import ToolOptions
 from rkserve.api.parsing.tools import FORMATS
 from rkserve.core.board_report import BoardState
 from rkserve.core.errors import QueueFull, RequestError, UnsupportedParameter
@@ -40,7 +40,7 @@ from rkserve.core.run_params import Guide, GuideKind, Sampling
 from tests.support.boards.fake_boards import report
 from tests.support.http.wire_json import JSON
 
-READING = Reading(
+READING = ParserOptions(
     thinking=Thinking("<think>", "</think>"), form=FORMATS["hermes"], names=frozenset({"look"})
 )
 HELLO = {"role": "user", "content": "Hello"}
@@ -99,24 +99,26 @@ JSON_GUIDE = Guide(GuideKind.JSON_SCHEMA, '{"type":"object"}')
 @pytest.mark.parametrize(
     ("keys", "steps"),
     [
-        pytest.param({}, Steps(), id="nothing"),
-        pytest.param({"options": {"seed": 7}}, Steps(seed=7), id="a seed"),
-        pytest.param({"options": {"seed": -1}}, Steps(), id="the seed that is none"),
-        pytest.param({"options": {"min_p": 0.1}}, Steps(min_p=0.1), id="min_p"),
+        pytest.param({}, SamplingOptions(), id="nothing"),
+        pytest.param({"options": {"seed": 7}}, SamplingOptions(seed=7), id="a seed"),
+        pytest.param({"options": {"seed": -1}}, SamplingOptions(), id="the seed that is none"),
+        pytest.param({"options": {"min_p": 0.1}}, SamplingOptions(min_p=0.1), id="min_p"),
         pytest.param(
-            {"options": {"logit_bias": {"5": 2}}}, Steps(logit_bias=((5, 2.0),)), id="a bias"
+            {"options": {"logit_bias": {"5": 2}}},
+            SamplingOptions(logit_bias=((5, 2.0),)),
+            id="a bias",
         ),
-        pytest.param({"format": ""}, Steps(), id="no format"),
-        pytest.param({"format": "json"}, Steps(guide=("format", JSON_GUIDE)), id="JSON"),
+        pytest.param({"format": ""}, SamplingOptions(), id="no format"),
+        pytest.param({"format": "json"}, SamplingOptions(guide=("format", JSON_GUIDE)), id="JSON"),
         pytest.param(
             {"format": {"type": "integer"}},
-            Steps(guide=("format", Guide(GuideKind.JSON_SCHEMA, '{"type":"integer"}'))),
+            SamplingOptions(guide=("format", Guide(GuideKind.JSON_SCHEMA, '{"type":"integer"}'))),
             id="a schema",
         ),
     ],
 )
 def test_seeds_and_formats_are_asked_for_in_ollama_s_words(
-    keys: dict[str, Any], steps: Steps
+    keys: dict[str, Any], steps: SamplingOptions
 ) -> None:
     assert chat(**keys).steps == steps
     assert generate(**keys).steps == steps
@@ -296,16 +298,20 @@ def test_generate_names_what_it_cannot_do(keys: dict[str, Any], param: str) -> N
 @pytest.mark.parametrize(
     ("body", "what", "load"),
     [
-        pytest.param({"model": "m:latest"}, "prompt", Load("m"), id="no prompt"),
-        pytest.param({"model": "m", "prompt": ""}, "prompt", Load("m"), id="an empty one"),
-        pytest.param({"model": "m", "messages": []}, "messages", Load("m"), id="no messages"),
-        pytest.param({"model": "m", "keep_alive": False}, "prompt", Load("m"), id="no number"),
+        pytest.param({"model": "m:latest"}, "prompt", LoadRequest("m"), id="no prompt"),
+        pytest.param({"model": "m", "prompt": ""}, "prompt", LoadRequest("m"), id="an empty one"),
+        pytest.param(
+            {"model": "m", "messages": []}, "messages", LoadRequest("m"), id="no messages"
+        ),
+        pytest.param(
+            {"model": "m", "keep_alive": False}, "prompt", LoadRequest("m"), id="no number"
+        ),
         pytest.param({"model": "m", "prompt": "x"}, "prompt", None, id="a prompt"),
         pytest.param({"model": "m", "prompt": 5}, "prompt", None, id="read later"),
     ],
 )
 def test_a_call_without_a_prompt_only_loads(
-    body: dict[str, Any], what: str, load: Load | None
+    body: dict[str, Any], what: str, load: LoadRequest | None
 ) -> None:
     assert parse_load(json.dumps(body).encode(), what) == load
 
@@ -339,8 +345,8 @@ def lines(raw: bytes) -> list[dict[str, Any]]:
     return [json.loads(line) for line in raw.decode().split("\n")[:-1]]
 
 
-def talk(reading: Reading = PLAIN, **keys: Any) -> ChatLines:
-    stamp = Stamp("tiny", "1.3.0", reading=reading)
+def talk(reading: ParserOptions = PLAIN, **keys: Any) -> ChatLines:
+    stamp = AnswerOrigin("tiny", "1.3.0", reading=reading)
     return ChatLines(ChatCall("tiny", None, **keys), "ollama-1", AT, stamp)
 
 
@@ -373,7 +379,7 @@ def test_a_stream_is_lines_of_which_the_last_one_has_the_counts() -> None:
 
 def test_a_whole_answer_is_one_object() -> None:
     call = ChatCall("tiny", None)
-    answer = GenerateLines(call, "ollama-1", AT, Stamp("tiny", "1.3.0"))
+    answer = GenerateLines(call, "ollama-1", AT, AnswerOrigin("tiny", "1.3.0"))
     answer.add(0, Delta("Hello", (1,)))
     answer.add(0, Delta("p", (2,), retract=2))
     answer.end(0, Finished(FinishReason.STOP, Usage(6, 2), TIMINGS))
@@ -434,7 +440,7 @@ def test_think_is_read_in_both_calls(keys: dict[str, Any], wish: Any) -> None:
 
 def test_tools_are_openai_s() -> None:
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-    assert chat(tools=[tool]).tools == Tools((tool,))
+    assert chat(tools=[tool]).tools == ToolOptions((tool,))
 
 
 @pytest.mark.parametrize(
@@ -447,9 +453,9 @@ def test_a_ping_is_a_line_that_adds_no_text(dialect: Any, key: str) -> None:
 
 
 def test_a_model_that_was_only_loaded_says_nothing() -> None:
-    told = loaded(Load("m"), AT, chat=True)
+    told = loaded(LoadRequest("m"), AT, chat=True)
     assert (told["done"], told["done_reason"], told["message"]["content"]) == (True, "load", "")
-    assert loaded(Load("m"), AT, chat=False)["response"] == ""
+    assert loaded(LoadRequest("m"), AT, chat=False)["response"] == ""
 
 
 # --- errors ---

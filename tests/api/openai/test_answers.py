@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rkserve.api.common import sse
-from rkserve.api.common.answer import Stamp, fingerprint
+from rkserve.api.common.answer import AnswerOrigin, fingerprint
 from rkserve.api.common.calls import ChatCall, CompletionCall
 from rkserve.api.common.errors import error_event, error_object
 from rkserve.api.common.headers import answer_headers
@@ -34,7 +34,7 @@ from rkserve.core.messages import (
 )
 
 MESSAGES = ({"role": "user", "content": "Hi"},)
-STAMP = Stamp("tiny", "1.3.0")
+STAMP = AnswerOrigin("tiny", "1.3.0")
 TIMINGS = Timings(1.0, 20.0, 4, 100.0, 2, 812.0)
 
 
@@ -309,14 +309,14 @@ def test_a_delta_without_text_sends_nothing(answer: ChatAnswer | CompletionAnswe
 
 @given(st.text(max_size=50), st.text(max_size=20), st.integers(0, 15))
 def test_a_pre_rendered_delta_is_the_plain_json(text: str, model: str, index: int) -> None:
-    answer = ChatAnswer(ChatCall(model + sse.Frame.HOLE, None, n=16), "u", 1, STAMP)
+    answer = ChatAnswer(ChatCall(model + sse.EventTemplate.HOLE, None, n=16), "u", 1, STAMP)
     raw = answer.delta(index, Delta(text or "x", (1,)))
     assert raw.startswith(b"data: ")
     assert raw.endswith(b"\n\n")
     assert raw.count(b"\n") == 2
     assert b"\r" not in raw
     chunk = json.loads(raw[6:])
-    assert chunk["model"] == model + sse.Frame.HOLE
+    assert chunk["model"] == model + sse.EventTemplate.HOLE
     assert chunk["choices"] == [
         {
             "index": index,

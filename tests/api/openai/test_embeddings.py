@@ -9,11 +9,11 @@ from array import array
 import pytest
 
 from rkserve.api.common.renderer import Prompt
-from rkserve.api.common.version_policy import Meant
+from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.api.openai.embeddings import (
     CHUNK_INPUTS,
     EmbeddingCall,
-    Wanted,
+    VectorOptions,
     check_dimensions,
     chunks_of,
     embeddings_answer,
@@ -49,7 +49,7 @@ def floats(*values: float) -> bytes:
 def test_texts_are_cut_into_requests(
     sizes: list[int], boards: int, expected: list[list[int]]
 ) -> None:
-    chunks = chunks_of(prompts(*sizes), Meant("m"), PLAIN, "embd-1", boards=boards)
+    chunks = chunks_of(prompts(*sizes), ResolvedModel("m"), PLAIN, "embd-1", boards=boards)
     assert [list(chunk.at) for chunk in chunks] == expected
     for chunk in chunks:
         assert [len(ids) for ids in chunk.request.inputs] == [sizes[at] for at in chunk.at]
@@ -59,14 +59,14 @@ def test_texts_are_cut_into_requests(
 
 
 def test_a_request_holds_no_more_texts_than_a_board_shall_have_at_once() -> None:
-    chunks = chunks_of(prompts(*[1] * 100), Meant("m"), PLAIN, "embd-1")
+    chunks = chunks_of(prompts(*[1] * 100), ResolvedModel("m"), PLAIN, "embd-1")
     assert max(len(chunk.at) for chunk in chunks) == CHUNK_INPUTS
     assert sorted(at for chunk in chunks for at in chunk.at) == list(range(100))
 
 
 def test_requests_carry_what_the_model_of_the_call_means() -> None:
     ref = AdapterRef("style", "v2", "ab" * 32)
-    meant = Meant("m", ref, named=True, min_epoch=4)
+    meant = ResolvedModel("m", ref, named=True, min_epoch=4)
     settings = EmbeddingSettings(pooling="mean")
     (chunk,) = chunks_of([Prompt((), "a text")], meant, settings, "embd-1", session="s")
     request = chunk.request
@@ -123,7 +123,7 @@ def test_dimensions_are_cut_off_only_where_the_model_was_trained_for_that(
 
 def test_the_written_numbers_are_the_float32_values() -> None:
     values = [1 / 3, -1e-30, math.pi, 0.0, 1e20, 16777217.0]
-    call = EmbeddingCall(Wanted('a "model"'), ("x",), ("input",))
+    call = EmbeddingCall(VectorOptions('a "model"'), ("x",), ("input",))
     body = json.loads(embeddings_answer(call, [array("f", values)], 3, 0.5))
     assert array("f", body["data"][0]["embedding"]) == array("f", values)
     assert body["model"] == 'a "model"'

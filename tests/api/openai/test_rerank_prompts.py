@@ -10,9 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from rkserve.api.common.renderer import Renderer
-from rkserve.api.common.version_policy import Meant
-from rkserve.api.openai.rerank import Text
-from rkserve.api.openai.rerank_prompts import Judge, judge_of, requests_of, verdict
+from rkserve.api.common.version_policy import ResolvedModel
+from rkserve.api.openai.rerank import RankedText
+from rkserve.api.openai.rerank_prompts import RerankModel, judge_of, requests_of, verdict
 from rkserve.core.errors import InputTooLong, UnsupportedParameter
 from rkserve.core.messages import AdapterRef, Delta
 from rkserve.core.run_params import Scored
@@ -26,18 +26,18 @@ RENDERER = Renderer(FOLDER)
 ADAPTER = AdapterRef("kind", "v2", "0" * 64)
 
 
-def judge(context_len: int = 4096, **settings: Any) -> Judge:
+def judge(context_len: int = 4096, **settings: Any) -> RerankModel:
     made = RerankSettings(**{**WORDS, **settings})
-    return judge_of(Meant("m", ADAPTER), made, RENDERER, context_len)
+    return judge_of(ResolvedModel("m", ADAPTER), made, RENDERER, context_len)
 
 
-def asked(of: Judge, query: str = "a cat", document: str = "mats") -> tuple[int, ...]:
-    pair = Text(query, "query", query=True), Text(document, "documents[0]")
+def asked(of: RerankModel, query: str = "a cat", document: str = "mats") -> tuple[int, ...]:
+    pair = RankedText(query, "query", query=True), RankedText(document, "documents[0]")
     (request,) = requests_of(of, [pair], "rerank-1", "s")
     return request.prompt_ids
 
 
-def prompt(of: Judge, query: str = "a cat", document: str = "mats") -> str:
+def prompt(of: RerankModel, query: str = "a cat", document: str = "mats") -> str:
     return RENDERER.whole_text(asked(of, query, document), "prompt")
 
 
@@ -72,7 +72,7 @@ def test_texts_stay_what_they_are() -> None:
 
 def test_a_request_is_one_certain_step_that_tells_of_both_words() -> None:
     of = judge()
-    pair = Text("a", "query", query=True), Text("b", "documents[0]")
+    pair = RankedText("a", "query", query=True), RankedText("b", "documents[0]")
     first, second = requests_of(of, [pair, pair], "rerank-1", "s")
     assert (first.request_id, second.request_id) == ("rerank-1/0", "rerank-1/1")
     assert (first.max_tokens, first.sampling.temperature, first.once) == (1, 0.0, True)
@@ -91,7 +91,7 @@ def test_a_word_of_several_tokens_is_refused(words: dict[str, Any]) -> None:
 def test_a_model_without_a_tokenizer_cannot_judge(tmp_path: Path) -> None:
     renderer = Renderer(make_folder(tmp_path / "textual", tokenizer=False))
     with pytest.raises(UnsupportedParameter, match="without a tokenizer"):
-        judge_of(Meant("m"), RerankSettings(), renderer, 4096)
+        judge_of(ResolvedModel("m"), RerankSettings(), renderer, 4096)
 
 
 @pytest.mark.parametrize("words", [300, 30_000], ids=["too long", "hopelessly"])

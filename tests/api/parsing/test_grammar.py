@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rkserve.api.common.calls import parse_chat, parse_completion
-from rkserve.api.parsing.sampling import Steps
+from rkserve.api.parsing.sampling import SamplingOptions
 from rkserve.core.errors import RequestError
 from rkserve.core.run_params import Guide, GuideKind
 
@@ -17,12 +17,12 @@ COMPILED = Guide(GuideKind.JSON_SCHEMA, json.dumps(SCHEMA, separators=(",", ":")
 ANY_OBJECT = Guide(GuideKind.JSON_SCHEMA, '{"type":"object"}')
 
 
-def chat(**keys: Any) -> Steps:
+def chat(**keys: Any) -> SamplingOptions:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **keys}
     return parse_chat(json.dumps(body).encode()).steps
 
 
-def completion(**keys: Any) -> Steps:
+def completion(**keys: Any) -> SamplingOptions:
     return parse_completion(json.dumps({"model": "m", "prompt": "Hi", **keys}).encode()).steps
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from rkserve.api.common.calls import ChatCall, parse_chat
 from rkserve.api.common.plan import plan
 from rkserve.api.common.renderer import Renderer
-from rkserve.api.common.version_policy import Meant
-from rkserve.api.parsing.parts import Thought, Words
-from rkserve.api.parsing.reasoning import EFFORTS, RESERVED, Thoughts
+from rkserve.api.common.version_policy import ResolvedModel
+from rkserve.api.parsing.parts import ReasoningPart, TextPart
+from rkserve.api.parsing.reasoning import EFFORTS, RESERVED, ReasoningSplitter
 from rkserve.api.prompting.past_reasoning import with_thoughts
 from rkserve.core.errors import ConfigError, RequestError, UnsupportedParameter
 from rkserve.core.messages import GenerateRequest, Thinking
@@ -62,7 +62,12 @@ def test_an_answer_to_a_prefill_thinks_where_the_prefill_does(
     kwargs = {"always": True}
     call = chat(messages=turns, continue_final_message=True, chat_template_kwargs=kwargs, **extra)
     (request,) = plan(
-        call, Meant("m"), Renderer(folder), defaults=Sampling(), context_len=500, completion="c"
+        call,
+        ResolvedModel("m"),
+        Renderer(folder),
+        defaults=Sampling(),
+        context_len=500,
+        completion="c",
     )
     closed = "\n</think>\n\n" if extra else ""
     prompt = f"<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n{text}{closed}"
@@ -80,12 +85,12 @@ def test_the_blank_before_a_continued_thought_is_kept() -> None:
 
 def told(thinking: Thinking, pieces: list[str]) -> tuple[str, str]:
     """The thoughts and the words of an answer that comes in these pieces."""
-    thoughts = Thoughts(thinking)
+    thoughts = ReasoningSplitter(thinking)
     parts = [part for piece in pieces for part in thoughts.feed(piece)] + thoughts.end()
-    assert all(isinstance(part, Thought | Words) and part.text for part in parts)
+    assert all(isinstance(part, ReasoningPart | TextPart) and part.text for part in parts)
     return (
-        "".join(part.text for part in parts if isinstance(part, Thought)),
-        "".join(part.text for part in parts if isinstance(part, Words)),
+        "".join(part.text for part in parts if isinstance(part, ReasoningPart)),
+        "".join(part.text for part in parts if isinstance(part, TextPart)),
     )
 
 
@@ -210,7 +215,7 @@ def test_every_effort_is_documented(effort: str) -> None:
 def planned(folder: ModelFolder, **keys: Any) -> GenerateRequest:
     (request,) = plan(
         chat(**keys),
-        Meant("m"),
+        ResolvedModel("m"),
         Renderer(folder),
         defaults=Sampling(),
         context_len=512,

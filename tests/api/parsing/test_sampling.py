@@ -12,15 +12,15 @@ import openai
 import pytest
 from openai.types import Completion
 
-from rkserve.api.common.answer import Stamp
+from rkserve.api.common.answer import AnswerOrigin
 from rkserve.api.common.calls import ChatCall, CompletionCall, parse_chat, parse_completion
-from rkserve.api.common.logprobs import CompletionLog, Lexicon, SpecialTokens
+from rkserve.api.common.logprobs import CompletionLog, SpecialTokens, TokenTexts
 from rkserve.api.common.plan import held, plan, prompt_texts
 from rkserve.api.common.renderer import Renderer
-from rkserve.api.common.version_policy import Meant
+from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.api.json.limits import MAX_LOGIT_BIAS
 from rkserve.api.openai.answers import ChatAnswer, CompletionAnswer
-from rkserve.api.parsing.sampling import Steps
+from rkserve.api.parsing.sampling import SamplingOptions
 from rkserve.core.errors import RequestError, UnsupportedParameter
 from rkserve.core.messages import (
     Delta,
@@ -56,24 +56,26 @@ def completion(**keys: Any) -> CompletionCall:
 @pytest.mark.parametrize(
     ("keys", "steps"),
     [
-        pytest.param({"seed": -3}, Steps(seed=-3), id="seed"),
-        pytest.param({"seed": 2**64 - 1}, Steps(seed=2**64 - 1), id="a large one"),
-        pytest.param({"min_p": 1}, Steps(min_p=1.0), id="min_p"),
-        pytest.param({"min_p": 0}, Steps(), id="min_p off"),
+        pytest.param({"seed": -3}, SamplingOptions(seed=-3), id="seed"),
+        pytest.param({"seed": 2**64 - 1}, SamplingOptions(seed=2**64 - 1), id="a large one"),
+        pytest.param({"min_p": 1}, SamplingOptions(min_p=1.0), id="min_p"),
+        pytest.param({"min_p": 0}, SamplingOptions(), id="min_p off"),
         pytest.param(
             {"logit_bias": {"7": -100, "05": 1.5}},
-            Steps(logit_bias=((5, 1.5), (7, -100.0))),
+            SamplingOptions(logit_bias=((5, 1.5), (7, -100.0))),
             id="logit_bias",
         ),
-        pytest.param({"logit_bias": []}, Steps(), id="an empty bias"),
-        pytest.param({"logprobs": False}, Steps(), id="logprobs off"),
-        pytest.param({"ignore_eos": True}, Steps(ignore_eos=True), id="no end"),
-        pytest.param({"min_tokens": 5}, Steps(min_tokens=5), id="no early end"),
-        pytest.param({"ignore_eos": False, "min_tokens": 0}, Steps(), id="an end whenever"),
+        pytest.param({"logit_bias": []}, SamplingOptions(), id="an empty bias"),
+        pytest.param({"logprobs": False}, SamplingOptions(), id="logprobs off"),
+        pytest.param({"ignore_eos": True}, SamplingOptions(ignore_eos=True), id="no end"),
+        pytest.param({"min_tokens": 5}, SamplingOptions(min_tokens=5), id="no early end"),
+        pytest.param(
+            {"ignore_eos": False, "min_tokens": 0}, SamplingOptions(), id="an end whenever"
+        ),
     ],
 )
 @pytest.mark.parametrize("read", [chat, completion])
-def test_what_needs_steps_is_read(read: Any, keys: dict[str, Any], steps: Steps) -> None:
+def test_what_needs_steps_is_read(read: Any, keys: dict[str, Any], steps: SamplingOptions) -> None:
     assert read(**keys).steps == steps
 
 
@@ -176,7 +178,7 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 def planned(
     renderer: Renderer, call: ChatCall | CompletionCall, defaults: Sampling = CHANCE
 ) -> list[GenerateRequest]:
-    meant = Meant("m", None)
+    meant = ResolvedModel("m", None)
     return plan(
         call, meant, renderer, defaults=defaults, context_len=256, completion="c", dice=4711
     )
@@ -288,15 +290,15 @@ def finished(tokens: int) -> Finished:
     return Finished(FinishReason.STOP, Usage(2, tokens), TIMINGS)
 
 
-def stamp(call: ChatCall | CompletionCall, hidden: frozenset[int] = frozenset()) -> Stamp:
-    lexicon = Lexicon(
+def stamp(call: ChatCall | CompletionCall, hidden: frozenset[int] = frozenset()) -> AnswerOrigin:
+    lexicon = TokenTexts(
         VOCABULARY,
         (PROMPT,) * call.choices,
         prompt_texts(call),
         hidden=hidden,
         as_ids=call.tokens_as_ids,
     )
-    return Stamp("m", "1.3.0", lexicon=lexicon, ends=EOS)
+    return AnswerOrigin("m", "1.3.0", lexicon=lexicon, ends=EOS)
 
 
 def client_of(body: Any = None, raw: bytes | None = None, *, strict: bool = True) -> openai.OpenAI:
@@ -584,7 +586,7 @@ def test_the_best_answers_are_given_in_order_and_all_are_counted() -> None:
 
 
 def test_bytes_that_never_become_a_character_do_not_hold_the_offset_up() -> None:
-    log = CompletionLog(Lexicon(VOCABULARY, ()))
+    log = CompletionLog(TokenTexts(VOCABULARY, ()))
     found = log.of([(4, None), (1, None), (2, None)], top=0)
     assert found["text_offset"] == [0, 0, 4]
 

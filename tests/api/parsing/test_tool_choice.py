@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkserve.api.common import sse
-from rkserve.api.common.answer import Stamp
+from rkserve.api.common.answer import AnswerOrigin
 from rkserve.api.common.calls import ChatCall, parse_chat
 from rkserve.api.common.plan import plan, reading
 from rkserve.api.common.renderer import Renderer
-from rkserve.api.common.version_policy import Meant
+from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.api.json.body import JsonText
 from rkserve.api.json.limits import MAX_TOOL_NAME_CHARS, MAX_TOOLS
 from rkserve.api.openai.answers import ChatAnswer
-from rkserve.api.parsing.answer_parser import Reading, Speech
+from rkserve.api.parsing.answer_parser import AnswerParser, ParserOptions
 from rkserve.api.parsing.tool_choice import NO_TOOLS
 from rkserve.api.parsing.tools import FORMATS
 from rkserve.core.errors import RequestError, RkserveError, UnsupportedParameter
@@ -46,7 +46,7 @@ def chat(**keys: Any) -> ChatCall:
 def planned(folder: ModelFolder, **keys: Any) -> GenerateRequest:
     (request,) = plan(
         chat(**keys),
-        Meant("m"),
+        ResolvedModel("m"),
         Renderer(folder),
         defaults=Sampling(),
         context_len=4096,
@@ -262,7 +262,7 @@ def test_no_tools_raise_anything_but_a_request_error_up_to_the_plan(
     try:
         plan(
             chat(**body),
-            Meant("m"),
+            ResolvedModel("m"),
             renderer,
             defaults=Sampling(),
             context_len=4096,
@@ -377,7 +377,7 @@ def test_what_a_model_said_is_rendered_as_it_said_it(tmp_path: Path, said: str, 
     )
     tools = {"tools": [TIME]}
     request = planned(folder, **tools)
-    speech = Speech(reading(chat(**tools), Renderer(folder), request))
+    speech = AnswerParser(reading(chat(**tools), Renderer(folder), request))
     speech.feed(Delta(said, (1,)))
     speech.end()
     calls = [
@@ -460,7 +460,7 @@ def test_built_in_templates_write_what_the_models_own_would(tmp_path: Path) -> N
             call_ = parse_chat(json.dumps({"model": "m", "messages": talk, **keys}).encode())
             (request,) = plan(
                 call_,
-                Meant("m"),
+                ResolvedModel("m"),
                 renderer,
                 defaults=Sampling(),
                 context_len=4096,
@@ -488,7 +488,7 @@ TEXT = (
     "<think>\nHm.\n</think>\n\nLet me see.\n<tool_call>\n"
     '{"name": "get_time", "arguments": {"zone": "UTC"}}\n</tool_call>'
 )
-READ = Reading(
+READ = ParserOptions(
     thinking=Thinking("<think>", "</think>"),
     form=FORMATS["hermes"],
     names=frozenset({"get_time"}),
@@ -496,7 +496,7 @@ READ = Reading(
 
 
 def answer() -> ChatAnswer:
-    stamp = Stamp(STAMP.model, STAMP.release, reading=READ)
+    stamp = AnswerOrigin(STAMP.model, STAMP.release, reading=READ)
     return ChatAnswer(chat(tools=[TIME]), "chatcmpl-abc", 1700000000, stamp)
 
 

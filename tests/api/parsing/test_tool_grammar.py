@@ -12,8 +12,8 @@ import pytest
 
 from rkserve.api.anthropic.requests import parse_messages
 from rkserve.api.common.calls import parse_chat
-from rkserve.api.parsing.answer_parser import Call, Reading, Speech
-from rkserve.api.parsing.tool_choice import Tools
+from rkserve.api.parsing.answer_parser import AnswerParser, ParserOptions, ToolCall
+from rkserve.api.parsing.tool_choice import ToolOptions
 from rkserve.api.parsing.tool_grammar import calls_guide
 from rkserve.api.parsing.tools import FORMATS
 from rkserve.api.responses.requests import parse_response
@@ -54,16 +54,16 @@ def tool(name: str, schema: Any, **keys: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": schema, **keys}}
 
 
-def tools(*given: dict[str, Any], **keys: Any) -> Tools:
+def tools(*given: dict[str, Any], **keys: Any) -> ToolOptions:
     strict = frozenset(one["function"]["name"] for one in given if one["function"].pop("strict", 1))
-    return Tools(given=given, forced=True, strict=strict, **keys)
+    return ToolOptions(given=given, forced=True, strict=strict, **keys)
 
 
-def read(offered: Tools, form: str, text: str) -> tuple[list[Call], str]:
+def read(offered: ToolOptions, form: str, text: str) -> tuple[list[ToolCall], str]:
     """Read what stands behind the opening as a client would get it."""
     kind = FORMATS[form]
-    speech = Speech(
-        Reading(
+    speech = AnswerParser(
+        ParserOptions(
             form=kind,
             names=offered.names,
             opening=kind.opening(offered.named),
@@ -75,7 +75,7 @@ def read(offered: Tools, form: str, text: str) -> tuple[list[Call], str]:
     return list(speech.calls), speech.words
 
 
-def walked(offered: Tools, form: str, seeds: int = 8) -> list[list[Call]]:
+def walked(offered: ToolOptions, form: str, seeds: int = 8) -> list[list[ToolCall]]:
     """Follow the grammar at random; return the calls of each answer that came to its end."""
     named = calls_guide(offered, FORMATS[form])
     assert named is not None
@@ -130,10 +130,10 @@ def test_a_tool_that_is_not_strict_beside_one_that_is_gets_some_arguments(form: 
 @pytest.mark.parametrize(
     "free",
     [
-        pytest.param(Tools(given=(tool("f", EMPTY),), strict=frozenset({"f"})), id="auto"),
-        pytest.param(Tools(given=(tool("f", EMPTY),), forced=True), id="none is strict"),
+        pytest.param(ToolOptions(given=(tool("f", EMPTY),), strict=frozenset({"f"})), id="auto"),
+        pytest.param(ToolOptions(given=(tool("f", EMPTY),), forced=True), id="none is strict"),
         pytest.param(
-            Tools(
+            ToolOptions(
                 given=(tool("f", EMPTY), tool("g", EMPTY)),
                 forced=True,
                 named="g",
@@ -143,7 +143,7 @@ def test_a_tool_that_is_not_strict_beside_one_that_is_gets_some_arguments(form: 
         ),
     ],
 )
-def test_an_answer_is_free_unless_a_strict_tool_may_have_to_be_called(free: Tools) -> None:
+def test_an_answer_is_free_unless_a_strict_tool_may_have_to_be_called(free: ToolOptions) -> None:
     assert calls_guide(free, FORMATS["hermes"]) is None
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from rkserve.api.admin.generations import edit_of, parse_edit
-from rkserve.api.admin.query import Asked
-from rkserve.api.common.answer import Stamp
+from rkserve.api.admin.query import ControlRequest
+from rkserve.api.common.answer import AnswerOrigin
 from rkserve.api.common.plan import reading
 from rkserve.api.openai.answers import ChatAnswer
-from rkserve.api.parsing.answer_parser import Speech
-from rkserve.api.parsing.parts import Void
+from rkserve.api.parsing.answer_parser import AnswerParser
+from rkserve.api.parsing.parts import Retraction
 from rkserve.board.engine.protocol import EngineSpec
 from rkserve.core.errors import BoardFailed
 from rkserve.core.messages import ControlAction, Delta, Finished, GenerateRequest
@@ -238,15 +238,15 @@ def test_a_call_goes_on_after_a_pause_and_is_read_anew_after_an_edit(tmp_path: P
         tokens = len(words(said)) - len(words(said.removesuffix("Oslo")))
         body = {"replace_last": tokens, "text": 'Rome"}}\n</tool_call>'}
         edit = edit_of(
-            parse_edit(Asked(body=json.dumps(body).encode())), talk.renderer, CONTEXT_LEN
+            parse_edit(ControlRequest(body=json.dumps(body).encode())), talk.renderer, CONTEXT_LEN
         )
         await talk.board.control("chatcmpl-t", ControlAction.EDIT, edit)
         await talk.board.control("chatcmpl-t", ControlAction.RESUME)
-        speech = Speech(reading(call, talk.renderer, request))
+        speech = AnswerParser(reading(call, talk.renderer, request))
         deltas = [event for event in await generation if isinstance(event, Delta)]
         parts = [part for delta in deltas for part in speech.feed(delta)] + speech.end()
         assert any(delta.retract for delta in deltas)
-        assert Void(calls=1) in parts
+        assert Retraction(calls=1) in parts
         assert [(one.name, one.arguments) for one in speech.calls] == [
             ("get_weather", '{"city": "Rome"}')
         ]
@@ -274,7 +274,7 @@ def test_an_answer_that_goes_on_elsewhere_is_the_same(tmp_path: Path, most: int 
             call, (request,) = talk.planned(**body)
             course = Course(request, limit=1)
             answer = ChatAnswer(
-                call, "c", 1, Stamp("m", "1", reading=reading(call, talk.renderer, request))
+                call, "c", 1, AnswerOrigin("m", "1", reading=reading(call, talk.renderer, request))
             )
             sim.hold(at)
             await follow(talk, request, course, answer, until=at)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rkserve.api.common.calls import parse_chat
 from rkserve.api.common.plan import plan
 from rkserve.api.common.renderer import Renderer
-from rkserve.api.common.version_policy import Meant
+from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.core.errors import RequestError, RkserveError, UnsupportedParameter
 from rkserve.core.run_params import Sampling
 from tests.support.http.wire_folders import make_folder
@@ -308,7 +308,7 @@ def test_no_messages_raise_anything_but_a_request_error_up_to_the_plan(
     try:
         (request,) = plan(
             parse_chat(body),
-            Meant("m"),
+            ResolvedModel("m"),
             renderer,
             defaults=Sampling(),
             context_len=4096,

@@ -11,8 +11,8 @@ import pytest
 
 from rkserve.api.common.calls import ChatCall, parse_chat
 from rkserve.api.common.plan import header, plan
-from rkserve.api.common.renderer import Header, Renderer
-from rkserve.api.common.version_policy import Meant
+from rkserve.api.common.renderer import PromptHeader, Renderer
+from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.api.prompting.images import ImagePart
 from rkserve.core.errors import ContextOverflow, RequestError, UnsupportedParameter
 from rkserve.core.messages import GenerateRequest
@@ -64,7 +64,7 @@ def planned(renderer: Renderer, *messages: dict[str, Any], **keys: Any) -> Gener
     pictures = [Picture(1, 1, bytes([at] * 3)) for at in range(len(call.images))]
     (request,) = plan(
         call,
-        Meant("m"),
+        ResolvedModel("m"),
         renderer,
         defaults=Sampling(),
         context_len=64,
@@ -230,7 +230,7 @@ def test_a_model_without_eyes_names_the_first_image(blind: Renderer) -> None:
 
 def test_who_does_not_answer_reads_no_images(renderer: Renderer) -> None:
     with pytest.raises(UnsupportedParameter, match="not here") as caught:
-        renderer.chat(parsed(user(image())).messages, header=Header(answer=False))
+        renderer.chat(parsed(user(image())).messages, header=PromptHeader(answer=False))
     assert caught.value.param == PATH
 
 

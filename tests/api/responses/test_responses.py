@@ -12,10 +12,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from rkserve.api.common import sse
-from rkserve.api.common.answer import Stamp
-from rkserve.api.common.logprobs import Lexicon
-from rkserve.api.parsing.answer_parser import PLAIN, Reading
-from rkserve.api.parsing.sampling import Steps
+from rkserve.api.common.answer import AnswerOrigin
+from rkserve.api.common.logprobs import TokenTexts
+from rkserve.api.parsing.answer_parser import PLAIN, ParserOptions
+from rkserve.api.parsing.sampling import SamplingOptions
 from rkserve.api.parsing.tools import FORMATS
 from rkserve.api.responses.answers import RESPONSES, ResponseAnswer
 from rkserve.api.responses.requests import ResponseCall, parse_response
@@ -36,7 +36,7 @@ from tests.support.http.wire_json import JSON
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 TIMINGS = Timings(1.0, 20.0, 4, 100.0, 2, 812.0)
-READING = Reading(
+READING = ParserOptions(
     thinking=Thinking("<think>", "</think>"), form=FORMATS["hermes"], names=frozenset({"look"})
 )
 LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}}
@@ -201,26 +201,32 @@ LOGPROBS = "message.output_text.logprobs"
 @pytest.mark.parametrize(
     ("keys", "steps"),
     [
-        pytest.param({"text": {"format": {"type": "text"}}}, Steps(), id="text"),
+        pytest.param({"text": {"format": {"type": "text"}}}, SamplingOptions(), id="text"),
         pytest.param(
             {"text": {"format": {"type": "json_object"}}},
-            Steps(guide=("text.format.type", OBJECT)),
+            SamplingOptions(guide=("text.format.type", OBJECT)),
             id="an object",
         ),
         pytest.param(
-            {"text": {"format": FORM}}, Steps(guide=("text.format.schema", INTEGER)), id="a schema"
+            {"text": {"format": FORM}},
+            SamplingOptions(guide=("text.format.schema", INTEGER)),
+            id="a schema",
         ),
-        pytest.param({"include": [LOGPROBS]}, Steps(top_logprobs=0), id="logprobs"),
+        pytest.param({"include": [LOGPROBS]}, SamplingOptions(top_logprobs=0), id="logprobs"),
         pytest.param(
-            {"include": ["x", LOGPROBS], "top_logprobs": 3}, Steps(top_logprobs=3), id="and others"
+            {"include": ["x", LOGPROBS], "top_logprobs": 3},
+            SamplingOptions(top_logprobs=3),
+            id="and others",
         ),
-        pytest.param({"top_logprobs": 2}, Steps(top_logprobs=2), id="others"),
-        pytest.param({"top_logprobs": 0, "include": []}, Steps(), id="no logprobs"),
-        pytest.param({"seed": 7, "min_p": 0.1}, Steps(seed=7, min_p=0.1), id="rkserve's own"),
+        pytest.param({"top_logprobs": 2}, SamplingOptions(top_logprobs=2), id="others"),
+        pytest.param({"top_logprobs": 0, "include": []}, SamplingOptions(), id="no logprobs"),
+        pytest.param(
+            {"seed": 7, "min_p": 0.1}, SamplingOptions(seed=7, min_p=0.1), id="rkserve's own"
+        ),
     ],
 )
 def test_formats_and_logprobs_are_asked_for_in_openai_s_words(
-    keys: dict[str, Any], steps: Steps
+    keys: dict[str, Any], steps: SamplingOptions
 ) -> None:
     assert parsed(**keys).steps == steps
 
@@ -363,9 +369,11 @@ def test_whatever_comes_is_read_or_refused(items: Any, tools: Any, choice: Any, 
 # --- answers ---
 
 
-def made(reading: Reading = PLAIN, **keys: Any) -> ResponseAnswer:
+def made(reading: ParserOptions = PLAIN, **keys: Any) -> ResponseAnswer:
     call = parsed(**{"instructions": "Be brief.", "tools": [LOOK], "metadata": {"a": "b"}, **keys})
-    return ResponseAnswer(call, "resp_1", 1700000000, Stamp("tiny", "1.3.0", reading=reading))
+    return ResponseAnswer(
+        call, "resp_1", 1700000000, AnswerOrigin("tiny", "1.3.0", reading=reading)
+    )
 
 
 def ended(reason: FinishReason = FinishReason.STOP) -> Finished:
@@ -432,7 +440,7 @@ def test_a_response_has_all_that_open_responses_demands() -> None:
         prompt_cache_key="k",
     )
     in_force = Sampling(temperature=0.25, top_p=0.75, frequency_penalty=0.5)
-    stamp = Stamp("tiny", "1.3.0", sampling=in_force)
+    stamp = AnswerOrigin("tiny", "1.3.0", sampling=in_force)
     answer = ResponseAnswer(call, "resp_1", 1700000000, stamp, now=lambda: 1700000009.7)
     told = stream(answer, "Yes.")
     demanded = {
@@ -497,7 +505,7 @@ def test_thoughts_and_calls_are_items_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("reading", [PLAIN, READING], ids=["words", "anything"])
-def test_a_whole_response_is_the_last_event_of_its_stream(reading: Reading) -> None:
+def test_a_whole_response_is_the_last_event_of_its_stream(reading: ParserOptions) -> None:
     answer = made(reading)
     for at in range(0, len(SPOKEN), 7):
         answer.add(0, Delta(SPOKEN[at : at + 7], (at,)))
@@ -561,8 +569,8 @@ def test_what_breaks_is_a_failed_response_with_what_there_was() -> None:
 
 def test_logprobs_stand_at_the_message_in_every_form_that_has_it() -> None:
     call = parsed(top_logprobs=1)
-    lexicon = Lexicon(Vocabulary((b"Hel", b"lo"), frozenset()), ((0,),), (None,))
-    stamp = Stamp("tiny", "1.3.0", lexicon=lexicon)
+    lexicon = TokenTexts(Vocabulary((b"Hel", b"lo"), frozenset()), ((0,),), (None,))
+    stamp = AnswerOrigin("tiny", "1.3.0", lexicon=lexicon)
     scores = [Scored(-0.5, ((0, -0.5),)), Scored(-0.25, ((1, -0.25),))]
     deltas = [Delta("Hel", (0,), logprobs=(scores[0],)), Delta("lo", (1,), logprobs=(scores[1],))]
     answer = ResponseAnswer(call, "resp_1", 1700000000, stamp)

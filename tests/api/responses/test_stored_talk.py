@@ -10,9 +10,9 @@ from uuid import uuid4
 
 import pytest
 
-from rkserve.api.common.answer import Stamp
+from rkserve.api.common.answer import AnswerOrigin
 from rkserve.api.common.plan import plan, reading
-from rkserve.api.common.version_policy import Meant
+from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.api.responses.answers import ResponseAnswer
 from rkserve.api.responses.requests import ResponseCall, parse_response
 from rkserve.config.serve_config import RouterConfig
@@ -57,13 +57,13 @@ async def _respond(talk: Talk, responses: Responses, keys: dict[str, Any]) -> di
     name = f"resp_{uuid4().hex}"
     (request,) = plan(
         call,
-        Meant(FOLDER.id),
+        ResolvedModel(FOLDER.id),
         talk.renderer,
         defaults=GREEDY,
         context_len=CONTEXT_LEN,
         completion=name,
     )
-    stamp = Stamp(FOLDER.id, "1.3.0", reading=reading(call, talk.renderer, request))
+    stamp = AnswerOrigin(FOLDER.id, "1.3.0", reading=reading(call, talk.renderer, request))
     answer = ResponseAnswer(call, name, 1, stamp)
     for event in await collect(talk.board.generate(request)):
         if isinstance(event, Delta):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rkserve.api.responses.stored import Kept
+from rkserve.api.responses.stored import StoredResponse
 from rkserve.core.errors import BodyTooLarge, ResponsesFailed
 from rkserve.router.stored_responses.sqlite import FILE, LOCK, ResponseStore, remove_all
 
@@ -42,12 +42,12 @@ def store(tmp_path: Path, clock: Clock) -> Iterator[ResponseStore]:
     opened.close()
 
 
-def kept(response_id: str, previous: str | None = None, text: str = "Hello") -> Kept:
+def kept(response_id: str, previous: str | None = None, text: str = "Hello") -> StoredResponse:
     item = {"type": "message", "id": f"msg_{response_id[5:]}_i0", "role": "user", "content": text}
-    return Kept(response_id, previous, (item,), {"id": response_id, "output": []})
+    return StoredResponse(response_id, previous, (item,), {"id": response_id, "output": []})
 
 
-def ids(chain: list[Kept]) -> list[str]:
+def ids(chain: list[StoredResponse]) -> list[str]:
     return [one.id for one in chain]
 
 
@@ -135,9 +135,9 @@ CRASH = """
 import os, sys
 from pathlib import Path
 from rkserve.router.stored_responses.sqlite import ResponseStore
-from rkserve.api.responses.stored import Kept
+from rkserve.api.responses.stored import StoredResponse
 store = ResponseStore(Path(sys.argv[1]), 1 << 20, 1e10)
-store.write("mine", Kept(sys.argv[2], None, (), {"status": "completed", "output": []}))
+store.write("mine", StoredResponse(sys.argv[2], None, (), {"status": "completed", "output": []}))
 store._database.execute("BEGIN IMMEDIATE")
 store._database.execute(
     "INSERT INTO responses (id, owner, used_s, bytes, items, response) "

@@ -16,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
-from rkserve.api.common.logprobs import Choice
+from rkserve.api.common.logprobs import ChoiceTokens
 from rkserve.board.answer.hooks import HookFactory
 from rkserve.board.board import Board
 from rkserve.board.engine.protocol import OnToken, RunCommand
@@ -281,7 +281,7 @@ class Heard:
     accepted: int = 0
     pauses: list[Paused] = field(default_factory=list)
     finished: Finished | None = None
-    choice: Choice = field(default_factory=Choice)
+    choice: ChoiceTokens = field(default_factory=ChoiceTokens)
     streamed: list[int] = field(default_factory=list)  # ids as a stream tells and retracts them
 
     def take_ids(self, delta: Delta) -> None:

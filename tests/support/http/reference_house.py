@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rkserve.api import gradio
-from rkserve.api.responses.stored import Kept
+from rkserve.api.responses.stored import StoredResponse
 from rkserve.config.serve_config import RouterConfig
 from rkserve.control.artifact_metadata import FoundWeights
 from rkserve.control.operations import Operation, OperationKind
@@ -198,7 +198,7 @@ class ReferenceHouse:
     def remember(self) -> None:
         """Have the response stored that examples speak of."""
         store = ResponseStore(self.kept, 1 << 20, 3600.0)
-        store.write("anybody", Kept(RESPONSE, None, (_ITEM,), _RESPONSE))
+        store.write("anybody", StoredResponse(RESPONSE, None, (_ITEM,), _RESPONSE))
         store.close()
 
     async def refresh(self) -> None:

@@ -9,11 +9,11 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from rkserve.api.common.answer import Stamp
+from rkserve.api.common.answer import AnswerOrigin
 from rkserve.api.common.calls import ChatCall, parse_chat
 from rkserve.api.common.plan import held, plan, reading
 from rkserve.api.common.renderer import Renderer
-from rkserve.api.common.version_policy import Meant
+from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.api.openai.answers import ChatAnswer
 from rkserve.board.board import Board
 from rkserve.core.messages import Accepted, Delta, Event, Finished, GenerateRequest
@@ -89,7 +89,7 @@ class Talk:
         call = guided
         requests = plan(
             call,
-            Meant(FOLDER.id),
+            ResolvedModel(FOLDER.id),
             self.renderer,
             defaults=GREEDY,
             context_len=CONTEXT_LEN,
@@ -100,7 +100,7 @@ class Talk:
     async def say(self, **body: Any) -> tuple[dict[str, Any], bytes]:
         """Return the answer to a body, whole and as the stream that it could have been."""
         call, requests = self.planned(**body)
-        stamp = Stamp(FOLDER.id, "1.3.0", reading=reading(call, self.renderer, requests[0]))
+        stamp = AnswerOrigin(FOLDER.id, "1.3.0", reading=reading(call, self.renderer, requests[0]))
         whole, streamed = (ChatAnswer(call, "chatcmpl-t", 1, stamp) for _ in range(2))
         stream = b""
         for index, request in enumerate(requests):

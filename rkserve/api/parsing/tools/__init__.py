@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from rkserve.api.parsing.tools.base import Calls
+from rkserve.api.parsing.tools.base import ToolCallParser
 from rkserve.api.parsing.tools.hermes import Hermes
 from rkserve.api.parsing.tools.llama import Llama
 from rkserve.api.parsing.tools.mistral import Mistral, MistralArgs, Pythonic
 
-FORMATS: dict[str, type[Calls]] = {
+FORMATS: dict[str, type[ToolCallParser]] = {
     "hermes": Hermes,
     "llama": Llama,
     "mistral": Mistral,

@@ -11,12 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rkserve.api.parsing.parts import CallBegun, CallMore, Part, Void, Words, overlap
-from rkserve.api.parsing.tools.json_stream import CallText
+from rkserve.api.parsing.parts import (
+    Part,
+    Retraction,
+    TextPart,
+    ToolCallDelta,
+    ToolCallStart,
+    overlap,
+)
+from rkserve.api.parsing.tools.json_stream import PartialCall
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class CallSyntax:
     """How calls are written to the letter, behind the opening of one.
 
     A call is ``before`` with the tool's name in the place of ``{}``, its arguments, and ``after``;
@@ -32,7 +39,7 @@ class Shape:
     keywords: bool = False
 
 
-class Calls(ABC):
+class ToolCallParser(ABC):
     """Reads calls of one form out of an answer, however its text is cut into pieces.
 
     ``marker`` begins a call wherever it stands. A subclass says what comes behind it, in states:
@@ -40,14 +47,14 @@ class Calls(ABC):
     """
 
     marker: ClassVar[str]
-    shape: ClassVar[Shape]
+    shape: ClassVar[CallSyntax]
 
     def __init__(self, names: frozenset[str]) -> None:
         """``names`` are those of the tools that there are."""
         self._names = names
         self._left = ""  # text that has not been understood yet
         self._raw: list[str] = []  # what the call that is being read consists of so far
-        self._call: CallText | None = None
+        self._call: PartialCall | None = None
         self._begun = False
         self._parts: list[Part] = []
         self._state: Callable[[], bool] = self._starting
@@ -120,7 +127,7 @@ class Calls(ABC):
 
     # -- for subclasses -----------------------------------------------------------------------
 
-    def _open(self, call: CallText, used: int = 0) -> bool:
+    def _open(self, call: PartialCall, used: int = 0) -> bool:
         """A call begins behind ``used`` characters."""
         self._raw.append(self._left[:used])
         self._left = self._left[used:]
@@ -130,7 +137,7 @@ class Calls(ABC):
     def _void(self) -> bool:
         """What was read since the last call is no call."""
         if self._begun:
-            self._parts.append(Void(calls=1))
+            self._parts.append(Retraction(calls=1))
         self._call, self._begun = None, False
         raw, self._raw = "".join(self._raw), []
         self._say(raw)
@@ -147,7 +154,7 @@ class Calls(ABC):
         while self._left and self._state():
             pass
 
-    def _tell(self, call: CallText) -> bool:
+    def _tell(self, call: PartialCall) -> bool:
         """Give out what is certain of a call; False where it is none, by its name."""
         if not self._begun:
             name = call.name
@@ -156,14 +163,14 @@ class Calls(ABC):
             if not self._knows(name):
                 return False
             self._begun = True
-            self._parts.append(CallBegun(name))
+            self._parts.append(ToolCallStart(name))
         if text := call.take():
-            self._parts.append(CallMore(text))
+            self._parts.append(ToolCallDelta(text))
         return True
 
     def _say(self, text: str) -> None:
         if text:
-            self._parts.append(Words(text))
+            self._parts.append(TextPart(text))
 
     def _taken(self) -> list[Part]:
         parts, self._parts = self._parts, []

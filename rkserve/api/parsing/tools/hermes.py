@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from rkserve.api.parsing.parts import Part
-from rkserve.api.parsing.tools.base import Calls, Shape, begins
+from rkserve.api.parsing.tools.base import CallSyntax, ToolCallParser, begins
 from rkserve.api.parsing.tools.json_stream import ObjectCall
 
 _END = "</tool_call>"
 
 
-class Hermes(Calls):
+class Hermes(ToolCallParser):
     """``<tool_call>`` ``{"name": "f", "arguments": {...}}`` ``</tool_call>``, any number of them.
 
     The tag says that it is a call, so a tool that was never offered is called all the same: the
@@ -17,11 +17,11 @@ class Hermes(Calls):
     """
 
     marker = "<tool_call>"
-    shape = Shape(' "{}", "arguments":', "}\n</tool_call>", between='\n<tool_call>\n{"name":')
+    shape = CallSyntax(' "{}", "arguments":', "}\n</tool_call>", between='\n<tool_call>\n{"name":')
 
     @classmethod
     def opening(cls, name: str | None) -> str:
-        """See ``Calls``."""
+        """See ``ToolCallParser``."""
         begun = '<tool_call>\n{"name":'
         return begun if name is None else f'{begun} "{name}", "arguments":'
 
@@ -32,7 +32,7 @@ class Hermes(Calls):
         return self._open(ObjectCall())
 
     def end(self) -> list[Part]:
-        """See ``Calls``. The call is whole, even if its end tag is not."""
+        """See ``ToolCallParser``. The call is whole, even if its end tag is not."""
         if self._state == self._after_call:
             self._left = ""
         return super().end()

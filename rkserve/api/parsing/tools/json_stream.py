@@ -15,7 +15,7 @@ NAME_KEYS = ("name",)
 ARGUMENT_KEYS = ("arguments", "parameters")
 
 
-class CallText(Protocol):
+class PartialCall(Protocol):
     """One call while it is read."""
 
     @property
@@ -200,7 +200,7 @@ class ObjectCall:
         return found if isinstance(found, str) and self._is_certain() else None
 
     def feed(self, text: str) -> int:
-        """See ``CallText``."""
+        """See ``PartialCall``."""
         used = self._scan.feed(text)
         self.bad = self._scan.bad
         if self.done and not self._streams():
@@ -211,7 +211,7 @@ class ObjectCall:
         return used
 
     def take(self) -> str:
-        """See ``CallText``."""
+        """See ``PartialCall``."""
         if self._whole is not None:
             text, self._whole = self._whole, ""
             return text
@@ -267,13 +267,13 @@ class NamedCall:
         return self._scan.bad
 
     def feed(self, text: str) -> int:
-        """See ``CallText``."""
+        """See ``PartialCall``."""
         used = self._scan.feed(text)
         self._news.append(text[:used])
         return used
 
     def take(self) -> str:
-        """See ``CallText``."""
+        """See ``PartialCall``."""
         text = "".join(self._news)
         self._news.clear()
         return text

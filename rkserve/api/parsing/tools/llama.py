@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rkserve.api.parsing.tools.base import Calls, Shape, begins
+from rkserve.api.parsing.tools.base import CallSyntax, ToolCallParser, begins
 from rkserve.api.parsing.tools.json_stream import ObjectCall
 
 
-class Llama(Calls):
+class Llama(ToolCallParser):
     """``{"name": "f", "parameters": {...}}``, several of them with ``;`` between.
 
     The mark before them is a control token, which the runtime hides: so an object at the beginning
@@ -14,11 +14,11 @@ class Llama(Calls):
     """
 
     marker = "<|python_tag|>"
-    shape = Shape(' "{}", "parameters":', "}", between='; {"name":')
+    shape = CallSyntax(' "{}", "parameters":', "}", between='; {"name":')
 
     @classmethod
     def opening(cls, name: str | None) -> str:
-        """See ``Calls``."""
+        """See ``ToolCallParser``."""
         return '{"name":' if name is None else f'{{"name": "{name}", "parameters":'
 
     def _starting(self) -> bool:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 
-from rkserve.api.parsing.tools.base import Calls, Shape, begins
+from rkserve.api.parsing.tools.base import CallSyntax, ToolCallParser, begins
 from rkserve.api.parsing.tools.json_stream import NamedCall, ObjectCall
 from rkserve.api.parsing.tools.pythonic import PythonCall
 
 
-class _List(Calls):
+class _List(ToolCallParser):
     """Calls between brackets, with commas between them."""
 
     def _starting(self) -> bool:
@@ -77,7 +77,7 @@ class Mistral(_List):
     """
 
     marker = "[TOOL_CALLS]"
-    shape = Shape(' "{}", "arguments":', "}", between=', {"name":', end="]")
+    shape = CallSyntax(' "{}", "arguments":', "}", between=', {"name":', end="]")
     _ARGUMENTS = "[ARGS]"
     _NAME = re.compile(r"[\w.:/-]+")
     _ID = re.compile(r"[A-Za-z0-9]{9}")
@@ -88,7 +88,7 @@ class Mistral(_List):
 
     @classmethod
     def opening(cls, name: str | None) -> str:
-        """See ``Calls``."""
+        """See ``ToolCallParser``."""
         begun = '[TOOL_CALLS] [{"name":'
         return begun if name is None else f'{begun} "{name}", "arguments":'
 
@@ -160,11 +160,11 @@ class MistralArgs(Mistral):
     """``[TOOL_CALLS]f[ARGS]{...}``, as the newer templates of Mistral write it."""
 
     # The next one would begin with a control token, which no grammar of text can demand.
-    shape = Shape("{}[ARGS]", "", between=None)
+    shape = CallSyntax("{}[ARGS]", "", between=None)
 
     @classmethod
     def opening(cls, name: str | None) -> str:
-        """See ``Calls``."""
+        """See ``ToolCallParser``."""
         return "[TOOL_CALLS]" if name is None else f"[TOOL_CALLS]{name}[ARGS]"
 
 
@@ -172,14 +172,14 @@ class Pythonic(_List):
     """``[f(a=1, b='x'), g()]``, as Llama 4 and LFM2 write it."""
 
     marker = "<|tool_call_start|>"
-    shape = Shape("{}(", ")", between=", ", end="]", keywords=True)
+    shape = CallSyntax("{}(", ")", between=", ", end="]", keywords=True)
     _END = "<|tool_call_end|>"
     _NAME = re.compile(r"\s*([A-Za-z_][\w.]*)\s*\(")
     _PART_OF_NAME = re.compile(r"\s*([A-Za-z_][\w.]*)?\s*\Z")
 
     @classmethod
     def opening(cls, name: str | None) -> str:
-        """See ``Calls``."""
+        """See ``ToolCallParser``."""
         return "[" if name is None else f"[{name}("
 
     def _item(self) -> bool:

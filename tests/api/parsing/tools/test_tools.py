@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rkserve.api.parsing.answer_parser import PLAIN, Reading, Speech
-from rkserve.api.parsing.parts import CallBegun, CallMore, Part, Thought, Void, Words
+from rkserve.api.parsing.answer_parser import PLAIN, AnswerParser, ParserOptions
+from rkserve.api.parsing.parts import (
+    Part,
+    ReasoningPart,
+    Retraction,
+    TextPart,
+    ToolCallDelta,
+    ToolCallStart,
+)
 from rkserve.api.parsing.tools import FORMATS, guess
 from rkserve.api.parsing.tools.pythonic import python_value
 from rkserve.api.prompting.named_templates import NAMED
@@ -37,15 +44,15 @@ def finished(reason: FinishReason = FinishReason.STOP) -> Finished:
     return Finished(reason, Usage(1, 1), Timings(0, 0, 1, 0, 1, 0))
 
 
-def heard(reading: Reading, pieces: list[str]) -> tuple[Speech, list[Part]]:
+def heard(reading: ParserOptions, pieces: list[str]) -> tuple[AnswerParser, list[Part]]:
     """An answer that came in these pieces, and all that was told of it."""
-    speech, told = Speech(reading), []
+    speech, told = AnswerParser(reading), []
     for piece in pieces:
         told += speech.feed(Delta(piece, (1,)))
     return speech, told + speech.end()
 
 
-def calls_of(speech: Speech) -> list[tuple[str, str]]:
+def calls_of(speech: AnswerParser) -> list[tuple[str, str]]:
     return [(call.name, call.arguments) for call in speech.calls]
 
 
@@ -230,7 +237,7 @@ CASES = [
 def test_an_answer_is_read_alike_however_it_is_cut(
     form: str, text: str, words: str, calls: list[tuple[str, str]]
 ) -> None:
-    reading = Reading(form=FORMATS[form], names=NAMES)
+    reading = ParserOptions(form=FORMATS[form], names=NAMES)
     for pieces in all_cuts(text):
         speech, _ = heard(reading, pieces)
         assert (speech.words, calls_of(speech)) == (words, calls), pieces
@@ -252,38 +259,42 @@ def test_an_answer_is_read_alike_however_it_is_cut(
 )
 def test_nothing_is_lost_of_whatever_a_model_says(form: str, pieces: list[str]) -> None:
     """Cut or whole it means the same, calls have JSON arguments, and without calls it is text."""
-    reading = Reading(form=FORMATS[form], names=NAMES)
+    reading = ParserOptions(form=FORMATS[form], names=NAMES)
     whole, told = heard(reading, ["".join(pieces)])
     cut, _ = heard(reading, list("".join(pieces)))
     assert (whole.words, calls_of(whole)) == (cut.words, calls_of(cut))
     assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls_of(whole))
     if not whole.calls:
         assert whole.words == "".join(pieces)
-    assert sum(isinstance(part, CallBegun) for part in told) >= len(whole.calls)
+    assert sum(isinstance(part, ToolCallStart) for part in told) >= len(whole.calls)
 
 
 def test_a_name_comes_first_and_arguments_as_they_are_written() -> None:
-    reading = Reading(form=FORMATS["hermes"], names=NAMES)
-    speech = Speech(reading)
+    reading = ParserOptions(form=FORMATS["hermes"], names=NAMES)
+    speech = AnswerParser(reading)
     told = [
         speech.feed(Delta(piece, (1,)))
         for piece in ('<tool_call>\n{"name": "add", ', '"arguments": ', '{"a": ', "12", "}}", "\n")
     ]
     (begun, first), second, third = told[2], told[3], told[4]
     assert told[:2] == [[], []]
-    assert isinstance(begun, CallBegun)
+    assert isinstance(begun, ToolCallStart)
     assert (begun.name, begun.index) == ("add", 0)
     assert re.fullmatch("[A-Za-z0-9]{9}", begun.call_id)
-    assert [first, *second, *third] == [CallMore('{"a": '), CallMore("12"), CallMore("}")]
+    assert [first, *second, *third] == [
+        ToolCallDelta('{"a": '),
+        ToolCallDelta("12"),
+        ToolCallDelta("}"),
+    ]
     assert speech.reason(finished()) == "tool_calls"
 
 
 def test_half_a_call_is_taken_back_and_becomes_text() -> None:
     text = 'So:\n<tool_call>\n{"name": "add", "arguments": {"a": 1'
-    speech, told = heard(Reading(form=FORMATS["hermes"], names=NAMES), [text])
-    assert told[0] == Words("So:")
-    assert [type(part) for part in told[1:3]] == [CallBegun, CallMore]
-    assert told[3:] == [Void(calls=1), Words(text.removeprefix("So:"))]
+    speech, told = heard(ParserOptions(form=FORMATS["hermes"], names=NAMES), [text])
+    assert told[0] == TextPart("So:")
+    assert [type(part) for part in told[1:3]] == [ToolCallStart, ToolCallDelta]
+    assert told[3:] == [Retraction(calls=1), TextPart(text.removeprefix("So:"))]
     assert speech.words == text
     assert speech.reason(finished(FinishReason.LENGTH)) == "length"
 
@@ -291,8 +302,8 @@ def test_half_a_call_is_taken_back_and_becomes_text() -> None:
 def test_a_call_after_a_void_one_has_an_index_of_its_own() -> None:
     """Clients add up by index."""
     bad = '<tool_call>{"name": "add", "arguments": {"a": }}</tool_call>\n'
-    speech, told = heard(Reading(form=FORMATS["hermes"], names=NAMES), [*bad, HERMES_CALL])
-    begun = [part for part in told if isinstance(part, CallBegun)]
+    speech, told = heard(ParserOptions(form=FORMATS["hermes"], names=NAMES), [*bad, HERMES_CALL])
+    begun = [part for part in told if isinstance(part, ToolCallStart)]
     assert [part.index for part in begun] == [0, 1]
     assert len({part.call_id for part in begun}) == 2
     assert calls_of(speech) == [OSLO]
@@ -302,10 +313,10 @@ def test_a_call_after_a_void_one_has_an_index_of_its_own() -> None:
 @pytest.mark.parametrize("cut", [False, True])
 def test_without_parallel_calls_the_first_one_counts(cut: bool) -> None:
     text = f"One.\n{HERMES_CALL}\n{HERMES_CALL.replace('Oslo', 'Rome')}\nTwo."
-    reading = Reading(form=FORMATS["hermes"], names=NAMES, most_calls=1)
+    reading = ParserOptions(form=FORMATS["hermes"], names=NAMES, most_calls=1)
     speech, told = heard(reading, list(text) if cut else [text])
     assert (speech.words, calls_of(speech)) == ("One.Two.", [OSLO])
-    assert sum(isinstance(part, CallBegun) for part in told) == 1
+    assert sum(isinstance(part, ToolCallStart) for part in told) == 1
 
 
 @pytest.mark.parametrize(
@@ -328,7 +339,7 @@ def test_a_call_goes_on_from_its_beginning_in_the_prompt(
 ) -> None:
     opening = FORMATS[form].opening(name)
     assert not opening.endswith(" ")
-    reading = Reading(form=FORMATS[form], names=NAMES, opening=opening)
+    reading = ParserOptions(form=FORMATS[form], names=NAMES, opening=opening)
     for pieces in all_cuts(rest):
         speech, _ = heard(reading, pieces)
         assert (speech.words, calls_of(speech)) == ("", [OSLO])
@@ -336,18 +347,20 @@ def test_a_call_goes_on_from_its_beginning_in_the_prompt(
 
 def test_a_beginning_that_the_model_leaves_hanging_is_text() -> None:
     opening = FORMATS["hermes"].opening("add")
-    speech, _ = heard(Reading(form=FORMATS["hermes"], names=NAMES, opening=opening), [" or not."])
+    speech, _ = heard(
+        ParserOptions(form=FORMATS["hermes"], names=NAMES, opening=opening), [" or not."]
+    )
     assert (speech.words, calls_of(speech)) == (f"{opening} or not.", [])
     assert speech.reason(finished()) == "stop"
 
 
 def test_a_call_that_was_answered_in_mid_stream_asks_for_nothing() -> None:
-    speech = Speech(Reading(form=FORMATS["hermes"], names=NAMES))
+    speech = AnswerParser(ParserOptions(form=FORMATS["hermes"], names=NAMES))
     speech.feed(Delta(HERMES_CALL, (1,)))
     assert speech.reason(finished()) == "tool_calls"
     injected = Splice(1, (Slot(9, b"", Kind.INJECTED),))
     speech.feed(Delta("", (), splice=injected))
-    assert speech.feed(Delta("It snows.", (1,))) == [Words("It snows.")]
+    assert speech.feed(Delta("It snows.", (1,))) == [TextPart("It snows.")]
     assert speech.reason(finished()) == "stop"
     speech.feed(Delta(f"\n{HERMES_CALL}", (1,)))
     assert speech.reason(finished()) == "tool_calls"
@@ -356,8 +369,10 @@ def test_a_call_that_was_answered_in_mid_stream_asks_for_nothing() -> None:
 # --- retractions ---
 
 
-def retold(reading: Reading, first: str, retract: int, second: str) -> tuple[Speech, list[Part]]:
-    speech = Speech(reading)
+def retold(
+    reading: ParserOptions, first: str, retract: int, second: str
+) -> tuple[AnswerParser, list[Part]]:
+    speech = AnswerParser(reading)
     speech.feed(Delta(first, (1,)))
     told = speech.feed(Delta(second, (1,), retract=retract))
     return speech, told + speech.end()
@@ -365,36 +380,36 @@ def retold(reading: Reading, first: str, retract: int, second: str) -> tuple[Spe
 
 def test_an_edit_changes_a_plain_answer() -> None:
     speech, told = retold(PLAIN, "It rains.", 6, "snows.")
-    assert told == [Void(words=6), Words("snows.")]
+    assert told == [Retraction(words=6), TextPart("snows.")]
     assert speech.words == "It snows."
 
 
 def test_an_edit_into_a_call_leaves_what_is_the_same() -> None:
-    reading = Reading(form=FORMATS["hermes"], names=NAMES)
+    reading = ParserOptions(form=FORMATS["hermes"], names=NAMES)
     begun = '<tool_call>{"name": "add", "arguments": {"a": 1, "b'
     speech, told = retold(reading, begun, 1, 'c": 2}}</tool_call>')
     assert calls_of(speech) == [("add", '{"a": 1, "c": 2}')]
-    assert told[0] == Void(calls=1)
-    assert told[1] == CallBegun("add", 1, speech.calls[0].call_id)
+    assert told[0] == Retraction(calls=1)
+    assert told[1] == ToolCallStart("add", 1, speech.calls[0].call_id)
     grown, told = retold(reading, f'{begun}"', 0, ": 2}}</tool_call>")
     assert calls_of(grown) == [("add", '{"a": 1, "b": 2}')]
-    assert all(isinstance(part, CallMore) for part in told)
+    assert all(isinstance(part, ToolCallDelta) for part in told)
 
 
 def test_an_edit_may_turn_a_call_into_words_and_back() -> None:
-    reading = Reading(form=FORMATS["hermes"], names=NAMES)
+    reading = ParserOptions(form=FORMATS["hermes"], names=NAMES)
     speech, told = retold(reading, f"Hm.\n{HERMES_CALL}", len(HERMES_CALL) + 1, " No.")
     assert (speech.words, calls_of(speech)) == ("Hm. No.", [])
-    assert told == [Void(calls=1), Words(" No.")]
+    assert told == [Retraction(calls=1), TextPart(" No.")]
     speech, told = retold(reading, "Hm. No.", 4, f"\n{HERMES_CALL}")
     assert (speech.words, calls_of(speech)) == ("Hm.", [OSLO])
 
 
 def test_an_edit_may_take_back_thoughts() -> None:
-    reading = Reading(thinking=Thinking("<think>", "</think>"))
+    reading = ParserOptions(thinking=Thinking("<think>", "</think>"))
     speech, told = retold(reading, "<think>\nIt rains.\n</think>\n\nYes", 21, " snows.</think>No")
     assert (speech.thoughts, speech.words) == ("It snows.", "No")
-    assert told == [Void(words=3, thoughts=6), Thought("snows."), Words("No")]
+    assert told == [Retraction(words=3, thoughts=6), ReasoningPart("snows."), TextPart("No")]
 
 
 class Client:
@@ -407,17 +422,17 @@ class Client:
 
     def take(self, part: Part) -> None:
         match part:
-            case Words(text=text):
+            case TextPart(text=text):
                 self.words += text
-            case Thought(text=text):
+            case ReasoningPart(text=text):
                 self.thoughts += text
-            case CallBegun(name=name, index=index):
+            case ToolCallStart(name=name, index=index):
                 assert index == len(self.indexes), "indexes are used once, in order"
                 self.indexes.append(index)
                 self.calls.append([name, ""])
-            case CallMore(arguments=arguments):
+            case ToolCallDelta(arguments=arguments):
                 self.calls[-1][1] += arguments
-            case Void(words=words, thoughts=thoughts, calls=calls):
+            case Retraction(words=words, thoughts=thoughts, calls=calls):
                 assert words <= len(self.words)
                 assert thoughts <= len(self.thoughts)
                 self.words = self.words[: len(self.words) - words]
@@ -439,13 +454,13 @@ PIECES = (
 def test_whoever_follows_retractions_has_what_the_answer_became(
     steps: list[tuple[int, str]], begun: bool, most_calls: int | None
 ) -> None:
-    reading = Reading(
+    reading = ParserOptions(
         thinking=Thinking("<think>", "</think>", begun=begun),
         form=FORMATS["hermes"],
         names=NAMES,
         most_calls=most_calls,
     )
-    speech, client, raw = Speech(reading), Client(), ""
+    speech, client, raw = AnswerParser(reading), Client(), ""
     for number, (back, text) in enumerate(steps):
         retract = min(back, len(raw)) if number % 2 else 0
         raw = raw[: len(raw) - retract] + text
