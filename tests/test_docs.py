@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
+from typer.main import get_command
 
+from rkserve.cli import app as cli
 from rkserve.config.explain import inner_model
 from rkserve.config.serve_config import RkserveConfig
 from rkserve.core.board_report import BoardReport, BoardState
@@ -25,6 +31,7 @@ from tests.support.paths import PROJECT
 
 DOCS = PROJECT / "docs"
 PAGES = sorted([PROJECT / "README.md", PROJECT / "CHANGELOG.md", *DOCS.rglob("*.md")])
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Made by building, not part of the project.
 MADE = ("rkserve/native/sim/build/",)
 
@@ -163,9 +170,90 @@ def test_every_link_between_pages_leads_somewhere(file: str, link: str) -> None:
     assert (PROJECT / file).parent.joinpath(link).exists(), f"{file} links to {link}"
 
 
+WALK = re.findall(
+    r"^\| \d+ \| `(rkserve/[\w/]+\.py)` \| `([\w.]+)` \|",
+    page("explanation/architecture.md"),
+    re.M,
+)
+
+
+def functions(file: str) -> Iterator[str]:
+    """Yield the names of a module's functions, methods as ``Class.method``."""
+    for node in ast.parse((PROJECT / file).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            yield from (f"{node.name}.{one.name}" for one in node.body if isinstance(one, FUNCTION))
+        elif isinstance(node, FUNCTION):
+            yield node.name
+
+
+def test_the_walk_of_a_request_is_short() -> None:
+    assert 15 < len(WALK) <= 22
+
+
+@pytest.mark.parametrize(("file", "function"), WALK)
+def test_every_function_of_the_walk_exists(file: str, function: str) -> None:
+    assert function in {*functions(file)}
+
+
+def test_every_room_is_described() -> None:
+    text = page("explanation/architecture.md")
+    rooms = {file.parent.name for file in (PROJECT / "rkserve").glob("*/*.py")}
+    assert not {room for room in rooms if f"| `rkserve/{room}/`" not in text} - {"cli"}
+
+
+def test_every_decision_is_listed() -> None:
+    listed = page("adr/index.md")
+    for file in (DOCS / "adr").glob("0*.md"):
+        title = file.read_text(encoding="utf-8").partition("\n")[0].partition(". ")[2]
+        assert f"]({file.name}): {title}\n" in listed
+
+
+SHELL = sorted(
+    {
+        (str(file.relative_to(PROJECT)), command.strip())
+        for file in PAGES
+        for block in re.findall(
+            r"^```sh\n(.*?)^```$", file.read_text(encoding="utf-8"), re.S | re.M
+        )
+        for command in re.findall(
+            r"^(?:\.venv/bin/)?((?:make|rkserve|python3?) .*)$", block.replace("\\\n", " "), re.M
+        )
+    }
+)
+TARGETS = set(re.findall(r"^([a-z-]+):", (PROJECT / "Makefile").read_text(encoding="utf-8"), re.M))
+
+
+@pytest.mark.parametrize(("file", "command"), SHELL)
+def test_every_command_of_a_page_exists_with_its_options(file: str, command: str) -> None:
+    words = shlex.split(command, comments=True)
+    if words[0] == "make":
+        assert words[1] in TARGETS, f"{file}: make {words[1]}"
+    elif words[0] == "rkserve":
+        given = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert not given - options_of(words[1:]), f"{file}: {command}"
+    elif words[1] == "-c":
+        compile(words[2], file, "exec")
+    elif words[1] == "-m":
+        assert words[2] == "venv" or importlib.util.find_spec(words[2]), f"{file}: {command}"
+    else:
+        assert (PROJECT / words[1]).is_file(), f"{file}: {command}"
+
+
+def options_of(words: list[str]) -> set[str]:
+    """Return the options of an ``rkserve`` command. Raises ``KeyError`` for an unknown command."""
+    command: Any = get_command(cli)
+    for word in words:
+        if not getattr(command, "commands", None) or word.startswith("-"):
+            break
+        command = command.commands[word]
+    options = (option for parameter in command.params for option in parameter.opts)
+    return {*options, "--help", "--version"}
+
+
 def test_there_are_paths_and_links_to_check() -> None:
     assert len(MENTIONED) > len(PAGES) / 2
     assert len(LINKS) > len(PAGES) / 2
+    assert len(SHELL) > 50
 
 
 def test_every_test_that_a_page_names_exists() -> None:

@@ -1,7 +1,8 @@
 """The examples of the README and docs, run as they stand there, against what `make demo` starts.
 
 Those of docs/how-to/interrupting.md have their own boards, and their answers are looked at.
-docs/how-to/local.md has its own test, because its examples need no cluster.
+docs/how-to/local.md and docs/tutorial/first-board.md have tests of their own, because their
+examples need no cluster.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ FILTERED = "filtered"
 HOST = "http://127.0.0.1:8000"
 NEEDS = "# Needs "
 PAGES = (PROJECT / "README.md", *sorted((PROJECT / "docs").rglob("*.md")))
-ELSEWHERE = ("interrupting.md", "local.md")
+TUTORIALS = ("first-cluster.md", "first-rollout.md")
+ELSEWHERE = ("interrupting.md", "local.md", "first-board.md")
 # What examples take away is given back before the next one.
 UNDO = {
     "/pause": "/resume",
@@ -101,6 +103,8 @@ def request_of(words: list[str]) -> tuple[str, str, dict[str, Any]]:
         elif word == "-H":
             name, _, value = next(rest).partition(":")
             headers[name.strip()] = value.strip()
+        elif word == "-N":  # streamed answers are read to their end here
+            continue
         elif word in ("-d", "--data-binary", "-T"):
             text = next(rest)
             is_file = text.startswith("@") or word == "-T"
@@ -155,6 +159,32 @@ def test_every_example_is_answered_with_200_or_says_what_it_needs(demo: App) -> 
                 if undo := UNDO.get(path.partition("?")[0]):
                     assert http.post(demo.url + undo).status_code == httpx.codes.OK
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_the_commands_of_a_tutorial_print_what_it_shows(
+    demo: App, name: str, tmp_path: Path
+) -> None:
+    text = (PROJECT / "docs" / "tutorial" / name).read_text(encoding="utf-8")
+    steps = re.findall(r"^```sh\n(.*?)^```$(?:\s*^```text\n(.*?)^```$)?", text, re.S | re.M)
+    assert steps
+    commands = Path(sys.executable).parent
+    environment = {
+        **os.environ,
+        "RKSERVE_URL": demo.url,
+        "PATH": f"{commands}:{os.environ['PATH']}",
+    }
+    for script, shown in steps:
+        if script.startswith(NEEDS) or script == "make demo\n":  # the fixture has started it
+            continue
+        done = subprocess.run(
+            ["sh", "-e", "-c", script.replace(HOST, demo.url).replace("$PWD/.venv/bin:", "")],
+            capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path, env=environment,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{script}{done.stderr}"
+        printed = " ".join(done.stdout.split())
+        for line in shown.splitlines():
+            assert " ".join(line.split()) in printed, f"{script}{done.stdout}"
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.place)

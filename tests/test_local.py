@@ -42,6 +42,7 @@ from tests.support.paths import PROJECT
 MODEL = PROJECT / "models" / "sim-chat"
 SIMULATED = {"strict": True, "time_scale": 0.02}
 PAGE = (PROJECT / "docs" / "how-to" / "local.md").read_text(encoding="utf-8")
+TUTORIAL = (PROJECT / "docs" / "tutorial" / "first-board.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)^```$", PAGE, re.S | re.M))
 COUNTED = "1, 2, 3, 4, 5, 6, 7, 8."
 
@@ -67,6 +68,12 @@ def run(*command: str) -> str:
 def test_every_example_of_the_page_is_found() -> None:
     assert sorted(EXAMPLES) == ["handler", "local"]
     assert PAGE.count("```python") == len(EXAMPLES)
+
+
+def test_the_program_of_the_tutorial_prints_what_the_page_shows() -> None:
+    (program,) = re.findall(r"^```python\n((?!# Needs).*?)^```$", TUTORIAL, re.S | re.M)
+    (shown,) = re.findall(r"^```text\n(.*?)^```$", TUTORIAL, re.S | re.M)
+    assert run("-c", program) == shown
 
 
 def test_the_first_example_of_the_page_runs() -> None:
