@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit cluster page-test fuzz compat compat-lock check format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs lock sim sanitize clean
+.PHONY: help demo test unit cluster page-test fuzz compat compat-lock check format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs docs-serve lock sim sanitize clean
 
 help:
 	@echo "make demo    a chat model on three simulated boards, an embedding model on a fourth, until Ctrl-C"
@@ -28,6 +28,7 @@ help:
 	@echo "make bench-multi-turn  policies on one trace of conversations, into docs/benchmarks/multi-turn"
 	@echo "make bench-overload  goodput at capacity and at three times that, into docs/benchmarks/overload"
 	@echo "make docs    write the generated pages of docs/, and what cffi knows of the headers"
+	@echo "make docs-serve  the documentation as a site on port 8001, rebuilt when a page changes"
 	@echo "make lock    resolve the dependencies anew"
 	@echo "make clean   remove what the above made"
 
@@ -85,6 +86,7 @@ check: $(READY) sim
 	$(BIN)/mypy
 	$(BIN)/python scripts/make_docs.py --check
 	$(BIN)/python scripts/make_declarations.py --check
+	$(MKDOCS) build --strict
 
 format: $(READY)
 	$(BIN)/ruff format .
@@ -119,6 +121,12 @@ docs: $(READY)
 	$(BIN)/python scripts/make_docs.py
 	$(BIN)/python scripts/make_declarations.py
 
+# Without the note on the end of MkDocs 1.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
+
+docs-serve: $(READY)
+	$(MKDOCS) serve --dev-addr 127.0.0.1:8001
+
 sim: $(READY)
 	@$(BIN)/python -m rkserve.native.sim.build > /dev/null
 
@@ -138,4 +146,4 @@ $(READY): requirements-dev.lock pyproject.toml
 	@touch $(READY)
 
 clean:
-	rm -rf $(VENV) $(FUZZ_VENV) rkserve/native/sim/build .mypy_cache .ruff_cache .pytest_cache .hypothesis .compat *.egg-info
+	rm -rf $(VENV) $(FUZZ_VENV) site rkserve/native/sim/build .mypy_cache .ruff_cache .pytest_cache .hypothesis .compat *.egg-info
