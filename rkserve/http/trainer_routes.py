@@ -17,11 +17,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from rkserve import __version__
-from rkserve.api.admin.pause import PLACES
-from rkserve.api.admin.query import ControlRequest, ParameterKind, ParameterKinds
+from rkserve.api.admin.pause import FlushBody, parse_abort_one
+from rkserve.api.admin.query import ControlRequest, ParameterKind
 from rkserve.api.json.body import parse_object
-from rkserve.api.json.fields import Fields, Range
-from rkserve.api.json.limits import MAX_TIMEOUT_S
+from rkserve.api.json.fields import Fields
 from rkserve.core.errors import NoBoard, RequestError, UnsupportedParameter
 from rkserve.router.admin.adapters import Adapters
 from rkserve.router.admin.operations import OK, Made, Operations
@@ -31,17 +30,6 @@ from rkserve.router.service import Service
 
 Change = Callable[[ControlRequest], Awaitable[Made]]
 IDLE_LOOK_S = 0.05
-_ABORT: ParameterKinds = {
-    **PLACES,
-    "rid": ParameterKind.TEXT,
-    "abort_all": ParameterKind.FLAG,
-    "abort_message": ParameterKind.TEXT,
-}
-_FLUSH: ParameterKinds = {
-    **PLACES,
-    "timeout": ParameterKind.NUMBER,
-    "reset_running_requests": ParameterKind.FLAG,
-}
 _BY_FILE = (
     "A board has no tensors that could be sent to it: it loads .rkllm files. Bring the file with "
     "POST /v1/weights and POST /update_weights_from_disk, or an adapter with POST "
@@ -74,13 +62,13 @@ class Trainers:
 
     async def flush_cache(self, asked: ControlRequest) -> Made:
         """Drop KV caches, as SGLang does: with ``timeout`` once no request runs."""
-        fields = asked.fields(_FLUSH)
-        wait_s = fields.number("timeout", Range(0, MAX_TIMEOUT_S)) or 0.0
+        call = asked.read(FlushBody)
+        wait_s = call.timeout
         if wait_s and not await self._idle(wait_s):
             raise RequestError(
                 f"Requests still ran after {wait_s:g} s; no cache was flushed.", "timeout"
             )
-        return await self._operations.reset(_as_body(asked, fields, _FLUSH, "timeout"))
+        return await self._operations.drop_caches(call, asked)
 
     async def _idle(self, wait_s: float) -> bool:
         """Wait until no board has a request; False where that was not in time."""
@@ -103,14 +91,7 @@ class Trainers:
 
     async def abort(self, asked: ControlRequest) -> Made:
         """End one request, or all, as SGLang does."""
-        fields = asked.fields(_ABORT)
-        rid, everything = fields.text("rid"), fields.flag("abort_all")
-        if not rid and not everything:
-            raise RequestError("Say which request: 'rid', or 'abort_all': true for all.", "rid")
-        body = _values(fields, PLACES)
-        if not everything:
-            body["request_ids"] = [rid]
-        return await self._operations.abort(replace(asked, query=(), body=_json(body)))
+        return await self._operations.end_requests(parse_abort_one(asked), asked)
 
     async def load_adapter(self, asked: ControlRequest) -> Made:
         """Serve an adapter, as SGLang answers it."""
@@ -218,19 +199,6 @@ def _route(
         return await let_in(request, made)
 
     return route
-
-
-def _values(fields: Fields, kinds: ParameterKinds) -> dict[str, Any]:
-    found = {name: fields.get(name) for name in kinds}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _as_body(
-    asked: ControlRequest, fields: Fields, kinds: ParameterKinds, *but: str
-) -> ControlRequest:
-    """Return the call with all but some of its values in its body."""
-    found = {name: value for name, value in _values(fields, kinds).items() if name not in but}
-    return replace(asked, query=(), body=_json(found))
 
 
 def _json(value: dict[str, Any]) -> bytes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rkserve.api.admin.weights import KIND, MAX_STEP
 from rkserve.api.json import limits
-from rkserve.core.desired_state import InFlight, PauseMode
+from rkserve.api.json.schemas import RequestModel
+from rkserve.core.desired_state import InFlight
 from rkserve.reference.endpoints import EndpointParameter, RequestBody, in_header, in_json, in_query
 from rkserve.reference.shapes import (
     COUNT,
@@ -46,10 +47,6 @@ _LIST = array(
 )
 
 COMMON = ("model", "models", "timeout_s", "async", "epoch")
-PLACES = (*COMMON, "boards", "selector")
-RESUME = (*PLACES, "adapter")
-HOLD = (*RESUME, "mode", "lease_s")
-REST = ("level", "mode", "lease_s", "wake_on_request")
 ROLLOUT = (
     *COMMON,
     *("strategy", "max_unavailable", "weight", "canary_weight", "in_flight", "observe_s", "auto"),
@@ -71,28 +68,9 @@ KNOWN: dict[str, tuple[Schema, str]] = {
     ),
     "async": (FLAG, "Answer 202 at once, and tell by the operation how it goes on."),
     "epoch": (COUNT, "Only if the cluster is at this epoch, else 409."),
-    "boards": (TEXTS, "Boards that are meant; all without it."),
-    "selector": (TEXTS, "Shell patterns of boards that are meant."),
-    "adapter": (_NAME, "Only requests for this adapter."),
-    "mode": (words(*(one.value for one in PauseMode)), "What becomes of requests that run."),
-    "lease_s": (number(0, limits.MAX_LEASE_S, above=True), "Seconds after which it ends itself."),
-    "clear_cache": (FLAG, "Drop KV caches too; true unless it is said."),
-    "reset_running_requests": (FLAG, "Those of running requests too."),
-    "wait_for_inflight_requests": (FLAG, "vLLM's older name of `mode`: `wait`."),
-    "reset_external": ({"const": False}, "There is no KV cache outside of the boards."),
-    "timeout": (number(0, limits.MAX_TIMEOUT_S), "Seconds to wait until no request runs."),
-    "rid": (text(1, limits.MAX_MODEL_CHARS), "The id of an answer, or a client's own."),
-    "abort_all": (FLAG, "All requests."),
-    "abort_message": (TEXT, "SGLang's; it is not told."),
     "is_3d_lora_weight": ({"const": False}, "vLLM's, about tensors; a board loads .rkllm files."),
     "pinned": (FLAG, "SGLang's, and of no use here."),
-    "request_ids": (TEXTS, "The ids of answers; all without it."),
-    "new_version": (text(1, limits.MAX_LABEL_CHARS), "The new label of the weights."),
     "abort_all_requests": (FLAG, "Whether running requests are ended."),
-    "reset_step": (FLAG, "The trainer's steps begin anew."),
-    "level": (integer(0, 2), "0 keeps the model loaded, 1 unloads it, 2 drops KV caches too."),
-    "wake_on_request": (FLAG, "Whether the next request ends the sleep."),
-    "tags": (either(words("weights", "kv_cache"), array(words("weights", "kv_cache"))), "vLLM's."),
     "strategy": (words("atomic", "rolling", "canary"), "How the version comes to be served."),
     "max_unavailable": (integer(1, limits.MAX_NAMED), "Boards that may load at once."),
     "weight": (number(0, 1, above=True), "Of a canary: the share of sessions."),
@@ -134,6 +112,7 @@ KNOWN: dict[str, tuple[Schema, str]] = {
     "token_step": (NUMBER, "SGLang's; only 0."),
 }
 STEP: tuple[Schema, str] = (integer(0, MAX_STEP), "The trainer's step.")
+Keys = tuple[str, ...] | type[RequestModel]
 KEY = in_header(
     "idempotency-key",
     {"type": "string", "pattern": rf"^[\x21-\x7e]{{1,{limits.MAX_KEY_CHARS}}}$"},
@@ -142,39 +121,43 @@ KEY = in_header(
 Changed = dict[str, tuple[Schema, str]]
 
 
-def query_of(
-    names: tuple[str, ...], changed: Changed | None = None
-) -> tuple[EndpointParameter, ...]:
-    """The parameters of a call in its query string; lists of objects have no place there."""
-    known = {**KNOWN, **(changed or {})}
+def query_of(keys: Keys, changed: Changed | None = None) -> tuple[EndpointParameter, ...]:
+    """Return the parameters of a call in its query string, which has no lists of objects."""
     return tuple(
-        in_query(name, _in_query(known[name][0]), known[name][1])
-        for name in dict.fromkeys(names)
-        if known[name][0] is not _LIST
+        in_query(name, _in_query(schema), schema.pop("description"))
+        for name, schema in _schemas(keys, changed).items()
+        if schema.get("type") != "array"
     )
 
 
 def body_of(
-    names: tuple[str, ...], needed: tuple[str, ...] = (), changed: Changed | None = None
+    keys: Keys, needed: tuple[str, ...] = (), changed: Changed | None = None
 ) -> RequestBody:
-    """The same as a body, which may be empty. ``needed`` must stand in one of the two places."""
-    known = {**KNOWN, **(changed or {})}
-    given = {
-        name: {**known[name][0], "description": known[name][1]} for name in dict.fromkeys(names)
-    }
+    """Return the same parameters as a body, which may be empty.
+
+    Those ``needed`` must be in one of the two places.
+    """
+    if not isinstance(keys, tuple):
+        needed = keys.needed()
     about = ", ".join(f"`{name}`" for name in needed)
     return in_json(
         body(
-            {}, given, strict=True, about=f"Needed, here or in the query: {about}." * bool(needed)
+            {},
+            _schemas(keys, changed),
+            strict=True,
+            about=f"Needed, here or in the query: {about}." * bool(needed),
         ),
         required=False,
     )
 
 
+def _schemas(keys: Keys, changed: Changed | None) -> dict[str, Schema]:
+    if not isinstance(keys, tuple):
+        return keys.properties()
+    known = {**KNOWN, **(changed or {})}
+    return {name: {**known[name][0], "description": known[name][1]} for name in dict.fromkeys(keys)}
+
+
 def _in_query(schema: Schema) -> Schema:
-    """Lists are texts there, and so are the words of a flag."""
-    if schema is TEXTS:
-        return TEXT
-    if schema.get("anyOf"):
-        return TEXT
-    return schema
+    """Return the schema in a query, where lists are texts with commas."""
+    return TEXT if "anyOf" in schema else schema

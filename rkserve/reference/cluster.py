@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rkserve.api.admin import pause, sleep
 from rkserve.api.json import limits
 from rkserve.control.operations import OperationKind, OperationState
 from rkserve.core.desired_state import PauseMode
 from rkserve.reference import failures
 from rkserve.reference.asked import (
-    COMMON,
-    HOLD,
     KEY,
     KNOWN,
-    PLACES,
-    REST,
-    RESUME,
     Changed,
+    Keys,
     body_of,
     query_of,
 )
@@ -200,7 +197,6 @@ SCHEMAS: dict[str, Schema] = {
         }
     ),
 }
-_SGLANG: Changed = {"mode": (words("abort", "retract", "in_place"), "SGLang's modes.")}
 
 
 def changing(done: dict[str, Schema], says: str) -> tuple[EndpointAnswer, ...]:
@@ -213,7 +209,7 @@ def change(
     path: str,
     summary: str,
     done: dict[str, Schema],
-    names: tuple[str, ...],
+    keys: Keys,
     example: Example,
     *,
     needed: tuple[str, ...] = (),
@@ -230,8 +226,8 @@ def change(
         Access.OPERATOR,
         answers or changing(done, "It is done."),
         failures.CHANGE,
-        (KEY, *query_of(names, changed)),
-        body_of(names, needed, changed),
+        (KEY, *query_of(keys, changed)),
+        body_of(keys, needed, changed),
         example,
     )
 
@@ -258,38 +254,38 @@ _STATUS = {"status": TEXT}
 _MESSAGE = {"message": TEXT, "status": TEXT}
 _MODEL = {"id": TEXT, "object": const("model"), "status": TEXT}
 _ONE = Example({"model": SIM})
-_UNLOAD = (*COMMON, *REST)
 
 ENDPOINTS = (
     change(
         "/pause",
         "Pause boards, and answer when they have stopped.",
         {**_STATUS, "mode": _MODES},
-        (*HOLD, "clear_cache", "wait_for_inflight_requests"),
+        pause.PauseBody,
         Example({"mode": "keep"}),
     ),
-    change("/resume", "Let paused boards go on.", _STATUS, RESUME, Example()),
+    change("/resume", "Let paused boards go on.", _STATUS, pause.ResumeBody, Example()),
     change(
         "/pause_generation",
         "Pause, in SGLang's words.",
         {**_MESSAGE, "mode": _MODES},
-        HOLD,
+        pause.PauseGenerationBody,
         Example({"mode": "retract"}),
-        changed=_SGLANG,
     ),
-    change("/continue_generation", "Resume, in SGLang's words.", _MESSAGE, RESUME, Example()),
+    change(
+        "/continue_generation", "Resume, in SGLang's words.", _MESSAGE, pause.ResumeBody, Example()
+    ),
     change(
         "/abort_requests",
         "End requests.",
         {**_STATUS, "aborted": COUNT},
-        (*PLACES, "request_ids"),
+        pause.AbortBody,
         Example({"request_ids": ["chatcmpl-1"]}),
     ),
     change(
         "/reset_prefix_cache",
         "Drop KV caches.",
         _SUCCESS,
-        (*PLACES, "reset_running_requests", "reset_external"),
+        pause.ResetBody,
         Example(),
     ),
     *(
@@ -298,7 +294,7 @@ ENDPOINTS = (
                 "/flush_cache",
                 "Drop KV caches, in SGLang's words.",
                 _SUCCESS,
-                (*PLACES, "reset_running_requests", "timeout"),
+                pause.FlushBody,
                 Example(),
             ),
             method=method,
@@ -309,7 +305,7 @@ ENDPOINTS = (
         "/abort_request",
         "End a request, in SGLang's words.",
         {**_STATUS, "aborted": COUNT},
-        (*PLACES, "rid", "abort_all", "abort_message"),
+        pause.AbortOneBody,
         Example({"rid": "chatcmpl-1"}),
         tag=_TRAINERS,
     ),
@@ -317,7 +313,7 @@ ENDPOINTS = (
         "/release_memory_occupation",
         "Unload models, in SGLang's words.",
         {**_STATUS, "level": COUNT, "mode": _MODES},
-        (*PLACES, *REST, "tags"),
+        sleep.SleepBody,
         Example({"tags": ["weights", "kv_cache"]}),
         tag=_TRAINERS,
     ),
@@ -325,7 +321,7 @@ ENDPOINTS = (
         "/resume_memory_occupation",
         "Load models again, in SGLang's words.",
         {**_STATUS, "tags": array(TEXT)},
-        (*PLACES, "tags"),
+        sleep.WakeBody,
         Example({"tags": ["weights", "kv_cache"]}),
         tag=_TRAINERS,
     ),
@@ -370,16 +366,14 @@ ENDPOINTS = (
         "/update_weight_version",
         "Name a model's weights anew.",
         {**_SUCCESS, "new_version": TEXT, "model": TEXT},
-        (*COMMON, "new_version", "abort_all_requests", "reset_step"),
+        pause.LabelBody,
         Example({"model": SIM, "new_version": "step-7"}),
-        needed=("new_version",),
-        changed={"abort_all_requests": ({"const": False}, "A label aborts nothing.")},
     ),
     change(
         "/sleep",
         "Put boards to sleep, and answer when their models are unloaded.",
         {**_STATUS, "level": COUNT, "mode": _MODES},
-        (*PLACES, *REST, "tags"),
+        sleep.SleepBody,
         Example(query={"level": "1", "mode": "wait"}),
     ),
     *(
@@ -387,7 +381,7 @@ ENDPOINTS = (
             path,
             summary,
             {**_STATUS, "tags": array(TEXT)},
-            (*PLACES, "tags"),
+            sleep.WakeBody,
             Example(),
         )
         for path, summary in (
@@ -399,18 +393,15 @@ ENDPOINTS = (
         "/v1/models/load",
         "Load a model on all of its boards.",
         _MODEL,
-        COMMON,
+        sleep.LoadBody,
         _ONE,
-        needed=("model",),
     ),
     change(
         "/v1/models/unload",
         "Unload a model from all of its boards.",
         {**_MODEL, "level": COUNT},
-        _UNLOAD,
+        sleep.UnloadBody,
         _ONE,
-        needed=("model",),
-        changed={"level": (integer(1, 2), "1 unloads the model, 2 drops KV caches too.")},
     ),
     look("/is_paused", _CLUSTER, "Say whether boards are paused.", "Paused", "Each board."),
     look("/is_sleeping", _CLUSTER, "Say whether boards sleep.", "Sleeping", "Each board."),

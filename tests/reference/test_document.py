@@ -13,11 +13,11 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
-from rkserve.api.admin import caches, generations, lora, sleep, weights
+from rkserve.api.admin import caches, generations, lora, weights
 from rkserve.api.admin import pause as cluster
 from rkserve.config.serve_config import RouterConfig
 from rkserve.core.errors import OperationConflict
-from rkserve.reference.asked import ARTIFACT, HOLD, PLACES, REGISTER, REST, RESUME, UPLOAD
+from rkserve.reference.asked import ARTIFACT, REGISTER, UPLOAD
 from rkserve.reference.document import document
 from rkserve.reference.endpoints import JSON, Access, Endpoint, ErrorShape
 from rkserve.reference.page import HOST, curl
@@ -214,16 +214,6 @@ def asked_by(method: str, path: str) -> set[str]:
 @pytest.mark.parametrize(
     ("path", "kinds"),
     [
-        ("/pause", cluster._PAUSE),
-        ("/pause_generation", cluster._HOLD),
-        ("/resume", cluster._RESUME),
-        ("/abort_requests", cluster._ABORT),
-        ("/reset_prefix_cache", cluster._RESET),
-        ("/update_weight_version", cluster._LABEL),
-        ("/sleep", sleep._SLEEP),
-        ("/wake_up", sleep._WAKE),
-        ("/v1/models/load", cluster.COMMON),
-        ("/v1/models/unload", sleep._UNLOAD),
         ("/v1/lora_adapters", lora._REGISTER),
         ("/v1/load_lora_adapter", lora._LOAD),
         ("/v1/unload_lora_adapter", lora._UNLOAD),
@@ -243,10 +233,6 @@ def test_keys_of_changes_are_those_that_are_read(path: str, kinds: Any) -> None:
 
 
 def test_shared_lists_of_keys_are_those_that_are_read() -> None:
-    assert set(PLACES) == set(cluster.PLACES)
-    assert set(RESUME) == set(cluster._RESUME)
-    assert set(HOLD) == set(cluster._HOLD)
-    assert set(REST) == set(sleep._REST)
     assert set(ARTIFACT) == set(lora._ARTIFACT)
     assert set(REGISTER) == set(lora._REGISTER)
     assert set(UPLOAD) == set(lora._UPLOAD)

@@ -1,16 +1,26 @@
-"""Bodies of the calls that pause, resume and reset the cluster, in rkserve's and its peers' forms.
+"""Bodies of the calls that pause, resume, abort and reset, in rkserve's, vLLM's and SGLang's forms.
 
-It knows names, ranges and the peers' words; which boards there are, and what becomes of a call,
-it does not.
+The models state names, ranges and meanings; which boards exist and how a call is carried out is
+not known here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
 
 from rkserve.api.admin.query import ControlRequest, ParameterKind, ParameterKinds
 from rkserve.api.common.calls import REQUEST_PREFIX, named_answer
+from rkserve.api.json.body import JsonObject
 from rkserve.api.json.fields import Fields, Range, wrong_type
 from rkserve.api.json.limits import (
     MAX_LABEL_CHARS,
@@ -19,9 +29,11 @@ from rkserve.api.json.limits import (
     MAX_NAMED,
     MAX_TIMEOUT_S,
 )
+from rkserve.api.json.schemas import RequestModel
 from rkserve.core.desired_state import PauseMode
 from rkserve.core.errors import RequestError, UnsupportedParameter
 
+# Of calls whose bodies are not models yet.
 COMMON: ParameterKinds = {
     "model": ParameterKind.TEXTS,
     "models": ParameterKind.TEXTS,
@@ -29,195 +41,28 @@ COMMON: ParameterKinds = {
     "async": ParameterKind.FLAG,
     "epoch": ParameterKind.NUMBER,
 }
-PLACES: ParameterKinds = {**COMMON, "boards": ParameterKind.TEXTS, "selector": ParameterKind.TEXTS}
-_RESUME: ParameterKinds = {**PLACES, "adapter": ParameterKind.TEXT}
-_HOLD: ParameterKinds = {**_RESUME, "mode": ParameterKind.TEXT, "lease_s": ParameterKind.NUMBER}
-_PAUSE: ParameterKinds = {
-    **_HOLD,
-    "clear_cache": ParameterKind.FLAG,
-    "wait_for_inflight_requests": ParameterKind.FLAG,
-}
-_RESET: ParameterKinds = {
-    **PLACES,
-    "reset_running_requests": ParameterKind.FLAG,
-    "reset_external": ParameterKind.FLAG,
-}
-_ABORT: ParameterKinds = {**PLACES, "request_ids": ParameterKind.TEXTS}
-_LABEL: ParameterKinds = {
-    **COMMON,
-    "new_version": ParameterKind.TEXT,
-    "abort_all_requests": ParameterKind.FLAG,
-    "reset_step": ParameterKind.FLAG,
-}
 
 _ANSWERS = ("chatcmpl-", "cmpl-", "resp_", "msg_", REQUEST_PREFIX)  # of ids that are no names
 
-# SGLang's modes: what becomes of running requests, and whether their KV cache is given up.
+# SGLang's modes: the mode, and whether the KV cache of running requests is dropped.
 _SGLANG = {
     "abort": (PauseMode.ABORT, True),
     "retract": (PauseMode.KEEP, True),
     "in_place": (PauseMode.KEEP, False),
 }
+_NAME: JsonObject = {"type": "string", "minLength": 1, "maxLength": MAX_MODEL_CHARS}
+_NAMES: JsonObject = {"anyOf": [_NAME, {"type": "array", "items": _NAME, "maxItems": MAX_NAMED}]}
 
 
-@dataclass(frozen=True)
-class CallOptions:
-    """What every call may say: of which part of the cluster, for how long, and from what epoch on.
-
-    Empty tuples are all. ``selector`` are ids of boards or shell patterns.
-    """
-
-    models: tuple[str, ...] = ()
-    boards: tuple[str, ...] = ()
-    selector: tuple[str, ...] = ()
-    timeout_s: float | None = None
-    background: bool = False
-    epoch: int | None = None
+def _names(value: object, info: ValidationInfo) -> tuple[str, ...]:
+    assert info.field_name is not None
+    return names_of(value, info.field_name)
 
 
-@dataclass(frozen=True)
-class PauseCall:
-    """A pause that is asked for."""
-
-    terms: CallOptions
-    mode: PauseMode
-    clear_cache: bool
-    adapter: str | None = None
-    lease_s: float | None = None
-
-
-@dataclass(frozen=True)
-class ResumeCall:
-    """What shall go on."""
-
-    terms: CallOptions
-    adapter: str | None = None
-
-
-@dataclass(frozen=True)
-class ResetCall:
-    """KV caches that shall be dropped, those of running requests too where that is said."""
-
-    terms: CallOptions
-    running: bool = False
-
-
-@dataclass(frozen=True)
-class AbortCall:
-    """Requests that shall end, by the ids of their answers; None are all."""
-
-    terms: CallOptions
-    request_ids: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True)
-class LabelCall:
-    """A new name for the weights of a model, of which a trainer begins anew with ``reset_step``."""
-
-    terms: CallOptions
-    label: str
-    reset_step: bool = False
-
-
-def parse_pause(asked: ControlRequest) -> PauseCall:
-    """Read POST /pause, vLLM's form: what runs is aborted, and caches are cleared, by default."""
-    fields = asked.fields(_PAUSE)
-    mode = fields.choice("mode", *(one.value for one in PauseMode))
-    clear = fields.maybe_flag("clear_cache")
-    # vLLM's older name of one mode, which goes before the default and not before another mode.
-    if fields.flag("wait_for_inflight_requests"):
-        if mode not in (None, PauseMode.WAIT.value):
-            raise RequestError(
-                "'wait_for_inflight_requests' means 'mode': 'wait', but 'mode' is another one.",
-                "wait_for_inflight_requests",
-            )
-        mode = PauseMode.WAIT.value
-    return _pause(fields, PauseMode(mode or PauseMode.ABORT), clear is None or clear)
-
-
-def parse_pause_generation(asked: ControlRequest) -> PauseCall:
-    """Read POST /pause_generation, SGLang's form."""
-    fields = asked.fields(_HOLD)
-    mode, clear = _SGLANG[fields.choice("mode", *_SGLANG) or "abort"]
-    return _pause(fields, mode, clear)
-
-
-def parse_resume(asked: ControlRequest) -> ResumeCall:
-    """Read POST /resume, or POST /continue_generation."""
-    fields = asked.fields(_RESUME)
-    return ResumeCall(terms_of(fields), _optional(fields, "adapter"))
-
-
-def parse_reset(asked: ControlRequest) -> ResetCall:
-    """Read POST /reset_prefix_cache, or POST /flush_cache."""
-    fields = asked.fields(_RESET)
-    if fields.flag("reset_external"):
-        raise UnsupportedParameter(
-            "Unsupported parameter: there is no KV cache outside of the boards. Prompt caches are "
-            "deleted by DELETE /v1/cache/{model}/{cache_name}.",
-            "reset_external",
-        )
-    return ResetCall(terms_of(fields), fields.flag("reset_running_requests"))
-
-
-def parse_abort(asked: ControlRequest) -> AbortCall:
-    """Read POST /abort_requests; no ids, or none in the list, are all requests."""
-    fields = asked.fields(_ABORT)
-    given = texts(fields, "request_ids")
-    # Ids of answers, or what clients have named their requests.
-    named = (named_answer(name) for name in given if not name.startswith(_ANSWERS))
-    return AbortCall(terms_of(fields), (*given, *named) or None)
-
-
-def parse_label(asked: ControlRequest) -> LabelCall:
-    """Read POST /update_weight_version."""
-    fields = asked.fields(_LABEL)
-    if fields.flag("abort_all_requests"):
-        raise UnsupportedParameter(
-            "Unsupported parameter: a new label aborts nothing; POST /abort_requests does.",
-            "abort_all_requests",
-        )
-    label = check_label(fields.required_text("new_version"), "new_version")
-    return LabelCall(terms_of(fields), label, fields.flag("reset_step"))
-
-
-def check_label(label: str, param: str) -> str:
-    """Return a label that weights may have. Raises ``RequestError``."""
-    # It is sent in a header, where several are separated by commas.
-    fits = 1 <= len(label) <= MAX_LABEL_CHARS
-    if not fits or not all("!" <= one <= "~" and one != "," for one in label):
-        raise RequestError(
-            f"Invalid '{param}': it has at most {MAX_LABEL_CHARS} printable ASCII characters, "
-            "without spaces and commas.",
-            param,
-        )
-    return label
-
-
-def terms_of(fields: Fields) -> CallOptions:
-    """Read what every call may say. Raises ``RequestError``."""
-    models = texts(fields, "model")
-    also = texts(fields, "models")
-    if models and also:
-        raise RequestError("'model' and 'models' are two names of one value; send one.", "models")
-    boards, selector = texts(fields, "boards"), texts(fields, "selector")
-    if boards and selector:
-        raise RequestError("Send either 'boards' or 'selector', not both.", "selector")
-    return CallOptions(
-        models=models or also,
-        boards=boards,
-        selector=selector,
-        timeout_s=fields.number("timeout_s", Range(0, MAX_TIMEOUT_S, above=True)),
-        background=fields.flag("async"),
-        epoch=fields.integer("epoch", Range(0)),
-    )
-
-
-def texts(fields: Fields, name: str) -> tuple[str, ...]:
+def names_of(value: object, name: str) -> tuple[str, ...]:
     """Read a string, or a list of strings that may be empty, without repeats."""
-    value: Any = fields.get(name)
-    if value is None:
-        return ()
+    if isinstance(value, tuple):
+        return value
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list):
         raise wrong_type(name, "a string or an array of strings", value)
@@ -233,15 +78,277 @@ def texts(fields: Fields, name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _pause(fields: Fields, mode: PauseMode, clear_cache: bool) -> PauseCall:
-    return PauseCall(
-        terms=terms_of(fields),
-        mode=mode,
-        clear_cache=clear_cache,
-        adapter=_optional(fields, "adapter"),
-        lease_s=fields.number("lease_s", Range(0, MAX_LEASE_S, above=True)),
+def check_label(label: str, param: str) -> str:
+    """Return a label that weights may have. Raises ``RequestError``."""
+    # It is sent in a header, where several are separated by commas.
+    fits = 1 <= len(label) <= MAX_LABEL_CHARS
+    if not fits or not all("!" <= one <= "~" and one != "," for one in label):
+        raise RequestError(
+            f"Invalid '{param}': it has at most {MAX_LABEL_CHARS} printable ASCII characters, "
+            "without spaces and commas.",
+            param,
+        )
+    return label
+
+
+def _label(label: str, info: ValidationInfo) -> str:
+    assert info.field_name is not None
+    return check_label(label, info.field_name)
+
+
+def refused(why: str) -> AfterValidator:
+    """Return the check of a peer's flag that may only be false; ``why`` completes the error."""
+
+    def check(value: bool, info: ValidationInfo) -> bool:
+        if value:
+            raise UnsupportedParameter(f"Unsupported parameter: {why}", info.field_name)
+        return value
+
+    return AfterValidator(check)
+
+
+ONLY_FALSE = WithJsonSchema({"const": False})
+Names = Annotated[
+    tuple[str, ...], BeforeValidator(_names), WithJsonSchema(_NAMES), ParameterKind.TEXTS
+]
+Label = Annotated[
+    str, AfterValidator(_label), WithJsonSchema({**_NAME, "maxLength": MAX_LABEL_CHARS})
+]
+Name = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
+Lease = Annotated[float, Field(gt=0, le=MAX_LEASE_S)]
+Mode = Annotated[PauseMode, Field(strict=False)]
+
+MODE_MEANS = "What becomes of requests that run."
+LEASE_MEANS = "Seconds after which it ends itself."
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """The part of the cluster, time limit and expected epoch of a call.
+
+    Empty tuples mean all. ``selector`` holds board ids or shell patterns.
+    """
+
+    models: tuple[str, ...] = ()
+    boards: tuple[str, ...] = ()
+    selector: tuple[str, ...] = ()
+    timeout_s: float | None = None
+    background: bool = False
+    epoch: int | None = None
+
+
+class ControlBody(RequestModel):
+    """Parameters of every call that changes the cluster."""
+
+    model: Names = Field((), description="Models that are meant; all without it, or the only one.")
+    models: Names = Field((), description="Another name of `model`.")
+    timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = Field(
+        None, description="Seconds that it may take."
+    )
+    background: bool = Field(
+        default=False,
+        alias="async",
+        description="Answer 202 at once, and tell by the operation how it goes on.",
+    )
+    epoch: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Only if the cluster is at this epoch, else 409."
+    )
+
+    @model_validator(mode="after")
+    def _check_models(self) -> ControlBody:
+        if self.model and self.models:
+            raise RequestError(
+                "'model' and 'models' are two names of one value; send one.", "models"
+            )
+        return self
+
+    @property
+    def terms(self) -> CallOptions:
+        """Those parameters as one value."""
+        return CallOptions(
+            models=self.model or self.models,
+            timeout_s=self.timeout_s,
+            background=self.background,
+            epoch=self.epoch,
+        )
+
+
+class BoardsBody(ControlBody):
+    """Parameters of a call that may name boards."""
+
+    boards: Names = Field((), description="Boards that are meant; all without it.")
+    selector: Names = Field((), description="Shell patterns of boards that are meant.")
+
+    @model_validator(mode="after")
+    def _check_boards(self) -> BoardsBody:
+        if self.boards and self.selector:
+            raise RequestError("Send either 'boards' or 'selector', not both.", "selector")
+        return self
+
+    @property
+    def terms(self) -> CallOptions:
+        """Those parameters as one value."""
+        return replace(super().terms, boards=self.boards, selector=self.selector)
+
+
+class ResumeBody(BoardsBody):
+    """POST /resume and POST /continue_generation."""
+
+    adapter: Name | None = Field(None, description="Only requests for this adapter.")
+
+
+class PauseBody(ResumeBody):
+    """POST /pause in vLLM's form: running requests are aborted and caches cleared by default."""
+
+    mode: Mode | None = Field(None, description=MODE_MEANS)
+    lease_s: Lease | None = Field(None, description=LEASE_MEANS)
+    clear_cache: bool = Field(True, description="Drop KV caches too; true unless it is said.")
+    wait_for_inflight_requests: bool = Field(
+        False, description="vLLM's older name of `mode`: `wait`."
+    )
+
+    @model_validator(mode="after")
+    def _check_mode(self) -> PauseBody:
+        if self.wait_for_inflight_requests and self.mode not in (None, PauseMode.WAIT):
+            raise RequestError(
+                "'wait_for_inflight_requests' means 'mode': 'wait', but 'mode' is another one.",
+                "wait_for_inflight_requests",
+            )
+        return self
+
+
+class PauseGenerationBody(ResumeBody):
+    """POST /pause_generation in SGLang's form."""
+
+    mode: Literal["abort", "retract", "in_place"] = Field("abort", description="SGLang's modes.")
+    lease_s: Lease | None = Field(None, description=LEASE_MEANS)
+
+
+class CacheResetBody(BoardsBody):
+    """Parameters of the calls that drop KV caches, also those of running requests."""
+
+    reset_running_requests: bool = Field(False, description="Those of running requests too.")
+
+
+class ResetBody(CacheResetBody):
+    """POST /reset_prefix_cache."""
+
+    reset_external: Annotated[
+        bool,
+        refused(
+            "there is no KV cache outside of the boards. Prompt caches are deleted by DELETE "
+            "/v1/cache/{model}/{cache_name}."
+        ),
+        ONLY_FALSE,
+    ] = Field(False, description="There is no KV cache outside of the boards.")
+
+
+class FlushBody(CacheResetBody):
+    """GET or POST /flush_cache in SGLang's form."""
+
+    timeout: Annotated[float, Field(ge=0, le=MAX_TIMEOUT_S)] = Field(
+        0.0, description="Seconds to wait until no request runs."
     )
 
 
-def _optional(fields: Fields, name: str) -> str | None:
-    return None if fields.get(name) is None else fields.required_text(name)
+class AbortBody(BoardsBody):
+    """POST /abort_requests; without IDs, all requests."""
+
+    request_ids: Names = Field((), description="The ids of answers; all without it.")
+
+
+class AbortOneBody(BoardsBody):
+    """POST /abort_request in SGLang's form."""
+
+    rid: Annotated[str, Field(max_length=MAX_MODEL_CHARS)] | None = Field(
+        None, description="The id of an answer, or a client's own."
+    )
+    abort_all: bool = Field(False, description="All requests.")
+    abort_message: str | None = Field(None, description="SGLang's; it is not told.")
+
+
+class LabelBody(ControlBody):
+    """POST /update_weight_version. With ``reset_step`` the trainer's steps begin anew."""
+
+    new_version: Label = Field(description="The new label of the weights.")
+    abort_all_requests: Annotated[
+        bool, refused("a new label aborts nothing; POST /abort_requests does."), ONLY_FALSE
+    ] = Field(False, description="A label aborts nothing.")
+    reset_step: bool = Field(False, description="The trainer's steps begin anew.")
+
+
+@dataclass(frozen=True)
+class PauseCall:
+    """A pause, in either form."""
+
+    terms: CallOptions
+    mode: PauseMode
+    clear_cache: bool
+    adapter: str | None = None
+    lease_s: float | None = None
+
+
+@dataclass(frozen=True)
+class AbortCall:
+    """Requests to abort, by the IDs of their answers; None means all."""
+
+    terms: CallOptions
+    request_ids: tuple[str, ...] | None = None
+
+
+def parse_pause(asked: ControlRequest) -> PauseCall:
+    """Read POST /pause."""
+    body = asked.read(PauseBody)
+    # vLLM's older name of the mode takes precedence over the default.
+    default = PauseMode.WAIT if body.wait_for_inflight_requests else PauseMode.ABORT
+    mode = body.mode or default
+    return PauseCall(body.terms, mode, body.clear_cache, body.adapter, body.lease_s)
+
+
+def parse_pause_generation(asked: ControlRequest) -> PauseCall:
+    """Read POST /pause_generation."""
+    body = asked.read(PauseGenerationBody)
+    mode, clear = _SGLANG[body.mode]
+    return PauseCall(body.terms, mode, clear, body.adapter, body.lease_s)
+
+
+def parse_abort(asked: ControlRequest) -> AbortCall:
+    """Read POST /abort_requests."""
+    body = asked.read(AbortBody)
+    return abort_of(body.terms, body.request_ids)
+
+
+def parse_abort_one(asked: ControlRequest) -> AbortCall:
+    """Read POST /abort_request."""
+    body = asked.read(AbortOneBody)
+    if body.abort_all:
+        return AbortCall(body.terms)
+    if not body.rid:
+        raise RequestError("Say which request: 'rid', or 'abort_all': true for all.", "rid")
+    return abort_of(body.terms, (body.rid,))
+
+
+def abort_of(terms: CallOptions, given: tuple[str, ...]) -> AbortCall:
+    """Return the call for IDs of answers, or for names that clients gave their requests."""
+    named = (named_answer(name) for name in given if not name.startswith(_ANSWERS))
+    return AbortCall(terms, (*given, *named) or None)
+
+
+def terms_of(fields: Fields) -> CallOptions:
+    """Read the parameters of every call. Raises ``RequestError``."""
+    models = texts(fields, "model")
+    also = texts(fields, "models")
+    if models and also:
+        raise RequestError("'model' and 'models' are two names of one value; send one.", "models")
+    return CallOptions(
+        models=models or also,
+        timeout_s=fields.number("timeout_s", Range(0, MAX_TIMEOUT_S, above=True)),
+        background=fields.flag("async"),
+        epoch=fields.integer("epoch", Range(0)),
+    )
+
+
+def texts(fields: Fields, name: str) -> tuple[str, ...]:
+    """Read a string, or a list of strings that may be empty, without repeats."""
+    value = fields.get(name)
+    return () if value is None else names_of(value, name)

@@ -1,8 +1,7 @@
-"""What a client asks of the cluster, from a query string and a JSON body alike.
+"""Requests of the control API: parameters of the query string and of the JSON body as one object.
 
-It knows how values of a query become JSON, by the kind of each name, and no single call. Unknown
-names are refused: these calls change something, and a mistyped name must not be taken for one that
-was left out.
+The type of each parameter decides how its text in a query is read. Unknown names are refused: these
+requests change the cluster, and a mistyped name must not be taken for one that was left out.
 """
 
 from __future__ import annotations
@@ -11,21 +10,23 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic_core import from_json
 
 from rkserve.api.json.body import JsonObject, parse_object
 from rkserve.api.json.fields import Fields, quoted
 from rkserve.api.json.limits import MAX_KEY_CHARS
+from rkserve.api.json.schemas import RequestModel, read_model
 from rkserve.core.errors import RequestError
 
 _KEY = re.compile(rf"[\x21-\x7e]{{1,{MAX_KEY_CHARS}}}")
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
+M = TypeVar("M", bound=RequestModel)
 
 
 class ParameterKind(Enum):
-    """What a parameter is, which decides how its text in a query is read."""
+    """The type of a parameter, which decides how its text in a query is read."""
 
     TEXT = auto()
     TEXTS = auto()
@@ -35,13 +36,19 @@ class ParameterKind(Enum):
 
 
 ParameterKinds = Mapping[str, ParameterKind]
+_KIND_OF_TYPE = {
+    "string": ParameterKind.TEXT,
+    "boolean": ParameterKind.FLAG,
+    "integer": ParameterKind.NUMBER,
+    "number": ParameterKind.NUMBER,
+}
 
 
 @dataclass(frozen=True)
 class ControlRequest:
-    """One call as it came. ``key`` is its idempotency key, ``who`` names the caller in the audit.
+    """A request as received. ``query`` holds the decoded pairs of the query string in order.
 
-    ``query`` are the pairs of the query string, decoded, in their order.
+    ``key`` is the idempotency key; ``who`` names the caller in the audit log.
     """
 
     query: tuple[tuple[str, str], ...] = ()
@@ -49,19 +56,49 @@ class ControlRequest:
     key: str | None = None
     who: str = ""
 
-    def fields(self, kinds: ParameterKinds) -> Fields:
-        """Return what was asked, query and body together.
+    def read(self, model: type[M]) -> M:
+        """Return the parameters as a model.
 
         Raises:
-            RequestError: an unknown name, one in both places, or a text that is not of its kind.
+            RequestError: an unknown name, one in both places, or a value that the model refuses.
         """
+        return read_model(model, self._values(kinds_of(model)))
+
+    def fields(self, kinds: ParameterKinds) -> Fields:
+        """Return the parameters of query and body together.
+
+        Raises:
+            RequestError: an unknown name, one in both places, or a text of another type.
+        """
+        return Fields(self._values(kinds))
+
+    def _values(self, kinds: ParameterKinds) -> JsonObject:
         body = parse_object(self.body) if self.body.strip() else {}
         Fields(body).only(kinds)
         asked = _from_query(self.query, kinds)
         for name in asked:
             if name in body:
                 raise RequestError(f"'{name}' is in the query and in the body.", name)
-        return Fields({**asked, **body})
+        return {**asked, **body}
+
+
+def kinds_of(model: type[RequestModel]) -> ParameterKinds:
+    """Return the kind of each parameter: the one its type names, or that of its JSON Schema."""
+    return {
+        key: _stated(model, name) or _KIND_OF_TYPE.get(_type_of(schema), ParameterKind.JSON)
+        for (key, name), schema in zip(
+            model.keys().items(), model.properties().values(), strict=True
+        )
+    }
+
+
+def _stated(model: type[RequestModel], name: str) -> ParameterKind | None:
+    metadata = model.model_fields[name].metadata
+    return next((one for one in metadata if isinstance(one, ParameterKind)), None)
+
+
+def _type_of(schema: JsonObject) -> str:
+    return "boolean" if isinstance(schema.get("const"), bool) else str(schema.get("type"))
 
 
 def read_key(header: str | None) -> str | None:

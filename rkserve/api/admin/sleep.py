@@ -1,38 +1,115 @@
-"""Bodies of the calls that put boards to sleep and wake them, unload and load models.
+"""Bodies of the calls that put boards to sleep and wake them, and that unload and load models.
 
-It knows names, ranges and the peers' words; which boards there are, and what becomes of a call,
-it does not.
+The models state names, ranges and meanings; which boards exist and how a call is carried out is
+not known here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from rkserve.api.admin.pause import COMMON, CallOptions, terms_of, texts
-from rkserve.api.admin.query import ControlRequest, ParameterKind, ParameterKinds
-from rkserve.api.json.fields import Fields, Range
-from rkserve.api.json.limits import MAX_LEASE_S
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+
+from rkserve.api.admin.pause import (
+    LEASE_MEANS,
+    MODE_MEANS,
+    BoardsBody,
+    CallOptions,
+    ControlBody,
+    Lease,
+    Mode,
+    names_of,
+)
+from rkserve.api.admin.query import ControlRequest, ParameterKind
+from rkserve.api.json.body import JsonObject
 from rkserve.core.desired_state import PauseMode, SleepLevel
 from rkserve.core.errors import RequestError, UnsupportedParameter
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TAGS = (WEIGHTS, KV_CACHE)
+_TAG: JsonObject = {"type": "string", "enum": list(TAGS)}
 
-_PLACES: ParameterKinds = {**COMMON, "boards": ParameterKind.TEXTS, "selector": ParameterKind.TEXTS}
-_REST: ParameterKinds = {
-    "level": ParameterKind.NUMBER,
-    "mode": ParameterKind.TEXT,
-    "lease_s": ParameterKind.NUMBER,
-    "wake_on_request": ParameterKind.FLAG,
-}
-_SLEEP: ParameterKinds = {**_PLACES, **_REST, "tags": ParameterKind.TEXTS}
-_WAKE: ParameterKinds = {**_PLACES, "tags": ParameterKind.TEXTS}
-_UNLOAD: ParameterKinds = {**COMMON, **_REST}
+
+def _tags(value: object) -> tuple[str, ...]:
+    tags = names_of(value, "tags")
+    for tag in tags:
+        if tag not in TAGS:
+            raise RequestError(
+                f"Invalid 'tags': expected some of {', '.join(TAGS)}, got '{tag[:40]}'.", "tags"
+            )
+    return tags
+
+
+Tags = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_tags),
+    WithJsonSchema({"anyOf": [_TAG, {"type": "array", "items": _TAG}]}),
+    ParameterKind.TEXTS,
+]
+Level = Annotated[int, Field(ge=SleepLevel.PAUSED, le=SleepLevel.DROPPED)]
+UnloadLevel = Annotated[int, Field(ge=SleepLevel.UNLOADED, le=SleepLevel.DROPPED)]
+WAKE_MEANS = "Whether the next request ends the sleep."
+
+
+class SleepBody(BoardsBody):
+    """POST /sleep in vLLM's form: level 1, and running requests are aborted, by default."""
+
+    level: Level = Field(
+        int(SleepLevel.UNLOADED),
+        description="0 keeps the model loaded, 1 unloads it, 2 drops KV caches too.",
+    )
+    mode: Mode = Field(PauseMode.ABORT, description=MODE_MEANS)
+    lease_s: Lease | None = Field(None, description=LEASE_MEANS)
+    wake_on_request: bool = Field(False, description=WAKE_MEANS)
+    tags: Tags = Field((), description="vLLM's.")
+
+    @model_validator(mode="after")
+    def _check_tags(self) -> SleepBody:
+        if self.tags and WEIGHTS not in self.tags:
+            raise UnsupportedParameter(
+                "Unsupported parameter: 'tags' without 'weights'. A board's KV cache is a part of "
+                "its loaded model; POST /reset_prefix_cache drops what is in it.",
+                "tags",
+            )
+        return self
+
+
+class WakeBody(BoardsBody):
+    """POST /wake_up: of a model the ``tags``, all without them."""
+
+    tags: Tags = Field((), description="vLLM's.")
+
+
+class LoadBody(ControlBody):
+    """POST /v1/models/load, for one model."""
+
+    @classmethod
+    def needed(cls) -> tuple[str, ...]:
+        """See ``RequestModel``."""
+        return ("model",)
+
+    @model_validator(mode="after")
+    def _check_model(self) -> LoadBody:
+        if len(self.terms.models) != 1:
+            raise RequestError("Say which model: 'model' names one.", "model")
+        return self
+
+
+class UnloadBody(LoadBody):
+    """POST /v1/models/unload: running requests are finished by default."""
+
+    level: UnloadLevel = Field(
+        int(SleepLevel.UNLOADED), description="1 unloads the model, 2 drops KV caches too."
+    )
+    mode: Mode = Field(PauseMode.WAIT, description=MODE_MEANS)
+    lease_s: Lease | None = Field(None, description=LEASE_MEANS)
+    wake_on_request: bool | None = Field(None, description=WAKE_MEANS)
 
 
 @dataclass(frozen=True)
 class SleepCall:
-    """A sleep that is asked for. ``wakes`` says whether a request ends it; None: as configured."""
+    """A sleep or unload. ``wakes``: a request ends it; None means as configured."""
 
     terms: CallOptions
     mode: PauseMode
@@ -43,80 +120,38 @@ class SleepCall:
 
 @dataclass(frozen=True)
 class WakeCall:
-    """What shall wake up: of a model the ``tags``, all where there are none."""
+    """A wake-up or load: of a model the ``tags``, all without them."""
 
     terms: CallOptions
     tags: tuple[str, ...] = ()
 
     @property
     def whole(self) -> bool:
-        """Whether nothing of what is named sleeps on."""
+        """Return whether nothing that is named stays asleep."""
         return frozenset(self.tags) != {WEIGHTS}
 
 
 def parse_sleep(asked: ControlRequest) -> SleepCall:
-    """Read POST /sleep, vLLM's form: level 1, and what runs is aborted, by default."""
-    fields = asked.fields(_SLEEP)
-    check_tags(fields)
-    return _sleep(fields, PauseMode.ABORT, wakes=fields.flag("wake_on_request"))
+    """Read POST /sleep."""
+    return _sleep(asked.read(SleepBody))
 
 
 def parse_unload(asked: ControlRequest) -> SleepCall:
-    """Read POST /v1/models/unload: what runs comes to its end by default."""
-    fields = asked.fields(_UNLOAD)
-    call = _sleep(fields, PauseMode.WAIT, wakes=fields.maybe_flag("wake_on_request"))
-    _require_model(call.terms)
-    if call.level is SleepLevel.PAUSED:
-        raise RequestError("'level' must be 1 or 2: at 0 a model stays loaded.", "level")
-    return call
+    """Read POST /v1/models/unload."""
+    return _sleep(asked.read(UnloadBody))
+
+
+def _sleep(body: SleepBody | UnloadBody) -> SleepCall:
+    level = SleepLevel(body.level)
+    return SleepCall(body.terms, body.mode, level, body.lease_s, body.wake_on_request)
 
 
 def parse_wake(asked: ControlRequest) -> WakeCall:
     """Read POST /wake_up."""
-    fields = asked.fields(_WAKE)
-    return WakeCall(terms_of(fields), _tags(fields))
-
-
-def _tags(fields: Fields) -> tuple[str, ...]:
-    tags = texts(fields, "tags")
-    for tag in tags:
-        if tag not in TAGS:
-            raise RequestError(
-                f"Invalid 'tags': expected some of {', '.join(TAGS)}, got '{tag[:40]}'.", "tags"
-            )
-    return tags
-
-
-def check_tags(fields: Fields) -> None:
-    """Hold the memory that is to be freed to what a board can free. Raises ``RequestError``."""
-    tags = _tags(fields)
-    if tags and WEIGHTS not in tags:
-        raise UnsupportedParameter(
-            "Unsupported parameter: 'tags' without 'weights'. A board's KV cache is a part of its "
-            "loaded model; POST /reset_prefix_cache drops what is in it.",
-            "tags",
-        )
+    body = asked.read(WakeBody)
+    return WakeCall(body.terms, body.tags)
 
 
 def parse_load(asked: ControlRequest) -> WakeCall:
     """Read POST /v1/models/load."""
-    call = WakeCall(terms_of(asked.fields(COMMON)))
-    _require_model(call.terms)
-    return call
-
-
-def _sleep(fields: Fields, mode: PauseMode, wakes: bool | None) -> SleepCall:
-    asked_mode = fields.choice("mode", *(one.value for one in PauseMode))
-    level = fields.integer("level", Range(SleepLevel.PAUSED, SleepLevel.DROPPED))
-    return SleepCall(
-        terms=terms_of(fields),
-        mode=mode if asked_mode is None else PauseMode(asked_mode),
-        level=SleepLevel.UNLOADED if level is None else SleepLevel(level),
-        lease_s=fields.number("lease_s", Range(0, MAX_LEASE_S, above=True)),
-        wakes=wakes,
-    )
-
-
-def _require_model(terms: CallOptions) -> None:
-    if len(terms.models) != 1:
-        raise RequestError("Say which model: 'model' names one.", "model")
+    return WakeCall(asked.read(LoadBody).terms)

@@ -25,15 +25,16 @@ from rkserve.api.admin.operations import (
     total_of,
 )
 from rkserve.api.admin.pause import (
+    AbortCall,
+    CacheResetBody,
     CallOptions,
+    LabelBody,
     PauseCall,
-    ResumeCall,
+    ResetBody,
+    ResumeBody,
     parse_abort,
-    parse_label,
     parse_pause,
     parse_pause_generation,
-    parse_reset,
-    parse_resume,
 )
 from rkserve.api.admin.query import ControlRequest, ParameterKind
 from rkserve.api.json.body import JsonObject
@@ -86,13 +87,13 @@ class Operations:
 
     async def resume(self, asked: ControlRequest) -> Made:
         """Let go on, in vLLM's words."""
-        outcome = await self._resumed(parse_resume(asked), asked)
+        outcome = await self._resumed(asked.read(ResumeBody), asked)
         status = "resuming" if outcome.status == ACCEPTED else "resumed"
         return made({"status": status}, outcome)
 
     async def continue_generation(self, asked: ControlRequest) -> Made:
         """Let go on, in SGLang's words."""
-        outcome = await self._resumed(parse_resume(asked), asked)
+        outcome = await self._resumed(asked.read(ResumeBody), asked)
         return made({"message": "Generation continued successfully.", "status": "ok"}, outcome)
 
     async def is_paused(self, asked: ControlRequest) -> Made:
@@ -118,7 +119,7 @@ class Operations:
                 self._fleet.forget_prompts(scope.covers, files=False)
         return outcome
 
-    async def _resumed(self, call: ResumeCall, asked: ControlRequest) -> Outcome:
+    async def _resumed(self, call: ResumeBody, asked: ControlRequest) -> Outcome:
         scope = await self.scope(call.terms, call.adapter)
         return await self.perform(_K.RESUME, places(scope), call.terms, asked)
 
@@ -126,7 +127,10 @@ class Operations:
 
     async def abort(self, asked: ControlRequest) -> Made:
         """End requests, all or those that are named."""
-        call = parse_abort(asked)
+        return await self.end_requests(parse_abort(asked), asked)
+
+    async def end_requests(self, call: AbortCall, asked: ControlRequest) -> Made:
+        """End requests, as either form asks for it."""
         scope = await self.scope(call.terms, None)
         ids = None if call.request_ids is None else list(call.request_ids)
         params = {"models": list(scope.models), "boards": list(scope.boards), "request_ids": ids}
@@ -136,12 +140,15 @@ class Operations:
 
     async def reset(self, asked: ControlRequest) -> Made:
         """Drop KV caches, and what this Router believed to be in them."""
-        call = parse_reset(asked)
+        return await self.drop_caches(asked.read(ResetBody), asked)
+
+    async def drop_caches(self, call: CacheResetBody, asked: ControlRequest) -> Made:
+        """Drop KV caches, as either form asks for it."""
         scope = await self.scope(call.terms, None)
         params = {
             "models": list(scope.models),
             "boards": list(scope.boards),
-            "reset_running_requests": call.running,
+            "reset_running_requests": call.reset_running_requests,
         }
         outcome = await self.perform(_K.CACHE_RESET, params, call.terms, asked)
         self._fleet.forget_prompts(scope.covers, files=False)
@@ -149,11 +156,11 @@ class Operations:
 
     async def label(self, asked: ControlRequest) -> Made:
         """Name a model's weights anew."""
-        call = parse_label(asked)
+        call = asked.read(LabelBody)
         model = self.one_of(call.terms.models)
-        params = {"model": model, "label": call.label, "reset_step": call.reset_step}
+        params = {"model": model, "label": call.new_version, "reset_step": call.reset_step}
         outcome = await self.perform(_K.LABEL, params, call.terms, asked)
-        return made({"success": True, "new_version": call.label, "model": model}, outcome)
+        return made({"success": True, "new_version": call.new_version, "model": model}, outcome)
 
     async def weights(self, asked: ControlRequest) -> Made:
         """Say which weights are served."""
