@@ -19,28 +19,26 @@ from typing import TypeVar
 from rkserve.board.answer.generation import Generation
 from rkserve.board.answer.hooks import HookFactory
 from rkserve.board.engine.protocol import EngineFacts
-from rkserve.board.engine.unloaded import SleepMarker
 from rkserve.board.operations import report as reporting
 from rkserve.board.operations.adopt import StateAdopter
 from rkserve.board.operations.base_weights import BaseWeights, ModelFileDigest, StartEngine
 from rkserve.board.operations.cache_calls import CacheCalls
 from rkserve.board.operations.embedding import EmbeddingService
 from rkserve.board.operations.probe_adapter import AdapterProbes
-from rkserve.board.operations.sleep import BoardSleep
+from rkserve.board.operations.report import PrefixReport
+from rkserve.board.operations.sleep import BoardSleep, SleepMarker
 from rkserve.board.operations.swap_weights import WeightSwap
 from rkserve.board.rules.admission import Admission, Decision, Expire, Start
-from rkserve.board.rules.counters import BoardCounters
+from rkserve.board.rules.counters import BoardCounters, VersionCounters
 from rkserve.board.rules.generation_states import GenerationEvent
 from rkserve.board.rules.obligations import Obligations
-from rkserve.board.rules.versions import VersionCounters
-from rkserve.board.run import clock
 from rkserve.board.run.adapter_loading import AdapterLoader
 from rkserve.board.run.board_protocol import EmbeddingCalls
 from rkserve.board.run.job import EngineTask, Job
-from rkserve.board.run.kv_report import PrefixReport
 from rkserve.board.run.loaded_engine import LoadedEngine
 from rkserve.board.run.prompt_caching import PromptCaching
 from rkserve.board.run.request_control import RequestControl
+from rkserve.board.run.run import loop_time_s
 from rkserve.board.run.runner import RequestRunner
 from rkserve.board.run.settings import BoardSettings
 from rkserve.board.run.supervisor import EngineSupervisor
@@ -227,7 +225,7 @@ class Board:
         self._settings.check_encoder(request)
         job = self._job(request, live.facts, hooks)
         self.jobs[job.ticket] = job
-        self.asked_s = clock.now_s()
+        self.asked_s = loop_time_s()
         try:
             ahead = self._line_up(job)
         except QueueFull:
@@ -359,7 +357,7 @@ class Board:
             context_len=self.context_len,
         )
         sampling = request.sampling if facts.per_run_sampling else None
-        job = Job(next(self._tickets), generation, clock.now_s(), sampling)
+        job = Job(next(self._tickets), generation, loop_time_s(), sampling)
         bound = None if request.continued is None else request.continued.bound
         if bound is not None:
             job.take_over(bound)
@@ -376,15 +374,15 @@ class Board:
         One that goes on had a board before, and goes first. One that is complete needs no run.
         """
         if job.request.continued is None and not job.generation.complete:
-            return self.admission.offer(job.ticket, clock.now_s(), job.key)
+            return self.admission.offer(job.ticket, loop_time_s(), job.key)
         if not self._conductor.arrive(job):
-            self.admission.readmit(job.ticket, clock.now_s(), job.key)
+            self.admission.readmit(job.ticket, loop_time_s(), job.key)
         return len(self.admission.running)
 
     def _leave(self, job: Job) -> None:
         """The consumer is gone, after the last event or before it."""
         del self.jobs[job.ticket]
-        self.asked_s = clock.now_s()
+        self.asked_s = loop_time_s()
         self._control.remember(job)
         job.abandon()
         waited = self.admission.withdraw(job.ticket)
@@ -396,7 +394,7 @@ class Board:
 
     def pump(self) -> None:
         """Do what admission decides now, and come back when it has something to do by itself."""
-        for decision in self.admission.decide(ready=self._keeper.ready, now_s=clock.now_s()):
+        for decision in self.admission.decide(ready=self._keeper.ready, now_s=loop_time_s()):
             self._carry_out(decision)
         if self._timer is not None:
             self._timer.cancel()
@@ -421,7 +419,7 @@ class Board:
 
     async def _conduct(self, work: Sequence[Job | EngineTask]) -> None:
         """Let those that were started have the board, whoever still listens, then the next."""
-        started_s = clock.now_s()
+        started_s = loop_time_s()
         try:
             if isinstance(work[0], EngineTask):
                 await work[0].perform()
@@ -450,7 +448,7 @@ class Board:
         finally:
             self._at_work = []
             self._errands.pop(work[0].ticket, None)
-            self.free_since_s = clock.now_s()
+            self.free_since_s = loop_time_s()
             self.admission.finished(self.free_since_s - started_s)
             self.pump()
 
@@ -476,7 +474,7 @@ class Board:
             job.advance(GenerationEvent.REQUEUED)
         if job.ticket not in self.jobs:
             return  # nobody listens any more
-        job.queued_s = clock.now_s()
+        job.queued_s = loop_time_s()
         # Not ahead of those that it was to let go for, if it has not even done so yet.
         yields = job.released and job.ticket in self.admission.running
         self.admission.readmit(job.ticket, job.queued_s, job.key, yields=yields)
@@ -498,9 +496,9 @@ class Board:
         self._errands[errand.ticket] = errand
         try:
             if first:
-                self.admission.readmit(errand.ticket, clock.now_s(), key)
+                self.admission.readmit(errand.ticket, loop_time_s(), key)
             else:
-                self.admission.offer(errand.ticket, clock.now_s(), key)
+                self.admission.offer(errand.ticket, loop_time_s(), key)
         except QueueFull:
             del self._errands[errand.ticket]
             raise

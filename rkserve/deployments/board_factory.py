@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rkserve.board.answer.hooks import HookFactory
-from rkserve.board.board import Board, BoardSettings
+from rkserve.board.board import Board
 from rkserve.board.engine.process import EngineProcess
 from rkserve.board.engine.protocol import Engine, EngineSpec, with_weights
-from rkserve.board.engine.watchdog import RunTimeouts
+from rkserve.board.run.run import RunTimeouts
+from rkserve.board.run.settings import BoardSettings
 from rkserve.board.storage.prompt_cache import CacheFingerprint, CacheStore
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.serve_config import engine_environ, resolve_folder

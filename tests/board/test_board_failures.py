@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from rkserve.board.engine.watchdog import RunTimeouts
 from rkserve.board.run.loaded_engine import SECOND_LOOK_S
+from rkserve.board.run.run import RunTimeouts
 from rkserve.core.board_report import BoardState
 from rkserve.core.errors import (
     BoardFailed,

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from rkserve.board.board import Board
-from rkserve.board.engine.watchdog import RunTimeouts
-from rkserve.board.run.loaded_engine import patience_for
-from rkserve.board.run.run import RunSpec
+from rkserve.board.run.run import RunSpec, RunTimeouts, patience_for
 from rkserve.core.errors import RequestError
 from rkserve.core.messages import (
     Accepted,

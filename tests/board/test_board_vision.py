@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from rkserve.board.board import Board, BoardSettings
+from rkserve.board.board import Board
 from rkserve.board.engine.process import EngineProcess
 from rkserve.board.engine.protocol import EngineSpec, EntryCommand, RunCommand
-from rkserve.board.engine.watchdog import RunTimeouts
-from rkserve.board.run.loaded_engine import patience_for
-from rkserve.board.run.run import RunSpec
+from rkserve.board.run.run import RunSpec, RunTimeouts, patience_for
+from rkserve.board.run.settings import BoardSettings
 from rkserve.core.errors import EngineDied, LoadFailed, RequestError, RunFailed
 from rkserve.core.messages import Continued, Delta, Finished, FinishReason, GenerateRequest, Slot
 from rkserve.core.run_params import Picture, Stepwise

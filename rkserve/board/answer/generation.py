@@ -12,13 +12,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 
-from rkserve.board.answer.hook_chain import AnswerPiece, HookChain
-from rkserve.board.answer.hooks import HookFactory, Replace, pause_on, stop_strings
+from rkserve.board.answer.builtin_hooks import (
+    ReasoningSpan,
+    pause_on,
+    reasoning_span,
+    stop_strings,
+    thinking_limit,
+)
+from rkserve.board.answer.hooks import AnswerPiece, HookChain, HookFactory, Replace
 from rkserve.board.answer.kv_plan import Ids, Range, common_prefix
-from rkserve.board.answer.pending_delta import PendingDelta
-from rkserve.board.answer.reasoning import ReasoningSpan, reasoning_span, thinking_limit
-from rkserve.board.answer.stop_strings import Utf8Decoder
-from rkserve.board.answer.transcript import Transcript, ordered
+from rkserve.board.answer.transcript import PendingDelta, Transcript, Utf8Decoder, ordered
 from rkserve.core.errors import ContextOverflow, HookFailed, RequestError, StateConflict
 from rkserve.core.messages import Continued, Delta, Edit, FinishReason, GenerateRequest, Kind, Slot
 from rkserve.core.run_params import Scored

@@ -8,11 +8,12 @@ no network, no work that grows with the answer at every piece.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rkserve.board.answer.stop_strings import StopSearch, TextFinder
+from rkserve.core.errors import HookFailed
 from rkserve.core.messages import GenerateRequest
 
 
@@ -105,58 +106,221 @@ class Hook(Protocol):
 HookFactory = Callable[[GenerateRequest], Hook | None]
 
 
-class StopStrings:
-    """Ends the answer before the first stop string of the request, or behind it."""
-
-    def __init__(self, stops: tuple[str, ...], *, include: bool = False) -> None:
-        self._search = StopSearch(stops)
-        self._include = include
-
-    def on_piece(self, piece: Decoded) -> Action:
-        """Hold back what may be the beginning of a stop string."""
-        certain = self._search.feed(piece.text)
-        found = self._search.found
-        if found is None:
-            return Continue(certain)
-        return Stop(certain + found if self._include else certain, found)
-
-    def on_end(self) -> str:
-        """Release it: no stop string came."""
-        return self._search.flush()
+log = logging.getLogger(__name__)
 
 
-class PauseOn:
-    """Pauses after the token that completes one of some texts, or is one of some ids.
+@dataclass(frozen=True, slots=True)
+class AnswerPiece:
+    """Tokens of the answer that have their text together; ``index`` is the last one's."""
 
-    The reason that it gives is the entry.
+    index: int
+    ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(slots=True)
+class ChainOutcome:
+    """What the chain made of a piece.
+
+    ``rewritten``: what pieces before it show has changed too. ``rewind`` is a replacement in the
+    context and the name of the hook that asks for it.
     """
 
-    def __init__(self, texts: tuple[str, ...], ids: tuple[int, ...]) -> None:
-        self._finder = TextFinder(texts)
-        self._ids = frozenset(ids)
-
-    def on_piece(self, piece: Decoded) -> Action:
-        """Hold nothing back: the client sees what it was paused for."""
-        text = self._finder.feed(piece.text)
-        if text is not None:
-            return Pause(reason=text)
-        for token_id in piece.ids:
-            if token_id in self._ids:
-                return Pause(reason=str(token_id))
-        return Continue()
-
-    def on_end(self) -> str:
-        """Nothing was held back."""
-        return ""
+    stop: bool = False
+    pause: str | None = None
+    rewind: tuple[str, Replace] | None = None
+    rewritten: bool = False
 
 
-def stop_strings(request: GenerateRequest) -> Hook | None:
-    """Make the hook of the request's stop strings."""
-    return StopStrings(request.stop, include=request.include_stop) if request.stop else None
+class _Stage:
+    """One hook and where it comes from."""
+
+    def __init__(self, name: str, factory: HookFactory, hook: Hook) -> None:
+        self.name, self.factory, self.hook = name, factory, hook
 
 
-def pause_on(request: GenerateRequest) -> Hook | None:
-    """Make the hook of the request's own pauses."""
-    if not request.pause_on_text and not request.pause_on_ids:
-        return None
-    return PauseOn(request.pause_on_text, request.pause_on_ids)
+class HookChain:
+    """The hooks that want to see one generation, in order.
+
+    They are code of strangers: whatever one raises, or returns amiss, is ``HookFailed`` here.
+    """
+
+    def __init__(self, factories: Sequence[HookFactory], request: GenerateRequest) -> None:
+        self._request = request
+        self._stages: list[_Stage] = []
+        for factory in factories:
+            hook = self._make(factory)
+            if hook is not None:
+                name = type(hook).__qualname__
+                self._stages.append(_Stage(name, factory, hook))
+        self._pieces: list[AnswerPiece] = []
+        # What stage i gets of each piece is at i; the last list is what is shown.
+        self._texts: list[list[str]] = [[] for _ in range(len(self._stages) + 1)]
+        self._stopped: tuple[int, int] | None = None  # by which stage, at which piece
+        self.stopped_by: str | None = None  # the text that a hook stopped at
+
+    @property
+    def shown(self) -> list[str]:
+        """What is shown of each piece."""
+        return self._texts[-1]
+
+    def feed(self, piece: AnswerPiece, *, replayed: bool = False) -> ChainOutcome:
+        """Lead a piece through the hooks."""
+        outcome = ChainOutcome()
+        self._pieces.append(piece)
+        self._texts[0].append(piece.text)
+        for depth in range(len(self._stages)):
+            self._catch_up(depth, outcome, replayed=replayed)
+            if outcome.rewind is not None:
+                break  # the piece will not be part of the answer
+        return outcome
+
+    def end(self) -> ChainOutcome:
+        """Take what the hooks held back; each one's goes through those behind it."""
+        outcome = ChainOutcome()
+        for depth, stage in enumerate(self._stages):
+            if self._stopped is not None and depth <= self._stopped[0]:
+                continue  # it comes after the answer's end
+            held = _released(stage)
+            if not held:
+                continue
+            index = self._pieces[-1].index if self._pieces else -1
+            self._pieces.append(AnswerPiece(index, (), held))
+            for texts in self._texts[: depth + 1]:
+                texts.append("")
+            self._texts[depth + 1].append(held)
+            for deeper in range(depth + 1, len(self._stages)):
+                self._catch_up(deeper, outcome, replayed=True)
+        return outcome
+
+    def _catch_up(self, depth: int, outcome: ChainOutcome, *, replayed: bool) -> None:
+        """Show a stage the pieces that it has not seen: the newest, or all if it is fresh."""
+        shown = self._texts[depth + 1]
+        for at in range(len(shown), len(self._pieces)):
+            if self._stopped is not None and at > self._stopped[1] and self._pieces[at].ids:
+                shown.append("")
+                continue
+            old = replayed or at < len(self._pieces) - 1
+            text = self._ask(depth, at, outcome, replayed=old)
+            if text is None:
+                return
+            shown.append(text)
+
+    def _ask(self, depth: int, at: int, outcome: ChainOutcome, *, replayed: bool) -> str | None:
+        """Return what the stage shows of piece ``at``; None where it rewinds the context."""
+        stage, piece, texts = self._stages[depth], self._pieces[at], self._texts[depth]
+        decoded = Decoded(piece.index, piece.ids, texts[at], replayed, texts, at)
+        try:
+            action = stage.hook.on_piece(decoded)
+        except BaseException as exc:  # a hook that calls exit() ends its own answer only
+            raise _raised(stage.name, exc) from exc
+        _check(stage.name, action)
+        text: str | None = None
+        match action:
+            case Continue(show=text):
+                pass
+            case Stop(show=text, by=by):
+                self._stopped, self.stopped_by, outcome.stop = (depth, at), by, True
+            case Pause(show=text, reason=reason):
+                if not replayed and outcome.pause is None:
+                    outcome.pause = reason or stage.name
+            case Replace(in_context=True):
+                if not replayed:
+                    outcome.rewind = (stage.name, action)
+                    return None
+            case Replace(text=text, last=last):
+                outcome.rewritten |= self._blank(depth, at, last)
+        return texts[at] if text is None else text
+
+    def _blank(self, depth: int, at: int, last: int) -> bool:
+        """Show nothing of the pieces before ``at`` with the last tokens; True where any is."""
+        covered, first = max(1, len(self._pieces[at].ids)), at
+        while covered < last and first > 0:
+            first -= 1
+            covered += len(self._pieces[first].ids)
+        if not 1 <= last <= covered:
+            reason = f"it replaces the last {last} tokens of an answer that has {covered}"
+            raise HookFailed(self._stages[depth].name, reason)
+        if first == at:
+            return False
+        self._texts[depth + 1][first:] = [""] * (at - first)
+        for stage, shown in zip(self._stages[depth + 1 :], self._texts[depth + 2 :], strict=True):
+            stage.hook = self._remake(stage)
+            shown.clear()
+        return True
+
+    def _make(self, factory: HookFactory) -> Hook | None:
+        try:
+            return factory(self._request)
+        except BaseException as exc:  # a hook that calls exit() ends its own answer only
+            name = getattr(factory, "__qualname__", type(factory).__qualname__)
+            raise _raised(name, exc) from exc
+
+    def _remake(self, stage: _Stage) -> Hook:
+        hook = self._make(stage.factory)
+        if hook is None:
+            raise HookFailed(stage.name, "its factory made none for a replay")
+        return hook
+
+
+def _released(stage: _Stage) -> str:
+    try:
+        held = stage.hook.on_end()
+    except BaseException as exc:
+        raise _raised(stage.name, exc) from exc
+    if not _is_text(held):
+        raise _wrong(stage.name, "it released what is no text", held)
+    return held
+
+
+def _raised(name: str, exc: BaseException) -> HookFailed:
+    # Here is the traceback, and whoever wrote the hook needs it.
+    log.error("hook %s raised %r", name, exc, exc_info=exc)
+    return HookFailed(name, f"it raised {type(exc).__name__}", repr(exc))
+
+
+def _wrong(name: str, reason: str, found: object) -> HookFailed:
+    log.error("hook %s: %s: %r", name, reason, found)
+    return HookFailed(name, reason, repr(found))
+
+
+def _check(name: str, action: object) -> None:
+    """Raise ``HookFailed`` unless ``action`` is an action all through: hooks are not type-checked.
+
+    What is wrong must show here, and not where a token is taken or a run is made of it.
+    """
+    if not isinstance(action, Continue | Stop | Pause | Replace):
+        raise _wrong(name, "it returned what is no action", action)
+    kind = type(action).__name__
+    if isinstance(action, Replace):
+        fits = {
+            "ids": isinstance(action.ids, tuple) and all(map(_is_number, action.ids)),
+            "text": _is_text(action.text),
+            "last": _is_number(action.last),
+            "in_context": isinstance(action.in_context, bool),
+        }
+    else:
+        optional = not isinstance(action, Stop) and action.show is None
+        fits = {"show": optional or _is_text(action.show)}
+        if isinstance(action, Pause):
+            fits["reason"] = _is_text(action.reason)
+        if isinstance(action, Stop):
+            fits["by"] = action.by is None or _is_text(action.by)
+    for key, fit in fits.items():
+        if not fit:
+            raise _wrong(name, f"its {kind} has a wrong {key}", action)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is a string that can be sent: half of a surrogate pair cannot."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from rkserve.core.errors import EngineDied
 from rkserve.core.run_params import Embeds, EncoderStates, Picture, Pooling, Scored
 from rkserve.native.runtime import LoadParams, Perf, RunEnd, VisionParams
 from rkserve.native.step_params import StepParams
@@ -183,3 +184,53 @@ class Engine(Protocol):
 
     async def kill(self) -> bool:
         """End it by SIGTERM, then SIGKILL. False if it is still there after that."""
+
+
+UNLOADED_REASON = "its model is unloaded"
+
+
+class UnloadedEngine:
+    """The ``Engine`` of a board without one: it has ended, holds nothing, and does nothing."""
+
+    pid = 0
+
+    def __init__(self, board_id: str, facts: EngineFacts) -> None:
+        """``facts`` are those of the engine before it."""
+        self._board_id = board_id
+        self.facts = facts
+        self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.died.set_result(UNLOADED_REASON)
+
+    def run(
+        self, command: RunCommand, on_token: OnToken, on_scores: OnScores | None = None
+    ) -> asyncio.Future[RunEnded]:
+        """There is nobody to make it."""
+        del command, on_token, on_scores
+        return self._refused()
+
+    def call(self, method: str, **args: Any) -> asyncio.Future[Any]:
+        """There is nobody to make it."""
+        del method, args
+        return self._refused()
+
+    def _refused(self) -> asyncio.Future[Any]:
+        refused: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        refused.set_exception(EngineDied(self._board_id, UNLOADED_REASON))
+        return refused
+
+    def pause(self, run_id: int) -> None:
+        """There is no run."""
+
+    def abort(self, run_id: int) -> None:
+        """There is no run."""
+
+    def silent_s(self) -> float:
+        """Nothing is expected of it."""
+        return 0.0
+
+    async def stop(self) -> None:
+        """It has ended."""
+
+    async def kill(self) -> bool:
+        """It has ended."""
+        return True

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from rkserve.board.operations.sleep import BoardSleep
 from rkserve.board.operations.swap_weights import WeightSwap
 from rkserve.board.rules.obligations import adapter_name
-from rkserve.board.run import clock
 from rkserve.board.run.board_protocol import Stage
 from rkserve.board.run.job import Job, emitted
-from rkserve.board.run.run import EngineRun
+from rkserve.board.run.run import EngineRun, loop_time_s
 from rkserve.board.run.runner import RequestRunner
 from rkserve.board.run.start import outlook
 from rkserve.core.board_report import GenerationState
@@ -91,7 +90,7 @@ class StateAdopter:
         Raises ``BoardFailed`` where the board cannot be put to sleep, or be woken; ``RebaseFailed``
         where this call has seen that it cannot have the base weights that it shall have.
         """
-        started_s, done = clock.now_s(), AdoptionEffects()
+        started_s, done = loop_time_s(), AdoptionEffects()
         charge = self._stage.charge
         before, label, failures = charge.duty, charge.label(None), self._rebasing.failures
         taken = charge.take(desired)
@@ -108,7 +107,7 @@ class StateAdopter:
             settled = charge.epoch
             await self._rest()
             await self._give_out()
-            took_ms = (clock.now_s() - started_s) * 1e3
+            took_ms = (loop_time_s() - started_s) * 1e3
             await self._clear()
             await self._rebasing.settled(failures)
             await self._sleeping.settle()
@@ -148,7 +147,7 @@ class StateAdopter:
         thawed = [job for job in jobs if self._mark(job)]
         self._note_run()
         stage.embedding.told()
-        stage.admission.bar(self._is_barred, clock.now_s())
+        stage.admission.bar(self._is_barred, loop_time_s())
         for job in jobs:
             if not job.over:
                 self._follow_line(job, done)
@@ -289,9 +288,9 @@ class StateAdopter:
 
     async def _give_out(self) -> None:
         """Wait until those who listen to what is held have all of it, or keep it back."""
-        deadline_s = clock.now_s() + GIVE_OUT_S
+        deadline_s = loop_time_s() + GIVE_OUT_S
         while pending := [j for j in self._stage.jobs.values() if self._hold(j) and j.pending]:
-            left_s = deadline_s - clock.now_s()
+            left_s = deadline_s - loop_time_s()
             if left_s > 0:
                 await self._wait({job.changed() for job in pending}, left_s)
                 continue

@@ -17,8 +17,8 @@ from typing import Any
 
 from rkserve.board.engine.protocol import Engine
 from rkserve.board.rules.obligations import Obligations
-from rkserve.board.run import clock
 from rkserve.board.run.prompt_caching import PromptCaching
+from rkserve.board.run.run import loop_time_s
 from rkserve.board.storage.base_weights import StagedWeights
 from rkserve.core.board_report import HASHING, UNREADABLE
 from rkserve.core.desired_state import BaseVersion
@@ -201,7 +201,7 @@ class BaseWeights:
         before = self._refusals.get(_digest(base))
         count = 1 if before is None else before.count + 1
         rest_s = min(self._rest_s * 2.0 ** (count - 1), LONGEST_REST_S)
-        self._refusals[_digest(base)] = Refusal(reason, count, rest_s, clock.now_s() + rest_s)
+        self._refusals[_digest(base)] = Refusal(reason, count, rest_s, loop_time_s() + rest_s)
         self.failures += 1
         self._charge.refused(f"its weights are not loaded: {reason}")
         log.error("the weights %s are refused: %s", _words(base), reason)
@@ -210,7 +210,7 @@ class BaseWeights:
         """From now on it rests from trying these, if they were refused."""
         refusal = self._refusals.get(_digest(base))
         if refusal is not None:
-            refusal.until_s = clock.now_s() + refusal.rest_s
+            refusal.until_s = loop_time_s() + refusal.rest_s
 
     def refused(self, base: BaseVersion | None) -> Refusal | None:
         """Return why these were refused, and when they may be tried again."""

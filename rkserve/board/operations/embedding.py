@@ -14,10 +14,9 @@ from collections.abc import AsyncGenerator, Iterable, Iterator
 
 from rkserve.board.engine.protocol import EntryCommand, RunEnded
 from rkserve.board.rules.obligations import adapter_name
-from rkserve.board.run import clock
 from rkserve.board.run.board_protocol import Stage
 from rkserve.board.run.loaded_engine import LoadedEngine
-from rkserve.board.run.run import EngineRun, RunSpec
+from rkserve.board.run.run import EngineRun, RunSpec, loop_time_s
 from rkserve.core.desired_state import Hold, PauseMode
 from rkserve.core.errors import CallAborted, RkserveError, RunFailed
 from rkserve.core.messages import (
@@ -44,7 +43,7 @@ class EmbeddingJob:
         self.vectors: list[bytes] = []
         self.tokens = 0
         self.prefill_s = 0.0
-        self.queued_s = clock.now_s()
+        self.queued_s = loop_time_s()
         self.begun_s: float | None = None
         self.label = ""
         self.held = False  # nothing of it may begin, or be given out
@@ -133,7 +132,7 @@ class EmbeddingService:
         order.done.add_done_callback(lambda _: order.wake())
         self._orders.append(order)
         stage.figures.requests += 1
-        stage.asked_s = clock.now_s()
+        stage.asked_s = loop_time_s()
         try:
             label, epoch = charge.label(ref), charge.epoch or 0
             line_epoch = 0 if line is None else line.epoch
@@ -152,7 +151,7 @@ class EmbeddingService:
             self._orders.remove(order)
             order.stop()
             order.done.cancel()
-            stage.asked_s = clock.now_s()
+            stage.asked_s = loop_time_s()
 
     # -- what the cluster shall be -------------------------------------------------------------
 
@@ -186,7 +185,7 @@ class EmbeddingService:
         stage = self._stage
         if order.over:
             return
-        order.begun_s = clock.now_s()
+        order.begun_s = loop_time_s()
         ref = stage.charge.bind(order.request)
         order.label = stage.charge.label(ref)
         stage.versions.began(order.label)
@@ -209,7 +208,7 @@ class EmbeddingService:
             origin=adapter,
             pooling=order.request.pooling,
         )
-        started_s = clock.now_s()
+        started_s = loop_time_s()
         order.live = live
         try:
             _, ended = await live.run([None], begin, _ignore)
@@ -219,7 +218,7 @@ class EmbeddingService:
             return  # whatever became of it is nobody's
         if ended.end is not RunEnd.FINISHED or not ended.vector:
             raise RunFailed(self._stage.board_id, _reason(ended))
-        order.prefill_s += clock.now_s() - started_s
+        order.prefill_s += loop_time_s() - started_s
         order.vectors.append(ended.vector)
         order.tokens += ended.tokens
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from rkserve.board.answer.kv_plan import Ids
 from rkserve.board.engine.protocol import EntryCommand
-from rkserve.board.run import clock
 from rkserve.board.run.board_protocol import Stage
 from rkserve.board.run.loaded_engine import LoadedEngine
-from rkserve.board.run.run import EngineRun, RunSpec
+from rkserve.board.run.run import EngineRun, RunSpec, loop_time_s
 from rkserve.board.run.runner import RequestRunner
 from rkserve.core.desired_state import Probe
 from rkserve.core.errors import AdapterBroken, RunFailed
@@ -77,11 +76,11 @@ async def load_and_probe(stage: Stage, ref: AdapterRef, prompt_ids: Ids, tokens:
     if known is not None:  # somebody else has asked for the same meanwhile
         return known
     await stage.caching.park(stage.live)
-    started_s = clock.now_s()
+    started_s = loop_time_s()
     live = await stage.adapting.ready(stage, ref)
-    load_ms = (clock.now_s() - started_s) * 1e3
+    load_ms = (loop_time_s() - started_s) * 1e3
     run, ended_ms, given = await _run(stage, live, ref, prompt_ids, tokens)
-    decode_ms = ended_ms or run.clocked(0, clock.now_s()).decode_ms
+    decode_ms = ended_ms or run.clocked(0, loop_time_s()).decode_ms
     speed = given * 1e3 / decode_ms if decode_ms > 0 else 0.0
     found = live.tried[ref.key] = Probe(stage.board_id, ref.key, load_ms, given, speed)
     return found

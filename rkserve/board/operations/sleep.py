@@ -9,13 +9,15 @@ that has not begun is not begun.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from rkserve.board.answer.kv_plan import Ids, common_prefix
 from rkserve.board.engine.protocol import EngineFacts
-from rkserve.board.engine.unloaded import SleepMarker
 from rkserve.board.rules.obligations import adapter_name
 from rkserve.board.run.board_protocol import Stage
 from rkserve.board.run.job import Job
@@ -23,6 +25,7 @@ from rkserve.board.run.runner import RequestRunner
 from rkserve.board.run.supervisor import EngineSupervisor
 from rkserve.core.board_report import BoardState
 from rkserve.core.desired_state import PauseMode, SleepLevel
+from rkserve.core.durable_files import write_private
 from rkserve.core.errors import BoardAsleep, BoardOutOfOrder, EngineDied, EngineHung, RkserveError
 
 log = logging.getLogger(__name__)
@@ -311,3 +314,64 @@ def _is_same(inside: Ids, context: Ids) -> bool:
     """
     shared = common_prefix(inside, context)
     return shared > 0 and shared >= min(len(inside), len(context)) - 1
+
+
+class SleepMarker:
+    """The file that says that a board sleeps. All methods touch the disk; none of them raises.
+
+    It is a convenience: where it is missing or damaged, a model is loaded for nothing.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """``path`` of None remembers nothing."""
+        self._path = path
+
+    def read(self, n_batch: int) -> EngineFacts | None:
+        """Return what the engine was like that was unloaded; None where the board was awake."""
+        if self._path is None:
+            return None
+        try:
+            facts = _facts(json.loads(self._path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as exc:
+            log.warning("%s is damaged, and the model is loaded: %s", self._path, exc)
+            self.remove()
+            return None
+        return replace(facts, n_batch=n_batch)  # it may have been configured anew since
+
+    def write(self, facts: EngineFacts) -> None:
+        """Note that the board sleeps."""
+        if self._path is None:
+            return
+        fresh = self._path.with_suffix(".asleep.new")
+        content = json.dumps(asdict(replace(facts, quirks=dict(facts.quirks))))
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_private(fresh, content)
+            fresh.replace(self._path)
+        except OSError as exc:
+            log.warning("%s cannot be written; a restart loads the model: %s", self._path, exc)
+
+    def remove(self) -> None:
+        """Note that the board is awake, or about to be."""
+        if self._path is None:
+            return
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as exc:
+            log.warning("%s cannot be removed: %s", self._path, exc)
+
+
+def _facts(found: Any) -> EngineFacts:
+    """Raises ``KeyError``, ``TypeError``, ``ValueError`` for what was not written here."""
+    quirks = {str(name): bool(value) for name, value in dict(found["quirks"]).items()}
+    if not isinstance(found["per_run_sampling"], bool) or not isinstance(found["release"], str):
+        raise TypeError("it is not what was written")
+    return EngineFacts(
+        release=found["release"],
+        per_run_sampling=found["per_run_sampling"],
+        quirks=quirks,
+        load_s=float(found["load_s"]),
+        n_batch=int(found["n_batch"]),
+    )

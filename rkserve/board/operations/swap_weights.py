@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 from rkserve.board.operations.base_weights import BaseWeights, same
 from rkserve.board.operations.probe_adapter import try_out
-from rkserve.board.run import clock
 from rkserve.board.run.board_protocol import Stage
 from rkserve.board.run.job import Job
+from rkserve.board.run.run import loop_time_s
 from rkserve.board.run.runner import RequestRunner
 from rkserve.board.run.supervisor import EngineSupervisor
 from rkserve.core.board_report import BoardState, GenerationState
@@ -274,7 +274,7 @@ class WeightSwap:
         if self._stage.charge.unloads and not asleep:
             return False
         refusal = bases.refused(duty.base)
-        return refusal is None or refusal.until_s <= clock.now_s()
+        return refusal is None or refusal.until_s <= loop_time_s()
 
     def _may_end(self, job: Job) -> bool:
         """Whether the job goes on to its end with the weights that it has begun with."""

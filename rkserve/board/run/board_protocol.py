@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from rkserve.board.rules.admission import Admission
-from rkserve.board.rules.counters import BoardCounters
+from rkserve.board.rules.counters import BoardCounters, VersionCounters
 from rkserve.board.rules.obligations import Obligations
-from rkserve.board.rules.versions import VersionCounters
 from rkserve.board.run.adapter_loading import AdapterLoader
 from rkserve.board.run.job import Job
 from rkserve.board.run.loaded_engine import LoadedEngine

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from rkserve.board.answer.kv_plan import held
 from rkserve.board.engine.protocol import RunEnded
-from rkserve.board.run import clock
 from rkserve.board.run.board_protocol import Stage
-from rkserve.board.run.run import EngineRun, RunSpec
+from rkserve.board.run.run import EngineRun, RunSpec, loop_time_s
 from rkserve.native.runtime import Perf
 
 
@@ -43,4 +42,4 @@ def perf(begin: RunSpec, run: EngineRun, ended: RunEnded) -> Perf:
     if ended.in_order:
         return ended.perf
     restored = begin.reused if begin.hit is not None and ended.cache_refused is None else 0
-    return run.clocked(0, clock.now_s(), restored)
+    return run.clocked(0, loop_time_s(), restored)

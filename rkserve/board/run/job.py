@@ -12,9 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from rkserve.board.answer.generation import Generation
-from rkserve.board.rules.counters import GenerationCounters
+from rkserve.board.rules.counters import GenerationCounters, VersionSpans
 from rkserve.board.rules.generation_states import GenerationEvent, advance
-from rkserve.board.rules.versions import VersionSpans
 from rkserve.core.board_report import GenerationState
 from rkserve.core.errors import RkserveError
 from rkserve.core.kv_origin import origin_of

@@ -10,16 +10,21 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rkserve.board.answer.kv_plan import CachedContext, Ids, Range, ResumePlan, held, plan_resume
 from rkserve.board.engine.protocol import Engine, RunCommand, RunEnded
-from rkserve.board.engine.watchdog import RunTimeouts, Watchdog
 from rkserve.board.rules.loaded_adapters import AdapterTable
-from rkserve.board.run import clock
 from rkserve.board.run.job import Job
-from rkserve.board.run.run import EngineRun, RunSpec
+from rkserve.board.run.run import (
+    EngineRun,
+    RunSpec,
+    RunTimeouts,
+    Watchdog,
+    loop_time_s,
+    patience_for,
+)
 from rkserve.core.desired_state import Probe
 from rkserve.core.errors import EngineDied, EngineHung
 from rkserve.core.kv_origin import adapter_of
@@ -151,7 +156,7 @@ class LoadedEngine:
         run.stopping = True
         if run.beginning.steps is None:
             self.aborted = True  # else it is left between two steps
-        if run.watchdog.aborted(clock.now_s()):
+        if run.watchdog.aborted(loop_time_s()):
             run.hurry()
         self.engine.abort(run.number)
 
@@ -167,7 +172,7 @@ class LoadedEngine:
         if run.stopping or run.pausing:
             return
         run.pausing = True
-        if run.watchdog.paused(clock.now_s()):
+        if run.watchdog.paused(loop_time_s()):
             run.hurry()
         self.engine.pause(run.number)
 
@@ -177,7 +182,7 @@ class LoadedEngine:
             len(entry.ids) if entry.embeds is None else entry.embeds.rows
             for entry in beginning.entries
         )
-        watchdog = Watchdog(patience, prefill, clock.now_s())
+        watchdog = Watchdog(patience, prefill, loop_time_s())
         # Nobody can go on with a paused run in text mode: which ids it consists of is not known.
         in_text_mode = beginning.entries[0].prompt_text is not None
         pausable = (
@@ -344,27 +349,3 @@ class LoadedEngine:
             # It was to spare what was not there: the engine takes it for partly filled, under the
             # adapter of before, until a whole clear.
             self.context.forget()
-
-
-def patience_for(beginning: RunSpec, patience: RunTimeouts) -> RunTimeouts:
-    """Return how long such a run may be silent."""
-    if beginning.save is not None:
-        # The file is written between the last token and the return of the call.
-        return replace(
-            patience,
-            token_s=patience.token_s + patience.first_token_s,
-            abort_s=patience.abort_s + patience.first_token_s,
-        )
-    if images := sum(len(entry.images) for entry in beginning.entries):
-        first_s = patience.first_token_s + patience.image_s * images
-        return replace(patience, first_token_s=first_s)
-    if beginning.steps is None:
-        return patience
-    # A step is never cut, and one that sends the whole context again takes a prefill of it.
-    again = 0 if beginning.history else len(beginning.base) + (beginning.limit or 0)
-    step_s = patience.token_s + patience.prefill_per_token_s * again
-    if beginning.steps.optimistic:
-        # One that strays is ended, asked for its logits, and begun anew before the next token.
-        first_s = patience.first_token_s + 2 * step_s
-        patience, step_s = replace(patience, first_token_s=first_s), 3 * step_s
-    return replace(patience, token_s=step_s, abort_s=patience.abort_s + step_s)

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 
 from rkserve.board.answer.kv_plan import Ids, Range
 from rkserve.board.engine.protocol import EntryCommand
-from rkserve.board.engine.watchdog import Watchdog
 from rkserve.board.run.job import Job
 from rkserve.board.storage.prompt_cache import CacheHit
 from rkserve.core.run_params import Pooling
 from rkserve.native.runtime import Perf
 from rkserve.native.step_params import StepParams
+
+
+def loop_time_s() -> float:
+    """Return the event loop's time; only differences mean something."""
+    return asyncio.get_running_loop().time()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,3 +145,103 @@ class EngineRun:
         """Wake whoever supervises the run: the deadline has come nearer."""
         if not self._nearer.done():
             self._nearer.set_result(None)
+
+
+def patience_for(beginning: RunSpec, patience: RunTimeouts) -> RunTimeouts:
+    """Return how long such a run may be silent."""
+    if beginning.save is not None:
+        # The file is written between the last token and the return of the call.
+        return replace(
+            patience,
+            token_s=patience.token_s + patience.first_token_s,
+            abort_s=patience.abort_s + patience.first_token_s,
+        )
+    if images := sum(len(entry.images) for entry in beginning.entries):
+        first_s = patience.first_token_s + patience.image_s * images
+        return replace(patience, first_token_s=first_s)
+    if beginning.steps is None:
+        return patience
+    # A step is never cut, and one that sends the whole context again takes a prefill of it.
+    again = 0 if beginning.history else len(beginning.base) + (beginning.limit or 0)
+    step_s = patience.token_s + patience.prefill_per_token_s * again
+    if beginning.steps.optimistic:
+        # One that strays is ended, asked for its logits, and begun anew before the next token.
+        first_s = patience.first_token_s + 2 * step_s
+        patience, step_s = replace(patience, first_token_s=first_s), 3 * step_s
+    return replace(patience, token_s=step_s, abort_s=patience.abort_s + step_s)
+
+
+@dataclass(frozen=True, slots=True)
+class RunTimeouts:
+    """Time limits of a run, in seconds; see the configuration reference for the reasons."""
+
+    first_token_s: float = 30.0
+    prefill_per_token_s: float = 0.1
+    token_s: float = 10.0
+    abort_s: float = 2.0
+    image_s: float = 30.0
+
+
+class RunPhase(Enum):
+    """What the run owes us next."""
+
+    PREFILL = "the first token"
+    DECODE = "the next token"
+    PAUSE = "the pause"
+    RETURN = "the end of the run after the abort"
+
+
+class Watchdog:
+    """The deadline of one run: moves with every token, tightens with a pause wish or an abort."""
+
+    def __init__(self, patience: RunTimeouts, prefill_tokens: int, now_s: float) -> None:
+        self._patience = patience
+        self.phase = RunPhase.PREFILL
+        self._aborting = self._pausing = False
+        self._since_s = now_s
+        self._limit_s = patience.first_token_s + patience.prefill_per_token_s * prefill_tokens
+
+    @property
+    def deadline_s(self) -> float:
+        """When the run counts as hung."""
+        return self._since_s + self._limit_s
+
+    def token(self, now_s: float) -> bool:
+        """A token came. After a pause wish or an abort, stragglers do not move the deadline.
+
+        Like ``aborted``, it returns True where the deadline is nearer than before, so that whoever
+        sleeps until then must look again.
+        """
+        before_s = self.deadline_s
+        if self._aborting:
+            if self.phase is not RunPhase.RETURN:
+                self._expect(RunPhase.RETURN, self._patience.abort_s, now_s)
+        elif self._pausing:
+            if self.phase is not RunPhase.PAUSE:
+                self._expect(RunPhase.PAUSE, self._patience.token_s, now_s)
+        else:
+            self._expect(RunPhase.DECODE, self._patience.token_s, now_s)
+        return self.deadline_s < before_s
+
+    def paused(self, now_s: float) -> bool:
+        """A pause was asked for; it is granted at the next token that carries text."""
+        before_s = self.deadline_s
+        self._pausing = True
+        if self.phase is RunPhase.DECODE:
+            self._expect(RunPhase.PAUSE, self._patience.token_s, now_s)
+        return self.deadline_s < before_s
+
+    def aborted(self, now_s: float) -> bool:
+        """An abort was asked for. It does not cut prefill, so that keeps its own limit."""
+        before_s = self.deadline_s
+        self._aborting = True
+        if self.phase in (RunPhase.DECODE, RunPhase.PAUSE):
+            self._expect(RunPhase.RETURN, self._patience.abort_s, now_s)
+        return self.deadline_s < before_s
+
+    def verdict(self, now_s: float) -> str:
+        """Say what did not happen, for the log and the health check."""
+        return f"{self.phase.value} did not come within {now_s - self._since_s:.1f} s"
+
+    def _expect(self, phase: RunPhase, limit_s: float, now_s: float) -> None:
+        self.phase, self._since_s, self._limit_s = phase, now_s, limit_s

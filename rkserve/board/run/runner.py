@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from rkserve.board.answer.generation import Generation, RunSignal
 from rkserve.board.engine.protocol import RunEnded
 from rkserve.board.rules.generation_states import GenerationEvent
-from rkserve.board.run import clock
 from rkserve.board.run.board_protocol import Stage
 from rkserve.board.run.finish import abandon, keep, perf
 from rkserve.board.run.job import Job
 from rkserve.board.run.loaded_engine import LoadedEngine
 from rkserve.board.run.paused import BY_CLUSTER, BY_REQUEST, PausedRequests
-from rkserve.board.run.run import EngineRun, RunSpec
+from rkserve.board.run.run import EngineRun, RunSpec, loop_time_s
 from rkserve.board.run.start import RunPlanner
 from rkserve.core.board_report import GenerationState
 from rkserve.core.errors import (
@@ -56,7 +55,7 @@ class RequestRunner:
 
         Raises ``RkserveError`` for those that are still seated.
         """
-        stage, now_s = self._stage, clock.now_s()
+        stage, now_s = self._stage, loop_time_s()
         for job in jobs:
             if stage.n_batch > 1 and job.queued_s is not None:
                 wait_s = now_s - max(stage.free_since_s, job.queued_s)
@@ -106,7 +105,7 @@ class RequestRunner:
         nobody, and the board is busy until it has returned, while the job rests, or waits for the
         board as any other. What that last step brings is computed again.
         """
-        stage, run, now_s = self._stage, self._stage.live.running, clock.now_s()
+        stage, run, now_s = self._stage, self._stage.live.running, loop_time_s()
         if run is None or job not in run.seats or self._is_to_be_kept(run, job):
             return False
         entry = run.seats.index(job)
@@ -149,7 +148,7 @@ class RequestRunner:
             job.goes_on, job.paused_by = True, BY_CLUSTER
             job.announce_by(BY_CLUSTER)
             return
-        job.unpause(clock.now_s())
+        job.unpause(loop_time_s())
         job.advance(_E.RESUME_ASKED)
         if not self.pauses.holds(job) and not self._closed(job):
             self._stage.requeue(job)
@@ -344,7 +343,7 @@ class RequestRunner:
         run, ended = await live.run(seats, begin, self._receive, jobs[0].request.sampling)
         stage.figures.batch_runs += 1
         stage.figures.batch_entries += len(jobs)
-        stage.figures.batch_tail_ms += run.tail_s(clock.now_s()) * 1e3
+        stage.figures.batch_tail_ms += run.tail_s(loop_time_s()) * 1e3
         if ended.end is RunEnd.FAILED:
             raise RunFailed(stage.board_id, _reason(ended))
         for job in run.jobs:
@@ -366,7 +365,7 @@ class RequestRunner:
 
     def _depart(self, run: EngineRun, job: Job) -> None:
         """The job's part in a batch is over, while the run may go on for others."""
-        now_s, live = clock.now_s(), self._stage.live
+        now_s, live = loop_time_s(), self._stage.live
         entry = run.seats.index(job)
         run.leave(entry, now_s)
         job.seated = False
@@ -490,8 +489,8 @@ class RequestRunner:
         if job.outcome is not None:
             return
         generation, stage = job.generation, self._stage
-        job.unpause(clock.now_s())
-        job.waited(clock.now_s())
+        job.unpause(loop_time_s())
+        job.waited(loop_time_s())
         used = len(generation.context)
         if job.request.prompt_text is not None:
             used += job.tally.prompt_tokens

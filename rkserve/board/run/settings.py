@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rkserve.board.answer.hooks import HookFactory
-from rkserve.board.engine.watchdog import RunTimeouts
 from rkserve.board.run.prompt_caching import CacheRules
+from rkserve.board.run.run import RunTimeouts
 from rkserve.board.storage.prompt_cache import CacheStore
 from rkserve.core.errors import RequestError
 from rkserve.core.messages import GenerateRequest

@@ -12,11 +12,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
 from rkserve.board.engine.lifecycle import OPEN, SICK, BoardEvent, CrashLog, advance
-from rkserve.board.engine.protocol import Engine, EngineFacts
-from rkserve.board.engine.unloaded import UnloadedEngine
+from rkserve.board.engine.protocol import Engine, EngineFacts, UnloadedEngine
 from rkserve.board.rules.loaded_adapters import AdapterTable
-from rkserve.board.run import clock
 from rkserve.board.run.loaded_engine import SECOND_LOOK_S, LoadedEngine
+from rkserve.board.run.run import loop_time_s
 from rkserve.board.run.settings import BoardSettings
 from rkserve.core.board_report import BoardState
 from rkserve.core.errors import BoardOutOfOrder, EngineDied, EngineHung, LoadFailed, RkserveError
@@ -94,7 +93,7 @@ class EngineSupervisor:
         """
         if asleep is not None:
             self._advance(BoardEvent.SLEEP, "it was asleep when its replica ended")
-            self.live, self.loaded_s = self._unloaded(asleep), clock.now_s()
+            self.live, self.loaded_s = self._unloaded(asleep), loop_time_s()
         else:
             try:
                 await self._load()
@@ -200,7 +199,7 @@ class EngineSupervisor:
         self.starts += 1
         adapters = AdapterTable(settings.max_adapters, settings.max_adapter_bytes)
         self.live = LoadedEngine(self._board_id, engine, settings.patience, adapters)
-        self.loaded_s = clock.now_s()
+        self.loaded_s = loop_time_s()
         engine.died.add_done_callback(self._died)
         self._advance(BoardEvent.LOADED, self.reason)
         log.info(
@@ -258,7 +257,7 @@ class EngineSupervisor:
 
     async def _recover(self) -> None:
         """Start a fresh engine, after a quarantine where the last ones died too quickly."""
-        if not self._forgiven.is_set() and self._crashes.crashed(clock.now_s()):
+        if not self._forgiven.is_set() and self._crashes.crashed(loop_time_s()):
             self._advance(BoardEvent.TOO_MANY_CRASHES, self.reason)
             self._tenants.fail_all(spare_paused=True)
             with contextlib.suppress(TimeoutError, asyncio.TimeoutError):

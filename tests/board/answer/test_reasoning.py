@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from rkserve.board.answer.builtin_hooks import ReasoningBlock, ReasoningSpan, reasoning_span
 from rkserve.board.answer.generation import Generation, RunSignal
-from rkserve.board.answer.reasoning import ReasoningBlock, ReasoningSpan, reasoning_span
 from rkserve.core.messages import (
     Continued,
     Edit,

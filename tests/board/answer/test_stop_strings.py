@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rkserve.board.answer.stop_strings import StopSearch, TextFinder, Utf8Decoder
+from rkserve.board.answer.builtin_hooks import StopSearch, TextFinder
+from rkserve.board.answer.transcript import Utf8Decoder
 
 
 def feed_all(stops: tuple[str, ...], chunks: list[bytes]) -> tuple[list[str], str]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rkserve.board.engine.unloaded import SleepMarker
-from rkserve.board.run import clock
+from rkserve.board.operations.sleep import SleepMarker
+from rkserve.board.run.run import loop_time_s
 from rkserve.board.run.supervisor import EngineSupervisor
 from rkserve.board.storage.prompt_cache import CacheFingerprint, CacheStore
 from rkserve.core.board_report import BoardState, GenerationState, KvReport
@@ -629,10 +629,10 @@ def test_a_report_says_how_long_nobody_has_used_the_board() -> None:
         assert board.report().idle_s == 0.0  # somebody waits
         await client.hang_up()
         await until(lambda: board.report().idle_s > 0.02)
-        began_s = clock.now_s()
+        began_s = loop_time_s()
         await told.wake()
         # Else who is woken would be put to sleep again at once.
-        assert board.report().idle_s <= clock.now_s() - began_s
+        assert board.report().idle_s <= loop_time_s() - began_s
 
     play(body)
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from rkserve.board.engine.watchdog import RunTimeouts
 from rkserve.board.operations.base_weights import BaseWeights
 from rkserve.board.rules.counters import BoardCounters
 from rkserve.board.rules.obligations import Obligations
 from rkserve.board.run.prompt_caching import CacheRules, PromptCaching
+from rkserve.board.run.run import RunTimeouts
 from rkserve.board.storage.base_weights import StagedWeights
 from rkserve.board.storage.prompt_cache import CacheFingerprint, CacheStore
 from rkserve.core.board_report import HASHING, UNREADABLE, BoardState, GenerationState

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.board.rules.versions import VERSIONS_REMEMBERED, VersionCounters, VersionSpans
+from rkserve.board.rules.counters import VERSIONS_REMEMBERED, VersionCounters, VersionSpans
 from rkserve.core.board_report import GenerationState, VersionFigures
 from rkserve.core.desired_state import InFlight, Probe, Weights
 from rkserve.core.errors import AdapterBroken, ModelNotFound

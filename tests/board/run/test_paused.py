@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.board.board import BoardSettings
+from rkserve.board.run.settings import BoardSettings
 from rkserve.core.board_report import BoardState, GenerationInfo, GenerationState
 from rkserve.core.errors import RunFailed, TooManyPaused
 from rkserve.core.messages import ControlAction, Edit, FinishReason, GenerateRequest, Kv, Paused

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rkserve.board.answer.hooks import HookFactory
-from rkserve.board.board import Board, BoardSettings
+from rkserve.board.board import Board
 from rkserve.board.engine.protocol import RunCommand
-from rkserve.board.engine.watchdog import RunTimeouts
+from rkserve.board.run.run import RunTimeouts
+from rkserve.board.run.settings import BoardSettings
 from rkserve.core.board_report import BoardState
 from rkserve.core.errors import RkserveError
 from rkserve.core.messages import Delta, Event, Finished, FinishReason, GenerateRequest

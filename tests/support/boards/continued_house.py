@@ -20,7 +20,7 @@ from rkserve.api.common.logprobs import ChoiceTokens
 from rkserve.board.answer.hooks import HookFactory
 from rkserve.board.board import Board
 from rkserve.board.engine.protocol import OnToken, RunCommand
-from rkserve.board.engine.watchdog import RunTimeouts
+from rkserve.board.run.run import RunTimeouts
 from rkserve.board.run.settings import BoardSettings
 from rkserve.core.board_report import BoardReport, GenerationState
 from rkserve.core.errors import BoardFailed, BoardGone, NoBoard, RkserveError, StateConflict

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from rkserve.board.board import Board, BoardSettings
+from rkserve.board.board import Board
 from rkserve.board.engine.process import EngineProcess
 from rkserve.board.engine.protocol import (
     EngineFacts,
@@ -27,7 +27,8 @@ from rkserve.board.engine.protocol import (
     RunEnded,
     with_weights,
 )
-from rkserve.board.engine.watchdog import RunTimeouts
+from rkserve.board.run.run import RunTimeouts
+from rkserve.board.run.settings import BoardSettings
 from rkserve.core.messages import AdapterRef, GenerateRequest
 from rkserve.core.run_params import Sampling
 from rkserve.models.adapters import adapters
