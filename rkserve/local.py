@@ -316,7 +316,7 @@ class AsyncGeneration:
         given["token_ids"] = None if token_ids is None else list(token_ids)
         given["clear"] = [list(one) for one in clear] or None
         call: EditCall = parse_edit(ControlRequest(body=json.dumps(given).encode()))
-        edit = edit_of(call, self._renderer, self._board.context_len)
+        edit = edit_of(call, self._renderer, self._board.settings.context_len)
         return (await self._board.control(self.id, ControlAction.EDIT, edit))[0]
 
     async def aclose(self) -> None:
@@ -395,7 +395,7 @@ class AsyncLocalBoard:
             RkserveError: as ``Board.generate``.
         """
         _check_names(parameters, "ChatRequest" if prompt is None else "CompletionRequest")
-        if pause_when is not None and self._board.n_batch == 1:
+        if pause_when is not None and self._board.settings.n_batch == 1:
             parameters = {"native_pause": True, **parameters}  # as requests with pause_on
         body = {**_prompt(messages, prompt), **parameters}
         ref = await self._adapter(adapter)
@@ -428,7 +428,7 @@ class AsyncLocalBoard:
                 "has no 'embedding' section."
             )
         paths = [f"texts[{index}]" for index in range(len(texts))]
-        prompts = texts_of(texts, paths, self._renderer, self._board.context_len)
+        prompts = texts_of(texts, paths, self._renderer, self._board.settings.context_len)
         made: list[list[float]] = [[] for _ in texts]
         for chunk in chunks_of(prompts, ResolvedModel(self.model), settings, uuid.uuid4().hex):
             async for event in self._board.embed(chunk.request):
@@ -466,7 +466,7 @@ class AsyncLocalBoard:
         """
         given = {"cache_name": name, **_prompt(messages, prompt)}
         call = parse_build(ControlRequest(body=json.dumps(given).encode()))
-        ids = ids_of(call, self._renderer, self._board.context_len)
+        ids = ids_of(call, self._renderer, self._board.settings.context_len)
         return await self._board.build_cache(name, ids, await self._adapter(adapter))
 
     async def caches(self) -> list[CacheEntry]:

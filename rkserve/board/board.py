@@ -20,22 +20,20 @@ from rkserve.board.answer.generation import Generation
 from rkserve.board.answer.hooks import HookFactory
 from rkserve.board.engine.protocol import EngineFacts
 from rkserve.board.operations import report as reporting
+from rkserve.board.operations.adapters import AdapterLoader, AdapterProbes
 from rkserve.board.operations.adopt import StateAdopter
 from rkserve.board.operations.base_weights import BaseWeights, ModelFileDigest, StartEngine
 from rkserve.board.operations.cache_calls import CacheCalls
 from rkserve.board.operations.embedding import EmbeddingService
-from rkserve.board.operations.probe_adapter import AdapterProbes
 from rkserve.board.operations.report import PrefixReport
-from rkserve.board.operations.sleep import BoardSleep, SleepMarker
+from rkserve.board.operations.sleep import BoardSleep
 from rkserve.board.operations.swap_weights import WeightSwap
 from rkserve.board.rules.admission import Admission, Decision, Expire, Start
-from rkserve.board.rules.counters import BoardCounters, VersionCounters
 from rkserve.board.rules.generation_states import GenerationEvent
 from rkserve.board.rules.obligations import Obligations
-from rkserve.board.run.adapter_loading import AdapterLoader
-from rkserve.board.run.board_protocol import EmbeddingCalls
 from rkserve.board.run.job import EngineTask, Job
 from rkserve.board.run.loaded_engine import LoadedEngine
+from rkserve.board.run.ports import BoardBooks
 from rkserve.board.run.prompt_caching import PromptCaching
 from rkserve.board.run.request_control import RequestControl
 from rkserve.board.run.run import loop_time_s
@@ -92,25 +90,15 @@ UNLOADED = (BoardState.ASLEEP, BoardState.LOADING)
 
 
 class Board:
-    """One NPU behind a bounded queue. Use it from one event loop.
+    """One NPU behind a bounded queue, as ``EngineSlot`` and ``RunQueue`` of its parts.
 
-    Its attributes without underscore are what it lends to its parts; see ``Stage``.
+    Use it from one event loop.
     """
 
     def __init__(self, settings: BoardSettings, start_engine: StartEngine) -> None:
-        """``start_engine`` takes the model's file; None is the one that was configured."""
-        self._settings = settings
-        self.board_id, self.model = settings.board_id, settings.model
-        self.context_len, self.n_batch = settings.context_len, settings.n_batch
-        self.text_mode = settings.text_mode
-        self.eos_ids, self.tokenizer_file = settings.eos_ids, settings.tokenizer_file
-        self.encoder = settings.encoder
-        self.sampling, self.guided = settings.sampling, settings.guided
-        self.position_bytes = settings.kv_position_bytes
-        self.pause_timeout_s, self.max_paused = settings.pause_timeout_s, settings.max_paused
-        self.batch_window_s = settings.batch_window_s
-        self.free_since_s = self.asked_s = 0.0
-        self.figures = BoardCounters()
+        """``start_engine`` takes a model file; None is the configured one."""
+        self.settings = settings
+        self.board_id = settings.board_id
         self.admission = Admission(
             settings.queue_limit,
             settings.queue_timeout_s,
@@ -118,43 +106,69 @@ class Board:
             window_s=settings.batch_window_s if settings.n_batch > 1 else 0.0,
             hold_s=settings.pause_hold_s,
         )
-        self.caching = PromptCaching(settings.cache_rules, settings.caches, self.figures)
-        self._holdings = PrefixReport(self.caching)
         self.staged = StagedAdapters(settings.staged_dir, settings.board_id, settings.model)
-        self.adapting = AdapterLoader(settings.model_dir, self.staged.shelf)
-        self.charge = Obligations(
-            settings.board_id, settings.model, self.staged.present, governed=settings.governed
+        self.books = books = BoardBooks(
+            Obligations(
+                settings.board_id, settings.model, self.staged.present, governed=settings.governed
+            )
         )
+        self.caching = caching = PromptCaching(
+            settings.cache_rules, settings.caches, books.counters
+        )
+        self._prefixes = PrefixReport(caching)
+        self._adapters = AdapterLoader(settings.model_dir, self.staged.shelf)
         weights = StagedWeights(settings.weights_dir, settings.board_id, settings.model)
-        self._bases = BaseWeights(
+        self._weights = BaseWeights(
             weights,
-            self.charge,
-            self.caching,
+            books.obligations,
+            caching,
             start_engine,
             marker=settings.base_file,
             rest_s=settings.base_rest_s,
         )
-        self._own = ModelFileDigest(settings.own_file, settings.own_digest_file)
-        self.intake = Intake(self.staged, weights, self._bases.uses)
-        self.versions = VersionCounters()
-        self.jobs: dict[int, Job] = {}  # by ticket, as long as someone listens
-        self._errands: dict[int, EngineTask] = {}
-        self._at_work: list[Job | EngineTask] = []  # whose the board is now
-        self._conductor = RequestRunner(self)
-        self._control = RequestControl(self, self._conductor)
-        self._upkeep = CacheCalls(self, self._conductor.pauses)
-        self.embedding: EmbeddingCalls = EmbeddingService(self)
-        self._probing = AdapterProbes(self, self._conductor, settings.load_patience_s)
+        self._model_file = ModelFileDigest(settings.own_file, settings.own_digest_file)
+        self.intake = Intake(self.staged, weights, self._weights.uses)
+        self._tasks: dict[int, EngineTask] = {}  # by ticket
+        self._at_work: list[Job | EngineTask] = []  # the work of the current run
         self._tickets = itertools.count(1)
         self._failed_in_a_row = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._keeper = EngineSupervisor(settings, self._bases.load, self)
-        mark, governed = SleepMarker(settings.asleep_file), settings.governed
-        self._sleeping = BoardSleep(self, self._keeper, self._conductor, mark, governed=governed)
-        self._rebasing = WeightSwap(
-            self, self._keeper, self._conductor, self._bases, self._look_again
+        self._supervisor = supervisor = EngineSupervisor(settings, self._weights.load, self)
+        self._runner = runner = RequestRunner(settings, self, books, self, caching)
+        self._control = RequestControl(settings, self, books, runner)
+        self._cache_calls = CacheCalls(settings, self, self, caching, runner.pauses)
+        self._embedding = EmbeddingService(settings, self, books, self, caching)
+        self._probes = AdapterProbes(settings, self, self, caching, runner)
+        self._sleep = BoardSleep(
+            settings,
+            self,
+            books,
+            self,
+            caching=caching,
+            embedding=self._embedding,
+            supervisor=supervisor,
+            pauses=runner.pauses,
         )
-        self._holding = StateAdopter(self, self._conductor, self._sleeping, self._rebasing)
+        self._weight_swap = WeightSwap(
+            settings,
+            self,
+            books,
+            self,
+            supervisor=supervisor,
+            runner=runner,
+            bases=self._weights,
+            look_again=self._look_again,
+        )
+        self._adopter = StateAdopter(
+            settings.board_id,
+            self,
+            books,
+            self,
+            embedding=self._embedding,
+            runner=runner,
+            sleeping=self._sleep,
+            rebasing=self._weight_swap,
+        )
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -164,38 +178,40 @@ class Board:
         One that slept when its replica ended sleeps on until it is told otherwise.
         """
         await asyncio.to_thread(self.staged.open)
-        await self._bases.open()  # before the caches: they are of what is loaded
+        await self._weights.open()  # before the caches: they are of what is loaded
         await self.caching.open()
-        await self._keeper.start(await self._sleeping.left_asleep())
+        await self._supervisor.start(await self._sleep.left_asleep())
         # Not before: the load has brought the file into the page cache, and comes first.
-        self._keeper.spawn(self._own.look())
+        self._supervisor.spawn(self._model_file.look())
 
     async def stop(self) -> None:
         """End the engine and everything that waits or is paused."""
-        self._own.stop()
+        self._model_file.stop()
         if self._timer is not None:
             self._timer.cancel()
-        await self._keeper.stop()
+        await self._supervisor.stop()
         await self.caching.close()
 
     def check(self) -> None:
         """Raise ``BoardFailed`` with the reason while the board cannot help itself."""
-        self._keeper.check()
+        self._supervisor.check()
 
     def forgive(self) -> None:
         """The last loss of the engine was a request's fault, and does not count."""
-        self._keeper.forgive()
+        self._supervisor.forgive()
 
     def report(self) -> BoardReport:
         """Return what the board is doing and what it has done."""
         return reporting.report(
-            self._settings,
-            self._keeper,
-            self._sleeping,
-            self._bases,
-            self,
-            own=self._own,
-            holdings=self._holdings.packed(self._keeper.live),
+            self.settings,
+            self._supervisor,
+            self._sleep,
+            self._weights,
+            books=self.books,
+            admission=self.admission,
+            embedding=self._embedding,
+            own=self._model_file,
+            holdings=self._prefixes.packed(self._supervisor.live),
         )
 
     # -- requests -----------------------------------------------------------------------------
@@ -213,25 +229,25 @@ class Board:
             BoardBehind, EnginePaused, BoardAsleep: it takes no such request now.
         """
         live = self._open_for(request)
-        ignored = () if live.facts.per_run_sampling else self._settings.ignored(request)
+        ignored = () if live.facts.per_run_sampling else self.settings.ignored(request)
         if ignored and request.strict_sampling:
             raise SamplingFixed(live.facts.release, ignored)
-        if len(request.prompt_ids) + request.max_tokens > self.context_len:
-            raise ContextOverflow(len(request.prompt_ids), self.context_len)
+        if len(request.prompt_ids) + request.max_tokens > self.settings.context_len:
+            raise ContextOverflow(len(request.prompt_ids), self.settings.context_len)
         self.caching.check(request)
-        self._settings.check_steps(request)
-        self._settings.check_images(request)
-        self._settings.check_embeds(request)
-        self._settings.check_encoder(request)
+        self.settings.check_steps(request)
+        self.settings.check_images(request)
+        self.settings.check_embeds(request)
+        self.settings.check_encoder(request)
         job = self._job(request, live.facts, hooks)
-        self.jobs[job.ticket] = job
-        self.asked_s = loop_time_s()
+        self.books.jobs[job.ticket] = job
+        self.books.asked_s = loop_time_s()
         try:
             ahead = self._line_up(job)
         except QueueFull:
-            del self.jobs[job.ticket]
+            del self.books.jobs[job.ticket]
             raise
-        self.figures.requests += 1
+        self.books.counters.requests += 1
         try:
             self.pump()
             event: Event = Accepted(
@@ -239,8 +255,8 @@ class Board:
                 live.facts.release,
                 ahead,
                 ignored,
-                self.charge.label(job.ref),
-                self.charge.epoch or 0,
+                self.books.obligations.label(job.ref),
+                self.books.obligations.epoch or 0,
                 job.ref,
                 job.line_epoch,
             )
@@ -254,29 +270,29 @@ class Board:
     async def embed(self, request: EmbedRequest) -> AsyncGenerator[Event, None]:
         """Yield ``Accepted``, ``Embedded`` and ``Finished``; see ``EmbeddingService.events``."""
         self._open_for(request)
-        if self.n_batch > 1:
+        if self.settings.n_batch > 1:
             raise EmbeddingUnsupported(
                 "The model's boards serve batches (n_batch > 1), and the runtime computes no "
                 "hidden states then."
             )
         longest = max(map(len, request.inputs), default=0)
-        if longest > self.context_len:
-            raise InputTooLong(longest, self.context_len, "input")
-        async with aclosing(self.embedding.events(request)) as events:
+        if longest > self.settings.context_len:
+            raise InputTooLong(longest, self.settings.context_len, "input")
+        async with aclosing(self._embedding.events(request)) as events:
             async for event in events:
                 yield event
 
     def _open_for(self, request: GenerateRequest) -> LoadedEngine:
         """Return the engine, where the board takes such a request. Raises as ``generate``."""
-        live = self._keeper.open()
-        self.charge.check(request, time.time())
-        if self._keeper.state in UNLOADED and not request.patient:
+        live = self._supervisor.open()
+        self.books.obligations.check(request, time.time())
+        if self._supervisor.state in UNLOADED and not request.patient:
             raise BoardAsleep(self.board_id, "its model is being loaded again")
         return live
 
     def generations(self) -> list[GenerationInfo]:
         """Return the generations that have not ended, with the text of each so far."""
-        return self._control.generations() if self._keeper.live is not None else []
+        return self._control.generations() if self._supervisor.live is not None else []
 
     def emitted(self) -> Emitted:
         """Return how many tokens each generation that has not ended has so far."""
@@ -302,21 +318,21 @@ class Board:
 
     async def adopt(self, desired: Desired) -> Adoption:
         """Be what the cluster shall be; see ``StateAdopter.adopt``."""
-        return await self._holding.adopt(desired)
+        return await self._adopter.adopt(desired)
 
     async def load_adapter(
         self, ref: AdapterRef, prompt_ids: tuple[int, ...], tokens: int
     ) -> Probe:
         """Load an adapter and try it; see ``AdapterProbes.load``."""
-        return await self._probing.load(ref, prompt_ids, tokens)
+        return await self._probes.load(ref, prompt_ids, tokens)
 
     async def refresh(self, reason: str) -> None:
         """Replace the engine by a fresh one between runs: nothing is loaded in it."""
-        self._keeper.open()
+        self._supervisor.open()
         if self.asleep:
             return  # the one that is loaded when it wakes is as fresh
-        done = self.errand(lambda: self.renew(reason), first=True)
-        self._conductor.pauses.let_go()  # nobody who is paused keeps the board
+        done = self.schedule(lambda: self.renew(reason), first=True)
+        self._runner.pauses.let_go()  # nobody who is paused keeps the board
         try:
             await done
         except BoardAsleep:
@@ -324,37 +340,37 @@ class Board:
 
     async def kv(self) -> KvReport:
         """Return what the KV cache holds. Raises ``BoardFailed`` while there is no engine."""
-        self._keeper.open()
-        return self._upkeep.kv()
+        self._supervisor.open()
+        return self._cache_calls.kv()
 
     async def clear_kv(self, keep_system_prompt: bool) -> KvReport:
         """Empty the KV cache; see ``CacheCalls.clear_kv``."""
-        return await self._upkeep.clear_kv(keep_system_prompt=keep_system_prompt)
+        return await self._cache_calls.clear_kv(keep_system_prompt=keep_system_prompt)
 
     async def build_cache(
         self, name: str, ids: tuple[int, ...], adapter: AdapterRef | None = None
     ) -> CacheEntry:
         """Build a named prompt cache; see ``CacheCalls.build_cache``."""
-        return await self._upkeep.build_cache(name, ids, adapter)
+        return await self._cache_calls.build_cache(name, ids, adapter)
 
     def caches(self) -> list[CacheEntry]:
         """Return the prompt caches on this board's disk."""
-        return self._upkeep.caches()
+        return self._cache_calls.caches()
 
     async def delete_cache(self, name: str) -> bool:
         """Remove a named prompt cache; False where there is none."""
-        return await self._upkeep.delete_cache(name)
+        return await self._cache_calls.delete_cache(name)
 
     def _job(
         self, request: GenerateRequest, facts: EngineFacts, hooks: Sequence[HookFactory]
     ) -> Job:
         generation = Generation(
             request,
-            self._settings.eos_ids,
+            self.settings.eos_ids,
             runtime_counts=facts.per_run_sampling,
-            hooks=(*self._settings.hooks, *hooks),
-            vocab_size=self._settings.vocab_size,
-            context_len=self.context_len,
+            hooks=(*self.settings.hooks, *hooks),
+            vocab_size=self.settings.vocab_size,
+            context_len=self.settings.context_len,
         )
         sampling = request.sampling if facts.per_run_sampling else None
         job = Job(next(self._tickets), generation, loop_time_s(), sampling)
@@ -362,10 +378,10 @@ class Board:
         if bound is not None:
             job.take_over(bound)
         else:
-            line = self.charge.line(request)
-            job.bind(self.charge.bind(request), line.epoch if line is not None else 0)
-            job.introduce(self.charge.label(job.ref))
-        self._holding.admit(job)
+            line = self.books.obligations.line(request)
+            job.bind(self.books.obligations.bind(request), line.epoch if line is not None else 0)
+            job.introduce(self.books.obligations.label(job.ref))
+        self._adopter.admit(job)
         return job
 
     def _line_up(self, job: Job) -> int:
@@ -375,47 +391,47 @@ class Board:
         """
         if job.request.continued is None and not job.generation.complete:
             return self.admission.offer(job.ticket, loop_time_s(), job.key)
-        if not self._conductor.arrive(job):
+        if not self._runner.arrive(job):
             self.admission.readmit(job.ticket, loop_time_s(), job.key)
         return len(self.admission.running)
 
     def _leave(self, job: Job) -> None:
         """The consumer is gone, after the last event or before it."""
-        del self.jobs[job.ticket]
-        self.asked_s = loop_time_s()
+        del self.books.jobs[job.ticket]
+        self.books.asked_s = loop_time_s()
         self._control.remember(job)
         job.abandon()
         waited = self.admission.withdraw(job.ticket)
         if job.outcome is None:
-            self.figures.aborted += not waited
-            self._conductor.leave(job)
+            self.books.counters.aborted += not waited
+            self._runner.leave(job)
 
     # -- who has the board --------------------------------------------------------------------
 
     def pump(self) -> None:
         """Do what admission decides now, and come back when it has something to do by itself."""
-        for decision in self.admission.decide(ready=self._keeper.ready, now_s=loop_time_s()):
+        for decision in self.admission.decide(ready=self._supervisor.ready, now_s=loop_time_s()):
             self._carry_out(decision)
         if self._timer is not None:
             self._timer.cancel()
         event_s = self.admission.next_event_s()
-        if event_s is not None and self._keeper.state is not BoardState.STOPPED:
+        if event_s is not None and self._supervisor.state is not BoardState.STOPPED:
             self._timer = asyncio.get_running_loop().call_at(event_s, self.pump)
 
     def _carry_out(self, decision: Decision) -> None:
         if isinstance(decision, Start):
             self._at_work = [self._work(ticket) for ticket in decision.tickets]
-            self._keeper.spawn(self._conduct(self._at_work))
+            self._supervisor.spawn(self._conduct(self._at_work))
         elif isinstance(decision, Expire):
             retry_after_s = self.admission.retry_after_s()
             error = QueueTimeout(decision.waited_s, retry_after_s)
             self._work(decision.ticket).end(error)
-            self._errands.pop(decision.ticket, None)
+            self._tasks.pop(decision.ticket, None)
         else:
-            self._conductor.pauses.let_go()
+            self._runner.pauses.let_go()
 
     def _work(self, ticket: int) -> Job | EngineTask:
-        return self._errands.get(ticket) or self.jobs[ticket]
+        return self._tasks.get(ticket) or self.books.jobs[ticket]
 
     async def _conduct(self, work: Sequence[Job | EngineTask]) -> None:
         """Let those that were started have the board, whoever still listens, then the next."""
@@ -424,17 +440,17 @@ class Board:
             if isinstance(work[0], EngineTask):
                 await work[0].perform()
             else:
-                await self._conductor.perform([job for job in work if isinstance(job, Job)])
+                await self._runner.perform([job for job in work if isinstance(job, Job)])
             self._failed_in_a_row = 0
         except EngineHung as exc:
             self._failed_in_a_row = 0
-            await self._keeper.give_up(exc.reason)
+            await self._supervisor.give_up(exc.reason)
         except RunFailed as exc:
             log.warning("board %s: a run failed: %s", self.board_id, exc.reason)
             self.lose(exc)
             self._failed_in_a_row += 1
             if self._failed_in_a_row >= RUNS_FAILED_LIMIT:
-                await self._keeper.give_up(
+                await self._supervisor.give_up(
                     f"{self._failed_in_a_row} runs in a row failed: {exc.reason}"
                 )
         except RkserveError as exc:
@@ -444,12 +460,12 @@ class Board:
             log.exception("board %s: a run ended by an internal error", self.board_id)
             reason = f"internal error: {exc!r}"
             self.lose(BoardFailed(self.board_id, reason))
-            await self._keeper.give_up(reason)
+            await self._supervisor.give_up(reason)
         finally:
             self._at_work = []
-            self._errands.pop(work[0].ticket, None)
-            self.free_since_s = loop_time_s()
-            self.admission.finished(self.free_since_s - started_s)
+            self._tasks.pop(work[0].ticket, None)
+            self.books.free_since_s = loop_time_s()
+            self.admission.finished(self.books.free_since_s - started_s)
             self.pump()
 
     def lose(self, error: RkserveError) -> None:
@@ -461,18 +477,18 @@ class Board:
                 work.seated = False
                 unbegun = work.state in (GenerationState.QUEUED, GenerationState.RESUMING)
                 lost = isinstance(error, EngineDied | EngineHung | BoardOutOfOrder)
-                rests = self._keeper.state is BoardState.QUARANTINED
+                rests = self._supervisor.state is BoardState.QUARANTINED
                 if unbegun and lost and not rests and not work.retried and not work.over:
                     work.retried = True  # what killed the engine was not its own run
                     self.requeue(work)
                 else:
-                    self._conductor.fail(work, error)
+                    self._runner.fail(work, error)
 
     def requeue(self, job: Job) -> None:
         """Let the job wait for the board again, in front of those that never had it."""
         if job.state is GenerationState.RESUMING:
             job.advance(GenerationEvent.REQUEUED)
-        if job.ticket not in self.jobs:
+        if job.ticket not in self.books.jobs:
             return  # nobody listens any more
         job.queued_s = loop_time_s()
         # Not ahead of those that it was to let go for, if it has not even done so yet.
@@ -480,7 +496,7 @@ class Board:
         self.admission.readmit(job.ticket, job.queued_s, job.key, yields=yields)
         self.pump()
 
-    def errand(
+    def schedule(
         self,
         work: Callable[[], Awaitable[T]],
         *,
@@ -493,14 +509,14 @@ class Board:
         """
         errand = EngineTask(next(self._tickets), work, barred)
         key = ("errand", errand.ticket)  # it shares no run
-        self._errands[errand.ticket] = errand
+        self._tasks[errand.ticket] = errand
         try:
             if first:
                 self.admission.readmit(errand.ticket, loop_time_s(), key)
             else:
                 self.admission.offer(errand.ticket, loop_time_s(), key)
         except QueueFull:
-            del self._errands[errand.ticket]
+            del self._tasks[errand.ticket]
             raise
         errand.done.add_done_callback(lambda _: self._withdraw(errand))
         self.pump()
@@ -508,50 +524,54 @@ class Board:
 
     def is_barred(self, ticket: int) -> bool:
         """Whether that errand may not begin now."""
-        errand = self._errands.get(ticket)
+        errand = self._tasks.get(ticket)
         return errand is not None and errand.barred()
 
     def _withdraw(self, errand: EngineTask) -> None:
         if errand.done.cancelled() and self.admission.withdraw(errand.ticket):
-            del self._errands[errand.ticket]
+            del self._tasks[errand.ticket]
             self.pump()
 
     def require_open(self) -> None:
         """Raise ``BoardFailed`` where the board is out of order."""
-        self._keeper.open()
+        self._supervisor.open()
 
     def require_awake(self) -> None:
         """Raise ``BoardAsleep`` where the model is unloaded, or about to be."""
-        self._sleeping.require_awake()
+        self._sleep.require_awake()
 
     @property
     def asleep(self) -> bool:
         """Whether the model is unloaded."""
-        return self._sleeping.asleep
+        return self._sleep.asleep
 
     def _look_again(self) -> None:
-        self._holding.look_again()
+        self._adopter.look_again()
 
     def turn_away(self) -> None:
         """There is no engine any more: end the errands that wait for it."""
-        for ticket, errand in list(self._errands.items()):
+        for ticket, errand in list(self._tasks.items()):
             if self.admission.withdraw(ticket):
-                del self._errands[ticket]
+                del self._tasks[ticket]
                 errand.end(BoardAsleep(self.board_id, "it was put to sleep meanwhile"))
 
     @property
     def free(self) -> bool:
         """Whether it could start something now. Raises ``BoardFailed`` where it is out of order."""
-        self._keeper.open()
-        return self._keeper.ready and not self.admission.running
+        self._supervisor.open()
+        return self._supervisor.ready and not self.admission.running
 
     @property
     def live(self) -> LoadedEngine:
         """The engine that is loaded now, or the last one."""
-        live = self._keeper.live
+        live = self._supervisor.live
         if live is None:
-            raise self._keeper.failed()
+            raise self._supervisor.failed()
         return live
+
+    async def with_adapter(self, ref: AdapterRef | None) -> LoadedEngine:
+        """Return the engine with this adapter loaded; see ``AdapterLoader.ready``."""
+        return self.live if ref is None else await self._adapters.ready(self, ref)
 
     async def renew(self, reason: str) -> None:
         """Replace the engine by a fresh one, in order, after its conversation was parked.
@@ -559,16 +579,16 @@ class Board:
         Raises what a failing load raises.
         """
         await self.caching.park(self.live, renewing=True)
-        await self._keeper.renew(reason)
+        await self._supervisor.renew(reason)
 
     def fail_all(self, *, spare_paused: bool = False) -> None:
         """Nobody who waits is served here: say so now, while another board may still do it."""
-        for ticket, job in self.jobs.items():
+        for ticket, job in self.books.jobs.items():
             self.admission.withdraw(ticket)
             # Those who have the board are told what became of their own run; see ``lose``.
             spared = job.seated or job.state is GenerationState.PAUSED
             if not (spare_paused and spared):
-                job.end(self._keeper.failed())
-        for ticket, errand in self._errands.items():
+                job.end(self._supervisor.failed())
+        for ticket, errand in self._tasks.items():
             self.admission.withdraw(ticket)
-            errand.end(self._keeper.failed())
+            errand.end(self._supervisor.failed())

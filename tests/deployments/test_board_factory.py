@@ -35,7 +35,7 @@ def test_a_group_that_serves_batches_needs_a_tokenizer(tmp_path: Path) -> None:
     (bare / "model.rkllm").write_bytes(b"weights")
     with pytest.raises(ConfigError, match=r"n_batch: group g .*bare has no tokenizer\.json"):
         assemble(group(bare, 2), place(tmp_path), "rk3588")
-    assert assemble(group(bare, 1), place(tmp_path), "rk3588").n_batch == 1
+    assert assemble(group(bare, 1), place(tmp_path), "rk3588").settings.n_batch == 1
 
 
 def test_a_group_whose_model_sees_has_an_encoder_and_no_batches() -> None:
@@ -83,14 +83,16 @@ def test_the_memory_of_adapters_is_the_model_folders_to_limit(tmp_path: Path) ->
 def test_the_groups_limits_are_the_boards(tmp_path: Path) -> None:
     settings = group(MODEL, 1).model_copy(update={"max_paused": 3, "pause_timeout_s": 7.0})
     board = assemble(settings, place(tmp_path), "rk3588")
-    assert (board.max_paused, board.pause_timeout_s) == (3, 7.0)
+    assert (board.settings.max_paused, board.settings.pause_timeout_s) == (3, 7.0)
 
 
 def test_weights_that_are_sent_lie_beside_the_boards_other_state(tmp_path: Path) -> None:
     here = place(tmp_path)
     board = assemble(group(MODEL, 1), here, "rk3588")
     content = b"some weights" * 100
-    base = BaseVersion(board.model, "w1", hashlib.sha256(content).hexdigest(), len(content))
+    base = BaseVersion(
+        board.settings.model, "w1", hashlib.sha256(content).hexdigest(), len(content)
+    )
     board.intake.begin(base)
     board.intake.chunk(base.digest, 0, content)
     board.intake.commit(base)

@@ -1,7 +1,7 @@
 """Carries out what the cluster shall be on one board: holds, releases, switches of versions, sleep.
 
 What that is for this board, ``duty`` says; how a generation leaves its run and goes on is the
-conductor's. An answer is given once nothing that is held emits any more: neither from the engine
+runner's. An answer is given once nothing that is held emits any more: neither from the engine
 nor from what a stream has still to give out. No run is waited for, unless the runtime is to keep
 its KV cache: it is muted, and the board is busy with it for a step, or for the rest of a prefill.
 Only a sleep has to wait for it: that comes last, and is ``sleeping``'s.
@@ -14,11 +14,12 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from rkserve.board.operations.embedding import EmbeddingService
 from rkserve.board.operations.sleep import BoardSleep
 from rkserve.board.operations.swap_weights import WeightSwap
 from rkserve.board.rules.obligations import adapter_name
-from rkserve.board.run.board_protocol import Stage
 from rkserve.board.run.job import Job, emitted
+from rkserve.board.run.ports import BoardBooks, EngineSlot, RunQueue
 from rkserve.board.run.run import EngineRun, loop_time_s
 from rkserve.board.run.runner import RequestRunner
 from rkserve.board.run.start import outlook
@@ -59,10 +60,20 @@ class StateAdopter:
     """Use it from the board's loop."""
 
     def __init__(
-        self, stage: Stage, conductor: RequestRunner, sleeping: BoardSleep, rebasing: WeightSwap
+        self,
+        board_id: str,
+        slot: EngineSlot,
+        books: BoardBooks,
+        queue: RunQueue,
+        *,
+        embedding: EmbeddingService,
+        runner: RequestRunner,
+        sleeping: BoardSleep,
+        rebasing: WeightSwap,
     ) -> None:
-        self._stage = stage
-        self._conductor = conductor
+        self._board_id, self._slot, self._books, self._queue = board_id, slot, books, queue
+        self._embedding = embedding
+        self._runner = runner
         self._sleeping = sleeping
         self._rebasing = rebasing
         self._stopped: EngineRun | None = None  # the last run that held ones were in
@@ -91,7 +102,7 @@ class StateAdopter:
         where this call has seen that it cannot have the base weights that it shall have.
         """
         started_s, done = loop_time_s(), AdoptionEffects()
-        charge = self._stage.charge
+        charge = self._books.obligations
         before, label, failures = charge.duty, charge.label(None), self._rebasing.failures
         taken = charge.take(desired)
         rebased = self._rebasing.told()
@@ -116,7 +127,7 @@ class StateAdopter:
         slept, duty = self._sleeping.slept(), charge.duty
         assert duty is not None
         return Adoption(
-            self._stage.board_id,
+            self._board_id,
             duty.epoch,
             missing=charge.missing,
             missing_base=charge.missing_base,
@@ -127,7 +138,7 @@ class StateAdopter:
             aborted=done.aborted,
             switched=done.switched,
             latency_ms=took_ms,
-            emitted=emitted(self._stage.jobs.values()),
+            emitted=emitted(self._books.jobs.values()),
             level=slept.level,
             kept_tokens=slept.kept_tokens,
             dropped_tokens=slept.dropped_tokens,
@@ -137,17 +148,16 @@ class StateAdopter:
 
     def look_again(self) -> None:
         """What holds generations has changed on the board itself."""
-        charge = self._stage.charge
+        charge = self._books.obligations
         self._carry_out(charge.duty, AdoptionEffects(), charge.label(None))
 
     def _carry_out(self, before: Duty | None, done: AdoptionEffects, label: str) -> None:
         """Do all of it without a turn of the loop: nothing starts in between."""
-        stage = self._stage
-        jobs = list(stage.jobs.values())
+        jobs = list(self._books.jobs.values())
         thawed = [job for job in jobs if self._mark(job)]
         self._note_run()
-        stage.embedding.told()
-        stage.admission.bar(self._is_barred, loop_time_s())
+        self._embedding.told()
+        self._queue.admission.bar(self._is_barred, loop_time_s())
         for job in jobs:
             if not job.over:
                 self._follow_line(job, done)
@@ -159,7 +169,7 @@ class StateAdopter:
         self._sleeping.told(done.stopped)
         if self._told is not None and not self._told.done():
             self._told.set_result(None)
-        stage.pump()
+        self._queue.pump()
 
     def _mark(self, job: Job) -> bool:
         """Say whether runs of the job may begin; return whether they may again."""
@@ -175,8 +185,8 @@ class StateAdopter:
         return before and not job.frozen
 
     def _is_barred(self, ticket: int) -> bool:
-        job = self._stage.jobs.get(ticket)
-        return self._stage.is_barred(ticket) if job is None else job.frozen
+        job = self._books.jobs.get(ticket)
+        return self._queue.is_barred(ticket) if job is None else job.frozen
 
     def _note_run(self) -> None:
         """Remember a run of those that are held: it may go on when they have left it."""
@@ -190,7 +200,7 @@ class StateAdopter:
 
     def _follow_line(self, job: Job, done: AdoptionEffects) -> None:
         """Let the job have another version where its line has changed and it is due to that."""
-        charge, request = self._stage.charge, job.request
+        charge, request = self._books.obligations, job.request
         line = charge.line(request)
         if line is None or (job.begun and line.epoch <= job.line_epoch):
             return
@@ -199,26 +209,26 @@ class StateAdopter:
             job.line_epoch = line.epoch
         elif job.begun and line.in_flight is InFlight.ABORT:
             job.line_epoch = line.epoch
-            self._conductor.abort(job)
+            self._runner.abort(job)
             done.aborted += 1
         else:
             job.bind(ref, line.epoch)
-            self._stage.admission.rekey(job.ticket, job.key)
+            self._queue.admission.rekey(job.ticket, job.key)
             if job.begun:
                 done.switched += 1
                 self._leave_version(job, done)
 
     def _leave_version(self, job: Job, done: AdoptionEffects) -> None:
         if job.state in _AT_WORK:
-            self._conductor.stop(job)
+            self._runner.stop(job)
             if job.frozen:
                 done.stopped.append(job)
-        elif self._conductor.pauses.holds(job):
-            self._conductor.pauses.let_go()  # its KV cache is worth nothing now
+        elif self._runner.pauses.holds(job):
+            self._runner.pauses.let_go()  # its KV cache is worth nothing now
 
     def _relabel(self, before: str, jobs: list[Job]) -> None:
         """What the base model says from now on has its new label."""
-        label = self._stage.charge.label(None)
+        label = self._books.obligations.label(None)
         if label == before:
             return
         for job in jobs:
@@ -227,23 +237,23 @@ class StateAdopter:
 
     def _settle(self, job: Job, done: AdoptionEffects, *, thawed: bool) -> None:
         """Stop, end or release the job, as its hold says."""
-        hold, conductor = self._hold(job), self._conductor
+        hold, runner = self._hold(job), self._runner
         if hold is not None and hold.mode is PauseMode.ABORT:
-            conductor.abort(job, mute=True)
+            runner.abort(job, mute=True)
             done.aborted += 1
         elif job.frozen:
             if job.state in _AT_WORK:
-                conductor.stop(job)
+                runner.stop(job)
                 done.stopped.append(job)
-            conductor.pauses.watch(job)
+            runner.pauses.watch(job)
         elif thawed and job.goes_on:
-            conductor.resume(job)
+            runner.resume(job)
         elif thawed:
-            conductor.pauses.watch(job)
+            runner.pauses.watch(job)
 
     def _plan_clear(self, before: Duty | None) -> None:
         """Have caches cleared for holds that are new, and not again for those that were there."""
-        duty = self._stage.charge.duty
+        duty = self._books.obligations.duty
         assert duty is not None
         had = before or Duty(epoch=0)
         due = self._clears
@@ -256,10 +266,10 @@ class StateAdopter:
         if due and not self._clears:
             cleared.clear()  # they left it to a hold of all, which has ended before it was done
         named = {name for name, hold in duty.adapter_holds if hold.clear_cache}
-        if named - cleared and not whole and not self._stage.asleep:
+        if named - cleared and not whole and not self._slot.asleep:
             # Others may run on, and their context is in the same cache: before the next run.
-            self._conductor.pauses.let_go()
-            self._stage.errand(self._empty, first=True)
+            self._runner.pauses.let_go()
+            self._queue.schedule(self._empty, first=True)
 
     # -- until it rests -----------------------------------------------------------------------
 
@@ -269,16 +279,16 @@ class StateAdopter:
 
     def _unrested(self) -> Iterator[asyncio.Future[None]]:
         """Yield what may change with those that are held and do not rest yet."""
-        yield from self._stage.embedding.awaited()
+        yield from self._embedding.awaited()
         self._note_run()
-        held = [(job, hold) for job in self._stage.jobs.values() if (hold := self._hold(job))]
+        held = [(job, hold) for job in self._books.jobs.values() if (hold := self._hold(job))]
         for job, hold in held:
             if hold.mode is PauseMode.WAIT and job.state is _S.PAUSED:
                 job.frozen = True  # resumed, it waits for the release
-                self._conductor.pauses.watch(job)
+                self._runner.pauses.watch(job)
             elif job.state in (*_AT_WORK, *_LEAVING) or self._is_awaited(job, hold):
                 yield job.changed()
-        run, duty = self._stopped, self._stage.charge.duty
+        run, duty = self._stopped, self._books.obligations.duty
         holds = duty is not None and (duty.hold is not None or duty.adapter_holds)
         if holds and run is not None and not run.muted and not run.over.done():
             yield run.over
@@ -289,7 +299,7 @@ class StateAdopter:
     async def _give_out(self) -> None:
         """Wait until those who listen to what is held have all of it, or keep it back."""
         deadline_s = loop_time_s() + GIVE_OUT_S
-        while pending := [j for j in self._stage.jobs.values() if self._hold(j) and j.pending]:
+        while pending := [j for j in self._books.jobs.values() if self._hold(j) and j.pending]:
             left_s = deadline_s - loop_time_s()
             if left_s > 0:
                 await self._wait({job.changed() for job in pending}, left_s)
@@ -310,31 +320,31 @@ class StateAdopter:
 
         Whoever asks while that is under way waits for it, too.
         """
-        due, self._clears = self._clears and self._stage.live.alive, False  # a fresh one is empty
+        due, self._clears = self._clears and self._slot.live.alive, False  # a fresh one is empty
         try:
             if due:
-                self._conductor.pauses.let_go()
-                self._stage.require_open()
-                self._clearing = self._stage.errand(self._empty, first=True)
-            clearing, duty = self._clearing, self._stage.charge.duty
+                self._runner.pauses.let_go()
+                self._slot.require_open()
+                self._clearing = self._queue.schedule(self._empty, first=True)
+            clearing, duty = self._clearing, self._books.obligations.duty
             held = duty is not None and duty.hold is not None
             if held and clearing is not None and not clearing.done():
                 await asyncio.shield(clearing)
         except (BoardFailed, NativeError) as exc:
             # Nothing of it is used: the next run clears it first, or has a fresh engine.
-            log.warning("board %s: not cleared: %s", self._stage.board_id, exc)
+            log.warning("board %s: not cleared: %s", self._board_id, exc)
 
     async def _empty(self) -> None:
-        await self._stage.live.clear(keep_system_prompt=False)
+        await self._slot.live.clear(keep_system_prompt=False)
 
     # -- looking ------------------------------------------------------------------------------
 
     @property
     def _running(self) -> EngineRun | None:
-        return self._stage.live.running
+        return self._slot.live.running
 
     def _hold(self, job: Job) -> Hold | None:
-        own = self._stage.charge.hold(adapter_name(job.request))
+        own = self._books.obligations.hold(adapter_name(job.request))
         if own is not None and own.mode is not PauseMode.WAIT:
             return own
         return self._rebasing.hold(job) or own
@@ -342,8 +352,8 @@ class StateAdopter:
     def _keeps(self, job: Job) -> bool:
         if job.state is not _S.PAUSED:
             return False
-        holds = self._conductor.pauses.holds(job)
-        return outlook(self._stage.live, job, holds=holds)[0] is Kv.KEPT
+        holds = self._runner.pauses.holds(job)
+        return outlook(self._slot.live, job, holds=holds)[0] is Kv.KEPT
 
 
 def _follows(job: Job, line: AdapterLine) -> bool:

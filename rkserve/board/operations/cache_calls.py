@@ -11,8 +11,10 @@ import time
 from dataclasses import replace
 
 from rkserve.board.answer.kv_plan import Ids
-from rkserve.board.run.board_protocol import Stage
 from rkserve.board.run.paused import PausedRequests
+from rkserve.board.run.ports import EngineSlot, RunQueue
+from rkserve.board.run.prompt_caching import PromptCaching
+from rkserve.board.run.settings import BoardSettings
 from rkserve.core.board_report import CacheEntry, KvReport
 from rkserve.core.errors import BoardAsleep, CacheUnsupported, ContextOverflow
 from rkserve.core.messages import AdapterRef
@@ -24,8 +26,16 @@ log = logging.getLogger(__name__)
 class CacheCalls:
     """The caches of one board, seen from outside."""
 
-    def __init__(self, stage: Stage, pauses: PausedRequests) -> None:
-        self._stage = stage
+    def __init__(
+        self,
+        settings: BoardSettings,
+        slot: EngineSlot,
+        queue: RunQueue,
+        caching: PromptCaching,
+        pauses: PausedRequests,
+    ) -> None:
+        self._settings, self._slot, self._queue = settings, slot, queue
+        self._caching = caching
         self._pauses = pauses
         self._clears: dict[bool, asyncio.Future[None]] = {}  # the last of each kind
 
@@ -34,15 +44,14 @@ class CacheCalls:
 
         Edits of a run that is paused in it are applied when that is resumed, and told beside it.
         """
-        stage = self._stage
-        entries = stage.live.entries
-        capacity = stage.context_len * len(entries)
+        entries = self._slot.live.entries
+        capacity = self._settings.context_len * len(entries)
         return KvReport(
-            stage.board_id,
-            stage.model,
+            self._settings.board_id,
+            self._settings.model,
             entries,
             capacity,
-            stage.position_bytes,
+            self._settings.kv_position_bytes,
             at_resume=self._pauses.at_resume(),
         )
 
@@ -53,23 +62,22 @@ class CacheCalls:
             BoardFailed: the board is out of order, or fails while it does so.
             NativeError: the runtime refused it.
         """
-        stage = self._stage
-        free = stage.free
-        if stage.asleep:
+        free = self._slot.free
+        if self._slot.asleep:
             return replace(self.kv(), status="cleared")  # there is nothing
 
         async def clear() -> None:
-            await stage.live.clear(keep_system_prompt=keep_system_prompt)
+            await self._slot.live.clear(keep_system_prompt=keep_system_prompt)
 
         done = self._clears.get(keep_system_prompt)
         if done is None or done.done():  # one that waits serves all who ask meanwhile
-            done = self._clears[keep_system_prompt] = stage.errand(clear, first=True)
+            done = self._clears[keep_system_prompt] = self._queue.schedule(clear, first=True)
         if not free:
             return replace(self.kv(), status="pending")
         try:
             await asyncio.shield(done)  # it is the others', too
         except BoardAsleep:
-            log.info("board %s: its KV cache is gone with its engine", stage.board_id)
+            log.info("board %s: its KV cache is gone with its engine", self._settings.board_id)
         return replace(self.kv(), status="cleared")
 
     async def build_cache(self, name: str, ids: Ids, adapter: AdapterRef | None) -> CacheEntry:
@@ -83,37 +91,37 @@ class CacheCalls:
             QueueFull, QueueTimeout, BoardFailed: as a generation.
             BoardAsleep: the board's model is unloaded.
         """
-        stage, caching = self._stage, self._stage.caching
-        stage.require_open()
-        stage.require_awake()
+        caching = self._caching
+        self._slot.require_open()
+        self._slot.require_awake()
         caching.require()
         check_cache_name(name)
-        if stage.n_batch > 1:
+        if self._settings.n_batch > 1:
             raise CacheUnsupported("A board that serves batches (n_batch > 1) has no prompt cache.")
         if not ids:
             raise CacheUnsupported("A prompt cache needs the prompt's token ids; there are none.")
-        if len(ids) >= stage.context_len:
-            raise ContextOverflow(len(ids), stage.context_len, "prompt")
+        if len(ids) >= self._settings.context_len:
+            raise ContextOverflow(len(ids), self._settings.context_len, "prompt")
 
         async def build() -> CacheEntry:
-            live, key = stage.live, adapter.key if adapter is not None else None
+            live, key = self._slot.live, adapter.key if adapter is not None else None
             await caching.park(live)
             if adapter is not None:
-                live = await stage.adapting.ready(stage, adapter)
+                live = await self._slot.with_adapter(adapter)
             entry = await caching.build(live, name, ids, key, wanted=lambda: not done.cancelled())
             if not live.facts.per_run_sampling and not caching.usable(live):
                 # 1.2.x takes no limit: the run was aborted, and after that no cache is safe.
-                await stage.renew("prompt caches need a handle without an aborted run")
+                await self._slot.renew("prompt caches need a handle without an aborted run")
             return entry
 
-        done = stage.errand(build, first=False)
+        done = self._queue.schedule(build, first=False)
         return await done
 
     def caches(self) -> list[CacheEntry]:
         """Return the prompt caches on this board's disk."""
-        return self._stage.caching.entries(time.time())
+        return self._caching.entries(time.time())
 
     async def delete_cache(self, name: str) -> bool:
         """Remove the cache of that name; False where there is none."""
-        store = self._stage.caching.store
+        store = self._caching.store
         return store is not None and await asyncio.to_thread(store.delete, name)

@@ -14,9 +14,11 @@ from collections.abc import AsyncGenerator, Iterable, Iterator
 
 from rkserve.board.engine.protocol import EntryCommand, RunEnded
 from rkserve.board.rules.obligations import adapter_name
-from rkserve.board.run.board_protocol import Stage
 from rkserve.board.run.loaded_engine import LoadedEngine
+from rkserve.board.run.ports import BoardBooks, EngineSlot, RunQueue
+from rkserve.board.run.prompt_caching import PromptCaching
 from rkserve.board.run.run import EngineRun, RunSpec, loop_time_s
+from rkserve.board.run.settings import BoardSettings
 from rkserve.core.desired_state import Hold, PauseMode
 from rkserve.core.errors import CallAborted, RkserveError, RunFailed
 from rkserve.core.messages import (
@@ -103,8 +105,16 @@ class EmbeddingJob:
 class EmbeddingService:
     """Use it from the board's loop."""
 
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
+    def __init__(
+        self,
+        settings: BoardSettings,
+        slot: EngineSlot,
+        books: BoardBooks,
+        queue: RunQueue,
+        caching: PromptCaching,
+    ) -> None:
+        self._settings, self._slot, self._books, self._queue = settings, slot, books, queue
+        self._caching = caching
         self._orders: list[EmbeddingJob] = []
 
     @property
@@ -120,38 +130,40 @@ class EmbeddingService:
             CallAborted: it was ended with all that ran.
             RunFailed, BoardFailed, BoardAsleep: as a generation.
         """
-        stage, charge = self._stage, self._stage.charge
+        charge = self._books.obligations
         ref = charge.bind(request)
         line = charge.line(request)
         order = EmbeddingJob(request)
         order.held = self._keeps(order)
-        ahead = stage.admission.ahead
-        order.done = stage.errand(
+        ahead = self._queue.admission.ahead
+        order.done = self._queue.schedule(
             lambda: self._perform(order), first=False, barred=lambda: order.held
         )
         order.done.add_done_callback(lambda _: order.wake())
         self._orders.append(order)
-        stage.figures.requests += 1
-        stage.asked_s = loop_time_s()
+        self._books.counters.requests += 1
+        self._books.asked_s = loop_time_s()
         try:
             label, epoch = charge.label(ref), charge.epoch or 0
             line_epoch = 0 if line is None else line.epoch
-            release = stage.live.facts.release
-            yield Accepted(stage.board_id, release, ahead, (), label, epoch, ref, line_epoch)
+            release = self._slot.live.facts.release
+            yield Accepted(
+                self._settings.board_id, release, ahead, (), label, epoch, ref, line_epoch
+            )
             await order.settled()
             yield Embedded(tuple(order.vectors))
             yield self._finished(order)
         except RkserveError:
-            stage.figures.failed += 1
+            self._books.counters.failed += 1
             raise
         except BaseException:  # the client left
-            stage.figures.aborted += not order.done.done()
+            self._books.counters.aborted += not order.done.done()
             raise
         finally:
             self._orders.remove(order)
             order.stop()
             order.done.cancel()
-            stage.asked_s = loop_time_s()
+            self._books.asked_s = loop_time_s()
 
     # -- what the cluster shall be -------------------------------------------------------------
 
@@ -160,7 +172,7 @@ class EmbeddingService:
         for order in list(self._orders):
             hold = self._hold(order)
             if hold is not None and hold.mode is PauseMode.ABORT:
-                order.fail(CallAborted(f"board {self._stage.board_id}"))
+                order.fail(CallAborted(f"board {self._settings.board_id}"))
             elif hold is None or hold.mode is PauseMode.KEEP:
                 order.hold(held=hold is not None)
 
@@ -172,7 +184,7 @@ class EmbeddingService:
                 yield order.changed()
 
     def _hold(self, order: EmbeddingJob) -> Hold | None:
-        return self._stage.charge.hold(adapter_name(order.request))
+        return self._books.obligations.hold(adapter_name(order.request))
 
     def _keeps(self, order: EmbeddingJob) -> bool:
         hold = self._hold(order)
@@ -182,15 +194,14 @@ class EmbeddingService:
 
     async def _perform(self, order: EmbeddingJob) -> None:
         """Make all vectors of the order. Raises ``RkserveError``."""
-        stage = self._stage
         if order.over:
             return
         order.begun_s = loop_time_s()
-        ref = stage.charge.bind(order.request)
-        order.label = stage.charge.label(ref)
-        stage.versions.began(order.label)
-        await stage.caching.park(stage.live)
-        live = stage.live if ref is None else await stage.adapting.ready(stage, ref)
+        ref = self._books.obligations.bind(order.request)
+        order.label = self._books.obligations.label(ref)
+        self._books.versions.began(order.label)
+        await self._caching.park(self._slot.live)
+        live = await self._slot.with_adapter(ref)
         key = None if ref is None else ref.key
         for entry in order.entries:
             if order.over:
@@ -217,7 +228,7 @@ class EmbeddingService:
         if order.over:
             return  # whatever became of it is nobody's
         if ended.end is not RunEnd.FINISHED or not ended.vector:
-            raise RunFailed(self._stage.board_id, _reason(ended))
+            raise RunFailed(self._settings.board_id, _reason(ended))
         order.prefill_s += loop_time_s() - started_s
         order.vectors.append(ended.vector)
         order.tokens += ended.tokens
@@ -233,7 +244,7 @@ class EmbeddingService:
             decode_tokens=0,
             memory_mb=0.0,
         )
-        self._stage.figures.count(usage, timings)
+        self._books.counters.count(usage, timings)
         span = VersionSpan(order.label, 0, order.tokens)
         return Finished(FinishReason.STOP, usage, timings, (span,))
 

@@ -7,9 +7,11 @@ from dataclasses import asdict
 
 from rkserve.board.answer.kv_plan import Ids
 from rkserve.board.operations.base_weights import BaseWeights, ModelFileDigest
+from rkserve.board.operations.embedding import EmbeddingService
 from rkserve.board.operations.sleep import BoardSleep
-from rkserve.board.run.board_protocol import Stage
+from rkserve.board.rules.admission import Admission
 from rkserve.board.run.loaded_engine import LoadedEngine
+from rkserve.board.run.ports import BoardBooks
 from rkserve.board.run.prompt_caching import PromptCaching
 from rkserve.board.run.run import loop_time_s
 from rkserve.board.run.settings import BoardSettings
@@ -29,17 +31,19 @@ from rkserve.core.board_report import BoardReport, BoardState, GenerationState
 
 def report(
     settings: BoardSettings,
-    keeper: EngineSupervisor,
+    supervisor: EngineSupervisor,
     sleeping: BoardSleep,
     bases: BaseWeights,
-    board: Stage,
     *,
+    books: BoardBooks,
+    admission: Admission,
+    embedding: EmbeddingService,
     own: ModelFileDigest,
     holdings: bytes,
 ) -> BoardReport:
     """Return what the board is doing and what it has done."""
-    live, charge = keeper.live, board.charge
-    state, reason = keeper.state, keeper.reason
+    live, charge = supervisor.live, books.obligations
+    state, reason = supervisor.state, supervisor.reason
     if state in (BoardState.READY, BoardState.ASLEEP) and charge.joining:
         state, reason = BoardState.JOINING, charge.joining
     hold = charge.duty.hold if charge.duty is not None else None
@@ -55,44 +59,44 @@ def report(
         engine_pid=live.engine.pid if live is not None else 0,
         context_len=settings.context_len,
         kv_positions=live.context.positions if live is not None else 0,
-        running=len(board.admission.running),
-        queued=board.admission.queued,
+        running=len(admission.running),
+        queued=admission.queued,
         queue_limit=settings.queue_limit,
         library=settings.library,
-        paused=sum(job.state is GenerationState.PAUSED for job in board.jobs.values()),
+        paused=sum(job.state is GenerationState.PAUSED for job in books.jobs.values()),
         n_batch=settings.n_batch,
         adapters=live.adapters.keys if live is not None else (),
         adapter_bytes=live.adapters.used_bytes if live is not None else 0,
-        engine_starts=keeper.starts,
-        engine_renewals=keeper.renewals,
+        engine_starts=supervisor.starts,
+        engine_renewals=supervisor.renewals,
         epoch=charge.epoch,
         hold=hold.mode.value if hold is not None else "",
         missing=len(charge.missing) + (charge.missing_base is not None),
         staged=(*(version.ref.key for version in charge.staged), *bases.staged),
-        versions=board.versions.figures,
+        versions=books.versions.figures,
         level=sleeping.level,
         base=bases.digest,
         own_digest=own.digest,
         own_bytes=own.size_bytes,
-        serving=_serving(board),
+        serving=_serving(settings.board_id, books),
         holdings=holdings,
-        idle_s=_idle_s(keeper, board),
-        **asdict(board.figures),
+        idle_s=_idle_s(supervisor, books, embedding),
+        **asdict(books.counters),
     )
 
 
-def _serving(board: Stage) -> tuple[tuple[str, str], ...]:
+def _serving(board_id: str, books: BoardBooks) -> tuple[tuple[str, str], ...]:
     """Return name and sha256 of each adapter as a new session gets it."""
-    duty = board.charge.duty
-    refs = [] if duty is None else [line.serves(board.board_id, "") for line in duty.lines]
+    duty = books.obligations.duty
+    refs = [] if duty is None else [line.serves(board_id, "") for line in duty.lines]
     return tuple((ref.name, ref.digest) for ref in refs if ref is not None)
 
 
-def _idle_s(keeper: EngineSupervisor, board: Stage) -> float:
+def _idle_s(supervisor: EngineSupervisor, books: BoardBooks, embedding: EmbeddingService) -> float:
     """Since when nobody has used it; one that was just loaded was loaded for somebody."""
-    if board.jobs or board.embedding.busy:
+    if books.jobs or embedding.busy:
         return 0.0
-    return loop_time_s() - max(board.asked_s, keeper.loaded_s)
+    return loop_time_s() - max(books.asked_s, supervisor.loaded_s)
 
 
 class PrefixReport:

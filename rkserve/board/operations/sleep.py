@@ -18,10 +18,13 @@ from typing import Any
 
 from rkserve.board.answer.kv_plan import Ids, common_prefix
 from rkserve.board.engine.protocol import EngineFacts
+from rkserve.board.operations.embedding import EmbeddingService
 from rkserve.board.rules.obligations import adapter_name
-from rkserve.board.run.board_protocol import Stage
 from rkserve.board.run.job import Job
-from rkserve.board.run.runner import RequestRunner
+from rkserve.board.run.paused import PausedRequests
+from rkserve.board.run.ports import BoardBooks, EngineSlot, RunQueue
+from rkserve.board.run.prompt_caching import PromptCaching
+from rkserve.board.run.settings import BoardSettings
 from rkserve.board.run.supervisor import EngineSupervisor
 from rkserve.core.board_report import BoardState
 from rkserve.core.desired_state import PauseMode, SleepLevel
@@ -58,18 +61,20 @@ class BoardSleep:
 
     def __init__(
         self,
-        stage: Stage,
-        keeper: EngineSupervisor,
-        conductor: RequestRunner,
-        mark: SleepMarker,
+        settings: BoardSettings,
+        slot: EngineSlot,
+        books: BoardBooks,
+        queue: RunQueue,
         *,
-        governed: bool,
+        caching: PromptCaching,
+        embedding: EmbeddingService,
+        supervisor: EngineSupervisor,
+        pauses: PausedRequests,
     ) -> None:
-        self._stage = stage
-        self._keeper = keeper
-        self._conductor = conductor
-        self._mark = mark
-        self._governed = governed
+        self._settings, self._slot, self._books, self._queue = settings, slot, books, queue
+        self._caching, self._embedding, self._pauses = caching, embedding, pauses
+        self._supervisor = supervisor
+        self._mark = SleepMarker(settings.asleep_file)
         self._contexts: tuple[SleptContext, ...] = ()  # that were live when it was put to sleep
         self._stopped: list[Job] | None = None  # by what it was told last; None: those are noted
         self._dropped = False  # nothing is parked any more
@@ -83,29 +88,29 @@ class BoardSleep:
     @property
     def asleep(self) -> bool:
         """Whether the model is unloaded."""
-        return self._keeper.state is BoardState.ASLEEP
+        return self._supervisor.state is BoardState.ASLEEP
 
     @property
     def level(self) -> SleepLevel | None:
         """How deep the board sleeps now; None where it is awake, or on its way."""
         wanted = self._wanted
-        if self._keeper.state is BoardState.ASLEEP:
+        if self._supervisor.state is BoardState.ASLEEP:
             return wanted if self._due and wanted is not None else SleepLevel.UNLOADED
         return wanted if wanted is SleepLevel.PAUSED else None
 
     def require_awake(self) -> None:
         """Raise ``BoardAsleep`` where the model is unloaded, or about to be."""
-        if self.asleep or self._stage.charge.unloads:
-            raise BoardAsleep(self._stage.board_id, "its model is unloaded until it is woken up")
+        if self.asleep or self._books.obligations.unloads:
+            raise BoardAsleep(self._settings.board_id, "its model is unloaded until it is woken up")
 
     async def left_asleep(self) -> EngineFacts | None:
         """Return what the engine was like where the replica before this one was asleep.
 
         Only for a board that will be told when to wake.
         """
-        if not self._governed:
+        if not self._settings.governed:
             return None
-        return await asyncio.to_thread(self._mark.read, self._stage.n_batch)
+        return await asyncio.to_thread(self._mark.read, self._settings.n_batch)
 
     # -- what is wanted -----------------------------------------------------------------------
 
@@ -136,7 +141,7 @@ class BoardSleep:
             self._moving = asyncio.get_running_loop().create_future()
             # Whoever sent it may have left: an error that nobody hears of is in the board's state.
             self._moving.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._keeper.spawn(self._move(self._moving))
+            self._supervisor.spawn(self._move(self._moving))
         return self._moving
 
     def _check(self) -> None:
@@ -144,25 +149,25 @@ class BoardSleep:
 
         Where it is held it need not be: it emits nothing, and must not keep others from a pause.
         """
-        duty = self._stage.charge.duty
-        held = duty is not None and duty.hold is not None and not self._stage.charge.unloads
-        if self._failed and self._keeper.state is BoardState.FAILED and not held:
-            raise self._keeper.failed()
+        duty = self._books.obligations.duty
+        held = duty is not None and duty.hold is not None and not self._books.obligations.unloads
+        if self._failed and self._supervisor.state is BoardState.FAILED and not held:
+            raise self._supervisor.failed()
 
     @property
     def _wanted(self) -> SleepLevel | None:
-        duty = self._stage.charge.duty
+        duty = self._books.obligations.duty
         return None if duty is None else duty.level
 
     @property
     def _due(self) -> bool:
         """Whether it shall have no engine now: under ``wait`` not before everybody has ended."""
-        return self._stage.charge.unloads and not self._awaits_jobs
+        return self._books.obligations.unloads and not self._awaits_jobs
 
     @property
     def _awaits_jobs(self) -> bool:
-        charge, jobs = self._stage.charge, self._stage.jobs.values()
-        if any(self._stage.embedding.awaited()):
+        charge, jobs = self._books.obligations, self._books.jobs.values()
+        if any(self._embedding.awaited()):
             return True
         return any(
             hold.mode is PauseMode.WAIT
@@ -186,15 +191,15 @@ class BoardSleep:
                     await self._step()
                 except (EngineDied, EngineHung) as exc:
                     tries -= 1  # it is loaded anew, with nothing in it
-                    log.warning("board %s: not asleep yet: %s", self._stage.board_id, exc.reason)
+                    log.warning("board %s: not asleep yet: %s", self._settings.board_id, exc.reason)
                     if tries == 0:
                         raise
                 except BoardOutOfOrder as exc:
-                    await self._keeper.gave_up()
+                    await self._supervisor.gave_up()
                     tries -= 1  # a quarantine, or one that hung: another try meets no engine
-                    if tries == 0 or self._keeper.state in _OUT_OF_ORDER:
+                    if tries == 0 or self._supervisor.state in _OUT_OF_ORDER:
                         raise
-                    log.warning("board %s: not asleep yet: %s", self._stage.board_id, exc.reason)
+                    log.warning("board %s: not asleep yet: %s", self._settings.board_id, exc.reason)
         except RkserveError as exc:
             self._failed = True
             done.set_exception(exc)
@@ -202,29 +207,29 @@ class BoardSleep:
             done.set_result(None)
         finally:
             if not done.done():  # the replica shuts down, or this is a bug of ours
-                done.set_exception(self._keeper.failed())
+                done.set_exception(self._supervisor.failed())
 
     async def _step(self) -> None:
         if self.asleep is self._due:
-            await self._stage.caching.drop_parked()
+            await self._caching.drop_parked()
             self._dropped = True
         elif self._due:
             await self._unload()
         else:
             await asyncio.to_thread(self._mark.remove)
             self._dropped = False
-            await self._keeper.wake()
+            await self._supervisor.wake()
 
     async def _unload(self) -> None:
         """End the engine once the board is free; none where it crashed or was told otherwise."""
-        stage, keeper = self._stage, self._keeper
-        if keeper.state in (BoardState.FAILED, BoardState.STOPPED):
-            raise keeper.failed()
-        if keeper.recovering:
+        supervisor = self._supervisor
+        if supervisor.state in (BoardState.FAILED, BoardState.STOPPED):
+            raise supervisor.failed()
+        if supervisor.recovering:
             await self._end_recovery()
             return
-        ending = stage.errand(self._end_engine, first=True)
-        self._conductor.pauses.let_go()  # nobody who is paused keeps the board
+        ending = self._queue.schedule(self._end_engine, first=True)
+        self._pauses.let_go()  # nobody who is paused keeps the board
         try:
             while not ending.done():
                 told = self._told = asyncio.get_running_loop().create_future()
@@ -234,31 +239,31 @@ class BoardSleep:
             ending.result()
         finally:
             ending.cancel()
-        await stage.caching.settled()  # what was parked counts once it is published
+        await self._caching.settled()  # what was parked counts once it is published
 
     async def _end_engine(self) -> None:
         if not self._due:
             return
-        stage, live = self._stage, self._stage.live
+        live = self._slot.live
         self._ending = True
         try:
             if self._wanted is SleepLevel.UNLOADED and live.alive:
-                await stage.caching.park(live, renewing=True)
+                await self._caching.park(live, renewing=True)
                 if not self._due:
                     return  # it was woken meanwhile
             await asyncio.to_thread(self._mark.write, live.facts)
-            await self._keeper.sleep("it was put to sleep")
-            stage.turn_away()
+            await self._supervisor.sleep("it was put to sleep")
+            self._queue.turn_away()
         finally:
             self._ending = False
 
     async def _end_recovery(self) -> None:
         """Nobody has the board, and there is nothing to park; but the next engine may come."""
-        stage, keeper = self._stage, self._keeper
-        await asyncio.to_thread(self._mark.write, stage.live.facts)
-        if keeper.recovering and self._due:
-            await keeper.sleep("it was put to sleep")
-            stage.turn_away()
+        supervisor = self._supervisor
+        await asyncio.to_thread(self._mark.write, self._slot.live.facts)
+        if supervisor.recovering and self._due:
+            await supervisor.sleep("it was put to sleep")
+            self._queue.turn_away()
         elif not self._due:  # a restarted replica would believe it
             await asyncio.to_thread(self._mark.remove)
 
@@ -269,11 +274,11 @@ class BoardSleep:
         stopped, self._stopped = self._stopped, None
         if self._wanted is None:
             self._contexts = ()
-        elif stopped is not None and self._stage.live.alive:
+        elif stopped is not None and self._slot.live.alive:
             self._contexts = tuple(self._live_contexts(stopped))
 
     def _live_contexts(self, stopped: Iterable[Job]) -> Iterable[SleptContext]:
-        live = self._stage.live
+        live = self._slot.live
         inside = None
         if live.paused is not None:
             inside = SleptContext(live.paused.ids or (), live.paused.origin)
@@ -297,14 +302,14 @@ class BoardSleep:
 
     def _kept(self, context: SleptContext, level: SleepLevel) -> int:
         """How much of it need not be computed again."""
-        stage, live = self._stage, self._stage.live
+        live = self._slot.live
         held = live.context.ids if live.context.origin == context.origin else None
         if live.paused is not None and live.paused.origin == context.origin:
             held = live.paused.ids
         kept = common_prefix(held or (), context.ids) if live.alive else 0
         if level is SleepLevel.DROPPED:
             return kept
-        return max(kept, stage.caching.restorable(context.ids, context.origin))
+        return max(kept, self._caching.restorable(context.ids, context.origin))
 
 
 def _is_same(inside: Ids, context: Ids) -> bool:

@@ -13,12 +13,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from rkserve.board.operations.adapters import try_out
 from rkserve.board.operations.base_weights import BaseWeights, same
-from rkserve.board.operations.probe_adapter import try_out
-from rkserve.board.run.board_protocol import Stage
 from rkserve.board.run.job import Job
+from rkserve.board.run.ports import BoardBooks, EngineSlot, RunQueue
 from rkserve.board.run.run import loop_time_s
 from rkserve.board.run.runner import RequestRunner
+from rkserve.board.run.settings import BoardSettings
 from rkserve.board.run.supervisor import EngineSupervisor
 from rkserve.core.board_report import BoardState, GenerationState
 from rkserve.core.desired_state import BaseVersion, Duty, Hold, InFlight, PauseMode
@@ -52,16 +53,20 @@ class WeightSwap:
 
     def __init__(
         self,
-        stage: Stage,
-        keeper: EngineSupervisor,
-        conductor: RequestRunner,
+        settings: BoardSettings,
+        slot: EngineSlot,
+        books: BoardBooks,
+        queue: RunQueue,
+        *,
+        supervisor: EngineSupervisor,
+        runner: RequestRunner,
         bases: BaseWeights,
         look_again: Callable[[], None],
     ) -> None:
         """``look_again`` has every generation stopped or released as ``hold`` says then."""
-        self._stage = stage
-        self._keeper = keeper
-        self._conductor = conductor
+        self._settings, self._slot, self._books, self._queue = settings, slot, books, queue
+        self._supervisor = supervisor
+        self._runner = runner
         self._bases = bases
         self._look_again = look_again
         self._in_flight = InFlight.PIN
@@ -90,7 +95,7 @@ class WeightSwap:
     def verify(self, failures: int) -> None:
         """Raise ``RebaseFailed`` where what is wanted was refused since there were so many."""
         if self._bases.failures != failures and self.refused:
-            raise RebaseFailed(self._stage.board_id, self.refused)
+            raise RebaseFailed(self._settings.board_id, self.refused)
 
     def hold(self, job: Job) -> Hold | None:
         """Return what holds the job for as long as other weights are on their way."""
@@ -113,22 +118,22 @@ class WeightSwap:
         self._bases.forgive(but=duty.base)
         was = self._active, self._in_flight
         if not self._loading:
-            self._active = self._is_due() and self._keeper.state not in _WITHOUT_ENGINE
+            self._active = self._is_due() and self._supervisor.state not in _WITHOUT_ENGINE
             self._all = self._all and self._active
         if self._active:
             self._start()
         self._in_flight = duty.rebase
         if was == (self._active, self._in_flight):
             return None
-        begun = [job for job in self._stage.jobs.values() if job.begun and not job.over]
+        begun = [job for job in self._books.jobs.values() if job.begun and not job.over]
         aborted = 0
         if self._active and duty.rebase is InFlight.ABORT:
             aborted = len(begun)
             for job in begun:
-                self._conductor.abort(job, mute=True)
+                self._runner.abort(job, mute=True)
         # Those that stop for it lose their KV cache with the engine.
         doomed = self._all or (self._active and duty.rebase is not InFlight.PIN)
-        self._stage.live.doomed = doomed
+        self._slot.live.doomed = doomed
         stops = [job for job in begun if self.hold(job) and not job.over]
         return len(stops) if self._active else 0, aborted
 
@@ -146,9 +151,9 @@ class WeightSwap:
         while self._bases.failures == failures:
             if self._moving is not None and not self._moving.done():
                 await asyncio.shield(self._moving)
-            elif not self._is_due(asleep=self._keeper.state is BoardState.ASLEEP):
+            elif not self._is_due(asleep=self._supervisor.state is BoardState.ASLEEP):
                 return
-            elif self._keeper.state in _WITHOUT_ENGINE:
+            elif self._supervisor.state in _WITHOUT_ENGINE:
                 await self._bases.note(self._target)
             else:
                 self._start()
@@ -159,7 +164,7 @@ class WeightSwap:
             self._moving = asyncio.get_running_loop().create_future()
             # Whoever sent it may have left: an error that nobody hears of is no event.
             self._moving.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._keeper.spawn(self._move(self._moving))
+            self._supervisor.spawn(self._move(self._moving))
 
     async def _move(self, done: asyncio.Future[None]) -> None:
         try:
@@ -173,11 +178,11 @@ class WeightSwap:
                     await self._replace()
                 except (EngineDied, EngineHung) as exc:
                     tries -= 1  # it is loaded anew
-                    log.warning("board %s: not loaded yet: %s", self._stage.board_id, exc.reason)
+                    log.warning("board %s: not loaded yet: %s", self._settings.board_id, exc.reason)
                     if tries == 0:
                         raise
         except BoardAsleep:
-            log.info("board %s: it loads its weights when it wakes", self._stage.board_id)
+            log.info("board %s: it loads its weights when it wakes", self._settings.board_id)
         except RkserveError as exc:
             done.set_exception(exc)
         finally:
@@ -188,7 +193,7 @@ class WeightSwap:
     async def _until_ended(self) -> None:
         """Wait for the generations that end with the weights that they have."""
         while self._is_due() and not self._all:
-            jobs = self._stage.jobs.values()
+            jobs = self._books.jobs.values()
             waits_for = {job.changed() for job in jobs if self._is_awaited(job)}
             if not waits_for:
                 return
@@ -197,21 +202,21 @@ class WeightSwap:
 
     def _hold_all(self) -> None:
         self._active = self._all = True
-        self._stage.live.doomed = True
+        self._slot.live.doomed = True
         self._look_again()
-        self._conductor.pauses.let_go()  # nobody who is paused keeps the board
+        self._runner.pauses.let_go()  # nobody who is paused keeps the board
 
     def _release(self) -> None:
         self._active = self._all = False
-        if not self._keeper.stopped:
-            self._stage.live.doomed = False
+        if not self._supervisor.stopped:
+            self._slot.live.doomed = False
             self._look_again()
 
     async def _replace(self) -> None:
         """Have the engine replaced once the board is free, unless it is told otherwise first."""
-        if self._keeper.state in _OUT_OF_ORDER:
-            raise self._keeper.failed()
-        replaced = self._stage.errand(self._exchange, first=True)
+        if self._supervisor.state in _OUT_OF_ORDER:
+            raise self._supervisor.failed()
+        replaced = self._queue.schedule(self._exchange, first=True)
         try:
             while not replaced.done():
                 self._told = told = asyncio.get_running_loop().create_future()
@@ -230,11 +235,11 @@ class WeightSwap:
         self._loading = True
         bases.try_next(target)
         try:
-            await self._keeper.renew("its base weights are replaced")
+            await self._supervisor.renew("its base weights are replaced")
             if bases.on_trial:
                 await self._try(target)
         except (EngineDied, EngineHung) as exc:
-            if bases.on_trial:  # the keeper loads those of before
+            if bases.on_trial:  # the supervisor loads those of before
                 bases.refuse(target, f"their trial failed: {exc.reason}")
             raise
         finally:
@@ -243,13 +248,12 @@ class WeightSwap:
             self._loading = False
 
     async def _try(self, target: BaseVersion | None) -> None:
-        stage = self._stage
-        ids = () if stage.text_mode else TRIAL_IDS
+        ids = () if self._settings.text_mode else TRIAL_IDS
         try:
-            await try_out(stage, stage.live, None, ids, TRIAL_TOKENS)
+            await try_out(self._settings, self._slot.live, None, ids, TRIAL_TOKENS)
         except (RunFailed, NativeError) as exc:
             self._bases.refuse(target, f"their trial failed: {exc}")
-            await self._keeper.renew("the base weights of before")
+            await self._supervisor.renew("the base weights of before")
         else:
             await self._bases.prove()
 
@@ -257,7 +261,7 @@ class WeightSwap:
 
     @property
     def _duty(self) -> Duty | None:
-        return self._stage.charge.duty
+        return self._books.obligations.duty
 
     @property
     def _target(self) -> BaseVersion | None:
@@ -271,7 +275,7 @@ class WeightSwap:
         duty, bases = self._duty, self._bases
         if duty is None or same(duty.base, bases.base) or not bases.here(duty.base):
             return False
-        if self._stage.charge.unloads and not asleep:
+        if self._books.obligations.unloads and not asleep:
             return False
         refusal = bases.refused(duty.base)
         return refusal is None or refusal.until_s <= loop_time_s()

@@ -1,6 +1,6 @@
 """The paused generations of one board: how many it keeps, for how long, and who holds the board.
 
-It makes no runs: what a generation goes on with, or is drained by, is the conductor's business.
+It makes no runs: what a generation goes on with, or is drained by, is the runner's business.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from rkserve.board.answer.kv_plan import common_prefix
 from rkserve.board.rules.generation_states import GenerationEvent
-from rkserve.board.run.board_protocol import Stage
 from rkserve.board.run.job import Job
+from rkserve.board.run.ports import BoardBooks, EngineSlot, RunQueue
+from rkserve.board.run.settings import BoardSettings
 from rkserve.board.run.start import outlook
 from rkserve.core.board_report import GenerationState
 from rkserve.core.errors import PauseExpired, RkserveError, TooManyPaused
@@ -25,8 +26,15 @@ BY_CLUSTER = "cluster"
 class PausedRequests:
     """Who is paused. ``fail`` ends a job by an error."""
 
-    def __init__(self, stage: Stage, fail: Callable[[Job, RkserveError], None]) -> None:
-        self._stage = stage
+    def __init__(
+        self,
+        settings: BoardSettings,
+        slot: EngineSlot,
+        books: BoardBooks,
+        queue: RunQueue,
+        fail: Callable[[Job, RkserveError], None],
+    ) -> None:
+        self._settings, self._slot, self._books, self._queue = settings, slot, books, queue
         self._fail = fail
         self._holding: Job | None = None  # paused inside the runtime: it keeps the board
         self._let_go: asyncio.Future[None] | None = None
@@ -40,7 +48,7 @@ class PausedRequests:
 
         None where no run holds it, or no edit has asked for anything to be cut out.
         """
-        job, live = self._holding, self._stage.live
+        job, live = self._holding, self._slot.live
         if job is None or live.paused is None or live.paused.ids is None:
             return None
         ids, generation = live.paused.ids, job.generation
@@ -53,9 +61,8 @@ class PausedRequests:
 
     def holdable(self, job: Job) -> bool:
         """Whether the job may hold the board: not while others wait that have waited enough."""
-        stage = self._stage
-        doomed = stage.charge.unloads or stage.live.doomed
-        return not doomed and stage.admission.holdable(job.held_s)
+        doomed = self._books.obligations.unloads or self._slot.live.doomed
+        return not doomed and self._queue.admission.holdable(job.held_s)
 
     def check(self, asked: int) -> None:
         """Raise ``TooManyPaused`` where so many more generations cannot be paused here."""
@@ -63,12 +70,12 @@ class PausedRequests:
             raise self._too_many()
 
     def _full(self, asked: int, *, beside: Job | None) -> bool:
-        jobs = self._stage.jobs.values()
+        jobs = self._books.jobs.values()
         kept = sum(_is_its_clients(job) and job is not beside for job in jobs)
-        return kept + asked > self._stage.max_paused
+        return kept + asked > self._settings.max_paused
 
     def _too_many(self) -> TooManyPaused:
-        return TooManyPaused(self._stage.board_id, self._stage.max_paused)
+        return TooManyPaused(self._settings.board_id, self._settings.max_paused)
 
     def rest(self, job: Job) -> None:
         """Nothing more of the job is emitted until it is resumed.
@@ -83,18 +90,18 @@ class PausedRequests:
         job.advance(_E.PAUSED)
         job.goes_on = job.frozen and not job.pause_asked and job.generation.paused_by is None
         job.pause_asked = job.yields = False
-        loop, live = asyncio.get_running_loop(), self._stage.live
+        loop, live = asyncio.get_running_loop(), self._slot.live
         job.paused_s = loop.time()
         # A run that goes on without it, muted, is what the handle is about to forget.
         kept = live.paused is not None and live.running is None and self.holdable(job)
         kv, _ = outlook(live, job, holds=kept)
-        if self._stage.charge.unloads:
+        if self._books.obligations.unloads:
             kv = Kv.RECOMPUTED  # what may be restored from a file is not known yet
         by = BY_CLUSTER if job.goes_on else job.generation.paused_by
         job.paused_by = by or BY_REQUEST
         job.announce(Paused(by, job.generation.tokens, kv))
         job.seated = False
-        self._stage.figures.pauses += 1
+        self._books.counters.pauses += 1
         self.watch(job)
 
     def arrive(self, job: Job) -> None:
@@ -115,7 +122,7 @@ class PausedRequests:
             job.expiry = None
         if job.state is _S.PAUSED and not job.goes_on and not job.frozen:
             loop = asyncio.get_running_loop()
-            job.expiry = loop.call_later(self._stage.pause_timeout_s, self._expire, job)
+            job.expiry = loop.call_later(self._settings.pause_timeout_s, self._expire, job)
 
     def _expire(self, job: Job) -> None:
         before_s = job.tally.paused_s
@@ -128,17 +135,17 @@ class PausedRequests:
         It ends with the pause, with the engine, or when others have waited long enough: the job is
         ``released`` then, and may stay paused.
         """
-        stage, live, loop = self._stage, self._stage.live, asyncio.get_running_loop()
+        live, loop = self._slot.live, asyncio.get_running_loop()
         self._holding = job
         let_go = self._let_go = loop.create_future()
-        stage.admission.hold(loop.time(), job.held_s)
-        if live.doomed or stage.charge.unloads:
+        self._queue.admission.hold(loop.time(), job.held_s)
+        if live.doomed or self._books.obligations.unloads:
             self.let_go()
-        stage.pump()
+        self._queue.pump()
         while job.state is _S.PAUSED and not job.over and live.alive and not let_go.done():
             waits_for = (job.changed(), live.engine.died, let_go)
             await asyncio.wait(waits_for, return_when="FIRST_COMPLETED")
-        job.held_s += stage.admission.unhold(loop.time())
+        job.held_s += self._queue.admission.unhold(loop.time())
         job.released = let_go.done()
         self._holding = self._let_go = None
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rkserve.board.answer.kv_plan import Ids, common_prefix
-from rkserve.board.engine.protocol import EntryCommand
+from rkserve.board.answer.kv_plan import Ids, common_prefix, held
+from rkserve.board.engine.protocol import EntryCommand, RunEnded
 from rkserve.board.rules.counters import BoardCounters
 from rkserve.board.run.loaded_engine import LoadedEngine
 from rkserve.board.run.run import EngineRun, RunSpec
@@ -301,9 +301,28 @@ class PromptCaching:
         if own:
             await asyncio.wait(own)
 
-    async def abandon(self, path: Path) -> None:
-        """Forget a file that was reserved."""
-        await asyncio.to_thread(self.require().abandon, path)
+    async def after_run(self, live: LoadedEngine, run: EngineRun, ended: RunEnded) -> None:
+        """Rate the restored file of a run, and publish or discard the file it was to write."""
+        begin = run.beginning
+        if begin.hit is not None:
+            prefilled = ended.perf.prefill_tokens if ended.in_order else None
+            self.used(begin.hit, prefilled, len(begin.base), ended.cache_refused)
+        if begin.save is None:
+            return
+        trusted = not run.stopping or live.quirk("kv_valid_after_abort")
+        # The last token was never computed, so the file does not contain it. The KV cache is
+        # mostly empty when its size is read: a run without history is dropped at its end.
+        left = ended.kv_positions[0] if ended.kv_positions else 0
+        ids = run.transcript[:-1] if left == 0 else held(run.transcript, left)
+        if ended.in_order and trusted and ids:
+            self.keep(begin.save, ids, begin.origin)
+        else:
+            await self.abandon(begin.save)
+
+    async def abandon(self, path: Path | None) -> None:
+        """Discard a reserved file, if there is one."""
+        if path is not None:
+            await asyncio.to_thread(self.require().abandon, path)
 
     async def park(self, live: LoadedEngine, *, renewing: bool = False) -> None:
         """Write the live context to a file before another conversation takes the handle.

@@ -1,6 +1,6 @@
 """What others ask of generations while they run: who is there, pause, edit, resume, abort.
 
-It judges by the table of ``interrupt`` and lets the conductor do it. It knows nothing of engines
+It judges by the table of ``interrupt`` and lets the runner do it. It knows nothing of engines
 beyond what a paused one holds.
 """
 
@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 from rkserve.board.answer.kv_plan import common_prefix
 from rkserve.board.rules.generation_states import GenerationEvent, judge
-from rkserve.board.run.board_protocol import Stage
 from rkserve.board.run.job import Job, emitted
+from rkserve.board.run.ports import BoardBooks, EngineSlot
 from rkserve.board.run.runner import RequestRunner
+from rkserve.board.run.settings import BoardSettings
 from rkserve.board.run.start import kept_ids, outlook
 from rkserve.core.board_report import Emitted, GenerationInfo, GenerationState
 from rkserve.core.errors import GenerationNotFound, RequestError, StateConflict
@@ -29,9 +30,11 @@ _S = GenerationState
 class RequestControl:
     """The generations of one board, by the ids that their clients know."""
 
-    def __init__(self, stage: Stage, conductor: RequestRunner) -> None:
-        self._stage = stage
-        self._conductor = conductor
+    def __init__(
+        self, settings: BoardSettings, slot: EngineSlot, books: BoardBooks, runner: RequestRunner
+    ) -> None:
+        self._settings, self._slot, self._books = settings, slot, books
+        self._runner = runner
         self._ended: dict[str, None] = {}  # request ids, the oldest first
 
     def remember(self, job: Job) -> None:
@@ -42,12 +45,12 @@ class RequestControl:
 
     def generations(self) -> list[GenerationInfo]:
         """Return those that have not ended."""
-        jobs = self._stage.jobs.values()
+        jobs = self._books.jobs.values()
         return [self._info(job) for job in jobs if job.state is not _S.ENDED]
 
     def emitted(self) -> Emitted:
         """Return how far those are that have not ended."""
-        return Emitted(self._stage.board_id, emitted(self._stage.jobs.values()))
+        return Emitted(self._settings.board_id, emitted(self._books.jobs.values()))
 
     async def control(
         self, generation: str, action: ControlAction, edit: Edit | None, choice: int | None
@@ -72,10 +75,10 @@ class RequestControl:
             self._edit(jobs[0], edit or Edit())
         elif action is ControlAction.RESUME:
             for job in jobs:
-                self._conductor.resume(job)
+                self._runner.resume(job)
         elif action is ControlAction.ABORT:
             for job in jobs:
-                self._conductor.abort(job)
+                self._runner.abort(job)
         else:
             jobs = await self._pause(jobs)
         return [self._info(job) for job in jobs]
@@ -87,7 +90,7 @@ class RequestControl:
         is lost to this board before that.
         """
         ids = {info.request_id for info in done}
-        jobs = [job for job in self._stage.jobs.values() if job.request.request_id in ids]
+        jobs = [job for job in self._books.jobs.values() if job.request.request_id in ids]
         heard = [await job.heard(HEARD_S) for job in jobs]
         if jobs and not any(heard):
             raise StateConflict(action.value, _S.QUEUED.value, _LOST)
@@ -95,15 +98,15 @@ class RequestControl:
     def abort_all(self, request_ids: Sequence[str] | None) -> int:
         """Abort the generations of these ids, of a completion or of a choice; None means all."""
         asked = None if request_ids is None else [_parts(one) for one in request_ids]
-        jobs = [job for job in self._stage.jobs.values() if not job.over]
+        jobs = [job for job in self._books.jobs.values() if not job.over]
         meant = [j for j in jobs if asked is None or any(_is_of(j, *one) for one in asked)]
         for job in meant:
-            self._conductor.abort(job)
+            self._runner.abort(job)
         return len(meant)
 
     def _find(self, generation: str, action: ControlAction, choice: int | None) -> list[Job]:
         """Return the choices that have not ended."""
-        held = [job for job in self._stage.jobs.values() if _is_of(job, generation, choice)]
+        held = [job for job in self._books.jobs.values() if _is_of(job, generation, choice)]
         alive = [job for job in held if job.state is not _S.ENDED]
         if alive:
             return alive
@@ -129,9 +132,9 @@ class RequestControl:
 
     async def _pause(self, jobs: Sequence[Job]) -> list[Job]:
         """Ask for the pause, and wait until nothing more is emitted."""
-        self._conductor.pauses.check(sum(not job.pause_asked for job in jobs))
+        self._runner.pauses.check(sum(not job.pause_asked for job in jobs))
         for job in jobs:
-            self._conductor.pause(job)
+            self._runner.pause(job)
         for job in jobs:
             while job.state is _S.PAUSING and not job.abandoned:
                 await asyncio.wait({job.changed()})
@@ -142,10 +145,10 @@ class RequestControl:
 
     def _edit(self, job: Job, edit: Edit) -> None:
         context = job.generation.context
-        held = kept_ids(self._stage.live, job, holds=self._conductor.pauses.holds(job))
+        held = kept_ids(self._slot.live, job, holds=self._runner.pauses.holds(job))
         # What will be recomputed can leave out whatever is asked for.
         positions = common_prefix(held, context) if held is not None else len(context)
-        job.generation.apply(edit, kv_positions=positions, context_len=self._stage.context_len)
+        job.generation.apply(edit, kv_positions=positions, context_len=self._settings.context_len)
         job.advance(GenerationEvent.EDITED)
         job.tell()
 
@@ -158,7 +161,7 @@ class RequestControl:
         paused_s = 0.0 if job.paused_s is None else now_s - job.paused_s
         return GenerationInfo(
             request_id=request.request_id,
-            board_id=self._stage.board_id,
+            board_id=self._settings.board_id,
             model=request.model,
             state=job.state,
             prompt_tokens=job.tally.prompt_tokens,
@@ -176,13 +179,13 @@ class RequestControl:
 
     def _kv(self, job: Job) -> tuple[Kv | None, int]:
         """Say what becomes of the job's KV cache, and how much of its context is in there."""
-        live = self._stage.live
+        live = self._slot.live
         run = live.running
         if run is not None and job in run.seats:
             return None, live.entries[run.seats.index(job)]
         if job.state not in (_S.PAUSED, _S.RESUMING):
             return None, 0
-        return outlook(live, job, holds=self._conductor.pauses.holds(job))
+        return outlook(live, job, holds=self._runner.pauses.holds(job))
 
 
 def _parts(request_id: str) -> tuple[str, int | None]:

@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 
 from rkserve.board.answer.kv_plan import Ids, Range
-from rkserve.board.engine.protocol import EntryCommand
+from rkserve.board.engine.protocol import EntryCommand, RunEnded
 from rkserve.board.run.job import Job
 from rkserve.board.storage.prompt_cache import CacheHit
 from rkserve.core.run_params import Pooling
@@ -134,6 +134,14 @@ class EngineRun:
             decode_ms=max(0.0, self.token_s - first_s) * 1e3 if given else 0.0,
             decode_tokens=given,
         )
+
+    def perf(self, ended: RunEnded) -> Perf:
+        """Return the runtime's figures of entry 0, or the board's own where it gave none."""
+        if ended.in_order:
+            return ended.perf
+        begin = self.beginning
+        restored = begin.reused if begin.hit is not None and ended.cache_refused is None else 0
+        return self.clocked(0, loop_time_s(), restored)
 
     def nearer_deadline(self) -> asyncio.Future[None]:
         """Return a future that completes when the watchdog's deadline comes nearer."""

@@ -1,6 +1,6 @@
 """From the moment that a request gets the board until it lets go: its runs, pauses and its end.
 
-The conductor decides what a token or a run's end leads to. The engine's failures pass through it:
+The runner decides what a token or a run's end leads to. The engine's failures pass through it:
 what follows from them is the board's business, as is who gets the board next.
 """
 
@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from rkserve.board.answer.generation import Generation, RunSignal
 from rkserve.board.engine.protocol import RunEnded
 from rkserve.board.rules.generation_states import GenerationEvent
-from rkserve.board.run.board_protocol import Stage
-from rkserve.board.run.finish import abandon, keep, perf
 from rkserve.board.run.job import Job
 from rkserve.board.run.loaded_engine import LoadedEngine
 from rkserve.board.run.paused import BY_CLUSTER, BY_REQUEST, PausedRequests
+from rkserve.board.run.ports import BoardBooks, EngineSlot, RunQueue
+from rkserve.board.run.prompt_caching import PromptCaching
 from rkserve.board.run.run import EngineRun, RunSpec, loop_time_s
+from rkserve.board.run.settings import BoardSettings
 from rkserve.board.run.start import RunPlanner
 from rkserve.core.board_report import GenerationState
 from rkserve.core.errors import (
@@ -45,24 +46,32 @@ CANNOT_GO_ON = (
 class RequestRunner:
     """Makes the runs of those who have the board, and pauses, resumes and ends them."""
 
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
-        self._opening = RunPlanner(stage)
-        self.pauses = PausedRequests(stage, self.fail)
+    def __init__(
+        self,
+        settings: BoardSettings,
+        slot: EngineSlot,
+        books: BoardBooks,
+        queue: RunQueue,
+        caching: PromptCaching,
+    ) -> None:
+        self._settings, self._slot, self._books, self._queue = settings, slot, books, queue
+        self._caching = caching
+        self._planner = RunPlanner(settings, slot, caching)
+        self.pauses = PausedRequests(settings, slot, books, queue, self.fail)
 
     async def perform(self, jobs: Sequence[Job]) -> None:
         """Do what the jobs that admission has started need, until the board is free again.
 
         Raises ``RkserveError`` for those that are still seated.
         """
-        stage, now_s = self._stage, loop_time_s()
+        now_s = loop_time_s()
         for job in jobs:
-            if stage.n_batch > 1 and job.queued_s is not None:
-                wait_s = now_s - max(stage.free_since_s, job.queued_s)
-                job.tally.batch_wait_s += min(wait_s, stage.batch_window_s)
+            if self._settings.n_batch > 1 and job.queued_s is not None:
+                wait_s = now_s - max(self._books.free_since_s, job.queued_s)
+                job.tally.batch_wait_s += min(wait_s, self._settings.batch_window_s)
             job.waited(now_s)
             job.seated, job.yields = True, False
-        if stage.n_batch == 1:
+        if self._settings.n_batch == 1:
             await self._solo(jobs[0])
         else:
             await self._batch(list(jobs))
@@ -105,7 +114,7 @@ class RequestRunner:
         nobody, and the board is busy until it has returned, while the job rests, or waits for the
         board as any other. What that last step brings is computed again.
         """
-        stage, run, now_s = self._stage, self._stage.live.running, loop_time_s()
+        run, now_s = self._slot.live.running, loop_time_s()
         if run is None or job not in run.seats or self._is_to_be_kept(run, job):
             return False
         entry = run.seats.index(job)
@@ -116,14 +125,14 @@ class RequestRunner:
         run.leave(entry, now_s)
         job.seated = False
         if self._concluded(job, run, paused=True):
-            stage.requeue(job)
+            self._queue.requeue(job)
         if not run.jobs:
             run.muted = True
-            stage.live.abort(run)
+            self._slot.live.abort(run)
         return True
 
     def _leave_run(self, job: Job) -> None:
-        run = self._stage.live.running
+        run = self._slot.live.running
         if run is not None and job in run.seats:
             self._interrupt(run, job)
 
@@ -133,7 +142,7 @@ class RequestRunner:
         Those that ran go on by themselves, recomputed, as soon as they have the board again.
         """
         self.pauses.let_go()
-        run = self._stage.live.running
+        run = self._slot.live.running
         for job in run.jobs if run is not None else ():
             if job.state in (_S.PREFILLING, _S.GENERATING):
                 job.yields = True
@@ -151,7 +160,7 @@ class RequestRunner:
         job.unpause(loop_time_s())
         job.advance(_E.RESUME_ASKED)
         if not self.pauses.holds(job) and not self._closed(job):
-            self._stage.requeue(job)
+            self._queue.requeue(job)
 
     def abort(self, job: Job, *, mute: bool = False) -> None:
         """End a job in whatever state it is; its answer so far stands.
@@ -165,24 +174,24 @@ class RequestRunner:
 
     def leave(self, job: Job) -> None:
         """The job is over, aborted or without a consumer: see that nothing goes on for it."""
-        run = self._stage.live.running
+        run = self._slot.live.running
         if run is not None and job in run.seats:
-            if self._stage.n_batch == 1:
-                self._stage.live.abort(run)
+            if self._settings.n_batch == 1:
+                self._slot.live.abort(run)
             else:
                 self._depart(run, job)
         elif not job.seated and not self.pauses.holds(job):
-            self._stage.admission.withdraw(job.ticket)
+            self._queue.admission.withdraw(job.ticket)
             self._closed(job)
-        # Else the conductor is between two steps of it, and looks again before the next.
+        # Else the runner is between two steps of it, and looks again before the next.
 
     def fail(self, job: Job, error: RkserveError) -> None:
         """End a job by an error."""
         if job.outcome is None:
-            self._stage.figures.failed += 1
+            self._books.counters.failed += 1
             if isinstance(error, BoardFailed | AdapterBroken):
-                label = job.spans.label or self._stage.charge.label(job.ref)
-                self._stage.versions.failed(label)
+                label = job.spans.label or self._books.obligations.label(job.ref)
+                self._books.versions.failed(label)
         job.end(error)
 
     # -- one after the other ------------------------------------------------------------------
@@ -190,15 +199,15 @@ class RequestRunner:
     async def _solo(self, job: Job) -> None:
         going = not self._closed(job)
         if going and job.request.in_one_go and job.generation.tokens:
-            self.fail(job, RunFailed(self._stage.board_id, CANNOT_GO_ON))
+            self.fail(job, RunFailed(self._settings.board_id, CANNOT_GO_ON))
             going = False
         while going:
-            live, begin = await self._opening.of_one(job)
+            live, begin = await self._planner.of_one(job)
             if self._closed(job):  # the client left, or aborted it, while that was prepared
-                await abandon(self._stage, begin)
+                await self._caching.abandon(begin.save)
                 break
             if job.frozen or begin.origin != job.origin:  # or the cluster has changed
-                await abandon(self._stage, begin)
+                await self._caching.abandon(begin.save)
                 if job.frozen:
                     await self._stand_by(job)
                     break
@@ -211,18 +220,18 @@ class RequestRunner:
 
     async def _stand_by(self, job: Job) -> None:
         """Let the job, which is to go on, wait for the board: it was stopped, or makes way."""
-        await self._opening.drain()
+        await self._planner.drain()
         if self._closed(job):
             return
         if job.state is _S.PREFILLING:
             job.advance(_E.HELD)
         if job.state is not _S.PAUSING:
-            self._stage.requeue(job)
+            self._queue.requeue(job)
         elif self._is_to_rest(job):  # what was to be resumed never began
             self.pauses.rest(job)
         else:
             job.advance(_E.FREED)
-            self._stage.requeue(job)
+            self._queue.requeue(job)
 
     async def _once(self, job: Job, live: LoadedEngine, begin: RunSpec) -> bool:
         """Make one run of the job; return whether it needs another one at once."""
@@ -232,7 +241,7 @@ class RequestRunner:
             self._start(job)
             run, ended = await live.run([job], begin, self._receive, job.request.sampling)
         except BaseException:
-            await abandon(self._stage, begin)
+            await self._caching.abandon(begin.save)
             raise
         if job not in run.seats:
             return await self._unheard(begin, ended)
@@ -244,23 +253,23 @@ class RequestRunner:
         if ended.cut:
             job.generation.cut()
         if ended.end is not None:
-            self._count(job, perf(begin, run, ended), begin.reused)
+            self._count(job, run.perf(ended), begin.reused)
         # First: whoever waits for the pause is told of it when the board is held.
-        await keep(self._stage, begin, run, ended)
+        await self._caching.after_run(live, run, ended)
         paused = ended.end is RunEnd.PAUSED
         going = self._concluded(job, run, paused=paused)
         if job.state is _S.PAUSED and paused:
             return await self._hold(job)
         if not going:
-            await self._opening.drain()
+            await self._planner.drain()
         return going
 
     async def _unheard(self, begin: RunSpec, ended: RunEnded) -> bool:
         """A muted run has returned: the board is free. Whose it was goes on by itself."""
-        await abandon(self._stage, begin)
-        await self._opening.drain()
+        await self._caching.abandon(begin.save)
+        await self._planner.drain()
         if ended.end is RunEnd.FAILED and not begin.resume and not ended.refused:
-            raise RunFailed(self._stage.board_id, _reason(ended))
+            raise RunFailed(self._settings.board_id, _reason(ended))
         return False
 
     def _concluded(self, job: Job, run: EngineRun, *, paused: bool) -> bool:
@@ -299,7 +308,7 @@ class RequestRunner:
 
     def _thoughts_ended_it(self, generation: Generation, run: EngineRun) -> bool:
         """Whether the runtime ended the run where the thoughts end, with the answer to come."""
-        if run.stopping or run.pausing or not self._stage.live.quirk("thinking_ends_run"):
+        if run.stopping or run.pausing or not self._slot.live.quirk("thinking_ends_run"):
             return False
         return generation.end_thinking()
 
@@ -308,18 +317,18 @@ class RequestRunner:
 
         A paused run that was not even resumed is ended, and the job goes on from its transcript.
         """
-        await abandon(self._stage, begin)
+        await self._caching.abandon(begin.save)
         if not begin.resume:
-            raise RunFailed(self._stage.board_id, _reason(ended))
+            raise RunFailed(self._settings.board_id, _reason(ended))
         if run.given[0]:
-            await self._opening.drain()
-            raise RunFailed(self._stage.board_id, _reason(ended))
+            await self._planner.drain()
+            raise RunFailed(self._settings.board_id, _reason(ended))
         log.warning(
             "board %s: a paused run cannot be resumed and is recomputed: %s",
-            self._stage.board_id,
+            self._settings.board_id,
             _reason(ended),
         )
-        await self._opening.drain()
+        await self._planner.drain()
         return not self._closed(job)
 
     # -- many at once -------------------------------------------------------------------------
@@ -331,21 +340,21 @@ class RequestRunner:
             if not here:
                 return
             jobs = here  # some may leave while the others' run is prepared
-            planned = await self._opening.of_many(jobs)
+            planned = await self._planner.of_many(jobs)
         assert planned is not None
-        stage, (live, begin) = self._stage, planned
+        live, begin = planned
         live.require()
         for job in jobs:
             job.generation.runtime_counts = False  # the limit of a batch is its longest one's
             job.tally.batch = max(job.tally.batch, len(jobs))
             self._start(job)
-        seats = [*jobs, *[None] * (stage.n_batch - len(jobs))]
+        seats = [*jobs, *[None] * (self._settings.n_batch - len(jobs))]
         run, ended = await live.run(seats, begin, self._receive, jobs[0].request.sampling)
-        stage.figures.batch_runs += 1
-        stage.figures.batch_entries += len(jobs)
-        stage.figures.batch_tail_ms += run.tail_s(loop_time_s()) * 1e3
+        self._books.counters.batch_runs += 1
+        self._books.counters.batch_entries += len(jobs)
+        self._books.counters.batch_tail_ms += run.tail_s(loop_time_s()) * 1e3
         if ended.end is RunEnd.FAILED:
-            raise RunFailed(stage.board_id, _reason(ended))
+            raise RunFailed(self._settings.board_id, _reason(ended))
         for job in run.jobs:
             self._depart(run, job)
 
@@ -360,18 +369,18 @@ class RequestRunner:
         for job in here:
             if job not in staying:
                 job.seated = False
-                self._stage.requeue(job)
+                self._queue.requeue(job)
         return staying
 
     def _depart(self, run: EngineRun, job: Job) -> None:
         """The job's part in a batch is over, while the run may go on for others."""
-        now_s, live = loop_time_s(), self._stage.live
+        now_s, live = loop_time_s(), self._slot.live
         entry = run.seats.index(job)
         run.leave(entry, now_s)
         job.seated = False
         self._count(job, run.clocked(entry, now_s), reused=0)
         if self._concluded(job, run, paused=True):
-            self._stage.requeue(job)
+            self._queue.requeue(job)
         if not run.jobs and live.running is run:
             live.abort(run)
 
@@ -384,7 +393,7 @@ class RequestRunner:
         job = run.seats[entry]
         if job is None or (run.stopping and job.state is not _S.GENERATING):
             return
-        batched = self._stage.n_batch > 1
+        batched = self._settings.n_batch > 1
         # The one state of a batch's callback cannot say whose text is held back: no text may mean
         # that, and must not be taken for a whole character.
         job.token(token_id, data, waiting or (batched and not data))
@@ -405,7 +414,7 @@ class RequestRunner:
 
     def _stop(self, run: EngineRun) -> None:
         """The answer is complete: free the NPU."""
-        live = self._stage.live
+        live = self._slot.live
         if run.pausable and live.quirk("stop_by_pause"):
             live.pause(run)
         else:
@@ -413,8 +422,8 @@ class RequestRunner:
 
     def _interrupt(self, run: EngineRun, job: Job) -> None:
         """Let the run end so that it can go on, with its KV cache kept where that was asked for."""
-        live = self._stage.live
-        if self._stage.n_batch > 1:
+        live = self._slot.live
+        if self._settings.n_batch > 1:
             self._depart(run, job)
         elif self._is_pausable(run, job):
             live.pause(run)
@@ -441,13 +450,13 @@ class RequestRunner:
 
         Otherwise the run is drained; the job may stay paused and is recomputed later.
         """
-        live = self._stage.live
+        live = self._slot.live
         await self.pauses.hold(job)
         if job.state is _S.RESUMING and live.alive and not job.released:
             job.seated = True
             return not self._closed(job) or await self._drained()
         if job.state is _S.RESUMING and not self._closed(job):
-            self._stage.requeue(job)
+            self._queue.requeue(job)
         elif job.over:
             self._closed(job)
         await self._drained()
@@ -456,18 +465,18 @@ class RequestRunner:
     async def _drained(self) -> bool:
         """Drain; an engine that died has nothing to drain. Return False, for short."""
         try:
-            await self._opening.drain()
+            await self._planner.drain()
         except EngineDied:
-            log.info("board %s: the engine died with its paused run", self._stage.board_id)
+            log.info("board %s: the engine died with its paused run", self._settings.board_id)
         return False
 
     # -- the end ------------------------------------------------------------------------------
 
     def _start(self, job: Job) -> None:
         """A run of the job begins, with the version that it is bound to now."""
-        label = self._stage.charge.label(job.ref)
+        label = self._books.obligations.label(job.ref)
         if not job.begun:
-            self._stage.versions.began(label)
+            self._books.versions.began(label)
         job.spans.begin(label, job.generation.tokens)
         job.start()
 
@@ -475,7 +484,7 @@ class RequestRunner:
         """A run of the job has taken so much."""
         job.tally.add(perf, reused)
         if job.spans.label is not None:
-            self._stage.versions.ran(job.spans.label, perf.decode_tokens, perf.decode_ms)
+            self._books.versions.ran(job.spans.label, perf.decode_tokens, perf.decode_ms)
 
     def _closed(self, job: Job) -> bool:
         """Settle a job that needs no run any more; return whether it was one."""
@@ -488,13 +497,13 @@ class RequestRunner:
         """Settle the outcome and the figures of a job."""
         if job.outcome is not None:
             return
-        generation, stage = job.generation, self._stage
+        generation = job.generation
         job.unpause(loop_time_s())
         job.waited(loop_time_s())
         used = len(generation.context)
         if job.request.prompt_text is not None:
             used += job.tally.prompt_tokens
-        full = used >= stage.context_len
+        full = used >= self._settings.context_len
         try:
             reason = generation.ended(context_full=full)
         except HookFailed as exc:
@@ -503,7 +512,7 @@ class RequestRunner:
         usage = job.tally.usage(generation.tokens, generation.reasoning.tokens)
         timings = job.tally.timings()
         if job.tally.runs > 0:
-            stage.figures.count(usage, timings)
+            self._books.counters.count(usage, timings)
         spans = job.spans.of(generation.tokens)
         job.end(Finished(reason, usage, timings, spans, generation.stopped_by))
 

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 
 from rkserve.board.answer.kv_plan import Ids, common_prefix
 from rkserve.board.engine.protocol import EntryCommand
-from rkserve.board.run.board_protocol import Stage
 from rkserve.board.run.job import Job
 from rkserve.board.run.loaded_engine import LoadedEngine
+from rkserve.board.run.ports import EngineSlot
+from rkserve.board.run.prompt_caching import PromptCaching
 from rkserve.board.run.run import RunSpec
+from rkserve.board.run.settings import BoardSettings
 from rkserve.core.errors import Misuse, NativeError
 from rkserve.core.messages import Kv
 from rkserve.core.run_params import NEVER_ENDS, Guided, Stepwise
@@ -27,15 +29,15 @@ class RunPlanner:
     and another one be loaded.
     """
 
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
+    def __init__(self, settings: BoardSettings, slot: EngineSlot, caching: PromptCaching) -> None:
+        self._settings, self._slot, self._caching = settings, slot, caching
 
     async def of_one(self, job: Job) -> tuple[LoadedEngine, RunSpec]:
         """Return how the job's next run begins; an adapter is loaded for it if need be.
 
         Raises ``RkserveError``: the adapter's or the named cache's fault, or the engine's.
         """
-        live = self._stage.live
+        live = self._slot.live
         steps = job.request.stepwise
         if live.paused is not None and (steps is not None or job.request.prompt_text is not None):
             await self.drain()  # the ids of the one are not those of the other's context
@@ -61,7 +63,7 @@ class RunPlanner:
         text = job.request.prompt_text
         if text is None:
             return await self._afresh(live, job)
-        await self._stage.caching.park(live)  # what others have said in token ids
+        await self._caching.park(live)  # what others have said in token ids
         prompt, limit = text + job.generation.spoken, job.generation.budget
         entry = EntryCommand(
             ids=job.request.decoder_ids,
@@ -78,7 +80,7 @@ class RunPlanner:
         entries = [EntryCommand(job.generation.context) for job in jobs]
         padding = EntryCommand(entries[0].ids[:1])
         return live, RunSpec(
-            entries=(*entries, *[padding] * (self._stage.n_batch - len(jobs))),
+            entries=(*entries, *[padding] * (self._settings.n_batch - len(jobs))),
             clear=live.context.ids != (),
             origin=jobs[0].origin,
             limit=max(job.generation.budget for job in jobs),
@@ -91,7 +93,7 @@ class RunPlanner:
             EngineHung, EngineDied: the engine failed meanwhile.
             RkserveError: the fresh engine did not load.
         """
-        live = self._stage.live
+        live = self._slot.live
         if live.paused is None:
             return
         try:
@@ -99,11 +101,11 @@ class RunPlanner:
         except Misuse:  # it is not paused, whatever was thought
             live.paused = None
         except NativeError as exc:
-            await self._stage.renew(f"a paused run cannot be ended: {exc}")
+            await self._slot.renew(f"a paused run cannot be ended: {exc}")
 
     async def _afresh(self, live: LoadedEngine, job: Job) -> tuple[LoadedEngine, RunSpec]:
         """Extend the live context, or begin from a prompt cache, or from nothing."""
-        caching = self._stage.caching
+        caching = self._caching
         origin = job.origin  # the engine has this one, whatever the job is bound to meanwhile
         wanted, limit = job.generation.context, job.generation.budget
         history = _keeps_history(live, job)
@@ -121,7 +123,7 @@ class RunPlanner:
                 once=job.request.once,
             )
         if hit is not None and not caching.usable(live):
-            await self._stage.renew("a prompt cache needs a handle without an aborted run")
+            await self._slot.renew("a prompt cache needs a handle without an aborted run")
             live = await self._engine(job)
         else:
             await caching.park(live)
@@ -154,8 +156,8 @@ class RunPlanner:
         plan = live.context.plan(wanted, origin)
         reused = plan.reused if history and not prompt else 0
         if not reused:
-            await self._stage.caching.park(live)
-        file = self._stage.tokenizer_file
+            await self._caching.park(live)
+        file = self._settings.tokenizer_file
         assert file is not None  # or it was refused
         return live, RunSpec(
             entries=(EntryCommand(wanted[reused:]),),
@@ -170,7 +172,7 @@ class RunPlanner:
                 tokenizer=file,
                 sampling=job.request.sampling,
                 wanted=asked,
-                eos=_ends(job, asked, self._stage.eos_ids),
+                eos=_ends(job, asked, self._settings.eos_ids),
                 limit=generation.budget,
                 held=wanted[:reused],
                 said=tuple(generation.token_ids),
@@ -184,9 +186,9 @@ class RunPlanner:
 
         Not where its draws are not those that were asked for, or not all of its tokens are told.
         """
-        sampled = live.facts.per_run_sampling or job.request.sampling == self._stage.sampling
+        sampled = live.facts.per_run_sampling or job.request.sampling == self._settings.sampling
         able = asked.free and sampled and live.quirk("waiting_token_id_valid")
-        wished = self._stage.guided
+        wished = self._settings.guided
         if wished is Guided.AUTO:
             # Steps that keep the context cost one token each, and never have to go back.
             return able and not live.quirk("logits_with_history")
@@ -194,10 +196,9 @@ class RunPlanner:
 
     async def _engine(self, job: Job) -> LoadedEngine:
         """Return an engine that has the job's adapter."""
-        stage = self._stage
         while True:
             ref = job.ref
-            live = stage.live if ref is None else await stage.adapting.ready(stage, ref)
+            live = await self._slot.with_adapter(ref)
             if job.ref == ref:  # else it was bound to another version while that was loaded
                 return live
 

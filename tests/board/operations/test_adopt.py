@@ -97,7 +97,7 @@ async def in_prefill(told: Governed, count: int = 1, **extra: Any) -> list[Liste
     await until(lambda: told.board.report().queued == count)
     await told.release()
     await told.sim.at_gate()
-    busy = clients[: told.board.n_batch]
+    busy = clients[: told.board.settings.n_batch]
     await until(lambda: all(told.state(client) is S.PREFILLING for client in busy))
     return clients
 

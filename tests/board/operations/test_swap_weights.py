@@ -244,7 +244,7 @@ def test_whoever_is_paused_by_its_client_is_not_waited_for_and_goes_on_with_the_
         generation = client.asked.request_id.partition("/")[0]
         await it.board.control(generation, ControlAction.PAUSE)
         await until(lambda: it.told.state(client) is S.PAUSED)
-        await until(lambda: not any(job.pending for job in it.board.jobs.values()))
+        await until(lambda: not any(job.pending for job in it.board.books.jobs.values()))
         it.sim.pace(PACE)
         there = list(client.ids)
         await it.switch("w1", in_flight)

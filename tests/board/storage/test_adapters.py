@@ -338,7 +338,7 @@ def test_what_does_not_fit_on_the_disk_is_refused_before_it_comes(tmp_path: Path
 
 CHILD = textwrap.dedent("""
     import hashlib, pathlib, resource, sys
-    from rkserve.board.storage.adapters import Staged
+    from rkserve.board.storage.adapters import StagedAdapters
     from rkserve.core.desired_state import AdapterVersion
     from rkserve.core.errors import StageFailed
     from rkserve.core.messages import AdapterRef
@@ -348,7 +348,7 @@ CHILD = textwrap.dedent("""
     content = b"x" * (2 << 20)
     digest = hashlib.sha256(content).hexdigest()
     version = AdapterVersion(AdapterRef("a", "1", digest), len(content))
-    staged = Staged(folder, "board-1", "qwen", free=lambda _: 1 << 40)
+    staged = StagedAdapters(folder, "board-1", "qwen", free=lambda _: 1 << 40)
     staged.open()
     staged.begin(version)
     try:

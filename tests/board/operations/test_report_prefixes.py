@@ -165,7 +165,7 @@ def test_after_an_abort_only_what_pays_for_a_load_is_promised(tmp_path: Path) ->
         await bench.board.start()
         try:
             await bench.ask(SHARED)
-            figures = bench.board.figures
+            figures = bench.board.books.counters
             figures.prefill_tokens, figures.prefill_ms = 1000, 2500.0
             assert holdings(bench).park_min == 2 * BLOCK
             bench.board.live.aborted = True

@@ -1,0 +1,190 @@
+"""LoRA adapters of one board: load one into the engine, and try one without serving it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from rkserve.board.answer.kv_plan import Ids
+from rkserve.board.engine.protocol import EntryCommand
+from rkserve.board.rules.loaded_adapters import AdapterReady, RenewEngine
+from rkserve.board.run.loaded_engine import LoadedEngine
+from rkserve.board.run.ports import EngineSlot, RunQueue
+from rkserve.board.run.prompt_caching import PromptCaching
+from rkserve.board.run.run import EngineRun, RunSpec, loop_time_s
+from rkserve.board.run.runner import RequestRunner
+from rkserve.board.run.settings import BoardSettings
+from rkserve.core.desired_state import Probe
+from rkserve.core.errors import AdapterBroken, NativeError, RunFailed
+from rkserve.core.messages import AdapterRef
+from rkserve.core.run_params import EncoderStates, Sampling
+from rkserve.models.adapters import Shelf, open_adapter
+from rkserve.native.runtime import RunEnd
+
+log = logging.getLogger(__name__)
+
+# An adapter is read from flash storage, perhaps a slow card, while the call blocks.
+LOAD_S = 60.0
+
+
+class AdapterLoader:
+    """The adapters of one board as it loads them: those staged there, and the model folder's."""
+
+    def __init__(self, folder: Path | None, staged: Shelf | None = None) -> None:
+        """``folder`` is the model folder. What was ``staged`` on the board goes before it.
+
+        Without either the base model alone is served.
+        """
+        shelves = (staged, None if folder is None else Shelf.of_model(folder))
+        self._shelves = tuple(shelf for shelf in shelves if shelf is not None)
+
+    async def ready(self, slot: EngineSlot, ref: AdapterRef) -> LoadedEngine:
+        """Return the engine of ``slot`` once that holds ``ref`` under its key.
+
+        Raises:
+            AdapterBroken: the file is missing, changed, or refused by the runtime.
+            EngineHung, EngineDied: as any call.
+        """
+        found = await asyncio.to_thread(open_adapter, self._shelves, ref)
+        engine = slot.live
+        need = engine.adapters.need(ref, found.size_bytes)
+        if isinstance(need, AdapterReady):
+            return engine
+        if isinstance(need, RenewEngine):
+            await slot.renew("the memory of adapters is reclaimed")
+            engine = slot.live
+        assert found.path is not None  # on a board an adapter without a file is broken
+        try:
+            await engine.call(
+                "load_adapter", extra_s=LOAD_S, path=str(found.path), name=ref.key, scale=ref.scale
+            )
+        except NativeError as exc:
+            log.warning("adapter %s was refused (%s): %s", found.label, found.path, exc)
+            engine.adapters.refused(ref, str(exc))
+            raise AdapterBroken(found.label, f"the runtime refused it: {exc}") from None
+        engine.adapters.loaded(ref, found.size_bytes)
+        log.info("adapter %s is loaded (%d bytes)", found.label, found.size_bytes)
+        return engine
+
+
+GREEDY = Sampling(temperature=0.0, top_k=1, repeat_penalty=1.0)
+PROBE_TEXT = "Hello"  # in text mode
+
+
+class AdapterProbes:
+    """Tries adapters on one board, whatever that is doing."""
+
+    def __init__(
+        self,
+        settings: BoardSettings,
+        slot: EngineSlot,
+        queue: RunQueue,
+        caching: PromptCaching,
+        runner: RequestRunner,
+    ) -> None:
+        self._settings, self._slot, self._queue = settings, slot, queue
+        self._caching = caching
+        self._runner = runner
+
+    async def load(self, ref: AdapterRef, prompt_ids: Ids, tokens: int) -> Probe:
+        """Load ``ref`` before anything else starts, and let it say up to ``tokens`` tokens.
+
+        What this engine has loaded and tried before is known at once, with ``load_ms`` of 0.
+        Whoever is paused inside the runtime lets go of the board; a run has ``patience_s`` to end,
+        then it is left at a token, and goes on by itself after this. Cancelled, it is withdrawn.
+
+        Raises:
+            AdapterBroken: the file is not what it should be, or the runtime refuses it or its run.
+            BoardFailed: the board is out of order, or the engine failed.
+            BoardAsleep: its model is unloaded.
+        """
+        self._slot.require_open()
+        self._slot.require_awake()
+        known = _known(self._slot.live, ref)
+        if known is not None:
+            return known
+        done = self._queue.schedule(
+            lambda: self._load_and_probe(ref, prompt_ids, tokens), first=True
+        )
+        self._runner.pauses.let_go()
+        try:
+            # What waited before it may begin meanwhile, and has to make way as well.
+            while not (await asyncio.wait({done}, timeout=self._settings.load_patience_s))[0]:
+                self._runner.make_way()
+            return done.result()
+        finally:
+            done.cancel()
+
+    async def _load_and_probe(self, ref: AdapterRef, prompt_ids: Ids, tokens: int) -> Probe:
+        """Load ``ref`` and let it say up to ``tokens`` tokens. Use it while the board is one's own.
+
+        Raises:
+            AdapterBroken: the file is not what it should be, or the runtime refuses it or its run.
+            BoardFailed: the engine failed.
+        """
+        known = _known(self._slot.live, ref)
+        if known is not None:  # somebody else has asked for the same meanwhile
+            return known
+        await self._caching.park(self._slot.live)
+        started_s = loop_time_s()
+        live = await self._slot.with_adapter(ref)
+        load_ms = (loop_time_s() - started_s) * 1e3
+        run, ended_ms, given = await self._run(live, ref, prompt_ids, tokens)
+        decode_ms = ended_ms or run.clocked(0, loop_time_s()).decode_ms
+        speed = given * 1e3 / decode_ms if decode_ms > 0 else 0.0
+        found = live.tried[ref.key] = Probe(self._settings.board_id, ref.key, load_ms, given, speed)
+        return found
+
+    async def _run(
+        self, live: LoadedEngine, ref: AdapterRef, prompt_ids: Ids, tokens: int
+    ) -> tuple[EngineRun, float, int]:
+        """Make a trial run; see ``try_out``. Raises ``AdapterBroken``, ``BoardFailed``."""
+        try:
+            return await try_out(self._settings, live, ref.key, prompt_ids, tokens)
+        except RunFailed as exc:
+            raise AdapterBroken(f"{ref.name}@{ref.version}", exc.reason) from None
+
+
+def _known(live: LoadedEngine, ref: AdapterRef) -> Probe | None:
+    """Return what is known of an adapter that is loaded in this engine and was tried in it."""
+    if not live.alive or ref.key not in live.adapters.keys or ref.key not in live.tried:
+        return None
+    return replace(live.tried[ref.key], load_ms=0.0)
+
+
+async def try_out(
+    settings: BoardSettings, live: LoadedEngine, adapter: str | None, prompt_ids: Ids, tokens: int
+) -> tuple[EngineRun, float, int]:
+    """Make a trial run, with no ids in text mode, of up to ``tokens`` tokens; the board is free.
+
+    Return it, how long the runtime says that decoding took, and how many tokens it gave.
+
+    Raises:
+        RunFailed: the runtime refused it, or gave nothing.
+        EngineHung, EngineDied: as any run.
+    """
+    entry = EntryCommand(prompt_ids) if prompt_ids else EntryCommand(prompt_text=PROBE_TEXT)
+    if settings.encoder is not None:
+        entry = replace(entry, encoder=EncoderStates.zeros(settings.encoder))
+    begin = RunSpec(
+        entries=(entry,) * settings.n_batch,
+        base=prompt_ids,
+        clear=live.context.ids != (),
+        origin=adapter,
+        limit=tokens,
+    )
+
+    def end_in_time(run: EngineRun, *_: object) -> None:
+        if not live.facts.per_run_sampling and len(run.given[0]) >= tokens:
+            live.abort(run)  # this runtime takes no limit
+
+    run, ended = await live.run([None] * settings.n_batch, begin, end_in_time, GREEDY)
+    if ended.end is RunEnd.FAILED:
+        reason = ended.error or f"the runtime returned {ended.return_code}"
+        raise RunFailed(settings.board_id, f"a trial run failed: {reason}")
+    given = min(tokens, len(run.given[0]))
+    if given == 0:
+        raise RunFailed(settings.board_id, "a trial run gave no token")
+    return run, ended.perf.decode_ms, given
