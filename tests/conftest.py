@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from rkserve.core.errors import RkserveError
-from rkserve.native.binding.detect import detect
+from rkserve.native.binding.library import detect
 from rkserve.native.sim.build import RELEASES, ensure_built
 from tests.support.cluster.local_cluster import App, LocalCluster, running_cluster
 

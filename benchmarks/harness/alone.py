@@ -24,9 +24,9 @@ from rkserve.native.runtime import (
     RunEnd,
     RunParams,
     Runtime,
+    SinkAction,
     Step,
     TokenInput,
-    Verdict,
 )
 from rkserve.native.step_params import StepParams
 
@@ -55,13 +55,13 @@ def run(runtime: Runtime, ids: tuple[int, ...], max_tokens: int) -> Exchange:
     content_s: list[float] = []
     tokens = 0
 
-    def sink(step: Step) -> Verdict:
+    def sink(step: Step) -> SinkAction:
         nonlocal tokens
         (piece,) = step
         tokens += 1
         if piece is not None and piece.text:
             content_s.append(time.monotonic())
-        return Verdict.CONTINUE
+        return SinkAction.CONTINUE
 
     params = RunParams(
         (TokenInput(ids),),
@@ -91,13 +91,13 @@ def run_batch(runtime: Runtime, prompts: Sequence[Sequence[int]], max_tokens: in
     steps, first_s, last_s = 0, 0.0, 0.0
     now_s = time.monotonic
 
-    def sink(_step: Step) -> Verdict:
+    def sink(_step: Step) -> SinkAction:
         nonlocal steps, first_s, last_s
         last_s = now_s()
         if not steps:
             first_s = last_s
         steps += 1
-        return Verdict.CONTINUE
+        return SinkAction.CONTINUE
 
     params = RunParams(
         tuple(TokenInput(tuple(ids)) for ids in prompts),
@@ -117,11 +117,11 @@ class Guided:
 
     def __init__(self) -> None:
         from rkserve.native.engine.stepwise import (
-            Steps,  # late, as in an engine: no other case needs it
+            StepwiseRuns,  # late, as in an engine: no other case needs it
         )
 
         self._told: list[tuple[float, bytes]] = []
-        self._steps = Steps(lambda frame: self._told.append((time.monotonic(), frame)))
+        self._steps = StepwiseRuns(lambda frame: self._told.append((time.monotonic(), frame)))
 
     def run(self, runtime: Runtime, command: Json) -> Json:
         """Make one on an empty context; without a guide the library's own."""
@@ -143,9 +143,9 @@ class Guided:
     def _free(self, runtime: Runtime, command: Json) -> list[tuple[float, bytes]]:
         said: list[tuple[float, bytes]] = []
 
-        def sink(step: Step) -> Verdict:
+        def sink(step: Step) -> SinkAction:
             said.append((time.monotonic(), b"" if step[0] is None else step[0].text))
-            return Verdict.CONTINUE
+            return SinkAction.CONTINUE
 
         given = (TokenInput(tuple(command["ids"])),)
         runtime.run(RunParams(given, sampling=GREEDY, max_new_tokens=command["max_tokens"]), sink)
@@ -167,7 +167,7 @@ class Guided:
             (at_s, engine_frames.unpack_token(data)[3])
             for at_s, frame in self._told
             for kind, data in engine_frames.FrameReader().feed(frame)
-            if kind is engine_frames.Kind.TOKEN
+            if kind is engine_frames.FrameKind.TOKEN
         ]
 
 

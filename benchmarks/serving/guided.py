@@ -17,7 +17,7 @@ from rkserve.bench.harness.child import Child, Json, hold
 from rkserve.bench.harness.crew import ANSWER_S
 from rkserve.core.run_params import Guide, GuideKind
 from rkserve.models.vocabulary import Vocabulary
-from rkserve.sampling.grammar import Guides
+from rkserve.sampling.grammar import GrammarCompiler
 
 MAX_TOKENS = 160
 VOCABULARIES = (4_000, 150_000)
@@ -183,7 +183,7 @@ def _pieces(count: int) -> Iterator[bytes]:
 
 def masked(size: int) -> Masked:
     """Follow the grammar over one answer with a vocabulary of this size."""
-    guides, known, eos = Guides(), vocabulary(size), frozenset({0})
+    guides, known, eos = GrammarCompiler(), vocabulary(size), frozenset({0})
     began_s = time.perf_counter()
     guides.follow(Guide(GuideKind.REGEX, "a"), known, eos, ())
     vocabulary_s = time.perf_counter() - began_s

@@ -42,7 +42,7 @@ class HardwareView:
             return cls(ROOT, read_soc(ROOT) or os.uname().machine, is_simulated=False)
         soc = group.simulated.profile.partition("-")[0].upper()
         try:
-            simulated.ensure_tree(folder, soc, simulated.Figures())
+            simulated.ensure_tree(folder, soc, simulated.BoardReadings())
         except (ConfigError, OSError) as exc:
             log.warning("the simulated board's figures cannot be shown: %s", exc)
         return cls(folder, "simulated", is_simulated=True)

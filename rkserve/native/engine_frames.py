@@ -37,7 +37,7 @@ _VECTOR = struct.Struct("<II")  # run id, tokens of the text; then float32 value
 MAX_ENTRIES = 256  # an entry is one byte of a token frame
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame says. Commands go to the engine, events come from it."""
 
     LOAD = 1
@@ -59,7 +59,7 @@ class Kind(IntEnum):
     SCORES = 23
 
 
-def pack(kind: Kind, value: dict[str, Any]) -> bytes:
+def pack(kind: FrameKind, value: dict[str, Any]) -> bytes:
     """Return a JSON frame."""
     payload = json.dumps(value, separators=(",", ":")).encode()
     return _head(len(payload) + 1, kind) + payload
@@ -79,7 +79,7 @@ def unpack(payload: bytes) -> dict[str, Any]:
 def pack_token(run_id: int, entry: int, token_id: int, text: bytes, waiting: bool) -> bytes:
     """Return the frame of one generated token."""
     size = len(text) + _TOKEN_SIZE
-    return _TOKEN.pack(size, Kind.TOKEN, run_id, entry, waiting, token_id) + text
+    return _TOKEN.pack(size, FrameKind.TOKEN, run_id, entry, waiting, token_id) + text
 
 
 def unpack_token(payload: bytes) -> tuple[int, int, int, bytes, bool]:
@@ -96,7 +96,7 @@ def unpack_token(payload: bytes) -> tuple[int, int, int, bytes, bool]:
 def pack_vector(run_id: int, tokens: int, vector: bytes) -> bytes:
     """Return the frame of what a text became. Raises ``FrameCorrupt`` where it is too long."""
     body = _VECTOR.pack(run_id, tokens) + vector
-    return _head(1 + len(body), Kind.VECTOR) + body
+    return _head(1 + len(body), FrameKind.VECTOR) + body
 
 
 def unpack_vector(payload: bytes) -> tuple[int, int, bytes]:
@@ -113,7 +113,7 @@ def pack_picture(run_id: int, picture: Picture) -> bytes:
     Raises ``FrameCorrupt`` where it is too large.
     """
     head = _PICTURE.pack(run_id, picture.width, picture.height)
-    return _head(1 + len(head) + len(picture.pixels), Kind.IMAGE) + head + picture.pixels
+    return _head(1 + len(head) + len(picture.pixels), FrameKind.IMAGE) + head + picture.pixels
 
 
 def pack_embeds(run_id: int, embeds: Embeds) -> bytes:
@@ -122,7 +122,7 @@ def pack_embeds(run_id: int, embeds: Embeds) -> bytes:
     Raises ``FrameCorrupt`` where they are too large.
     """
     head = _EMBEDS.pack(run_id, embeds.rows, embeds.columns)
-    return _head(1 + len(head) + len(embeds.data), Kind.EMBEDS) + head + embeds.data
+    return _head(1 + len(head) + len(embeds.data), FrameKind.EMBEDS) + head + embeds.data
 
 
 def unpack_embeds(payload: bytes) -> tuple[int, Embeds]:
@@ -144,7 +144,7 @@ def pack_encoder(run_id: int, states: EncoderStates) -> bytes:
     shape = states.shape
     head = _ENCODER.pack(run_id, states.tokens, shape.layers, shape.kv_heads, shape.head_dim)
     body = b"".join((head, states.k_cache, states.v_cache, states.mask, states.positions))
-    return _head(1 + len(body), Kind.ENCODER) + body
+    return _head(1 + len(body), FrameKind.ENCODER) + body
 
 
 def unpack_encoder(payload: bytes) -> tuple[int, EncoderStates]:
@@ -179,7 +179,7 @@ def pack_scores(run_id: int, found: Sequence[Scored], *, prompt: bool) -> bytes:
         parts.append(_SCORE.pack(one.logprob, len(one.top)))
         parts += [_LIKELY.pack(*likely) for likely in one.top]
     body = b"".join(parts)
-    return _head(len(body) + 1, Kind.SCORES) + body
+    return _head(len(body) + 1, FrameKind.SCORES) + body
 
 
 def unpack_scores(payload: bytes) -> tuple[int, bool, tuple[Scored, ...]]:
@@ -216,7 +216,7 @@ def pack_run(run_id: int, params: dict[str, Any], entries: Sequence[tuple[int, .
     except OverflowError as exc:
         raise FrameCorrupt("a token id does not fit in 32 bits") from exc
     body = b"".join((_RUN.pack(run_id, len(head), len(entries)), counts, head, *tokens))
-    return _head(1 + len(body), Kind.RUN) + body
+    return _head(1 + len(body), FrameKind.RUN) + body
 
 
 def unpack_run(payload: bytes) -> tuple[int, dict[str, Any], tuple[tuple[int, ...], ...]]:
@@ -247,7 +247,7 @@ class FrameReader:
     def __init__(self) -> None:
         self._pending = bytearray()
 
-    def feed(self, chunk: bytes) -> Iterator[tuple[Kind, bytes]]:
+    def feed(self, chunk: bytes) -> Iterator[tuple[FrameKind, bytes]]:
         """Yield each complete frame as (kind, payload). Raises ``FrameCorrupt``."""
         self._pending += chunk
         start = 0
@@ -264,15 +264,15 @@ class FrameReader:
         del self._pending[:start]
 
 
-def _head(size: int, kind: Kind) -> bytes:
+def _head(size: int, kind: FrameKind) -> bytes:
     # Refused here, where one request fails; the other end could only give up the whole stream.
     if size > MAX_FRAME:
         raise FrameCorrupt(f"a frame of {size} bytes is above the limit of {MAX_FRAME}")
     return _HEAD.pack(size, kind)
 
 
-def _kind(number: int) -> Kind:
+def _kind(number: int) -> FrameKind:
     try:
-        return Kind(number)
+        return FrameKind(number)
     except ValueError:
         raise FrameCorrupt(f"a frame is of the unknown kind {number}") from None

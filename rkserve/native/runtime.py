@@ -24,7 +24,7 @@ class CallState(IntEnum):
     ERROR = 3
 
 
-class Verdict(Enum):
+class SinkAction(Enum):
     """What the sink of a run wants after a token. Stopping is ``abort``, never a verdict."""
 
     CONTINUE = "continue"
@@ -188,7 +188,7 @@ class RunParams:
     save_cache: str | None = None
 
 
-class Mode(Enum):
+class EvaluateMode(Enum):
     """What ``evaluate`` computes for every position of its input."""
 
     HIDDEN = "the last hidden layer"
@@ -215,7 +215,7 @@ class CrossAttention:
     n_tokens: int
 
 
-class Piece(NamedTuple):
+class TokenPiece(NamedTuple):
     """One token as the callback brought it; a tuple, because one is made for every token.
 
     ``text`` holds raw bytes and may end inside a UTF-8 character; it is empty for a token whose
@@ -228,7 +228,7 @@ class Piece(NamedTuple):
 
 
 # What one callback brought: a piece per entry of the batch, None for an entry that has ended.
-Step = tuple[Piece | None, ...]
+Step = tuple[TokenPiece | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ class RunOutcome:
     return_code: int
 
 
-Sink = Callable[[Step], Verdict]
+Sink = Callable[[Step], SinkAction]
 
 
 class Runtime(Protocol):
@@ -308,7 +308,7 @@ class Runtime(Protocol):
     def evaluate(
         self,
         given: RunInput,
-        mode: Mode,
+        mode: EvaluateMode,
         *,
         keep_history: bool = False,
         adapter: str | None = None,

@@ -74,7 +74,7 @@ def _uncompilable(grammar: str) -> str | None:
     return None
 
 
-class Guides:
+class GrammarCompiler:
     """Compiles grammars for the vocabulary of one model; one engine has one."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Guides:
 
     def follow(
         self, guide: Guide, vocabulary: Vocabulary, eos: frozenset[int], said: tuple[int, ...]
-    ) -> Trail:
+    ) -> GrammarMatcher:
         """Return where a grammar stands after what was said.
 
         The first call for a vocabulary takes a second where that is large.
@@ -91,7 +91,9 @@ class Guides:
             StepsRefused: the grammar cannot be used with it, or was not followed.
         """
         tokenizer = self._tokenizer(vocabulary, eos)
-        trail = Trail(LLMatcher(tokenizer, _compiled(guide), log_level=0, limits=_limits()))
+        trail = GrammarMatcher(
+            LLMatcher(tokenizer, _compiled(guide), log_level=0, limits=_limits())
+        )
         for token_id in said:
             trail.take(token_id)
         return trail
@@ -140,7 +142,7 @@ class _Speller:
         return found
 
 
-class Trail:
+class GrammarMatcher:
     """One answer on its way through a grammar."""
 
     def __init__(self, matcher: LLMatcher) -> None:

@@ -12,8 +12,7 @@ import openai
 import pytest
 from PIL import Image
 
-from rkserve.native.sim.encoders import SimEncoder
-from rkserve.native.sim.inputs import pattern
+from rkserve.native.sim.inputs import SimEncoder, pattern
 from tests.support.cluster.local_cluster import App, LocalCluster
 
 pytestmark = pytest.mark.ray

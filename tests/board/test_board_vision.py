@@ -21,8 +21,7 @@ from rkserve.core.messages import Continued, Delta, Finished, FinishReason, Gene
 from rkserve.core.run_params import Picture, Stepwise
 from rkserve.native.runtime import VisionParams
 from rkserve.native.sim.build import ensure_encoder_built
-from rkserve.native.sim.encoders import SimEncoder
-from rkserve.native.sim.inputs import pattern
+from rkserve.native.sim.inputs import SimEncoder, pattern
 from tests.support.boards.board_bench import collect, until
 from tests.support.boards.fakes import run_loop
 from tests.support.sim.sim_board import (

@@ -15,7 +15,7 @@ from rkserve.core.messages import Continued, Delta, GenerateRequest, Slot
 from rkserve.core.run_params import EncoderShape, EncoderStates
 from rkserve.local import LocalBoard, open_board
 from rkserve.models.folder import open_model_folder
-from rkserve.native.engine_frames import FrameReader, Kind, pack_encoder, unpack_encoder
+from rkserve.native.engine_frames import FrameKind, FrameReader, pack_encoder, unpack_encoder
 from rkserve.router.service import ServedModel
 from tests.board.test_prompt_embeds import FIT, events_of, safetensors
 from tests.support.boards.engine_desk import Desk
@@ -188,7 +188,7 @@ def given(value: float = 1.0, tokens: int = 2) -> EncoderStates:
 
 def test_a_frame_brings_them_whole_or_not_at_all() -> None:
     ((kind, payload),) = FrameReader().feed(pack_encoder(7, given()))
-    assert (kind, unpack_encoder(payload)) == (Kind.ENCODER, (7, given()))
+    assert (kind, unpack_encoder(payload)) == (FrameKind.ENCODER, (7, given()))
     for cut in (b"", payload[:8], payload[:-1], payload + b"x"):
         with pytest.raises(FrameCorrupt):
             unpack_encoder(cut)

@@ -21,7 +21,7 @@ from rkserve.core.messages import Continued, Delta, GenerateRequest, Slot
 from rkserve.core.run_params import Embeds
 from rkserve.local import LocalBoard, open_board
 from rkserve.models.folder import open_model_folder
-from rkserve.native.engine_frames import FrameReader, Kind, pack_embeds, unpack_embeds
+from rkserve.native.engine_frames import FrameKind, FrameReader, pack_embeds, unpack_embeds
 from rkserve.native.sim.inputs import embeddings
 from rkserve.router.service import ServedModel
 from tests.support.boards.fake_boards import accepted, finished
@@ -131,7 +131,7 @@ def test_what_is_accepted_fits_a_frame() -> None:
     rows = MAX_TENSOR_BYTES // 4 // HIDDEN
     sent = Embeds(rows, HIDDEN, bytes(rows * HIDDEN * 4))
     ((kind, payload),) = FrameReader().feed(pack_embeds(3, sent))
-    assert (kind, unpack_embeds(payload)) == (Kind.EMBEDS, (3, sent))
+    assert (kind, unpack_embeds(payload)) == (FrameKind.EMBEDS, (3, sent))
 
 
 # -- bodies ---------------------------------------------------------------------------------------

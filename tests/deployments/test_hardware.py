@@ -10,7 +10,7 @@ from rkserve.native.sim import telemetry
 
 
 def view(root: Path) -> HardwareView:
-    telemetry.ensure_tree(root, "RK3588", telemetry.Figures())
+    telemetry.ensure_tree(root, "RK3588", telemetry.BoardReadings())
     return HardwareView(root, "simulated", is_simulated=True)
 
 

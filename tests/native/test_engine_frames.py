@@ -12,23 +12,23 @@ from hypothesis import strategies as st
 from rkserve.core.errors import FrameCorrupt
 from rkserve.core.run_params import Scored
 from rkserve.native import engine_frames
-from rkserve.native.engine_frames import FrameReader, Kind
+from rkserve.native.engine_frames import FrameKind, FrameReader
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 RUN_ID = st.integers(0, 2**32 - 1)
 ENTRY = st.integers(0, engine_frames.MAX_ENTRIES - 1)
-PACKED_KINDS = {Kind.RUN, Kind.TOKEN, Kind.SCORES}
-JSON_KINDS = st.sampled_from(sorted(set(Kind) - PACKED_KINDS))
+PACKED_KINDS = {FrameKind.RUN, FrameKind.TOKEN, FrameKind.SCORES}
+JSON_KINDS = st.sampled_from(sorted(set(FrameKind) - PACKED_KINDS))
 JSON = st.dictionaries(st.text(max_size=5), st.one_of(st.text(max_size=20), INT32, st.none()))
 Token = tuple[int, int, int, bytes, bool]
 
 
-def read(data: bytes) -> list[tuple[Kind, bytes]]:
+def read(data: bytes) -> list[tuple[FrameKind, bytes]]:
     return list(FrameReader().feed(data))
 
 
 @given(kind=JSON_KINDS, value=JSON)
-def test_a_json_frame_comes_back(kind: Kind, value: dict[str, object]) -> None:
+def test_a_json_frame_comes_back(kind: FrameKind, value: dict[str, object]) -> None:
     [(found, payload)] = read(engine_frames.pack(kind, value))
     assert (found, engine_frames.unpack(payload)) == (kind, value)
 
@@ -39,7 +39,7 @@ TOKEN = st.tuples(RUN_ID, ENTRY, INT32, st.binary(max_size=50), st.booleans())
 @given(token=TOKEN)
 def test_a_token_comes_back(token: Token) -> None:
     [(kind, payload)] = read(engine_frames.pack_token(*token))
-    assert (kind, engine_frames.unpack_token(payload)) == (Kind.TOKEN, token)
+    assert (kind, engine_frames.unpack_token(payload)) == (FrameKind.TOKEN, token)
 
 
 LOGPROB = st.floats(-9999, 0)
@@ -49,7 +49,10 @@ SCORED = st.builds(Scored, LOGPROB, st.lists(st.tuples(INT32, LOGPROB), max_size
 @given(run_id=RUN_ID, found=st.lists(SCORED, max_size=5).map(tuple), prompt=st.booleans())
 def test_logprobs_come_back(run_id: int, found: tuple[Scored, ...], prompt: bool) -> None:
     [(kind, payload)] = read(engine_frames.pack_scores(run_id, found, prompt=prompt))
-    assert (kind, engine_frames.unpack_scores(payload)) == (Kind.SCORES, (run_id, prompt, found))
+    assert (kind, engine_frames.unpack_scores(payload)) == (
+        FrameKind.SCORES,
+        (run_id, prompt, found),
+    )
 
 
 @pytest.mark.parametrize("size", [0, 6, 12, 25, 30])
@@ -68,7 +71,7 @@ def test_a_run_comes_back(
     run_id: int, params: dict[str, object], entries: tuple[tuple[int, ...], ...]
 ) -> None:
     [(kind, payload)] = read(engine_frames.pack_run(run_id, params, entries))
-    assert (kind, engine_frames.unpack_run(payload)) == (Kind.RUN, (run_id, params, entries))
+    assert (kind, engine_frames.unpack_run(payload)) == (FrameKind.RUN, (run_id, params, entries))
 
 
 @given(
@@ -94,8 +97,10 @@ def head(size: int, kind: int) -> bytes:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        pytest.param(head(0, Kind.BEAT), "claims 0 bytes", id="no kind"),
-        pytest.param(head(engine_frames.MAX_FRAME + 1, Kind.BEAT), "claims", id="an absurd length"),
+        pytest.param(head(0, FrameKind.BEAT), "claims 0 bytes", id="no kind"),
+        pytest.param(
+            head(engine_frames.MAX_FRAME + 1, FrameKind.BEAT), "claims", id="an absurd length"
+        ),
         pytest.param(head(1, 99), "unknown kind 99", id="an unknown kind"),
         pytest.param(b"I rkllm: hello from the library\n", "claims", id="text in the stream"),
     ],
@@ -173,4 +178,4 @@ def test_the_byte_layout_is_what_the_module_says() -> None:
     assert run == (
         b"\x23\0\0\0\x02\x07\0\0\0\x02\0\0\0\x03\0\0\0" + counts + b"{}\x05\0\0\0\x06\0\0\0"
     )
-    assert engine_frames.pack(Kind.STOP, {}) == b"\x03\0\0\0\x04{}"
+    assert engine_frames.pack(FrameKind.STOP, {}) == b"\x03\0\0\0\x04{}"

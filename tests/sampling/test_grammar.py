@@ -16,7 +16,7 @@ from rkserve.core.errors import RequestError, StepsRefused
 from rkserve.core.run_params import Guide, GuideKind
 from rkserve.models.vocabulary import Vocabulary
 from rkserve.sampling.finite_schemas import is_endless
-from rkserve.sampling.grammar import Guides, check_guide
+from rkserve.sampling.grammar import GrammarCompiler, check_guide
 from rkserve.sampling.trial_limits import MAX_CHARS
 from tests.support.values.grammar_walk import (
     END,
@@ -280,11 +280,11 @@ def test_an_answer_that_has_left_its_grammar_cannot_go_on() -> None:
 
 def test_an_end_that_is_no_token_is_a_refusal() -> None:
     with pytest.raises(StepsRefused, match="vocabulary"):
-        Guides().follow(regex("a"), VOCABULARY, frozenset({10**6}), ())
+        GrammarCompiler().follow(regex("a"), VOCABULARY, frozenset({10**6}), ())
 
 
 def test_a_vocabulary_of_another_model_is_another_one() -> None:
-    guides, other = Guides(), Vocabulary((b"b", b"a", b"<end>"), frozenset({2}))
+    guides, other = GrammarCompiler(), Vocabulary((b"b", b"a", b"<end>"), frozenset({2}))
     for vocabulary, end, letter in ((VOCABULARY, END, IDS[b"a"]), (other, 2, 1)):
         trail = guides.follow(regex("a+"), vocabulary, frozenset({end}), ())
         assert trail.allowed()[letter]

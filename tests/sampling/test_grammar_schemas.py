@@ -24,8 +24,8 @@ from rkserve.api.parsing.grammar import Named
 from rkserve.core.errors import RequestError, StepsRefused
 from rkserve.core.run_params import Guide, Sampling, Stepwise
 from rkserve.native import engine_frames
-from rkserve.native.engine.stepwise import Steps
-from rkserve.native.engine_frames import FrameReader, Kind
+from rkserve.native.engine.stepwise import StepwiseRuns
+from rkserve.native.engine_frames import FrameKind, FrameReader
 from rkserve.native.runtime import Matrix, Runtime
 from rkserve.native.step_params import StepParams
 from rkserve.router.grammar_check import Guiding
@@ -75,7 +75,7 @@ class Found:
         self.wrong += [(number, one) for one in wrong]
 
 
-def said(steps: Steps, told: list[bytes], guide: Guide, seed: int) -> tuple[str, bool]:
+def said(steps: StepwiseRuns, told: list[bytes], guide: Guide, seed: int) -> tuple[str, bool]:
     """Follow a grammar as an engine does; return the text, and whether it came to its end."""
     told.clear()
     params = StepParams(TOKENS, ANY, Stepwise(seed, guide=guide), EOS, LONGEST)
@@ -84,7 +84,7 @@ def said(steps: Steps, told: list[bytes], guide: Guide, seed: int) -> tuple[str,
     tokens = [
         engine_frames.unpack_token(data)
         for kind, data in FrameReader().feed(b"".join(told))
-        if kind is Kind.TOKEN
+        if kind is FrameKind.TOKEN
     ]
     text = b"".join(one[3] for one in tokens).decode("utf-8", "replace")
     return text, len(tokens) < LONGEST or tokens[-1][2] in EOS
@@ -126,7 +126,7 @@ def flaw(text: str, schema: Any) -> str | None:
 async def tried(found: Found, chosen: list[tuple[int, Any]]) -> None:
     """Try each, and follow what was accepted."""
     guiding, told = Guiding(), list[bytes]()
-    steps = Steps(told.append)
+    steps = StepwiseRuns(told.append)
     try:
         for number, schema in chosen:
             try:

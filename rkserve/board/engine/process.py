@@ -35,7 +35,7 @@ from rkserve.core.errors import (
     ReleaseRefused,
 )
 from rkserve.native import engine_frames
-from rkserve.native.engine_frames import Kind
+from rkserve.native.engine_frames import FrameKind
 from rkserve.native.runtime import Perf, RunEnd
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class EngineProcess:
             "quirks": dict(spec.quirks),
             "pin_cpus": list(spec.pin_cpus),
         }
-        self._send(engine_frames.pack(Kind.LOAD, command))
+        self._send(engine_frames.pack(FrameKind.LOAD, command))
         timeout_s = spec.load_timeout_s + spec.fence_timeout_s
         await asyncio.wait(
             (self._loaded, self.died),
@@ -191,7 +191,9 @@ class EngineProcess:
     def call(self, method: str, **args: Any) -> asyncio.Future[Any]:
         """Make one call of the runtime; see ``Engine``."""
         call_id = next(self._call_ids)
-        frame = engine_frames.pack(Kind.CALL, {"call_id": call_id, "method": method, "args": args})
+        frame = engine_frames.pack(
+            FrameKind.CALL, {"call_id": call_id, "method": method, "args": args}
+        )
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if self._ask(frame, future):
             self._calls[call_id] = future
@@ -209,11 +211,11 @@ class EngineProcess:
 
     def pause(self, run_id: int) -> None:
         """Ask the run to pause at its next token; see ``Engine``."""
-        self._send(engine_frames.pack(Kind.PAUSE, {"run_id": run_id}))
+        self._send(engine_frames.pack(FrameKind.PAUSE, {"run_id": run_id}))
 
     def abort(self, run_id: int) -> None:
         """Ask for the run's end; returns at once."""
-        self._send(engine_frames.pack(Kind.ABORT, {"run_id": run_id}))
+        self._send(engine_frames.pack(FrameKind.ABORT, {"run_id": run_id}))
 
     def silent_s(self) -> float:
         """Seconds since the last frame."""
@@ -221,7 +223,7 @@ class EngineProcess:
 
     async def stop(self) -> None:
         """End an engine without a run in order: destroy, then exit; by force after 5 s."""
-        self._send(engine_frames.pack(Kind.STOP, {}))
+        self._send(engine_frames.pack(FrameKind.STOP, {}))
         if not await self._gone(5.0):
             await self.kill()
 
@@ -258,25 +260,25 @@ class EngineProcess:
         await self._pipe.over
         self._bury(await self._epitaph())
 
-    def _dispatch(self, kind: Kind, payload: bytes) -> None:
-        if kind is Kind.TOKEN:
+    def _dispatch(self, kind: FrameKind, payload: bytes) -> None:
+        if kind is FrameKind.TOKEN:
             run_id, entry, token_id, text, waiting = engine_frames.unpack_token(payload)
             if run_id in self._runs:
                 self._runs[run_id][0](entry, token_id, text, waiting)
-        elif kind is Kind.VECTOR:
+        elif kind is FrameKind.VECTOR:
             self._note_vector(*engine_frames.unpack_vector(payload))
-        elif kind is Kind.SCORES:
+        elif kind is FrameKind.SCORES:
             run_id, prompt, found = engine_frames.unpack_scores(payload)
             on_scores = self._runs[run_id][1] if run_id in self._runs else None
             if on_scores is not None:
                 on_scores(prompt, found)
-        elif kind is Kind.ENDED:
+        elif kind is FrameKind.ENDED:
             self._end(engine_frames.unpack(payload))
-        elif kind is Kind.RESULT:
+        elif kind is FrameKind.RESULT:
             self._answer(engine_frames.unpack(payload))
-        elif kind is Kind.LOADED and not self._loaded.done():
+        elif kind is FrameKind.LOADED and not self._loaded.done():
             self._loaded.set_result(EngineFacts(**engine_frames.unpack(payload)))
-        elif kind is Kind.LOAD_FAILED:
+        elif kind is FrameKind.LOAD_FAILED:
             loop = asyncio.get_running_loop()
             loop.call_later(WORDS_LAG_S, self._refuse, engine_frames.unpack(payload))
 

@@ -17,7 +17,7 @@ from rkserve.native.runtime import LoadParams, Perf, RunEnd, VisionParams
 from rkserve.native.step_params import StepParams
 
 # What a run gives for every token: entry of the batch, token id, text, and whether the library
-# still holds text back (``waiting``). See ``Piece``.
+# still holds text back (``waiting``). See ``TokenPiece``.
 OnToken = Callable[[int, int, bytes, bool], None]
 # What a run of single steps gives before a token, or of its prompt (True): logprobs.
 OnScores = Callable[[bool, tuple[Scored, ...]], None]

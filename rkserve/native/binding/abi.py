@@ -18,9 +18,9 @@ from rkserve.native.binding.inputs import c_floats, c_ints, c_path, c_string, ma
 from rkserve.native.releases import Abi
 from rkserve.native.runtime import (
     CrossAttention,
+    EvaluateMode,
     Image,
     LoadParams,
-    Mode,
     MultimodalInput,
     RunInput,
     RunParams,
@@ -30,7 +30,7 @@ _IMAGE_TAGS = ("img_start", "img_end", "img_content")
 
 
 @dataclass(frozen=True, slots=True)
-class Callbacks:
+class CallbackPointers:
     """What C may call of ours. The last two are NULL where the model needs no help."""
 
     on_result: Any
@@ -74,7 +74,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def init(
-        self, library: Any, handle: Any, param: Any, callbacks: Callbacks, keep: list[Any]
+        self, library: Any, handle: Any, param: Any, callbacks: CallbackPointers, keep: list[Any]
     ) -> int:
         """Call ``rkllm_init`` the way this interface wants it."""
 
@@ -86,15 +86,17 @@ class Dialect(ABC):
     def _put_media(self, target: Any, given: MultimodalInput, keep: list[Any]) -> None:
         """Put the image, or what else there is, into a RKLLMMultiModalInput of zeros."""
 
-    def infer_params(self, library: Any, run: RunParams, mode: Mode | None, keep: list[Any]) -> Any:
+    def infer_params(
+        self, library: Any, run: RunParams, mode: EvaluateMode | None, keep: list[Any]
+    ) -> Any:
         """Return how one run is to be done. Its adapter is said every time; NULL is the base."""
         ffi = self.ffi
         infer = ffi.new("RKLLMInferParam *")
         keep.append(infer)
         infer.mode = {
             None: library.RKLLM_INFER_GENERATE,
-            Mode.HIDDEN: library.RKLLM_INFER_GET_LAST_HIDDEN_LAYER,
-            Mode.LOGITS: library.RKLLM_INFER_GET_LOGITS,
+            EvaluateMode.HIDDEN: library.RKLLM_INFER_GET_LAST_HIDDEN_LAYER,
+            EvaluateMode.LOGITS: library.RKLLM_INFER_GET_LOGITS,
         }[mode]
         infer.keep_history = int(run.keep_history)
         if run.adapter is not None:
@@ -145,7 +147,7 @@ class _Dialect12(Dialect):
         return param
 
     def init(
-        self, library: Any, handle: Any, param: Any, callbacks: Callbacks, keep: list[Any]
+        self, library: Any, handle: Any, param: Any, callbacks: CallbackPointers, keep: list[Any]
     ) -> int:
         keep.append(callbacks)
         return int(library.rkllm_init(handle, param, callbacks.on_result))
@@ -174,7 +176,7 @@ class _Dialect13(Dialect):
         return param
 
     def init(
-        self, library: Any, handle: Any, param: Any, callbacks: Callbacks, keep: list[Any]
+        self, library: Any, handle: Any, param: Any, callbacks: CallbackPointers, keep: list[Any]
     ) -> int:
         struct = self.ffi.new(
             "RKLLMCallback *",

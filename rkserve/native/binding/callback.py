@@ -9,14 +9,93 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from rkserve.core.errors import CallFailed, Misuse
 from rkserve.native.binding.handle import Handle
-from rkserve.native.binding.run import Run, perf_of
 from rkserve.native.handle_states import TRANSITIONS, HandleEvent, HandleState, advance
-from rkserve.native.runtime import CallState, Matrix, Mode, Piece, RunEnd, RunOutcome, Step, Verdict
+from rkserve.native.runtime import (
+    CallState,
+    EvaluateMode,
+    Matrix,
+    Perf,
+    RunEnd,
+    RunOutcome,
+    RunParams,
+    Sink,
+    SinkAction,
+    Step,
+    TokenPiece,
+)
+
+Ended = Callable[[RunOutcome | BaseException], None]
+
+
+@dataclass(slots=True, eq=False)
+class NativeRun:
+    """One run for as long as the library can see it, or may resume it.
+
+    Written by the thread in the callback, except for ``abort_wanted`` and ``abort_owed``. What only
+    an asynchronous run has: ``ended``, a list that whoever tells the end empties first, so that it
+    is told once; ``told``; and ``quiet``, the tokens and the time of a look that found it silent.
+    """
+
+    userdata: Any  # a number: a stale pointer could not be told apart
+    params: RunParams
+    sink: Sink
+    mode: EvaluateMode | None = None  # what is evaluated; None generates
+    last: bool = False  # of what is evaluated only the last row is wanted
+    ended: list[Ended] | None = None
+    keep: list[Any] = field(default_factory=list)  # what C points to
+    tokens: int = 0
+    inside: int | None = None  # the thread that is in the sink
+    pausing: bool = False  # the callback returns 1, or has just done so
+    paused_on: tuple[int, ...] = ()  # the ids of the step that paused it, one per entry
+    abort_wanted: bool = False
+    abort_owed: bool = False  # the library may not have noticed: tell it at the next token
+    abort_made: bool = False  # the library was told
+    finished: bool = False
+    error: bool = False
+    perf: Perf = field(default_factory=Perf)
+    matrix: Matrix | None = None
+    failure: BaseException | None = None
+    told: bool = False
+    quiet: tuple[int, float] | None = None
+
+    @property
+    def silent(self) -> bool:
+        """Whether the library never called back, so that it may not have begun."""
+        return not (self.tokens or self.finished or self.error)
+
+    def end(self, code: int) -> RunEnd:
+        """Say how the run ended, from what the library showed."""
+        if self.error:
+            return RunEnd.FAILED
+        if self.mode is not None:
+            # FINISH was seen not to come in these modes: such a run is over when it returns.
+            return RunEnd.FINISHED if code == 0 else RunEnd.FAILED
+        if self.finished:
+            # What an aborted run returns is nowhere documented; its FINISH is.
+            return RunEnd.FINISHED if code == 0 or self.abort_wanted else RunEnd.FAILED
+        if self.pausing:
+            return RunEnd.PAUSED
+        # Without FINISH a run was refused or cut off, whatever it returned.
+        return RunEnd.FINISHED if self.abort_wanted and code == 0 else RunEnd.FAILED
+
+
+def perf_of(result: Any) -> Perf:
+    """Return the figures of a FINISH callback, which speaks of a whole batch in entry 0."""
+    perf = result.perf
+    return Perf(
+        prefill_ms=perf.prefill_time_ms,
+        prefill_tokens=perf.prefill_tokens,
+        decode_ms=perf.generate_time_ms,
+        decode_tokens=perf.generate_tokens,
+        memory_mb=perf.memory_usage_mb,
+    )
+
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +116,7 @@ _END_EVENTS = {
 _FLOAT = 4
 
 
-class Callback:
+class ResultCallback:
     """The side of one handle that C and aborting threads see."""
 
     def __init__(self, handle: Handle, release: str, quirks: Mapping[str, bool]) -> None:
@@ -45,7 +124,7 @@ class Callback:
         self._ffi = handle.ffi
         self.handle_state = HandleState.UNLOADED
         self.n_batch = 1
-        self.run: Run | None = None
+        self.run: NativeRun | None = None
         self.failure: BaseException | None = None  # of a callback outside of a run
         self.late = 0
         # Held over an abort, and by the end of a run: no abort may hit an idle handle.
@@ -72,12 +151,12 @@ class Callback:
 
     # -- calls of the owner -------------------------------------------------------------------
 
-    def begin(self, run: Run, started: HandleState) -> None:
+    def begin(self, run: NativeRun, started: HandleState) -> None:
         """Let the library have ``run``: an abort from now on is for it."""
         with self._abort_lock:  # an abort sees both or neither
             self.handle_state, self.run = started, run
 
-    def settle(self, run: Run, code: int) -> RunEnd:
+    def settle(self, run: NativeRun, code: int) -> RunEnd:
         """The library has returned: note where that leaves the handle."""
         end = run.end(code)
         # A resumption that it never began was refused, and the library is still paused.
@@ -123,7 +202,7 @@ class Callback:
         run.failure = run.failure or exc
         run.abort_owed = run.abort_wanted = True
 
-    def tell(self, run: Run) -> bool:
+    def tell(self, run: NativeRun) -> bool:
         """Tell the end of an asynchronous run, if nobody else did or does."""
         try:
             ended = (run.ended or []).pop()
@@ -157,7 +236,7 @@ class Callback:
             self._on_async_end(run)
         return _GO_ON
 
-    def _on_step(self, run: Run, result: Any, *, normal: bool) -> int:
+    def _on_step(self, run: NativeRun, result: Any, *, normal: bool) -> int:
         run.inside = threading.get_ident()
         run.tokens += 1
         run.pausing = False
@@ -166,11 +245,11 @@ class Callback:
         if run.failure is None and (normal or self._waiting_tokens):
             if self.n_batch == 1:
                 text = result.text if normal else None  # WAITING: partial or NULL, and comes again
-                piece = Piece(result.token_id, self._string(text) if text else b"", not normal)
+                piece = TokenPiece(result.token_id, self._string(text) if text else b"", not normal)
                 verdict = run.sink((piece,))
             else:
                 verdict = run.sink(self._step(result, normal=normal))
-            if verdict is Verdict.PAUSE and normal:
+            if verdict is SinkAction.PAUSE and normal:
                 self._grant_pause(run, result)
         # After the lines above, so that an abort either sees `pausing` or is seen here.
         if run.abort_wanted:
@@ -179,17 +258,19 @@ class Callback:
         return _PAUSE if run.pausing else _GO_ON
 
     def _step(self, results: Any, *, normal: bool) -> Step:
-        pieces: list[Piece | None] = []
+        pieces: list[TokenPiece | None] = []
         for entry in range(self.n_batch):
             result = results[entry]
             if result.token_id < 0:  # it has ended, and its text is typically NULL
                 pieces.append(None)
                 continue
             text = result.text if normal else None
-            pieces.append(Piece(result.token_id, self._string(text) if text else b"", not normal))
+            pieces.append(
+                TokenPiece(result.token_id, self._string(text) if text else b"", not normal)
+            )
         return tuple(pieces)
 
-    def _grant_pause(self, run: Run, results: Any) -> None:
+    def _grant_pause(self, run: NativeRun, results: Any) -> None:
         if run.ended is not None:
             raise Misuse("an asynchronous run cannot be paused: the vendor knows of rkllm_run only")
         if run.params.keep_history and not self._quirks["pause_with_history"]:
@@ -205,14 +286,14 @@ class Callback:
         run.paused_on = tuple(results[entry].token_id for entry in range(self.n_batch))
         run.pausing = True
 
-    def _on_rows(self, run: Run, mode: Mode, result: Any) -> int:
+    def _on_rows(self, run: NativeRun, mode: EvaluateMode, result: Any) -> int:
         """Copy what is evaluated. A callback without data may come before; FINISH may never."""
         run.tokens += 1
         if self.handle_state is HandleState.PREFILL:
             self.handle_state = advance(self.handle_state, HandleEvent.TOKEN)
         if run.abort_wanted:
             self._on_abort_wanted(run)
-        if mode is Mode.HIDDEN:
+        if mode is EvaluateMode.HIDDEN:
             layer = result.last_hidden_layer
             start, rows, columns = layer.hidden_states, layer.num_tokens, layer.embd_size
         else:
@@ -227,12 +308,12 @@ class Callback:
             run.matrix = Matrix(kept, columns, data)
         return self._freeing
 
-    def _on_async_end(self, run: Run) -> None:
+    def _on_async_end(self, run: NativeRun) -> None:
         run.inside = threading.get_ident()  # whoever hears of it must not call the library here
         self.tell(run)
         run.inside = None
 
-    def _on_abort_wanted(self, run: Run) -> None:
+    def _on_abort_wanted(self, run: NativeRun) -> None:
         run.pausing = False
         if not run.abort_owed:
             return
@@ -260,12 +341,12 @@ class Callback:
         self._on_abort_wanted(run)
         run.inside = None
 
-    def _abort_from_aside(self, run: Run) -> None:
+    def _abort_from_aside(self, run: NativeRun) -> None:
         with self._abort_lock:
             if self.run is run:
                 self._call_abort(run)
 
-    def _call_abort(self, run: Run) -> None:
+    def _call_abort(self, run: NativeRun) -> None:
         """Make the call. FINISH may still come right after the look: only C could close that."""
         if run.finished or run.error or run.told:
             return  # it is over in the library, if not yet here

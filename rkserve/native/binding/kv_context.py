@@ -15,7 +15,7 @@ from rkserve.native.runtime import RunEnd, RunParams
 
 
 @dataclass(slots=True)
-class LiveContext:
+class KvContext:
     """What runs with ``keep_history`` left in the KV cache."""
 
     filled: bool = False

@@ -14,9 +14,9 @@ from rkserve.native.releases import Abi
 from rkserve.native.runtime import (
     CrossAttention,
     EmbedInput,
+    EvaluateMode,
     Image,
     LoadParams,
-    Mode,
     MultimodalInput,
     PromptInput,
     RunInput,
@@ -180,13 +180,23 @@ def check_resume(params: RunParams, paused: RunParams, *, by_prompt: bool) -> No
 
 
 def check_evaluate(
-    given: RunInput, mode: Mode, n_batch: int, *, keep_history: bool, quirks: Mapping[str, bool]
+    given: RunInput,
+    mode: EvaluateMode,
+    n_batch: int,
+    *,
+    keep_history: bool,
+    quirks: Mapping[str, bool],
 ) -> None:
     """Raise ``Misuse`` where computing rows was seen to fail, or to end the process."""
     if n_batch > 1:
         raise Misuse(f"{mode.value} of a batch cannot be computed")
     tokens = isinstance(given, TokenInput)
-    if mode is Mode.LOGITS and keep_history and tokens and not quirks["logits_with_history"]:
+    if (
+        mode is EvaluateMode.LOGITS
+        and keep_history
+        and tokens
+        and not quirks["logits_with_history"]
+    ):
         raise Misuse("logits of token input with keep_history end the process of the library")
 
 

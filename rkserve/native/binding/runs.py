@@ -13,23 +13,22 @@ from typing import Any, TypeVar
 
 from rkserve.core.errors import CallFailed, Misuse, NothingComputed
 from rkserve.native.binding import preconditions
-from rkserve.native.binding.callback import Callback
+from rkserve.native.binding.callback import Ended, NativeRun, ResultCallback
 from rkserve.native.binding.handle import Handle
-from rkserve.native.binding.kv_context import LiveContext, PromptCache
-from rkserve.native.binding.run import Ended, Run
+from rkserve.native.binding.kv_context import KvContext, PromptCache
 from rkserve.native.handle_states import HandleState
 from rkserve.native.releases import Abi
 from rkserve.native.runtime import (
+    EvaluateMode,
     Matrix,
-    Mode,
     RunEnd,
     RunInput,
     RunOutcome,
     RunParams,
     Sink,
+    SinkAction,
     Step,
     TokenInput,
-    Verdict,
 )
 
 _T = TypeVar("_T")
@@ -43,17 +42,22 @@ _QUIET_S = 0.1
 _LOOK_S = 0.001
 
 
-class Runs:
+class HandleRuns:
     """What is run on one handle, one at a time."""
 
     def __init__(
-        self, handle: Handle, callback: Callback, release: str, abi: Abi, quirks: Mapping[str, bool]
+        self,
+        handle: Handle,
+        callback: ResultCallback,
+        release: str,
+        abi: Abi,
+        quirks: Mapping[str, bool],
     ) -> None:
         self._handle, self._callback = handle, callback
         self._release, self._abi, self._quirks = release, abi, quirks
         self._cookies = count(1)  # never 0: 1.3.0 would replace a NULL userdata
-        self.paused: Run | None = None
-        self.context = LiveContext()
+        self.paused: NativeRun | None = None
+        self.context = KvContext()
         self.cache = PromptCache()
         self.adapters: set[str] = set()
         self.template_emptied = False
@@ -96,7 +100,7 @@ class Runs:
         starts, ends = (ffi.new("int[]", [span[side] for span in ranges]) for side in (0, 1))
         self._handle.call("rkllm_clear_kv_cache", 0, starts, ends)
 
-    def _may_cut(self, paused: Run) -> bool:
+    def _may_cut(self, paused: NativeRun) -> bool:
         return not paused.params.keep_history or self._quirks["clear_range_with_history"]
 
     def _made_room(self) -> bool:
@@ -123,11 +127,11 @@ class Runs:
             adapter=paused.params.adapter,
         )
 
-        def hush(_: Step) -> Verdict:
+        def hush(_: Step) -> SinkAction:
             # Also where the limit did not hold. Once: a second abort might hit an idle handle.
             if run.tokens > int(limited) and not run.abort_wanted:
                 self._callback.abort()
-            return Verdict.CONTINUE
+            return SinkAction.CONTINUE
 
         run = self._prepared(params, hush)
         code, end = self._make(run, started, drained=True)
@@ -138,7 +142,7 @@ class Runs:
     def evaluate(
         self,
         given: RunInput,
-        mode: Mode,
+        mode: EvaluateMode,
         started: HandleState,
         *,
         history: bool,
@@ -207,7 +211,7 @@ class Runs:
             time.sleep(_LOOK_S)
 
     @staticmethod
-    def _quiet_for_good(run: Run) -> bool:
+    def _quiet_for_good(run: NativeRun) -> bool:
         now = time.monotonic()
         if run.quiet is None or run.quiet[0] != run.tokens:
             run.quiet = (run.tokens, now)
@@ -215,7 +219,9 @@ class Runs:
 
     # -- a run from begin to end --------------------------------------------------------------
 
-    def _prepared(self, params: RunParams, sink: Sink, mode: Mode | None = None) -> Run:
+    def _prepared(
+        self, params: RunParams, sink: Sink, mode: EvaluateMode | None = None
+    ) -> NativeRun:
         """Check a run against everything that is known; from here on it can only be made."""
         n_batch, paused = self._callback.n_batch, self.paused
         preconditions.check_run(params, n_batch, self._release, self._abi)
@@ -229,18 +235,20 @@ class Runs:
             preconditions.check_resume(params, paused.params, by_prompt=by_prompt)
             # The library may still look at what the paused run was given, and may call back with
             # either's userdata: one cookie, and everything kept.
-            return Run(paused.userdata, params, sink, keep=[paused.keep])
+            return NativeRun(paused.userdata, params, sink, keep=[paused.keep])
         self.context.check(params)
         if mode is not None or not self.cache.fits(params.adapter):
             self.release_cache()  # rows of reused positions would be missing, or wrong
-        return Run(self._handle.ffi.cast("void *", next(self._cookies)), params, sink, mode)
+        return NativeRun(self._handle.ffi.cast("void *", next(self._cookies)), params, sink, mode)
 
-    def _structs(self, run: Run) -> tuple[Any, Any]:
+    def _structs(self, run: NativeRun) -> tuple[Any, Any]:
         dialect, lib, params, keep = self._handle.dialect, self._handle.lib, run.params, run.keep
         inputs = fitting(lambda: dialect.inputs(lib, params.inputs, keep))
         return inputs, fitting(lambda: dialect.infer_params(lib, params, run.mode, keep))
 
-    def _make(self, run: Run, started: HandleState, *, drained: bool = False) -> tuple[int, RunEnd]:
+    def _make(
+        self, run: NativeRun, started: HandleState, *, drained: bool = False
+    ) -> tuple[int, RunEnd]:
         inputs, infer = self._structs(run)
         self._callback.begin(run, started)
         code, end = -1, RunEnd.FAILED
@@ -250,7 +258,7 @@ class Runs:
             end = self._settle(run, code, drained=drained)
         return code, end
 
-    def _settle(self, run: Run, code: int, *, drained: bool = False) -> RunEnd:
+    def _settle(self, run: NativeRun, code: int, *, drained: bool = False) -> RunEnd:
         end = self._callback.settle(run, code)
         if self.paused is not None and self._refused(end):
             self.paused.keep.append(run.keep)  # the library has seen it
@@ -281,5 +289,5 @@ def fitting(make: Callable[[], _T]) -> _T:
         raise Misuse(f"a value does not fit the library's: {exc}") from exc
 
 
-def _no_sink(_: Step) -> Verdict:
+def _no_sink(_: Step) -> SinkAction:
     raise AssertionError("an evaluation has no sink")

@@ -18,22 +18,20 @@ from typing import Any
 
 from rkserve.core.errors import LoadFailed, Misuse
 from rkserve.native.binding import preconditions
-from rkserve.native.binding.abi import Callbacks, dialect_for
-from rkserve.native.binding.callback import Callback, keep_for_good
-from rkserve.native.binding.detect import detect
-from rkserve.native.binding.handle import Handle
+from rkserve.native.binding.abi import CallbackPointers, dialect_for
+from rkserve.native.binding.callback import Ended, ResultCallback, keep_for_good
+from rkserve.native.binding.handle import Handle, ModelCallbacks
 from rkserve.native.binding.inputs import c_path, c_string
-from rkserve.native.binding.run import Ended
-from rkserve.native.binding.runs import Runs, fitting
-from rkserve.native.binding.tokenizer_hooks import Hooks
+from rkserve.native.binding.library import detect
+from rkserve.native.binding.runs import HandleRuns, fitting
 from rkserve.native.handle_states import HandleEvent, HandleState, advance
 from rkserve.native.quirks import quirks_for
 from rkserve.native.releases import Abi
 from rkserve.native.runtime import (
     CrossAttention,
+    EvaluateMode,
     LoadParams,
     Matrix,
-    Mode,
     RunInput,
     RunOutcome,
     RunParams,
@@ -58,8 +56,8 @@ class Binding:
     def __init__(self, path: Path, release: str, abi: Abi, quirks: Mapping[str, bool]) -> None:
         self._release, self._abi, self._quirks = release, abi, quirks
         self._handle = Handle(path, dialect_for(abi))
-        self._callback = Callback(self._handle, release, quirks)
-        self._runs = Runs(self._handle, self._callback, release, abi, quirks)
+        self._callback = ResultCallback(self._handle, release, quirks)
+        self._runs = HandleRuns(self._handle, self._callback, release, abi, quirks)
         self._owner = threading.Lock()
         # What the library was given until it is given another: by the call that does so.
         self._kept: dict[str, list[Any]] = {}
@@ -110,9 +108,9 @@ class Binding:
             self._cross_attention = params.use_cross_attn
             callback.handle_state = loaded
 
-    def _functions(self, params: LoadParams) -> Callbacks:
-        hooks = Hooks(self._handle.ffi, self._callback.note, params.tokenize, params.embed)
-        functions = Callbacks(self._callback.on_result_c, hooks.tokenize, hooks.embed)
+    def _functions(self, params: LoadParams) -> CallbackPointers:
+        hooks = ModelCallbacks(self._handle.ffi, self._callback.note, params.tokenize, params.embed)
+        functions = CallbackPointers(self._callback.on_result_c, hooks.tokenize, hooks.embed)
         keep_for_good(functions)
         return functions
 
@@ -158,7 +156,7 @@ class Binding:
     def evaluate(
         self,
         given: RunInput,
-        mode: Mode,
+        mode: EvaluateMode,
         *,
         keep_history: bool = False,
         adapter: str | None = None,

@@ -17,9 +17,9 @@ from rkserve.core.run_params import Embeds, Pooling, Sampling
 from rkserve.native.engine.pooling import pooled
 from rkserve.native.runtime import (
     EmbedInput,
+    EvaluateMode,
     Image,
     LoadParams,
-    Mode,
     MultimodalInput,
     PromptInput,
     RunInput,
@@ -116,7 +116,7 @@ def embed(runtime: Runtime, run: RunParams, pooling: Pooling) -> tuple[int, byte
     ids = given.ids if isinstance(given, TokenInput) else None
     # Who knows the ids need not count the rows.
     last = pooling is Pooling.LAST and ids is not None
-    matrix = runtime.evaluate(given, Mode.HIDDEN, adapter=run.adapter, last=last)
+    matrix = runtime.evaluate(given, EvaluateMode.HIDDEN, adapter=run.adapter, last=last)
     tokens = matrix.rows if ids is None else len(ids)
     return tokens, pooled(matrix, pooling, None if ids is None else tokens)
 

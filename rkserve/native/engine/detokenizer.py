@@ -7,7 +7,7 @@ import codecs
 from rkserve.models.vocabulary import Vocabulary
 
 
-class Speech:
+class Detokenizer:
     """What is said with the tokens of one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:

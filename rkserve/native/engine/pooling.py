@@ -11,7 +11,7 @@ from operator import add
 
 from rkserve.core.errors import NothingComputed
 from rkserve.core.run_params import Pooling
-from rkserve.native.runtime import Matrix, Mode
+from rkserve.native.runtime import EvaluateMode, Matrix
 
 _FLOAT = 4
 MAX_BYTES = 12 * 1024 * 1024  # of all positions of a text: they cross to the board in one frame
@@ -28,12 +28,14 @@ def pooled(matrix: Matrix, pooling: Pooling, expected: int | None = None) -> byt
     """
     if pooling is not Pooling.LAST and expected is not None and matrix.rows != expected:
         found = f"it gave {matrix.rows} rows for {expected} tokens"
-        raise NothingComputed(Mode.HIDDEN.value, found)
+        raise NothingComputed(EvaluateMode.HIDDEN.value, found)
     if pooling is Pooling.ALL:
         return _all(matrix)
     vector = _mean(matrix) if pooling is Pooling.MEAN else _row(matrix, pooling)
     if not all(map(math.isfinite, vector)):
-        raise NothingComputed(Mode.HIDDEN.value, "it gave what is no number (NaN or infinite)")
+        raise NothingComputed(
+            EvaluateMode.HIDDEN.value, "it gave what is no number (NaN or infinite)"
+        )
     return vector.tobytes()
 
 
@@ -41,12 +43,15 @@ def _all(matrix: Matrix) -> bytes:
     size = matrix.rows * matrix.columns * _FLOAT
     if size > MAX_BYTES:
         raise NothingComputed(
-            Mode.HIDDEN.value, f"it gave {size} bytes, of which {MAX_BYTES} can be handed on"
+            EvaluateMode.HIDDEN.value,
+            f"it gave {size} bytes, of which {MAX_BYTES} can be handed on",
         )
     values = array("f")
     values.frombytes(memoryview(matrix.data)[:size])
     if not all(map(math.isfinite, values)):
-        raise NothingComputed(Mode.HIDDEN.value, "it gave what is no number (NaN or infinite)")
+        raise NothingComputed(
+            EvaluateMode.HIDDEN.value, "it gave what is no number (NaN or infinite)"
+        )
     return values.tobytes()
 
 

@@ -27,9 +27,8 @@ from rkserve.core.errors import LoadFailed, Misuse, NativeError, RkserveError, S
 from rkserve.core.run_params import Embeds, EncoderStates, Picture, Pooling
 from rkserve.native import engine_frames
 from rkserve.native.engine import commands
-from rkserve.native.engine.frame_writer import Outbox
-from rkserve.native.engine.npu_lock import Fence
-from rkserve.native.engine_frames import Kind
+from rkserve.native.engine.process_io import FrameWriter, NpuLock
+from rkserve.native.engine_frames import FrameKind
 from rkserve.native.releases import ACCEPTED, Abi
 from rkserve.native.runtime import (
     CrossAttention,
@@ -39,13 +38,13 @@ from rkserve.native.runtime import (
     RunOutcome,
     Runtime,
     Sink,
+    SinkAction,
     Step,
-    Verdict,
 )
 
 if TYPE_CHECKING:
-    from rkserve.native.engine.stepwise import Steps
-    from rkserve.native.vision.image_cache import Vision
+    from rkserve.native.engine.stepwise import StepwiseRuns
+    from rkserve.native.vision.image_cache import CachedEncoder
 
 READ_SIZE = 1 << 16
 
@@ -53,7 +52,7 @@ OpenRuntime = Callable[[Path, Mapping[str, bool]], Runtime]
 
 
 class Sender(Protocol):
-    """Where frames go: an ``Outbox``."""
+    """Where frames go: an ``FrameWriter``."""
 
     def put(self, frame: bytes) -> None:
         """Queue a frame, or several in one piece."""
@@ -62,7 +61,7 @@ class Sender(Protocol):
         """Write what is queued, then end."""
 
 
-class Engine:
+class EngineServer:
     """The commands of a board, carried out on one runtime.
 
     ``command`` is for the thread that reads them, ``carry_out`` for the runner.
@@ -71,15 +70,15 @@ class Engine:
     def __init__(self, outbox: Sender, open_runtime: OpenRuntime) -> None:
         self._outbox = outbox
         self._open_runtime = open_runtime
-        self._work: SimpleQueue[tuple[Kind, bytes]] = SimpleQueue()
+        self._work: SimpleQueue[tuple[FrameKind, bytes]] = SimpleQueue()
         self._runtime: Runtime | None = None
-        self._steps: Steps | None = None
-        self._vision: Vision | None = None
+        self._steps: StepwiseRuns | None = None
+        self._vision: CachedEncoder | None = None
         self._pictures: list[tuple[int, Picture]] = []  # of the run that comes next
         self._embeds: list[tuple[int, Embeds]] = []
         self._encoder: list[tuple[int, EncoderStates]] = []
         self._needs_encoder = False  # the model is a decoder with cross-attention
-        self._fence: Fence | None = None  # held until the process ends
+        self._fence: NpuLock | None = None  # held until the process ends
         # Guards the three below: an abort that overtakes its run must keep it from starting, and
         # one that comes late must not hit the next run. The library's callback never takes it.
         self._lock = threading.Lock()
@@ -98,36 +97,36 @@ class Engine:
     def beat(self, interval_s: float) -> None:
         """Tell every ``interval_s`` that this process is alive; never returns."""
         while True:
-            self._outbox.put(engine_frames.pack(Kind.BEAT, {}))
+            self._outbox.put(engine_frames.pack(FrameKind.BEAT, {}))
             time.sleep(interval_s)
 
-    def command(self, kind: Kind, payload: bytes) -> None:
+    def command(self, kind: FrameKind, payload: bytes) -> None:
         """Take a command: what interrupts a run is done at once, the rest waits for the runner."""
-        if kind is Kind.ABORT:
+        if kind is FrameKind.ABORT:
             self._abort(engine_frames.unpack(payload)["run_id"])
-        elif kind is Kind.PAUSE:
+        elif kind is FrameKind.PAUSE:
             self._pause(engine_frames.unpack(payload)["run_id"])
         else:
             self._work.put((kind, payload))
 
-    def carry_out(self, kind: Kind, payload: bytes) -> None:
+    def carry_out(self, kind: FrameKind, payload: bytes) -> None:
         """Do what had to wait for its turn."""
-        if kind is Kind.LOAD:
+        if kind is FrameKind.LOAD:
             self._load(engine_frames.unpack(payload))
-        elif kind is Kind.IMAGE:
+        elif kind is FrameKind.IMAGE:
             self._pictures.append(engine_frames.unpack_picture(payload))
-        elif kind is Kind.EMBEDS:
+        elif kind is FrameKind.EMBEDS:
             self._embeds.append(engine_frames.unpack_embeds(payload))
-        elif kind is Kind.ENCODER:
+        elif kind is FrameKind.ENCODER:
             self._encoder.append(engine_frames.unpack_encoder(payload))
-        elif kind is Kind.RUN:
+        elif kind is FrameKind.RUN:
             self._run(*engine_frames.unpack_run(payload))
             self._pictures.clear()
             self._embeds.clear()
             self._encoder.clear()
-        elif kind is Kind.CALL:
+        elif kind is FrameKind.CALL:
             self._call(engine_frames.unpack(payload))
-        elif kind is Kind.STOP:
+        elif kind is FrameKind.STOP:
             self._stop()
 
     def _abort(self, run_id: int) -> None:
@@ -158,13 +157,13 @@ class Engine:
             started = time.monotonic()
             if command["pin_cpus"]:
                 os.sched_setaffinity(0, command["pin_cpus"])
-            self._fence = Fence(Path(command["fence"]))
+            self._fence = NpuLock(Path(command["fence"]))
             self._fence.take(command["fence_timeout_s"])
             self._runtime = self._open(command)
         except (RkserveError, OSError) as exc:
             kind = type(exc).__name__ if isinstance(exc, NativeError) else "LoadFailed"
             self._outbox.put(
-                engine_frames.pack(Kind.LOAD_FAILED, {"kind": kind, "message": str(exc)})
+                engine_frames.pack(FrameKind.LOAD_FAILED, {"kind": kind, "message": str(exc)})
             )
             return
         facts = {
@@ -174,7 +173,7 @@ class Engine:
             "load_s": time.monotonic() - started,
             "n_batch": command["params"]["n_batch"],
         }
-        self._outbox.put(engine_frames.pack(Kind.LOADED, facts))
+        self._outbox.put(engine_frames.pack(FrameKind.LOADED, facts))
 
     def _open(self, command: dict[str, Any]) -> Runtime:
         runtime = self._open_runtime(Path(command["library"]), command["quirks"])
@@ -207,7 +206,7 @@ class Engine:
             ended = {"end": "failed", "error": str(exc), "refused": True}
         except NativeError as exc:
             ended = {"end": "failed", "error": str(exc)}
-        self._outbox.put(engine_frames.pack(Kind.ENDED, {"run_id": run_id, **ended}))
+        self._outbox.put(engine_frames.pack(FrameKind.ENDED, {"run_id": run_id, **ended}))
 
     def _generate(
         self, run_id: int, params: dict[str, Any], entries: tuple[tuple[int, ...], ...]
@@ -275,12 +274,12 @@ class Engine:
             raise Misuse("a run has images, and the model has no image encoder")
         return self._vision.see(pictures, lambda: run_id in self._aborted)
 
-    def _own_steps(self) -> Steps:
+    def _own_steps(self) -> StepwiseRuns:
         if self._steps is None:
             # Late: what only these runs need would take 20 MB of every engine.
-            from rkserve.native.engine.stepwise import Steps
+            from rkserve.native.engine.stepwise import StepwiseRuns
 
-            self._steps = Steps(self._outbox.put)
+            self._steps = StepwiseRuns(self._outbox.put)
         return self._steps
 
     def _begins(self, run_id: int) -> bool:
@@ -299,10 +298,10 @@ class Engine:
     def _sink(self, run_id: int) -> Sink:
         """Return what hands every token on: the path of each of them, so it is kept short."""
         put, pack_token = self._outbox.put, engine_frames.pack_token
-        go_on, pause = Verdict.CONTINUE, Verdict.PAUSE
+        go_on, pause = SinkAction.CONTINUE, SinkAction.PAUSE
         first = True
 
-        def sink(step: Step) -> Verdict:
+        def sink(step: Step) -> SinkAction:
             nonlocal first
             if first:
                 first = False
@@ -329,7 +328,7 @@ class Engine:
             result["value"] = commands.call(self._loaded(), command["method"], command["args"])
         except NativeError as exc:
             result["error"] = {"kind": type(exc).__name__, "args": exc.args}
-        self._outbox.put(engine_frames.pack(Kind.RESULT, result))
+        self._outbox.put(engine_frames.pack(FrameKind.RESULT, result))
 
     def _stop(self) -> None:
         if self._runtime is not None:
@@ -374,8 +373,8 @@ def main() -> None:
     # The vendor's library prints to stdout: keep the frames' pipe for frames alone.
     frames_fd = os.dup(1)
     os.dup2(2, 1)
-    outbox = Outbox(frames_fd)
-    engine = Engine(outbox, _open_library)
+    outbox = FrameWriter(frames_fd)
+    engine = EngineServer(outbox, _open_library)
     interval_s = float(sys.argv[1])
     threading.Thread(target=engine.beat, args=(interval_s,), name="beat", daemon=True).start()
     try:

@@ -15,11 +15,11 @@ from enum import Enum, auto
 
 from rkserve.core.errors import CallFailed, NativeError, StepsRefused
 from rkserve.native import engine_frames
-from rkserve.native.engine.detokenizer import Speech
-from rkserve.native.runtime import RunEnd, RunParams, Runtime, Step, TokenInput, Verdict
+from rkserve.native.engine.detokenizer import Detokenizer
+from rkserve.native.runtime import RunEnd, RunParams, Runtime, SinkAction, Step, TokenInput
 from rkserve.native.step_params import Ids, StepParams
 from rkserve.sampling.draw import Row, Sampler
-from rkserve.sampling.grammar import Trail
+from rkserve.sampling.grammar import GrammarMatcher
 
 # A run of the library's that brings fewer was not worth its prefill.
 WORTH_TOKENS = 8
@@ -34,7 +34,7 @@ class _Left(Enum):
     STRAYED = auto()  # the next token has to be chosen
 
 
-class Optimist:
+class SpeculativeRun:
     """One run. ``logits`` computes those behind a whole context."""
 
     def __init__(
@@ -44,8 +44,8 @@ class Optimist:
         steps: StepParams,
         *,
         adapter: str | None,
-        trail: Trail,
-        speech: Speech,
+        trail: GrammarMatcher,
+        speech: Detokenizer,
         put: Callable[[bytes], None],
         logits: Callable[[Ids], Row],
     ) -> None:
@@ -143,33 +143,33 @@ class Optimist:
             adapter=self._adapter,
         )
 
-    def _sink(self, step: Step) -> Verdict:
+    def _sink(self, step: Step) -> SinkAction:
         piece = step[0]
         if piece is None:
-            return Verdict.CONTINUE
+            return SinkAction.CONTINUE
         if self._strayed:
-            return Verdict.PAUSE  # it could not pause at once
+            return SinkAction.PAUSE  # it could not pause at once
         if self._ends():
             return self._stop()
         token_id = piece.token_id
         if not self._trail.may_take(token_id, is_end=token_id in self._steps.eos):
             self._strayed = True
-            return Verdict.PAUSE
+            return SinkAction.PAUSE
         self._take(token_id)
         if token_id in self._steps.eos or (
             self._told >= self._limit and self._runtime.per_run_sampling
         ):
-            return Verdict.CONTINUE  # it ends by itself
-        return self._stop() if self._ends() else Verdict.CONTINUE
+            return SinkAction.CONTINUE  # it ends by itself
+        return self._stop() if self._ends() else SinkAction.CONTINUE
 
-    def _stop(self) -> Verdict:
+    def _stop(self) -> SinkAction:
         """End the run: by a pause that is drained where that takes no abort."""
         if self._runtime.quirks["drain_by_limit"]:
-            return Verdict.PAUSE
+            return SinkAction.PAUSE
         if not self._stopped:
             self._stopped = self.aborted = self._dirty = True
             self._runtime.abort()
-        return Verdict.CONTINUE
+        return SinkAction.CONTINUE
 
     def _after_its_end(self) -> _Left:
         """The library has ended its run: by an end that it did not tell, or at a limit."""

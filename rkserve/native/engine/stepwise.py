@@ -22,19 +22,19 @@ from rkserve.core.errors import ConfigError, StepsRefused
 from rkserve.models.vocabulary import Vocabulary, read_vocabulary
 from rkserve.native import engine_frames
 from rkserve.native.engine import commands
-from rkserve.native.engine.detokenizer import Speech
-from rkserve.native.engine.speculative_grammar import Optimist
-from rkserve.native.runtime import Matrix, Mode, Perf, RunEnd, Runtime, TokenInput
+from rkserve.native.engine.detokenizer import Detokenizer
+from rkserve.native.engine.speculative_grammar import SpeculativeRun
+from rkserve.native.runtime import EvaluateMode, Matrix, Perf, RunEnd, Runtime, TokenInput
 from rkserve.native.step_params import Ids, StepParams
 from rkserve.sampling.draw import Allowed, Row, Sampler, score, scores
-from rkserve.sampling.grammar import Guides, Trail
+from rkserve.sampling.grammar import GrammarCompiler, GrammarMatcher
 
 _FLOAT = 4
 _ROWS_A_FRAME = 256  # of logprobs
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class LogitsMemory:
     """Memory for logits, of which the library gives a row for each position, wanted or not.
 
     Where a context can be sent in parts, a part takes so much; where it cannot, all of it may take
@@ -49,7 +49,7 @@ class _Feed:
     """What the library is sent, and the logits that come back."""
 
     def __init__(
-        self, runtime: Runtime, adapter: str | None, room: Room, *, history: bool, size: int
+        self, runtime: Runtime, adapter: str | None, room: LogitsMemory, *, history: bool, size: int
     ) -> None:
         """``size`` is that of the vocabulary. Without ``history`` nothing stays in the KV cache."""
         self._room = room
@@ -88,7 +88,7 @@ class _Feed:
     def _rows(self, ids: Ids, *, last: bool) -> NDArray[np.float32]:
         found: Matrix = self._runtime.evaluate(
             TokenInput(ids),
-            Mode.LOGITS,
+            EvaluateMode.LOGITS,
             keep_history=self._history,
             adapter=self.adapter,
             last=last,
@@ -96,14 +96,14 @@ class _Feed:
         return np.frombuffer(found.data, np.float32).reshape(found.rows, found.columns)
 
 
-class Steps:
+class StepwiseRuns:
     """The stepwise runs of one engine process; ``put`` is where its frames go."""
 
-    def __init__(self, put: Callable[[bytes], None], room: Room | None = None) -> None:
+    def __init__(self, put: Callable[[bytes], None], room: LogitsMemory | None = None) -> None:
         self._put = put
-        self._room = Room() if room is None else room
+        self._room = LogitsMemory() if room is None else room
         self._known: tuple[Path, Vocabulary] | None = None
-        self._guides = Guides()
+        self._guides = GrammarCompiler()
 
     def run(
         self,
@@ -149,7 +149,7 @@ class Steps:
         *,
         limit: int,
         feed: _Feed,
-        trail: Trail,
+        trail: GrammarMatcher,
         left: Callable[[], bool],
     ) -> dict[str, Any]:
         begun_s, first_s = time.monotonic(), list[float]()
@@ -159,8 +159,8 @@ class Steps:
                 first_s.append(time.monotonic())
             self._put(frame)
 
-        speech = Speech(self._vocabulary(steps.tokenizer))
-        run = Optimist(
+        speech = Detokenizer(self._vocabulary(steps.tokenizer))
+        run = SpeculativeRun(
             runtime,
             run_id,
             steps,
@@ -219,7 +219,7 @@ class _Run:
         feed: _Feed,
         put: Callable[[bytes], None],
         *,
-        trail: Trail | None,
+        trail: GrammarMatcher | None,
     ) -> None:
         self._trail = trail
         self._run_id, self._steps, self._feed, self._put = run_id, steps, feed, put
@@ -259,7 +259,7 @@ class _Run:
             ends=steps.eos,
             least=wanted.least,
         )
-        speech, size = Speech(self._vocabulary), len(self._vocabulary)
+        speech, size = Detokenizer(self._vocabulary), len(self._vocabulary)
         told, unsent = 0, list[int]()
         while told < limit:
             token_id = self._only_way()

@@ -1,8 +1,8 @@
-"""What the simulated runtime makes of embeddings: the Python side of embed.c and media.c.
+"""The simulator's arithmetic on embeddings and images, in Python.
 
-It knows the embedding of a token id and the four letters that the simulator sees in a picture, so
-that a caller can feed text as EMBED input, answer the embedding callback, and know beforehand what
-will be said about a picture. It refuses to know about handles and structs.
+It repeats embed.c, media.c and rknn/rknnsim.c: a test computes with it the embedding of a token id,
+the rows that the simulated image encoder makes of pixels, and the four letters that the simulated
+model sees in these rows. It knows no handles and no structs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import functools
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 EMBED_DIM = 64  # floats of a row: SIM_EMBED_DIM in rksim.h
 CROSS_DIM = 128  # floats of a key or a value per token: SIM_CROSS_DIM in addons.h
@@ -60,3 +62,56 @@ def pattern(picture: bytes) -> str:
         digest, letter = divmod(digest, 26)
         letters += chr(ord("A") + letter)
     return letters
+
+
+ENCODER_MAGIC, ENCODER_FORMAT = b"RKSIMRKN", 1
+ENCODER_HEADER = struct.Struct("<8s7I16s")
+
+
+@dataclass(frozen=True, slots=True)
+class SimEncoder:
+    """One simulated encoder: a token for each patch of a square grid, row by row.
+
+    ``encode_ms`` is multiplied by the time scale of the simulated board.
+    """
+
+    width: int
+    height: int
+    tokens: int
+    embed: int = 64  # floats of a row, as the simulated language model takes them
+    n_output: int = 1
+    encode_ms: int = 0
+    platform: str = "any"
+
+    def write(self, file: Path) -> None:
+        """Write the model's file."""
+        sizes = (self.width, self.height, self.tokens, self.embed, self.n_output, self.encode_ms)
+        file.write_bytes(
+            ENCODER_HEADER.pack(ENCODER_MAGIC, ENCODER_FORMAT, *sizes, self.platform.encode())
+        )
+
+    def encoded(self, pixels: bytes) -> bytes:
+        """Return the rows of an image: float32, the outputs of each token one after another."""
+        rows = bytearray()
+        for token in range(self.tokens):
+            digest = self._patch(pixels, token)
+            values = [
+                (_spread(digest ^ _spread(output * 65536 + at)) >> 40) / 8388608 - 1
+                for output in range(self.n_output)
+                for at in range(self.embed)
+            ]
+            rows += struct.pack(f"<{len(values)}f", *values)
+        return bytes(rows)
+
+    def _patch(self, pixels: bytes, token: int) -> int:
+        side = 1
+        while side * side < self.tokens:
+            side += 1
+        row, column = divmod(token, side)
+        digest = token
+        for y in range(row * self.height // side, (row + 1) * self.height // side):
+            first = column * self.width // side
+            for x in range(first, (column + 1) * self.width // side):
+                at = 3 * (y * self.width + x)
+                digest = _spread(digest ^ int.from_bytes(pixels[at : at + 3], "little"))
+        return digest

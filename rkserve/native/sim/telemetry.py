@@ -88,7 +88,7 @@ SOCS: Mapping[str, Soc] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Figures:
+class BoardReadings:
     """What the board shows now. None is the SoC's highest clock, or its usual memory."""
 
     load_percent: tuple[int, ...] = ()  # one per NPU core; none at all is an idle NPU
@@ -107,7 +107,7 @@ class Figures:
     proc_rknpu: bool = False  # the driver was built to show its files under /proc/rknpu too
 
 
-def tree(platform: str, figures: Figures) -> dict[str, str]:
+def tree(platform: str, figures: BoardReadings) -> dict[str, str]:
     """Return every file of the board by its path without the leading slash.
 
     Raises:
@@ -140,7 +140,7 @@ def _soc(platform: str) -> Soc:
     return soc
 
 
-def _check(soc: Soc, figures: Figures) -> None:
+def _check(soc: Soc, figures: BoardReadings) -> None:
     loads = figures.load_percent
     percents = (*loads, figures.ddr_load_percent)
     wrong = [percent for percent in percents if percent not in range(101)]
@@ -162,7 +162,7 @@ def _check(soc: Soc, figures: Figures) -> None:
         raise ConfigError(f"of {total} MB, {figures.available_mb} MB cannot be available")
 
 
-def _driver(soc: Soc, figures: Figures) -> dict[str, str]:
+def _driver(soc: Soc, figures: BoardReadings) -> dict[str, str]:
     """What the rknpu driver shows, in its own formats."""
     loads = figures.load_percent or (0,) * soc.cores
     if soc.cores == 1:
@@ -180,7 +180,7 @@ def _driver(soc: Soc, figures: Figures) -> dict[str, str]:
     }
 
 
-def _devfreq(soc: Soc, figures: Figures) -> dict[str, str]:
+def _devfreq(soc: Soc, figures: BoardReadings) -> dict[str, str]:
     npu_hz = _hertz(figures.npu_mhz, soc.npu_mhz)
     files = _clock(soc.npu, npu_hz, soc.npu_mhz, figures.npu_governor)
     if figures.dmc:
@@ -207,14 +207,14 @@ def _hertz(chosen_mhz: int | None, choices_mhz: Sequence[int]) -> int:
     return (max(choices_mhz) if chosen_mhz is None else chosen_mhz) * MHZ
 
 
-def _meminfo(soc: Soc, figures: Figures) -> str:
+def _meminfo(soc: Soc, figures: BoardReadings) -> str:
     total = figures.memory_mb or soc.memory_mb
     available = total * 3 // 4 if figures.available_mb is None else figures.available_mb
     rows = {"MemTotal:": total, "MemFree:": available, "MemAvailable:": available}
     return "".join(f"{name:<16}{mb * 1024:>8} kB\n" for name, mb in rows.items())
 
 
-def write(root: Path, platform: str, figures: Figures) -> None:
+def write(root: Path, platform: str, figures: BoardReadings) -> None:
     """Write the tree under ``root``, which is new, empty, or was written here before.
 
     Raises:
@@ -242,7 +242,7 @@ def _listed(names: Iterable[str]) -> str:
     return "".join(f"{name}\n" for name in sorted(names))
 
 
-def ensure_tree(root: Path, platform: str, figures: Figures) -> None:
+def ensure_tree(root: Path, platform: str, figures: BoardReadings) -> None:
     """Give a simulated board its tree: one that shows the same board already is left as it is.
 
     A new tree appears whole, also when several boards ask for the same one at once. Its load may
@@ -291,7 +291,7 @@ def show_load(root: Path, platform: str, percent: int) -> None:
         ConfigError: no such platform, no such load, or ``root`` has no NPU to show it.
     """
     soc = _soc(platform)
-    figures = Figures(load_percent=(percent,) * soc.cores)
+    figures = BoardReadings(load_percent=(percent,) * soc.cores)
     _check(soc, figures)
     shown = [root / name for name in LOAD_FILES if (root / name).is_file()]
     if not shown:
@@ -318,7 +318,7 @@ def _remove(root: Path, name: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the tree that the command line describes."""
-    usual = Figures()
+    usual = BoardReadings()
     parser = argparse.ArgumentParser(
         prog="python -m rkserve.native.sim.telemetry",
         description="Write a fake /sys and /proc of a board under a folder.",
@@ -340,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--driver", default=usual.driver, help="version of the rknpu driver")
     parser.add_argument("--proc-rknpu", action="store_true", help="the driver's files in /proc too")
     given = parser.parse_args(argv)
-    figures = Figures(
+    figures = BoardReadings(
         load_percent=tuple(given.load),
         npu_mhz=given.npu_mhz,
         npu_governor=given.npu_governor,

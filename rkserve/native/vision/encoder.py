@@ -29,7 +29,7 @@ _CORES = {1: "RKNN_NPU_CORE_AUTO", 2: "RKNN_NPU_CORE_0_1", 3: "RKNN_NPU_CORE_0_1
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ImageEncoderShape:
     """What an encoder takes, and what it gives: ``tokens`` rows of ``row_floats`` floats."""
 
     width: int
@@ -134,7 +134,7 @@ class RknnEncoder:
             )
         return ".".join(map(str, numbers))
 
-    def _measured(self, model: Path) -> tuple[int, Shape]:
+    def _measured(self, model: Path) -> tuple[int, ImageEncoderShape]:
         """Return how many outputs the model has, and its sizes."""
         counts = self._ffi.new("rknn_input_output_num *")
         self._query("RKNN_QUERY_IN_OUT_NUM", counts)
@@ -148,7 +148,7 @@ class RknnEncoder:
         if len(sizes) != 1 or 0 in (both := sizes.pop()):
             raise LoadFailed(f"the outputs of {model} are not as many rows of floats each")
         tokens, floats = both
-        return counts.n_output, Shape(width, height, tokens, floats * counts.n_output)
+        return counts.n_output, ImageEncoderShape(width, height, tokens, floats * counts.n_output)
 
     def _image_size(self, model: Path) -> tuple[int, int]:
         attr = self._attr("RKNN_QUERY_INPUT_ATTR", 0)

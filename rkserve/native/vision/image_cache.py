@@ -15,7 +15,7 @@ from rkserve.core.errors import LoadFailed
 from rkserve.core.run_params import Picture
 from rkserve.native.releases import ACCEPTED, Abi
 from rkserve.native.runtime import Image, VisionParams
-from rkserve.native.vision.encoder import RknnEncoder, Shape
+from rkserve.native.vision.encoder import ImageEncoderShape, RknnEncoder
 
 NO_TAGS = ("", "", "")
 
@@ -23,13 +23,13 @@ NO_TAGS = ("", "", "")
 class Encoder(Protocol):
     """What makes rows of pixels; see ``RknnEncoder``."""
 
-    shape: Shape
+    shape: ImageEncoderShape
 
     def encode(self, pixels: bytes) -> bytes:
         """Return the rows of one image. Raises ``NativeError``."""
 
 
-class Vision:
+class CachedEncoder:
     """What one engine sees with.
 
     Raises:
@@ -90,7 +90,7 @@ class Vision:
         return rows
 
 
-def open_vision(params: VisionParams, release: str) -> Vision:
+def open_vision(params: VisionParams, release: str) -> CachedEncoder:
     """Load the encoder. Raises ``NativeError``."""
     encoder = RknnEncoder(params.library, params.model, params.cores)
-    return Vision(encoder, params, release)
+    return CachedEncoder(encoder, params, release)

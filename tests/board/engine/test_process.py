@@ -29,7 +29,7 @@ from rkserve.core.errors import (
 )
 from rkserve.core.messages import Delta, Finished, FinishReason, GenerateRequest
 from rkserve.native import engine_frames
-from rkserve.native.engine_frames import Kind
+from rkserve.native.engine_frames import FrameKind
 from rkserve.native.runtime import RunEnd
 from rkserve.native.sim.build import ensure_built
 from tests.support.boards.board_bench import answer, text_of, until
@@ -353,7 +353,9 @@ def test_an_engine_in_the_middle_of_a_run_ends_when_its_stdin_closes(sim: Sim) -
     [
         pytest.param(b"this is no frame at all", b"FrameCorrupt", id="no frames"),
         pytest.param(
-            engine_frames.pack(Kind.LOAD, {}), b"E rkserve: internal error: KeyError", id="a bug"
+            engine_frames.pack(FrameKind.LOAD, {}),
+            b"E rkserve: internal error: KeyError",
+            id="a bug",
         ),
     ],
 )

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from rkserve.board.engine.telemetry import MAX_FILE_BYTES, NPU_NODES, read_soc, read_telemetry
 from rkserve.core.board_report import Hardware
-from rkserve.native.sim.telemetry import SOCS, Figures, tree, write
+from rkserve.native.sim.telemetry import SOCS, BoardReadings, tree, write
 from tests.support.paths import TESTS
 
 DATA = TESTS / "data"
@@ -91,7 +91,9 @@ def test_each_soc_s_tree_is_read(board: str) -> None:
 @pytest.mark.parametrize("platform", SOCS)
 def test_what_the_simulated_board_shows_is_read_back(tmp_path: Path, platform: str) -> None:
     loads = tuple(range(40, 40 + SOCS[platform].cores))
-    figures = Figures(load_percent=loads, npu_celsius=61.5, soc_celsius=61.5, ddr_load_percent=12)
+    figures = BoardReadings(
+        load_percent=loads, npu_celsius=61.5, soc_celsius=61.5, ddr_load_percent=12
+    )
     write(tmp_path, platform, figures)
     found = read_telemetry(tmp_path)
     assert (found.soc, found.npu_load, found.temperature_c) == (platform, loads, 61.5)
@@ -111,7 +113,7 @@ def shape(text: str) -> str:
 @pytest.mark.parametrize("board", EXPECTED)
 def test_the_data_has_the_formats_that_the_writer_writes(board: str) -> None:
     """Neither was recorded; they must at least not contradict each other."""
-    written = tree(board, Figures(proc_rknpu=True, npu_governor="userspace"))
+    written = tree(board, BoardReadings(proc_rknpu=True, npu_governor="userspace"))
     compared = 0
     for name in written.keys() - {"proc/meminfo"}:
         file = DATA / board / name
@@ -127,7 +129,7 @@ def test_the_data_has_the_formats_that_the_writer_writes(board: str) -> None:
 @pytest.fixture
 def board(tmp_path: Path) -> Path:
     """A busy RK3588 of our own, to break."""
-    write(tmp_path / "board", "RK3588", Figures(load_percent=(48, 50, 9)))
+    write(tmp_path / "board", "RK3588", BoardReadings(load_percent=(48, 50, 9)))
     return tmp_path / "board"
 
 
@@ -254,7 +256,7 @@ def test_a_second_source_answers_where_there_is_one(
 
 
 def test_the_npu_is_not_powered_up_to_read_its_clock(board: Path) -> None:
-    write(board, "RK3588", Figures(powered=False))
+    write(board, "RK3588", BoardReadings(powered=False))
     (board / NPU / "cur_freq").unlink()
     found = read_telemetry(board)
     assert found.npu_hz is None
@@ -335,7 +337,7 @@ def test_without_root_the_load_is_unknown_and_a_note_says_so() -> None:
     with TemporaryDirectory() as folder:  # pytest's own is closed to others
         root = Path(folder)
         root.chmod(0o755)
-        write(root / "board", "RK3588", Figures(load_percent=(1, 2, 3)))
+        write(root / "board", "RK3588", BoardReadings(load_percent=(1, 2, 3)))
         debugfs, private = root / "board/sys/kernel/debug", root / "board" / NPU / "cur_freq"
         debugfs.chmod(0)  # the kernel mounts it 0700 and root's
         private.chmod(0)
@@ -413,7 +415,7 @@ ANYTHING = st.one_of(
 @given(data=st.data())
 def test_any_bytes_in_any_file_are_read_without_an_error(data: st.DataObject) -> None:
     platform = data.draw(st.sampled_from(list(SOCS)))
-    files = tree(platform, Figures(proc_rknpu=True))
+    files = tree(platform, BoardReadings(proc_rknpu=True))
     read_ones = sorted(name for name in files if not name.startswith("sys/firmware"))
     bad = data.draw(st.dictionaries(st.sampled_from(read_ones), ANYTHING, min_size=1))
     with TemporaryDirectory() as folder:
@@ -430,7 +432,7 @@ def test_any_bytes_in_any_file_are_read_without_an_error(data: st.DataObject) ->
 def test_a_board_of_nothing_but_one_content_is_read_without_an_error(content: bytes) -> None:
     with TemporaryDirectory() as folder:
         root = Path(folder)
-        for name in tree("RK3588", Figures(proc_rknpu=True)):
+        for name in tree("RK3588", BoardReadings(proc_rknpu=True)):
             path = root / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)

@@ -16,7 +16,7 @@ from rkserve.board.storage.node_slots import claim_slot
 from rkserve.config.serve_config import default_state_dir
 from rkserve.core.durable_files import UnsafeFolder, write_private
 from rkserve.core.errors import LoadFailed
-from rkserve.native.engine.npu_lock import Fence
+from rkserve.native.engine.process_io import NpuLock
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 HOLDER = """
@@ -157,7 +157,7 @@ def test_a_folder_that_others_prepared_is_refused_and_nothing_of_it_changed(
     with pytest.raises(LoadFailed, match=sentence):
         claim_slot(state, "sim", 1)
     with pytest.raises(LoadFailed, match=sentence):
-        Fence(state / "sim-0.slot").take(0.0)
+        NpuLock(state / "sim-0.slot").take(0.0)
     assert precious.read_text() == "not to be truncated"
 
 

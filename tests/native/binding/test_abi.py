@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rkserve.native.binding.abi import dialect_for
-from rkserve.native.binding.detect import SYMBOLS
+from rkserve.native.binding.library import SYMBOLS
 from rkserve.native.releases import ACCEPTED, Abi
 from rkserve.native.runtime import CallState
 from tests.support.paths import PROJECT, TESTS

@@ -99,7 +99,7 @@ def stop_after_8(step):
         runtime.abort()
     elif len(pieces) > 8:
         time.sleep(0.02)  # the abort is asynchronous and this board infinitely fast
-    return Verdict.CONTINUE
+    return SinkAction.CONTINUE
 stopped = runtime.run(run_of(chat("Write 150 tokens")), stop_after_8)
 cut = len(pieces)
 runtime.clear_kv_cache()
@@ -250,10 +250,10 @@ pieces.clear(), told_end.clear()
 def pause(step):
     keep(step)
     if len(pieces) == 4:
-        return Verdict.PAUSE
+        return SinkAction.PAUSE
     if len(pieces) > 4:
         time.sleep(0.02)
-    return Verdict.CONTINUE
+    return SinkAction.CONTINUE
 runtime.run_async(run_of(chat("Write 150 tokens")), pause, ended)
 assert told_end.wait(30)
 pieces.clear()

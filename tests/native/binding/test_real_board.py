@@ -28,7 +28,7 @@ import pytest
 from rkserve.api.common.renderer import Renderer
 from rkserve.core.run_params import Sampling
 from rkserve.models.folder import ModelFolder, open_model_folder
-from rkserve.native.binding.detect import detect
+from rkserve.native.binding.library import detect
 from rkserve.native.binding.runtime import Binding, open_runtime
 from rkserve.native.handle_states import HandleState
 from rkserve.native.releases import ACCEPTED
@@ -38,9 +38,9 @@ from rkserve.native.runtime import (
     RunOutcome,
     RunParams,
     Sink,
+    SinkAction,
     Step,
     TokenInput,
-    Verdict,
 )
 
 pytestmark = pytest.mark.board
@@ -136,13 +136,13 @@ class RealBoard:
         )
         answer = Answer()
 
-        def take(step: Step) -> Verdict:
+        def take(step: Step) -> SinkAction:
             (piece,) = step
             assert piece is not None  # of a batch of one
             answer.came_s.append(time.monotonic())
             answer.ids.append(piece.token_id)
             answer.text += piece.text
-            return sink(step) if sink is not None else Verdict.CONTINUE
+            return sink(step) if sink is not None else SinkAction.CONTINUE
 
         def work() -> Answer:
             if clear:
@@ -286,12 +286,12 @@ def test_an_abort_from_another_thread_ends_the_run_with_finish(
     assert len(whole.ids) > 2 * ABORT_AFTER, "the answer is too short to be aborted"
     enough, tokens = threading.Event(), 0
 
-    def count(_: Step) -> Verdict:
+    def count(_: Step) -> SinkAction:
         nonlocal tokens
         tokens += 1
         if tokens == ABORT_AFTER:
             enough.set()
-        return Verdict.CONTINUE
+        return SinkAction.CONTINUE
 
     running = board.start(prompts(STORY), sink=count)
     assert enough.wait(CALL_S), f"{ABORT_AFTER} tokens did not come within {CALL_S:.0f} s"

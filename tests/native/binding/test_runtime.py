@@ -24,13 +24,13 @@ from rkserve.native.quirks import quirks_for
 from rkserve.native.runtime import (
     LoadParams,
     Perf,
-    Piece,
     PromptInput,
     RunEnd,
     RunOutcome,
     RunParams,
+    SinkAction,
     TokenInput,
-    Verdict,
+    TokenPiece,
 )
 from rkserve.native.runtime import Step as RunStep
 from tests.support.sim.binding_driver import (
@@ -70,12 +70,12 @@ def test_a_run_delivers_every_token_and_the_figures(
     catch = Catch()
     outcome = handle.run(IDS, catch)
     assert catch.pieces == [
-        Piece(1, b"He"),
-        Piece(2, b"\xe4\xbd"),
-        Piece(3, b"", waiting=True),
-        Piece(4, b""),
-        Piece(5, b""),
-        Piece(6, "你".encode()),
+        TokenPiece(1, b"He"),
+        TokenPiece(2, b"\xe4\xbd"),
+        TokenPiece(3, b"", waiting=True),
+        TokenPiece(4, b""),
+        TokenPiece(5, b""),
+        TokenPiece(6, "你".encode()),
     ]
     perf = Perf(prefill_ms=12.5, prefill_tokens=7, decode_ms=30.0, decode_tokens=3, memory_mb=99.0)
     assert outcome == RunOutcome(RunEnd.FINISHED, perf, 0)
@@ -95,11 +95,11 @@ def test_m3_a_sink_that_raises_ends_the_run_and_is_heard_after_it(
     fake.steps(token(1), token(2), UNTIL_ABORT, token(3))
     seen: list[int] = []
 
-    def sink(step: RunStep) -> Verdict:
+    def sink(step: RunStep) -> SinkAction:
         seen.append(ids_of(step)[0])
         if ids_of(step) == [2]:
             raise Sunk
-        return Verdict.CONTINUE
+        return SinkAction.CONTINUE
 
     with pytest.raises(Sunk):
         handle.run(IDS, sink)
@@ -113,7 +113,7 @@ def test_m3_a_sink_that_raises_ends_the_run_and_is_heard_after_it(
 def test_m3_not_even_an_interrupt_unwinds_through_c(
     fake: Fake, handle: Binding, escape: type[BaseException]
 ) -> None:
-    def sink(_: RunStep) -> Verdict:
+    def sink(_: RunStep) -> SinkAction:
         raise escape
 
     fake.steps(token(1), UNTIL_ABORT)
@@ -394,9 +394,9 @@ def test_nothing_else_enters_the_library_during_a_run(
 def test_nothing_enters_the_library_from_within_a_sink(
     fake: Fake, handle: Binding, call: Call
 ) -> None:
-    def sink(_: RunStep) -> Verdict:
+    def sink(_: RunStep) -> SinkAction:
         call(handle)
-        return Verdict.CONTINUE
+        return SinkAction.CONTINUE
 
     fake.steps(token(1), UNTIL_ABORT)
     with pytest.raises(Misuse):
@@ -409,10 +409,10 @@ def test_m5_abort_and_is_running_get_through_while_a_sink_is_busy(
 ) -> None:
     busy, release_sink = threading.Event(), threading.Event()
 
-    def sink(_: RunStep) -> Verdict:
+    def sink(_: RunStep) -> SinkAction:
         busy.set()
         assert release_sink.wait(WAIT_S)
-        return Verdict.CONTINUE
+        return SinkAction.CONTINUE
 
     fake.steps(token(1), UNTIL_ABORT)
     assert handle.is_running() is False
@@ -433,10 +433,10 @@ def test_an_abort_from_the_sink_is_made_where_the_release_allows_it(
     binding = open_runtime(fake.path, {"abort_in_callback": trusted})
     binding.load(load)
 
-    def sink(step: RunStep) -> Verdict:
+    def sink(step: RunStep) -> SinkAction:
         if ids_of(step) == [2]:
             binding.abort()
-        return Verdict.CONTINUE
+        return SinkAction.CONTINUE
 
     fake.steps(token(1), token(2), UNTIL_ABORT)
     assert binding.run(IDS, sink).end is RunEnd.FINISHED
@@ -597,9 +597,9 @@ def test_a_pause_with_history_is_made_where_a_quirk_allows_it(fake: Fake, load: 
 
 
 def test_an_abort_beats_a_pause_of_the_same_token(fake: Fake, handle: Binding) -> None:
-    def sink(_: RunStep) -> Verdict:
+    def sink(_: RunStep) -> SinkAction:
         handle.abort()
-        return Verdict.PAUSE
+        return SinkAction.PAUSE
 
     fake.steps(token(1), UNTIL_ABORT)
     assert handle.run(IDS, sink).end is RunEnd.FINISHED

@@ -26,20 +26,20 @@ from rkserve.native.releases import ACCEPTED, Abi
 from rkserve.native.runtime import (
     CrossAttention,
     EmbedInput,
+    EvaluateMode,
     Image,
     LoadParams,
     Matrix,
-    Mode,
     MultimodalInput,
-    Piece,
     PromptInput,
     RunEnd,
     RunInput,
     RunOutcome,
     RunParams,
     Runtime,
+    SinkAction,
     TokenInput,
-    Verdict,
+    TokenPiece,
     Video,
 )
 from rkserve.native.runtime import Step as RunStep
@@ -173,9 +173,9 @@ def test_m8_a_batch_is_one_array_of_inputs_and_one_of_results(fake: Fake, opened
     assert handle.run(batch(3), catch).end is RunEnd.FINISHED
     assert list(fake.seen.last_ids[0:3]) == [2, 12, 22]
     assert catch.steps == [
-        (Piece(1, b"a"), Piece(101, b"a"), Piece(201, b"a")),
-        (Piece(2, b"x"), None, Piece(202, b"x")),
-        (None, None, Piece(203, b"\xc3")),
+        (TokenPiece(1, b"a"), TokenPiece(101, b"a"), TokenPiece(201, b"a")),
+        (TokenPiece(2, b"x"), None, TokenPiece(202, b"x")),
+        (None, None, TokenPiece(203, b"\xc3")),
     ]
     assert handle.kv_cache_sizes() == (42, 43, 44)
 
@@ -186,8 +186,8 @@ def test_a_waiting_callback_of_a_batch_holds_every_text_back(fake: Fake, opened:
     catch = Catch()
     handle.run(batch(2), catch)
     assert catch.steps == [
-        (Piece(1, b"", waiting=True), Piece(101, b"", waiting=True)),
-        (Piece(2, b""), Piece(102, b"")),
+        (TokenPiece(1, b"", waiting=True), TokenPiece(101, b"", waiting=True)),
+        (TokenPiece(2, b""), TokenPiece(102, b"")),
     ]
 
 
@@ -360,7 +360,7 @@ def test_m4_many_pauses_keep_everything_until_the_last_resumption_ends(
 
 PAUSED_REFUSES: dict[str, Call] = {
     "drain while idle is not this": lambda handle: handle.clear_kv_cache(keep_system_prompt=True),
-    "an evaluation": lambda handle: handle.evaluate(TokenInput((1,)), Mode.LOGITS),
+    "an evaluation": lambda handle: handle.evaluate(TokenInput((1,)), EvaluateMode.LOGITS),
     "an asynchronous run": lambda handle: handle.run_async(IDS, Catch(), print),
     "a resumption that is asynchronous": lambda handle: handle.run_async(
         replace(IDS, resume=True), Catch(), print
@@ -551,14 +551,14 @@ def test_asynchronous_runs_are_misuse_where_they_are_broken(fake: Fake, opened: 
 # -- evaluations ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "number"), [(Mode.HIDDEN, 1), (Mode.LOGITS, 2)])
+@pytest.mark.parametrize(("mode", "number"), [(EvaluateMode.HIDDEN, 1), (EvaluateMode.LOGITS, 2)])
 @pytest.mark.parametrize("shapes", [((3, 4),), ((0, 0), (3, 4), (1, 4))], ids=["once", "thrice"])
 @pytest.mark.parametrize("no_finish", [0, 1], ids=["FINISH", "no FINISH"])
 def test_m9_rows_are_copied_at_normal_and_complete_on_return(
     fake: Fake,
     handle: Binding,
     *,
-    mode: Mode,
+    mode: EvaluateMode,
     number: int,
     shapes: tuple[tuple[int, int], ...],
     no_finish: int,
@@ -580,10 +580,10 @@ def test_only_the_last_row_is_copied_where_that_is_all_that_is_wanted(
     fake: Fake, handle: Binding
 ) -> None:
     fake.rows((0, 0), (3, 4))
-    matrix = handle.evaluate(TokenInput((1, 2, 3)), Mode.HIDDEN, last=True)
+    matrix = handle.evaluate(TokenInput((1, 2, 3)), EvaluateMode.HIDDEN, last=True)
     assert matrix == Matrix(1, 4, floats(*range(8, 12)))
     fake.rows((1, 4))
-    assert handle.evaluate(TokenInput((1,)), Mode.HIDDEN, last=True).rows == 1
+    assert handle.evaluate(TokenInput((1,)), EvaluateMode.HIDDEN, last=True).rows == 1
 
 
 @pytest.mark.parametrize(
@@ -607,7 +607,7 @@ def test_an_evaluation_that_brings_nothing_says_so(
     fake.script.run_return = code
     fake.steps(*steps)
     with pytest.raises(error, match=words):
-        handle.evaluate(TokenInput((1,)), Mode.LOGITS)
+        handle.evaluate(TokenInput((1,)), EvaluateMode.LOGITS)
     fake.script.run_return = 0
     assert handle.state is HandleState.IDLE
 
@@ -618,7 +618,7 @@ def test_an_evaluation_can_be_aborted(fake: Fake, handle: Binding) -> None:
 
     def evaluate() -> None:
         try:
-            handle.evaluate(TokenInput((1,)), Mode.HIDDEN)
+            handle.evaluate(TokenInput((1,)), EvaluateMode.HIDDEN)
         except NothingComputed as exc:
             told.set_result(exc)
 
@@ -634,19 +634,21 @@ def test_m9_logits_of_ids_with_history_are_misuse_unless_trusted(
     fake: Fake, handle: Binding, opened: Open
 ) -> None:
     with pytest.raises(Misuse, match="logits of token input with keep_history"):
-        handle.evaluate(TokenInput((1,)), Mode.LOGITS, keep_history=True)
+        handle.evaluate(TokenInput((1,)), EvaluateMode.LOGITS, keep_history=True)
     assert fake.seen.runs == 0
     fake.rows((1, 2))
-    handle.evaluate(PromptInput("hi"), Mode.LOGITS, keep_history=True)
-    handle.evaluate(TokenInput((1,)), Mode.HIDDEN, keep_history=True)
-    opened({"logits_with_history": True}).evaluate(TokenInput((1,)), Mode.LOGITS, keep_history=True)
+    handle.evaluate(PromptInput("hi"), EvaluateMode.LOGITS, keep_history=True)
+    handle.evaluate(TokenInput((1,)), EvaluateMode.HIDDEN, keep_history=True)
+    opened({"logits_with_history": True}).evaluate(
+        TokenInput((1,)), EvaluateMode.LOGITS, keep_history=True
+    )
     assert (fake.seen.runs, fake.seen.keep_history) == (3, 1)
 
 
 def test_m9_a_batch_is_not_evaluated(fake: Fake, opened: Open) -> None:
     handle = opened(n_batch=2)
     with pytest.raises(Misuse, match="of a batch"):
-        handle.evaluate(TokenInput((1,)), Mode.HIDDEN)
+        handle.evaluate(TokenInput((1,)), EvaluateMode.HIDDEN)
     assert fake.seen.runs == 0
 
 
@@ -663,7 +665,7 @@ def test_m14_every_run_names_its_adapter_or_none(fake: Fake, handle: Binding, ad
     handle.run(replace(IDS, adapter="pirate@1"), Catch())
     assert (seen.lora_null, fake.string("run_lora")) == (0, b"pirate@1")
     fake.rows((1, 1))
-    handle.evaluate(TokenInput((1,)), Mode.HIDDEN, adapter="pirate@1")
+    handle.evaluate(TokenInput((1,)), EvaluateMode.HIDDEN, adapter="pirate@1")
     assert seen.lora_null == 0
     handle.run(IDS, Catch())
     assert seen.lora_null == 1
@@ -805,7 +807,7 @@ def test_m14_a_cache_serves_one_adapter_and_no_evaluation(
     assert fake.seen.cache_releases == 1
     handle.load_prompt_cache(cache)
     fake.rows((1, 1))
-    handle.evaluate(TokenInput((1,)), Mode.HIDDEN)
+    handle.evaluate(TokenInput((1,)), EvaluateMode.HIDDEN)
     assert fake.seen.cache_releases == 2
 
 
@@ -1170,9 +1172,9 @@ def test_every_function_of_the_header_is_called_through_the_binding(
     handle.release_prompt_cache()
     fake.steps(token(1), UNTIL_ABORT)
 
-    def stop(_: RunStep) -> Verdict:
+    def stop(_: RunStep) -> SinkAction:
         handle.abort()
-        return Verdict.CONTINUE
+        return SinkAction.CONTINUE
 
     handle.run(IDS, stop)
     told = Ended()

@@ -51,7 +51,7 @@ whole = text()
 pieces.clear()
 def pause_at_9(step):
     pieces.extend(step)
-    return Verdict.PAUSE if len(pieces) == 9 else Verdict.CONTINUE
+    return SinkAction.PAUSE if len(pieces) == 9 else SinkAction.CONTINUE
 paused = runtime.run(run_of(prompt), pause_at_9)
 misuse(lambda: runtime.clear_kv_cache())
 misuse(lambda: runtime.set_chat_template("", "", ""))
@@ -78,7 +78,7 @@ def abort_at_5(step):
         runtime.abort()
     elif len(pieces) > 5:
         threading.Event().wait(0.02)  # the abort is asynchronous and this board infinitely fast
-    return Verdict.CONTINUE
+    return SinkAction.CONTINUE
 aborted = runtime.run(run_of(chat("Write 150 tokens"), keep_history=True), abort_at_5)
 short = len(pieces)
 misuse(lambda: runtime.run(run_of(chat("Count to 3"), keep_history=True), keep))
@@ -192,7 +192,7 @@ def test_strict_mode_would_have_noticed_a_misuse(tmp_path: Path) -> None:
     """The other tests prove nothing if this one passes a misuse."""
     script = """
 load()
-runtime.run(run_of(chat("Count to 9")), lambda step: Verdict.PAUSE)
+runtime.run(run_of(chat("Count to 9")), lambda step: SinkAction.PAUSE)
 handle = runtime._handle  # past the binding, as others do it
 null, lib, dialect = handle.ffi.NULL, handle.lib, handle.dialect
 lib.rkllm_clear_kv_cache(handle.pointer, 0, null, null)

@@ -27,7 +27,7 @@ load(n_batch=n, max_context_len=256)
 steps = []
 def keep_steps(step):
     steps.append(step)
-    return Verdict.CONTINUE
+    return SinkAction.CONTINUE
 outcome = runtime.run(RunParams(tuple(chat(q) for q in questions)), keep_steps)
 texts = [b"".join(s[at].text for s in steps if s[at] is not None).decode() for at in range(n)]
 gone = [[s[at] is None for s in steps] for at in range(n)]
@@ -54,7 +54,7 @@ steps = []
 def until(count):
     def sink(step):
         steps.append(step)
-        return Verdict.PAUSE if len(steps) == count else Verdict.CONTINUE
+        return SinkAction.PAUSE if len(steps) == count else SinkAction.CONTINUE
     return sink
 prompts = (chat("Count to 20"), chat("Count to 30"))
 runtime.run(RunParams(prompts), until(0))
@@ -86,16 +86,16 @@ import struct
 load()
 prompt = chat("Count to 7")
 runtime.run(run_of(prompt, ), keep)
-logits = runtime.evaluate(prompt, Mode.LOGITS)
-hidden = runtime.evaluate(prompt, Mode.HIDDEN)
+logits = runtime.evaluate(prompt, EvaluateMode.LOGITS)
+hidden = runtime.evaluate(prompt, EvaluateMode.HIDDEN)
 row = struct.unpack(f"{logits.columns}f", logits.data[-4 * logits.columns:])
 tell(best=row.index(max(row)), first=pieces[0].token_id, rows=[logits.rows, hidden.rows],
      sent=len(prompt.ids), bytes=len(hidden.data) == 4 * hidden.rows * hidden.columns,
      state=runtime.state.value)
-misuse(lambda: runtime.evaluate(prompt, Mode.LOGITS, keep_history=True))
+misuse(lambda: runtime.evaluate(prompt, EvaluateMode.LOGITS, keep_history=True))
 pieces.clear()
 runtime.run(run_of(prompt), pausing_at(3))
-misuse(lambda: runtime.evaluate(prompt, Mode.HIDDEN))
+misuse(lambda: runtime.evaluate(prompt, EvaluateMode.HIDDEN))
 runtime.destroy()
 """
     facts = told(child(release, script, tmp_path=tmp_path))
@@ -111,7 +111,7 @@ def test_rows_come_with_or_without_finish_and_an_empty_callback(
 ) -> None:
     script = """
 load()
-matrix = runtime.evaluate(chat("hello"), Mode.HIDDEN)
+matrix = runtime.evaluate(chat("hello"), EvaluateMode.HIDDEN)
 runtime.run(run_of(chat("Count to 3")), keep)
 tell(rows=matrix.rows, sent=len(chat("hello").ids), answer=text())
 runtime.destroy()
@@ -243,7 +243,7 @@ def pausing_when_full(prompt):
     def sink(step):
         keep(step)
         at[0] += 1
-        return Verdict.PAUSE if len(prompt.ids) + at[0] - 1 == 64 else Verdict.CONTINUE
+        return SinkAction.PAUSE if len(prompt.ids) + at[0] - 1 == 64 else SinkAction.CONTINUE
     return sink
 prompt = chat("Write 200 tokens")
 outcome = runtime.run(run_of(prompt), pausing_when_full(prompt))

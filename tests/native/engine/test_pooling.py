@@ -11,7 +11,7 @@ from rkserve.core.errors import FrameCorrupt, NothingComputed
 from rkserve.core.run_params import Pooling
 from rkserve.native import engine_frames
 from rkserve.native.engine.pooling import MAX_BYTES, pooled
-from rkserve.native.engine_frames import FrameReader, Kind
+from rkserve.native.engine_frames import FrameKind, FrameReader
 from rkserve.native.runtime import Matrix
 
 ROWS = [[1.0, 2.0], [3.0, -4.0], [5.0, 8.0]]
@@ -54,7 +54,7 @@ def test_what_is_no_number_is_no_vector(pooling: Pooling, value: float) -> None:
 def test_a_vector_travels_as_it_is() -> None:
     vector = array("f", [0.1, -3.0, 1e-30]).tobytes()
     ((kind, payload),) = FrameReader().feed(engine_frames.pack_vector(7, 4096, vector))
-    assert kind is Kind.VECTOR
+    assert kind is FrameKind.VECTOR
     assert engine_frames.unpack_vector(payload) == (7, 4096, vector)
 
 

@@ -18,21 +18,21 @@ from rkserve.core.errors import (
 )
 from rkserve.core.run_params import Sampling
 from rkserve.native import engine_frames
-from rkserve.native.engine_frames import Kind
+from rkserve.native.engine_frames import FrameKind
 from rkserve.native.runtime import (
+    EvaluateMode,
     LoadParams,
     Matrix,
-    Mode,
-    Piece,
     PromptInput,
     RunParams,
+    SinkAction,
     Step,
     TokenInput,
-    Verdict,
+    TokenPiece,
 )
 from tests.support.boards.engine_desk import Desk
 
-GO_ON, PAUSE = Verdict.CONTINUE, Verdict.PAUSE
+GO_ON, PAUSE = SinkAction.CONTINUE, SinkAction.PAUSE
 CUT = [[2, 4], [0, 1]]
 
 
@@ -44,8 +44,8 @@ def desk(tmp_path: Path) -> Desk:
     return made
 
 
-def piece(token_id: int, text: bytes = b"x", *, waiting: bool = False) -> Piece:
-    return Piece(token_id, text, waiting)
+def piece(token_id: int, text: bytes = b"x", *, waiting: bool = False) -> TokenPiece:
+    return TokenPiece(token_id, text, waiting)
 
 
 def steps(*ids: int) -> list[Step]:
@@ -63,7 +63,7 @@ def test_a_load_passes_everything_on_and_says_what_is_loaded(tmp_path: Path) -> 
         "m", 64, 64, Sampling(), cpus=(4, 5), n_batch=4, image_tags=("a", "b", "c")
     )
     kind, facts = desk.last
-    assert kind is Kind.LOADED
+    assert kind is FrameKind.LOADED
     assert facts.pop("load_s") >= 0
     assert facts == {
         "release": "1.3.0",
@@ -80,9 +80,9 @@ def test_nothing_runs_before_a_model_is_loaded(tmp_path: Path) -> None:
         "failed",
         "something was asked for before a model was loaded",
     )
-    desk.do(Kind.CALL, {"call_id": 3, "method": "drain", "args": {}})
+    desk.do(FrameKind.CALL, {"call_id": 3, "method": "drain", "args": {}})
     kind, result = desk.last
-    assert (kind, result["call_id"], result["error"]["kind"]) == (Kind.RESULT, 3, "LoadFailed")
+    assert (kind, result["call_id"], result["error"]["kind"]) == (FrameKind.RESULT, 3, "LoadFailed")
 
 
 # -- runs -------------------------------------------------------------------------------------
@@ -223,19 +223,19 @@ def test_hidden_states_leave_as_one_vector_before_the_end(
     desk.runtime.values["evaluate"] = Matrix(len(rows), 2, data)
     ended = desk.run(3, (7, 8, 9), pooling=pooling, adapter="a")
     ((_, asked),) = desk.runtime.made("evaluate")
-    assert asked == (TokenInput((7, 8, 9)), Mode.HIDDEN, {"adapter": "a", "last": last})
+    assert asked == (TokenInput((7, 8, 9)), EvaluateMode.HIDDEN, {"adapter": "a", "last": last})
     [(kind, payload)] = desk.puts[-2]
-    assert kind is Kind.VECTOR
+    assert kind is FrameKind.VECTOR
     assert engine_frames.unpack_vector(payload) == (3, 3, array("f", vector).tobytes())
     assert (ended["end"], ended["kv_positions"]) == ("finished", [7])
     assert desk.runtime.made("run") == []
 
 
 def test_hidden_states_that_do_not_come_fail_the_run_and_send_no_vector(desk: Desk) -> None:
-    desk.runtime.errors["evaluate"] = NothingComputed(Mode.HIDDEN.value, "it was aborted")
+    desk.runtime.errors["evaluate"] = NothingComputed(EvaluateMode.HIDDEN.value, "it was aborted")
     ended = desk.run(pooling="last")
     assert (ended["end"], "it was aborted" in ended["error"]) == ("failed", True)
-    assert all(kind is not Kind.VECTOR for put in desk.puts for kind, _ in put)
+    assert all(kind is not FrameKind.VECTOR for put in desk.puts for kind, _ in put)
 
 
 def test_a_run_that_fails_says_why_and_the_next_one_begins(desk: Desk) -> None:
@@ -251,7 +251,7 @@ def test_a_run_that_fails_says_why_and_the_next_one_begins(desk: Desk) -> None:
 @pytest.mark.parametrize("at", range(5))
 def test_a_pause_is_granted_at_the_next_token(desk: Desk, at: int) -> None:
     desk.runtime.steps = steps(*range(10, 15))
-    desk.runtime.between[at] = lambda: desk.say(Kind.PAUSE, 1)
+    desk.runtime.between[at] = lambda: desk.say(FrameKind.PAUSE, 1)
     ended = desk.run()
     assert (ended["end"], ended["kv_positions"]) == ("paused", [7])
     assert desk.runtime.verdicts == [GO_ON] * at + [PAUSE]
@@ -261,7 +261,7 @@ def test_a_pause_is_granted_at_the_next_token(desk: Desk, at: int) -> None:
 def test_a_pause_is_asked_for_again_until_the_library_can(desk: Desk) -> None:
     held_back: list[Step] = [(piece(token_id, b"", waiting=True),) for token_id in (11, 12)]
     desk.runtime.steps = [*held_back, *steps(13, 14)]
-    desk.runtime.between[0] = lambda: desk.say(Kind.PAUSE, 1)
+    desk.runtime.between[0] = lambda: desk.say(FrameKind.PAUSE, 1)
     assert desk.run()["end"] == "paused"
     assert desk.runtime.verdicts == [PAUSE] * 3
 
@@ -280,18 +280,20 @@ def test_a_pause_that_does_not_concern_the_run_changes_nothing(
     desk.run(4)
     desk.runtime.steps = steps(10, 11, 12)
     if when == "before":
-        desk.say(Kind.PAUSE, asked)
+        desk.say(FrameKind.PAUSE, asked)
     else:
-        desk.runtime.between[1] = lambda: desk.say(Kind.PAUSE, asked)
+        desk.runtime.between[1] = lambda: desk.say(FrameKind.PAUSE, asked)
     assert desk.run(5)["end"] == "finished"
     desk.runtime.between.clear()
-    desk.say(Kind.PAUSE, 5)  # it has ended
+    desk.say(FrameKind.PAUSE, 5)  # it has ended
     assert desk.run(6)["end"] == "finished"
     assert desk.runtime.verdicts == [GO_ON] * 6
 
 
-@pytest.mark.parametrize("order", [(Kind.PAUSE, Kind.ABORT), (Kind.ABORT, Kind.PAUSE)], ids=str)
-def test_an_abort_outweighs_a_pause(desk: Desk, order: tuple[Kind, Kind]) -> None:
+@pytest.mark.parametrize(
+    "order", [(FrameKind.PAUSE, FrameKind.ABORT), (FrameKind.ABORT, FrameKind.PAUSE)], ids=str
+)
+def test_an_abort_outweighs_a_pause(desk: Desk, order: tuple[FrameKind, FrameKind]) -> None:
     desk.runtime.steps = steps(*range(10, 20))
     desk.runtime.deaf_until = 5  # an abort is asynchronous: tokens still come
 
@@ -305,14 +307,14 @@ def test_an_abort_outweighs_a_pause(desk: Desk, order: tuple[Kind, Kind]) -> Non
 
 
 def test_an_abort_before_the_run_keeps_it_from_beginning(desk: Desk) -> None:
-    desk.say(Kind.ABORT, 1)
+    desk.say(FrameKind.ABORT, 1)
     assert desk.run(1) == {"run_id": 1, "end": "unstarted"}
     assert desk.runtime.made("run", "abort") == []
     assert desk.run(2)["end"] == "finished"
 
 
 def test_an_abort_while_the_handle_is_prepared_keeps_the_run_from_beginning(desk: Desk) -> None:
-    desk.runtime.during["clear_kv_range"] = lambda: desk.say(Kind.ABORT, 1)
+    desk.runtime.during["clear_kv_range"] = lambda: desk.say(FrameKind.ABORT, 1)
     ended = desk.run(1, cut=[[0, 1]], resume=True)
     assert (ended["end"], desk.runtime.made("run")) == ("unstarted", [])
 
@@ -325,7 +327,7 @@ def test_an_abort_that_the_library_may_have_missed_is_repeated_at_the_first_toke
     desk.runtime.deaf_until = 2
 
     def too_early() -> None:
-        desk.say(Kind.ABORT, 1)
+        desk.say(FrameKind.ABORT, 1)
         desk.runtime.heard_abort.clear()
 
     def heard() -> None:
@@ -344,7 +346,7 @@ def test_an_abort_that_is_refused_is_said_aloud(
 
     desk.runtime.abort = refuse  # type: ignore[method-assign]
     desk.runtime.steps = steps(10, 11)
-    desk.runtime.between[1] = lambda: desk.say(Kind.ABORT, 1)
+    desk.runtime.between[1] = lambda: desk.say(FrameKind.ABORT, 1)
     assert desk.run()["end"] == "finished"
     assert "W rkserve: the abort was refused: the handle is paused" in capsys.readouterr().err
 
@@ -374,15 +376,15 @@ def test_an_abort_that_is_refused_is_said_aloud(
 def test_a_call_reaches_the_runtime(
     desk: Desk, method: str, args: dict[str, Any], made: tuple[str, Any]
 ) -> None:
-    desk.do(Kind.CALL, {"call_id": 8, "method": method, "args": args})
+    desk.do(FrameKind.CALL, {"call_id": 8, "method": method, "args": args})
     assert desk.runtime.calls[1:] == [made]
-    assert desk.last == (Kind.RESULT, {"call_id": 8, "value": None})
+    assert desk.last == (FrameKind.RESULT, {"call_id": 8, "value": None})
 
 
 def test_a_call_brings_a_value_back(desk: Desk) -> None:
     desk.runtime.values["kv_cache_sizes"] = (3, 0, 9)
-    desk.do(Kind.CALL, {"call_id": 8, "method": "kv_sizes", "args": {}})
-    assert desk.last == (Kind.RESULT, {"call_id": 8, "value": [3, 0, 9]})
+    desk.do(FrameKind.CALL, {"call_id": 8, "method": "kv_sizes", "args": {}})
+    assert desk.last == (FrameKind.RESULT, {"call_id": 8, "value": [3, 0, 9]})
 
 
 @pytest.mark.parametrize(
@@ -401,14 +403,14 @@ def test_a_call_that_fails_says_what_the_runtime_said(
     desk: Desk, error: NativeError, said: dict[str, Any]
 ) -> None:
     desk.runtime.errors["drain"] = error
-    desk.do(Kind.CALL, {"call_id": 8, "method": "drain", "args": {}})
-    assert desk.last == (Kind.RESULT, {"call_id": 8, "error": said})
+    desk.do(FrameKind.CALL, {"call_id": 8, "method": "drain", "args": {}})
+    assert desk.last == (FrameKind.RESULT, {"call_id": 8, "error": said})
 
 
 @pytest.mark.parametrize("method", ["destroy", "run", "_state", "no such", ""])
 def test_only_what_is_listed_can_be_called(desk: Desk, method: str) -> None:
     before = list(desk.runtime.calls)
-    desk.do(Kind.CALL, {"call_id": 8, "method": method, "args": {}})
+    desk.do(FrameKind.CALL, {"call_id": 8, "method": method, "args": {}})
     _, result = desk.last
     assert result["error"]["kind"] == "Misuse"
     assert "there are drain, clear_kv, kv_sizes" in result["error"]["args"][0]
@@ -426,7 +428,7 @@ def test_a_call_whose_arguments_do_not_fit_costs_no_engine(
     desk: Desk, method: str, args: dict[str, Any], words: str
 ) -> None:
     before = list(desk.runtime.calls)
-    desk.do(Kind.CALL, {"call_id": 8, "method": method, "args": args})
+    desk.do(FrameKind.CALL, {"call_id": 8, "method": method, "args": args})
     _, result = desk.last
     assert result["error"]["kind"] == "Misuse"
     assert words in result["error"]["args"][0]
@@ -439,16 +441,18 @@ def test_a_call_whose_arguments_do_not_fit_costs_no_engine(
 @pytest.mark.parametrize(
     ("kind", "payload", "error"),
     [
-        pytest.param(Kind.ABORT, b"[]", FrameCorrupt, id="an abort of nothing"),
-        pytest.param(Kind.PAUSE, b"{}", KeyError, id="a pause of nothing"),
-        pytest.param(Kind.CALL, b"{}", KeyError, id="a call of nothing"),
-        pytest.param(Kind.RUN, b"\0", FrameCorrupt, id="a cut run"),
+        pytest.param(FrameKind.ABORT, b"[]", FrameCorrupt, id="an abort of nothing"),
+        pytest.param(FrameKind.PAUSE, b"{}", KeyError, id="a pause of nothing"),
+        pytest.param(FrameKind.CALL, b"{}", KeyError, id="a call of nothing"),
+        pytest.param(FrameKind.RUN, b"\0", FrameCorrupt, id="a cut run"),
     ],
 )
 def test_a_command_that_makes_no_sense_is_not_survived(
-    desk: Desk, kind: Kind, payload: bytes, error: type[Exception]
+    desk: Desk, kind: FrameKind, payload: bytes, error: type[Exception]
 ) -> None:
     """Both threads end the process then; the board starts another."""
-    take = desk.engine.command if kind in (Kind.ABORT, Kind.PAUSE) else desk.engine.carry_out
+    take = (
+        desk.engine.command if kind in (FrameKind.ABORT, FrameKind.PAUSE) else desk.engine.carry_out
+    )
     with pytest.raises(error):
         take(kind, payload)

@@ -12,19 +12,19 @@ import pytest
 from rkserve.core.errors import CallFailed, NativeError
 from rkserve.core.run_params import Sampling, Stepwise
 from rkserve.native import engine_frames
-from rkserve.native.engine.detokenizer import Speech
-from rkserve.native.engine.speculative_grammar import MOST_AGREEMENTS, Optimist
+from rkserve.native.engine.detokenizer import Detokenizer
+from rkserve.native.engine.speculative_grammar import MOST_AGREEMENTS, SpeculativeRun
 from rkserve.native.engine_frames import FrameReader
 from rkserve.native.runtime import (
     Perf,
-    Piece,
     RunEnd,
     RunOutcome,
     RunParams,
     Runtime,
     Sink,
+    SinkAction,
     TokenInput,
-    Verdict,
+    TokenPiece,
 )
 from rkserve.native.step_params import Ids, StepParams
 from tests.support.values.grammar_walk import END, EOS, GUIDES, IDS, TOKENS, VOCABULARY, regex
@@ -69,8 +69,8 @@ class Library:
         late: int | None = None
         for _ in range(params.max_new_tokens or 10**6):
             token_id = self._next(self.text)
-            verdict = sink((Piece(token_id, b""),))
-            if verdict is Verdict.PAUSE and late is None:
+            verdict = sink((TokenPiece(token_id, b""),))
+            if verdict is SinkAction.PAUSE and late is None:
                 late = self.lag
             if late == 0:
                 self.paused = True
@@ -117,18 +117,18 @@ class Library:
 
 def told(
     library: Library, pattern: str, limit: int = 100, left: Callable[[], bool] = lambda: False
-) -> tuple[str, Optimist]:
+) -> tuple[str, SpeculativeRun]:
     guide, said = regex(pattern), list[bytes]()
     steps = StepParams(
         TOKENS, GREEDY, Stepwise(1, guide=guide, free=True), EOS, limit, optimistic=True
     )
-    run = Optimist(
+    run = SpeculativeRun(
         cast(Runtime, library),
         7,
         steps,
         adapter=None,
         trail=GUIDES.follow(guide, VOCABULARY, EOS, ()),
-        speech=Speech(VOCABULARY),
+        speech=Detokenizer(VOCABULARY),
         put=said.append,
         logits=library.logits,
     )

@@ -13,9 +13,9 @@ import pytest
 from rkserve.core.errors import StepsRefused
 from rkserve.core.run_params import Guide, GuideKind, Sampling, Scored, Stepwise
 from rkserve.native import engine_frames as frames
-from rkserve.native.engine.stepwise import Room, Steps
-from rkserve.native.engine_frames import FrameReader, Kind
-from rkserve.native.runtime import Matrix, Mode, Runtime, TokenInput
+from rkserve.native.engine.stepwise import LogitsMemory, StepwiseRuns
+from rkserve.native.engine_frames import FrameKind, FrameReader
+from rkserve.native.runtime import EvaluateMode, Matrix, Runtime, TokenInput
 from rkserve.native.step_params import StepParams
 
 GREEDY = Sampling(temperature=0.0, repeat_penalty=1.0)
@@ -39,13 +39,13 @@ class Library:
     def evaluate(
         self,
         given: TokenInput,
-        mode: Mode,
+        mode: EvaluateMode,
         *,
         keep_history: bool = False,
         adapter: str | None = None,
         last: bool = False,
     ) -> Matrix:
-        assert (mode, adapter) == (Mode.LOGITS, "a@1")
+        assert (mode, adapter) == (EvaluateMode.LOGITS, "a@1")
         self.calls.append((given.ids, keep_history, last))
         held = self.kv if keep_history else ()
         rows = np.zeros((len(given.ids), len(PIECES) + 2), np.float32)
@@ -63,7 +63,7 @@ class Library:
 class Desk:
     """One engine's steps, and what it says."""
 
-    def __init__(self, place: Path, room: Room | None = None) -> None:
+    def __init__(self, place: Path, room: LogitsMemory | None = None) -> None:
         self.library = Library(last_plus_one)
         self.file = place / "tokenizer.json"
         vocabulary = {piece: at for at, piece in enumerate(PIECES)}
@@ -77,7 +77,7 @@ class Desk:
             )
         )
         self.said: list[bytes] = []
-        self._steps = Steps(self.said.append, room)
+        self._steps = StepwiseRuns(self.said.append, room)
 
     def run(
         self,
@@ -99,17 +99,19 @@ class Desk:
         return self._steps.run(cast(Runtime, self.library), 7, command, ids, left)
 
     @property
-    def frames(self) -> list[tuple[Kind, bytes]]:
+    def frames(self) -> list[tuple[FrameKind, bytes]]:
         return list(FrameReader().feed(b"".join(self.said)))
 
     @property
     def tokens(self) -> list[tuple[int, bytes, bool]]:
-        found = [frames.unpack_token(data) for kind, data in self.frames if kind is Kind.TOKEN]
+        found = [frames.unpack_token(data) for kind, data in self.frames if kind is FrameKind.TOKEN]
         assert all(one[:2] == (7, 0) for one in found)
         return [(token_id, text, waiting) for _, _, token_id, text, waiting in found]
 
     def scores(self, *, prompt: bool) -> list[Scored]:
-        found = [frames.unpack_scores(data) for kind, data in self.frames if kind is Kind.SCORES]
+        found = [
+            frames.unpack_scores(data) for kind, data in self.frames if kind is FrameKind.SCORES
+        ]
         assert all(run_id == 7 for run_id, _, _ in found)
         return [one for _, of_prompt, some in found for one in some if of_prompt is prompt]
 
@@ -175,7 +177,11 @@ def test_a_run_that_is_left_in_its_prefill_tells_nothing(desk: Desk) -> None:
 
 def test_logprobs_come_before_their_token_and_those_of_the_prompt_first(desk: Desk) -> None:
     desk.run((4, 9, 10), wanted=Stepwise(1, top_logprobs=2), prompt=True, limit=1)
-    assert [kind for kind, _ in desk.frames] == [Kind.SCORES, Kind.SCORES, Kind.TOKEN]
+    assert [kind for kind, _ in desk.frames] == [
+        FrameKind.SCORES,
+        FrameKind.SCORES,
+        FrameKind.TOKEN,
+    ]
     prompt = desk.scores(prompt=True)
     assert len(prompt) == 2  # nothing comes before the first
     assert prompt[1].logprob > prompt[0].logprob + 4  # 10 follows 9, and 9 does not follow 4
@@ -185,12 +191,12 @@ def test_logprobs_come_before_their_token_and_those_of_the_prompt_first(desk: De
 
 def test_without_a_wish_for_logprobs_there_are_none(desk: Desk) -> None:
     desk.run()
-    assert {kind for kind, _ in desk.frames} == {Kind.TOKEN}
+    assert {kind for kind, _ in desk.frames} == {FrameKind.TOKEN}
 
 
 def test_a_limit_of_none_only_scores_the_prompt(desk: Desk) -> None:
     desk.run(wanted=Stepwise(1, top_logprobs=0), prompt=True, limit=0)
-    assert [kind for kind, _ in desk.frames] == [Kind.SCORES]
+    assert [kind for kind, _ in desk.frames] == [FrameKind.SCORES]
 
 
 def test_padding_behind_the_vocabulary_never_comes(desk: Desk) -> None:
@@ -199,7 +205,7 @@ def test_padding_behind_the_vocabulary_never_comes(desk: Desk) -> None:
 
 
 def test_a_long_prompt_goes_in_parts_where_it_may(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, Room(part_bytes=3 * 4 * len(PIECES)))
+    desk = Desk(tmp_path, LogitsMemory(part_bytes=3 * 4 * len(PIECES)))
     desk.run((4, 5, 6, 7, 8, 9, 10), prompt=True, wanted=Stepwise(1, top_logprobs=0), limit=1)
     assert [ids for ids, _, _ in desk.library.calls] == [(4, 5, 6), (7, 8, 9), (10,)]
     assert [round(one.logprob, 3) for one in desk.scores(prompt=True)] == [
@@ -209,7 +215,7 @@ def test_a_long_prompt_goes_in_parts_where_it_may(tmp_path: Path) -> None:
 
 
 def test_a_context_that_must_go_whole_has_room_for_so_much_and_no_more(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, Room(context_bytes=3 * 4 * len(PIECES)))
+    desk = Desk(tmp_path, LogitsMemory(context_bytes=3 * 4 * len(PIECES)))
     ended = desk.run((4, 5), history=False, limit=9)
     assert [token_id for token_id, _, _ in desk.tokens] == [6, 7]
     assert ended["cut"]
@@ -231,7 +237,9 @@ def test_where_no_token_may_follow_the_run_is_refused(tmp_path: Path) -> None:
     )
     command = {"steps": params.as_json(), "keep_history": True, "adapter": "a@1"}
     with pytest.raises(StepsRefused, match="no token"):
-        Steps(desk.said.append).run(cast(Runtime, desk.library), 7, command, (4,), lambda: False)
+        StepwiseRuns(desk.said.append).run(
+            cast(Runtime, desk.library), 7, command, (4,), lambda: False
+        )
 
 
 # -- tokens that a grammar leaves no choice of ----------------------------------------------------
@@ -270,7 +278,7 @@ def test_what_is_forced_changes_no_draw(desk: Desk) -> None:
 def test_logprobs_are_computed_also_of_what_is_forced(desk: Desk) -> None:
     desk.run(letters("ab"), **guided("ghij", top_logprobs=0))
     assert len(desk.library.calls) == 4
-    assert sum(kind is Kind.SCORES for kind, _ in desk.frames) == 4
+    assert sum(kind is FrameKind.SCORES for kind, _ in desk.frames) == 4
 
 
 def test_a_limit_and_an_abort_hold_for_what_is_forced(desk: Desk) -> None:

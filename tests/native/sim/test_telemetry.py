@@ -16,7 +16,7 @@ from rkserve.core.errors import ConfigError
 from rkserve.native.sim.telemetry import (
     MANIFEST,
     SOCS,
-    Figures,
+    BoardReadings,
     ensure_tree,
     main,
     show_load,
@@ -81,7 +81,7 @@ LOADS = {"RK3588": (48, 50, 9), "RK3576": (0, 100), "RK3562": (37,), "RV1126B": 
     ],
 )
 def test_each_soc_has_its_own_paths_and_formats(platform: str, expected: dict[str, str]) -> None:
-    files = tree(platform, Figures(load_percent=LOADS[platform]))
+    files = tree(platform, BoardReadings(load_percent=LOADS[platform]))
     assert files | expected == files
     assert files["sys/kernel/debug/rknpu/version"] == "RKNPU driver: v0.9.8\n"
     assert files["sys/module/rknpu/version"] == "0.9.8\n"
@@ -93,7 +93,7 @@ def test_each_soc_has_its_own_paths_and_formats(platform: str, expected: dict[st
 
 @pytest.mark.parametrize("platform", SOCS)
 def test_the_tree_of_each_soc_is_complete(platform: str) -> None:
-    files = tree(platform, Figures())
+    files = tree(platform, BoardReadings())
     for name in ("version", "load", "freq", "volt", "power", "delayms", "reset"):
         assert f"sys/kernel/debug/rknpu/{name}" in files
     for node in (SOCS[platform].npu, "dmc"):
@@ -123,14 +123,14 @@ def test_the_tree_of_each_soc_is_complete(platform: str) -> None:
 def test_figures_show_in_the_driver_s_files(
     figures: dict[str, Any], expected: dict[str, str]
 ) -> None:
-    files = tree("rk3588", Figures(**figures, proc_rknpu=True))
+    files = tree("rk3588", BoardReadings(**figures, proc_rknpu=True))
     for name, text in expected.items():
         assert files[f"sys/kernel/debug/rknpu/{name}"] == text
         assert files[f"proc/rknpu/{name}"] == text
 
 
 def test_clocks_heat_and_memory_are_figures_too() -> None:
-    figures = Figures(
+    figures = BoardReadings(
         ddr_mhz=528, npu_governor="userspace", npu_celsius=61.25, soc_celsius=55, memory_mb=8192,
         available_mb=1000,
     )  # fmt: skip
@@ -151,7 +151,7 @@ def test_clocks_heat_and_memory_are_figures_too() -> None:
 
 
 def test_a_board_without_the_dmc_handler_has_no_ddr_node() -> None:
-    assert not [name for name in tree("RK3588", Figures(dmc=False)) if "dmc" in name]
+    assert not [name for name in tree("RK3588", BoardReadings(dmc=False)) if "dmc" in name]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_figures_that_a_board_cannot_show_are_refused(
     platform: str, figures: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        tree(platform, Figures(**figures))
+        tree(platform, BoardReadings(**figures))
 
 
 def on_disk(root: Path) -> dict[str, str]:
@@ -181,14 +181,14 @@ def on_disk(root: Path) -> dict[str, str]:
 
 
 def test_what_is_written_is_the_tree_and_nothing_else(tmp_path: Path) -> None:
-    write(tmp_path / "root", "RK3588", Figures())
-    assert on_disk(tmp_path / "root") == tree("RK3588", Figures())
+    write(tmp_path / "root", "RK3588", BoardReadings())
+    assert on_disk(tmp_path / "root") == tree("RK3588", BoardReadings())
 
 
 def test_writing_again_replaces_figures_and_removes_what_is_gone(tmp_path: Path) -> None:
-    write(tmp_path, "RK3588", Figures(proc_rknpu=True))
-    write(tmp_path, "RK3576", Figures(dmc=False, load_percent=(7, 8)))
-    assert on_disk(tmp_path) == tree("RK3576", Figures(dmc=False, load_percent=(7, 8)))
+    write(tmp_path, "RK3588", BoardReadings(proc_rknpu=True))
+    write(tmp_path, "RK3576", BoardReadings(dmc=False, load_percent=(7, 8)))
+    assert on_disk(tmp_path) == tree("RK3576", BoardReadings(dmc=False, load_percent=(7, 8)))
     assert not (tmp_path / "proc" / "rknpu").exists()
     assert [path.name for path in (tmp_path / "sys/class/devfreq").iterdir()] == ["27700000.npu"]
 
@@ -197,10 +197,10 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "sys").mkdir()
     (tmp_path / "sys" / "mine").write_text("x", encoding="utf-8")
     with pytest.raises(ConfigError, match="something else"):
-        write(tmp_path, "RK3588", Figures())
+        write(tmp_path, "RK3588", BoardReadings())
     assert [path.name for path in tmp_path.rglob("*")] == ["sys", "mine"]
     with pytest.raises(ConfigError, match="something else"):
-        write(Path("/"), "RK3588", Figures())
+        write(Path("/"), "RK3588", BoardReadings())
 
 
 def test_the_command_line_sets_every_figure(tmp_path: Path) -> None:
@@ -210,14 +210,14 @@ def test_the_command_line_sets_every_figure(tmp_path: Path) -> None:
         "--available-mb 2048 --driver 0.9.7 --proc-rknpu"
     )
     main([str(tmp_path), *line.split()])
-    figures = Figures(
+    figures = BoardReadings(
         load_percent=(1, 2, 3), npu_mhz=900, npu_governor="userspace", npu_uv=1, powered=False,
         ddr_mhz=1560, ddr_load_percent=99, npu_celsius=50.5, soc_celsius=40, memory_mb=4096,
         available_mb=2048, driver="0.9.7", proc_rknpu=True,
     )  # fmt: skip
     assert on_disk(tmp_path) == tree("RK3588", figures)
     main([str(tmp_path), "--platform", "RK3588", "--no-dmc"])
-    assert on_disk(tmp_path) == tree("RK3588", Figures(dmc=False))
+    assert on_disk(tmp_path) == tree("RK3588", BoardReadings(dmc=False))
 
 
 def run(root: Path, platform: str) -> subprocess.CompletedProcess[str]:
@@ -235,11 +235,11 @@ def test_the_module_runs_and_says_what_is_wrong_in_one_line(tmp_path: Path) -> N
     assert not (tmp_path / "root").exists()
     done = run(tmp_path / "root", "RK3562")
     assert (done.returncode, done.stderr) == (0, "")
-    assert on_disk(tmp_path / "root") == tree("RK3562", Figures())
+    assert on_disk(tmp_path / "root") == tree("RK3562", BoardReadings())
 
 
 def test_a_simulated_board_gets_its_tree_whole_and_keeps_it(tmp_path: Path) -> None:
-    root, figures = tmp_path / "state" / "board", Figures(memory_mb=4096)
+    root, figures = tmp_path / "state" / "board", BoardReadings(memory_mb=4096)
     ensure_tree(root, "RK3588", figures)
     assert on_disk(root) == tree("RK3588", figures)
     show_load(root, "RK3588", 50)
@@ -252,15 +252,15 @@ def test_a_simulated_board_gets_its_tree_whole_and_keeps_it(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("platform", "figures"),
     [
-        pytest.param("RK3576", Figures(), id="another SoC"),
-        pytest.param("RK3588", Figures(memory_mb=8192), id="other memory"),
-        pytest.param("RK3588", Figures(dmc=False), id="a folder less"),
+        pytest.param("RK3576", BoardReadings(), id="another SoC"),
+        pytest.param("RK3588", BoardReadings(memory_mb=8192), id="other memory"),
+        pytest.param("RK3588", BoardReadings(dmc=False), id="a folder less"),
     ],
 )
 def test_a_tree_of_another_board_is_written_over(
-    tmp_path: Path, platform: str, figures: Figures
+    tmp_path: Path, platform: str, figures: BoardReadings
 ) -> None:
-    ensure_tree(tmp_path, "RK3588", Figures())
+    ensure_tree(tmp_path, "RK3588", BoardReadings())
     ensure_tree(tmp_path, platform, figures)
     shown = {name: text for name, text in on_disk(tmp_path).items() if "/dmc/" in name}
     expected = tree(platform, figures)
@@ -269,34 +269,34 @@ def test_a_tree_of_another_board_is_written_over(
 
 
 def test_a_tree_that_lost_a_file_is_mended(tmp_path: Path) -> None:
-    ensure_tree(tmp_path, "RK3588", Figures())
+    ensure_tree(tmp_path, "RK3588", BoardReadings())
     (tmp_path / "proc" / "meminfo").unlink()
-    ensure_tree(tmp_path, "RK3588", Figures())
-    assert on_disk(tmp_path) == tree("RK3588", Figures())
+    ensure_tree(tmp_path, "RK3588", BoardReadings())
+    assert on_disk(tmp_path) == tree("RK3588", BoardReadings())
 
 
 def test_a_stranger_s_folder_gets_no_tree(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("x", encoding="utf-8")
     with pytest.raises(ConfigError, match="something else"):
-        ensure_tree(tmp_path, "RK3588", Figures())
+        ensure_tree(tmp_path, "RK3588", BoardReadings())
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_boards_that_start_at_once_agree_on_one_tree(tmp_path: Path) -> None:
     root = tmp_path / "board"
     with ThreadPoolExecutor(8) as pool:
-        started = [pool.submit(ensure_tree, root, "RK3562", Figures()) for _ in range(8)]
+        started = [pool.submit(ensure_tree, root, "RK3562", BoardReadings()) for _ in range(8)]
     assert [one.result() for one in started] == [None] * 8
-    assert on_disk(root) == tree("RK3562", Figures())
+    assert on_disk(root) == tree("RK3562", BoardReadings())
     assert [path.name for path in tmp_path.iterdir()] == ["board"]
 
 
 @pytest.mark.parametrize("platform", SOCS)
 def test_a_load_shows_on_every_core_and_nowhere_else(tmp_path: Path, platform: str) -> None:
-    ensure_tree(tmp_path, platform, Figures(proc_rknpu=True, npu_celsius=61.5))
+    ensure_tree(tmp_path, platform, BoardReadings(proc_rknpu=True, npu_celsius=61.5))
     show_load(tmp_path, platform, 50)
     loads = (50,) * SOCS[platform].cores
-    busy = Figures(load_percent=loads, proc_rknpu=True, npu_celsius=61.5)
+    busy = BoardReadings(load_percent=loads, proc_rknpu=True, npu_celsius=61.5)
     assert on_disk(tmp_path) == tree(platform, busy)
 
 

@@ -14,8 +14,8 @@ import pytest
 from rkserve.core.errors import CallFailed, LibraryMissing, LoadFailed, Misuse, ReleaseRefused
 from rkserve.native.decl.rknn_api import ffi
 from rkserve.native.sim.build import ensure_built, ensure_encoder_built
-from rkserve.native.sim.encoders import SimEncoder
-from rkserve.native.vision.encoder import RknnEncoder, Shape
+from rkserve.native.sim.inputs import SimEncoder
+from rkserve.native.vision.encoder import ImageEncoderShape, RknnEncoder
 from tests.support.paths import TESTS
 
 FACTS = json.loads((TESTS / "data" / "rknn_abi.json").read_text())["structs"]
@@ -56,7 +56,7 @@ def test_a_struct_has_the_members_of_the_interface_where_they_are(name: str) -> 
 )
 def test_an_image_becomes_its_rows(tmp_path: Path, sim: SimEncoder) -> None:
     with opened(tmp_path, sim) as encoder:
-        assert encoder.shape == Shape(24, 16, sim.tokens, sim.embed * sim.n_output)
+        assert encoder.shape == ImageEncoderShape(24, 16, sim.tokens, sim.embed * sim.n_output)
         assert encoder.release == "2.3.2"
         rows = [encoder.encode(picture(seed)) for seed in (1, 2, 1)]
     assert len(rows[0]) == sim.tokens * sim.embed * sim.n_output * 4

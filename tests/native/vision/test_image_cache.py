@@ -12,8 +12,8 @@ import pytest
 from rkserve.core.errors import CallFailed, LoadFailed
 from rkserve.core.run_params import Picture
 from rkserve.native.runtime import Image, VisionParams
-from rkserve.native.vision.encoder import Shape
-from rkserve.native.vision.image_cache import Vision
+from rkserve.native.vision.encoder import ImageEncoderShape
+from rkserve.native.vision.image_cache import CachedEncoder
 
 SIDE, TOKENS, ROWS = 4, 2, 24  # bytes that the encoder makes of an image
 TAGS = ("<s>", "</s>", "<c>")
@@ -24,7 +24,9 @@ PARAMS = VisionParams(Path("lib.so"), Path("m.rknn"), SIDE, SIDE, TOKENS, TAGS)
 class Encoder:
     """Makes the beginning of an image its rows, and notes which ones it was given."""
 
-    shape: Shape = field(default_factory=lambda: Shape(SIDE, SIDE, TOKENS, 3))
+    shape: ImageEncoderShape = field(
+        default_factory=lambda: ImageEncoderShape(SIDE, SIDE, TOKENS, 3)
+    )
     given: list[bytes] = field(default_factory=list)
     failure: Exception | None = None
 
@@ -39,12 +41,12 @@ def picture(seed: int) -> Picture:
     return Picture(SIDE, SIDE, random.Random(seed).randbytes(SIDE * SIDE * 3))
 
 
-def vision(release: str = "1.3.0", **changes: Any) -> tuple[Encoder, Vision]:
+def vision(release: str = "1.3.0", **changes: Any) -> tuple[Encoder, CachedEncoder]:
     encoder = Encoder()
-    return encoder, Vision(encoder, replace(PARAMS, **changes), release)
+    return encoder, CachedEncoder(encoder, replace(PARAMS, **changes), release)
 
 
-def seen(of: Vision, *seeds: int) -> Image:
+def seen(of: CachedEncoder, *seeds: int) -> Image:
     found = of.see([picture(seed) for seed in seeds], lambda: False)
     assert found is not None
     assert found.data == b"".join(picture(seed).pixels[:ROWS] for seed in seeds)

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from rkserve.core.errors import NativeError
 from rkserve.native import engine_frames
-from rkserve.native.engine.process import Engine
-from rkserve.native.engine_frames import FrameReader, Kind
+from rkserve.native.engine.process import EngineServer
+from rkserve.native.engine_frames import FrameKind, FrameReader
 from rkserve.native.runtime import (
     Perf,
     RunEnd,
@@ -18,8 +18,8 @@ from rkserve.native.runtime import (
     RunParams,
     Runtime,
     Sink,
+    SinkAction,
     Step,
-    Verdict,
 )
 
 
@@ -36,7 +36,7 @@ class Scripted:
         self.during: dict[str, Callable[[], None]] = {}
         self.steps: list[Step] = []
         self.between: dict[int, Callable[[], None]] = {}
-        self.verdicts: list[Verdict] = []
+        self.verdicts: list[SinkAction] = []
         self.heard_abort = threading.Event()
         self.deaf_until = 0  # no abort is noticed before this step
 
@@ -69,7 +69,7 @@ class Scripted:
                 break
             self.verdicts.append(sink(step))
             waiting = any(piece is not None and piece.waiting for piece in step)
-            if self.verdicts[-1] is Verdict.PAUSE and not waiting:
+            if self.verdicts[-1] is SinkAction.PAUSE and not waiting:
                 return RunOutcome(RunEnd.PAUSED, Perf(), 0)
         return RunOutcome(RunEnd.FINISHED, Perf(1.0, 2, 3.0, 4, 5.0), 0)
 
@@ -82,8 +82,8 @@ class Desk:
 
     def __init__(self, place: Path) -> None:
         self.runtime = Scripted()
-        self.puts: list[list[tuple[Kind, bytes]]] = []
-        self.engine = Engine(self, lambda *_: cast(Runtime, self.runtime))
+        self.puts: list[list[tuple[FrameKind, bytes]]] = []
+        self.engine = EngineServer(self, lambda *_: cast(Runtime, self.runtime))
         self.place = place
 
     def put(self, frame: bytes) -> None:
@@ -93,7 +93,7 @@ class Desk:
         raise AssertionError("nobody stopped the engine")
 
     @property
-    def last(self) -> tuple[Kind, dict[str, Any]]:
+    def last(self) -> tuple[FrameKind, dict[str, Any]]:
         kind, payload = self.puts[-1][-1]
         return kind, engine_frames.unpack(payload)
 
@@ -101,7 +101,7 @@ class Desk:
         return [
             [engine_frames.unpack_token(payload) for _, payload in put]
             for put in self.puts
-            if all(kind is Kind.TOKEN for kind, _ in put)
+            if all(kind is FrameKind.TOKEN for kind, _ in put)
         ]
 
     def load(self, n_batch: int = 1, *, use_cross_attn: bool = False) -> None:
@@ -125,14 +125,14 @@ class Desk:
             "quirks": {},
             "pin_cpus": [],
         }
-        self.do(Kind.LOAD, command)
+        self.do(FrameKind.LOAD, command)
 
-    def do(self, kind: Kind, value: dict[str, Any]) -> None:
+    def do(self, kind: FrameKind, value: dict[str, Any]) -> None:
         """Let the runner do what such a frame asks for."""
         [(kind, payload)] = FrameReader().feed(engine_frames.pack(kind, value))
         self.engine.carry_out(kind, payload)
 
-    def say(self, kind: Kind, run_id: int) -> None:
+    def say(self, kind: FrameKind, run_id: int) -> None:
         """Say what interrupts a run, as the reading thread does."""
         self.engine.command(kind, engine_frames.pack(kind, {"run_id": run_id})[5:])
 
@@ -159,5 +159,5 @@ class Desk:
         )
         self.engine.carry_out(kind, payload)
         kind, ended = self.last
-        assert (kind, ended["run_id"]) == (Kind.ENDED, run_id)
+        assert (kind, ended["run_id"]) == (FrameKind.ENDED, run_id)
         return ended

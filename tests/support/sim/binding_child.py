@@ -46,12 +46,12 @@ def chat(text):
 pieces = []
 def keep(step):
     pieces.extend(step)
-    return Verdict.CONTINUE
+    return SinkAction.CONTINUE
 
 def pausing_at(*places):
     def sink(step):
         keep(step)
-        return Verdict.PAUSE if len(pieces) in places else Verdict.CONTINUE
+        return SinkAction.PAUSE if len(pieces) in places else SinkAction.CONTINUE
     return sink
 
 def last():

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from rkserve.native.binding.runtime import Binding
-from rkserve.native.runtime import Piece, RunOutcome, RunParams, Sink, TokenInput, Verdict
+from rkserve.native.runtime import RunOutcome, RunParams, Sink, SinkAction, TokenInput, TokenPiece
 from rkserve.native.runtime import Step as RunStep
 from tests.support.sim.rkllm_fake import WAIT_ABORT, WAIT_GO, Step
 
@@ -26,16 +26,16 @@ class Catch:
 
     def __init__(self, *pause_on: int) -> None:
         self.steps: list[RunStep] = []
-        self.pieces: list[Piece] = []
+        self.pieces: list[TokenPiece] = []
         self.pause_on = pause_on
         self.first = threading.Event()
 
-    def __call__(self, step: RunStep) -> Verdict:
+    def __call__(self, step: RunStep) -> SinkAction:
         self.steps.append(step)
         self.pieces += [piece for piece in step if piece is not None]
         self.first.set()
         paused = self.pieces[-1].token_id in self.pause_on
-        return Verdict.PAUSE if paused else Verdict.CONTINUE
+        return SinkAction.PAUSE if paused else SinkAction.CONTINUE
 
     @property
     def ids(self) -> list[int]:

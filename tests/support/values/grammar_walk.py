@@ -10,7 +10,7 @@ import numpy as np
 
 from rkserve.core.run_params import Guide, GuideKind
 from rkserve.models.vocabulary import read_vocabulary
-from rkserve.sampling.grammar import Guides
+from rkserve.sampling.grammar import GrammarCompiler
 from tests.support.paths import PROJECT
 
 TOKENS = PROJECT / "models" / "sim-chat" / "tokenizer.json"
@@ -18,7 +18,7 @@ VOCABULARY = read_vocabulary(TOKENS)
 IDS = {VOCABULARY.piece(at): at for at in range(len(VOCABULARY))}
 END = IDS[b"<|im_end|>"]
 EOS = frozenset({END, IDS[b"<|endoftext|>"]})
-GUIDES = Guides()
+GUIDES = GrammarCompiler()
 LONGEST = 400
 
 

@@ -1,22 +1,63 @@
-"""The lock that keeps two processes off one NPU. It knows a file, and nothing of the library."""
+"""The engine process's frame pipe and the lock that keeps two processes off one NPU."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 from rkserve.core.durable_files import open_private, private_folder
 from rkserve.core.errors import LoadFailed
+
+
+class FrameWriter:
+    """``put`` never blocks, so the library's callback never waits for a pipe; a thread writes."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._queue: SimpleQueue[bytes | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="writer", daemon=True)
+        self._thread.start()
+
+    def put(self, frame: bytes) -> None:
+        """Queue a frame, or several in one piece."""
+        self._queue.put(frame)
+
+    def close(self) -> None:
+        """Write what is queued, then end."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _write(self) -> None:
+        while (first := self._queue.get()) is not None:
+            batch = [first]
+            while not self._queue.empty():
+                frame = self._queue.get()
+                if frame is None:
+                    self._queue.put(None)
+                    break
+                batch.append(frame)
+            try:
+                self._write_all(b"".join(batch))
+            except (BrokenPipeError, ConnectionResetError):
+                os._exit(0)  # the board is gone; the main thread sees EOF at the same moment
+
+    def _write_all(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._fd, view) :]
+
 
 POLL_S = 0.05
 
 
 @dataclass
-class Fence:
+class NpuLock:
     """An exclusive file lock: two processes never hold the same NPU's handle at once."""
 
     path: Path

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from rkserve.core.errors import LibraryMissing, ReleaseRefused
-from rkserve.native.binding.detect import Detected, Findings, detect, judge, layout_of, versions_in
+from rkserve.native.binding.library import (
+    Detected,
+    LibraryFindings,
+    detect,
+    judge,
+    layout_of,
+    versions_in,
+)
 from rkserve.native.binding.runtime import open_runtime
 from rkserve.native.releases import ACCEPTED, Abi
 from tests.support.sim import rkllm_fake
@@ -83,7 +90,7 @@ def test_m1_anything_else_is_refused_with_both_findings(
 
 def test_m1_two_version_strings_are_refused() -> None:
     with pytest.raises(ReleaseRefused, match=r"1\.2\.3 and 1\.3\.0"):
-        judge(Path("x.so"), Findings(("1.2.3", "1.3.0"), Abi.V1_3))
+        judge(Path("x.so"), LibraryFindings(("1.2.3", "1.3.0"), Abi.V1_3))
 
 
 @pytest.mark.parametrize(
