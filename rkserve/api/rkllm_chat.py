@@ -16,7 +16,7 @@ from rkserve.api.common.answer import AnswerOrigin, BaseAnswer
 from rkserve.api.common.calls import ChatCall, read_chat
 from rkserve.api.common.dialect import AnyCall, Dialect
 from rkserve.api.common.errors import error_object
-from rkserve.api.common.tool_arguments import as_object
+from rkserve.api.common.tool_definitions import as_object
 from rkserve.api.json.body import JsonObject, parse_object
 from rkserve.api.json.fields import Fields
 from rkserve.api.parsing.parts import Part, ReasoningPart, TextPart

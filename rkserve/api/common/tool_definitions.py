@@ -1,9 +1,11 @@
-"""Tools as templates expect them, of dialects that describe them without OpenAI's inner object."""
+"""Tool definitions and arguments of dialects that differ from OpenAI's form."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+
+from pydantic_core import from_json
 
 from rkserve.api.json.body import JsonObject
 from rkserve.api.json.fields import Fields, as_fields, missing, quoted
@@ -11,6 +13,7 @@ from rkserve.api.json.limits import MAX_TOOLS
 from rkserve.api.parsing.tool_choice import check_name, strict_names
 from rkserve.core.errors import RequestError
 
+RAW = "raw_arguments"
 _TYPE = re.compile(r"[A-Za-z0-9_.:-]{1,64}")  # left-out types stand in a response header
 
 
@@ -70,3 +73,16 @@ def _tool(tool: Fields, schema: str) -> JsonObject:
     given = tool.child(schema)
     function["parameters"] = empty if given is None else tool.get(schema)
     return {"type": "function", "function": function}
+
+
+def as_object(arguments: str) -> JsonObject:
+    """Return what a model wrote as the arguments of a call.
+
+    Models do not always write JSON; what is none is passed on as it is, under a key of its own, so
+    that whoever called can see what is wrong.
+    """
+    try:
+        found = from_json(arguments or "{}", allow_inf_nan=False)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {RAW: arguments}

@@ -10,7 +10,7 @@ from rkserve.api.common import sse
 from rkserve.api.common.answer import AnswerOrigin, BaseAnswer, pause_status, timings_of
 from rkserve.api.common.dialect import AnyCall, Dialect
 from rkserve.api.common.errors import error_object
-from rkserve.api.common.tool_arguments import as_object
+from rkserve.api.common.tool_definitions import as_object
 from rkserve.api.json.body import JsonObject
 from rkserve.api.ollama.requests import LoadRequest, parse_chat, parse_generate
 from rkserve.api.parsing.parts import Part, ReasoningPart, Retraction, TextPart

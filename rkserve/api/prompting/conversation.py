@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pydantic_core import from_json
 
@@ -13,6 +13,7 @@ from rkserve.api.json.limits import MAX_MESSAGES
 from rkserve.api.prompting.images import ImagePart, read_image, shown
 from rkserve.core.errors import RequestError, UnsupportedParameter
 
+_REASONING = "reasoning_content"
 Message = JsonObject
 IMAGE_PART = "image_url"
 LEGACY_ID_CHARS = 9  # as templates of Mistral demand
@@ -269,3 +270,46 @@ def _part(part: Fields) -> str:
     if text is None:
         raise missing(part.path(key))
     return text
+
+
+def with_thoughts(
+    messages: Iterable[Message],
+    history: str,
+    marks: tuple[str, str] | None,
+    *,
+    prefill: bool = False,
+) -> list[Message]:
+    """Return the messages as the template gets them.
+
+    With ``template`` that is as they came: most templates take out what they do not want, whether
+    it comes as ``reasoning_content`` or within the words. ``strip`` takes out both, and ``keep``
+    puts the thoughts before the words of their turn. The last message of a ``prefill`` is no
+    earlier turn, so nothing is taken out of it.
+    """
+    found = list(messages)
+    if history == "template" or marks is None:
+        return found
+    change = _with_reasoning if history == "keep" else _without_reasoning
+    changed = [
+        change(message, marks) if message["role"] == "assistant" else message for message in found
+    ]
+    return [*changed[:-1], found[-1]] if prefill and history == "strip" else changed
+
+
+def _with_reasoning(message: Message, marks: tuple[str, str]) -> Message:
+    rest = {key: value for key, value in message.items() if key != _REASONING}
+    thoughts = message.get(_REASONING)
+    if thoughts is None:
+        return rest
+    begin, end = marks
+    return {**rest, "content": f"{begin}\n{thoughts}\n{end}\n\n{message['content']}"}
+
+
+def _without_reasoning(message: Message, marks: tuple[str, str]) -> Message:
+    rest = {key: value for key, value in message.items() if key != _REASONING}
+    begin, end = marks
+    content: str = rest["content"]
+    thoughts, found, words = content.partition(end)
+    if found and thoughts.lstrip().startswith(begin):
+        rest["content"] = words.lstrip("\n")
+    return rest

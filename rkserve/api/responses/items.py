@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from rkserve.api.common.tool_arguments import RAW, as_object
+from rkserve.api.common.tool_definitions import RAW, as_object
 from rkserve.api.json.body import JsonObject, JsonText
 from rkserve.api.json.fields import Fields, as_fields, missing, quoted, wrong_type
 from rkserve.api.json.limits import MAX_MESSAGES

@@ -13,7 +13,7 @@ from rkserve.api.anthropic.answers import MESSAGES, MessageAnswer, anthropic_err
 from rkserve.api.anthropic.requests import parse_count, parse_messages
 from rkserve.api.common.answer import AnswerOrigin
 from rkserve.api.common.calls import ChatCall
-from rkserve.api.common.tool_arguments import as_object
+from rkserve.api.common.tool_definitions import as_object
 from rkserve.api.parsing.answer_parser import PLAIN, ParserOptions
 from rkserve.api.parsing.sampling import SamplingOptions
 from rkserve.api.parsing.tool_choice import NO_TOOLS, ToolOptions

@@ -16,7 +16,7 @@ from rkserve.api.common.renderer import Renderer
 from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.api.parsing.parts import ReasoningPart, TextPart
 from rkserve.api.parsing.reasoning import EFFORTS, RESERVED, ReasoningSplitter
-from rkserve.api.prompting.past_reasoning import with_thoughts
+from rkserve.api.prompting.conversation import with_thoughts
 from rkserve.core.errors import ConfigError, RequestError, UnsupportedParameter
 from rkserve.core.messages import GenerateRequest, Thinking
 from rkserve.core.run_params import Sampling
