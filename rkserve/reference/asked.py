@@ -1,4 +1,4 @@
-"""What calls that change the cluster may say, in their query and in their body alike."""
+"""Parameters of the control API, in the query and in the body alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an endpoint is: how it is asked, by whom, what it answers, and an example of both."""
+"""The declaration of an endpoint: access, parameters, body, answers and an example."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PUSHED_ADAPTER = (
 
 
 class Access(Enum):
-    """Who may call."""
+    """The callers that an endpoint admits."""
 
     OPEN = "anybody"
     CLIENT = "a client"
@@ -30,7 +30,7 @@ class Access(Enum):
 
 
 class ErrorShape(Enum):
-    """Whose error object an endpoint answers, by the name of its schema."""
+    """The error object of an endpoint, by the name of its schema."""
 
     OPENAI = "Error"
     ANTHROPIC = "AnthropicError"
@@ -50,7 +50,7 @@ class EndpointParameter:
 
 @dataclass(frozen=True)
 class RequestBody:
-    """What is sent: a schema by media type."""
+    """The body of a request: a schema by media type."""
 
     content: Mapping[str, Schema]
     required: bool = True
@@ -58,9 +58,9 @@ class RequestBody:
 
 @dataclass(frozen=True)
 class EndpointAnswer:
-    """What a status other than an error comes with: a schema by media type, none where nothing.
+    """The answer of a status other than an error: a schema by media type, none without a body.
 
-    ``pieces`` are the schemas of single events or lines of a stream, by media type.
+    ``pieces`` holds the schemas of single events or lines of a stream, by media type.
     """
 
     status: int
@@ -105,7 +105,7 @@ class Endpoint:
 
     @property
     def name(self) -> str:
-        """What tells it from all others, in letters and digits."""
+        """A unique name in letters and digits."""
         parts = self.path.replace("{", "").replace("}", "").replace(".", "_").split("/")
         return "_".join([self.method.lower(), *(part for part in parts if part)])
 

@@ -27,7 +27,7 @@ class BoardStatus:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorStatus:
-    """How the Coordinator is heard: whether it answers, and how long ago it did last."""
+    """Reachability of the Coordinator, and the seconds since its last answer."""
 
     reachable: bool
     heard_s_ago: float | None

@@ -68,7 +68,7 @@ _UNLOAD: ParameterKinds = {
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """How a version comes to be served; what is None is the Coordinator's to choose."""
+    """The rollout of a version; the Coordinator chooses the values that are None."""
 
     strategy: str = "atomic"
     max_unavailable: int | None = None

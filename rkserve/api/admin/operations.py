@@ -36,7 +36,7 @@ _KINDS = {400: "invalid_request_error", 404: "invalid_request_error", 409: "inva
 
 
 class OperationResult(Protocol):
-    """What one board did of an operation."""
+    """One board's part of an operation."""
 
     @property
     def status(self) -> str: ...
@@ -53,7 +53,7 @@ class OperationResult(Protocol):
 
 
 class OperationFailure(Protocol):
-    """Why an operation did not succeed."""
+    """The reason that an operation failed."""
 
     @property
     def status(self) -> int: ...

@@ -122,7 +122,7 @@ class MessageAnswer(BaseAnswer):
         return {**told, **self._told()}
 
     def _told(self) -> JsonObject:
-        """What is rkserve's own."""
+        """Return rkserve's own keys."""
         timings = {"timings": timings_of([self._ends[0]])}
         return {**self._seal(self.versions), **timings, **self._spans(0)}
 

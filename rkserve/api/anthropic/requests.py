@@ -172,7 +172,7 @@ def _tools(fields: Fields) -> ToolOptions:
 
 
 def _wish(fields: Fields) -> ReasoningOptions:
-    """What is asked of thoughts: none, where a call does not say, as at Anthropic."""
+    """Read the reasoning options; without any there is no reasoning, as in Anthropic's API."""
     own = read_wish(fields)
     config, thinking = fields.child("output_config"), fields.child("thinking")
     effort = None if config is None else config.choice("effort", *EFFORTS)
@@ -310,7 +310,7 @@ def _tool_result(block: Fields, _: Message) -> Message:
 
 
 def _thoughts(block: Fields, turn: Message) -> None:
-    """What becomes of earlier thoughts is the model folder's business."""
+    """Join reasoning of earlier turns; the model folder decides whether it is used."""
     text = block.text("thinking")
     if text:
         turn["reasoning_content"] = turn.get("reasoning_content", "") + text

@@ -1,8 +1,8 @@
-"""What one answer comes to: its text, how its choices ended, and what is counted and told of them.
+"""The part of an answer that all dialects share: text, finish reasons, usage and timings.
 
-It is the half of an answer that every dialect has; it knows no dialect's words. Per choice it is
-fed ``Delta`` values and one ``Finished``. Prompt tokens count once per prompt, however many choices
-answer it, and so do its cached tokens: those that every choice found in the cache.
+Each choice is fed ``Delta`` values and one ``Finished``. Prompt tokens count once per prompt,
+however many choices answer it, and so do its cached tokens: those that every choice found in the
+cache.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ def fingerprint(model_id: str, release: str, adapter: str | None = None) -> str:
 
 @dataclass(frozen=True)
 class AnswerOrigin:
-    """What an answer comes from: the model, the runtime's release and versions of the weights.
+    """The origin of an answer: the model, the runtime's release and the versions of the weights.
 
-    ``accepted`` has for each choice the version that its board would have begun with when it took
-    it; what it was really generated with is known at its end. ``key_of`` returns the content of a
-    version, which one that was made anew does not share, and None of one that it does not know. It
-    is asked when a version is met: a long answer may end with one that was not there before.
-    ``prompt_tokens`` are those of the first prompt, 0 where only its board can count them.
-    ``reading`` says what their text may be beside words.
-    ``lexicon`` is there where an answer is to tell of single tokens, or of its prompt. Tokens in
-    ``ends`` end an answer. ``sampling`` are the values in force.
+    ``accepted`` holds, by choice, the version that the board would have used on admission; the
+    version that it did use is known at the end. ``key_of`` returns the content key of a version,
+    which changes when the version is made anew, and None for an unknown version. It is called
+    when a version is first met: a long answer may end with one that did not exist before.
+    ``prompt_tokens`` counts the first prompt, 0 where only the board can count. ``reading`` holds
+    the options of the answer parser. ``lexicon`` is set if the answer lists single tokens or its
+    prompt. Tokens in ``ends`` end an answer. ``sampling`` holds the values in force.
     """
 
     model: str
@@ -66,7 +65,7 @@ class AnswerOrigin:
 
 
 class BaseAnswer:
-    """What the answers of all dialects share. ``created`` is in seconds since 1970."""
+    """Base of the answers of all dialects. ``created`` is in seconds since 1970."""
 
     def __init__(
         self, call: ChatCall | CompletionCall, answer_id: str, created: int, stamp: AnswerOrigin
@@ -125,14 +124,14 @@ class BaseAnswer:
         return self._stamp.accepted[min(index, len(self._stamp.accepted) - 1)]
 
     def _seal(self, versions: list[str]) -> JsonObject:
-        """What tells of the weights: a board may have begun with others than it accepted with."""
+        """Return the keys about the weights: the version may have changed since admission."""
         return {
             "system_fingerprint": self._stamp.fingerprint(versions),
             "weight_version": ", ".join(dict.fromkeys(versions)),
         }
 
     def _spans(self, index: int) -> JsonObject:
-        """Which version each token of a choice that has ended comes from, where that was asked."""
+        """Return the version of each token of a finished choice, if requested."""
         if not self._return_versions:
             return {}
         end = self._ends[index]

@@ -57,20 +57,19 @@ TIMEOUT = Range(0, MAX_TIMEOUT_S, above=True)
 
 @dataclass(frozen=True)
 class GenerationCall:
-    """What chat and completion calls share.
+    """Parameters that chat and completion calls share.
 
-    ``sampling`` holds what the client set itself, under the names of ``runvalues.Sampling``; a
-    ``top_k`` of ``TOP_K_OFF`` means the whole vocabulary. ``max_tokens`` of None is the rest of
-    the context. ``pause_on`` are texts and token ids after which the generation pauses.
-    Only calls with the same ``salt`` share KV cache.
-    ``keep_version`` forbids to switch it to other weights on its way, and ``session`` is what the
-    client keeps its requests together by. A lower ``priority`` goes first, and the answer is of use
-    for ``timeout_s``.
+    ``sampling`` holds the values that the client set, under the names of ``run_params.Sampling``;
+    a ``top_k`` of ``TOP_K_OFF`` means the whole vocabulary. ``max_tokens`` of None is the rest of
+    the context. ``pause_on`` holds texts and token IDs after which the generation pauses. Only
+    calls with the same ``salt`` share KV cache. ``keep_version`` forbids a change of weights during
+    the generation, and ``session`` groups the client's requests. A lower ``priority`` goes first,
+    and the request expires after ``timeout_s``.
 
-    One of ``stop_ids`` ends an answer, too, and with ``include_stop`` what ended it is part of it.
-    ``request_id`` is the client's own name of the request, by which it can be aborted.
-    With ``token_ids`` the answer lists ids, with ``tokens_as_ids`` its log-probabilities name
-    tokens by them, and ``special_tokens`` are shown in its text.
+    One of ``stop_ids`` ends an answer, too; with ``include_stop`` the stop string or token is part
+    of it. ``request_id`` is the client's own name of the request, by which it can be aborted. With
+    ``token_ids`` the answer lists IDs, with ``tokens_as_ids`` its log-probabilities name tokens by
+    ID, and with ``special_tokens`` its text contains them.
     """
 
     model: str
@@ -128,12 +127,12 @@ class ChatCall(GenerationCall):
 
     @property
     def choices(self) -> int:
-        """How many answers it asks for."""
+        """The number of answers requested."""
         return self.n
 
     @property
     def tries(self) -> int:
-        """How many answers there are to a prompt."""
+        """The number of answers to each prompt."""
         return self.n
 
 
@@ -155,12 +154,12 @@ class CompletionCall(GenerationCall):
 
     @property
     def choices(self) -> int:
-        """How many answers are generated."""
+        """The number of answers generated."""
         return self.tries * len(self.prompts)
 
     @property
     def tries(self) -> int:
-        """How many answers there are to a prompt."""
+        """The number of answers to each prompt."""
         return self.n if self.best_of is None else self.best_of
 
     @property
@@ -170,7 +169,7 @@ class CompletionCall(GenerationCall):
 
     @property
     def ranked(self) -> bool:
-        """Whether more are generated than given."""
+        """Return whether more answers are generated than returned."""
         return self.tries > self.n
 
 

@@ -1,8 +1,7 @@
-"""What a dialect is: a way to ask for answers, and to give them; it knows none of them.
+"""The interface of a dialect, such as OpenAI's or Anthropic's: its reader and its answers.
 
-Every dialect has the same calls and the same generations behind it. Its own are the words: how a
-body is read, how an answer is written, whole or streamed, and what a stream says while nothing
-comes or when it breaks.
+All dialects share the calls and generations behind them. They differ in the reader of a body, in
+the answer, whole or streamed, and in a stream's keep-alive and error events.
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ Chosen = tuple[int, Scored | None]  # an id, and what the model gave it
 
 @dataclass(frozen=True)
 class TokenTexts:
-    """What the ids of an answer stand for, and its prompts, by choice.
+    """The texts of an answer's token IDs, and its prompts by choice.
 
-    ``vocabulary`` of None cannot say: no logprobs were asked for, and the prompts have ``texts``.
-    Tokens in ``hidden`` end answers without being seen, so that no log-probability of theirs is
-    listed. With ``as_ids`` tokens are called ``token_id:<id>``.
+    ``vocabulary`` is None if no log-probabilities were requested; then the prompts have ``texts``.
+    Tokens in ``hidden`` end answers unseen, so their log-probabilities are not listed. With
+    ``as_ids`` tokens are named ``token_id:<id>``.
     """
 
     vocabulary: Vocabulary | None

@@ -162,10 +162,10 @@ def _check_in_one_go(call: CompletionCall, param: str, why: str) -> None:
 
 
 def _is_task(call: ChatCall | CompletionCall) -> bool:
-    """Whether it looks like what Open WebUI asks for after a turn: a title, tags, follow-ups.
+    """Return whether a call looks like an Open WebUI task: a title, tags or follow-ups.
 
-    Each quotes the conversation in one message and is never gone on from. What is taken for one
-    and is none costs a prefill at most.
+    Such a call quotes the conversation in one message and is never continued. A false positive
+    costs one prefill at most.
     """
     if not isinstance(call, ChatCall) or call.stream:
         return False
@@ -378,7 +378,7 @@ def _max_tokens(asked: int | None, prompt: Prompt, context_len: int, param: str)
 
 
 def _sampling(call: ChatCall | CompletionCall, renderer: Renderer) -> dict[str, Any]:
-    """What the client set, with a ``top_k`` that the runtime survives."""
+    """Return the client's values, with a ``top_k`` that the runtime survives."""
     top_k = call.sampling.get("top_k")
     if top_k is None:
         return call.sampling

@@ -1,4 +1,4 @@
-"""What a client sent to what a board is given: the template, the tokenizer and the shield as one.
+"""Conversations and prompts rendered for a board: template, tokenizer and guard of control tokens.
 
 In text mode (a folder without tokenizer.json) the prompt stays text and the runtime tokenizes it.
 """
@@ -54,15 +54,15 @@ class Prompt:
 
     @property
     def tokens(self) -> int:
-        """How many it has; in text mode only the runtime can count, and has one at least."""
+        """The number of tokens; in text mode only the runtime can count, so at least one."""
         return len(self.ids) or self.counted or 1
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarkers:
-    """What begins and ends a model's thoughts, and the ids of the end; none in text mode.
+    """The markers around a model's reasoning, and the IDs of the end marker; none in text mode.
 
-    ``closing`` ends thoughts that would have gone on.
+    ``closing`` ends reasoning early.
     """
 
     open: str
@@ -83,12 +83,12 @@ class ReasoningMarkers:
 
 @dataclass(frozen=True, slots=True)
 class PromptHeader:
-    """What a prompt has beside the conversation.
+    """The parts of a prompt beside the conversation.
 
-    The answer begins with ``opening``, and without thoughts if it is ``thoughtless``. It may be
-    about ``images``. Without ``answer`` there is none: the prompt is what conversations that begin
-    like this one have in common. With ``prefill`` the answer continues the last message, which is
-    the assistant's: the prompt ends with its text.
+    The answer begins with ``opening``, and without reasoning if it is ``thoughtless``. With
+    ``images`` the messages may show images. Without ``answer`` there is no header of an answer: the
+    prompt is the common prefix of conversations that begin like this one. With ``prefill`` the
+    answer continues the last message, the assistant's: the prompt ends with its text.
     """
 
     answer: bool = True

@@ -1,7 +1,7 @@
-"""Which version of the weights a request means, by its model's name and its policy.
+"""The version of the weights for a request, by its model name and its version policy.
 
-It knows the lines of adapters that the cluster shall serve, and no folder and no board: what a line
-leaves open, its board decides when the request starts.
+It is resolved against the adapter versions of the desired state. A choice that these leave open is
+made by the board when the request starts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MINIMUM = "min-version:"
 
 
 class Freshness(str, Enum):
-    """How new the weights have to be."""
+    """The required freshness of the weights."""
 
     ANY = "any"
     LATEST = "latest-only"
@@ -32,7 +32,7 @@ class Freshness(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class VersionPolicy:
-    """What a request asks of the version that serves it; ``version`` is the least one."""
+    """The version policy of a request; ``version`` is the minimum."""
 
     wanted: Freshness = Freshness.ANY
     version: str = ""
@@ -43,7 +43,7 @@ class VersionPolicy:
         return f"{_MINIMUM}{self.version}" if self.version else self.wanted.value
 
     def allows(self, version: str) -> bool:
-        """Whether an answer may come of that version: ``v9`` is less than ``v10``."""
+        """Return whether a version may serve the request; ``v9`` is less than ``v10``."""
         if self.wanted is not Freshness.MINIMUM:
             return True
         return version_order(version) >= version_order(self.version)
@@ -54,11 +54,11 @@ ANY = VersionPolicy()
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """What the model's name of a request means.
+    """The weights that a model name stands for.
 
     Without adapter and line it is the base ``model``. ``adapter`` is one version; with ``line``
-    the board chooses by the ``session``, and ``active`` is what it would be of itself.
-    ``named`` says that the request named the version.
+    the board chooses by the ``session``, and ``active`` is the version served by default.
+    ``named``: the request named the version.
     """
 
     model: str
@@ -175,7 +175,7 @@ def _allowed(line: AdapterLine, policy: VersionPolicy) -> ResolvedModel:
 
 
 def _served(line: AdapterLine) -> list[AdapterVersion]:
-    """What requests for the bare name get, the newest last."""
+    """Return the versions that serve the bare name, the newest last."""
     tried = line.candidate is not None and (line.switched or line.weight > 0)
     found = [line.active, line.candidate if tried else None]
     return [one for one in found if one is not None]

@@ -1,1 +1,1 @@
-"""Readers of JSON bodies: fields, limits, errors with the parameter's path."""
+"""Readers and models of JSON bodies, their limits, and errors with the parameter's path."""

@@ -1,4 +1,4 @@
-"""Bytes to a JSON object, or one clear 400; it knows JSON and nothing of what the keys mean."""
+"""The reader of request bodies: bytes to one JSON object, or a 400."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ JsonObject = dict[str, Any]
 
 
 class JsonText(JsonObject):
-    """An object that remembers the text that it was read from, for whoever has to repeat it."""
+    """A JSON object with the text that it was read from."""
 
     def __init__(self, found: JsonObject, text: str) -> None:
         super().__init__(found)

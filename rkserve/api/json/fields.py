@@ -1,7 +1,7 @@
-"""Reads one JSON object key by key with strict types; it knows types and ranges, not the keys.
+"""A reader of JSON objects with strict types and ranges.
 
-``null`` counts as absent everywhere. A wrong value is a ``RequestError`` that names the key by its
-path from the top of the body, in the words of OpenAI's own messages.
+``null`` counts as absent. A wrong value raises ``RequestError`` with the path of the key from the
+top of the body, in the wording of OpenAI's messages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Range:
     above: bool = False
 
     def complaint(self, value: float) -> str | None:
-        """Say what is wrong with a value, None if nothing is."""
+        """Return the complaint about a value out of range, else None."""
         if value < self.low or (self.above and value == self.low):
             sign = ">" if self.above else ">="
             return f"below minimum value. Expected a value {sign} {self.low:g}"
@@ -46,11 +46,11 @@ class Fields:
         self._at = at
 
     def path(self, name: str) -> str:
-        """Where a key of this object stands, as error messages name it."""
+        """Return the path of a key of this object, as error messages name it."""
         return f"{self._at}.{name}" if self._at else name
 
     def get(self, name: str) -> Any:
-        """The value as it came; None if it is absent or null."""
+        """Return the raw value; None if it is absent or null."""
         return self._values.get(name)
 
     def text(self, name: str) -> str | None:
@@ -61,7 +61,7 @@ class Fields:
         return value
 
     def required_text(self, name: str) -> str:
-        """A string that must be there and not be empty."""
+        """A required string that is not empty."""
         value = self.text(name)
         if value is None:
             raise missing(self.path(name))
@@ -98,7 +98,7 @@ class Fields:
         return value
 
     def integer(self, name: str, within: Range = ANY) -> int | None:
-        """An integer; neither a boolean nor a decimal with nothing behind its point is one."""
+        """An integer; booleans and decimals such as 1.0 are refused."""
         value = self.get(name)
         return None if value is None else as_integer(value, self.path(name), within)
 
@@ -127,7 +127,7 @@ class Fields:
             raise RequestError(f"Invalid '{path}': too large for a number.", path) from None
 
     def items(self, name: str, most: int | None = None) -> list[Any]:
-        """Return a list that is required, and has one item at least and ``most`` at most."""
+        """Return a required list of at least one and at most ``most`` items."""
         value = self.get(name)
         if value is None:
             raise missing(self.path(name))
@@ -149,9 +149,9 @@ class Fields:
         return None if value is None else as_fields(value, self.path(name))
 
     def only(self, known: Collection[str]) -> None:
-        """Refuse every other key.
+        """Refuse unknown keys.
 
-        For calls that change something: a mistyped key must not be taken for one left out.
+        Calls that change the cluster use it: a mistyped key must not be taken for one left out.
         """
         for name in self._values:
             if name not in known:
@@ -184,7 +184,7 @@ def as_fields(value: object, path: str) -> Fields:
 
 
 def quoted(value: object) -> str:
-    """A client's value for an error message, cut to a decent length."""
+    """Return a client's value for an error message, cut to ``MAX_QUOTED_CHARS``."""
     shown = repr(value)
     return shown if len(shown) <= MAX_QUOTED_CHARS else f"{shown[:MAX_QUOTED_CHARS]}..."
 

@@ -1,6 +1,6 @@
-"""The bounds of one request, in one place; it knows numbers and nothing of where they are checked.
+"""The limits of one request.
 
-Body size and time are not here: they are bounded before a body reaches this room.
+Body size and time are limited before a body is parsed.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class _Lines(BaseAnswer, ABC):
     def _said(
         self, words: str = "", thoughts: str = "", calls: Sequence[JsonObject] = ()
     ) -> JsonObject:
-        """Where words, thoughts and calls are."""
+        """Return text, reasoning and tool calls."""
 
 
 class ChatLines(_Lines):

@@ -1,6 +1,6 @@
-"""What Ollama's clients look up: models, what is loaded, and which release they talk to.
+"""Ollama's listings of models, loaded models and the version.
 
-It knows OpenAI's entries of models, as ``models`` makes them, and what a folder says of its model.
+They are made from OpenAI's model entries and the facts in a model folder.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _NEVER = "9999-12-31T23:59:59Z"
 
 @dataclass(frozen=True)
 class FolderFacts:
-    """What a model folder tells; 0 and empty where this machine does not have the model's file.
+    """Facts in a model folder; 0 and empty where this machine does not have the model's file.
 
-    ``tools``, ``thinking``, ``embedding`` and ``vision``: the model can be offered tools, thinks
-    before it answers, makes vectors, sees images.
+    ``tools``, ``thinking``, ``embedding`` and ``vision``: the model can call tools, reasons before
+    it answers, computes embeddings, takes images.
     """
 
     size_bytes: int = 0

@@ -36,7 +36,7 @@ _TAG = ":latest"  # what Ollama's clients put behind a name that has none
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """A call without a prompt: the model shall be ready, and nothing is generated."""
+    """A call without a prompt: it loads the model and generates nothing."""
 
     model: str
 
@@ -88,7 +88,7 @@ def parse_generate(body: bytes) -> AnyCall:
 
 
 def _wish(fields: Fields) -> ReasoningOptions:
-    """What is asked of thoughts: by ``think``, or by rkserve's own keys."""
+    """Read the reasoning options from ``think`` or rkserve's own keys."""
     own, think = read_wish(fields), fields.get("think")
     if think is None:
         return own
@@ -124,7 +124,7 @@ def asked_model(fields: Fields, name: str = "model") -> str:
 
 
 def _shared(fields: Fields) -> dict[str, Any]:
-    """What chat and generate share: Ollama's options, and rkserve's own keys beside them."""
+    """Read the parameters of both chat and generate: Ollama's options and rkserve's own keys."""
     shared = read_shared(fields)
     options = fields.child("options") or Fields({}, "options")
     unsupported.refuse(options, _OPTIONS_REFUSED)
@@ -141,7 +141,7 @@ def _shared(fields: Fields) -> dict[str, Any]:
 
 
 def _steps(fields: Fields, options: Fields) -> SamplingOptions:
-    """What is asked of the choice of tokens, and of the answer's form."""
+    """Read the sampling options and the format of the answer."""
     steps = read_draws(options)
     # As there a negative seed is none; clients send it as the default.
     seed = None if steps.seed is not None and steps.seed < 0 else steps.seed
@@ -208,7 +208,7 @@ def _messages(fields: Fields) -> Iterator[Message]:
 
 
 def _images(fields: Fields) -> list[ImagePart]:
-    """What is shown with a message: files in base64, which stand before its words as at Ollama."""
+    """Read a message's images, base64 files that precede its text as in Ollama."""
     if fields.get("images") in (None, []):
         return []
     path, found = fields.path("images"), list[ImagePart]()

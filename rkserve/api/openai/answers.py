@@ -32,7 +32,7 @@ from rkserve.core.run_params import Scored
 
 
 class _Answer(BaseAnswer, ABC):
-    """What chat and completion answers share."""
+    """Base of chat and completion answers."""
 
     _whole_object: ClassVar[str]
     _chunk_object: ClassVar[str]

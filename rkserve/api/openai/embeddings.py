@@ -46,8 +46,10 @@ _NOT_POOLED: dict[str, unsupported.Harmless] = {
 
 @dataclass(frozen=True, slots=True)
 class VectorOptions:
-    """What every call says whose texts become vectors. A lower ``priority`` goes first, and the
-    answer is of use for ``timeout_s``; ``session`` keeps requests on one version of an adapter.
+    """Parameters of every embedding call.
+
+    A lower ``priority`` goes first, and the request expires after ``timeout_s``; ``session`` keeps
+    requests on one version of an adapter.
     """
 
     model: str
@@ -361,9 +363,7 @@ def written(vector: array[float]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingDialect:
-    """How a dialect asks for vectors, and how it is given them: with the tokens of all texts, and
-    the seconds that it took.
-    """
+    """A dialect's embedding API: its reader, and its answer with the token count and seconds."""
 
     parse: Callable[[bytes], EmbeddingCall] = parse_embeddings
     answer: Callable[[EmbeddingCall, Iterable[array[float]], int, float], bytes] = embeddings_answer

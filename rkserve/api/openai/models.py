@@ -146,7 +146,7 @@ def models_list(entries: Sequence[JsonObject]) -> JsonObject:
 
 
 def _as_anthropic(name: str, created: int) -> JsonObject:
-    """What Anthropic's clients want of a model, which they look up at the same path."""
+    """Return the keys that Anthropic's clients read at the same path."""
     written = datetime.fromtimestamp(created, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
         "type": "model",

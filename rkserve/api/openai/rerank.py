@@ -45,7 +45,7 @@ class RankCall:
 
     @property
     def pairs(self) -> list[tuple[RankedText, RankedText]]:
-        """What is compared with what."""
+        """The pairs of texts that are compared."""
         return [(self.query, document) for document in self.documents]
 
 

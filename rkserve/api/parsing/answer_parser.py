@@ -32,11 +32,10 @@ _ID_CHARS = 9
 
 @dataclass(frozen=True)
 class ParserOptions:
-    """How the answers to one call are read.
+    """Options of the parser for the answers to one call.
 
-    ``form`` is None where no tool was offered: then nothing is a call. ``opening`` is the beginning
-    of a call that was put into the prompt. Only the first ``most_calls``
-    calls count.
+    ``form`` is None if no tool was offered: then nothing is a tool call. ``opening`` is the start
+    of a call that was put into the prompt. Only the first ``most_calls`` calls count.
     """
 
     thinking: Thinking | None = None
@@ -47,7 +46,7 @@ class ParserOptions:
 
     @property
     def plain(self) -> bool:
-        """Whether an answer is nothing but its words."""
+        """Return whether an answer is text only."""
         return self.thinking is None and self.form is None
 
 
@@ -70,7 +69,7 @@ class ToolCall:
 
 
 class _Said:
-    """What an answer consists of."""
+    """The parts of an answer."""
 
     def __init__(self) -> None:
         self.words: list[str] = []
@@ -160,12 +159,12 @@ class AnswerParser:
 
     @property
     def words(self) -> str:
-        """What it says."""
+        """The text."""
         return "".join(self._said.words)
 
     @property
     def thoughts(self) -> str:
-        """What the model thought before it said that."""
+        """The reasoning before the text."""
         return "".join(self._said.thoughts)
 
     @property

@@ -1,4 +1,4 @@
-"""Which grammar an answer is to follow, in OpenAI's words and in vLLM's; it compiles none."""
+"""The grammar requested for an answer, in OpenAI's and vLLM's forms."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the text of an answer turns out to be: words, thoughts and calls of tools, piece by piece.
+"""Parts of an answer's text in order: text, reasoning and tool calls.
 
-Whoever reads an answer makes these, and every dialect writes them in its own JSON.
+The answer parser yields them, and every dialect writes them in its own JSON.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """More of what the answer says."""
+    """More text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningPart:
-    """More of what the model thought before."""
+    """More reasoning."""
 
     text: str
 

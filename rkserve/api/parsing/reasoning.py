@@ -27,9 +27,9 @@ MOST_TOKENS = 1_000_000
 
 @dataclass(frozen=True)
 class ReasoningOptions:
-    """What a call says of thinking. ``variables`` are for the template.
+    """The reasoning options of a call. ``variables`` are for the template.
 
-    ``max_tokens`` of None leaves it to the model folder, by ``effort``.
+    With ``max_tokens`` of None the model folder decides, by ``effort``.
     """
 
     enabled: bool | None = None
@@ -90,7 +90,7 @@ class ReasoningSplitter:
 
     @property
     def over(self) -> bool:
-        """Whether all that comes is the answer."""
+        """Return whether the reasoning has ended."""
         return self._state == self._answer
 
     def feed(self, text: str) -> list[Part]:

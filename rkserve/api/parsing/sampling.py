@@ -1,7 +1,7 @@
-"""What a call asks of its sampling that RKLLM lacks: seeds, a bias, logprobs, no early end.
+"""Sampling options that RKLLM lacks: seed, bias, log-probabilities, grammar, no early end.
 
-It reads these keys and decides whether they are needed at all: a seed without chance decides
-nothing, and a generation that RKLLM can sample itself is faster.
+They need single steps, which are slower than RKLLM's own sampling. So an option without effect,
+such as a seed with greedy sampling, does not count.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _LEAST = Range(0, NEVER_ENDS)
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """What was asked for. ``top_logprobs`` of None asks for no logprobs.
+    """The options of one call. ``top_logprobs`` of None: no log-probabilities.
 
-    ``guide`` is the grammar of the answer, with the parameter that brought it. The model does not
-    end the answer before ``min_tokens``, with ``ignore_eos`` not at all.
+    ``guide`` is the grammar of the answer, with the parameter that stated it. The model cannot end
+    the answer before ``min_tokens``, with ``ignore_eos`` not at all.
     """
 
     seed: int | None = None
@@ -62,7 +62,7 @@ class SamplingOptions:
         return {"ignore_eos": self.ignore_eos, "min_tokens": self.min_tokens > 0}
 
     def _only_guided(self, sampling: Sampling, *, ranked: bool) -> bool:
-        """Whether nothing but a grammar needs single steps."""
+        """Return whether only a grammar needs single steps."""
         rest = replace(self, guide=None)
         return self.guide is not None and rest.asked(sampling, ranked=ranked) is None
 

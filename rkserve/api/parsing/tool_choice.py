@@ -22,12 +22,12 @@ ALLOWED = "allowed_tools"
 
 @dataclass(frozen=True)
 class ToolOptions:
-    """What a call offers. ``given`` are for the template; none where the model may call nothing.
+    """The tools of a call. ``given`` are for the template; none if the model may call no tool.
 
     ``forced``: some tool must be called, or the one that is ``named``. ``legacy`` calls are
-    answered under their deprecated names. Calls of the ``strict`` ones follow their schemas where
-    it is certain that there will be one. An answer has at most ``max_calls``. Offered tools of the
-    types ``left_out`` are not among ``given``.
+    answered under their deprecated names. Calls of the ``strict`` tools follow their schemas if a
+    call is certain. An answer has at most ``max_calls``. Tools of the types ``left_out`` are not
+    among ``given``.
     """
 
     given: tuple[JsonObject, ...] = ()

@@ -135,7 +135,7 @@ def with_stand_ins(message: Mapping[str, Any], numbers: Mapping[str, int]) -> di
 
 
 class ImagePlaceholders:
-    """Where images stand in the prompts of one model, if it sees any."""
+    """The placeholders of images in the prompts of one model."""
 
     def __init__(self, vision: VisionSettings | None, markers: Iterable[str]) -> None:
         """``markers`` are those of its prompts without images."""
@@ -146,7 +146,7 @@ class ImagePlaceholders:
 
     @property
     def tokens(self) -> int:
-        """What an image takes in the context."""
+        """The number of tokens of an image."""
         return 0 if self._vision is None else self._vision.tokens
 
     def numbers(self, messages: Iterable[Mapping[str, Any]], *, answered: bool) -> dict[str, int]:

@@ -161,7 +161,7 @@ class ResponseAnswer(BaseAnswer):
 
     @property
     def to_be_kept(self) -> bool:
-        """Whether the client is told that the response can be read again."""
+        """Return whether the answer says that the response is stored."""
         return bool(self._echo.get("store"))
 
     def not_kept(self) -> None:
@@ -338,7 +338,7 @@ class ResponseAnswer(BaseAnswer):
         }
 
     def _own(self, told: JsonObject) -> _Event:
-        """What is rkserve's own comes in an event that clients know, and that changes nothing."""
+        """Return rkserve's own keys in an event that clients know and that changes nothing."""
         return "response.in_progress", {"response": self._response("in_progress"), "rkserve": told}
 
     def _events(self, events: list[_Event]) -> bytes:

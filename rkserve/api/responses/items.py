@@ -66,7 +66,7 @@ class _Turns:
         self._found[-1].setdefault("tool_calls", []).append(call)
 
     def result(self, call_id: str, content: str) -> None:
-        """That came of a call."""
+        """Add the result of a call."""
         self._found.append({"role": "tool", "content": content, "tool_call_id": call_id})
 
     def messages(self) -> Iterator[Message]:

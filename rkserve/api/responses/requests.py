@@ -177,7 +177,7 @@ def _effort(reasoning: Fields) -> str | None:
 
 
 def _wish(fields: Fields, effort: str | None) -> ReasoningOptions:
-    """What is asked of thoughts: by ``reasoning``, or by rkserve's own keys."""
+    """Read the reasoning options from ``reasoning`` or rkserve's own keys."""
     names = ("enable_thinking", "reasoning_effort", "max_reasoning_tokens", "chat_template_kwargs")
     own = {name: fields.get(name) for name in names}
     return read_wish(Fields({**own, "reasoning_effort": effort or own["reasoning_effort"]}))

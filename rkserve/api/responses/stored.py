@@ -1,7 +1,7 @@
-"""What is kept of a response, and how it is told later; it knows OpenAI's words and no disk.
+"""Stored responses, and the answers about them.
 
-Ids of items tell whose they are: the response's own id is part of each, so that an item which a
-client only refers to is found without an index.
+The ID of each item contains that of its response, so that an item reference is resolved without an
+index.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class StoredResponse:
 
     @property
     def said(self) -> list[JsonObject]:
-        """What it adds to a conversation."""
+        """The items that the response adds to a conversation."""
         return [*self.items, *self.response["output"]]
 
 
 def is_response_id(text: str) -> bool:
-    """Whether a response may be called so."""
+    """Return whether a text is a valid response ID."""
     return _ID.fullmatch(text) is not None
 
 
@@ -90,7 +90,7 @@ def check_lookup(query: Sequence[tuple[str, str]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ListPage:
-    """Which part of a list is asked for."""
+    """The requested part of a list."""
 
     after: str | None = None
     limit: int = _LIMIT

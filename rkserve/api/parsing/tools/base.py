@@ -1,7 +1,6 @@
-"""What all forms of calls have in common: text is held back while it may be a call, and no longer.
+"""The base of tool call parsers: text is held back only while it may be a call.
 
-It knows neither OpenAI's JSON nor which model speaks. What turns out to be no call, or only half of
-one, is words again, to the last character.
+Text that turns out to be no call, or only part of one, becomes text again, without loss.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from rkserve.api.parsing.tools.json_stream import PartialCall
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """How calls are written to the letter, behind the opening of one.
+    """The exact syntax of calls after the opening of one.
 
-    A call is ``before`` with the tool's name in the place of ``{}``, its arguments, and ``after``;
-    where the opening has the name, it begins with the arguments. ``between`` calls stands what
-    leads to the next name: None where no further one can be written. ``end`` is behind the last.
-    With ``keywords`` arguments are written ``a=1, b=2`` instead of as an object.
+    A call is ``before`` with the tool's name in place of ``{}``, its arguments, and ``after``; if
+    the opening has the name, the call begins with the arguments. ``between`` separates a call from
+    the next name: None if only one call is possible. ``end`` follows the last. With ``keywords``
+    arguments are written ``a=1, b=2`` instead of as an object.
     """
 
     before: str
@@ -135,7 +134,7 @@ class ToolCallParser(ABC):
         return True
 
     def _void(self) -> bool:
-        """What was read since the last call is no call."""
+        """Turn the text read since the last call back into text."""
         if self._begun:
             self._parts.append(Retraction(calls=1))
         self._call, self._begun = None, False
@@ -145,7 +144,7 @@ class ToolCallParser(ABC):
         return True
 
     def _knows(self, name: str) -> bool:
-        """Whether a call of that name is one."""
+        """Return whether a call of that name counts."""
         return name in self._names
 
     # -- inside -------------------------------------------------------------------------------
@@ -178,7 +177,7 @@ class ToolCallParser(ABC):
 
 
 def begins(text: str, mark: str) -> bool | None:
-    """Whether a text begins with a mark; None where more of it has to be there to say."""
+    """Return whether a text begins with a mark; None if more text is needed to decide."""
     if text.startswith(mark):
         return True
     return None if mark.startswith(text) else False

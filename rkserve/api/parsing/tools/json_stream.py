@@ -226,7 +226,7 @@ class ObjectCall:
         return next((key for key in keys if key in self._scan.texts), None)
 
     def _streams(self) -> bool:
-        """Whether the arguments are an object, which can be given out as it comes."""
+        """Return whether the arguments are an object, which can be streamed."""
         key = self._member(ARGUMENT_KEYS)
         parts = [] if key is None else self._scan.texts[key]
         return bool(parts) and parts[0][0] == "{"

@@ -43,7 +43,7 @@ class _List(ToolCallParser):
 
     @abstractmethod
     def _item(self) -> bool:
-        """Where a call in the list begins."""
+        """Read the beginning of a call in the list."""
 
     def _after_call(self) -> bool:
         """Behind a call in the list."""
