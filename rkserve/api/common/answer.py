@@ -53,7 +53,7 @@ class AnswerOrigin:
     ends: frozenset[int] = frozenset()
 
     def fingerprint(self, versions: Iterable[str]) -> str:
-        """Return ``system_fingerprint`` of what comes from these versions."""
+        """Return the ``system_fingerprint`` for these versions."""
         contents = dict.fromkeys(self._content(version) for version in versions)
         return fingerprint(self.model, self.release, ",".join(sorted(contents)))
 
@@ -90,21 +90,21 @@ class BaseAnswer:
         self._ends: dict[int, Finished] = {}
 
     def speech(self, index: int) -> AnswerParser:
-        """Return what a choice says: its words, thoughts and calls."""
+        """Return the parser of a choice, with its text, reasoning and tool calls."""
         return self._speeches[index]
 
     def add(self, index: int, delta: Delta) -> list[Part]:
-        """Take a delta of a choice, and return what it means."""
+        """Add a delta of a choice, and return its parts."""
         return self._speeches[index].feed(self._taken(index, delta))
 
     def _taken(self, index: int, delta: Delta) -> Delta:
-        """Count the tokens of a delta; return it with all the text that is to be shown."""
+        """Count the tokens of a delta; return it with all visible text."""
         if self._tokens:
             self._tokens[index].add(delta)
         return self._specials[index].named(delta) if self._specials else delta
 
     def end(self, index: int, finished: Finished) -> list[Part]:
-        """Take the end of a choice, and return what was held back of it."""
+        """End a choice, and return the parts that were held back."""
         self._ends[index] = finished
         tail = ""
         if self._specials and self._include_stop and finished.reason is FinishReason.STOP:
@@ -161,7 +161,7 @@ class BaseAnswer:
 
 
 def pause_status(index: int, paused: Paused) -> JsonObject:
-    """Return what a stream says of a pause of one of its choices."""
+    """Return the stream's status for a paused choice."""
     return {
         "status": "paused",
         "choice": index,
@@ -172,7 +172,7 @@ def pause_status(index: int, paused: Paused) -> JsonObject:
 
 
 def timings_of(ends: list[Finished]) -> JsonObject:
-    """Board time as measured, added up over choices."""
+    """Return the measured board times, added up over choices."""
     measured = [end.timings for end in ends]
     decode_ms, decode_tokens = _total(measured, "decode_ms"), _total(measured, "decode_tokens")
     told: JsonObject = {

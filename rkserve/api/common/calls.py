@@ -1,7 +1,7 @@
-"""Bodies of OpenAI's chat and completion calls to frozen values; it knows keys, not models.
+"""The reader of OpenAI's chat and completion bodies.
 
-What cannot be honoured is refused in ``refusals``; what depends on the model, its tokenizer or its
-context is decided in ``plan``. Keys that are read nowhere are accepted and ignored.
+Unsupported parameters are refused in ``unsupported``; decisions that depend on the model, its
+tokenizer or its context are made in ``plan``. Unknown keys are ignored.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def parse_completion(body: bytes) -> CompletionCall:
 
 
 def _best_of(fields: Fields, n: int, prompts: int) -> int | None:
-    """OpenAI's number of answers of which the best are given; None where all are."""
+    """Read ``best_of``, the number of answers of which the best are returned; None: all."""
     best_of = fields.integer("best_of", _AT_LEAST_ONE)
     if best_of is None or best_of == n:
         return None
@@ -251,7 +251,7 @@ def _best_of(fields: Fields, n: int, prompts: int) -> int | None:
 
 
 def read_model(fields: Fields) -> str:
-    """Read the name of a model, which must be there. Raises ``RequestError``."""
+    """Read the required name of a model. Raises ``RequestError``."""
     model = read_maybe_model(fields)
     if model is None:
         raise missing("model")
@@ -259,10 +259,10 @@ def read_model(fields: Fields) -> str:
 
 
 def read_maybe_model(fields: Fields) -> str | None:
-    """Read the name of a model; None where the call names none.
+    """Read the optional name of a model.
 
     Raises:
-        RequestError: it cannot be a name.
+        RequestError: the name is empty or too long.
     """
     if fields.get("model") is None:
         return None
@@ -275,7 +275,7 @@ def read_maybe_model(fields: Fields) -> str | None:
 
 
 def read_shared(fields: Fields) -> dict[str, Any]:
-    """Read what chat and completion calls share but for the model and the length.
+    """Read the parameters that chat and completion calls share, except model and length.
 
     Other dialects use it for rkserve's own keys, which have the same names in all of them.
     """
@@ -290,7 +290,7 @@ def read_shared(fields: Fields) -> dict[str, Any]:
         "stop_ids": read_stop_ids(fields),
         "include_stop": fields.flag("include_stop_str_in_output"),
         "pause_on": pause_on,
-        # A function call in mid-stream is no use if it costs a prefill each time.
+        # A function call in mid-stream must not cost a prefill each time.
         "native_pause": bool(pause_on) if native_pause is None else native_pause,
         "use_cache": fields.cache_name("use_cache"),
         "salt": _salt(fields),
@@ -326,7 +326,7 @@ def read_stop_ids(fields: Fields) -> tuple[int, ...]:
 
 
 def read_standing(fields: Fields) -> dict[str, Any]:
-    """Read what any call may say of its place among others: session, priority, time limit."""
+    """Read the scheduling parameters: session, priority, time limit."""
     return {
         "session": _session_key(fields),
         "priority": fields.integer("priority"),
@@ -335,7 +335,7 @@ def read_standing(fields: Fields) -> dict[str, Any]:
 
 
 def _salt(fields: Fields) -> str:
-    """vLLM's ``cache_salt``, and what stands for it: the salt itself goes no further."""
+    """Read vLLM's ``cache_salt``, and return its digest: the salt itself is not passed on."""
     given = fields.text("cache_salt")
     if given is None:
         return ""
@@ -347,9 +347,9 @@ def _salt(fields: Fields) -> str:
 
 
 def _session_key(fields: Fields) -> str | None:
-    """OpenAI's key for prompts that belong together, else its name of the user.
+    """Return OpenAI's ``prompt_cache_key``, else ``user``.
 
-    Both were never looked at; what is no text stays ignored.
+    Values that are not strings are ignored, as before these keys were used.
     """
     given = (fields.get(name) for name in ("prompt_cache_key", "user"))
     return next((value for value in given if isinstance(value, str) and value), None)
@@ -388,7 +388,7 @@ def read_sampling(fields: Fields) -> dict[str, Any]:
 
 
 def _repeat_penalty(fields: Fields) -> float | None:
-    """RKLLM's own name, and vLLM's for the same thing."""
+    """Read the penalty by RKLLM's or vLLM's name."""
     own = fields.number("repeat_penalty", _REPEAT)
     alias = fields.number("repetition_penalty", _REPEAT)
     if own is not None and alias is not None and own != alias:
@@ -418,7 +418,7 @@ def read_stop(fields: Fields, name: str, most: int) -> tuple[str, ...]:
 
 
 def _watched(value: object, path: str) -> str:
-    """A string with which every token of the answer is compared."""
+    """Check a string with which every token of the answer is compared."""
     if not isinstance(value, str):
         raise wrong_type(path, "a string", value)
     if not 1 <= len(value) <= MAX_STOP_CHARS:
@@ -482,7 +482,7 @@ def _hold_to_choices(each: int, prompts: int, name: str) -> None:
 
 
 def _prompts(fields: Fields) -> tuple[TextOrIds | Embeds, ...]:
-    """One prompt or a list of them: strings, lists of token ids, or vLLM's ``prompt_embeds``."""
+    """Read one prompt or a list: strings, lists of token IDs, or vLLM's ``prompt_embeds``."""
     value, embeds = fields.get("prompt"), fields.get("prompt_embeds")
     if embeds is not None:
         return _embedded(embeds, value, fields.path("prompt_embeds"))
@@ -494,7 +494,7 @@ def _prompts(fields: Fields) -> tuple[TextOrIds | Embeds, ...]:
         raise wrong_type("prompt", "a string or an array", value)
     first = fields.items("prompt")[0]
     if isinstance(first, str | list):
-        # Counted before they are read: a list of a million prompts is not worth a look.
+        # Counted before they are read, so that a list of a million prompts costs nothing.
         if len(value) > MAX_CHOICES:
             read_choices(fields, prompts=len(value))
         return tuple(read_prompt(one, f"prompt[{index}]") for index, one in enumerate(value))
@@ -502,7 +502,7 @@ def _prompts(fields: Fields) -> tuple[TextOrIds | Embeds, ...]:
 
 
 def _embedded(embeds: object, prompt: object, path: str) -> tuple[Embeds, ...]:
-    """One tensor or a list of them. OpenAI's clients must send a prompt: an empty one is none."""
+    """Read one tensor or a list. OpenAI's clients must send a prompt: an empty one is ignored."""
     if prompt not in (None, "", []):
         raise RequestError(
             f"Send either 'prompt' or '{path}', not both; an empty 'prompt' is none.", path

@@ -20,9 +20,7 @@ AnyCall = ChatCall | CompletionCall
 
 
 class DialectAnswer(Protocol):
-    """The answer to one call. A stream feeds ``delta`` and ``finish``, a whole one ``add`` and
-    ``end``.
-    """
+    """The answer to a call: ``delta`` and ``finish`` stream it, ``add`` and ``end`` collect it."""
 
     id: str
 
@@ -31,28 +29,28 @@ class DialectAnswer(Protocol):
         """The version of the weights behind each choice, as far as it is known."""
 
     def opening(self, index: int) -> bytes:
-        """Return what comes before the first delta of a choice."""
+        """Return the bytes before the first delta of a choice."""
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """Return what is sent of a delta."""
+        """Return the bytes of a delta."""
 
     def paused(self, index: int, paused: Paused) -> bytes:
-        """Return what tells of a pause."""
+        """Return the event of a pause."""
 
     def finish(self, index: int, finished: Finished) -> bytes:
-        """Return what ends a choice."""
+        """Return the bytes that end a choice."""
 
     def closing(self) -> bytes:
-        """Return what comes after the last choice has ended."""
+        """Return the bytes after the last choice."""
 
     def broken(self, exc: BaseException) -> bytes:
-        """Return what ends a stream that has begun and breaks."""
+        """Return the event that ends a broken stream."""
 
     def add(self, index: int, delta: Delta) -> object:
-        """Take a delta of a whole answer."""
+        """Add a delta to a whole answer."""
 
     def end(self, index: int, finished: Finished) -> object:
-        """Take the end of a choice of a whole answer."""
+        """End a choice of a whole answer."""
 
     def whole(self) -> JsonObject:
         """Return the whole answer. Every choice must have ended."""
@@ -60,11 +58,11 @@ class DialectAnswer(Protocol):
 
 @dataclass(frozen=True)
 class Dialect:
-    """One way to ask for answers.
+    """The reader and the answers of one API.
 
-    ``parse`` reads a body, or raises ``RequestError``. ``answer`` is made of a call, its id (which
-    begins with ``prefix``), the time in seconds since 1970 and what it comes from. ``ping`` keeps a
-    silent stream open, also one that no board has taken yet; ``broken`` ends one without an answer.
+    ``parse`` reads a body, or raises ``RequestError``. ``answer`` takes a call, its ID (which
+    begins with ``prefix``), the time in seconds since 1970 and the origin. ``ping`` keeps a silent
+    stream open, also before a board has accepted it; ``broken`` ends one without an answer.
     """
 
     parse: Callable[[bytes], AnyCall]

@@ -1,4 +1,4 @@
-"""Any exception to OpenAI's error object; it knows the error tree and no route."""
+"""OpenAI's error object for any exception."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ UNEXPECTED = "The server failed while it worked on the request. Its log says why
 def error_object(exc: BaseException) -> tuple[int, dict[str, str], JsonObject]:
     """Return status, headers and body for an exception.
 
-    An exception that rkserve did not raise on purpose becomes a 500 that says nothing of it: its
-    text may hold paths, prompts or keys. Whoever calls logs it.
+    An unexpected exception becomes a 500 without its text, which may hold paths, prompts or keys.
+    The caller logs it.
     """
     if not isinstance(exc, RkserveError):
         status, kind, code = RkserveError.http_status, RkserveError.kind, "internal_error"
@@ -25,12 +25,12 @@ def error_object(exc: BaseException) -> tuple[int, dict[str, str], JsonObject]:
 
 
 def told(exc: RkserveError) -> str:
-    """Return an error's sentence for a client: the library's own words without the folders."""
+    """Return an error's message for a client, without the folders in it."""
     return without_folders(exc.message) if isinstance(exc, NativeError) else exc.message
 
 
 def error_event(exc: BaseException) -> bytes:
-    """Return the event that ends a stream which has already begun with status 200."""
+    """Return the event that ends a stream after it has begun with status 200."""
     return sse.data(error_object(exc)[2])
 
 

@@ -1,4 +1,4 @@
-"""Names and values of rkserve's own headers; it knows what a board accepted."""
+"""Names and values of rkserve's own headers."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def read_timeout(header: str | None) -> float | None:
 
 
 def answer_headers(accepted: Sequence[Accepted], versions: Sequence[str]) -> dict[str, str]:
-    """Return the headers of an answer whose choices were accepted like this, in their order.
+    """Return the headers of an answer, from the admissions of its choices in order.
 
     ``versions`` are those of the weights, by choice.
 
-    Boards and releases are named once each. ``QUEUED_AHEAD`` is how many requests were before the
-    choice that has to wait longest. ``SAMPLING_IGNORED`` is only there where a parameter
-    that the client set could not be honoured for at least one choice.
+    Boards and releases are named once each. ``QUEUED_AHEAD`` is the longest queue before any
+    choice. ``SAMPLING_IGNORED`` is present only if a parameter that the client set could not be
+    applied to at least one choice.
     """
     ignored = _once(name for one in accepted for name in one.sampling_ignored)
     headers = {
@@ -50,7 +50,7 @@ def answer_headers(accepted: Sequence[Accepted], versions: Sequence[str]) -> dic
         RELEASE: _once(one.release for one in accepted),
         QUEUED_AHEAD: str(max(one.queued_ahead for one in accepted)),
         SAMPLING_IGNORED: ignored,
-        # The oldest of what the boards obeyed: all choices are at least that new.
+        # The oldest epoch among the boards: all choices are at least that new.
         EPOCH: str(min(one.epoch for one in accepted)),
         WEIGHT_VERSION: _once(versions),
     }
@@ -58,7 +58,7 @@ def answer_headers(accepted: Sequence[Accepted], versions: Sequence[str]) -> dic
 
 
 def tool_headers(left_out: Sequence[str]) -> dict[str, str]:
-    """Return the header that names the types of offered tools that were left out, if any were."""
+    """Return the header with the types of the tools that were left out, if any."""
     if not left_out:
         return {}
     more = ["..."] if len(left_out) > MAX_TYPES_NAMED else []

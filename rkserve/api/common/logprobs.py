@@ -1,7 +1,7 @@
-"""Logprobs of answers in OpenAI's two forms; it knows which tokens count, and what they say.
+"""Log-probabilities of answers in OpenAI's two forms.
 
-A token that ends inside a character is written with its bytes as escapes: chats have the bytes
-beside it, completions write ``bytes:`` before them, as OpenAI does.
+A token that ends inside a character is written as escaped bytes: chats have the bytes beside it,
+completions write ``bytes:`` before them, as OpenAI does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rkserve.core.run_params import Scored
 from rkserve.models.vocabulary import Vocabulary
 
 Ids = tuple[int, ...]
-Chosen = tuple[int, Scored | None]  # an id, and what the model gave it
+Chosen = tuple[int, Scored | None]  # an ID, and its log-probability
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class TokenTexts:
         return [one for one in chosen if one[0] not in self.hidden]
 
     def prompt_text(self, index: int) -> str:
-        """The text of a choice's prompt: the client's own, or what its ids say."""
+        """Return the text of a choice's prompt: the client's own, or that of its IDs."""
         text = self.texts[index] if self.texts else None
         if text is not None:
             return text
@@ -84,10 +84,10 @@ def id_name(token_id: int) -> str:
 
 @dataclass
 class CompletionLog:
-    """Turns tokens of one choice into ``logprobs`` of completions; it knows where each begins.
+    """Turns tokens of one choice into ``logprobs`` of completions, with their offsets.
 
-    ``offset`` is where the next one does, in characters. A token inside a character begins where
-    that does.
+    ``offset`` is that of the next token, in characters. A token inside a character has the offset
+    of the character.
     """
 
     lexicon: TokenTexts
@@ -95,7 +95,7 @@ class CompletionLog:
     _open: bytes = field(default=b"", init=False)
 
     def of(self, chosen: Iterable[Chosen], *, top: int) -> JsonObject:
-        """Return them for the next tokens; the first token of a prompt has no logprob."""
+        """Return ``logprobs`` of the next tokens; the first token of a prompt has none."""
         told: JsonObject = {
             "tokens": [],
             "token_logprobs": [],
@@ -114,7 +114,7 @@ class CompletionLog:
         if scored is None or top == 0:
             return None
         likeliest = {self._token(likely): logprob for likely, logprob in scored.top}
-        # The chosen one is always among them, as OpenAI has it.
+        # As in OpenAI's API, the chosen token is always among them.
         return {**likeliest, self._token(token_id): scored.logprob}
 
     def _token(self, token_id: int) -> str:
@@ -140,20 +140,20 @@ class CompletionLog:
 
 
 def of_prompt(ids: Ids, scored: Sequence[Scored]) -> list[Chosen]:
-    """Return the tokens of a prompt, the first of which follows nothing."""
+    """Return ``logprobs`` of a prompt, of which the first token has none."""
     return [(ids[0], None), *zip(ids[1:], scored, strict=True)]
 
 
 class ChoiceTokens:
-    """The tokens of one choice as they come, and as edits and hooks leave them.
+    """The tokens of one choice, after edits and hooks.
 
-    A stream takes what is new with ``news``.
+    A stream takes the new ones with ``news``.
     """
 
     def __init__(self) -> None:
         self._slots: list[Chosen | None] = []  # None is context and not part of the answer
         self._unsent: list[Chosen] = []
-        self._void = 0  # tokens that were sent and are not part of the answer any more
+        self._void = 0  # sent tokens that are no longer part of the answer
         self.prompt: tuple[Scored, ...] = ()
 
     def add(self, delta: Delta) -> None:
@@ -177,7 +177,7 @@ class ChoiceTokens:
         self._unsent = after[same:]
 
     def news(self) -> tuple[list[Chosen], int]:
-        """Return the tokens that were not sent yet, and how many sent ones are void."""
+        """Return the unsent tokens, and the number of sent ones that are retracted."""
         found = self._unsent, self._void
         self._unsent, self._void = [], 0
         return found
@@ -194,7 +194,7 @@ class ChoiceTokens:
 
     @property
     def mean(self) -> float:
-        """The mean logprob of a token, by which answers are ranked."""
+        """The mean log-probability of a token, by which answers are ranked."""
         found = [scored.logprob for _, scored in self.chosen if scored is not None]
         return sum(found) / len(found) if found else float("-inf")
 
@@ -206,16 +206,16 @@ def chosen(delta: Delta) -> list[Chosen]:
 
 
 class SpecialTokens:
-    """The names of special tokens put into the text of one choice, where the runtime has none.
+    """Inserts the names of special tokens into the text of one choice, as the runtime omits them.
 
-    Text of the answer that is taken back takes the names in it along.
+    Retracted text takes the names in it along.
     """
 
     def __init__(self, vocabulary: Vocabulary, ends: frozenset[int]) -> None:
         """A token in ``ends`` is named at the end only: see ``tail``."""
         self._vocabulary, self._ends = vocabulary, ends
-        self._length = 0  # of the text as boards give it
-        self._names: list[tuple[int, int]] = []  # where in that text, and of which length
+        self._length = 0  # of the text from the boards
+        self._names: list[tuple[int, int]] = []  # offset and length in that text
 
     def named(self, delta: Delta) -> Delta:
         """Return a delta with these names in its text."""
@@ -243,7 +243,7 @@ class SpecialTokens:
         self._length += len(delta.text) - at
 
     def _parts(self, delta: Delta) -> list[tuple[int, int]]:
-        """Return ids with the lengths of their texts, as far as these can be told apart."""
+        """Return IDs with the lengths of their texts, as far as these are known."""
         if delta.splice is None:
             return list(zip(delta.token_ids, delta.parts, strict=True))
         slots = [one for one in delta.splice.slots if one.kind is Kind.GENERATED]
@@ -251,7 +251,7 @@ class SpecialTokens:
         if "".join(texts) == delta.text:
             pairs = zip(slots, texts, strict=True)
             return [(slot.token_id, len(text)) for slot, text in pairs]
-        # Text is held back or changed: the names come behind what is certain.
+        # Text is held back or changed, so the names follow the text that is certain.
         first = [(-1, len(delta.text))]
         return first + [(token_id, 0) for token_id in delta.token_ids]
 

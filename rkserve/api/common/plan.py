@@ -1,4 +1,4 @@
-"""A parsed call to the generations it asks for; it knows the model's limits and no board."""
+"""The generation requests of a parsed call, checked against the model's limits."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def plan(
 ) -> list[GenerateRequest]:
     """Return one request per choice, in the order of the choices' indexes.
 
-    ``meant`` is what the call's model means, and ``completion`` the id of the answer, by which
-    its generations can be controlled. ``session`` decides between versions of an adapter where two
-    are served. ``dice`` seeds the sampling of what has no seed. ``pictures`` are the images of a
-    chat, in their order. ``defaults`` are the model's own
-    sampling values. Each prompt is rendered once, however many answers it gets. Tokenizing a long
-    prompt takes a while (about a second per megabyte), so a server calls this off its event loop.
+    ``meant`` is the resolved model, and ``completion`` the ID of the answer, by which its
+    generations can be controlled. ``session`` decides between two served versions of an adapter.
+    ``dice`` seeds sampling without a seed. ``pictures`` are the images of a chat in order.
+    ``defaults`` are the model's own sampling values. Each prompt is rendered once, however many
+    answers it gets. Tokenizing takes about a second per megabyte, so a server calls this off its
+    event loop.
 
     Raises:
         RequestError: the model cannot take the prompt or a parameter.
@@ -76,7 +76,7 @@ def plan(
             line=meant.line,
             session=session,
             min_epoch=meant.min_epoch,
-            # Who names a version wants that one to the end.
+            # A request that names a version keeps it to the end.
             keep_version=call.keep_version or meant.named,
             thinking=thinking,
             stepwise=stepwise[index % call.tries],
@@ -94,15 +94,14 @@ def plan(
 
 
 def held(call: ChatCall | CompletionCall, renderer: Renderer) -> ChatCall | CompletionCall:
-    """Return the call with the grammar of what it must call, where one of its tools is strict.
+    """Return the call with the grammar of its required tool call, if one of its tools is strict.
 
-    Of a form of its words nothing is left then: OpenAI takes both in one request, clients that
-    offer an answer's type as a tool send both, and the call is what they read. vLLM's keys ask for
-    a grammar by name: those are refused.
+    It replaces a response format: OpenAI takes both in one request, clients that offer an answer's
+    type as a tool send both, and they read the call. vLLM's grammar keys are refused instead.
 
     Raises:
-        RequestError: it asks for another grammar, or no call can follow one.
-        UnsupportedParameter: the model's form of calls is not known.
+        RequestError: another grammar is requested, or no call can follow one.
+        UnsupportedParameter: the model's tool call format is unknown.
     """
     if not isinstance(call, ChatCall) or not call.tools.forced:
         return call
@@ -124,13 +123,13 @@ def _check_images(call: ChatCall | CompletionCall) -> None:
 
 
 def _check_embeds(call: ChatCall | CompletionCall) -> None:
-    """Refuse what an answer cannot have whose prompt is embeddings."""
+    """Refuse parameters that a prompt of embeddings does not support."""
     if isinstance(call, CompletionCall) and call.embedded:
         _check_in_one_go(call, "prompt_embeds", "which have no token ids")
 
 
 def _check_encoder(call: ChatCall | CompletionCall, renderer: Renderer) -> None:
-    """Hold an encoder's output to the model, and refuse what such an answer cannot have."""
+    """Check an encoder's output against the model, and refuse unsupported parameters."""
     states = call.encoder if isinstance(call, CompletionCall) else None
     renderer.check_encoder(states)
     if not isinstance(call, CompletionCall) or states is None:
@@ -191,7 +190,7 @@ def _prompts(
 
 
 def _decoded(prompt: Prompt, states: EncoderStates | None) -> Prompt:
-    """Return the prompt of a decoder, whose KV cache its token ids alone do not tell."""
+    """Return the prompt of a decoder, whose KV cache depends on more than its token IDs."""
     if states is None:
         return prompt
     ids = prompt.ids
@@ -206,11 +205,11 @@ def _decoded(prompt: Prompt, states: EncoderStates | None) -> Prompt:
 
 
 def header(call: ChatCall, renderer: Renderer) -> PromptHeader:
-    """Return what a chat's prompt has beside its conversation.
+    """Return the parts of a chat's prompt beside its conversation.
 
     Raises:
         RequestError: the answer continues a message and has to call a tool.
-        UnsupportedParameter: the model's form of calls is not known.
+        UnsupportedParameter: the model's tool call format is unknown.
     """
     tools, opening = call.tools, ""
     if call.prefill and tools.forced:
@@ -228,7 +227,7 @@ def header(call: ChatCall, renderer: Renderer) -> PromptHeader:
         tools=tools.given,
         variables=call.wish.given(renderer.thinking.enabled),
         opening=opening,
-        # A call that has begun leaves no time to think about it, and a grammar no words for it.
+        # After the opening of a call, or under a grammar, there is no room for reasoning.
         thoughtless=bool(opening)
         or call.steps.guide is not None
         or _most_thoughts(call, renderer) == 0,
@@ -245,14 +244,14 @@ def _most_thoughts(call: ChatCall, renderer: Renderer) -> int | None:
 def _thinking(
     call: ChatCall | CompletionCall, renderer: Renderer, prompt: Prompt
 ) -> Thinking | None:
-    """Return how the model marks its thoughts, None where it can have none."""
+    """Return the reasoning markers, None if the answer cannot have reasoning."""
     marks = renderer.marks
     if not isinstance(call, ChatCall) or marks is None:
         return None
     if call.tools.forced or call.steps.guide is not None:
         return None
     if call.prefill and not prompt.thinks and str(call.messages[-1]["content"]).strip():
-        return None  # the answer has begun, so no thoughts come before it
+        return None  # the answer has begun, so no reasoning precedes it
     most = _most_thoughts(call, renderer)
     if most is not None and prompt.text is not None:
         raise UnsupportedParameter(
@@ -274,7 +273,7 @@ def _thinking(
 def reading(
     call: ChatCall | CompletionCall, renderer: Renderer, request: GenerateRequest
 ) -> ParserOptions:
-    """Return how the answers to a call are to be read; ``request`` is one of its plan."""
+    """Return the parser options for the answers to a call; ``request`` is one of its plan."""
     if not isinstance(call, ChatCall) or not call.tools.given:
         return ParserOptions(thinking=request.thinking)
     form, tools = renderer.form(), call.tools
@@ -288,7 +287,7 @@ def reading(
 
 
 def prompt_texts(call: ChatCall | CompletionCall) -> tuple[str | None, ...]:
-    """Return the text of each answer's prompt in the client's words; None where it sent ids."""
+    """Return the text of each answer's prompt as the client sent it; None for IDs."""
     if isinstance(call, ChatCall):
         return (None,) * call.choices
     texts = (one if isinstance(one, str) else None for one in call.prompts)
@@ -298,7 +297,7 @@ def prompt_texts(call: ChatCall | CompletionCall) -> tuple[str | None, ...]:
 def _stepwise(
     call: ChatCall | CompletionCall, renderer: Renderer, sampling: Sampling, dice: int
 ) -> list[Stepwise | None]:
-    """Return for each answer to a prompt what RKLLM's own sampling cannot do."""
+    """Return the single-step options of each answer to a prompt."""
     ranked = isinstance(call, CompletionCall) and call.ranked
     steps, prompt = call.steps, isinstance(call, CompletionCall) and call.echo
     if isinstance(call, CompletionCall) and call.prompt_top is not None:
@@ -357,7 +356,7 @@ def _check_pause_ids(call: ChatCall | CompletionCall, renderer: Renderer) -> Non
 def _check_tokens(
     call: ChatCall | CompletionCall, renderer: Renderer, prompts: Sequence[Prompt]
 ) -> None:
-    """Hold what a call says of token ids to what the model can know of them."""
+    """Check the token IDs of a call against the vocabulary."""
     for index, token_id in enumerate(call.stop_ids):
         renderer.check_id(token_id, f"stop_token_ids[{index}]")
     if call.token_ids:

@@ -29,7 +29,7 @@ from rkserve.models.vocabulary import Vocabulary, read_vocabulary
 _PROBE = "probe4711"
 _TOOL_PARAM = "role"
 _USUAL_MARKS = ("<think>", "</think>")
-# Splits a marker for a tokenizer that is out of our reach, and is invisible in print.
+# Splits a marker for the runtime's own tokenizer, and is invisible in print.
 _ZERO_WIDTH_SPACE = "\u200b"
 
 
@@ -37,10 +37,10 @@ _ZERO_WIDTH_SPACE = "\u200b"
 class Prompt:
     """A rendered prompt: ids, or in text mode no ids and the text.
 
-    ``thinks``: the template has begun the thoughts of the answer. ``images`` are the numbers of
-    those of the conversation, in the order of their places in the text. ``counted`` tokens are what
-    a text has, as far as that is known here. With ``embeds`` these are the prompt. With the states
-    of an ``encoder`` the ids are ``decoder_ids``, and the text is empty.
+    ``thinks``: the template has begun the reasoning of the answer. ``images`` holds the numbers of
+    the images in the order of their placeholders. ``counted`` is the number of tokens of a text, as
+    far as it is known. With ``embeds`` these are the prompt. With the states of an ``encoder`` the
+    IDs are ``decoder_ids``, and the text is empty.
     """
 
     ids: tuple[int, ...]
@@ -72,12 +72,12 @@ class ReasoningMarkers:
 
     @property
     def closing(self) -> str:
-        """As models write it that were trained to."""
+        """The end marker as trained models write it."""
         return f"\n{self.close}\n\n"
 
     @property
     def pair(self) -> tuple[str, str]:
-        """Both of them."""
+        """The begin and end markers."""
         return self.open, self.close
 
 
@@ -125,7 +125,7 @@ class Renderer:
 
     @property
     def vocab_size(self) -> int | None:
-        """None in text mode, where nobody but the runtime knows it."""
+        """The vocabulary's size; None in text mode, where only the runtime knows it."""
         return None if self.tokenizer is None else self.tokenizer.vocab_size
 
     def chat(
@@ -150,7 +150,7 @@ class Renderer:
         told = with_thoughts(messages, self.thinking.history, marks, prefill=header.prefill)
         hidden = [with_stand_ins(shield.hide(message, typed), images) for message in told]
         if header.prefill:
-            # What stands behind it, as the end of the turn, is no part of the prompt.
+            # The text behind it, such as the end of the turn, is no part of the prompt.
             hidden[-1] = {**hidden[-1], "content": f"{hidden[-1]['content']}{LEFT_OFF}"}
         rendered = self._template.render(
             hidden,
@@ -172,7 +172,7 @@ class Renderer:
         return replace(prompt, thinks=thinks)
 
     def _with_images(self, parts: Iterable[PromptSegment], context_len: int) -> Prompt:
-        """Return the prompt as the runtime takes it with images: as text, with their places."""
+        """Return a prompt with images as the runtime takes it: text with placeholders."""
         text, order = self._eyes.placed(parts, _unmarked)
         words = self._eyes.words(text)
         counted = self._eyes.tokens * len(order)
@@ -181,10 +181,10 @@ class Renderer:
         return replace(_as_text(text, "messages"), images=order, counted=counted)
 
     def image_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the ids of a prompt with images, as far as there are ids for them.
+        """Return the IDs of a prompt with images.
 
-        The id of the tag that stands for a token of an image is repeated for each of its tokens;
-        where that tag is no single token, images have none.
+        The ID of the image tag is repeated for each token of an image; if the tag is no single
+        token, images have no IDs.
 
         Raises:
             UnsupportedParameter: in text mode.
@@ -198,7 +198,7 @@ class Renderer:
         return tuple(one for one in ids for _ in range(times.get(one, 1)))
 
     def facts(self) -> JsonObject:
-        """Return what tokenizer_config.json says, as it is in force; None for what is not there.
+        """Return the effective values of tokenizer_config.json; None for missing ones.
 
         Raises:
             UnsupportedParameter: in text mode.
@@ -214,10 +214,10 @@ class Renderer:
         """Return the form in which the model calls tools.
 
         Raises:
-            UnsupportedParameter: its template shows it no tools, or nobody knows how it calls them.
+            UnsupportedParameter: its template has no tools, or its tool call format is unknown.
         """
         source = self._template.tool_source
-        if "tools" not in source:  # what a template does not mention it cannot show
+        if "tools" not in source:  # a template that does not mention tools cannot show them
             raise UnsupportedParameter(
                 "Unsupported parameter: the chat template of this model knows no tools.", "tools"
             )
@@ -231,7 +231,7 @@ class Renderer:
         return FORMATS[name]
 
     def _opened(self, rendered: str, header: PromptHeader, prefill: str = "") -> tuple[str, bool]:
-        """Begin the answer; return the prompt, and whether it ends among thoughts."""
+        """Begin the answer; return the prompt, and whether it ends inside the reasoning."""
         marks = self.marks
         thinks = marks is not None and header.answer and rendered.rstrip().endswith(marks.open)
         if marks is not None and prefill:
@@ -242,7 +242,7 @@ class Renderer:
         return rendered + header.opening, thinks
 
     def _marks(self) -> ReasoningMarkers | None:
-        """Return how the model marks its thoughts, None where it has none or nobody asks."""
+        """Return the reasoning markers, None if there are none or none are needed."""
         if not self.thinking.separate:
             return None
         begin, end = self.thinking.marks or _USUAL_MARKS
@@ -279,11 +279,11 @@ class Renderer:
         return Prompt((), "", counted=embeds.rows, embeds=embeds)
 
     def check_encoder(self, states: EncoderStates | None) -> None:
-        """Hold an encoder's output, or that there is none, to what the model needs.
+        """Check that an encoder's output is present and fits, exactly if the model needs one.
 
         Raises:
             UnsupportedParameter: the model has no cross-attention.
-            RequestError: it has, and the output is missing or of another size.
+            RequestError: the output is missing or of another size.
         """
         needs, path = self._cross_attention, "cross_attention"
         if needs is None:
@@ -316,10 +316,10 @@ class Renderer:
     def text(
         self, prompt: TextOrIds, path: str = "prompt", context_len: int = CONTEXT_MAX
     ) -> Prompt:
-        """Take a raw prompt as it is: control tokens in it are the client's wish.
+        """Take a raw prompt unchanged: control tokens in it are intended.
 
         Raises:
-            RequestError: an id that is no token, or nothing in it; ``path`` names the prompt.
+            RequestError: an ID out of the vocabulary, or an empty prompt; ``path`` names it.
             UnsupportedParameter: token ids in text mode.
             ContextOverflow: the text is hopelessly long.
         """
@@ -331,10 +331,10 @@ class Renderer:
         return _as_ids(_encoded(self.tokenizer, prompt, context_len, "prompt", special=True), path)
 
     def text_beginning(self, prompt: str, path: str, context_len: int) -> Prompt:
-        """Take a raw prompt, or a beginning of it that has more tokens than the context.
+        """Take a raw prompt, or a prefix of it that has more tokens than the context.
 
         Raises:
-            RequestError: there is nothing in it.
+            RequestError: the prompt is empty.
             UnsupportedParameter: in text mode.
         """
         tokenizer = self._needed(path)
@@ -342,7 +342,7 @@ class Renderer:
         return _as_ids(tokenizer.encode(cut, add_special_tokens=True), path)
 
     def words(self, text: str, context_len: int = CONTEXT_MAX) -> tuple[int, ...]:
-        """Return the ids of words that are put into an answer. Markers in them stay text.
+        """Return the IDs of text that is put into an answer. Markers in it stay text.
 
         Raises:
             UnsupportedParameter: in text mode.
@@ -359,7 +359,7 @@ class Renderer:
         self._needed(param)
 
     def vocabulary(self, param: str = "logprobs") -> Vocabulary:
-        """Return what token ids stand for; the first call takes some tenths of a second.
+        """Return the texts of token IDs; the first call takes some tenths of a second.
 
         Raises:
             UnsupportedParameter: in text mode, and where the tokenizer's way of writing bytes is
@@ -381,7 +381,7 @@ class Renderer:
     def counted(
         self, text: str, *, special: bool, context_len: int = CONTEXT_MAX
     ) -> tuple[int, ...]:
-        """Return the ids of a text, also of one that is some times as long as the context.
+        """Return the IDs of a text, which may be several times as long as the context.
 
         Control tokens in it are control tokens. ``special`` lets the tokenizer add what it adds to
         a whole text.
@@ -399,14 +399,14 @@ class Renderer:
         return self._needed("prompt").encode(text, add_special_tokens=special)
 
     def strings(self, ids: tuple[int, ...]) -> list[str]:
-        """Return how the vocabulary spells each token. Raises ``UnsupportedParameter``."""
+        """Return the vocabulary's spelling of each token. Raises ``UnsupportedParameter``."""
         return self._needed("return_token_strs").strings(ids)
 
     def whole_text(self, ids: tuple[int, ...], path: str, context_len: int = CONTEXT_MAX) -> str:
-        """Return what token ids say as a text of their own; control tokens say their names.
+        """Return the text of token IDs; control tokens are written by name.
 
         Raises:
-            RequestError: an id that is no token, or far more than the context has.
+            RequestError: an ID out of the vocabulary, or far more IDs than the context has.
             UnsupportedParameter: in text mode.
         """
         tokenizer = self._needed(path)
@@ -416,19 +416,19 @@ class Renderer:
         return tokenizer.whole_text(ids)
 
     def check_id(self, token_id: int, path: str) -> None:
-        """Hold a token id to the vocabulary.
+        """Check a token ID against the vocabulary.
 
         Raises:
-            RequestError: it is no token.
+            RequestError: it is out of the vocabulary.
             UnsupportedParameter: in text mode.
         """
         self._needed(path).check_one(token_id, path)
 
     def given(self, ids: tuple[int, ...], path: str) -> str:
-        """Check token ids that a client puts into an answer, and return what they say.
+        """Check token IDs that a client puts into an answer, and return their text.
 
         Raises:
-            RequestError: an id that is no token.
+            RequestError: an ID out of the vocabulary.
             UnsupportedParameter: in text mode.
         """
         tokenizer = self._needed(path)
@@ -436,10 +436,10 @@ class Renderer:
         return tokenizer.text(ids)
 
     def tool_turn(self, result: str, context_len: int = CONTEXT_MAX) -> tuple[int, ...]:
-        """Return what follows an unfinished turn of the assistant that has just called a tool.
+        """Return the text that follows an assistant's turn which has just called a tool.
 
-        That is in the words of the model's own template: the end of the turn, the tool's result
-        and the header of a new turn of the assistant. Markers in the result stay text.
+        It comes from the model's own template: the end of the turn, the tool's result and the
+        header of a new assistant turn. Markers in the result stay text.
 
         Raises:
             RequestError: the template has no such turn, or refuses it.
@@ -458,7 +458,7 @@ class Renderer:
         return self._joined(tokenizer, pieces(turn, typed), context_len, "text")
 
     def _after_call(self, result: str, context_len: int) -> str:
-        """Return what the template writes behind a turn that it is shown cut off."""
+        """Return the template's text after a truncated turn."""
         conversation = [
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": LEFT_OFF},
@@ -547,13 +547,13 @@ def _encoded(
 
 
 def _unmarked(part: PromptSegment) -> str:
-    """Text in which no marker is one that a client typed."""
+    """Return a text whose markers are not control tokens."""
     return part.text[:1] + _ZERO_WIDTH_SPACE + part.text[1:] if part.typed else part.text
 
 
 def _as_text(text: str, path: str) -> Prompt:
     if "\0" in text:
-        # The runtime takes a C string: what follows the NUL would be lost without a word.
+        # The runtime takes a C string: text after the NUL would be lost silently.
         raise RequestError(f"Invalid '{path}': this model cannot read a NUL character.", path)
     return Prompt((), text)
 

@@ -1,4 +1,4 @@
-"""Server-sent events as bytes; it knows the framing and nothing of what the events say."""
+"""Server-sent events as bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DONE = b"data: [DONE]\n\n"
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # nginx would hold the tokens back
+    "x-accel-buffering": "no",  # without it nginx buffers the tokens
 }
 
 
@@ -28,14 +28,14 @@ def data(value: Any) -> bytes:
 
 
 def dumps(value: Any) -> str:
-    """Compact JSON in UTF-8."""
+    """Return compact JSON in UTF-8."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 class EventTemplate:
-    """An event of which only one string changes, rendered around that string in advance.
+    """An event rendered in advance around its one changing string.
 
-    ``value`` holds the string ``HOLE`` where the changing one goes, and no other behind it.
+    ``value`` holds ``HOLE`` in place of the changing string, and no ``HOLE`` after it.
     ``before`` and ``after`` frame the JSON value.
     """
 

@@ -1,7 +1,6 @@
 """Tensors in request bodies: base64 of a safetensors file or a NumPy array, to float32.
 
-Neither format can carry code, as ``torch.save``'s pickle can. It knows bytes, and no numerics
-library.
+Neither format can carry code, as ``torch.save``'s pickle can. No numerics library is needed.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def read_embeds(value: object, path: str) -> Embeds:
 
 
 def read_encoder(fields: Fields) -> EncoderStates | None:
-    """Read ``cross_attention``, an encoder's output; None where there is none.
+    """Read ``cross_attention``, the optional output of an encoder.
 
     Raises:
         RequestError: naming the part at fault.
@@ -112,7 +111,7 @@ def _tensor(value: object, path: str, dims: tuple[str, ...]) -> tuple[tuple[int,
 
 
 class _Unreadable(Exception):
-    """Why bytes are no tensor; it never leaves this module."""
+    """The reason why bytes are no tensor; private to this module."""
 
 
 def _floats(kind: str, shape: tuple[int, ...], raw: bytes, dims: tuple[str, ...]) -> bytes:
@@ -196,7 +195,7 @@ def _npy(data: bytes) -> tuple[str, tuple[int, ...], bytes]:
 
 
 def _npy_header(data: bytes) -> tuple[object, bytes]:
-    """Return the header of an array, a literal of Python, and what comes behind it."""
+    """Return the header of an array, a Python literal, and the bytes after it."""
     at = len(_NPY) + 2
     try:
         form = _NPY_LENGTHS[data[len(_NPY)]]

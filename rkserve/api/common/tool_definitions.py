@@ -76,10 +76,10 @@ def _tool(tool: Fields, schema: str) -> JsonObject:
 
 
 def as_object(arguments: str) -> JsonObject:
-    """Return what a model wrote as the arguments of a call.
+    """Return the arguments of a tool call as an object.
 
-    Models do not always write JSON; what is none is passed on as it is, under a key of its own, so
-    that whoever called can see what is wrong.
+    Models do not always write JSON; invalid text is passed on unchanged under a key of its own, so
+    that the client can see the mistake.
     """
     try:
         found = from_json(arguments or "{}", allow_inf_nan=False)

@@ -1,7 +1,7 @@
-"""Parameters that would change the answer and that rkserve cannot honour, as one table.
+"""The table of unsupported parameters that would change the answer.
 
-Each has a test for values that ask for nothing (OpenAI's own defaults, mostly), because clients
-send those without meaning anything by it. A parameter that is not in the table is accepted.
+Each has a test for values without effect (mostly OpenAI's defaults), which clients send by default
+and which are accepted. A parameter that is not in the table is accepted.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ SHARED: dict[str, Harmless] = {
     "xtc_probability": _only(0),
     "dynatemp_range": _only(0),
 }
-# Where to turn instead.
+# Supported alternatives.
 _INSTEAD = {
     "add_generation_prompt": "It is false where 'continue_final_message' is true.",
     "lora_path": "Name the adapter in 'model'.",
@@ -81,7 +81,7 @@ _INSTEAD = {
     "grammar": "Send a grammar as 'guided_grammar' or 'ebnf'.",
 }
 
-# Of dialects other than OpenAI's chats and completions, whose answers tell nothing of tokens.
+# Of dialects other than OpenAI's chats and completions, whose answers do not list tokens.
 TOKENS: dict[str, Harmless] = {
     "skip_special_tokens": _only(True),
     "return_token_ids": _only(False),
@@ -109,7 +109,7 @@ COMPLETION: dict[str, Harmless] = {
 
 
 def refuse(body: Fields, table: dict[str, Harmless]) -> None:
-    """Raise for the first parameter that asks for something rkserve cannot do.
+    """Raise for the first unsupported parameter with an effect.
 
     Raises:
         UnsupportedParameter: its ``param`` names the parameter.

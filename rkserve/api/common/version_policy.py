@@ -70,7 +70,7 @@ class ResolvedModel:
 
     @property
     def ref(self) -> AdapterRef | None:
-        """The one version that it means now, for what is made of a version and not of a request."""
+        """The version in force now, for objects that belong to a version and not to a request."""
         return self.adapter or self.active
 
     @property
@@ -97,7 +97,7 @@ def read_policy(header: str | None) -> VersionPolicy:
 
 
 def read_session(header: str | None, body: str | None, otherwise: str) -> str:
-    """Return what keeps requests together under a canary: the header, else the body's key."""
+    """Return the session of a request under a canary: the header, else the body's key."""
     for given in (header, body):
         if given:
             return given[:MAX_SESSION_CHARS]
@@ -107,9 +107,9 @@ def read_session(header: str | None, body: str | None, otherwise: str) -> str:
 def find_line(
     asked: str, models: Collection[str], desired: Desired
 ) -> tuple[AdapterLine, str | None] | None:
-    """Return the line that a model's name means, and the version that it names.
+    """Return the adapter line of a model name, and the version in the name.
 
-    See ``parts_of`` for what is understood. None: no line has that name, or a model has.
+    See ``parts_of`` for the forms. None: no line has that name, or a model has it.
 
     Raises:
         RequestError: several models have a line of that name.
@@ -128,7 +128,7 @@ def find_line(
 
 
 def bind(line: AdapterLine, version: str | None, policy: VersionPolicy) -> ResolvedModel | None:
-    """Return what a request for a line means; None where the line does not serve that.
+    """Return the resolved model for a line; None if the line does not serve the version.
 
     Raises:
         VersionUnavailable: the policy allows none of the versions that the line serves.
@@ -142,7 +142,7 @@ def bind(line: AdapterLine, version: str | None, policy: VersionPolicy) -> Resol
 
 
 def check_label(label: str, policy: VersionPolicy) -> None:
-    """Hold the label of a base model's weights to a policy. Raises ``VersionUnavailable``."""
+    """Check the label of a base model's weights against a policy. Raises ``VersionUnavailable``."""
     if not policy.allows(label):
         raise VersionUnavailable(policy.text, f"the model's weights are '{label}'")
 

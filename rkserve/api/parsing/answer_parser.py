@@ -1,7 +1,7 @@
-"""One answer as it is read: its words, the thoughts before them, the calls of tools in it.
+"""The parser of one answer: reasoning, text and tool calls.
 
-It is fed a board's deltas and knows no dialect. Where an edit takes back what was given out, the
-answer is read anew, and what differs is told.
+It is fed a board's deltas. When an edit retracts text, the answer is parsed again, and the
+difference is returned.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ToolCall:
 
     @property
     def arguments(self) -> str:
-        """All that is known of them."""
+        """The arguments received so far."""
         return "".join(self.pieces)
 
 
@@ -77,7 +77,7 @@ class _Said:
         self.calls: list[ToolCall] = []
 
     def take(self, part: Part) -> None:
-        """Add a part, or take it back."""
+        """Add or retract a part."""
         match part:
             case TextPart(text=text):
                 self.words.append(text)
@@ -94,7 +94,7 @@ class _Said:
 
 
 class _Reader:
-    """Reads an answer from its beginning: thoughts, then words and calls."""
+    """Parses an answer from its beginning: reasoning, then text and tool calls."""
 
     def __init__(self, reading: ParserOptions) -> None:
         self._thoughts = None if reading.thinking is None else ReasoningSplitter(reading.thinking)
@@ -104,14 +104,14 @@ class _Reader:
         self.news = self._read(TextPart(reading.opening)) if reading.opening else []
 
     def feed(self, text: str) -> list[Part]:
-        """Return what more of its text means."""
+        """Add text, and return its parts."""
         parts: list[Part] = [TextPart(text)] if text else []
         if self._thoughts is not None:
             parts = self._thoughts.feed(text)
         return self._all(parts)
 
     def end(self) -> list[Part]:
-        """Return what is left at its end."""
+        """End the answer, and return the remaining parts."""
         found = self._all([] if self._thoughts is None else self._thoughts.end())
         return found if self._calls is None else [*found, *self._counted(self._calls.end())]
 
@@ -125,7 +125,7 @@ class _Reader:
         return self._counted(self._calls.feed(part.text))
 
     def _counted(self, parts: list[Part]) -> list[Part]:
-        """Leave out the calls beyond those that there may be."""
+        """Drop the calls beyond the limit."""
         if self._most is None:
             return parts
         return [part for part in parts if not self._is_mute(part)]
@@ -147,7 +147,7 @@ class _Reader:
 
 
 class AnswerParser:
-    """One choice of an answer while it is read."""
+    """The parser of one choice."""
 
     def __init__(self, reading: ParserOptions = PLAIN) -> None:
         self._reading = reading
@@ -169,11 +169,11 @@ class AnswerParser:
 
     @property
     def calls(self) -> Sequence[ToolCall]:
-        """The tools that it calls."""
+        """The tool calls."""
         return self._said.calls
 
     def feed(self, delta: Delta) -> list[Part]:
-        """Take a delta, and return what it means."""
+        """Add a delta, and return its parts."""
         if delta.retract:
             told = self._reread("".join(self._raw)[: -delta.retract] + delta.text)
         else:
@@ -184,11 +184,11 @@ class AnswerParser:
         return told
 
     def end(self) -> list[Part]:
-        """The answer is over: return what was held back of it."""
+        """End the answer, and return the parts that were held back."""
         return self._taken(self._reader.end())
 
     def reason(self, finished: Finished) -> str:
-        """Return why it ended, in OpenAI's words."""
+        """Return OpenAI's finish reason."""
         calls = len(self._said.calls) > self._answered
         if calls and finished.reason is FinishReason.STOP:
             return TOOL_CALLS
@@ -202,7 +202,7 @@ class AnswerParser:
         return told
 
     def _named(self, part: Part) -> Part:
-        """Say which call a part is of. No index is used twice: clients add up by it."""
+        """Number the call of a part. No index is used twice, since clients merge calls by it."""
         if isinstance(part, ToolCallStart):
             self._begun += 1
             return ToolCallStart(part.name, self._begun - 1, new_call_id())
@@ -211,7 +211,7 @@ class AnswerParser:
         return part
 
     def _reread(self, raw: str) -> list[Part]:
-        """Read the answer anew, and return the difference to what was told."""
+        """Parse the answer again, and return the difference to the parts already returned."""
         self._raw = [raw]
         self._reader = _Reader(self._reading)
         before, after = self._said, _Said()
@@ -236,7 +236,7 @@ class AnswerParser:
 
 
 def new_call_id() -> str:
-    """Return an id that no other call of a conversation has."""
+    """Return an ID that is unique in a conversation."""
     return "".join(secrets.choice(_ALPHABET) for _ in range(_ID_CHARS))
 
 
@@ -247,14 +247,14 @@ def _cut(pieces: list[str], count: int) -> None:
 
 
 def _difference(before: list[str], after: list[str]) -> tuple[int, str]:
-    """Return how many characters are void, and what comes instead of them."""
+    """Return the number of retracted characters, and their replacement."""
     old, new = "".join(before), "".join(after)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False)))
     return len(old) - same, new[same:]
 
 
 def _same_calls(before: list[ToolCall], after: list[ToolCall]) -> int:
-    """Return how many calls are what they were; the last one may have got more arguments."""
+    """Return the number of unchanged calls; the last one may have more arguments."""
     same = 0
     for old, new in zip(before, after, strict=False):
         last = old is before[-1]

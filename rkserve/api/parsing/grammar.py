@@ -19,15 +19,15 @@ _OURS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 def is_extension(name: str) -> bool:
-    """Return whether a parameter that brought a grammar is one of vLLM's or SGLang's own."""
+    """Return whether the parameter of a grammar is vLLM's or SGLang's own."""
     return name.startswith(("guided_", _STRUCTURED)) or name in _SGLANG
 
 
 def read_guide(fields: Fields) -> Named | None:
-    """Read the keys of a call; None where the answer is free.
+    """Read the grammar of a call; None without one.
 
     Raises:
-        RequestError: with the ``param`` at fault; also where several ask for something.
+        RequestError: an invalid ``param``, or several grammars.
     """
     found = [_response_format(fields)]
     found += [_guided(fields, f"guided_{name}", name) for name in _OURS]
@@ -61,7 +61,7 @@ def _response_format(fields: Fields) -> Named | None:
     if schema is None:
         raise missing(f"{name}.json_schema")
     schema.text("name")
-    # Always to the letter: an answer that may leave its schema is not worth the steps.
+    # Always strict: an answer that may leave its schema is not worth the single steps.
     schema.maybe_flag("strict")
     if schema.get("schema") is None:
         raise missing(f"{name}.json_schema.schema")
@@ -69,7 +69,7 @@ def _response_format(fields: Fields) -> Named | None:
 
 
 def _structured(fields: Fields) -> Named | None:
-    """VLLM's newer name for all of them."""
+    """Read ``structured_outputs``, vLLM's newer form of all of them."""
     given = fields.child(_STRUCTURED)
     if given is None:
         return None
@@ -99,7 +99,7 @@ def _guided(fields: Fields, name: str, kind: str) -> Named | None:
 
 
 def schema_guide(value: Any, path: str) -> Guide:
-    """A schema as an object, or as vLLM takes it also as text."""
+    """Return a schema from an object, or from text as vLLM takes it."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

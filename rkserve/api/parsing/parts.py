@@ -24,8 +24,9 @@ class ReasoningPart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A call of a tool begins. ``index`` counts the calls of this answer, also those that turned
-    out to be void, and ``call_id`` is this call's alone.
+    """The start of a tool call.
+
+    ``index`` counts the calls of this answer, including retracted ones; ``call_id`` is unique.
     """
 
     name: str
@@ -35,7 +36,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """More of the JSON text of the arguments of the call that began last."""
+    """More JSON text of the arguments of the latest call."""
 
     arguments: str
     index: int = 0
@@ -43,9 +44,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Retraction:
-    """So many characters at the end of the words and of the thoughts, and so many of the last
-    calls, are not part of the answer after all.
-    """
+    """The number of trailing characters of text and reasoning, and of last calls, to retract."""
 
     words: int = 0
     thoughts: int = 0
@@ -56,7 +55,7 @@ Part = TextPart | ReasoningPart | ToolCallStart | ToolCallDelta | Retraction
 
 
 def overlap(text: str, mark: str) -> int:
-    """Length of the longest end of ``text`` that is a proper beginning of ``mark``."""
+    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``mark``."""
     for size in range(min(len(text), len(mark) - 1), 0, -1):
         if text.endswith(mark[:size]):
             return size

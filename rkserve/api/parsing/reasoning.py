@@ -1,6 +1,6 @@
-"""Thoughts before an answer: what a call asks of them, and where in the text they end.
+"""Reasoning before an answer: its options in a call, and its end in the text.
 
-It knows marks such as ``<think>``, and neither templates nor OpenAI's answers.
+Reasoning stands between markers such as ``<think>``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from rkserve.core.errors import RequestError
 from rkserve.core.messages import Thinking
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-_OFF = ("none", "minimal")  # the least that a model that can also do without is asked for
+_OFF = ("none", "minimal")  # the least effort of a model that can also answer without reasoning
 _SWITCHES = ("enable_thinking", "thinking")  # as templates call it
-# What rkserve itself gives a template.
+# Variables that rkserve itself sets.
 RESERVED = (
     *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
     *("bos_token", "eos_token", "unk_token", "pad_token", "chat_template", "tokenize"),
@@ -38,7 +38,7 @@ class ReasoningOptions:
     variables: JsonObject = field(default_factory=dict)
 
     def given(self, default: bool | None) -> JsonObject:
-        """Return the template's variables, where ``default`` is what the model folder says."""
+        """Return the template's variables; ``default`` is the model folder's setting."""
         enabled = default if self.enabled is None else self.enabled
         switches = {} if enabled is None else dict.fromkeys(_SWITCHES, enabled)
         return {**switches, **self.variables}
@@ -101,7 +101,7 @@ class ReasoningSplitter:
         return self._taken()
 
     def end(self) -> list[Part]:
-        """The model has ended."""
+        """End the answer."""
         left, self._left = self._left, ""
         if self._state == self._inside:
             self._think(left.rstrip("\n"))
@@ -121,10 +121,10 @@ class ReasoningSplitter:
 
     def _opened(self) -> bool:
         text = self._left.lstrip()
-        if self._open.startswith(text):  # some models open once more what the template has opened
+        if self._open.startswith(text):  # some models repeat the template's marker
             return False
         again = text.startswith(self._open)
-        # A blank before the first word is part of thoughts that continue a prefill.
+        # A blank before the first word is part of a prefill's reasoning.
         self._left = (text.removeprefix(self._open) if again else self._left).lstrip("\n")
         self._state = self._inside
         return True

@@ -41,9 +41,9 @@ class SamplingOptions:
     min_tokens: int = 0
 
     def asked(self, sampling: Sampling, *, ranked: bool = False) -> str | None:
-        """Return the first parameter that needs single steps; None where none does.
+        """Return the first parameter that needs single steps, else None.
 
-        ``ranked``: the best of several answers is wanted.
+        ``ranked``: the best of several answers is returned.
         """
         certain = sampling.temperature == 0 or sampling.top_k == 1
         asked = {
@@ -69,13 +69,13 @@ class SamplingOptions:
     def stepwise(
         self, sampling: Sampling, choice: int, dice: int, *, ranked: bool, prompt: bool
     ) -> Stepwise | None:
-        """Return what the generation of a choice needs; ``dice`` is the seed of one without.
+        """Return the single-step options of a choice; ``dice`` is the seed if none was given.
 
-        ``prompt``: the prompt's logprobs are wanted as well.
+        ``prompt``: also compute the prompt's log-probabilities.
 
         Raises:
             UnsupportedParameter: mirostat, which carries a state from token to token, or a grammar
-                with a length that it does not know of.
+                together with a minimum length.
         """
         name = self.asked(sampling, ranked=ranked)
         if name is None:
@@ -113,7 +113,7 @@ def read_steps(fields: Fields, *, chat: bool) -> SamplingOptions:
 
 
 def read_draws(fields: Fields) -> SamplingOptions:
-    """Read what decides which token is chosen. Raises ``RequestError``."""
+    """Read seed, ``min_p`` and bias. Raises ``RequestError``."""
     return SamplingOptions(
         seed=fields.integer("seed", _SEED),
         min_p=fields.number("min_p", _SHARE) or 0.0,
@@ -122,9 +122,9 @@ def read_draws(fields: Fields) -> SamplingOptions:
 
 
 def read_extras(fields: Fields, guide: Named | None = None) -> SamplingOptions:
-    """Read these keys of dialects that have other words for logprobs.
+    """Read these keys for dialects with other keys for log-probabilities.
 
-    ``guide`` is what the dialect's own words say of the answer's form. Raises ``RequestError``.
+    ``guide`` is the grammar from the dialect's own keys. Raises ``RequestError``.
     """
     own = read_guide(fields)
     if own is not None and guide is not None:
@@ -140,12 +140,12 @@ def read_extras(fields: Fields, guide: Named | None = None) -> SamplingOptions:
 
 
 def read_top(fields: Fields, name: str = "top_logprobs") -> int | None:
-    """Read how many likely tokens are wanted beside each. Raises ``RequestError``."""
+    """Read the number of likeliest tokens to list. Raises ``RequestError``."""
     return fields.integer(name, _TOP)
 
 
 def check_ids(steps: SamplingOptions, check: Callable[[int, str], None]) -> None:
-    """Let ``check`` judge every token id."""
+    """Call ``check`` on every token ID."""
     for token_id, _ in steps.logit_bias:
         check(token_id, f"logit_bias.{token_id}")
 

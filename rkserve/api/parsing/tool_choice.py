@@ -1,4 +1,4 @@
-"""The tools that a call offers to the model, and which it must call; it knows OpenAI's keys.
+"""The reader of ``tools`` and ``tool_choice``.
 
 ``functions`` and ``function_call`` are the deprecated names of the same things.
 """
@@ -14,7 +14,7 @@ from rkserve.api.json.fields import Fields, as_fields, missing, quoted, wrong_ty
 from rkserve.api.json.limits import MAX_TOOL_NAME_CHARS, MAX_TOOLS
 from rkserve.core.errors import RequestError, UnsupportedParameter
 
-# OpenAI's, and what names of MCP servers have beyond them. A name stands in the prompt as it is.
+# OpenAI's characters, and those of MCP servers' names. A name is put into the prompt unchanged.
 _NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{MAX_TOOL_NAME_CHARS}}}")
 _NONE, _AUTO, _REQUIRED = "none", "auto", "required"
 ALLOWED = "allowed_tools"
@@ -41,7 +41,7 @@ class ToolOptions:
 
     @property
     def most_calls(self) -> int | None:
-        """The number of calls that an answer may have; None for any."""
+        """The maximum number of calls in an answer; None for any."""
         return self.max_calls if self.parallel else 1
 
     @property
@@ -61,7 +61,7 @@ NO_TOOLS = ToolOptions()
 
 
 def read_tools(body: Fields) -> ToolOptions:
-    """Read ``tools``, ``tool_choice`` and ``parallel_tool_calls``, or their deprecated kin.
+    """Read ``tools``, ``tool_choice`` and ``parallel_tool_calls``, or their deprecated forms.
 
     Raises:
         RequestError: a tool without a name, a choice that is none of the tools, or a wrong type.
@@ -90,7 +90,7 @@ def read_tools(body: Fields) -> ToolOptions:
 
 
 def strict_names(tools: Iterable[Fields]) -> frozenset[str]:
-    """Return the names of those that are ``strict``, each an object with both keys."""
+    """Return the names of the ``strict`` tools."""
     return frozenset(one.required_text("name") for one in tools if one.maybe_flag("strict"))
 
 
@@ -100,10 +100,10 @@ def allowed(
     name_of: Callable[[Fields], Fields],
     left_out: Collection[str] = (),
 ) -> tuple[tuple[JsonObject, ...], bool]:
-    """Return those tools that ``tool_choice`` allows, and whether one of them must be called.
+    """Return the tools that ``tool_choice`` allows, and whether one of them must be called.
 
-    The model is shown no others: what it does not know of it does not call. ``name_of`` returns
-    the object with a tool's name. Tools of the types ``left_out`` are passed over.
+    The model is shown no others, so it does not call them. ``name_of`` returns the object with a
+    tool's name. Tools of the types ``left_out`` are passed over.
     """
     mode = choice.choice("mode", _AUTO, _REQUIRED)
     if mode is None:
@@ -177,16 +177,16 @@ def _functions(body: Fields) -> tuple[JsonObject, ...]:
 
 
 def _tool(function: Fields) -> JsonObject:
-    """One tool as templates expect it: what models were trained on has these keys, in this order.
+    """Return a tool as templates expect it, with the keys and the order of the training data.
 
-    ``strict`` is between the client and whoever generates, and no business of the model's.
+    ``strict`` concerns the generation and is not shown to the model.
     """
     name = check_name(function.required_text("name"), function.path("name"))
     described: JsonObject = {"name": name}
     description, parameters = function.text("description"), function.child("parameters")
     if description is not None:
         described["description"] = description
-    # Templates take them for granted.
+    # Templates require them.
     described["parameters"] = (
         {"type": "object", "properties": {}} if parameters is None else function.get("parameters")
     )
@@ -212,7 +212,7 @@ def _allowed(
 
 
 def _choice(body: Fields, key: str, given: tuple[JsonObject, ...]) -> tuple[bool, str | None, bool]:
-    """Return whether a tool must be called, which, and whether any may be."""
+    """Return whether a tool must be called, its name if given, and whether any may be called."""
     value = body.get(key)
     if value is None or value == _AUTO:
         return False, None, True

@@ -1,4 +1,4 @@
-"""The grammar that a certain call of strict tools follows, as it travels; it compiles none."""
+"""The grammar of required calls of strict tools, in its serialized form."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rkserve.core.errors import RequestError
 from rkserve.core.run_params import Guide, GuideKind
 
 PARAM = "tools"
-# What can be called where arguments are written by their names.
+# Names that are valid in calls with keyword arguments.
 _PYTHON_NAME = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
 _KEYWORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 def calls_guide(tools: ToolOptions, form: type[ToolCallParser]) -> Named | None:
-    """Return what the answer follows behind the opening of a call; None where it is free.
+    """Return the grammar after the opening of a call; None if there is none.
 
-    It is free unless a call must come and one of the tools that may be called is strict.
+    There is one only if a call is required and one of the allowed tools is strict.
 
     Raises:
         RequestError: a strict tool cannot be called by its name in this form.
@@ -57,7 +57,7 @@ def _call(tool: JsonObject, tools: ToolOptions, shape: CallSyntax) -> JsonObject
 
 
 def _loose(parameters: JsonObject, shape: CallSyntax) -> JsonObject:
-    """Return what is certain of the arguments of a tool that is not strict: that they are some."""
+    """Return the schema of the arguments of a tool that is not strict: any object."""
     if not shape.keywords:
         return {"type": "object"}
     properties = parameters.get("properties")

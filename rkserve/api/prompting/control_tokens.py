@@ -1,9 +1,8 @@
 """Keeps control markers that a client typed into a message from becoming control tokens.
 
 Chat templates mix markup and content into one string, where ``<|im_start|>`` of a user's message
-looks like the template's own. So the markers are taken out of the messages before the template
-runs, and each leaves a stand-in that no client can write; whoever reads the rendered prompt gets
-markup and typed markers apart. It knows neither templates nor tokenizers.
+looks like the template's own. So the markers in messages are replaced by stand-ins, which no client
+can write, before the template runs; the rendered prompt is then cut into markup and typed markers.
 """
 
 from __future__ import annotations
@@ -14,23 +13,23 @@ from typing import Any, NamedTuple
 
 from rkserve.api.json.body import JsonText
 
-# Unicode noncharacters: no text in interchange holds them. A client's own are shielded as markers.
+# Unicode noncharacters, which no interchanged text has. A client's own are treated as markers.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 VERBATIM = "\ufdd3"  # a template's own stand-in for JSON text that it prints as it came
-LEFT_OFF = "\ufdd2"  # stands where a turn of the assistant is left off
-IMAGE = "\ufdd4"  # stands around the number of an image
+LEFT_OFF = "\ufdd2"  # in place of the cut in an assistant's turn
+IMAGE = "\ufdd4"  # around the number of an image
 _STAND_IN = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 
 
 class PromptSegment(NamedTuple):
-    """A stretch of a rendered prompt. ``typed`` is a marker that a client wrote."""
+    """A segment of a rendered prompt. ``typed``: a marker that a client wrote."""
 
     text: str
     typed: bool
 
 
 class ControlTokenGuard:
-    """Knows the markers of one model."""
+    """Replaces the markers of one model in clients' text."""
 
     def __init__(self, markers: Iterable[str]) -> None:
         self.markers = frozenset(markers)

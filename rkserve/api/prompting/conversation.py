@@ -1,4 +1,4 @@
-"""OpenAI's ``messages`` to what a chat template reads; it knows roles and parts, not templates."""
+"""The reader of OpenAI's ``messages`` into the form that chat templates take."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rkserve.core.errors import RequestError, UnsupportedParameter
 _REASONING = "reasoning_content"
 Message = JsonObject
 IMAGE_PART = "image_url"
-LEGACY_ID_CHARS = 9  # as templates of Mistral demand
+LEGACY_ID_CHARS = 9  # required by Mistral's templates
 
 # The text of a part is under this key. A refusal is what a model once said instead of an answer.
 _TEXT_PARTS = {"text": "text", "refusal": "refusal"}
@@ -26,8 +26,8 @@ def read_messages(body: Fields) -> tuple[Message, ...]:
     """Read ``messages``: at least one; each becomes a plain dict for the template.
 
     Content parts become one string, or where a user shows images a list of strings and images.
-    ``developer`` becomes ``system``, and an assistant's call arguments become the object that their
-    JSON text says, since templates print them with ``tojson``. The deprecated ``function_call``,
+    ``developer`` becomes ``system``, and the JSON text of an assistant's call arguments becomes an
+    object, since templates print them with ``tojson``. The deprecated ``function_call``,
     and the role of its result, become a tool's. Tool calls and results without an id get one.
     """
     pairing, found = PendingToolCalls(), []
@@ -60,7 +60,7 @@ def read_prefill(body: Fields, messages: Sequence[Message]) -> bool:
 
 
 def check_prefill(messages: Sequence[Message], param: str) -> None:
-    """Raise ``RequestError`` where no answer can continue the last message."""
+    """Raise ``RequestError`` if no answer can continue the last message."""
     last = messages[-1]
     if last["role"] != "assistant":
         raise RequestError(
@@ -77,10 +77,10 @@ def check_prefill(messages: Sequence[Message], param: str) -> None:
 
 
 class PendingToolCalls:
-    """Tool calls without a result so far, for results that come without the id of their call.
+    """Tool calls without a result so far, for results without the ID of their call.
 
-    Templates that print ids want nine letters and digits, so ids that are made here have these.
-    With ``orphans`` a result may have the name of no call, or answer none at all.
+    Templates that print IDs require nine letters and digits, so generated IDs have these. With
+    ``orphans`` a result may name no call, or answer none.
     """
 
     def __init__(self, *, orphans: bool = False) -> None:
@@ -89,7 +89,7 @@ class PendingToolCalls:
         self._calls = 0
 
     def add(self, message: Message, fields: Fields) -> Message:
-        """Return the next message with the ids that it lacks. Raises ``RequestError``."""
+        """Return the next message with the missing IDs added. Raises ``RequestError``."""
         if message["role"] == "tool":
             return self._result(message, fields)
         if "tool_calls" not in message:
@@ -230,7 +230,7 @@ def _arguments(function: Fields) -> JsonObject:
         raise RequestError(f"Invalid '{path}': not valid JSON: {exc}.", path) from exc
     if not isinstance(found, dict):
         raise RequestError(f"Invalid '{path}': its JSON text must be an object.", path)
-    # As it came: what the model wrote itself is found in the KV cache again to the last blank.
+    # Unchanged, so that the model's own text is found in the KV cache to the last blank.
     return JsonText(found, text) if text.strip() else found
 
 
@@ -247,7 +247,7 @@ def _content(fields: Fields) -> str:
 
 
 def _shown(fields: Fields) -> str | list[str | ImagePart]:
-    """Read the content of a user's message, which may have images among its words."""
+    """Read the content of a user's message, which may contain images."""
     if not isinstance(fields.get("content"), list):
         return _content(fields)
     path, given = fields.path("content"), fields.items("content", MAX_MESSAGES)
@@ -281,10 +281,10 @@ def with_thoughts(
 ) -> list[Message]:
     """Return the messages as the template gets them.
 
-    With ``template`` that is as they came: most templates take out what they do not want, whether
-    it comes as ``reasoning_content`` or within the words. ``strip`` takes out both, and ``keep``
-    puts the thoughts before the words of their turn. The last message of a ``prefill`` is no
-    earlier turn, so nothing is taken out of it.
+    With ``template`` they are unchanged: most templates remove reasoning themselves, whether it is
+    in ``reasoning_content`` or in the text. ``strip`` removes both, and ``keep`` puts the reasoning
+    before the text of its turn. The last message of a ``prefill`` is no earlier turn, so nothing is
+    removed from it.
     """
     found = list(messages)
     if history == "template" or marks is None:

@@ -1,7 +1,7 @@
-"""Image parts of a message: what a client sent as an image, read and not yet looked at.
+"""Image parts of messages, and their placeholders in rendered prompts.
 
-It knows data URIs and the words of OpenAI's part. Whether a URL may be fetched, and what is in a
-file, is for others; where images stand in a rendered prompt is told here too.
+Parts are OpenAI's, with data URIs or URLs. URLs are checked and fetched, and files decoded,
+elsewhere.
 """
 
 from __future__ import annotations
@@ -19,18 +19,15 @@ from rkserve.api.prompting.control_tokens import IMAGE, ControlTokenGuard, Promp
 from rkserve.core.errors import RequestError, UnsupportedParameter
 from rkserve.models.vision import VisionSettings
 
-PLACE, OTHER_PLACE = "<image>", "<video>"  # the runtime puts an image, or a video, there
-DETAILS = ("auto", "low", "high")  # every image is seen in the one size of the encoder
+PLACE, OTHER_PLACE = "<image>", "<video>"  # the runtime replaces it by an image or a video
+DETAILS = ("auto", "low", "high")  # the encoder has one image size
 _STAND_IN = re.compile(f"{IMAGE}([0-9]+){IMAGE}")
 _MEDIA = re.compile(r"data:(image/[a-z0-9.+-]+|)((?:;[^;,]*)*?);base64", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """One image: its file, or where that is to be fetched from. ``path`` is its place in the body.
-
-    No two parts of a request have one path.
-    """
+    """One image: its file or its URL. ``path`` is its unique place in the body."""
 
     path: str
     data: bytes = field(default=b"", repr=False)
@@ -52,7 +49,7 @@ def read_image(part: Fields) -> ImagePart:
 
 
 def image_at(url: str, path: str) -> ImagePart:
-    """Return the image that a URL is, or leads to. Raises ``RequestError``."""
+    """Return the image of a data URI or URL. Raises ``RequestError``."""
     scheme = url[:8].lower()
     if scheme.startswith("data:"):
         return ImagePart(path, data=_data(url, path))
@@ -80,7 +77,7 @@ def _data(url: str, path: str) -> bytes:
 
 
 def image_file(text: str, path: str) -> ImagePart:
-    """Return the image whose file that is in base64. Raises ``RequestError``."""
+    """Return the image of a base64 file. Raises ``RequestError``."""
     try:
         found = base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as exc:
@@ -91,10 +88,9 @@ def image_file(text: str, path: str) -> ImagePart:
 
 
 def shown(pieces: Iterable[str | ImagePart]) -> str | list[str | ImagePart]:
-    """Return what a user said and showed as a message's content: a string where no image is in it.
+    """Return a user's text and images as a message's content: a string without images.
 
-    Words between two images are in one piece: what two of them make together must not be missed by
-    who looks at each.
+    Text between two images is one piece, so that a marker across two parts is found.
     """
     found: list[str | ImagePart] = []
     for piece in pieces:
@@ -122,7 +118,7 @@ def images_of(messages: Iterable[Mapping[str, Any]]) -> tuple[ImagePart, ...]:
 def with_stand_ins(message: Mapping[str, Any], numbers: Mapping[str, int]) -> dict[str, Any]:
     """Return a message whose content is text, with a stand-in for each image.
 
-    ``numbers`` are those of images by their paths. Whatever a client wrote must be hidden by now.
+    ``numbers`` are those of images by their paths. Clients' markers must be hidden before.
     """
     content = message.get("content")
     if not isinstance(content, list):
@@ -152,7 +148,7 @@ class ImagePlaceholders:
     def numbers(self, messages: Iterable[Mapping[str, Any]], *, answered: bool) -> dict[str, int]:
         """Return the numbers of all images by their paths.
 
-        Raises ``UnsupportedParameter`` where the model sees none, or nothing is ``answered``.
+        Raises ``UnsupportedParameter`` if the model takes none, or nothing is ``answered``.
         """
         images = images_of(messages)
         if images and self._vision is None:
@@ -166,9 +162,9 @@ class ImagePlaceholders:
     def placed(
         self, parts: Iterable[PromptSegment], unmarked: Callable[[PromptSegment], str]
     ) -> tuple[str, tuple[int, ...]]:
-        """Return a rendered prompt as the runtime takes it, and whose places there are, in order.
+        """Return a rendered prompt as the runtime takes it, and the image numbers in order.
 
-        ``unmarked`` makes harmless text of a marker that a client typed. Raises ``RequestError``.
+        ``unmarked`` turns a marker that a client typed into plain text. Raises ``RequestError``.
         """
         order: list[int] = []
 
@@ -189,7 +185,7 @@ class ImagePlaceholders:
 
     @property
     def tag(self) -> str:
-        """The token id in the place of each token of an image."""
+        """The text of the token that stands for each token of an image."""
         return "" if self._vision is None else self._vision.tags[2]
 
     def spelled(self, text: str) -> str:

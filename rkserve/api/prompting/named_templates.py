@@ -1,4 +1,4 @@
-"""Built-in chat templates for model folders that bring none, by the name used in rkserve.yaml.
+"""Built-in chat templates for model folders without one, by the name used in rkserve.yaml.
 
 Each is written from the published prompt format of its family. Only ``chatml`` shows tools, as
 Qwen2.5 does; those of other families need the model's own template.

@@ -1,4 +1,4 @@
-"""A model's chat template in a sandbox: messages to one string; it knows no tokens.
+"""A model's chat template in a sandbox.
 
 The dialect is that of Hugging Face's ``apply_chat_template``, for which the templates in model
 folders are written: its whitespace rules, its globals and its ``tojson``.
@@ -31,15 +31,15 @@ _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def local_time() -> datetime:
-    """Now, in the zone of this machine: what ``strftime_now`` prints."""
+    """Return the local time, for ``strftime_now``."""
     return datetime.now().astimezone()
 
 
 class ChatTemplate:
-    """The chat template of one model folder, and another one for tools where it has that.
+    """The chat template of one model folder, and its separate template for tools if it has one.
 
-    A name in rkserve.yaml wins over the folder's own template: whoever sets it means it.
-    ``markers`` are those of a built-in template, for whoever has no tokenizer to ask.
+    A name in rkserve.yaml takes precedence over the folder's own template. ``markers`` are those of
+    a built-in template, for models without a tokenizer.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ChatTemplate:
             )
         except RequestError:
             raise
-        except Exception as exc:  # a template is foreign code and raises what it likes
+        except Exception as exc:  # a template is foreign code and may raise anything
             raise RequestError(
                 f"The chat template of '{self._model}' refuses these messages: {exc}", "messages"
             ) from exc
@@ -114,7 +114,7 @@ class ChatTemplate:
         parts, size = [], 0
         for part in template.generate(
             variables
-        ):  # piece by piece, so that a template that runs away is stopped
+        ):  # piece by piece, so that a runaway template is stopped
             parts.append(part)
             size += len(part)
             hold_to_context(size, context_len, "messages", self._chars_per_token)
@@ -127,7 +127,7 @@ def hold_to_context(
     """Refuse a text that cannot fit before it costs time and memory.
 
     Raises:
-        ContextOverflow: even tokens of the most characters would be too many.
+        ContextOverflow: there are too many tokens even if each has the most characters.
     """
     fewest = characters // chars_per_token
     if fewest >= context_len:

@@ -1,4 +1,4 @@
-"""Text to token ids by the model folder's tokenizer.json; it knows no roles and no templates."""
+"""The tokenizer of a model folder's tokenizer.json."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _CUT_TOKENS = 16
 
 
 class Tokenizer:
-    """A read-only tokenizer; one serves any number of threads.
+    """A read-only, thread-safe tokenizer.
 
-    ``added`` are the texts of tokens beside the learned ones, and ``control`` those of the special
-    ones among them. ``encode`` reads them as control tokens
-    wherever they stand; ``literal`` never does. No token has more than ``longest`` characters.
+    ``added`` holds the texts of added tokens, and ``control`` those of the special ones among them.
+    ``encode`` reads these as control tokens at any position; ``literal`` never does. No token has
+    more than ``longest`` characters.
     """
 
     def __init__(self, file: Path) -> None:
@@ -31,7 +31,7 @@ class Tokenizer:
             self._hf = tokenizers.Tokenizer.from_file(str(file))
         except Exception as exc:  # the library raises plain Exception
             raise ConfigError(f"{file} is not a tokenizer that can be read: {exc}") from exc
-        # Both belong to training; left on they would cut or stretch prompts in silence.
+        # Both belong to training; they would truncate or pad prompts silently.
         self._hf.no_truncation()
         self._hf.no_padding()
         self.vocab_size: int = self._hf.get_vocab_size(with_added_tokens=True)
@@ -75,9 +75,9 @@ class Tokenizer:
         return tuple(one.ids)
 
     def beginning(self, text: str, tokens: int) -> tuple[str, int]:
-        """Return a beginning of a text with as many tokens, and how many it has at least.
+        """Return a prefix of a text with at least so many tokens, and a lower bound of its tokens.
 
-        It is the whole text where that may be shorter. Short texts are not measured.
+        It is the whole text if that may be shorter. Short texts are not measured.
         """
         if len(text) <= SLICE_CHARS:
             return text, 0
@@ -104,16 +104,16 @@ class Tokenizer:
         return self._spelled[text]
 
     def check(self, ids: Sequence[int], path: str) -> None:
-        """Hold a client's token ids to the vocabulary.
+        """Check a client's token IDs against the vocabulary.
 
         Raises:
-            RequestError: naming the first id that is no token.
+            RequestError: naming the first invalid ID.
         """
         for index, token_id in enumerate(ids):
             self.check_one(token_id, f"{path}[{index}]")
 
     def check_one(self, token_id: int, path: str) -> None:
-        """Hold one token id to the vocabulary. Raises ``RequestError``."""
+        """Check one token ID against the vocabulary. Raises ``RequestError``."""
         # The bounds first: the library takes 32 bits and raises its own error beyond.
         if not 0 <= token_id <= self._limit or self._hf.id_to_token(token_id) is None:
             raise RequestError(
@@ -123,18 +123,18 @@ class Tokenizer:
             )
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return what token ids say in the middle of a text; control tokens say nothing."""
+        """Return the text of token IDs in the middle of a text, without control tokens."""
         # Some decoders take the first token's blank for the beginning of a text and drop it.
         before = self._hf.decode(list(self._anchor), skip_special_tokens=True)
         whole = self._hf.decode([*self._anchor, *ids], skip_special_tokens=True)
         return str(whole[len(before) :])
 
     def whole_text(self, ids: Sequence[int]) -> str:
-        """Return what token ids say as a text of their own; control tokens say their names."""
+        """Return the text of token IDs; control tokens are written by name."""
         return str(self._hf.decode(list(ids), skip_special_tokens=False))
 
     def strings(self, ids: Sequence[int]) -> list[str]:
-        """Return how the vocabulary spells each token."""
+        """Return the vocabulary's spelling of each token."""
         return [self._hf.id_to_token(token_id) or "" for token_id in ids]
 
     def _spell(self, text: str) -> tuple[int, ...]:

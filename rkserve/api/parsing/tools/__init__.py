@@ -1,4 +1,4 @@
-"""Forms in which models call tools, by the names that a model folder uses."""
+"""Tool call formats by the names that a model folder uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FORMATS: dict[str, type[ToolCallParser]] = {
     "mistral-args": MistralArgs,
     "pythonic": Pythonic,
 }
-# What only the template of one form holds, the surest first.
+# Texts that occur in the templates of one format only, the most certain first.
 _SIGNS = (
     ("<tool_call>", "hermes"),
     ("[ARGS]", "mistral-args"),
@@ -27,5 +27,5 @@ _SIGNS = (
 
 
 def guess(template: str) -> str | None:
-    """Return the form that a chat template teaches its model, or None."""
+    """Return the tool call format that a chat template describes, or None."""
     return next((name for sign, name in _SIGNS if sign in template), None)

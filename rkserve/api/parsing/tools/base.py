@@ -39,20 +39,20 @@ class CallSyntax:
 
 
 class ToolCallParser(ABC):
-    """Reads calls of one form out of an answer, however its text is cut into pieces.
+    """Parses tool calls of one format in an answer, independent of how its text is split.
 
-    ``marker`` begins a call wherever it stands. A subclass says what comes behind it, in states:
-    methods that take from ``_left`` what they understand, and return whether they could.
+    ``marker`` begins a call at any position. A subclass defines the states after it: methods that
+    consume text from ``_left``, and return whether they could.
     """
 
     marker: ClassVar[str]
     shape: ClassVar[CallSyntax]
 
     def __init__(self, names: frozenset[str]) -> None:
-        """``names`` are those of the tools that there are."""
+        """``names`` are those of the offered tools."""
         self._names = names
-        self._left = ""  # text that has not been understood yet
-        self._raw: list[str] = []  # what the call that is being read consists of so far
+        self._left = ""  # text that is not consumed yet
+        self._raw: list[str] = []  # text of the call that is being parsed
         self._call: PartialCall | None = None
         self._begun = False
         self._parts: list[Part] = []
@@ -61,27 +61,27 @@ class ToolCallParser(ABC):
     @classmethod
     @abstractmethod
     def opening(cls, name: str | None) -> str:
-        """Return how an answer begins that calls a tool, or this one.
+        """Return the beginning of an answer that calls a tool, or the named one.
 
-        It ends where a token ends in all likelihood: not with a blank.
+        It ends where a token is likely to end: not with a blank.
         """
 
     @abstractmethod
     def _marked(self) -> bool:
-        """Behind a marker."""
+        """Parse after a marker."""
 
     @abstractmethod
     def _after_call(self) -> bool:
-        """Behind a whole call."""
+        """Parse after a complete call."""
 
     def feed(self, text: str) -> list[Part]:
-        """Take more of the answer."""
+        """Add text of the answer."""
         self._left += text
         self._run()
         return self._taken()
 
     def end(self) -> list[Part]:
-        """The answer is over: whatever was held back is words, or was between two calls."""
+        """End the answer: text that was held back is text, or was between two calls."""
         if self._raw:
             self._void()
         elif self._state not in (self._starting, self._talking) and self._left.isspace():
@@ -93,12 +93,12 @@ class ToolCallParser(ABC):
     # -- states -------------------------------------------------------------------------------
 
     def _starting(self) -> bool:
-        """At the beginning of the answer."""
+        """Parse the beginning of the answer."""
         self._state = self._talking
         return True
 
     def _talking(self) -> bool:
-        """Among words. One line break before a marker belongs to it, as templates write it."""
+        """Parse text. One line break before a marker belongs to it, as templates write it."""
         words, found, rest = self._left.partition(self.marker)
         if not found:
             held = max(overlap(words, self.marker), overlap(words, f"\n{self.marker}"))
@@ -112,7 +112,7 @@ class ToolCallParser(ABC):
         return True
 
     def _calling(self) -> bool:
-        """Inside of a call."""
+        """Parse inside a call."""
         assert self._call is not None
         used = self._call.feed(self._left)
         self._raw.append(self._left[:used])
@@ -127,7 +127,7 @@ class ToolCallParser(ABC):
     # -- for subclasses -----------------------------------------------------------------------
 
     def _open(self, call: PartialCall, used: int = 0) -> bool:
-        """A call begins behind ``used`` characters."""
+        """Begin a call after ``used`` characters."""
         self._raw.append(self._left[:used])
         self._left = self._left[used:]
         self._call, self._begun, self._state = call, False, self._calling
@@ -154,7 +154,7 @@ class ToolCallParser(ABC):
             pass
 
     def _tell(self, call: PartialCall) -> bool:
-        """Give out what is certain of a call; False where it is none, by its name."""
+        """Emit the certain part of a call; return False if its name shows that it is none."""
         if not self._begun:
             name = call.name
             if name is None:

@@ -12,8 +12,8 @@ _END = "</tool_call>"
 class Hermes(ToolCallParser):
     """``<tool_call>`` ``{"name": "f", "arguments": {...}}`` ``</tool_call>``, any number of them.
 
-    The tag says that it is a call, so a tool that was never offered is called all the same: the
-    client can tell the model that there is none.
+    The tag marks a call, so a call of an unknown tool is passed on: the client can tell the model
+    that there is no such tool.
     """
 
     marker = "<tool_call>"
@@ -38,7 +38,7 @@ class Hermes(ToolCallParser):
         return super().end()
 
     def _after_call(self) -> bool:
-        """The end tag, which a model may leave out at the end of its answer."""
+        """Parse the end tag, which a model may leave out at the end of its answer."""
         text = self._left.lstrip()
         found = begins(text, _END)
         if found is None:
@@ -61,8 +61,8 @@ class Hermes(ToolCallParser):
 class Llama(ToolCallParser):
     """``{"name": "f", "parameters": {...}}``, several of them with ``;`` between.
 
-    The mark before them is a control token, which the runtime hides: so an object at the beginning
-    of an answer is a call if it calls a tool that there is.
+    The marker before them is a control token, which the runtime hides: so an object at the
+    beginning of an answer is a call if it names an offered tool.
     """
 
     marker = "<|python_tag|>"

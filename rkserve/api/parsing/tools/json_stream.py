@@ -1,6 +1,6 @@
-"""Calls as their JSON comes: how far one reaches, its name, and the text of its arguments.
+"""Incremental parsers of calls in JSON.
 
-It knows nothing of what stands around a call.
+They find the end of a call, its name, and the text of its arguments.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 class PartialCall(Protocol):
-    """One call while it is read."""
+    """A call that is being parsed."""
 
     @property
     def done(self) -> bool:
-        """It is whole."""
+        """Return whether the call is complete."""
 
     @property
     def bad(self) -> bool:
-        """It is no call."""
+        """Return whether the text is no call."""
 
     @property
     def name(self) -> str | None:
@@ -34,16 +34,16 @@ class PartialCall(Protocol):
         """Take more text, and return how much of it belongs to the call."""
 
     def take(self) -> str:
-        """Return what is certain of the arguments since the last time, as JSON text."""
+        """Return the arguments that became certain since the last time, as JSON text."""
 
 
 def as_json(text: str) -> Any:
-    """Return what JSON text says. Raises ``ValueError``."""
+    """Return the value of JSON text. Raises ``ValueError``."""
     return from_json(text, allow_inf_nan=False)
 
 
 class ObjectScan:
-    """The text of one JSON object: its members by name, each as far as it has come."""
+    """The text of one JSON object: its members by name, each as far as received."""
 
     def __init__(self) -> None:
         self.done = self.bad = False
@@ -137,7 +137,7 @@ class ObjectScan:
             return None
 
     def _value_end(self, text: str, at: int) -> int:
-        """Return where the value ends, or turns out to be none, or the text ends."""
+        """Return the position where the value ends, is invalid, or the text ends."""
         while at < len(text) and not self.bad:
             character = text[at]
             if self._in_string:
@@ -185,7 +185,7 @@ class ObjectCall:
 
     @property
     def done(self) -> bool:
-        """The object is whole."""
+        """Return whether the object is complete."""
         return self._scan.done
 
     @property
@@ -235,7 +235,7 @@ class ObjectCall:
         return self._streams() or self._whole is not None
 
     def _other_form(self) -> str | None:
-        """Return arguments that are no object as the text of one; None where that cannot be."""
+        """Return arguments in another form as the text of an object; None if that is impossible."""
         key = self._member(ARGUMENT_KEYS)
         found = None if key is None else as_json("".join(self._scan.texts[key]))
         if found is None:
@@ -258,12 +258,12 @@ class NamedCall:
 
     @property
     def done(self) -> bool:
-        """The object is whole."""
+        """Return whether the object is complete."""
         return self._scan.done
 
     @property
     def bad(self) -> bool:
-        """It is no object."""
+        """Return whether the text is no object."""
         return self._scan.bad
 
     def feed(self, text: str) -> int:

@@ -1,7 +1,7 @@
-"""Calls in a list, as Mistral's and the pythonic models write them; and their beginnings.
+"""Parsers of calls in a list: Mistral's and the pythonic formats.
 
-The runtime hides control tokens, and the marks before these calls are such: so a list at the
-beginning of an answer is one of calls if it calls tools that there are.
+The runtime hides control tokens such as the markers before these calls, so a list at the beginning
+of an answer is a list of calls if it names offered tools.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _List(ToolCallParser):
         return True
 
     def _unlisted(self, text: str) -> bool:  # noqa: ARG002 - for those that have another form too
-        """No list comes; this may be a call all the same."""
+        """Parse text that is no list; it may still be a call."""
         return self._void()
 
     @abstractmethod
@@ -46,7 +46,7 @@ class _List(ToolCallParser):
         """Read the beginning of a call in the list."""
 
     def _after_call(self) -> bool:
-        """Behind a call in the list."""
+        """Parse after a call in the list."""
         text = self._left.lstrip()
         if not text:
             return False
@@ -60,7 +60,7 @@ class _List(ToolCallParser):
         return True
 
     def _after_list(self) -> bool:
-        """Another list, or words."""
+        """Parse another list, or text."""
         self._state = self._talking
         return True
 
@@ -73,7 +73,7 @@ class Mistral(_List):
     """``[TOOL_CALLS] [{"name": "f", "arguments": {...}}]``, or ``[TOOL_CALLS]f[ARGS]{...}``, some
     with ``[CALL_ID]`` and nine letters and digits behind the name.
 
-    The model's id is not used: models repeat them, and an id is to be one call's alone.
+    The model's ID is not used: models repeat them, and an ID must be unique.
     """
 
     marker = "[TOOL_CALLS]"
@@ -109,7 +109,7 @@ class Mistral(_List):
         return self._open(ObjectCall(), len(self._left) - len(text))
 
     def _unlisted(self, text: str) -> bool:
-        """A name, perhaps the call's id, and its arguments behind them."""
+        """Parse a name, an optional ID, and the arguments."""
         found = self._NAME.match(text)
         said = found[0] if found else ""
         rest = text[len(said) :]

@@ -1,6 +1,6 @@
-"""Calls as Python writes them: keyword arguments with literals, made JSON one by one.
+"""A parser of calls in Python syntax: keyword arguments with literals, converted to JSON.
 
-It runs nothing of what it reads, and knows nothing of what stands around a call.
+Nothing of the text is executed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PythonCall:
         self._news = "{"
 
     def feed(self, text: str) -> int:
-        """See ``CallText``."""
+        """See ``PartialCall``."""
         for at, character in enumerate(text):
             if self._quote is None and not self._open and character in ",)":
                 self._argument(last=character == ")")
@@ -47,7 +47,7 @@ class PythonCall:
         return len(text)
 
     def take(self) -> str:
-        """See ``CallText``."""
+        """See ``PartialCall``."""
         text, self._news = self._news, ""
         return text
 
@@ -89,7 +89,7 @@ class PythonCall:
 
 
 def _argument_value(text: str) -> Any:
-    """Return a value in JSON's words or Python's. JSON has escapes that Python reads as others."""
+    """Return a JSON or Python literal. JSON goes first, because its escapes differ."""
     try:
         return as_json(text)
     except ValueError:
@@ -97,10 +97,10 @@ def _argument_value(text: str) -> Any:
 
 
 def python_value(text: str) -> Any:
-    """Return a literal of Python, in which JSON's words are understood too.
+    """Return a Python literal, in which JSON's constants are allowed too.
 
     Raises:
-        ValueError: it is none, or none that JSON has.
+        ValueError: it is no literal, or JSON has no such value.
     """
     try:
         # Of an escape that Python does not know it would warn on the server's own output.
