@@ -80,7 +80,7 @@ from rkserve.deployments.board_factory import Place, assemble
 from rkserve.models.adapters import adapters, resolve
 from rkserve.models.folder import ModelFolder, open_model_folder
 from rkserve.reference.asking import SCHEMAS
-from rkserve.router.images.inputs import Sight
+from rkserve.router.images.inputs import ImageInputs
 
 __all__ = [
     "Answer",
@@ -338,7 +338,7 @@ class AsyncLocalBoard:
 
     def __init__(self, board: Board, folder: ModelFolder, renderer: Renderer) -> None:
         self._board, self._folder, self._renderer = board, folder, renderer
-        self._sight = Sight(ImagesConfig())
+        self._sight = ImageInputs(ImagesConfig())
         self._exits = AsyncExitStack()
 
     @classmethod

@@ -19,12 +19,12 @@ from benchmarks.scale.talk import Shape
 from benchmarks.scale.world import World
 from rkserve.control.rollout_plan import Strategy
 from rkserve.core.block_hashes import Chain, FileHeld, Holdings, pack, seed_of
-from rkserve.fleet.load import Boards, Standing
+from rkserve.fleet.load import BoardStatus, ModelBoards
 from rkserve.fleet.prefix_index import PrefixIndex
-from rkserve.fleet.requests import Ask
+from rkserve.fleet.requests import RoutingRequest
 from rkserve.native.sim import profiles
-from rkserve.router.policies.policies import Prefix
-from rkserve.router.queue.admission import Claim
+from rkserve.router.policies.policies import PrefixPolicy
+from rkserve.router.queue.admission import QueueTerms
 
 FAST, SLOW = "rk3588-qwen2.5-1.5b-w8a8", "rk3576-internlm2-1.8b-w4a16"
 OWN = ("round_robin", "least_load", "session", "prefix")
@@ -186,10 +186,10 @@ def load(seed: int, boards: int, factor: float, says: Says) -> Loaded:
     router = OwnRouter("prefix", there, Random(seed), limit=8 * boards, timeout_s=60.0)
     world: World
 
-    def claim(number: int) -> Claim:
+    def claim(number: int) -> QueueTerms:
         lot = number % (KEYS + GREEDY - 1)
         flow = "greedy" if lot < GREEDY else f"key {lot}"
-        return Claim(flow=flow, deadline_s=world.now_s + SLO_S, timeout_s=SLO_S)
+        return QueueTerms(flow=flow, deadline_s=world.now_s + SLO_S, timeout_s=SLO_S)
 
     world = World(shape, there, router, seed, claims=claim)
     seen = world.run()
@@ -219,14 +219,14 @@ def decide(seed: int, boards: int, tokens: int = 1500, samples: int = 2000) -> D
     Half of the prompts go on with one of these, the others share a system prompt with all.
     """
     rng = Random(seed)
-    known, system = Boards(rng, PrefixIndex(SESSIONS_PER_BOARD)), tuple(range(256))
+    known, system = ModelBoards(rng, PrefixIndex(SESSIONS_PER_BOARD)), tuple(range(256))
     held: list[tuple[FileHeld, ...]] = []
 
     def ids(session: int, size: int) -> tuple[int, ...]:
         return (*system, *range(session * 10_000, session * 10_000 + size - len(system)))
 
     def hear(number: int, packed: bytes) -> float:
-        standing = Standing(running=int(number % 5 > 0), kind="RK3588", holdings=packed)
+        standing = BoardStatus(running=int(number % 5 > 0), kind="RK3588", holdings=packed)
         board = known.get(str(number))
         if board is not None:
             board.asked(board.asked_s + 1 if board.asked_s > 0 else 1.0)
@@ -244,14 +244,14 @@ def decide(seed: int, boards: int, tokens: int = 1500, samples: int = 2000) -> D
         held.append(files)
         hear(number, pack(Holdings(True, 256, None, files)))
     contexts = len(known.index or ())
-    hash_us, decide_us, policy = [], [], Prefix()
+    hash_us, decide_us, policy = [], [], PrefixPolicy()
     for sample in range(samples):
         session = rng.randrange(boards * SESSIONS_PER_BOARD) + (sample % 2) * 10**7
         prompt = ids(session, tokens + 60)
         began = time.thread_time()
         chain = Chain(prompt, seed_of(None))
         hashed = time.thread_time()
-        policy.choose(Ask(str(sample), MODEL, len(prompt), 64, chain), known, 0.0)
+        policy.choose(RoutingRequest(str(sample), MODEL, len(prompt), 64, chain), known, 0.0)
         decide_us.append((time.thread_time() - hashed) * 1e6)
         hash_us.append((hashed - began) * 1e6)
     full_us, same_us = [], []
@@ -276,7 +276,7 @@ def decide(seed: int, boards: int, tokens: int = 1500, samples: int = 2000) -> D
 
 def remember(contexts: int, tokens: int) -> Remembered:
     """Let a Router hear reports of contexts of one length, a hundred of each board."""
-    boards = Boards(Random(1), PrefixIndex(SESSIONS_PER_BOARD))
+    boards = ModelBoards(Random(1), PrefixIndex(SESSIONS_PER_BOARD))
     system = tuple(range(1 << 30, (1 << 30) + 256))
 
     def report(number: int) -> bytes:
@@ -292,7 +292,7 @@ def remember(contexts: int, tokens: int) -> Remembered:
     before = tracemalloc.get_traced_memory()[0]
     for number, packed in enumerate(reports):
         mine = bytes(bytearray(packed))  # a Router keeps what it was told, and so that counts
-        boards.heard(str(number), MODEL, str(number), Standing(kind="RK3588", holdings=mine))
+        boards.heard(str(number), MODEL, str(number), BoardStatus(kind="RK3588", holdings=mine))
     gc.collect()
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()

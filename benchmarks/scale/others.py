@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.scale.board import PaperBoard
 from benchmarks.scale.router import Request, Spent
-from rkserve.router.queue.admission import Took
+from rkserve.router.queue.admission import AnswerTiming
 
 
 class TwoChoices:
@@ -50,7 +50,9 @@ class TwoChoices:
     def progress(self, _request: Request, _tokens: int, /) -> None:
         """See ``Router``."""
 
-    def ended(self, _request: Request, board: PaperBoard, _took: Took, _now_s: float, /) -> None:
+    def ended(
+        self, _request: Request, board: PaperBoard, _took: AnswerTiming, _now_s: float, /
+    ) -> None:
         """See ``Router``."""
         self._busy[board.name] = False
 

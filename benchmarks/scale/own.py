@@ -12,12 +12,19 @@ from benchmarks.scale.router import Request, Spent
 from rkserve.core.block_hashes import Chain, seed_of
 from rkserve.core.errors import RkserveError
 from rkserve.core.messages import Delta, Finished, FinishReason, Timings, Usage
-from rkserve.fleet.load import Boards, Standing
+from rkserve.fleet.load import BoardStatus, ModelBoards
 from rkserve.fleet.prefix_index import PrefixIndex
-from rkserve.fleet.requests import Ask, Stay
-from rkserve.fleet.speeds import Counters
-from rkserve.router.policies.policies import Policy, PolicySettings, Take, WaitFor, policy
-from rkserve.router.queue.admission import Admission, Asked, Expectation, Supply, Ticket, Took
+from rkserve.fleet.requests import InFlightRequest, RoutingRequest
+from rkserve.fleet.speeds import WorkCounters
+from rkserve.router.policies.policies import PolicySettings, RoutingPolicy, SendTo, WaitFor, policy
+from rkserve.router.queue.admission import (
+    AdmissionQueue,
+    AnswerTiming,
+    Capacity,
+    QueueEntry,
+    RequestSize,
+    ServiceTimeModel,
+)
 
 MODEL = "paper"
 LOOKED_AT = 16  # as ``modelqueue`` does
@@ -27,7 +34,7 @@ NO_LIMIT = 1_000_000
 @dataclass(eq=False, slots=True)
 class _Entry:
     request: Request
-    ask: Ask
+    ask: RoutingRequest
     tokens: int = 0
 
 
@@ -44,17 +51,17 @@ class OwnRouter:
         limit: int = NO_LIMIT,
         timeout_s: float = 1e9,
     ) -> None:
-        self.policy: Policy = policy(name, rng, settings)
-        self.boards = Boards(rng, PrefixIndex() if self.policy.uses_prefixes else None)
+        self.policy: RoutingPolicy = policy(name, rng, settings)
+        self.boards = ModelBoards(rng, PrefixIndex() if self.policy.uses_prefixes else None)
         self.spent = Spent()
         self._paper = {board.name: board for board in boards}
         self._busy = dict.fromkeys(self._paper, 0)
-        self._queue: Admission[_Entry] = Admission(timeout_s)
-        self._expects = Expectation()
+        self._queue: AdmissionQueue[_Entry] = AdmissionQueue(timeout_s)
+        self._expects = ServiceTimeModel()
         self._limit = limit
         self._refused: list[Request] = []
         self._again_s = math.inf  # when one that waits for a certain board asks again
-        self._running: dict[str, tuple[_Entry, Ticket[_Entry], Stay]] = {}
+        self._running: dict[str, tuple[_Entry, QueueEntry[_Entry], InFlightRequest]] = {}
         for board in boards:
             self.report(board, 0.0)
 
@@ -66,9 +73,12 @@ class OwnRouter:
             began = time.thread_time()
             chain = Chain(ids, seed_of(None))
             self.spent.hash_us.append((time.thread_time() - began) * 1e6)
-        ask = Ask(request.name, MODEL, tokens, request.answer, chain, request.session)
-        entry, expected = _Entry(request, ask), self._expects.of(Asked(tokens, request.answer))
-        supply = Supply(self.boards.places, self._free(), self._limit)
+        ask = RoutingRequest(request.name, MODEL, tokens, request.answer, chain, request.session)
+        entry, expected = (
+            _Entry(request, ask),
+            self._expects.of(RequestSize(tokens, request.answer)),
+        )
+        supply = Capacity(self.boards.places, self._free(), self._limit)
         try:
             _, leaves = self._queue.offer(entry, request.claim, expected, supply, now_s)
         except RkserveError as exc:
@@ -91,14 +101,14 @@ class OwnRouter:
             ticket, take = found
             entry, board = ticket.what, self._paper[take.board.key]
             self._queue.start(ticket, now_s)
-            stay = Stay(self.boards, take.board, entry.ask, now_s)
+            stay = InFlightRequest(self.boards, take.board, entry.ask, now_s)
             self._running[entry.request.name] = (entry, ticket, stay)
             self._busy[board.name] += 1
             started.append((entry.request, board))
         return started
 
-    def _next(self, now_s: float) -> tuple[Ticket[_Entry], Take] | None:
-        offers: list[tuple[Ticket[_Entry], Take]] = []
+    def _next(self, now_s: float) -> tuple[QueueEntry[_Entry], SendTo] | None:
+        offers: list[tuple[QueueEntry[_Entry], SendTo]] = []
         self._again_s, patient = math.inf, 0
         for ticket in self._queue.order():
             if offers and ticket.priority != offers[0][0].priority:
@@ -120,7 +130,7 @@ class OwnRouter:
                 self.boards.book(ask.request_id, verdict.board, verdict.work_ms)
                 ask.wait_for(verdict.board, verdict.until_ms, now_s)
                 self._again_s = min(self._again_s, ask.until_s)
-            elif isinstance(verdict, Take):
+            elif isinstance(verdict, SendTo):
                 offers.append((ticket, verdict))
                 if self.policy.satisfied(verdict):
                     break
@@ -135,7 +145,9 @@ class OwnRouter:
         entry.tokens += tokens
         stay.heard(Delta("", request.prompt.cut(begin + tokens).ids()[begin:]))
 
-    def ended(self, request: Request, board: PaperBoard, took: Took, now_s: float, /) -> None:
+    def ended(
+        self, request: Request, board: PaperBoard, took: AnswerTiming, now_s: float, /
+    ) -> None:
         """See ``Router``."""
         _, ticket, stay = self._running.pop(request.name)
         prompt = request.prompt.tokens
@@ -144,7 +156,7 @@ class OwnRouter:
         stay.heard(Finished(FinishReason.STOP, usage, timings))
         stay.ended(now_s, left=False)
         self._queue.ended(ticket, took.held_ms)
-        self._expects.heard(Asked(prompt, request.answer), took)
+        self._expects.heard(RequestSize(prompt, request.answer), took)
         self._busy[board.name] -= 1
 
     def report(self, board: PaperBoard, now_s: float, /) -> None:
@@ -154,14 +166,14 @@ class OwnRouter:
         known = self.boards.get(board.name)
         if known is not None:
             known.asked(now_s)
-        counters = Counters(
+        counters = WorkCounters(
             board.name,
             board.prefill_tokens,
             board.prefill_ms,
             board.decode_tokens,
             board.decode_ms,
         )
-        standing = Standing(
+        standing = BoardStatus(
             running=self._busy[board.name],
             kind=board.profile.platform,
             counters=counters,

@@ -8,7 +8,7 @@ from typing import Protocol
 from benchmarks.scale.board import PaperBoard
 from benchmarks.scale.talk import Context, Talk
 from rkserve.core.errors import RkserveError
-from rkserve.router.queue.admission import Claim, Took
+from rkserve.router.queue.admission import AnswerTiming, QueueTerms
 
 
 @dataclass(eq=False, slots=True)
@@ -18,7 +18,7 @@ class Request:
     name: str
     prompt: Context
     answer: int
-    claim: Claim
+    claim: QueueTerms
     talk: Talk
     asked_s: float
     error: RkserveError | None = None
@@ -56,7 +56,9 @@ class Router(Protocol):
     def progress(self, request: Request, tokens: int, /) -> None:
         """So many more tokens have come."""
 
-    def ended(self, request: Request, board: PaperBoard, took: Took, now_s: float, /) -> None:
+    def ended(
+        self, request: Request, board: PaperBoard, took: AnswerTiming, now_s: float, /
+    ) -> None:
         """It has ended."""
 
     def report(self, board: PaperBoard, now_s: float, /) -> None:

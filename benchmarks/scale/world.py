@@ -11,7 +11,7 @@ from random import Random
 from benchmarks.scale.board import PaperBoard
 from benchmarks.scale.router import Request, Router
 from benchmarks.scale.talk import Shape, Talk, talk, turns_of
-from rkserve.router.queue.admission import Claim, Took
+from rkserve.router.queue.admission import AnswerTiming, QueueTerms
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class World:
         seed: int,
         *,
         report_s: float = 1.0,
-        claims: Callable[[int], Claim] | None = None,
+        claims: Callable[[int], QueueTerms] | None = None,
         says: Callable[[int, int], None] | None = None,
         steps: int = 4,
     ) -> None:
@@ -97,7 +97,7 @@ class World:
 
     def _speak(self, one: Talk) -> None:
         one.say(self._shape)
-        claim = self._claims(one.number) if self._claims is not None else Claim()
+        claim = self._claims(one.number) if self._claims is not None else QueueTerms()
         request = Request(
             f"{one.number}/{one.turns_left}",
             one.context,
@@ -139,7 +139,7 @@ class World:
             when_s = first_s + course.decode_ms / 1e3 * step / self._steps
             self.at(when_s, lambda: self.router.progress(request, each))
         fresh = request.prompt.tokens - course.cached
-        took = Took(
+        took = AnswerTiming(
             fresh,
             course.prefill_ms,
             request.answer - 1,
@@ -149,7 +149,7 @@ class World:
         )
         self.at(end_s, lambda: self._end(request, board, took))
 
-    def _end(self, request: Request, board: PaperBoard, took: Took) -> None:
+    def _end(self, request: Request, board: PaperBoard, took: AnswerTiming) -> None:
         told = (self._steps - 1) * (request.answer // self._steps)
         self.router.progress(request, request.answer - told)
         self.router.ended(request, board, took, self.now_s)

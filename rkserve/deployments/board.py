@@ -33,7 +33,7 @@ from rkserve.deployments.board_factory import Place, assemble
 from rkserve.deployments.board_names import Node, board_name, find_node
 from rkserve.deployments.hardware import HardwareView
 from rkserve.deployments.logging import log_with_serve
-from rkserve.transport.server import Address, Outlet
+from rkserve.transport.server import ChannelAddress, ChannelServer
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class BoardReplica:
             async for event in events:
                 yield event
 
-    async def channel(self) -> Address | None:
+    async def channel(self) -> ChannelAddress | None:
         """Return where Routers can connect to; None where they cannot."""
         return self._outlet.address
 
@@ -243,9 +243,9 @@ def _on_this_node(path: Path) -> Path:
     return path.expanduser()  # not earlier: the head's home may be another one
 
 
-async def _listen(board_id: str, config: ChannelConfig, board: BoardReplica) -> Outlet:
+async def _listen(board_id: str, config: ChannelConfig, board: BoardReplica) -> ChannelServer:
     """Let Routers connect; where no port can be had, their calls come through Ray."""
-    outlet = Outlet(board_id, config, board)
+    outlet = ChannelServer(board_id, config, board)
     if config.enabled:
         try:
             await outlet.listen(ray.util.get_node_ip_address())

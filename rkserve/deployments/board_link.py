@@ -23,9 +23,9 @@ from rkserve.core.board_report import BoardReport
 from rkserve.core.errors import BoardFailed, BoardGone, BoardSilent, BoardStartFailed, RkserveError
 from rkserve.core.messages import Accepted, EmbedRequest, Event, GenerateRequest
 from rkserve.deployments.replicas import Replicas
-from rkserve.transport.client import Channels, LineLost, RouterLine
+from rkserve.transport.client import BoardConnection, ChannelClient, ChannelLost
 from rkserve.transport.codec import METHODS
-from rkserve.transport.server import Address
+from rkserve.transport.server import ChannelAddress
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class RayLink:
         handle: Any,
         group: str,
         report_timeout_s: float,
-        channels: Channels | None = None,
+        channels: ChannelClient | None = None,
     ) -> None:
         """Without ``channels`` everything goes through Ray."""
         self._channels = channels
@@ -130,17 +130,17 @@ class RayLink:
             self._seek(report.replica)
         return reports
 
-    def _lines_to(self, replicas: Iterable[str]) -> dict[str, RouterLine]:
+    def _lines_to(self, replicas: Iterable[str]) -> dict[str, BoardConnection]:
         if self._channels is None:
             return {}
         found = {replica: self._channels.line(replica) for replica in replicas}
         return {replica: line for replica, line in found.items() if line is not None}
 
-    async def _reported(self, line: RouterLine) -> BoardReport | None:
+    async def _reported(self, line: BoardConnection) -> BoardReport | None:
         """Return a report that came over a connection; None: Ray is to be asked for it."""
         try:
             found: BoardReport = await asyncio.wait_for(line.ask("report"), self._report_timeout_s)
-        except (LineLost, RkserveError, TimeoutError, asyncio.TimeoutError):  # two before 3.11
+        except (ChannelLost, RkserveError, TimeoutError, asyncio.TimeoutError):  # two before 3.11
             return None
         return found
 
@@ -179,8 +179,8 @@ class RayLink:
         if self._channels is None:
             return
 
-        async def find() -> Address | None:
-            found: Address | None = await self.ask(
+        async def find() -> ChannelAddress | None:
+            found: ChannelAddress | None = await self.ask(
                 replica, "channel", timeout_s=self._report_timeout_s
             )
             return found
@@ -201,7 +201,7 @@ class RayLink:
         if line is not None and method in METHODS:
             try:
                 return await asyncio.wait_for(line.ask(method, *args), timeout_s)
-            except LineLost:
+            except ChannelLost:
                 log.debug("%s of replica %s goes through Ray", method, replica)
             except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
                 raise BoardSilent(replica, f"nothing came within {timeout_s:g} s") from None

@@ -43,7 +43,7 @@ from rkserve.deployments.logging import log_with_serve
 from rkserve.deployments.router_peers import RayRouters
 from rkserve.fleet.fleet import Fleet
 from rkserve.models.folder import ModelFolder, open_model_folder
-from rkserve.transport.client import Channels
+from rkserve.transport.client import ChannelClient
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class CoordinatorReplica:
         log_with_serve()
         settings = config.coordinator
         folder = settings.data_dir.expanduser()
-        self._channels = channels = Channels(config.channel)
+        self._channels = channels = ChannelClient(config.channel)
         links = {
             name: RayLink(handle, name, config.router.report_timeout_s, channels)
             for name, handle in handles.items()

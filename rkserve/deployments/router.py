@@ -31,11 +31,11 @@ from rkserve.http.app import make_app
 from rkserve.http.auth import host_names, machine_names
 from rkserve.http.gradio_routes import GradioCalls, PendingCall
 from rkserve.models.folder import open_model_folder
-from rkserve.router.coordinator_client import Cluster
+from rkserve.router.coordinator_client import CoordinatorClient
 from rkserve.router.dispatch.build import open_dispatch, open_fleet
 from rkserve.router.service import ServedModel, Service
 from rkserve.router.stored_responses.store import Responses
-from rkserve.transport.client import Channels
+from rkserve.transport.client import ChannelClient
 
 SWITCH_S = 0.001
 FIND_BOARDS_S = 3.0  # boards that are there answer at once; new ones may load for minutes
@@ -123,7 +123,7 @@ class RouterReplica:
         # token waits for that at every call into the kernel.
         sys.setswitchinterval(SWITCH_S)
         folders = {g.name: open_model_folder(resolve_folder(g.model)) for g in config.deployed}
-        self._channels = channels = Channels(config.channel)
+        self._channels = channels = ChannelClient(config.channel)
         links = {
             name: RayLink(handle, name, config.router.report_timeout_s, channels)
             for name, handle in handles.items()
@@ -132,7 +132,7 @@ class RouterReplica:
         metrics = RouterMetrics(CollectorRegistry())
         dispatch = open_dispatch(config.router, fleet, metrics, random.Random())
         models = {folder.id: ServedModel.open(folder) for folder in folders.values()}
-        cluster = Cluster(RayHeadLink(coordinator), fleet.obey)
+        cluster = CoordinatorClient(RayHeadLink(coordinator), fleet.obey)
         self._service = Service(config.router, models, dispatch, cluster, metrics)
         self._service.registry.register(StreamCollector(channels.counts))
         several = config.router.replicas > 1

@@ -20,7 +20,7 @@ class Keyed(Protocol):
 T = TypeVar("T", bound=Keyed)
 
 
-class Bag(Generic[T]):
+class RandomSet(Generic[T]):
     """Things with different keys. The same calls in the same order give the same samples."""
 
     __slots__ = ("_items", "_where")
@@ -60,7 +60,7 @@ class Bag(Generic[T]):
 POINTS = 64  # of each board: with 8 boards the largest part is about a third above the mean
 
 
-class Ring:
+class HashRing:
     """Boards by their names, which outlive their replicas."""
 
     def __init__(self) -> None:

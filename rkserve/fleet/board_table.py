@@ -14,10 +14,10 @@ from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import Desired, Duty, PauseMode, SleepLevel
 from rkserve.core.errors import BoardStartFailed
 from rkserve.core.messages import GenerateRequest
-from rkserve.fleet.load import Boards, Candidate, Held, Standing
+from rkserve.fleet.load import BoardStatus, Candidate, ModelBoards, PauseEffect
 from rkserve.fleet.prefix_index import PrefixIndex
-from rkserve.fleet.requests import Ask
-from rkserve.fleet.speeds import Counted, Counters, Rate, Rates
+from rkserve.fleet.requests import RoutingRequest
+from rkserve.fleet.speeds import Rate, Rates, TokenCounts, WorkCounters
 
 # A board that recovers or loads keeps its queue and serves within a model load; one that sleeps
 # says itself whether it takes a request that waits.
@@ -26,11 +26,15 @@ SILENT = "the board's replica does not answer"
 FORGET_AFTER = 30  # reports that a silent board may miss before it is no longer listed
 
 _BoardKey = tuple[str, str]  # group and board id
-_HELD = {PauseMode.KEEP: Held.QUEUES, PauseMode.WAIT: Held.REFUSES, PauseMode.ABORT: Held.REFUSES}
+_HELD = {
+    PauseMode.KEEP: PauseEffect.QUEUES,
+    PauseMode.WAIT: PauseEffect.REFUSES,
+    PauseMode.ABORT: PauseEffect.REFUSES,
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class BoardAddress:
     """One board as it can be asked: its group's link, and its replica there.
 
     A ``silent`` one has missed its last report: waiting for it would cost the others' answers time.
@@ -43,7 +47,7 @@ class Seat:
     silent: bool = False
 
 
-class Listing:
+class BoardTable:
     """The boards of an application. ``groups`` maps a group's name to its model.
 
     ``boards`` are those that requests for one model may be sent to, by the model.
@@ -59,7 +63,9 @@ class Listing:
         self._groups = groups
         rng = rng or random.Random()
         self.boards = {
-            model: Boards(rng, None if files_per_board is None else PrefixIndex(files_per_board))
+            model: ModelBoards(
+                rng, None if files_per_board is None else PrefixIndex(files_per_board)
+            )
             for model in dict.fromkeys(groups.values())
         }
         self._desired = Desired()
@@ -81,10 +87,10 @@ class Listing:
         """How fast the boards work now, by board."""
         return {board: rates.now() for (_, board), rates in self._rates.items()}
 
-    def seats(self, model: str | None = None) -> list[Seat]:
+    def seats(self, model: str | None = None) -> list[BoardAddress]:
         """Return the boards that have a replica, also those that fell silent a moment ago."""
         return [
-            Seat(
+            BoardAddress(
                 group,
                 report.replica,
                 report.board_id,
@@ -95,15 +101,15 @@ class Listing:
             if report.replica and (model is None or report.model == model)
         ]
 
-    def ask(self, request: GenerateRequest, *, hashed: bool) -> Ask:
-        """Return what a policy is asked for a request; see ``Ask.of``."""
+    def ask(self, request: GenerateRequest, *, hashed: bool) -> RoutingRequest:
+        """Return what a policy is asked for a request; see ``RoutingRequest.of``."""
         ref = request.adapter
         if ref is None and request.line is not None:
             # Boards choose the version. While one comes in board by board they differ, and then
             # this is a guess that a report puts right.
             line = self._desired.line(request.model, request.line)
             ref = None if line is None else line.serves("", request.session)
-        return Ask.of(request, None if ref is None else ref.key, hashed=hashed)
+        return RoutingRequest.of(request, None if ref is None else ref.key, hashed=hashed)
 
     def candidate(self, group: str, replica: str) -> Candidate | None:
         """Return what is known of that replica."""
@@ -180,8 +186,8 @@ class Listing:
     def _of(self, group: str) -> list[Candidate]:
         return [one for one in self.boards[self._groups[group]] if one.group == group]
 
-    def _standing(self, report: BoardReport, *, ready: bool) -> Standing:
-        return Standing(
+    def _standing(self, report: BoardReport, *, ready: bool) -> BoardStatus:
+        return BoardStatus(
             ready=ready,
             loaded=report.state is BoardState.READY,
             held=_held(self._duty(report)),
@@ -190,7 +196,7 @@ class Listing:
             running=report.running,
             queued=report.queued,
             kind=report.platform,
-            counters=Counters(
+            counters=WorkCounters(
                 report.replica,
                 report.prefill_tokens,
                 report.prefill_ms,
@@ -221,7 +227,7 @@ class Listing:
         self._reports[key] = report
         self._missed[key] = 0
         counted = (report.replica, report.prefill_tokens, report.decode_tokens)
-        self._rates.setdefault(key, Rates()).heard(Counted(time.monotonic(), *counted))
+        self._rates.setdefault(key, Rates()).heard(TokenCounts(time.monotonic(), *counted))
 
     def _age(self, group: str, heard: set[str]) -> None:
         """Keep a board that fell silent listed for a while, as what it is."""
@@ -236,8 +242,8 @@ class Listing:
                 del self._reports[key], self._missed[key]
 
 
-def _held(duty: Duty) -> Held:
-    return Held.NOT if duty.hold is None else _HELD[duty.hold.mode]
+def _held(duty: Duty) -> PauseEffect:
+    return PauseEffect.NOT if duty.hold is None else _HELD[duty.hold.mode]
 
 
 def _unloads(duty: Duty) -> bool:

@@ -23,7 +23,7 @@ from rkserve.core.errors import (
     RkserveError,
 )
 from rkserve.core.messages import Event, GenerateRequest
-from rkserve.fleet.board_table import SILENT, Listing, Seat
+from rkserve.fleet.board_table import SILENT, BoardAddress, BoardTable
 from rkserve.fleet.speeds import Rate
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Answers(Generic[T]):
             raise min(self.failed.items())[1]
 
 
-class Holders:
+class GenerationBoards:
     """Which boards hold the generations that this Router sent them."""
 
     def __init__(self) -> None:
@@ -140,8 +140,8 @@ class Fleet:
         self._looking = asyncio.Lock()
         self._rounds = asyncio.Lock()  # held while the boards are asked for their reports
         self._begun = self._done = 0  # rounds of reports: those begun, and the last one that ended
-        self.listing = Listing(groups, files_per_board=files_per_board)
-        self.entries = Holders()
+        self.listing = BoardTable(groups, files_per_board=files_per_board)
+        self.entries = GenerationBoards()
         self.changed: list[Callable[[], None]] = []  # who wants to know when anything may be new
         self.unknown = set(links)  # groups of which some board may never have been heard
 
@@ -158,7 +158,7 @@ class Fleet:
         """How fast the boards work now, by board."""
         return self.listing.rates()
 
-    def seats(self, model: str | None = None) -> list[Seat]:
+    def seats(self, model: str | None = None) -> list[BoardAddress]:
         """Return the boards that have a replica, also those that fell silent a moment ago."""
         return self.listing.seats(model)
 
@@ -174,16 +174,16 @@ class Fleet:
         """
         self.listing.forget_prompts(meant, files=files)
 
-    def holders(self, generation: str, choice: int | None = None) -> list[Seat]:
+    def holders(self, generation: str, choice: int | None = None) -> list[BoardAddress]:
         """Return the boards that hold this Router's generation; none for that of another one."""
         known = {(seat.group, seat.replica): seat for seat in self.seats()}
         return [
-            known.get((group, replica), Seat(group, replica, replica, self.groups[group]))
+            known.get((group, replica), BoardAddress(group, replica, replica, self.groups[group]))
             for group, replica in self.entries.of(generation, choice)
         ]
 
     async def ask_together(
-        self, seats: Collection[Seat], method: str, *args: Any, timeout_s: float
+        self, seats: Collection[BoardAddress], method: str, *args: Any, timeout_s: float
     ) -> Answers[Any]:
         """Ask boards by one call to all of their groups, where that is quicker; who has not
         answered by then is to be asked by itself.
@@ -213,7 +213,7 @@ class Fleet:
 
     async def ask(
         self,
-        seats: Collection[Seat],
+        seats: Collection[BoardAddress],
         method: str,
         *args: Any,
         timeout_s: float,
@@ -227,7 +227,7 @@ class Fleet:
         if together:
             answers = await self.ask_together(seats, method, *args, timeout_s=timeout_s)
 
-        async def one(seat: Seat) -> None:
+        async def one(seat: BoardAddress) -> None:
             if seat.silent:
                 answers.failed[seat.board_id] = BoardFailed(seat.board_id, SILENT)
                 return
@@ -334,7 +334,7 @@ class Fleet:
         return True
 
 
-def _by_name(exc: RkserveError, seat: Seat) -> RkserveError:
+def _by_name(exc: RkserveError, seat: BoardAddress) -> RkserveError:
     """Say the board's name where the link only knew its replica's id."""
     if isinstance(exc, BoardFailed) and exc.board_id == seat.replica:
         return type(exc)(seat.board_id, exc.reason)

@@ -15,9 +15,9 @@ from enum import IntEnum
 from typing import Protocol
 
 from rkserve.core.block_hashes import unpack
-from rkserve.fleet.board_sets import Bag, Ring
+from rkserve.fleet.board_sets import HashRing, RandomSet
 from rkserve.fleet.prefix_index import PrefixIndex, Reuse
-from rkserve.fleet.speeds import Counters, Speed, SpeedBook
+from rkserve.fleet.speeds import ModelSpeeds, Speed, WorkCounters
 
 SESSIONS = 16_384  # whose last boards are remembered
 SAMPLE = 8  # free boards of one speed that are looked at: chance among more gains nothing
@@ -26,7 +26,7 @@ LATEST_ANSWERS = 0.02  # how much one answer counts for the typical length
 MIN_REST = 0.25  # of a typical answer: one that is longer than others still has so much before it
 
 
-class Held(IntEnum):
+class PauseEffect(IntEnum):
     """What a board that is paused does with new requests, the better the less."""
 
     NOT = 0
@@ -34,7 +34,7 @@ class Held(IntEnum):
     REFUSES = 2
 
 
-class Work(Protocol):
+class BoardWork(Protocol):
     """A request that is on a board now."""
 
     def rest_ms(self, now_s: float) -> float:
@@ -42,7 +42,7 @@ class Work(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class BoardStatus:
     """What a report says of one board: whether it may be chosen and how much it takes at once.
 
     ``running`` and ``queued`` are of all Routers; ``queue_limit`` may wait there. One that is
@@ -52,18 +52,18 @@ class Standing:
 
     ready: bool = True
     loaded: bool = True
-    held: Held = Held.NOT
+    held: PauseEffect = PauseEffect.NOT
     n_batch: int = 1
     queue_limit: int = 0
     running: int = 0
     queued: int = 0
     kind: str = ""
-    counters: Counters = field(default_factory=lambda: Counters(""))
+    counters: WorkCounters = field(default_factory=lambda: WorkCounters(""))
     holdings: bytes = b""
 
 
 class Candidate:
-    """One board of ``Boards``. Everybody may read it; ``Boards`` and its own methods change it.
+    """One board of ``ModelBoards``. Only ``ModelBoards`` and its own methods change it.
 
     ``key`` addresses its replica in ``group``. ``n_batch`` may run there, ``capacity`` run and
     wait. ``in_flight`` is this Router's own requests that do now, and ``resting`` those that are
@@ -97,7 +97,7 @@ class Candidate:
         "works",
     )
 
-    def __init__(self, boards: Boards, key: str, group: str, board_id: str, slot: int) -> None:
+    def __init__(self, boards: ModelBoards, key: str, group: str, board_id: str, slot: int) -> None:
         self._boards = boards
         self.key = key
         self.group = group
@@ -107,15 +107,15 @@ class Candidate:
         self.in_flight = self.resting = self.foreign = 0
         self.ready = False
         self.loaded = True
-        self.held = Held.NOT
+        self.held = PauseEffect.NOT
         self.booked_ms = 0.0
         self.used_s = float("-inf")  # when this Router last sent something there
         self.asked_s = float("-inf")  # when it was last asked for a report
         self.forgot_s = float("-inf")  # and what it said before this is not true any more
         self.speed = boards.speeds_of("")
         self.holdings = b""
-        self.works: list[Work] = []
-        self.place: tuple[int, int, int] | None = None  # where in the order; see ``Boards``
+        self.works: list[BoardWork] = []
+        self.place: tuple[int, int, int] | None = None  # where in the order; see ``ModelBoards``
         self._most_since_asked = 0
         self._left_since_asked = 0
 
@@ -148,7 +148,7 @@ class Candidate:
 
     # -- what this Router does there ---------------------------------------------------------------
 
-    def began(self, work: Work, now_s: float) -> None:
+    def began(self, work: BoardWork, now_s: float) -> None:
         """This Router sends the board a request."""
         self.works.append(work)
         self.in_flight += 1
@@ -173,7 +173,7 @@ class Candidate:
         self._most_since_asked = max(self._most_since_asked, self.in_flight)
         self._boards.moved(self)
 
-    def ended(self, work: Work, *, left: bool) -> None:
+    def ended(self, work: BoardWork, *, left: bool) -> None:
         """That request is over; ``left`` says that its client went before the board was done."""
         self.works.remove(work)
         self.in_flight -= 1
@@ -188,7 +188,7 @@ class Candidate:
     # -- what it reports ---------------------------------------------------------------------------
 
     def asked(self, now_s: float) -> None:
-        """The board is asked for a report, which ``Boards.heard`` takes over."""
+        """The board is asked for a report, which ``ModelBoards.heard`` takes over."""
         # The board may still be ending what was left; the report after this one shows if it hangs.
         self._most_since_asked = self.in_flight + self._left_since_asked
         self._left_since_asked = 0
@@ -210,7 +210,7 @@ class _Booking:
     ms: float
 
 
-class Boards:
+class ModelBoards:
     """All boards that serve one model. Iterating gives every one of them, in no order."""
 
     def __init__(self, rng: random.Random, index: PrefixIndex | None = None) -> None:
@@ -221,10 +221,10 @@ class Boards:
         self._by_slot: dict[int, Candidate] = {}
         self._by_name: dict[str, Candidate] = {}
         self._slots = itertools.count()
-        self._speeds = SpeedBook()
+        self._speeds = ModelSpeeds()
         # Ready boards with a place, by what a pause does there, by speed and by load.
-        self._open: dict[tuple[int, int, int], Bag[Candidate]] = {}
-        self._ready = [0] * len(Held)
+        self._open: dict[tuple[int, int, int], RandomSet[Candidate]] = {}
+        self._ready = [0] * len(PauseEffect)
         self._counted: dict[str, tuple[int, int]] = {}  # how each board counts in _ready, _places
         self._places = 0
         self._bookings: dict[str, _Booking] = {}
@@ -232,7 +232,7 @@ class Boards:
         self._answers = 0
         self._sessions: dict[str, str] = {}  # where each was last, the longest ago first
         self.listeners: list[Callable[[Reuse, int], None]] = []  # who counts what was ``found``
-        self.ring: Ring = Ring()
+        self.ring: HashRing = HashRing()
 
     # -- who is there ------------------------------------------------------------------------------
 
@@ -260,9 +260,9 @@ class Boards:
         return self._places
 
     @property
-    def held(self) -> Held | None:
+    def held(self) -> PauseEffect | None:
         """The least that a pause does on a ready board; None where no board is ready."""
-        return next((held for held in Held if self._ready[held]), None)
+        return next((held for held in PauseEffect if self._ready[held]), None)
 
     @property
     def any_open(self) -> bool:
@@ -278,7 +278,7 @@ class Boards:
 
     # -- reports -----------------------------------------------------------------------------------
 
-    def heard(self, key: str, group: str, board_id: str, said: Standing) -> Candidate:
+    def heard(self, key: str, group: str, board_id: str, said: BoardStatus) -> Candidate:
         """Take over what a board says of itself."""
         board = self._by_key.get(key)
         if board is None:
@@ -324,7 +324,7 @@ class Boards:
                 del self._by_name[board.board_id]
                 self.ring.remove(board.board_id)
 
-    def hold(self, board: Candidate, held: Held) -> None:
+    def hold(self, board: Candidate, held: PauseEffect) -> None:
         """What a pause does with new requests there, from now on."""
         board.held = held
         self.moved(board)
@@ -395,7 +395,7 @@ class Boards:
                 if not bag:
                     del self._open[board.place]
             if place is not None:
-                self._open.setdefault(place, Bag()).add(board)
+                self._open.setdefault(place, RandomSet()).add(board)
             board.place = place
         self._count(board)
 
@@ -405,12 +405,14 @@ class Boards:
             self._ready[before[0]] -= 1
             self._places -= before[1]
         if board.ready and not gone:
-            now = (board.held, board.n_batch if board.held is Held.NOT else 0)
+            now = (board.held, board.n_batch if board.held is PauseEffect.NOT else 0)
             self._counted[board.key] = now
             self._ready[now[0]] += 1
             self._places += now[1]
 
-    def free(self, tried: Collection[str] = (), most: Held = Held.REFUSES) -> list[Candidate]:
+    def free(
+        self, tried: Collection[str] = (), most: PauseEffect = PauseEffect.REFUSES
+    ) -> list[Candidate]:
         """Return free boards of every speed, each of the least load there is at that speed.
 
         Of many that are alike a few by chance. One that is held comes only where no other is
@@ -431,11 +433,11 @@ class Boards:
                 found += some
         return found
 
-    def tier(self, tried: Collection[str]) -> Held | None:
+    def tier(self, tried: Collection[str]) -> PauseEffect | None:
         """How much the least held of the ready boards is held, without those that were tried."""
         ready = list(self._ready)
         for key in tried:
             counted = self._counted.get(key)
             if counted is not None:
                 ready[counted[0]] -= 1
-        return next((held for held in Held if ready[held] > 0), None)
+        return next((held for held in PauseEffect if ready[held] > 0), None)

@@ -17,7 +17,7 @@ from rkserve.core.messages import (
     Kv,
     Paused,
 )
-from rkserve.fleet.load import MIN_REST, Boards, Candidate, Held
+from rkserve.fleet.load import MIN_REST, Candidate, ModelBoards, PauseEffect
 from rkserve.fleet.prefix_index import NOTHING, Reuse
 
 CHARS_OF_A_TOKEN = 4  # where nobody has counted the tokens
@@ -26,7 +26,7 @@ AGAIN_S = 1.0  # after that long it is asked anew whether waiting for a board st
 
 
 @dataclass(slots=True, eq=False)
-class Ask:
+class RoutingRequest:
     """Make one for each request, and use it as long as the request waits: hashing takes time.
 
     ``chain`` is of its prompt under its adapter and ``salt``, None where the ids are not known or
@@ -44,7 +44,7 @@ class Ask:
     session: str = ""
     salt: str = ""
     tried: Collection[str] = ()
-    most: Held = Held.REFUSES
+    most: PauseEffect = PauseEffect.REFUSES
     since_s: float | None = None
     overtaken: int = 0
     until_s: float = 0.0
@@ -68,12 +68,12 @@ class Ask:
         board = self._board
         if board is None or now_s >= self.until_s or board.key in self.tried:
             return False
-        return board.ready and board.held is Held.NOT and not board.has_place
+        return board.ready and board.held is PauseEffect.NOT and not board.has_place
 
     @classmethod
     def of(
         cls, request: GenerateRequest, adapter: str | None = None, *, hashed: bool = True
-    ) -> Ask:
+    ) -> RoutingRequest:
         """Return what is asked for a request; ``adapter`` is the key of the one it would get.
 
         Without ``hashed`` nobody wants to know what boards hold. What was generated elsewhere
@@ -108,13 +108,15 @@ class Ask:
         )
 
 
-class Stay:
+class InFlightRequest:
     """From the moment that a request is sent to a board until it has ended there.
 
     ``expected`` is what it should find there. ``answer`` collects the ids generated so far.
     """
 
-    def __init__(self, boards: Boards, candidate: Candidate, ask: Ask, now_s: float) -> None:
+    def __init__(
+        self, boards: ModelBoards, candidate: Candidate, ask: RoutingRequest, now_s: float
+    ) -> None:
         self.candidate = candidate
         self.expected: Reuse = NOTHING
         self._boards = boards

@@ -21,7 +21,7 @@ SLACK = 0.65  # of a step: a board near a border stays where it is
 
 
 @dataclass(slots=True)
-class Measured:
+class TokenTime:
     """Milliseconds for tokens, the older the less."""
 
     memory: int
@@ -43,7 +43,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
+class WorkCounters:
     """What a replica has done since its start, as its report says."""
 
     replica: str
@@ -55,12 +55,12 @@ class Counters:
 
 @dataclass(slots=True)
 class _Pair:
-    prefill: Measured
-    decode: Measured
+    prefill: TokenTime
+    decode: TokenTime
 
 
 def _pair() -> _Pair:
-    return _Pair(Measured(PREFILL_MEMORY), Measured(DECODE_MEMORY))
+    return _Pair(TokenTime(PREFILL_MEMORY), TokenTime(DECODE_MEMORY))
 
 
 class Speed:
@@ -68,21 +68,21 @@ class Speed:
 
     __slots__ = ("_pairs", "_seen", "decode_ms", "kind", "level", "prefill_ms")
 
-    def __init__(self, book: SpeedBook, kind: str) -> None:
+    def __init__(self, book: ModelSpeeds, kind: str) -> None:
         # What it has shown itself comes first, then what boards of its kind have, then all.
         self._pairs = (_pair(), book.kind(kind), book.everybody)
-        self._seen: Counters | None = None
+        self._seen: WorkCounters | None = None
         self.kind = kind
         self.prefill_ms = PRIOR_PREFILL_MS
         self.decode_ms = PRIOR_DECODE_MS
         self.level = 0
         self._settle()
 
-    def heard(self, now: Counters) -> None:
+    def heard(self, now: WorkCounters) -> None:
         """Take over a report; a new replica counts from zero again."""
         before = self._seen
         if before is None or before.replica != now.replica:
-            before = Counters(now.replica)
+            before = WorkCounters(now.replica)
         self._seen = now
         prefill = (now.prefill_tokens - before.prefill_tokens, now.prefill_ms - before.prefill_ms)
         decode = (now.decode_tokens - before.decode_tokens, now.decode_ms - before.decode_ms)
@@ -101,7 +101,7 @@ class Speed:
             self.level = round(exact)
 
 
-class SpeedBook:
+class ModelSpeeds:
     """The speeds of all boards of one model."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ WINDOW_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class TokenCounts:
     """Tokens that one replica of a board had prefilled and decoded at a time."""
 
     now_s: float
@@ -139,9 +139,9 @@ class Rates:
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
-        self._seen: deque[Counted] = deque()
+        self._seen: deque[TokenCounts] = deque()
 
-    def heard(self, counted: Counted) -> None:
+    def heard(self, counted: TokenCounts) -> None:
         """Take over a report; a new replica counts from zero again."""
         if self._seen and self._seen[-1].replica != counted.replica:
             self._seen.clear()

@@ -25,7 +25,7 @@ from rkserve.http.gradio_routes import GradioCalls, add_gradio
 from rkserve.http.openai_routes import add_openai
 from rkserve.http.page_routes import add_page, add_reference
 from rkserve.http.streaming import DIRECT
-from rkserve.router.features.generations import Peers
+from rkserve.router.features.generations import GenerationPeers
 from rkserve.router.service import Service
 from rkserve.router.stored_responses.store import Responses
 
@@ -37,7 +37,7 @@ def make_app(
     max_adapter_bytes: int,
     max_model_bytes: int,
     responses: Responses,
-    peers: Peers | None = None,
+    peers: GenerationPeers | None = None,
     *,
     hosts: HostAllowList | None = None,
     gradio: GradioCalls | None = None,

@@ -17,14 +17,14 @@ from rkserve.http.auth import check_client, check_operator
 from rkserve.http.request_body import announced, query_of, read_body, read_parts
 from rkserve.http.trainer_routes import Trainers, add_trainers
 from rkserve.router.admin.adapters import Adapters
-from rkserve.router.admin.operations import Made, Operations
-from rkserve.router.admin.sleep import Rest
-from rkserve.router.admin.weights import Weights
+from rkserve.router.admin.operations import AdminAnswer, Operations
+from rkserve.router.admin.sleep import SleepControl
+from rkserve.router.admin.weights import WeightsControl
 from rkserve.router.service import Service
 
 PART_BYTES = 1024 * 1024
 OCTETS = "application/octet-stream"
-_Change = Callable[[ControlRequest], Awaitable[Made]]
+_Change = Callable[[ControlRequest], Awaitable[AdminAnswer]]
 
 
 def add_cluster(
@@ -35,7 +35,7 @@ def add_cluster(
     adapters = Adapters(service, operations)
     door = _Door(service)
     _add_changes(app, door, operations)
-    rest, weights = Rest(service, operations), Weights(service, operations)
+    rest, weights = SleepControl(service, operations), WeightsControl(service, operations)
     _add_rest(app, door, rest)
     _add_looks(app, door, operations, adapters)
     _add_records(app, door, operations)
@@ -89,7 +89,7 @@ def _add_changes(app: FastAPI, door: _Door, operations: Operations) -> None:
         app.add_api_route(path, _changing(door, change), methods=["POST"], description=says)
 
 
-def _add_rest(app: FastAPI, door: _Door, rest: Rest) -> None:
+def _add_rest(app: FastAPI, door: _Door, rest: SleepControl) -> None:
     routes: dict[str, tuple[_Change, str]] = {
         "/sleep": (rest.sleep, "Put boards to sleep, and answer when their models are unloaded."),
         "/wake_up": (rest.wake, "Wake boards, and answer when their models are loaded."),
@@ -205,7 +205,7 @@ def _add_adapters(app: FastAPI, door: _Door, adapters: Adapters) -> None:
         return _answer(await adapters.delete(await door.asked(request), name, version))
 
 
-def _add_weights(app: FastAPI, door: _Door, weights: Weights, max_model_bytes: int) -> None:
+def _add_weights(app: FastAPI, door: _Door, weights: WeightsControl, max_model_bytes: int) -> None:
     routes: dict[str, tuple[_Change, str]] = {
         "/receive_weight_update": (weights.receive, "Serve a trainer's weights everywhere."),
         "/update_weights_from_disk": (weights.from_disk, "Load other base weights in turn."),
@@ -229,7 +229,7 @@ def _is_file(request: Request) -> bool:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower() == OCTETS
 
 
-def _answer(made: Made) -> Response:
+def _answer(made: AdminAnswer) -> Response:
     if isinstance(made.body, str):
         return PlainTextResponse(made.body, made.status, made.headers)
     return JSONResponse(made.body, made.status, made.headers)

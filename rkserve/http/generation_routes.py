@@ -17,11 +17,11 @@ from rkserve.http.auth import check_client, check_operator
 from rkserve.http.request_body import query_of, read_body
 from rkserve.router.auth import Keys
 from rkserve.router.features.caches import Caches
-from rkserve.router.features.generations import Generations, Peers
+from rkserve.router.features.generations import GenerationPeers, Generations
 from rkserve.router.service import Service
 
 
-def add_control(app: FastAPI, service: Service, peers: Peers | None = None) -> None:
+def add_control(app: FastAPI, service: Service, peers: GenerationPeers | None = None) -> None:
     """Add the routes to the Router's application; ``peers`` are all Routers, if several."""
     generations = Generations(service, peers)
     _add_generations(app, service.config, service.keys, generations)

@@ -51,7 +51,7 @@ class PendingCall:
     size: int
 
 
-class Peers(Protocol):
+class GradioPeers(Protocol):
     """The Routers of one application, the caller included. Their calls raise ``BoardFailed``."""
 
     async def share_gradio(self, pending: PendingCall) -> None:
@@ -65,7 +65,7 @@ class GradioCalls:
     """The posted and the running calls of one Router. Use it from one event loop."""
 
     def __init__(
-        self, peers: Peers | None = None, clock: Callable[[], float] = time.monotonic
+        self, peers: GradioPeers | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """``peers`` are all Routers, where there are several."""
         self._peers, self._clock = peers, clock

@@ -18,11 +18,11 @@ from rkserve.http.auth import check_client
 from rkserve.http.request_body import read_body
 from rkserve.http.streaming import respond
 from rkserve.router.auth import ClientKey
-from rkserve.router.features.embeddings import Embeddings, Visit
-from rkserve.router.features.rerank import Ranking
-from rkserve.router.features.tokenize import Tokenizing, let_in
+from rkserve.router.features.embeddings import CallContext, Embeddings
+from rkserve.router.features.rerank import Reranking
+from rkserve.router.features.tokenize import Tokenization, let_in
 from rkserve.router.service import Service
-from rkserve.router.stored_responses.store import Memory, Responses, owner_of
+from rkserve.router.stored_responses.store import ResponseMemory, Responses, owner_of
 
 JSON = "application/json"
 
@@ -66,7 +66,7 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
     """Add the routes to the Router's application."""
     embeddings = Embeddings(service)
 
-    ranking = Ranking(embeddings)
+    ranking = Reranking(embeddings)
 
     @app.post("/v1/embeddings")
     async def create(request: Request) -> Response:
@@ -100,10 +100,10 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
         return JSONResponse(answer, headers=headers)
 
 
-def visit_of(service: Service, request: Request) -> Visit:
+def visit_of(service: Service, request: Request) -> CallContext:
     """Let a client in. Raises ``InvalidApiKey``, ``RequestError``."""
     client = check_client(request, service.keys)
-    return Visit(
+    return CallContext(
         service.callers.of(client),
         read_policy(request.headers.get(POLICY)),
         request.headers.get(SESSION),
@@ -119,7 +119,7 @@ async def body_of(service: Service, request: Request) -> bytes:
 
 def _add_tokenizer(app: FastAPI, service: Service) -> None:
     """Add the routes to the Router's application."""
-    tokenizing, config = Tokenizing(service), service.config
+    tokenizing, config = Tokenization(service), service.config
 
     async def answer(request: Request, of: Callable[[bytes], Awaitable[bytes]]) -> Response:
         caller = service.callers.of(check_client(request, service.keys))
@@ -156,7 +156,7 @@ def _add_responses(app: FastAPI, service: Service, responses: Responses) -> None
     def owner(request: Request) -> str:
         return owner_of(check_client(request, service.keys), service.keys)
 
-    def memory(client: ClientKey | None) -> Memory:
+    def memory(client: ClientKey | None) -> ResponseMemory:
         return responses.memory(owner_of(client, service.keys))
 
     @app.post(_ROUTE)

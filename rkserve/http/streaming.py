@@ -21,7 +21,7 @@ from rkserve.http.auth import check_client
 from rkserve.http.request_body import read_body
 from rkserve.router.auth import Caller, ClientKey
 from rkserve.router.service import Opened, Service, read_call
-from rkserve.router.stored_responses.store import NO_MEMORY, Memory
+from rkserve.router.stored_responses.store import NO_MEMORY, ResponseMemory
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ async def give_up(service: Service, opening: asyncio.Task[Opened]) -> None:
         await service.close(opening.result())
 
 
-Remember = Callable[[ClientKey | None], Memory]
+Remember = Callable[[ClientKey | None], ResponseMemory]
 Aside = Callable[[bytes, Caller], Awaitable[Response | None]]
 DIRECT = "rkserve.send"  # in a scope: the server's own ``send``, past all layers
 

@@ -23,12 +23,12 @@ from rkserve.api.json.body import parse_object
 from rkserve.api.json.fields import Fields
 from rkserve.core.errors import NoBoard, RequestError, UnsupportedParameter
 from rkserve.router.admin.adapters import Adapters
-from rkserve.router.admin.operations import OK, Made, Operations
-from rkserve.router.admin.sleep import Rest
-from rkserve.router.admin.weights import Weights
+from rkserve.router.admin.operations import OK, AdminAnswer, Operations
+from rkserve.router.admin.sleep import SleepControl
+from rkserve.router.admin.weights import WeightsControl
 from rkserve.router.service import Service
 
-Change = Callable[[ControlRequest], Awaitable[Made]]
+Change = Callable[[ControlRequest], Awaitable[AdminAnswer]]
 IDLE_LOOK_S = 0.05
 _BY_FILE = (
     "A board has no tensors that could be sent to it: it loads .rkllm files. Bring the file with "
@@ -51,16 +51,16 @@ class Trainers:
         self,
         service: Service,
         operations: Operations,
-        rest: Rest,
+        rest: SleepControl,
         adapters: Adapters,
-        weights: Weights,
+        weights: WeightsControl,
     ) -> None:
         self._service, self._operations = service, operations
         self._rest, self._adapters, self._weights = rest, adapters, weights
 
     # -- changes ------------------------------------------------------------------------------
 
-    async def flush_cache(self, asked: ControlRequest) -> Made:
+    async def flush_cache(self, asked: ControlRequest) -> AdminAnswer:
         """Drop KV caches, as SGLang does: with ``timeout`` once no request runs."""
         call = asked.read(FlushBody)
         wait_s = call.timeout
@@ -81,27 +81,27 @@ class Trainers:
                 return False
             await asyncio.sleep(IDLE_LOOK_S)
 
-    async def release(self, asked: ControlRequest) -> Made:
+    async def release(self, asked: ControlRequest) -> AdminAnswer:
         """Unload models, as SGLang frees its memory."""
         return await self._rest.sleep(asked)
 
-    async def occupy(self, asked: ControlRequest) -> Made:
+    async def occupy(self, asked: ControlRequest) -> AdminAnswer:
         """Load models again, as SGLang takes its memory back."""
         return await self._rest.wake(asked)
 
-    async def abort(self, asked: ControlRequest) -> Made:
+    async def abort(self, asked: ControlRequest) -> AdminAnswer:
         """End one request, or all, as SGLang does."""
         return await self._operations.end_requests(parse_abort_one(asked), asked)
 
-    async def load_adapter(self, asked: ControlRequest) -> Made:
+    async def load_adapter(self, asked: ControlRequest) -> AdminAnswer:
         """Serve an adapter, as SGLang answers it."""
         return _sglang(await self._adapters.load(asked))
 
-    async def unload_adapter(self, asked: ControlRequest) -> Made:
+    async def unload_adapter(self, asked: ControlRequest) -> AdminAnswer:
         """Serve an adapter no more, as SGLang answers it."""
         return _sglang(await self._adapters.unload(asked))
 
-    async def update_weights(self, asked: ControlRequest) -> Made:
+    async def update_weights(self, asked: ControlRequest) -> AdminAnswer:
         """Load base weights from the head's disk, as prime-rl and vLLM ask for them."""
         body = parse_object(asked.body) if asked.body.strip() else {}
         fields = Fields(body)
@@ -117,28 +117,28 @@ class Trainers:
         found = _json({"model_path": place or "default", **rest})
         return await self._weights.from_disk(replace(asked, body=found))
 
-    async def refuse(self, asked: ControlRequest) -> Made:
+    async def refuse(self, asked: ControlRequest) -> AdminAnswer:
         """Refuse weights that come in another way than as a file."""
         del asked
         raise RequestError(f"Weights cannot be sent so. {_BY_FILE}")
 
     # -- looking ------------------------------------------------------------------------------
 
-    async def weight_version(self, asked: ControlRequest) -> Made:
+    async def weight_version(self, asked: ControlRequest) -> AdminAnswer:
         """Say which weights a model has, as SGLang does."""
         made = await self._operations.weights(asked)
         assert isinstance(made.body, dict)
-        return Made(OK, {name: made.body[name] for name in ("weight_version", "model")})
+        return AdminAnswer(OK, {name: made.body[name] for name in ("weight_version", "model")})
 
-    async def world_size(self, asked: ControlRequest) -> Made:
+    async def world_size(self, asked: ControlRequest) -> AdminAnswer:
         """Say how many boards serve, which vLLM counts as its workers."""
         asked.fields({"include_dp": ParameterKind.FLAG})
-        return Made(OK, {"world_size": len(self._service.fleet.reports())})
+        return AdminAnswer(OK, {"world_size": len(self._service.fleet.reports())})
 
-    async def load(self, asked: ControlRequest) -> Made:
+    async def load(self, asked: ControlRequest) -> AdminAnswer:
         """Say how many requests this Router serves now, as vLLM does."""
         asked.fields({})
-        return Made(OK, {"server_load": self._service.in_flight})
+        return AdminAnswer(OK, {"server_load": self._service.in_flight})
 
 
 def add_trainers(
@@ -205,8 +205,8 @@ def _json(value: dict[str, Any]) -> bytes:
     return json.dumps(value).encode()
 
 
-def _sglang(made: Made) -> Made:
+def _sglang(made: AdminAnswer) -> AdminAnswer:
     if isinstance(made.body, str):
         body = {"success": made.status == OK, "message": made.body, "error_message": None}
-        return Made(made.status, body, made.headers)
+        return AdminAnswer(made.status, body, made.headers)
     return made

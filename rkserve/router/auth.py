@@ -20,13 +20,13 @@ from typing import Any, Protocol
 from rkserve.api.json.fields import quoted
 from rkserve.config.serve_config import RouterConfig
 from rkserve.core.errors import ConfigError, RateLimited, RequestError
-from rkserve.router.queue.admission import ANONYMOUS, Claim
+from rkserve.router.queue.admission import ANONYMOUS, QueueTerms
 
 MINUTE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CallerLimits:
     """What one key may; None is without limit. ``weight`` is its share where boards are scarce.
 
     Its requests must not be more urgent than ``min_priority``, which is a number that others may
@@ -64,7 +64,7 @@ class _Bucket:
 class Meter:
     """What the owner of one key does."""
 
-    def __init__(self, limits: Limits, now_s: float) -> None:
+    def __init__(self, limits: CallerLimits, now_s: float) -> None:
         self.limits = limits
         self.running = 0
         self._requests = _Bucket.full(limits.requests_per_minute, now_s)
@@ -121,7 +121,7 @@ class ClientKey:
 
     digest: bytes
     name: str
-    limits: Limits
+    limits: CallerLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ def _client(line: bytes, number: int, usual: Mapping[str, Any]) -> ClientKey:
             raise ConfigError(f"{where} has a value for {name} that cannot be used.")
         said[name] = value
     name = said.pop("name", f"key-{number}")
-    return ClientKey(_key(key, "api_keys_file"), name, Limits(**{**usual, **said}))
+    return ClientKey(_key(key, "api_keys_file"), name, CallerLimits(**{**usual, **said}))
 
 
 def _count(text: str) -> int | None:
@@ -281,7 +281,7 @@ class Callers:
 
     def __init__(self, keys: Keys) -> None:
         now_s = time.monotonic()
-        self.anybody = Caller(ANONYMOUS, Meter(Limits(), now_s))
+        self.anybody = Caller(ANONYMOUS, Meter(CallerLimits(), now_s))
         self._known = {
             key.name: Caller(key.name, Meter(key.limits, now_s)) for key in keys.clients or ()
         }
@@ -291,7 +291,7 @@ class Callers:
         return self.anybody if key is None else self._known[key.name]
 
 
-class Urgent(Protocol):
+class Urgency(Protocol):
     """What a call says of its urgency."""
 
     @property
@@ -304,12 +304,12 @@ class Urgent(Protocol):
 
 
 def claim_of(
-    call: Urgent,
+    call: Urgency,
     caller: Caller,
     timeout_s: float | None,
     config: RouterConfig,
     arrived_s: float,
-) -> Claim:
+) -> QueueTerms:
     """Return what the requests of a call may ask; ``timeout_s`` is what its headers say.
 
     Of several timeouts the shortest counts. A call that does not say is as urgent as most are, or
@@ -331,7 +331,7 @@ def claim_of(
         )
     given = [one for one in (timeout_s, call.timeout_s) if one is not None]
     limit_s = min(given, default=config.request_timeout_s)
-    return Claim(
+    return QueueTerms(
         flow=caller.name,
         weight=limits.weight,
         priority=priority,

@@ -32,18 +32,18 @@ HEAR_OF_IT_S = 2.0
 STORE_S = 3600.0  # gigabytes may be copied or fetched, and are hashed
 
 
-class HeadLink(Protocol):
+class CoordinatorLink(Protocol):
     """How a Router reaches the Coordinator."""
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
         """Call one of its methods; raises ``RkserveError`` only, ``CoordinatorAway`` unreached."""
 
 
-class Cluster:
+class CoordinatorClient:
     """What the cluster shall be, as one Router has heard. Use it from one event loop."""
 
     def __init__(
-        self, link: HeadLink, on_change: Callable[[Desired], None] = lambda _desired: None
+        self, link: CoordinatorLink, on_change: Callable[[Desired], None] = lambda _desired: None
     ) -> None:
         self._link = link
         self._on_change = on_change
@@ -257,10 +257,10 @@ def _look_at_error(task: asyncio.Future[Any]) -> None:
 FAILED_S = 1.0
 
 
-class Waking:
+class WakeOnRequest:
     """Use it from one event loop."""
 
-    def __init__(self, cluster: Cluster, fleet: Fleet, limit_s: float) -> None:
+    def __init__(self, cluster: CoordinatorClient, fleet: Fleet, limit_s: float) -> None:
         """Waits ``limit_s`` for the Coordinator to say that boards are about to load."""
         self._cluster = cluster
         self._fleet = fleet

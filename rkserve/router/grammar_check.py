@@ -29,7 +29,7 @@ _LINE_BYTES = 16 * MAX_CHARS
 
 
 @dataclass(frozen=True, slots=True)
-class GuidingRules:
+class GrammarCheckRules:
     """``processes`` try grammars, and so many new ones of one key may wait.
 
     Where there are keys, one of them has all processes but one at most.
@@ -56,11 +56,11 @@ class _Trial:
     task: asyncio.Task[None] | None = None
 
 
-class Guiding:
+class GrammarChecker:
     """The grammars of one Router. Use it from one event loop."""
 
-    def __init__(self, rules: GuidingRules | None = None) -> None:
-        self._rules = rules or GuidingRules()
+    def __init__(self, rules: GrammarCheckRules | None = None) -> None:
+        self._rules = rules or GrammarCheckRules()
         self._known: OrderedDict[Guide, tuple[str, str | None]] = OrderedDict()  # by which key
         self._trials: dict[tuple[str, Guide], _Trial] = {}
         self._queues: dict[str, deque[_Trial]] = {}  # by key

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 LOOK_AGAIN_S = 1.0
 
 
-class Catalog:
+class ModelNames:
     """The models of one Router and their adapters. Use it from one event loop.
 
     A line goes before a folder of the same name: what was put into the cluster by a call is what

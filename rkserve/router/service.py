@@ -71,17 +71,17 @@ from rkserve.core.metrics import BoardCollector, RouterMetrics
 from rkserve.core.run_params import Guide, Picture, Sampling
 from rkserve.models.folder import ModelFolder
 from rkserve.router.auth import Caller, Callers, claim_of, open_keys
-from rkserve.router.coordinator_client import Cluster, Waking
+from rkserve.router.coordinator_client import CoordinatorClient, WakeOnRequest
 from rkserve.router.dispatch.choices import Choices
 from rkserve.router.dispatch.dispatch import Dispatch
-from rkserve.router.grammar_check import Guiding, GuidingRules
+from rkserve.router.grammar_check import GrammarChecker, GrammarCheckRules
 from rkserve.router.images.fetch import fetch_of
-from rkserve.router.images.inputs import Sight
-from rkserve.router.model_names import Catalog
+from rkserve.router.images.inputs import ImageInputs
+from rkserve.router.model_names import ModelNames
 from rkserve.router.off_loop import INLINE_BODY_BYTES, off_loop
-from rkserve.router.queue.admission import Claim
-from rkserve.router.stored_responses.store import NO_MEMORY, Memory
-from rkserve.router.streams import Flows
+from rkserve.router.queue.admission import QueueTerms
+from rkserve.router.stored_responses.store import NO_MEMORY, ResponseMemory
+from rkserve.router.streams import OpenStreams
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Opened:
     accepted: list[Accepted]
     requests: list[GenerateRequest]
     caller: Caller
-    memory: Memory = NO_MEMORY
+    memory: ResponseMemory = NO_MEMORY
     started_s: float = field(default_factory=time.monotonic)
     waits_for_first: bool = True  # token
     tokens: int = 0  # given out, also those of an answer that does not come to its end
@@ -145,7 +145,7 @@ class Service:
         config: RouterConfig,
         models: dict[str, ServedModel],
         dispatch: Dispatch,
-        cluster: Cluster,
+        cluster: CoordinatorClient,
         metrics: RouterMetrics,
     ) -> None:
         """Raises ``ConfigError``: a file of keys cannot be used."""
@@ -155,17 +155,17 @@ class Service:
         self.fleet = fleet = dispatch.fleet
         self._dispatch = dispatch
         self.cluster = cluster
-        self.flows = Flows(fleet)
-        self.guiding = Guiding(
-            GuidingRules(
+        self.flows = OpenStreams(fleet)
+        self.guiding = GrammarChecker(
+            GrammarCheckRules(
                 config.grammar_processes,
                 config.grammars_waiting_per_key,
                 keys=self.keys.clients is not None,
             )
         )
-        self._sight = Sight(config.images, fetch_of(config.images))
-        self.waking = Waking(cluster, fleet, config.control_timeout_s)
-        self.catalog = Catalog(
+        self._sight = ImageInputs(config.images, fetch_of(config.images))
+        self.waking = WakeOnRequest(cluster, fleet, config.control_timeout_s)
+        self.catalog = ModelNames(
             {name: served.folder.path for name, served in models.items()},
             lambda: cluster.desired,
         )
@@ -238,7 +238,7 @@ class Service:
 
         Raises:
             CoordinatorAway: nobody of that name is known, and what the cluster shall serve neither.
-            RkserveError: as ``Catalog.resolve``.
+            RkserveError: as ``ModelNames.resolve``.
         """
         try:
             return await self.catalog.resolve(asked, policy)
@@ -296,7 +296,7 @@ class Service:
         """End this Router's requests that no board has; see ``Dispatch.abort_all``."""
         return self._dispatch.abort_all(scope, request_ids)
 
-    def events(self, request: GenerateRequest, claim: Claim) -> AsyncGenerator[Event, None]:
+    def events(self, request: GenerateRequest, claim: QueueTerms) -> AsyncGenerator[Event, None]:
         """Yield what boards make of one request; see ``Dispatch.generate``."""
         return self._dispatch.generate(request, claim)
 
@@ -311,7 +311,7 @@ class Service:
         *,
         caller: Caller | None = None,
         timeout_s: float | None = None,
-        memory: Memory = NO_MEMORY,
+        memory: ResponseMemory = NO_MEMORY,
     ) -> Opened:
         """Read a call and have boards accept it. Raises ``RkserveError``; then nothing runs.
 
@@ -404,7 +404,7 @@ class Service:
         return name
 
     async def _woken(
-        self, model: str, requests: list[GenerateRequest], claim: Claim
+        self, model: str, requests: list[GenerateRequest], claim: QueueTerms
     ) -> tuple[Choices, list[Accepted]]:
         """Have boards take the requests of a call, which ends the sleep of a model."""
         epoch = await self.waking.ready(model)  # only what can be served wakes it
@@ -418,7 +418,7 @@ class Service:
         return await self._accepted(requests, epoch, claim)
 
     async def _accepted(
-        self, requests: list[GenerateRequest], epoch: int, claim: Claim
+        self, requests: list[GenerateRequest], epoch: int, claim: QueueTerms
     ) -> tuple[Choices, list[Accepted]]:
         """Have boards that are as late as ``epoch`` take all requests of a call, or none."""
         if epoch:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from rkserve.core.board_report import Emitted
 from rkserve.core.desired_state import Scope
 from rkserve.core.messages import Delta, Finished, GenerateRequest, Paused
-from rkserve.fleet.board_table import Seat
+from rkserve.fleet.board_table import BoardAddress
 from rkserve.fleet.fleet import Answers, Fleet
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _NOTHING: Mapping[str, int] = {}
 
 
 @dataclass(slots=True)
-class _Flow:
+class _OpenStream:
     """One choice of a streamed answer. ``tokens`` have been handed to the client's connection.
 
     ``stopped_at`` is how many its board had at the latest pause that the stream tells of.
@@ -40,12 +40,12 @@ class _Flow:
     stopped_at: int = 0
 
 
-class Flows:
+class OpenStreams:
     """All streams of a Router. Use it from one event loop."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._flows: dict[str, _Flow] = {}
+        self._flows: dict[str, _OpenStream] = {}
         self._moved = asyncio.Event()
         self._sent_s = -math.inf  # when the latest text of any stream was handed over
 
@@ -55,7 +55,7 @@ class Flows:
     def enter(self, request: GenerateRequest) -> None:
         """A stream begins."""
         name = request.line if request.adapter is None else request.adapter.name
-        self._flows[request.request_id] = _Flow(request.request_id, name)
+        self._flows[request.request_id] = _OpenStream(request.request_id, name)
 
     def sent(self, request_id: str, event: Delta | Paused | Finished) -> None:
         """An event was handed to the client's connection, with all before it."""
@@ -135,7 +135,7 @@ class Flows:
         }
         return goals
 
-    def _seats(self, flow: _Flow, scope: Scope) -> list[Seat]:
+    def _seats(self, flow: _OpenStream, scope: Scope) -> list[BoardAddress]:
         completion, _, choice = flow.request_id.rpartition("/")
         seats = self._fleet.holders(completion, int(choice))
         return [seat for seat in seats if scope.covers(seat.board_id, seat.model)]

@@ -17,8 +17,8 @@ from rkserve.config.serve_config import ChannelConfig
 from rkserve.core.errors import BoardFailed, BoardSilent, RkserveError
 from rkserve.core.messages import Delta, Event, Finished, GenerateRequest, merged
 from rkserve.transport import codec
-from rkserve.transport.connection import Line, Loss, Pulse, RouterSide
-from rkserve.transport.server import Address
+from rkserve.transport.connection import ChannelConnection, Disconnect, Heartbeat, RouterHandshake
+from rkserve.transport.server import ChannelAddress
 
 
 def add(events: deque[Event], event: Event) -> None:
@@ -31,7 +31,7 @@ def add(events: deque[Event], event: Event) -> None:
     events.append(event)
 
 
-class Inbox:
+class EventStream:
     """One stream. ``stream`` is its number on its connection."""
 
     def __init__(self, stream: int) -> None:
@@ -115,36 +115,36 @@ log = logging.getLogger(__name__)
 
 REMEMBERED = 4096  # replicas that could not be reached
 
-Find = Callable[[], Awaitable[Address | None]]
+Find = Callable[[], Awaitable[ChannelAddress | None]]
 
 
-class LineLost(Exception):
+class ChannelLost(Exception):
     """The connection was lost with a call."""
 
 
-class RouterLine:
+class BoardConnection:
     """A connection to one board, with all streams that this Router has there."""
 
-    def __init__(self, address: Address, pulse: Pulse) -> None:
+    def __init__(self, address: ChannelAddress, pulse: Heartbeat) -> None:
         self.board_id = address.board_id
-        self._side = RouterSide(address.key)
+        self._side = RouterHandshake(address.key)
         self._numbers = itertools.count(1)
-        self._inboxes: dict[int, Inbox] = {}
+        self._inboxes: dict[int, EventStream] = {}
         self._asked: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # by which method
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Who has given up waiting need not hear of it.
         self._opened.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._over = asyncio.Event()
-        self.line = Line(self._side, pulse, self)
+        self.line = ChannelConnection(self._side, pulse, self)
 
     @property
     def open(self) -> bool:
         """Whether streams can be carried."""
         return self.line.open
 
-    def generate(self, request: GenerateRequest) -> Inbox:
+    def generate(self, request: GenerateRequest) -> EventStream:
         """Call for a generation, and begin to read its events; ``leave`` it in any case."""
-        inbox = Inbox(next(self._numbers))
+        inbox = EventStream(next(self._numbers))
         self._inboxes[inbox.stream] = inbox
         self.line.send([codec.pack_request(inbox.stream, request)])
         return inbox
@@ -167,7 +167,7 @@ class RouterLine:
             if answer.cancelled():
                 self.line.send([[stream]])
 
-    def leave(self, inbox: Inbox) -> None:
+    def leave(self, inbox: EventStream) -> None:
         """Read a stream no further; the board ends it, unless it has already."""
         if self._inboxes.pop(inbox.stream, None) is not None and not inbox.over:
             self.line.send([[inbox.stream]])
@@ -183,7 +183,7 @@ class RouterLine:
 
     # -- as the owner of its line -------------------------------------------------------------
 
-    def opened(self, _line: Line) -> None:
+    def opened(self, _line: ChannelConnection) -> None:
         """The board has proven who it is; see ``Owner``."""
         if not self._opened.done():
             self._opened.set_result(None)
@@ -215,7 +215,7 @@ class RouterLine:
     def drained(self) -> None:
         """The board reads again: it only gets what is short."""
 
-    def lost(self, loss: Loss) -> None:
+    def lost(self, loss: Disconnect) -> None:
         """It is over: all of its streams are."""
         if not self._opened.done():
             self._opened.set_exception(ConnectionError(loss.reason))
@@ -224,18 +224,18 @@ class RouterLine:
             inbox.cut(kind(self.board_id, loss.reason))
         for _, answer in self._asked.values():
             if not answer.done():
-                answer.set_exception(LineLost(loss.reason))
+                answer.set_exception(ChannelLost(loss.reason))
         self._inboxes.clear()
         self._over.set()
 
 
-class Channels:
+class ChannelClient:
     """The connections of one Router, by replica. Use it from one event loop; close it."""
 
     def __init__(self, config: ChannelConfig) -> None:
         self._config = config
-        self._pulse = Pulse(config.heartbeat_s, config.silence_s)
-        self._lines: dict[str, RouterLine] = {}
+        self._pulse = Heartbeat(config.heartbeat_s, config.silence_s)
+        self._lines: dict[str, BoardConnection] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._again_s: dict[str, float] = {}  # when a replica may be tried again
         self._told: set[str] = set()  # of which the log says that it is reached without
@@ -245,7 +245,7 @@ class Channels:
         """Return the generations by the way that they took, and the connections there are."""
         return self.streams, len(self._lines)
 
-    def line(self, replica: str) -> RouterLine | None:
+    def line(self, replica: str) -> BoardConnection | None:
         """Return the connection to a replica, where there is one now."""
         line = self._lines.get(replica)
         return line if line is not None and line.open else None
@@ -301,8 +301,8 @@ class Channels:
             # It may be a moment's trouble, or a board that ended: its replica will not report.
             self._again_s.pop(replica, None)
 
-    async def _connect(self, address: Address) -> RouterLine:
-        line = RouterLine(address, self._pulse)
+    async def _connect(self, address: ChannelAddress) -> BoardConnection:
+        line = BoardConnection(address, self._pulse)
         loop = asyncio.get_running_loop()
 
         async def greeted() -> None:

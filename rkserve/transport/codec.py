@@ -41,7 +41,7 @@ _Turn = Callable[[Any], Any]
 _Coder = tuple[_Turn, _Turn]  # to JSON, and from it
 
 
-class Garbled(ValueError):
+class MalformedMessage(ValueError):
     """It is not what ``pack`` made of an event."""
 
 
@@ -89,7 +89,7 @@ def _coder(kind: Any) -> _Coder:
     if _is_enum(kind):
         return attrgetter("value"), kind
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        record = Record(kind)
+        record = DataclassCodec(kind)
         return record.pack, record.unpack
     raise TypeError(f"a message may not hold {kind!r}: the channel has no form for it")
 
@@ -128,7 +128,7 @@ def _sequence(kinds: Sequence[Any]) -> _Coder:
     )
 
 
-class Record:
+class DataclassCodec:
     """One dataclass: its fields in order, without those at the end that have their defaults."""
 
     def __init__(self, kind: type[Any]) -> None:
@@ -148,14 +148,14 @@ class Record:
         ]
 
     def unpack(self, fields: Sequence[Any]) -> Any:
-        """Return the value. Raises ``Garbled``."""
+        """Return the value. Raises ``MalformedMessage``."""
         if len(fields) > len(self._coders):
-            raise Garbled(f"{self._kind.__name__} with {len(fields)} fields")
+            raise MalformedMessage(f"{self._kind.__name__} with {len(fields)} fields")
         named = zip(self._coders, fields, strict=False)
         try:
             return self._kind(*[unpack(one) for (_, _, unpack), one in named])
         except (TypeError, ValueError) as exc:
-            raise Garbled(f"not a {self._kind.__name__}: {exc}") from exc
+            raise MalformedMessage(f"not a {self._kind.__name__}: {exc}") from exc
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -173,7 +173,7 @@ def _plain_fields() -> tuple[Callable[[Delta], tuple[Any, ...]], tuple[Any, ...]
     return attrgetter(*names, names[0]), (*values, values[0])
 
 
-_RECORDS = [Record(kind) for kind in EVENTS]
+_RECORDS = [DataclassCodec(kind) for kind in EVENTS]
 _TAGS = {kind: tag for tag, kind in enumerate(EVENTS)}
 _DELTA = _TAGS[Delta]
 _PLAIN_LENGTH = 4  # of an item: stream, tag, text, ids
@@ -206,7 +206,7 @@ def unpack(item: Sequence[Any]) -> Event:
             return Delta(item[2], tuple(item[3]))
         event: Event = _RECORDS[tag].unpack(item[2:])
     except (TypeError, ValueError, IndexError, KeyError) as exc:
-        raise Garbled(f"not an event: {exc}") from exc
+        raise MalformedMessage(f"not an event: {exc}") from exc
     return event
 
 
@@ -216,16 +216,16 @@ def to_bytes(items: Sequence[Sequence[Any]]) -> bytes:
 
 
 def from_bytes(payload: bytes) -> list[list[Any]]:
-    """Return the items of ``to_bytes``. Raises ``Garbled``."""
+    """Return the items of ``to_bytes``. Raises ``MalformedMessage``."""
     try:
         items = _decode(payload.decode("ascii"))
     except (ValueError, RecursionError) as exc:
-        raise Garbled(f"not JSON: {exc}") from exc
+        raise MalformedMessage(f"not JSON: {exc}") from exc
     if items.__class__ is not list:
-        raise Garbled("not a list of items")
+        raise MalformedMessage("not a list of items")
     for item in items:
         if item.__class__ is not list or not item or item[0].__class__ is not int:
-            raise Garbled("not a list of items that begin with a stream's number")
+            raise MalformedMessage("not a list of items that begin with a stream's number")
     found: list[list[Any]] = items
     return found
 
@@ -263,9 +263,11 @@ METHODS: dict[str, tuple[tuple[type[Any], ...], type[Any]]] = {
     "emitted": ((), Emitted),
     "adopt": ((Desired,), Adoption),
 }
-_ARGS = {name: tuple(Record(kind) for kind in kinds) for name, (kinds, _) in METHODS.items()}
-_ANSWERS = {name: Record(kind) for name, (_, kind) in METHODS.items()}
-_REQUESTS = {GENERATE: Record(GenerateRequest), EMBED: Record(EmbedRequest)}
+_ARGS = {
+    name: tuple(DataclassCodec(kind) for kind in kinds) for name, (kinds, _) in METHODS.items()
+}
+_ANSWERS = {name: DataclassCodec(kind) for name, (_, kind) in METHODS.items()}
+_REQUESTS = {GENERATE: DataclassCodec(GenerateRequest), EMBED: DataclassCodec(EmbedRequest)}
 _ERRORS = {
     name: kind
     for name, kind in vars(errors).items()
@@ -283,7 +285,7 @@ def pack_request(stream: int, request: GenerateRequest) -> list[Any]:
 
 
 def unpack_request(item: Sequence[Any]) -> GenerateRequest:
-    """Return the request of such a call. Raises ``Garbled``."""
+    """Return the request of such a call. Raises ``MalformedMessage``."""
     request: GenerateRequest = _REQUESTS[item[1]].unpack(item[2:])
     return request
 
@@ -295,13 +297,13 @@ def pack_call(stream: int, method: str, args: Sequence[Any]) -> list[Any]:
 
 
 def unpack_call(item: Sequence[Any]) -> tuple[str, list[Any]]:
-    """Return the method and the arguments of such a call. Raises ``Garbled``."""
+    """Return the method and the arguments of such a call. Raises ``MalformedMessage``."""
     try:
         method = item[1]
         args = zip(_ARGS[method], item[2:], strict=True)
         return method, [kind.unpack(one) for kind, one in args]
     except (KeyError, TypeError, ValueError) as exc:
-        raise Garbled(f"not a call: {exc!r}") from exc
+        raise MalformedMessage(f"not a call: {exc!r}") from exc
 
 
 def pack_answer(stream: int, method: str, answer: Any) -> list[Any]:
@@ -310,9 +312,9 @@ def pack_answer(stream: int, method: str, answer: Any) -> list[Any]:
 
 
 def unpack_answer(item: Sequence[Any], method: str) -> Any:
-    """Return such an answer. Raises ``Garbled``."""
+    """Return such an answer. Raises ``MalformedMessage``."""
     if item[1] != ANSWERED:
-        raise Garbled(f"not an answer to '{method}'")
+        raise MalformedMessage(f"not an answer to '{method}'")
     return _ANSWERS[method].unpack(item[2:])
 
 
@@ -325,12 +327,12 @@ def pack_error(stream: int, exc: RkserveError) -> list[Any]:
 
 
 def unpack_error(item: Sequence[Any], where: str) -> RkserveError:
-    """Return the error of a call to the board ``where``. Raises ``Garbled``."""
+    """Return the error of a call to the board ``where``. Raises ``MalformedMessage``."""
     try:
         name, *args = item[2:]
         return _ERRORS[name](*(tuple(one) if isinstance(one, list) else one for one in args))
     except (KeyError, TypeError, ValueError) as exc:
-        raise Garbled(f"board {where} says no error of ours: {exc!r}") from exc
+        raise MalformedMessage(f"board {where} says no error of ours: {exc!r}") from exc
 
 
 def _is_plain_argument(value: Any) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from rkserve.transport import codec
-from rkserve.transport.codec import SEAL, Garbled
+from rkserve.transport.codec import SEAL, MalformedMessage
 
 MAGIC = b"rkserve1"
 NONCE_BYTES = PROOF_BYTES = 32
@@ -29,7 +29,7 @@ _LENGTH = struct.Struct(">I")
 _NUMBER = struct.Struct(">Q")
 
 
-class Refused(Exception):
+class ChannelError(Exception):
     """The other end does not speak this language, or does not know the key."""
 
 
@@ -43,7 +43,7 @@ def frame(payload: bytes) -> bytes:
     return _LENGTH.pack(len(payload)) + payload
 
 
-class Frames:
+class ChannelFrames:
     """Cuts a stream of bytes into frames."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Frames:
         while end - at >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(data, at)
             if length > MAX_FRAME:
-                raise Refused(f"a frame of {length} bytes")
+                raise ChannelError(f"a frame of {length} bytes")
             after = at + _LENGTH.size + length
             if after > end:
                 self._need = after - at
@@ -84,7 +84,7 @@ def _prove(key: bytes, who: bytes, *said: bytes) -> bytes:
     return hmac.new(key, b"".join((who, MAGIC, SEAL, *said)), hashlib.sha256).digest()
 
 
-class BoardSide:
+class BoardHandshake:
     """The board's part of the greeting: it speaks first, and says its number last."""
 
     def __init__(self, key: bytes, number: int) -> None:
@@ -98,16 +98,16 @@ class BoardSide:
         return MAGIC + SEAL + self._nonce
 
     def take(self, message: bytes) -> bytes:
-        """Read the Router's proof; return the board's. Raises ``Refused``."""
+        """Read the Router's proof; return the board's. Raises ``ChannelError``."""
         theirs, proof = message[:NONCE_BYTES], message[NONCE_BYTES:]
         if not hmac.compare_digest(proof, _prove(self._key, b"R", self._nonce, theirs)):
-            raise Refused("the Router does not know the key")
+            raise ChannelError("the Router does not know the key")
         self.done = True
         number = _NUMBER.pack(self._number)
         return _prove(self._key, b"B", self._nonce, theirs, number) + number
 
 
-class RouterSide:
+class RouterHandshake:
     """The Router's part of the greeting. ``number`` is the board's for this connection."""
 
     def __init__(self, key: bytes) -> None:
@@ -123,13 +123,13 @@ class RouterSide:
         return b""
 
     def take(self, message: bytes) -> bytes:
-        """Read what the board says; return what to answer. Raises ``Refused``."""
+        """Read what the board says; return what to answer. Raises ``ChannelError``."""
         if not self._theirs:
             magic, seal = message[: len(MAGIC)], message[len(MAGIC) : -NONCE_BYTES]
             if magic != MAGIC:
-                raise Refused("there is something else than a board")
+                raise ChannelError("there is something else than a board")
             if seal != SEAL:
-                raise Refused("the board runs another version of rkserve")
+                raise ChannelError("the board runs another version of rkserve")
             self._theirs = message[-NONCE_BYTES:]
             self.need = PROOF_BYTES + _NUMBER.size
             return self._nonce + _prove(self._key, b"R", self._theirs, self._nonce)
@@ -137,7 +137,7 @@ class RouterSide:
         if not hmac.compare_digest(
             proof, _prove(self._key, b"B", self._theirs, self._nonce, number)
         ):
-            raise Refused("the board does not know the key")
+            raise ChannelError("the board does not know the key")
         (self.number,) = _NUMBER.unpack(number)
         self.done = True
         return b""
@@ -150,7 +150,7 @@ HIGH_WATER = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Pulse:
+class Heartbeat:
     """Signs of life: sent each ``heartbeat_s``; a peer without any for ``silence_s`` is lost."""
 
     heartbeat_s: float = 1.0
@@ -158,41 +158,43 @@ class Pulse:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class Disconnect:
     """Why a connection is over. ``silent``: there was no sign of life, and it was cut here."""
 
     reason: str
     silent: bool = False
 
 
-class Owner(Protocol):
+class ConnectionOwner(Protocol):
     """Who has a line. None of these may raise."""
 
-    def opened(self, line: Line) -> None:
+    def opened(self, line: ChannelConnection) -> None:
         """The other end has proven who it is."""
 
     def heard(self, items: list[list[Any]]) -> None:
-        """A frame came. Raises ``Garbled`` where it makes no sense; that ends the line."""
+        """A frame came. Raises ``MalformedMessage`` where it makes no sense; that ends the line."""
 
     def drained(self) -> None:
-        """The other end reads again, after ``Line.full``."""
+        """The other end reads again, after ``ChannelConnection.full``."""
 
-    def lost(self, loss: Loss) -> None:
+    def lost(self, loss: Disconnect) -> None:
         """It is over, for whatever reason; said once, also of a line that was never opened."""
 
 
-class Line(asyncio.Protocol):
+class ChannelConnection(asyncio.Protocol):
     """One connection. Closing it is final."""
 
-    def __init__(self, side: BoardSide | RouterSide, pulse: Pulse, owner: Owner) -> None:
+    def __init__(
+        self, side: BoardHandshake | RouterHandshake, pulse: Heartbeat, owner: ConnectionOwner
+    ) -> None:
         self._side, self._pulse, self._owner = side, pulse, owner
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._raw = b""  # of the greeting
-        self._frames = Frames()
+        self._frames = ChannelFrames()
         self._began_s = self._heard_s = self._ticked_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
-        self._loss: Loss | None = None
+        self._loss: Disconnect | None = None
         self.full = False  # the other end does not read as fast as this one writes
         self.open = False
 
@@ -205,7 +207,7 @@ class Line(asyncio.Protocol):
         """End it now; what was not sent yet is given up."""
         if self._loss is not None:
             return
-        self._loss = Loss(reason, silent)
+        self._loss = Disconnect(reason, silent)
         self.open = False
         if self._timer is not None:
             self._timer.cancel()
@@ -233,7 +235,7 @@ class Line(asyncio.Protocol):
                 self._read(data)
             else:
                 self._greet(data)
-        except (Refused, Garbled) as exc:
+        except (ChannelError, MalformedMessage) as exc:
             self.close(str(exc))
 
     def eof_received(self) -> None:

@@ -21,8 +21,14 @@ from rkserve.core.desired_state import Adoption, Desired
 from rkserve.core.errors import BoardFailed, RkserveError
 from rkserve.core.messages import Delta, EmbedRequest, Event, GenerateRequest, merged
 from rkserve.transport import codec
-from rkserve.transport.codec import Garbled
-from rkserve.transport.connection import BoardSide, Line, Loss, Pulse, new_key
+from rkserve.transport.codec import MalformedMessage
+from rkserve.transport.connection import (
+    BoardHandshake,
+    ChannelConnection,
+    Disconnect,
+    Heartbeat,
+    new_key,
+)
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +37,7 @@ MAX_UNPROVEN = 64  # connections of which nobody knows yet whose they are
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class ChannelAddress:
     """Where a board listens, for Routers of its own application only."""
 
     board_id: str
@@ -40,7 +46,7 @@ class Address:
     key: bytes = field(repr=False)  # no log may show it
 
 
-class Callee(Protocol):
+class BoardCalls(Protocol):
     """What Routers and the Coordinator call. Each raises ``RkserveError``."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
@@ -59,13 +65,13 @@ class Callee(Protocol):
         """Be what the cluster shall be."""
 
 
-class BoardLine:
+class RouterConnection:
     """The calls of one Router. Each is a task, which is ended where its reader leaves."""
 
-    def __init__(self, number: int, board_id: str, callee: Callee) -> None:
+    def __init__(self, number: int, board_id: str, callee: BoardCalls) -> None:
         self.number = number
         self._board_id, self._callee = board_id, callee
-        self._line: Line | None = None
+        self._line: ChannelConnection | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
         # Events, what else is said of a stream, and None for its end.
         self._waiting: list[tuple[int, Event | list[Any] | None]] = []
@@ -104,19 +110,19 @@ class BoardLine:
         for start in range(0, len(items), ITEMS):
             self._line.send(items[start : start + ITEMS])
 
-    def opened(self, line: Line) -> None:
+    def opened(self, line: ChannelConnection) -> None:
         """The Router has proven who it is; see ``Owner``."""
         self._line = line
 
     def heard(self, items: list[list[Any]]) -> None:
-        """The Router calls, or leaves a stream, which may have ended. Raises ``Garbled``."""
+        """Handle calls and cancellations of streams. Raises ``MalformedMessage``."""
         for item in items:
             stream = item[0]
             if len(item) == 1:
                 if (task := self._tasks.pop(stream, None)) is not None:
                     task.cancel()
             elif stream in self._tasks:
-                raise Garbled(f"stream {stream} is called for twice")
+                raise MalformedMessage(f"stream {stream} is called for twice")
             elif item[1] in (codec.GENERATE, codec.EMBED) and self.ends:
                 self._fail(stream, BoardFailed(self._board_id, "its replica is being ended"))
             elif item[1] in (codec.GENERATE, codec.EMBED):
@@ -130,7 +136,7 @@ class BoardLine:
         """The Router reads again."""
         self._flush()
 
-    def lost(self, loss: Loss) -> None:
+    def lost(self, loss: Disconnect) -> None:
         """Nobody reads any more: the streams end."""
         self._waiting.clear()
         self._last.clear()
@@ -198,19 +204,19 @@ def _item(stream: int, said: Event | list[Any] | None) -> list[Any]:
     return said if isinstance(said, list) else codec.pack(stream, said)
 
 
-class Outlet:
+class ChannelServer:
     """All Routers of one board. Use it from one event loop; close it."""
 
-    def __init__(self, board_id: str, config: ChannelConfig, callee: Callee) -> None:
+    def __init__(self, board_id: str, config: ChannelConfig, callee: BoardCalls) -> None:
         self._board_id, self._config, self._callee = board_id, config, callee
-        self._pulse = Pulse(config.heartbeat_s, config.silence_s)
+        self._pulse = Heartbeat(config.heartbeat_s, config.silence_s)
         self._key = new_key()
         self._numbers = itertools.count(1)
-        self._lines: dict[int, BoardLine] = {}
-        self._open: set[Line] = set()
+        self._lines: dict[int, RouterConnection] = {}
+        self._open: set[ChannelConnection] = set()
         self._ends = False  # no generation is taken any more
         self._server: asyncio.Server | None = None
-        self.address: Address | None = None  # None where nobody can come
+        self.address: ChannelAddress | None = None  # None where nobody can come
 
     async def listen(self, host: str) -> None:
         """Let Routers come. Raises ``OSError``: no port could be had."""
@@ -224,7 +230,7 @@ class Outlet:
                 failure = exc
                 continue
             found: int = self._server.sockets[0].getsockname()[1]
-            self.address = Address(self._board_id, host, found, self._key)
+            self.address = ChannelAddress(self._board_id, host, found, self._key)
             return
         raise failure or OSError(f"no port to listen on in {self._config.ports}")
 
@@ -250,40 +256,42 @@ class Outlet:
         if self._server is not None:
             await self._server.wait_closed()
 
-    def _admit(self) -> Line:
+    def _admit(self) -> ChannelConnection:
         number = next(self._numbers)
-        owner = _Guest(self, number, self._board_id, self._callee)
-        line = Line(BoardSide(self._key, number), self._pulse, owner)
+        owner = _EnrolledConnection(self, number, self._board_id, self._callee)
+        line = ChannelConnection(BoardHandshake(self._key, number), self._pulse, owner)
         owner.line = line
         self._open.add(line)
         if len(self._open) - len(self._lines) > MAX_UNPROVEN:
             asyncio.get_running_loop().call_soon(line.close, "too many connections")
         return line
 
-    def enroll(self, line: BoardLine) -> None:
+    def enroll(self, line: RouterConnection) -> None:
         """A Router has proven who it is."""
         line.ends = self._ends
         self._lines[line.number] = line
 
-    def dismiss(self, number: int, line: Line) -> None:
+    def dismiss(self, number: int, line: ChannelConnection) -> None:
         """It is gone."""
         self._lines.pop(number, None)
         self._open.discard(line)
 
 
-class _Guest(BoardLine):
+class _EnrolledConnection(RouterConnection):
     """A Router's line that enrols itself in its outlet once it is proven, and leaves it."""
 
-    line: Line
+    line: ChannelConnection
 
-    def __init__(self, outlet: Outlet, number: int, board_id: str, callee: Callee) -> None:
+    def __init__(
+        self, outlet: ChannelServer, number: int, board_id: str, callee: BoardCalls
+    ) -> None:
         super().__init__(number, board_id, callee)
         self._outlet = outlet
 
-    def opened(self, line: Line) -> None:
+    def opened(self, line: ChannelConnection) -> None:
         super().opened(line)
         self._outlet.enroll(self)
 
-    def lost(self, loss: Loss) -> None:
+    def lost(self, loss: Disconnect) -> None:
         super().lost(loss)
         self._outlet.dismiss(self.number, self.line)

@@ -27,7 +27,7 @@ from rkserve.core.messages import (
 )
 from rkserve.core.run_params import Guide, GuideKind, Sampling, Scored, Stepwise
 from rkserve.native.step_params import StepParams
-from rkserve.router.dispatch.failover import Course
+from rkserve.router.dispatch.failover import GenerationProgress
 from tests.support.boards.board_bench import SETTINGS, Bench, answer, request
 from tests.support.boards.fakes import Script, run_loop, tokens_of
 from tests.support.sim.sim_board import FOLDER, GREEDY, TOKENIZER, Sim, chat
@@ -203,7 +203,7 @@ def test_a_seeded_answer_goes_on_elsewhere_as_if_it_had_not(
             ) as two,
         ):
             whole = await heard(one, seeded)
-            course = Course(seeded, limit=3)
+            course = GenerationProgress(seeded, limit=3)
             begun = await heard(one, replace(seeded, max_tokens=13))
             for event in begun[:-1]:
                 course.heard(event)

@@ -12,7 +12,7 @@ from rkserve.control.calls import Call, Outcome
 from rkserve.control.operations import OperationKind
 from rkserve.core.desired_state import Desired
 from rkserve.core.errors import CoordinatorAway
-from rkserve.router.coordinator_client import Cluster
+from rkserve.router.coordinator_client import CoordinatorClient
 from tests.support.boards.fake_boards import eventually
 from tests.support.boards.own_time import run_loop
 from tests.support.cluster.fake_head import FakeHead
@@ -24,7 +24,7 @@ def test_every_change_is_heard_and_none_goes_back() -> None:
     async def main() -> None:
         heard: list[int] = []
         head = FakeHead(Desired(3))
-        cluster = Cluster(head, lambda desired: heard.append(desired.epoch))
+        cluster = CoordinatorClient(head, lambda desired: heard.append(desired.epoch))
         assert not cluster.known
         assert cluster.heard_s_ago is None
         following = asyncio.create_task(cluster.follow())
@@ -43,7 +43,7 @@ def test_every_change_is_heard_and_none_goes_back() -> None:
 def test_a_coordinator_that_comes_back_is_followed_again() -> None:
     async def main() -> None:
         head = FakeHead(Desired(1))
-        cluster = Cluster(head)
+        cluster = CoordinatorClient(head)
         following = asyncio.create_task(cluster.follow())
         await eventually(lambda: cluster.desired.epoch == 1)
         head.away = True
@@ -62,7 +62,7 @@ def test_a_coordinator_that_comes_back_is_followed_again() -> None:
 
 def test_a_router_that_starts_without_the_coordinator_gives_up_in_time() -> None:
     async def main() -> None:
-        cluster = Cluster(FakeHead(away=True))
+        cluster = CoordinatorClient(FakeHead(away=True))
         await cluster.find(0.2)
         assert not cluster.known
         assert cluster.desired == Desired()
@@ -73,7 +73,7 @@ def test_a_router_that_starts_without_the_coordinator_gives_up_in_time() -> None
 def test_a_change_does_not_wait_for_a_coordinator_that_is_gone() -> None:
     async def main() -> None:
         head = FakeHead(says={"desired": CoordinatorAway("It is gone (test).")})
-        cluster = Cluster(head)
+        cluster = CoordinatorClient(head)
         for change in (cluster.perform(PAUSE), cluster.metrics()):
             with pytest.raises(CoordinatorAway):
                 await change
@@ -85,7 +85,7 @@ def test_a_change_does_not_wait_for_a_coordinator_that_is_gone() -> None:
 def test_what_a_call_made_is_known_when_it_is_answered() -> None:
     async def main() -> None:
         head = FakeHead(Desired(4))
-        cluster = Cluster(head)
+        cluster = CoordinatorClient(head)
         await cluster.perform(PAUSE)
         assert cluster.desired.epoch == 4
 
@@ -104,7 +104,7 @@ def test_a_client_that_leaves_does_not_cut_its_call_short() -> None:
             return head.outcome(call)
 
         head.says["perform"] = slow
-        cluster = Cluster(head)
+        cluster = CoordinatorClient(head)
         asked = asyncio.create_task(cluster.perform(PAUSE))
         await eventually(lambda: head.calls)
         asked.cancel()
@@ -118,7 +118,7 @@ def test_a_client_that_leaves_does_not_cut_its_call_short() -> None:
 def test_an_upload_whose_client_leaves_is_thrown_away() -> None:
     async def main() -> None:
         head = FakeHead()
-        cluster = Cluster(head)
+        cluster = CoordinatorClient(head)
         begun = asyncio.Event()
 
         async def parts() -> AsyncIterator[bytes]:

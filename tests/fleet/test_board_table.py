@@ -26,10 +26,10 @@ from rkserve.core.desired_state import (
 from rkserve.core.kv_origin import origin_of, salted
 from rkserve.core.messages import AdapterRef, Finished, GenerateRequest
 from rkserve.fleet.fleet import Fleet
-from rkserve.router.dispatch.circuit_breaker import Breaker
-from rkserve.router.dispatch.dispatch import Dispatch, Persistence
-from rkserve.router.policies.policies import Prefix
-from rkserve.router.queue.queues import Places, QueueRules
+from rkserve.router.dispatch.circuit_breaker import CircuitBreaker
+from rkserve.router.dispatch.dispatch import Dispatch, FailoverLimits
+from rkserve.router.policies.policies import PrefixPolicy
+from rkserve.router.queue.queues import ModelQueues, QueueRules
 from tests.support.boards.fake_boards import FakeBoards, Step, accepted, answer, report
 from tests.support.boards.fakes import run_loop
 
@@ -47,10 +47,10 @@ class House:
             self.boards.scripts = {f"replica of {b}": [script(b)] for b in "abc"}
         self.hold(a=EMPTY, b=EMPTY, c=EMPTY)
         self.fleet = Fleet({"only": self.boards}, {"only": MODEL}, files_per_board=16)
-        breaker = Breaker()
-        places = Places(self.fleet, Prefix(), QueueRules(), breaker)
+        breaker = CircuitBreaker()
+        places = ModelQueues(self.fleet, PrefixPolicy(), QueueRules(), breaker)
         rng = random.Random(3)
-        self.dispatch = Dispatch(self.fleet, places, rng, Persistence(), breaker=breaker)
+        self.dispatch = Dispatch(self.fleet, places, rng, FailoverLimits(), breaker=breaker)
 
     def hold(self, **held: bytes) -> None:
         """What boards report from now on."""

@@ -30,10 +30,10 @@ from rkserve.core.errors import (
 from rkserve.core.messages import Accepted, Delta, Event, GenerateRequest, Kv, Paused
 from rkserve.fleet.board_table import FORGET_AFTER
 from rkserve.fleet.fleet import FAILURES_EVERY, LOOK_AGAIN_S, Fleet
-from rkserve.router.dispatch.circuit_breaker import Breaker
-from rkserve.router.dispatch.dispatch import Dispatch, Persistence
+from rkserve.router.dispatch.circuit_breaker import CircuitBreaker
+from rkserve.router.dispatch.dispatch import Dispatch, FailoverLimits
 from rkserve.router.policies.policies import policy
-from rkserve.router.queue.queues import Places, QueueRules
+from rkserve.router.queue.queues import ModelQueues, QueueRules
 from tests.support.boards.fake_boards import FakeBoards, Step, accepted, answer, eventually, report
 from tests.support.boards.own_time import run_loop
 
@@ -52,9 +52,9 @@ _MADE: WeakKeyDictionary[Fleet, Dispatch] = WeakKeyDictionary()
 def dispatch(of: Fleet) -> Dispatch:
     """What sends requests to its boards, in no hurry."""
     if of not in _MADE:
-        rng, breaker = random.Random(3), Breaker()
-        places = Places(of, policy("least_load", rng), QueueRules(catch_up_s=1.5), breaker)
-        rules = Persistence(accept_timeout_s=0.2, restart_wait_s=0.0)
+        rng, breaker = random.Random(3), CircuitBreaker()
+        places = ModelQueues(of, policy("least_load", rng), QueueRules(catch_up_s=1.5), breaker)
+        rules = FailoverLimits(accept_timeout_s=0.2, restart_wait_s=0.0)
         _MADE[of] = Dispatch(of, places, rng, rules, breaker=breaker)
     return _MADE[of]
 

@@ -17,7 +17,7 @@ import pytest
 from rkserve.core.run_params import Guide
 from rkserve.reference.endpoints import JSON, OCTETS, Endpoint
 from rkserve.reference.table import SCHEMAS
-from rkserve.router.grammar_check import Guiding
+from rkserve.router.grammar_check import GrammarChecker
 from rkserve.sampling.grammar import refusal
 from tests.reference.test_document import ENDPOINTS, check, ident, media_of
 from tests.support.boards.own_time import run_loop
@@ -81,7 +81,7 @@ WITH_BODY = [one for one in ENDPOINTS if one.body is not None]
 WITH_PATH = [one for one in ENDPOINTS if one.example.path]
 
 
-class Here(Guiding):
+class Here(GrammarChecker):
     """Tries grammars in this process: for another one the time of these tests does not wait."""
 
     async def _tried(self, guide: Guide) -> str | None:

@@ -15,7 +15,7 @@ import pytest
 
 from rkserve.core.errors import RateLimited, RequestError
 from rkserve.core.run_params import Guide, GuideKind
-from rkserve.router.grammar_check import KEPT, Guiding, GuidingRules
+from rkserve.router.grammar_check import KEPT, GrammarChecker, GrammarCheckRules
 from rkserve.sampling import trial
 from rkserve.sampling.trial_limits import MAX_CHARS, PROGRAM, READY, ask
 from tests.support.boards.fake_boards import FakeBoards
@@ -34,8 +34,8 @@ HOSTILE = schema({"allOf": [{"type": "string", "pattern": f"a{n}"} for n in rang
 
 
 @asynccontextmanager
-async def guiding(**rules: Any) -> AsyncIterator[Guiding]:
-    made = Guiding(GuidingRules(**rules))
+async def guiding(**rules: Any) -> AsyncIterator[GrammarChecker]:
+    made = GrammarChecker(GrammarCheckRules(**rules))
     try:
         yield made
     finally:
@@ -88,11 +88,11 @@ def test_who_leaves_while_a_grammar_is_tried_leaves_no_answer_to_the_next() -> N
     run_loop(body())
 
 
-class Gated(Guiding):
+class Gated(GrammarChecker):
     """Trials that end when the test says so."""
 
     def __init__(self, **rules: Any) -> None:
-        super().__init__(GuidingRules(**rules))
+        super().__init__(GrammarCheckRules(**rules))
         self.begun: list[Guide] = []
         self.ended: list[Guide] = []
         self.gates: dict[Guide, asyncio.Event] = {}
@@ -110,7 +110,7 @@ def guides(letter: str, count: int) -> list[Guide]:
     return [schema({"const": f"{letter}{n}"}) for n in range(count)]
 
 
-def checks(of: Guiding, flow: str, some: list[Guide]) -> list[asyncio.Task[None]]:
+def checks(of: GrammarChecker, flow: str, some: list[Guide]) -> list[asyncio.Task[None]]:
     loop = asyncio.get_running_loop()
     return [loop.create_task(of.check(guide, "x", flow)) for guide in some]
 

@@ -10,7 +10,7 @@ import pytest
 from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.core.errors import AdapterBroken, ModelNotFound
 from rkserve.router import model_names as rules
-from rkserve.router.model_names import Catalog
+from rkserve.router.model_names import ModelNames
 from tests.support.boards.own_time import run_loop
 
 
@@ -35,7 +35,7 @@ async def _a_while() -> None:
 
 def test_a_model_is_itself_and_costs_no_look(model: Path) -> None:
     async def main() -> None:
-        found = Catalog({"tiny": model, "gone": model / "nowhere"})
+        found = ModelNames({"tiny": model, "gone": model / "nowhere"})
         assert await found.resolve("gone") == ResolvedModel("gone")
         assert await found.resolve("tiny") == ResolvedModel("tiny")
 
@@ -44,7 +44,7 @@ def test_a_model_is_itself_and_costs_no_look(model: Path) -> None:
 
 def test_an_adapter_that_is_copied_there_is_found_by_its_first_request(model: Path) -> None:
     async def main() -> None:
-        found = Catalog({"tiny": model})
+        found = ModelNames({"tiny": model})
         with pytest.raises(ModelNotFound):
             await found.resolve("kind")
         add_adapter(model, "kind", "v9")
@@ -66,7 +66,7 @@ def test_an_adapter_that_is_copied_there_is_found_by_its_first_request(model: Pa
 
 def test_names_that_nobody_knows_cost_one_look_a_second(model: Path) -> None:
     async def main() -> None:
-        found = Catalog({"tiny": model})
+        found = ModelNames({"tiny": model})
         with pytest.raises(ModelNotFound):
             await found.resolve("kind")
         add_adapter(model, "kind", "v1")
@@ -84,7 +84,7 @@ def test_a_broken_adapter_is_refused_by_its_name(model: Path) -> None:
         folder = add_adapter(model, "kind", "v1")
         (folder / "manifest.json").write_text('{"size": 999}')
         with pytest.raises(AdapterBroken, match=r"kind@v1.*size 999"):
-            await Catalog({"tiny": model}).resolve("kind")
+            await ModelNames({"tiny": model}).resolve("kind")
 
     run_loop(main())
 
@@ -94,7 +94,7 @@ def test_a_folder_that_cannot_be_listed_leaves_what_was_known(
 ) -> None:
     async def main() -> None:
         add_adapter(model, "kind", "v1")
-        found = Catalog({"tiny": model})
+        found = ModelNames({"tiny": model})
         known = await found.resolve("kind")
         (model / "adapters").rename(model / "away")
         (model / "adapters").write_text("no folder")

@@ -20,7 +20,7 @@ from rkserve.core.desired_state import AdapterVersion
 from rkserve.core.errors import ArtifactRefused
 from rkserve.core.metrics import RouterMetrics
 from rkserve.http.app import make_app
-from rkserve.router.coordinator_client import Cluster
+from rkserve.router.coordinator_client import CoordinatorClient
 from rkserve.router.dispatch.build import open_dispatch, open_fleet
 from rkserve.router.service import Service
 from rkserve.router.stored_responses.store import Responses
@@ -60,7 +60,7 @@ def with_both(folder: Path, work: Callable[[Ask, Control], Awaitable[None]]) -> 
         link = Direct(await control.open(), version, control.store)
         config, metrics = RouterConfig(), RouterMetrics(CollectorRegistry())
         fleet = open_fleet(config, {"only": control.cluster}, {"only": "sim-chat"})
-        cluster = Cluster(link, fleet.obey)
+        cluster = CoordinatorClient(link, fleet.obey)
         dispatch = open_dispatch(config, fleet, metrics, random.Random(5))
         service = Service(config, {"sim-chat": model()}, dispatch, cluster, metrics)
         app = make_app(service, 10_000, 10_000, Responses(config, folder / "responses"))

@@ -13,30 +13,32 @@ from rkserve.core.board_report import Emitted
 from rkserve.core.desired_state import Scope
 from rkserve.core.errors import BoardSilent
 from rkserve.core.messages import Delta, GenerateRequest, Kv, Paused
-from rkserve.fleet.board_table import Seat
+from rkserve.fleet.board_table import BoardAddress
 from rkserve.fleet.fleet import Answers
-from rkserve.router.streams import PASSAGE_S, Flows
+from rkserve.router.streams import PASSAGE_S, OpenStreams
 from tests.support.boards.fake_boards import eventually, finished
 from tests.support.boards.own_time import run_loop
 
 ALL = Scope()
-SEATS = {board: Seat("only", f"replica of {board}", board, "sim-chat") for board in ("a", "b")}
+SEATS = {
+    board: BoardAddress("only", f"replica of {board}", board, "sim-chat") for board in ("a", "b")
+}
 
 
 @dataclass
 class Boards:
-    """What ``Flows`` asks of a ``Fleet``: who holds a stream, and how far it is there."""
+    """What ``OpenStreams`` asks of a ``Fleet``: who holds a stream, and how far it is there."""
 
     where: dict[str, str] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
 
-    def holders(self, generation: str, choice: int | None = None) -> list[Seat]:
+    def holders(self, generation: str, choice: int | None = None) -> list[BoardAddress]:
         board = self.where.get(f"{generation}/{choice}")
         return [] if board is None else [SEATS[board]]
 
     async def ask(
-        self, seats: Iterable[Seat], method: str, *, timeout_s: float, together: bool
+        self, seats: Iterable[BoardAddress], method: str, *, timeout_s: float, together: bool
     ) -> Answers[Any]:
         assert (method, timeout_s > 0, together) == ("emitted", True, True)
         answers: Answers[Any] = Answers()
@@ -51,10 +53,10 @@ class Boards:
         return answers
 
 
-def flows(tokens: int | None, board: str = "a") -> Flows:
+def flows(tokens: int | None, board: str = "a") -> OpenStreams:
     """One stream on a board, which has emitted so many tokens of it, or has ended it (None)."""
     boards = Boards({"x/0": board}, {} if tokens is None else {"x/0": tokens})
-    made = Flows(boards)  # type: ignore[arg-type] # all that is asked of a Fleet
+    made = OpenStreams(boards)  # type: ignore[arg-type] # all that is asked of a Fleet
     made.enter(GenerateRequest("x/0", "sim-chat", (1,), 9, line="tone"))
     return made
 

@@ -28,7 +28,7 @@ from rkserve.native.engine.stepwise import StepwiseRuns
 from rkserve.native.engine_frames import FrameKind, FrameReader
 from rkserve.native.runtime import Matrix, Runtime
 from rkserve.native.step_params import StepParams
-from rkserve.router.grammar_check import Guiding
+from rkserve.router.grammar_check import GrammarChecker
 from tests.support.boards.fakes import run_loop
 from tests.support.values.grammar_walk import EOS, TOKENS, VOCABULARY
 from tests.support.values.hard_schemas import HOSTILE, schemas
@@ -125,7 +125,7 @@ def flaw(text: str, schema: Any) -> str | None:
 
 async def tried(found: Found, chosen: list[tuple[int, Any]]) -> None:
     """Try each, and follow what was accepted."""
-    guiding, told = Guiding(), list[bytes]()
+    guiding, told = GrammarChecker(), list[bytes]()
     steps = StepwiseRuns(told.append)
     try:
         for number, schema in chosen:

@@ -9,7 +9,7 @@ import pytest
 
 from rkserve.core.errors import BoardFailed, RkserveError
 from rkserve.core.messages import Delta, Event
-from rkserve.transport.client import Inbox
+from rkserve.transport.client import EventStream
 from tests.support.boards.fake_boards import accepted, finished
 from tests.support.boards.own_time import run_loop
 
@@ -18,7 +18,7 @@ LOST = BoardFailed("sim-0", "the connection ended")
 OWN = BoardFailed("sim-0", "SIGSEGV")
 
 
-async def everything(inbox: Inbox) -> tuple[list[Event], RkserveError | None]:
+async def everything(inbox: EventStream) -> tuple[list[Event], RkserveError | None]:
     """Read to the end; return the events, and the error behind them."""
     found: list[Event] = []
     try:
@@ -29,18 +29,18 @@ async def everything(inbox: Inbox) -> tuple[list[Event], RkserveError | None]:
     return found, None
 
 
-def play(inbox: Inbox, steps: Sequence[str]) -> None:
+def play(inbox: EventStream, steps: Sequence[str]) -> None:
     """Let things happen to a stream in this order."""
     for step in steps:
         _DOES[step](inbox)
 
 
-def _events(inbox: Inbox) -> None:
+def _events(inbox: EventStream) -> None:
     for event in HELLO:
         inbox.put(event)
 
 
-_DOES: Mapping[str, Callable[[Inbox], None]] = {
+_DOES: Mapping[str, Callable[[EventStream], None]] = {
     "events": _events,
     "finished": lambda inbox: inbox.put(finished(1)),
     "end": lambda inbox: inbox.end(),
@@ -67,7 +67,7 @@ def test_every_event_is_read_and_then_the_end(
     steps: str, events: int, error: RkserveError | None, lost: bool, waits: bool
 ) -> None:
     async def main() -> None:
-        inbox = Inbox(1)
+        inbox = EventStream(1)
         reading = asyncio.ensure_future(everything(inbox)) if waits else None
         for step in steps.split():
             play(inbox, [step])
@@ -85,7 +85,7 @@ def test_every_event_is_read_and_then_the_end(
 
 def test_what_nobody_reads_becomes_one_delta() -> None:
     async def main() -> None:
-        inbox = Inbox(1)
+        inbox = EventStream(1)
         inbox.put(accepted("sim-0"))
         for number in range(1000):
             inbox.put(Delta("x", (number,)))
@@ -101,7 +101,7 @@ def test_what_nobody_reads_becomes_one_delta() -> None:
 
 def test_a_reader_who_leaves_is_not_waited_for() -> None:
     async def main() -> None:
-        inbox = Inbox(1)
+        inbox = EventStream(1)
         reading = asyncio.ensure_future(inbox.next())
         await asyncio.sleep(0)
         reading.cancel()

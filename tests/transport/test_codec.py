@@ -29,7 +29,7 @@ from rkserve.core.messages import (
 )
 from rkserve.core.run_params import Scored
 from rkserve.transport import codec
-from rkserve.transport.codec import Garbled
+from rkserve.transport.codec import MalformedMessage
 from tests.support.values.any_values import record_of
 
 REF = AdapterRef("style", "v2", "ab" * 32, 0.5)
@@ -112,7 +112,7 @@ def test_the_usual_delta_is_short() -> None:
     ],
 )
 def test_what_is_no_event_is_refused(item: list[Any]) -> None:
-    with pytest.raises(Garbled):
+    with pytest.raises(MalformedMessage):
         codec.unpack(item)
 
 
@@ -130,7 +130,7 @@ def test_what_is_no_event_is_refused(item: list[Any]) -> None:
     ],
 )
 def test_what_is_no_frame_is_refused(payload: bytes) -> None:
-    with pytest.raises(Garbled):
+    with pytest.raises(MalformedMessage):
         codec.from_bytes(payload)
 
 

@@ -24,7 +24,7 @@ from rkserve.core.messages import (
 )
 from rkserve.core.run_params import Pooling, Sampling
 from rkserve.transport import codec
-from rkserve.transport.codec import MANY_IDS, Garbled
+from rkserve.transport.codec import MANY_IDS, MalformedMessage
 from tests.support.boards.fake_boards import report
 from tests.support.values.any_values import record_of
 
@@ -124,7 +124,7 @@ def test_whatever_is_told_and_answered_survives(method: str, data: st.DataObject
 
 
 def test_what_is_no_answer_is_refused() -> None:
-    with pytest.raises(Garbled, match="not an answer to 'report'"):
+    with pytest.raises(MalformedMessage, match="not an answer to 'report'"):
         codec.unpack_answer([3, 0, "x", [1]], "report")
 
 
@@ -160,7 +160,7 @@ def test_every_error_of_ours_comes_back_as_it_was(kind: type[RkserveError]) -> N
     ],
 )
 def test_what_is_no_error_of_ours_is_refused(item: list[Any]) -> None:
-    with pytest.raises(Garbled):
+    with pytest.raises(MalformedMessage):
         codec.unpack_error(item, "sim-0")
 
 
@@ -174,7 +174,7 @@ def test_what_is_no_error_of_ours_is_refused(item: list[Any]) -> None:
     ],
 )
 def test_what_is_no_request_is_refused(item: list[Any]) -> None:
-    with pytest.raises(Garbled):
+    with pytest.raises(MalformedMessage):
         codec.unpack_request(item)
 
 

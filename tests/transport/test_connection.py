@@ -16,9 +16,9 @@ from rkserve.core.desired_state import Adoption, Desired
 from rkserve.core.errors import BoardFailed, BoardSilent, QueueFull, RequestError, StageFailed
 from rkserve.core.messages import Delta, Embedded, EmbedRequest, Event, Finished, GenerateRequest
 from rkserve.deployments.board_link import RayLink
-from rkserve.transport.client import Channels, LineLost
-from rkserve.transport.connection import HEARTBEAT, NONCE_BYTES, RouterSide, frame
-from rkserve.transport.server import MAX_UNPROVEN, Address
+from rkserve.transport.client import ChannelClient, ChannelLost
+from rkserve.transport.connection import HEARTBEAT, NONCE_BYTES, RouterHandshake, frame
+from rkserve.transport.server import MAX_UNPROVEN, ChannelAddress
 from tests.support.boards.channel_bench import HASTY, PATIENT, Board, connect, read, router, until
 from tests.support.boards.fake_boards import Step, accepted, finished
 from tests.support.boards.fakes import run_loop
@@ -40,7 +40,7 @@ def words(*texts: str, board: str = "sim-0") -> list[Step]:
 @asynccontextmanager
 async def answering(
     *said: Event, pulse: ChannelConfig = PATIENT, config: ChannelConfig = PATIENT
-) -> AsyncIterator[tuple[Board, Channels, RayLink, AsyncGenerator[Event, None]]]:
+) -> AsyncIterator[tuple[Board, ChannelClient, RayLink, AsyncGenerator[Event, None]]]:
     """A board that has accepted a request and said so much, and then says nothing."""
     board = Board("sim-0", pulse)
     board.steps = [accepted("sim-0"), *said, asyncio.Event()]
@@ -188,7 +188,7 @@ def test_without_a_connection_tokens_come_through_ray_and_later_over_one(
         board.steps = words("Hello")
         with socket.socket() as closed:
             closed.bind(("127.0.0.1", 0))
-            nobody = Address("sim-0", "127.0.0.1", closed.getsockname()[1], b"k" * 32)
+            nobody = ChannelAddress("sim-0", "127.0.0.1", closed.getsockname()[1], b"k" * 32)
             board.offers = lambda: nobody
             async with router(board, connected=False) as (channels, [link]):
                 for _ in range(3):
@@ -212,7 +212,9 @@ def test_without_a_connection_tokens_come_through_ray_and_later_over_one(
     "offer",
     [
         pytest.param(lambda _: None, id="a board without an outlet"),
-        pytest.param(lambda one: Address("sim-0", one.host, one.port, b"x" * 32), id="another key"),
+        pytest.param(
+            lambda one: ChannelAddress("sim-0", one.host, one.port, b"x" * 32), id="another key"
+        ),
     ],
 )
 def test_who_has_no_key_gets_nothing_over_a_connection(offer: object) -> None:
@@ -380,7 +382,7 @@ def test_a_stranger_is_cut_off_and_harms_nobody(said: bytes) -> None:
 async def opened(reader: asyncio.StreamReader) -> bool:
     """Read the board's opening; False where it was cut before."""
     try:
-        await reader.readexactly(RouterSide(b"k" * 32).need)
+        await reader.readexactly(RouterHandshake(b"k" * 32).need)
     except (asyncio.IncompleteReadError, ConnectionError):
         return False
     return True
@@ -566,7 +568,7 @@ def test_a_connection_that_is_lost_ends_the_wait_for_a_report() -> None:
             await until(lambda: board.reports[-1] == "channel")
             for one in list(board.outlet._open):
                 one._transport.abort()  # type: ignore[union-attr] # as its kernel does
-            with pytest.raises(LineLost):
+            with pytest.raises(ChannelLost):
                 await asked
 
     run_loop(main())
@@ -671,14 +673,14 @@ def test_boards_take_ports_of_a_range_and_one_too_many_goes_without() -> None:
 
 
 def test_an_address_does_not_show_its_key() -> None:
-    assert "kkkk" not in repr(Address("sim-0", "127.0.0.1", 1, b"k" * 32))
+    assert "kkkk" not in repr(ChannelAddress("sim-0", "127.0.0.1", 1, b"k" * 32))
 
 
 def test_a_router_that_ends_cuts_its_connections() -> None:
     async def main() -> None:
         board = Board("sim-0")
         board.steps = [accepted("sim-0"), asyncio.Event()]
-        channels = Channels(PATIENT)
+        channels = ChannelClient(PATIENT)
         link = RayLink(board, "sim-0", 60.0, channels)
         await board.outlet.listen("127.0.0.1")
         await connect(channels, [board], [link])

@@ -22,7 +22,7 @@ from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import Adoption, Scope, SleepLevel
 from rkserve.core.errors import BoardGone, RebaseFailed, RkserveError
 from rkserve.core.metrics import CoordinatorMetrics
-from rkserve.fleet.board_table import Seat
+from rkserve.fleet.board_table import BoardAddress
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Reconciler:
         if seats:
             self._begin(self._tell(seats, self._timeout_s))
 
-    async def _tell(self, seats: Sequence[Seat], timeout_s: float) -> Replies:
+    async def _tell(self, seats: Sequence[BoardAddress], timeout_s: float) -> Replies:
         deadline_s = time.monotonic() + timeout_s
         while True:
             left_s = max(0.001, deadline_s - time.monotonic())
@@ -100,7 +100,7 @@ class Reconciler:
             self._book.jump(latest)  # they obey what this ledger never heard of: tell them again
         return replies
 
-    async def _adopt(self, seats: Sequence[Seat], timeout_s: float) -> Replies:
+    async def _adopt(self, seats: Sequence[BoardAddress], timeout_s: float) -> Replies:
         boards = [seat.board_id for seat in seats]
         self._telling.update(boards)
         began_s = time.monotonic()
@@ -158,7 +158,7 @@ class Reconciler:
             return True
         return not sleeps and report.base != ("" if duty.base is None else duty.base.digest)
 
-    def _may_bring(self, seat: Seat) -> bool:
+    def _may_bring(self, seat: BoardAddress) -> bool:
         board = seat.board_id
         going_on = self._bringing.get(board)
         if (going_on is not None and not going_on.done()) or self._telling[board] > 0:
@@ -168,7 +168,7 @@ class Reconciler:
         rest = self._rests.get(board)
         return rest is None or time.monotonic() >= rest.until_s
 
-    async def _bring(self, seat: Seat) -> None:
+    async def _bring(self, seat: BoardAddress) -> None:
         try:
             epoch = await self._bring_once(seat)
         except BoardGone:
@@ -184,7 +184,7 @@ class Reconciler:
             self._metrics.reconciled.inc()
             log.info("board %s follows: it obeys epoch %d", seat.board_id, epoch)
 
-    async def _bring_once(self, seat: Seat) -> int:
+    async def _bring_once(self, seat: BoardAddress) -> int:
         """Tell it, give it what it lacks, and tell it again; return the epoch that it obeys.
 
         Raises:
@@ -200,7 +200,7 @@ class Reconciler:
             raise RebaseFailed(seat.board_id, adoption.refused)
         return adoption.epoch
 
-    async def _tell_one(self, seat: Seat) -> Adoption:
+    async def _tell_one(self, seat: BoardAddress) -> Adoption:
         self._telling[seat.board_id] += 1
         try:
             adoption: Adoption = await self._roster.ask_one(

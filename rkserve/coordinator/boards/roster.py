@@ -25,7 +25,7 @@ from rkserve.core.errors import (
     RebaseFailed,
     RkserveError,
 )
-from rkserve.fleet.board_table import Seat
+from rkserve.fleet.board_table import BoardAddress
 from rkserve.fleet.fleet import Fleet
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Roster:
         self._fleet = fleet
         self._failed = failed
         self._sleep = sleep
-        self._known: dict[tuple[str, str], Seat] = {}
+        self._known: dict[tuple[str, str], BoardAddress] = {}
         self._looked_after: dict[tuple[str, str], asyncio.Task[None]] = {}
         self.asked_s = float("-inf")  # when the last round of reports began
 
@@ -115,7 +115,7 @@ class Roster:
         if not task.cancelled() and (exc := task.exception()) is not None:
             log.error("a silent board could not be looked after: %s", exc, exc_info=exc)
 
-    async def _look_after(self, seat: Seat) -> None:
+    async def _look_after(self, seat: BoardAddress) -> None:
         """Forget a board that is gone; one that only fell silent stays."""
         await self._one(seat, ("report", ()), Until(time.monotonic() + PROBE_S, 1), Replies())
 
@@ -126,7 +126,7 @@ class Roster:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def seats(self, scope: Scope | None = None) -> list[Seat]:
+    def seats(self, scope: Scope | None = None) -> list[BoardAddress]:
         """Return the boards of a part of the cluster, by name; those without a replica are gone."""
         return sorted(
             (
@@ -137,7 +137,7 @@ class Roster:
             key=lambda seat: seat.board_id,
         )
 
-    def seat(self, board_id: str) -> Seat | None:
+    def seat(self, board_id: str) -> BoardAddress | None:
         """Return a board by its name."""
         return next((seat for seat in self._known.values() if seat.board_id == board_id), None)
 
@@ -146,7 +146,12 @@ class Roster:
         return self._fleet.reports(model)
 
     async def ask(
-        self, seats: Iterable[Seat], method: str, *args: Any, timeout_s: float, tries: int = TRIES
+        self,
+        seats: Iterable[BoardAddress],
+        method: str,
+        *args: Any,
+        timeout_s: float,
+        tries: int = TRIES,
     ) -> Replies:
         """Ask boards at the same time, again and again where a call may not have arrived.
 
@@ -155,7 +160,7 @@ class Roster:
         return await self._ask_each(seats, (method, args), timeout_s, tries, Replies())
 
     async def tell(
-        self, seats: Collection[Seat], method: str, *args: Any, timeout_s: float
+        self, seats: Collection[BoardAddress], method: str, *args: Any, timeout_s: float
     ) -> Replies:
         """Ask as ``ask`` does, by one call to all boards first; answers say whose they are.
 
@@ -172,7 +177,7 @@ class Roster:
 
     async def _ask_each(
         self,
-        seats: Iterable[Seat],
+        seats: Iterable[BoardAddress],
         call: tuple[str, tuple[Any, ...]],
         timeout_s: float,
         tries: int,
@@ -184,7 +189,7 @@ class Roster:
         )
         return replies
 
-    async def ask_one(self, seat: Seat, method: str, *args: Any, timeout_s: float) -> Any:
+    async def ask_one(self, seat: BoardAddress, method: str, *args: Any, timeout_s: float) -> Any:
         """Ask one board once; raises ``RkserveError`` only."""
         try:
             # Its silence in the last round of reports is no reason not to ask.
@@ -197,14 +202,14 @@ class Roster:
             raise
         return answers.said[seat.board_id]
 
-    def _forget(self, seat: Seat) -> None:
+    def _forget(self, seat: BoardAddress) -> None:
         key = (seat.group, seat.board_id)
         # By now another replica may have taken its place.
         if key in self._known and self._known[key].replica == seat.replica:
             del self._known[key]
 
     async def _one(
-        self, seat: Seat, call: tuple[str, tuple[Any, ...]], until: Until, replies: Replies
+        self, seat: BoardAddress, call: tuple[str, tuple[Any, ...]], until: Until, replies: Replies
     ) -> None:
         began_s, pause_s = time.monotonic(), FIRST_PAUSE_S
         method, args = call

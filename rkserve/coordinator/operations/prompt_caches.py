@@ -22,7 +22,7 @@ from rkserve.core.desired_state import SYSTEM_PROMPT, KeptCache
 from rkserve.core.errors import BoardGone, CacheUnsupported, RequestError, RkserveError
 from rkserve.core.file_digests import ids_digest
 from rkserve.core.messages import AdapterRef
-from rkserve.fleet.board_table import Seat
+from rkserve.fleet.board_table import BoardAddress
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class CacheKeeping:
         compared = (report.base, self._with_refs(wanted))
         return known.settled != compared or now_s - known.looked_s >= self._times.again_s
 
-    def _wanted(self, seat: Seat) -> list[KeptCache]:
+    def _wanted(self, seat: BoardAddress) -> list[KeptCache]:
         """Return what the board is to hold, and as caches without ids what it is not to hold."""
         kept = [one for one in self._of(seat.model) if one.name != SYSTEM_PROMPT]
         configured = self._configured.get(seat.group)
@@ -203,7 +203,7 @@ class CacheKeeping:
         version = line.active if cache.version is None else line.version(cache.version)
         return None if version is None else version.ref
 
-    async def _bring(self, seat: Seat, known: _Board, report: BoardReport) -> None:
+    async def _bring(self, seat: BoardAddress, known: _Board, report: BoardReport) -> None:
         """Compare one board with what it is to hold, and build or delete what differs."""
         known.looked_s, wanted = time.monotonic(), self._wanted(seat)
         compared = (report.base, self._with_refs(wanted))
@@ -232,7 +232,7 @@ class CacheKeeping:
             known.failures, known.settled = 0, compared
 
     async def _even(
-        self, seat: Seat, known: _Board, cache: KeptCache, entry: CacheEntry | None
+        self, seat: BoardAddress, known: _Board, cache: KeptCache, entry: CacheEntry | None
     ) -> bool:
         """Build or delete one cache where that is due; return whether it is still to be done."""
         ref = self._ref(cache)
@@ -263,7 +263,7 @@ class CacheKeeping:
         log.info("board %s has %s the prompt cache '%s'", seat.board_id, done, cache.name)
         return False
 
-    def _note(self, seat: Seat, known: _Board, cache: KeptCache, exc: RkserveError) -> None:
+    def _note(self, seat: BoardAddress, known: _Board, cache: KeptCache, exc: RkserveError) -> None:
         known.problems[cache.name] = exc.message
         self._desk.metrics.board_failures.labels("build_cache", exc.code or "internal_error").inc()
         if isinstance(exc, CacheUnsupported):

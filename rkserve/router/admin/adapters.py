@@ -28,7 +28,7 @@ from rkserve.control.calls import Outcome
 from rkserve.control.operations import Operation, OperationKind, OperationState
 from rkserve.core.desired_state import AdapterVersion
 from rkserve.core.errors import AdapterExists, AdapterNotFound, RequestError
-from rkserve.router.admin.operations import OK, Made, Operations, made
+from rkserve.router.admin.operations import OK, AdminAnswer, Operations, made
 from rkserve.router.service import Service
 
 _K = OperationKind
@@ -57,20 +57,20 @@ class Adapters:
         self._cluster = service.cluster
         self._operations = operations
 
-    async def listed(self, asked: ControlRequest) -> Made:
+    async def listed(self, asked: ControlRequest) -> AdminAnswer:
         """Return every version of every line, and which boards have it."""
         model = asked.fields({"model": ParameterKind.TEXT}).text("model")
         self._operations.check_models([] if model is None else [model])
         models = self._service.fleet.models if model is None else [model]
         await self._operations.look()
         desired = self._cluster.desired
-        return Made(OK, lines_list(desired, self._service.fleet.reports(model), models))
+        return AdminAnswer(OK, lines_list(desired, self._service.fleet.reports(model), models))
 
     # -- new versions -------------------------------------------------------------------------
 
     async def upload(
         self, asked: ControlRequest, parts: AsyncIterator[bytes], announced: int | None
-    ) -> Made:
+    ) -> AdminAnswer:
         """Take a file as it comes; ``announced`` is how long the client says it is."""
         push = parse_upload(asked)
         model = self._model_for(push)
@@ -85,12 +85,12 @@ class Adapters:
         assert isinstance(version, AdapterVersion)
         return _told(await self._bring(push, model, version, asked))
 
-    async def register(self, asked: ControlRequest) -> Made:
+    async def register(self, asked: ControlRequest) -> AdminAnswer:
         """Take a file that is there already, by its path or URL."""
         push = parse_register(asked)
         return _told(await self._registered(push, self._model_for(push), asked))
 
-    async def load(self, asked: ControlRequest) -> Made:
+    async def load(self, asked: ControlRequest) -> AdminAnswer:
         """Take and serve a file, in vLLM's words."""
         call = parse_load(asked)
         outcome = await self._rolled_before(call.push, asked)
@@ -98,7 +98,7 @@ class Adapters:
             outcome = await self._loaded(call, asked)
         return _worded(f"Success: LoRA adapter '{call.push.name}' added successfully.", outcome)
 
-    async def unload(self, asked: ControlRequest) -> Made:
+    async def unload(self, asked: ControlRequest) -> AdminAnswer:
         """Retire an adapter, in vLLM's words."""
         terms, name = parse_unload(asked)
         model = await self._model_of(name, terms, asked)
@@ -169,7 +169,7 @@ class Adapters:
 
     # -- known versions -----------------------------------------------------------------------
 
-    async def rollout(self, asked: ControlRequest, name: str) -> Made:
+    async def rollout(self, asked: ControlRequest, name: str) -> AdminAnswer:
         """Have a staged version served."""
         terms, version, rollout = parse_rollout(asked)
         model = await self._model_of(name, terms, asked)
@@ -177,15 +177,15 @@ class Adapters:
         outcome = await self._operations.perform(_K.ADAPTER_ROLLOUT, params, terms, asked)
         return made({"name": name, "version": version, "model": model}, outcome)
 
-    async def rollback(self, asked: ControlRequest, name: str) -> Made:
+    async def rollback(self, asked: ControlRequest, name: str) -> AdminAnswer:
         """Have the previous version served."""
         return await self._decide(_K.ADAPTER_ROLLBACK, asked, name)
 
-    async def promote(self, asked: ControlRequest, name: str) -> Made:
+    async def promote(self, asked: ControlRequest, name: str) -> AdminAnswer:
         """Have the version that is on trial served to everybody."""
         return await self._decide(_K.ADAPTER_PROMOTE, asked, name)
 
-    async def delete(self, asked: ControlRequest, name: str, version: str | None) -> Made:
+    async def delete(self, asked: ControlRequest, name: str, version: str | None) -> AdminAnswer:
         """Serve a version, or a whole adapter, no more."""
         terms = parse_named(asked)
         if version is not None:
@@ -195,7 +195,7 @@ class Adapters:
         told = {"name": name, "version": version, "model": model, "deleted": True}
         return made(told, outcome)
 
-    async def _decide(self, kind: OperationKind, asked: ControlRequest, name: str) -> Made:
+    async def _decide(self, kind: OperationKind, asked: ControlRequest, name: str) -> AdminAnswer:
         terms = parse_named(asked)
         model = await self._model_of(name, terms, asked)
         outcome = await self._operations.perform(kind, {"model": model, "name": name}, terms, asked)
@@ -264,7 +264,7 @@ def _claim(push: NewAdapter, model: str, size: int | None = None) -> Claim:
     )
 
 
-def _told(pushed: _Pushed) -> Made:
+def _told(pushed: _Pushed) -> AdminAnswer:
     ref = pushed.version.ref
     body: JsonObject = {
         "name": ref.name,
@@ -282,9 +282,9 @@ def _told(pushed: _Pushed) -> Made:
     return made(body, pushed.last)
 
 
-def _worded(text: str, outcome: Outcome) -> Made:
+def _worded(text: str, outcome: Outcome) -> AdminAnswer:
     """Return vLLM's text where all went well, and all there is to say where not."""
     if outcome.status != OK:
         return made({"message": text if outcome.status < REFUSED else ""}, outcome)
     operation = outcome.operation
-    return Made(OK, text, {"x-operation-id": operation.id, "x-epoch": str(operation.epoch)})
+    return AdminAnswer(OK, text, {"x-operation-id": operation.id, "x-epoch": str(operation.epoch)})

@@ -53,7 +53,7 @@ _K = OperationKind
 
 
 @dataclass(frozen=True)
-class Made:
+class AdminAnswer:
     """An answer: its status and its body, which is text in the peer's words or JSON."""
 
     status: int
@@ -71,37 +71,37 @@ class Operations:
 
     # -- pause and resume ---------------------------------------------------------------------
 
-    async def pause(self, asked: ControlRequest) -> Made:
+    async def pause(self, asked: ControlRequest) -> AdminAnswer:
         """Pause in vLLM's words."""
         call = parse_pause(asked)
         outcome = await self._paused(call, asked)
         status = "pausing" if outcome.status == ACCEPTED else "paused"
         return made({"status": status, "mode": call.mode.value}, outcome)
 
-    async def pause_generation(self, asked: ControlRequest) -> Made:
+    async def pause_generation(self, asked: ControlRequest) -> AdminAnswer:
         """Pause in SGLang's words."""
         call = parse_pause_generation(asked)
         outcome = await self._paused(call, asked)
         told = {"message": "Generation paused successfully.", "status": "ok"}
         return made({**told, "mode": call.mode.value}, outcome)
 
-    async def resume(self, asked: ControlRequest) -> Made:
+    async def resume(self, asked: ControlRequest) -> AdminAnswer:
         """Let go on, in vLLM's words."""
         outcome = await self._resumed(asked.read(ResumeBody), asked)
         status = "resuming" if outcome.status == ACCEPTED else "resumed"
         return made({"status": status}, outcome)
 
-    async def continue_generation(self, asked: ControlRequest) -> Made:
+    async def continue_generation(self, asked: ControlRequest) -> AdminAnswer:
         """Let go on, in SGLang's words."""
         outcome = await self._resumed(asked.read(ResumeBody), asked)
         return made({"message": "Generation continued successfully.", "status": "ok"}, outcome)
 
-    async def is_paused(self, asked: ControlRequest) -> Made:
+    async def is_paused(self, asked: ControlRequest) -> AdminAnswer:
         """Say whether any and all boards are paused, and each."""
         model = self.one_model(asked)
         await self.look()
         reports = self._fleet.reports(model)
-        return Made(OK, is_paused_entry(self._cluster.desired, reports, model))
+        return AdminAnswer(OK, is_paused_entry(self._cluster.desired, reports, model))
 
     async def _paused(self, call: PauseCall, asked: ControlRequest) -> Outcome:
         scope = await self.scope(call.terms, call.adapter)
@@ -125,11 +125,11 @@ class Operations:
 
     # -- requests, caches, labels -------------------------------------------------------------
 
-    async def abort(self, asked: ControlRequest) -> Made:
+    async def abort(self, asked: ControlRequest) -> AdminAnswer:
         """End requests, all or those that are named."""
         return await self.end_requests(parse_abort(asked), asked)
 
-    async def end_requests(self, call: AbortCall, asked: ControlRequest) -> Made:
+    async def end_requests(self, call: AbortCall, asked: ControlRequest) -> AdminAnswer:
         """End requests, as either form asks for it."""
         scope = await self.scope(call.terms, None)
         ids = None if call.request_ids is None else list(call.request_ids)
@@ -138,11 +138,11 @@ class Operations:
         aborted = total_of(outcome.operation, "aborted")
         return made({"status": "aborted", "aborted": aborted}, outcome)
 
-    async def reset(self, asked: ControlRequest) -> Made:
+    async def reset(self, asked: ControlRequest) -> AdminAnswer:
         """Drop KV caches, and what this Router believed to be in them."""
         return await self.drop_caches(asked.read(ResetBody), asked)
 
-    async def drop_caches(self, call: CacheResetBody, asked: ControlRequest) -> Made:
+    async def drop_caches(self, call: CacheResetBody, asked: ControlRequest) -> AdminAnswer:
         """Drop KV caches, as either form asks for it."""
         scope = await self.scope(call.terms, None)
         params = {
@@ -154,7 +154,7 @@ class Operations:
         self._fleet.forget_prompts(scope.covers, files=False)
         return made({"success": outcome.status == OK}, outcome)
 
-    async def label(self, asked: ControlRequest) -> Made:
+    async def label(self, asked: ControlRequest) -> AdminAnswer:
         """Name a model's weights anew."""
         call = asked.read(LabelBody)
         model = self.one_of(call.terms.models)
@@ -162,12 +162,14 @@ class Operations:
         outcome = await self.perform(_K.LABEL, params, call.terms, asked)
         return made({"success": True, "new_version": call.new_version, "model": model}, outcome)
 
-    async def weights(self, asked: ControlRequest) -> Made:
+    async def weights(self, asked: ControlRequest) -> AdminAnswer:
         """Say which weights are served."""
         model = self.one_model(asked)
         await self.look()
         reports = self._fleet.reports()
-        return Made(OK, weight_info(self._cluster.desired, self._fleet.models, model, reports))
+        return AdminAnswer(
+            OK, weight_info(self._cluster.desired, self._fleet.models, model, reports)
+        )
 
     # -- looking ------------------------------------------------------------------------------
 
@@ -179,20 +181,20 @@ class Operations:
         """
         await asyncio.gather(self._cluster.catch_up(), self._fleet.refresh())
 
-    async def listed(self, asked: ControlRequest) -> Made:
+    async def listed(self, asked: ControlRequest) -> AdminAnswer:
         """List the latest operations."""
-        return Made(OK, operations_list(await self._cluster.operations(_limit(asked))))
+        return AdminAnswer(OK, operations_list(await self._cluster.operations(_limit(asked))))
 
-    async def one(self, operation_id: str) -> Made:
+    async def one(self, operation_id: str) -> AdminAnswer:
         """Describe one operation."""
-        return Made(OK, operation_entry(await self._cluster.operation(operation_id[:80])))
+        return AdminAnswer(OK, operation_entry(await self._cluster.operation(operation_id[:80])))
 
-    async def audit(self, asked: ControlRequest) -> Made:
+    async def audit(self, asked: ControlRequest) -> AdminAnswer:
         """List who called what lately."""
         lines = await self._cluster.audit(_limit(asked))
-        return Made(OK, {"object": "list", "data": lines})
+        return AdminAnswer(OK, {"object": "list", "data": lines})
 
-    async def glance(self, _asked: ControlRequest) -> Made:
+    async def glance(self, _asked: ControlRequest) -> AdminAnswer:
         """Return the totals of the cluster, and of each board."""
         await self.look()
         rates = self._fleet.rates()
@@ -206,7 +208,9 @@ class Operations:
             for report in self._fleet.reports()
         ]
         head = CoordinatorStatus(self._cluster.reachable, self._cluster.heard_s_ago)
-        return Made(OK, cluster_entry(self._cluster.desired, self._fleet.models, boards, head))
+        return AdminAnswer(
+            OK, cluster_entry(self._cluster.desired, self._fleet.models, boards, head)
+        )
 
     # -- what all of them share ---------------------------------------------------------------
 
@@ -287,10 +291,10 @@ class Operations:
         return tuple(chosen)
 
 
-def made(body: JsonObject, outcome: Outcome) -> Made:
+def made(body: JsonObject, outcome: Outcome) -> AdminAnswer:
     """Return the answer of a changing call."""
     told = changed(body, outcome.operation, applied=outcome.applied)
-    return Made(outcome.status, told)
+    return AdminAnswer(outcome.status, told)
 
 
 def places(scope: Scope) -> dict[str, Any]:

@@ -20,18 +20,18 @@ from rkserve.api.admin.sleep import (
 from rkserve.control.calls import Outcome
 from rkserve.control.operations import OperationKind
 from rkserve.core.desired_state import Scope
-from rkserve.router.admin.operations import AT_REST_S, OK, Made, Operations, made, places
+from rkserve.router.admin.operations import AT_REST_S, OK, AdminAnswer, Operations, made, places
 from rkserve.router.service import Service
 
 
-class Rest:
+class SleepControl:
     """Changes of what sleeps."""
 
     def __init__(self, service: Service, operations: Operations) -> None:
         self._service = service
         self._operations = operations
 
-    async def sleep(self, asked: ControlRequest) -> Made:
+    async def sleep(self, asked: ControlRequest) -> AdminAnswer:
         """Put boards to sleep, in vLLM's words."""
         call = parse_sleep(asked)
         outcome = await self._slept(call, asked)
@@ -39,7 +39,7 @@ class Rest:
         told = {"status": status, "level": int(call.level), "mode": call.mode.value}
         return made(told, outcome)
 
-    async def wake(self, asked: ControlRequest) -> Made:
+    async def wake(self, asked: ControlRequest) -> AdminAnswer:
         """Wake boards, in vLLM's words."""
         call = parse_wake(asked)
         outcome = await self._woken(call, asked)
@@ -50,21 +50,21 @@ class Rest:
         }
         return made(told, outcome)
 
-    async def is_sleeping(self, asked: ControlRequest) -> Made:
+    async def is_sleeping(self, asked: ControlRequest) -> AdminAnswer:
         """Say whether any and all boards sleep, and each."""
         model = self._operations.one_model(asked)
         await self._operations.look()
         reports = self._service.fleet.reports(model)
-        return Made(OK, is_sleeping_entry(self._service.cluster.desired, reports, model))
+        return AdminAnswer(OK, is_sleeping_entry(self._service.cluster.desired, reports, model))
 
-    async def unload(self, asked: ControlRequest) -> Made:
+    async def unload(self, asked: ControlRequest) -> AdminAnswer:
         """Unload a model from all of its boards."""
         call = parse_unload(asked)
         outcome = await self._slept(call, asked)
         status = "unloading" if outcome.status == ACCEPTED else "asleep"
         return made({**_model(call), "status": status, "level": int(call.level)}, outcome)
 
-    async def load(self, asked: ControlRequest) -> Made:
+    async def load(self, asked: ControlRequest) -> AdminAnswer:
         """Load a model on all of its boards."""
         call = parse_load(asked)
         outcome = await self._woken(call, asked)

@@ -28,13 +28,13 @@ from rkserve.control.calls import Outcome
 from rkserve.control.operations import Operation, OperationKind
 from rkserve.core.desired_state import BaseVersion, Scope
 from rkserve.core.errors import ArtifactNotFound, RequestError
-from rkserve.router.admin.operations import OK, Made, Operations, made
+from rkserve.router.admin.operations import OK, AdminAnswer, Operations, made
 from rkserve.router.service import Service
 
 _K = OperationKind
 
 
-class Weights:
+class WeightsControl:
     """The weights of the cluster's models."""
 
     def __init__(self, service: Service, operations: Operations) -> None:
@@ -44,7 +44,7 @@ class Weights:
 
     # -- a trainer's updates ------------------------------------------------------------------
 
-    async def receive(self, asked: ControlRequest) -> Made:
+    async def receive(self, asked: ControlRequest) -> AdminAnswer:
         """Have a trainer's weights served by all boards from one instant on, as PipelineRL asks.
 
         Raises:
@@ -95,7 +95,7 @@ class Weights:
 
     # -- from the head's disk -----------------------------------------------------------------
 
-    async def from_disk(self, asked: ControlRequest) -> Made:
+    async def from_disk(self, asked: ControlRequest) -> AdminAnswer:
         """Have other base weights loaded board by board, as SGLang asks."""
         update = parse_disk(asked)
         model = self._operations.one_of(update.terms.models)
@@ -139,7 +139,7 @@ class Weights:
 
     # -- to the head's store ------------------------------------------------------------------
 
-    async def register(self, asked: ControlRequest) -> Made:
+    async def register(self, asked: ControlRequest) -> AdminAnswer:
         """Take base weights that are there already, by their path or URL."""
         new = parse_weights(asked, from_body=False)
         kind, place = ("url", new.url) if new.path is None else ("path", new.path)
@@ -151,7 +151,7 @@ class Weights:
 
     async def upload(
         self, asked: ControlRequest, parts: AsyncIterator[bytes], announced: int | None
-    ) -> Made:
+    ) -> AdminAnswer:
         """Take base weights as they come; ``announced`` is how long the client says they are."""
         new = parse_weights(asked, from_body=True)
         model = self._operations.one_of(new.terms.models)
@@ -189,13 +189,13 @@ def _claim(new: NewWeights, model: str) -> Claim:
     )
 
 
-def _taken(new: NewWeights, model: str, base: BaseVersion | None) -> Made:
-    return Made(OK, taken_entry(model, base, {"parameters": len(new.parameters)}))
+def _taken(new: NewWeights, model: str, base: BaseVersion | None) -> AdminAnswer:
+    return AdminAnswer(OK, taken_entry(model, base, {"parameters": len(new.parameters)}))
 
 
-def _in_sglangs_words(outcome: Outcome) -> Made:
+def _in_sglangs_words(outcome: Outcome) -> AdminAnswer:
     """Return SGLang's body also where it failed: its clients look at ``success``."""
     operation = outcome.operation
     body = disk_body(operation, outcome.status, total_of(operation, "stopped"))
     told = changed({}, operation, applied=outcome.applied)
-    return Made(outcome.status, {**body, **told})
+    return AdminAnswer(outcome.status, {**body, **told})

@@ -10,49 +10,49 @@ from functools import partial
 from rkserve.config.serve_config import RouterConfig
 from rkserve.core.metrics import QueueCollector, RouterMetrics
 from rkserve.fleet.fleet import BoardLink, Fleet
+from rkserve.fleet.load import ModelBoards
 from rkserve.fleet.prefix_index import Reuse
-from rkserve.router.dispatch.circuit_breaker import Breaker
-from rkserve.router.dispatch.dispatch import Dispatch, Persistence
+from rkserve.fleet.requests import RoutingRequest
+from rkserve.router.dispatch.circuit_breaker import CircuitBreaker
+from rkserve.router.dispatch.dispatch import Dispatch, FailoverLimits
 from rkserve.router.policies.policies import (
-    Ask,
-    Boards,
-    Policy,
+    Decision,
     PolicySettings,
-    Prefix,
-    Take,
-    Verdict,
+    PrefixPolicy,
+    RoutingPolicy,
+    SendTo,
     WaitFor,
     policy,
 )
-from rkserve.router.queue.queues import Places, QueueRules
+from rkserve.router.queue.queues import ModelQueues, QueueRules
 
 
-class Watched:
+class InstrumentedPolicy:
     """Stands in for a policy."""
 
-    def __init__(self, policy: Policy, seen: RouterMetrics) -> None:
+    def __init__(self, policy: RoutingPolicy, seen: RouterMetrics) -> None:
         self.name = policy.name
         self.uses_prefixes = policy.uses_prefixes
         self._policy = policy
         self._seen = seen
 
-    def watch(self, model: str, boards: Boards) -> None:
+    def watch(self, model: str, boards: ModelBoards) -> None:
         """Count what those boards find, too."""
         boards.listeners.append(partial(self._found, model))
 
-    def satisfied(self, take: Take, /) -> bool:
-        """See ``Policy``."""
+    def satisfied(self, take: SendTo, /) -> bool:
+        """See ``RoutingPolicy``."""
         return self._policy.satisfied(take)
 
-    def first(self, offers: Sequence[tuple[Ask, Take]], /) -> int:
-        """See ``Policy``. What it says is what is done."""
+    def first(self, offers: Sequence[tuple[RoutingRequest, SendTo]], /) -> int:
+        """See ``RoutingPolicy``. What it says is what is done."""
         chosen = self._policy.first(offers)
         ask, take = offers[chosen]
         self._seen.decisions.labels(ask.model, _word(take.reuse)).inc()
         return chosen
 
-    def choose(self, ask: Ask, boards: Boards, now_s: float, /) -> Verdict:
-        """See ``Policy``."""
+    def choose(self, ask: RoutingRequest, boards: ModelBoards, now_s: float, /) -> Decision:
+        """See ``RoutingPolicy``."""
         began_s = time.perf_counter()
         verdict = self._policy.choose(ask, boards, now_s)
         self._seen.decision.observe(time.perf_counter() - began_s)
@@ -75,7 +75,7 @@ def open_fleet(
     config: RouterConfig, links: Mapping[str, BoardLink], groups: Mapping[str, str]
 ) -> Fleet:
     """Return the boards, of which is remembered what the policy wants to know."""
-    remembered = config.prefix_files_per_board if config.policy == Prefix.name else None
+    remembered = config.prefix_files_per_board if config.policy == PrefixPolicy.name else None
     return Fleet(links, groups, remembered)
 
 
@@ -83,15 +83,15 @@ def open_dispatch(
     config: RouterConfig, fleet: Fleet, metrics: RouterMetrics, rng: random.Random
 ) -> Dispatch:
     """Return what sends requests to the boards of a fleet, with its queue in front."""
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     rules = QueueRules(config.queue_limit, config.queue_timeout_s, config.replicas)
     chosen = policy(config.policy, rng, PolicySettings(max_wait_s=config.board_wait_s))
-    watched = Watched(chosen, metrics)
+    watched = InstrumentedPolicy(chosen, metrics)
     for model, boards in fleet.listing.boards.items():
         watched.watch(model, boards)
-    places = Places(fleet, watched, rules, breaker, metrics)
+    places = ModelQueues(fleet, watched, rules, breaker, metrics)
     metrics.registry.register(QueueCollector(places.depths))
-    persistence = Persistence(
+    persistence = FailoverLimits(
         config.accept_timeout_s, config.max_continuations, config.restart_wait_s
     )
     return Dispatch(fleet, places, rng, persistence, breaker=breaker, losses=metrics)

@@ -20,7 +20,7 @@ class Circuit(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class BreakerRules:
     """``failures`` within ``window_s`` open the circuit for ``open_s``.
 
     Each probe that fails doubles that, up to ``longest_s``. A probe that says nothing for
@@ -43,11 +43,11 @@ class _Board:
     probe_s: float | None = None  # when the probe was sent
 
 
-class Breaker:
+class CircuitBreaker:
     """The circuits of all boards that one Router sends requests to."""
 
-    def __init__(self, rules: Rules | None = None) -> None:
-        self._rules = rules or Rules()
+    def __init__(self, rules: BreakerRules | None = None) -> None:
+        self._rules = rules or BreakerRules()
         self._boards: dict[str, _Board] = {}  # only those that failed lately
 
     def circuit(self, key: str, now_s: float) -> Circuit:

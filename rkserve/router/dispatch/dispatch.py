@@ -44,11 +44,11 @@ from rkserve.core.messages import (
     Kv,
     Paused,
 )
-from rkserve.fleet.fleet import Fleet, Holders
-from rkserve.router.dispatch.circuit_breaker import Breaker, Circuit
-from rkserve.router.dispatch.failover import BY_CLUSTER, Course, why
-from rkserve.router.queue.admission import Claim
-from rkserve.router.queue.queues import Tried
+from rkserve.fleet.fleet import Fleet, GenerationBoards
+from rkserve.router.dispatch.circuit_breaker import Circuit, CircuitBreaker
+from rkserve.router.dispatch.failover import BY_CLUSTER, GenerationProgress, why
+from rkserve.router.queue.admission import QueueTerms
+from rkserve.router.queue.queues import TriedBoards
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Persistence:
+class FailoverLimits:
     """How much is done for one request.
 
     A board owes its acceptance within ``accept_timeout_s``. A generation goes on elsewhere at most
@@ -86,7 +86,7 @@ class Persistence:
     longest_pause_s: float = 1.0
 
 
-class Seated(Protocol):
+class BoardReservation(Protocol):
     """A request's place at one board; see ``place.Place``."""
 
     group: str
@@ -104,17 +104,19 @@ class Seated(Protocol):
         """It is over there; ``left``: its client went before the board was done."""
 
 
-class Usher(Protocol):
+class ReservationQueue(Protocol):
     """Who gets which place; see ``places.Places``."""
 
-    async def take(self, request: GenerateRequest, tried: Tried, claim: Claim) -> Seated:
+    async def take(
+        self, request: GenerateRequest, tried: TriedBoards, claim: QueueTerms
+    ) -> BoardReservation:
         """Wait for a place. Raises what nobody takes the request for."""
 
     def waits(self, request_id: str) -> bool:
         """Whether that request has been let in, and waits for its turn."""
 
 
-class Losses(Protocol):
+class FailoverFigures(Protocol):
     """What is counted of boards that are lost."""
 
     def continued(self, word: str) -> None:
@@ -133,22 +135,27 @@ class Losses(Protocol):
 class _Attempt:
     """What became of a request on one board."""
 
-    def __init__(self, place: Seated) -> None:
+    def __init__(self, place: BoardReservation) -> None:
         self.place = place
         self.accepted = self.finished = self.left = False
 
 
-class _Told(Exception):
+class _ControlChange(Exception):
     """A control call has changed a request that no board has."""
 
 
-class _Home:
+class _RequestLocation:
     """The place of one request as long as this is entered: a board, or none.
 
     While no board has it, a control call can change it: it waits by ``or_told``.
     """
 
-    def __init__(self, course: Course, holders: Holders, homes: dict[str, _Home]) -> None:
+    def __init__(
+        self,
+        course: GenerationProgress,
+        holders: GenerationBoards,
+        homes: dict[str, _RequestLocation],
+    ) -> None:
         self.course = course
         self.id = course.asked.request_id
         self.ended = False  # by an abort, wherever it is
@@ -161,7 +168,7 @@ class _Home:
         self.replica: str | None = None
         self._told = asyncio.Event()
 
-    def __enter__(self) -> _Home:
+    def __enter__(self) -> _RequestLocation:
         self._homes[self.id] = self
         return self
 
@@ -170,7 +177,7 @@ class _Home:
         if self._homes.get(self.id) is self:
             del self._homes[self.id]
 
-    def enter(self, place: Seated) -> None:
+    def enter(self, place: BoardReservation) -> None:
         """A board has accepted it."""
         self.replica = place.replica
         self._holders.enter(self.id, place.group, place.replica)
@@ -202,7 +209,7 @@ class _Home:
                 taken = True
                 return task.result()
             self._told.clear()
-            raise _Told
+            raise _ControlChange
         finally:
             told.cancel()
             if not taken:
@@ -218,21 +225,21 @@ class Dispatch:
     def __init__(
         self,
         fleet: Fleet,
-        places: Usher,
+        places: ReservationQueue,
         rng: random.Random,
-        persistence: Persistence | None = None,
+        persistence: FailoverLimits | None = None,
         *,
-        breaker: Breaker | None = None,
-        losses: Losses | None = None,
+        breaker: CircuitBreaker | None = None,
+        losses: FailoverFigures | None = None,
     ) -> None:
         """``breaker`` is told what became of requests; that ``places`` heeds it is not seen to."""
         self.fleet = fleet
         self.places = places
-        self.breaker = Breaker() if breaker is None else breaker
+        self.breaker = CircuitBreaker() if breaker is None else breaker
         self._rng = rng
-        self._persistence = persistence or Persistence()
+        self._persistence = persistence or FailoverLimits()
         self._losses = losses
-        self._homes: dict[str, _Home] = {}
+        self._homes: dict[str, _RequestLocation] = {}
         self._ended: dict[str, GenerationInfo] = {}  # by an abort here, the oldest first
         self._aborts: dict[str | None, float] = {}  # of all of a model, or of everything: when
         self._tasks: set[asyncio.Task[None]] = set()
@@ -290,12 +297,12 @@ class Dispatch:
                 self._abort(home)
         return ended
 
-    def _abort(self, home: _Home) -> None:
+    def _abort(self, home: _RequestLocation) -> None:
         home.ended = True
         if home.replica is None:
             home.tell()
 
-    def _is_aborted(self, request: GenerateRequest, claim: Claim) -> bool:
+    def _is_aborted(self, request: GenerateRequest, claim: QueueTerms) -> bool:
         """Return whether everything was aborted between the call's arrival and this queue."""
         if claim.came_s is None:
             return False
@@ -307,7 +314,7 @@ class Dispatch:
         self.breaker.keep(frozenset(seat.replica for seat in self.fleet.seats()))
 
     async def generate(
-        self, request: GenerateRequest, claim: Claim | None = None
+        self, request: GenerateRequest, claim: QueueTerms | None = None
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of one generation, on as many boards as it takes.
 
@@ -321,11 +328,11 @@ class Dispatch:
             PoisonRequest: two boards have died of it.
             RkserveError: what the board raised, after the events before it; or the last of them.
         """
-        course = Course(request, self._persistence.continuations)
-        tried = Tried()
-        with _Home(course, self.fleet.entries, self._homes) as home:
+        course = GenerationProgress(request, self._persistence.continuations)
+        tried = TriedBoards()
+        with _RequestLocation(course, self.fleet.entries, self._homes) as home:
             home.ended = claim is not None and self._is_aborted(request, claim)
-            while (place := await self._place(home, tried, claim or Claim())) is not None:
+            while (place := await self._place(home, tried, claim or QueueTerms())) is not None:
                 one = _Attempt(place)
                 link = self.fleet.links[place.group]
                 try:
@@ -344,7 +351,7 @@ class Dispatch:
                             if (told := course.heard(event)) is not None:
                                 yield told
                         self._require_end(one)
-                except (_Told, *_ELSEWHERE) as exc:
+                except (_ControlChange, *_ELSEWHERE) as exc:
                     self._left(home, one, exc, tried)
                 except BaseException:
                     # Who has the last event need not wait for the end of the stream behind it.
@@ -359,41 +366,45 @@ class Dispatch:
             for last in self._aborted(home):
                 yield last
 
-    async def _place(self, home: _Home, tried: Tried, claim: Claim) -> Seated | None:
+    async def _place(
+        self, home: _RequestLocation, tried: TriedBoards, claim: QueueTerms
+    ) -> BoardReservation | None:
         """Return a place, however often it is changed meanwhile; None: it has been aborted.
 
         Raises the error for which no board takes it.
         """
         while not home.ended:
-            with suppress(_Told):
+            with suppress(_ControlChange):
                 place = await home.or_told(self._take(home.course, tried, claim), self._give_back)
                 home.course.queued_ms += place.waited_ms
                 return place
         return None
 
-    async def _between(self, home: _Home) -> None:
+    async def _between(self, home: _RequestLocation) -> None:
         """Wait before the next try, unless a control call changes it meanwhile."""
         home.leave()
         if home.ended:
             return
-        with suppress(_Told):
+        with suppress(_ControlChange):
             await home.or_told(self._pause(home.course, home.failures))
 
-    def _aborted(self, home: _Home) -> list[Event]:
+    def _aborted(self, home: _RequestLocation) -> list[Event]:
         """Return the events that end a request that no board has, and remember it."""
         self._ended[home.id] = replace(_waiting(home), state=GenerationState.ENDED)
         while len(self._ended) > ENDED_REMEMBERED:
             del self._ended[next(iter(self._ended))]
         return home.course.aborted((time.monotonic() - home.since_s) * 1e3)
 
-    def _give_back(self, place: Seated) -> None:
+    def _give_back(self, place: BoardReservation) -> None:
         """Leave a place that its request does not want any more."""
         self.breaker.undecided(place.replica)
         place.ended(left=False)
 
     # -- before a board has it ----------------------------------------------------------------
 
-    async def _take(self, course: Course, tried: Tried, claim: Claim) -> Seated:
+    async def _take(
+        self, course: GenerationProgress, tried: TriedBoards, claim: QueueTerms
+    ) -> BoardReservation:
         """Return a place; where nobody is left to go on with an answer, wait for a restart.
 
         Raises the error for which no board takes it.
@@ -449,7 +460,7 @@ class Dispatch:
             raise BoardFailed(one.place.replica, "its answer has no end")
         self.breaker.worked(one.place.replica)
 
-    async def _pause(self, course: Course, failures: int) -> None:
+    async def _pause(self, course: GenerationProgress, failures: int) -> None:
         """Wait before the next try. Somebody who reads an answer waits for nothing at first."""
         if course.tokens and course.times <= 1:
             return
@@ -462,9 +473,15 @@ class Dispatch:
 
     # -- when it is lost ----------------------------------------------------------------------
 
-    def _left(self, home: _Home, one: _Attempt, exc: _Told | RkserveError, tried: Tried) -> None:
+    def _left(
+        self,
+        home: _RequestLocation,
+        one: _Attempt,
+        exc: _ControlChange | RkserveError,
+        tried: TriedBoards,
+    ) -> None:
         """The request has no board after all, or no more. Raises as ``_missed``."""
-        if isinstance(exc, _Told):
+        if isinstance(exc, _ControlChange):
             one.left = True
             return
         home.failures += 1
@@ -474,7 +491,9 @@ class Dispatch:
             if not home.ended:  # by an abort, which is how it ends then
                 raise
 
-    def _missed(self, course: Course, one: _Attempt, exc: RkserveError, tried: Tried) -> None:
+    def _missed(
+        self, course: GenerationProgress, one: _Attempt, exc: RkserveError, tried: TriedBoards
+    ) -> None:
         """A board did not take it, or is lost. Raises what the client gets, if it ends so."""
         if isinstance(exc, QueueTimeout) and not course.begun:
             raise exc  # it has waited for as long as one does that has no word of an answer yet
@@ -510,7 +529,7 @@ class Dispatch:
         if opened and self._losses is not None:
             self._losses.opened()
 
-    def _noted(self, home: _Home, event: Event) -> None:
+    def _noted(self, home: _RequestLocation, event: Event) -> None:
         """An answer stops, or may go on, with this event."""
         now_s, model = time.monotonic(), home.course.asked.model
         served = self.fleet.listing.desired.served
@@ -524,13 +543,13 @@ class Dispatch:
         if home.course.waits:
             self._back(home.course, event)
 
-    def _back(self, course: Course, event: Event) -> None:
+    def _back(self, course: GenerationProgress, event: Event) -> None:
         """An answer that lost its board may go on with this event."""
         took_s = course.back(event, time.monotonic())
         if took_s is not None and self._losses is not None:
             self._losses.back(took_s)
 
-    def _forgive(self, course: Course) -> None:
+    def _forgive(self, course: GenerationProgress) -> None:
         """The boards that died of a request are not to blame."""
         groups = {seat.replica: seat.group for seat in self.fleet.seats()}
         for strike in course.strikes:
@@ -555,7 +574,7 @@ def _grows(event: Event) -> bool:
     return isinstance(event, Delta) and bool(event.token_ids)
 
 
-def _is_waiting(home: _Home) -> bool:
+def _is_waiting(home: _RequestLocation) -> bool:
     """Return whether no board has it, and it is something that can be controlled."""
     return home.replica is None and not isinstance(home.course.asked, EmbedRequest)
 
@@ -570,7 +589,7 @@ def _is_named(request_id: str, asked: str) -> bool:
     return asked in (request_id, request_id.rpartition("/")[0])
 
 
-def _act(home: _Home, action: ControlAction) -> bool:
+def _act(home: _RequestLocation, action: ControlAction) -> bool:
     """Change a request that no board has; False where that cannot be done to it."""
     course = home.course
     if action is ControlAction.ABORT:
@@ -585,7 +604,7 @@ def _act(home: _Home, action: ControlAction) -> bool:
     return True
 
 
-def _waiting(home: _Home) -> GenerationInfo:
+def _waiting(home: _RequestLocation) -> GenerationInfo:
     """Return what no board can tell of a request."""
     course = home.course
     request, rests = course.request, course.rests

@@ -66,14 +66,14 @@ def why(exc: RkserveError) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Strike:
+class LostBoard:
     """A board was lost in the run of this request."""
 
     board: str
     tokens: int  # of the answer then
 
 
-class Course:
+class GenerationProgress:
     """What one Router knows of a generation. It may be continued ``limit`` times."""
 
     def __init__(self, request: GenerateRequest, limit: int) -> None:
@@ -95,7 +95,7 @@ class Course:
         self.queued_ms = 0.0  # that it has waited for boards at this Router
         self.times = 0
         self.cause: RkserveError | None = None  # what it lost a board by, if not by waiting
-        self.strikes: list[Strike] = []
+        self.strikes: list[LostBoard] = []
 
     # -- what boards say ----------------------------------------------------------------------
 
@@ -263,7 +263,7 @@ class Course:
         if isinstance(exc, _OWN_RUN) and self._rest is None:
             if self.strikes and self.strikes[-1].tokens != self.tokens:
                 self.strikes = []  # it got further: what that board died of is not in its way
-            self.strikes.append(Strike(board, self.tokens))
+            self.strikes.append(LostBoard(board, self.tokens))
             if len(self.strikes) >= STRIKES:
                 return exc if isinstance(exc, RunFailed) else PoisonRequest(STRIKES, exc.reason)
         return exc if self.times > self._limit else None

@@ -39,7 +39,7 @@ from rkserve.core.errors import (
     RequestError,
 )
 from rkserve.core.name_rules import check_cache_name
-from rkserve.fleet.board_table import Seat
+from rkserve.fleet.board_table import BoardAddress
 from rkserve.fleet.fleet import Answers, merged
 from rkserve.router.features.generations import MULTI_STATUS, OK, Generations
 from rkserve.router.off_loop import off_loop
@@ -171,7 +171,7 @@ class Caches:
 
     # -- which boards -------------------------------------------------------------------------
 
-    async def _seats(self, where: KvScope) -> list[Seat]:
+    async def _seats(self, where: KvScope) -> list[BoardAddress]:
         """Return the boards that are meant. Raises ``ModelNotFound``, ``BoardNotFound``."""
         base = None if where.model is None else (await self._service.meant(where.model)).model
         seats = self._service.fleet.seats(base)
@@ -183,7 +183,7 @@ class Caches:
                 raise BoardNotFound(board[:80], "boards")
         return [by_name[board] for board in where.boards]
 
-    def _some(self, seats: list[Seat], model: str | None) -> list[Seat]:
+    def _some(self, seats: list[BoardAddress], model: str | None) -> list[BoardAddress]:
         """Return the boards, of which there must be one. Raises ``NoBoard``."""
         if seats:
             return seats
@@ -192,7 +192,7 @@ class Caches:
         raise NoBoard(wanted, fleet.why_not_ready(wanted))
 
     async def _ask(
-        self, seats: list[Seat], method: str, *args: Any, timeout_s: float | None = None
+        self, seats: list[BoardAddress], method: str, *args: Any, timeout_s: float | None = None
     ) -> Answers[Any]:
         limit_s = self._service.config.control_timeout_s if timeout_s is None else timeout_s
         return await self._service.fleet.ask(seats, method, *args, timeout_s=limit_s)

@@ -56,7 +56,7 @@ from rkserve.core.run_params import Pooling
 from rkserve.models.folder import EmbeddingSettings
 from rkserve.router.auth import Caller, claim_of
 from rkserve.router.off_loop import off_loop
-from rkserve.router.queue.admission import Claim
+from rkserve.router.queue.admission import QueueTerms
 from rkserve.router.service import Service
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ AT_WORK = (BoardState.READY, BoardState.ASLEEP, BoardState.LOADING, BoardState.R
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class CallContext:
     """Whose call it is, and what its headers ask for."""
 
     caller: Caller
@@ -80,7 +80,7 @@ class Visit:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class EmbeddingModel:
     """A model that embeds, as one call means it."""
 
     meant: ResolvedModel
@@ -98,7 +98,7 @@ class Collected:
     versions: list[str] = field(default_factory=list)
     tokens: int = 0
 
-    def take(self, chunk: EmbeddingChunk, made: Made) -> None:
+    def take(self, chunk: EmbeddingChunk, made: EmbeddingVectors) -> None:
         """Add what one board has made."""
         for at, vector in zip(chunk.at, made.vectors, strict=True):
             self.vectors[at] = vector
@@ -114,7 +114,7 @@ class Collected:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class EmbeddingVectors:
     """One request, made."""
 
     accepted: Accepted
@@ -129,7 +129,7 @@ class Embeddings:
         self._service = service
 
     async def create(
-        self, body: bytes, visit: Visit, form: EmbeddingDialect = OPENAI
+        self, body: bytes, visit: CallContext, form: EmbeddingDialect = OPENAI
     ) -> tuple[bytes, dict[str, str]]:
         """Answer a call for vectors: the body and the headers. Raises ``RkserveError``."""
         started_s = time.monotonic()
@@ -154,7 +154,7 @@ class Embeddings:
 
             return await beside(sum(map(len, made.vectors)), answer), made.headers
 
-    async def pool(self, body: bytes, visit: Visit) -> tuple[bytes, dict[str, str]]:
+    async def pool(self, body: bytes, visit: CallContext) -> tuple[bytes, dict[str, str]]:
         """Answer a call for the hidden states of all tokens. Raises ``RkserveError``."""
         with self.entered(visit):
             call = await beside(len(body), lambda: parse_pooling(body))
@@ -169,7 +169,7 @@ class Embeddings:
             tokens = sum(len(text.ids) for text in texts)
             if tokens > context_len:  # what the answer may take in memory, too
                 raise InputTooLong(tokens, context_len, "input")
-            model = Model(meant, EmbeddingSettings(), served.renderer, context_len)
+            model = EmbeddingModel(meant, EmbeddingSettings(), served.renderer, context_len)
             made = await self.vectors(call.wanted, model, texts, visit, Pooling.ALL)
             rows = [len(text.ids) for text in texts]
             for data, count in zip(made.vectors, rows, strict=True):
@@ -185,7 +185,7 @@ class Embeddings:
             return await beside(sum(map(len, made.vectors)), answer), made.headers
 
     @contextmanager
-    def entered(self, visit: Visit) -> Iterator[None]:
+    def entered(self, visit: CallContext) -> Iterator[None]:
         """Count a call from its beginning to its end. Raises ``RateLimited``."""
         metrics = self._service.metrics
         try:
@@ -213,7 +213,7 @@ class Embeddings:
         """The Router whose boards it asks."""
         return self._service
 
-    async def model(self, wanted: VectorOptions, visit: Visit) -> Model:
+    async def model(self, wanted: VectorOptions, visit: CallContext) -> EmbeddingModel:
         """Return what a call's model means.
 
         Raises:
@@ -229,14 +229,16 @@ class Embeddings:
                 "has no 'embedding' section.",
                 "model",
             )
-        return Model(meant, settings, served.renderer, served.folder.settings.context_length)
+        return EmbeddingModel(
+            meant, settings, served.renderer, served.folder.settings.context_length
+        )
 
     async def vectors(
         self,
         wanted: VectorOptions,
-        model: Model,
+        model: EmbeddingModel,
         texts: Sequence[Prompt],
-        visit: Visit,
+        visit: CallContext,
         pooling: Pooling | None = None,
     ) -> Collected:
         """Have boards make vectors of all texts.
@@ -274,7 +276,7 @@ class _Sending:
     """The requests of one call, some of which are on their way."""
 
     def __init__(
-        self, service: Service, chunks: Sequence[EmbeddingChunk], claim: Claim, made: Collected
+        self, service: Service, chunks: Sequence[EmbeddingChunk], claim: QueueTerms, made: Collected
     ) -> None:
         self._service, self._claim, self._made = service, claim, made
         self._left = deque(chunks)
@@ -291,10 +293,10 @@ class _Sending:
             self._made.take(chunk, await self._awake(chunk.request))
             self._begun = True
 
-    async def _awake(self, request: EmbedRequest) -> Made:
+    async def _awake(self, request: EmbedRequest) -> EmbeddingVectors:
         return await awake(self._service, request, self._sent, begun=lambda: self._begun)
 
-    async def _sent(self, request: EmbedRequest) -> Made:
+    async def _sent(self, request: EmbedRequest) -> EmbeddingVectors:
         accepted: Accepted | None = None
         vectors: tuple[bytes, ...] = ()
         async with aclosing(self._service.events(request, self._claim)) as events:
@@ -306,7 +308,7 @@ class _Sending:
                 elif isinstance(event, Finished) and accepted is not None:
                     if len(vectors) != len(request.inputs) + len(request.texts):
                         raise RunFailed(accepted.board_id, f"it made {len(vectors)} vectors")
-                    return Made(accepted, vectors, event)
+                    return EmbeddingVectors(accepted, vectors, event)
         raise NoBoard(request.model, "an answer ended before its end")
 
 

@@ -36,7 +36,7 @@ from rkserve.core.errors import (
     StateConflict,
 )
 from rkserve.core.messages import ControlAction, Edit
-from rkserve.fleet.board_table import Seat
+from rkserve.fleet.board_table import BoardAddress
 from rkserve.fleet.fleet import Answers, Fleet, merged
 from rkserve.router.off_loop import off_loop
 from rkserve.router.service import Service
@@ -53,7 +53,7 @@ _NO_BOARD_YET = "It waits for a board; abort it, or try again once it has one."
 _ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
 
 
-class Peers(Protocol):
+class GenerationPeers(Protocol):
     """The Routers of one application."""
 
     async def homeless(self) -> list[GenerationInfo]:
@@ -81,7 +81,7 @@ class _Found:
     remember that it has ended.
     """
 
-    seats: list[Seat]
+    seats: list[BoardAddress]
     sure: bool
     failed: dict[str, RkserveError]
 
@@ -111,7 +111,7 @@ class _Others:
 class Generations:
     """The generations of all boards, also those that other Routers started."""
 
-    def __init__(self, service: Service, peers: Peers | None = None) -> None:
+    def __init__(self, service: Service, peers: GenerationPeers | None = None) -> None:
         """``peers`` are all Routers, where there are several."""
         self._service = service
         self._peers = peers
@@ -237,7 +237,7 @@ class Generations:
 
     async def _survey(
         self, generation: str, choice: int | None
-    ) -> tuple[list[Seat], Answers[list[GenerationInfo]]]:
+    ) -> tuple[list[BoardAddress], Answers[list[GenerationInfo]]]:
         """Ask all boards what they hold; once more if this Router has not heard of all of them.
 
         A Router that has just started hears of boards a moment after those that serve already.
@@ -249,7 +249,7 @@ class Generations:
         seats = self._fleet.seats()
         return seats, await self._held(seats)
 
-    async def _held(self, seats: list[Seat]) -> Answers[list[GenerationInfo]]:
+    async def _held(self, seats: list[BoardAddress]) -> Answers[list[GenerationInfo]]:
         return await self._fleet.ask(seats, "generations", timeout_s=self._config.report_timeout_s)
 
     async def _edit(self, found: _Found, call: EditCall) -> Edit:

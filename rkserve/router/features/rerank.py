@@ -33,27 +33,27 @@ from rkserve.core.messages import FIRST_LABEL, Accepted, Delta, Finished, Genera
 from rkserve.router.auth import claim_of
 from rkserve.router.features.embeddings import (
     AT_WORK,
+    CallContext,
+    EmbeddingModel,
     Embeddings,
-    Model,
-    Visit,
     awake,
     beside,
     side_by_side,
 )
-from rkserve.router.queue.admission import Claim
+from rkserve.router.queue.admission import QueueTerms
 from rkserve.router.service import Service
 
 Pairs = Sequence[tuple[RankedText, RankedText]]
 _PREFIX = "rerank-"
 
 
-class Judging:
+class RerankerModel:
     """Use it from the Router's event loop."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def judge(self, wanted: VectorOptions, visit: Visit) -> RerankModel | None:
+    async def judge(self, wanted: VectorOptions, visit: CallContext) -> RerankModel | None:
         """Return how the call's model judges; None where it compares vectors.
 
         Raises:
@@ -68,7 +68,7 @@ class Judging:
         return judge_of(meant, settings.rerank, served.renderer, settings.context_length)
 
     async def scores(
-        self, judge: RerankModel, wanted: VectorOptions, pairs: Pairs, size: int, visit: Visit
+        self, judge: RerankModel, wanted: VectorOptions, pairs: Pairs, size: int, visit: CallContext
     ) -> tuple[list[float], int, dict[str, str]]:
         """Return how well each pair fits, how many tokens that took, and headers.
 
@@ -79,7 +79,7 @@ class Judging:
         call_id = f"{_PREFIX}{uuid.uuid4().hex}"
         session = read_session(visit.session, wanted.session, call_id)
         requests = await beside(size, partial(requests_of, judge, pairs, call_id, session))
-        asking = _Asking(service, judge, requests, claim)
+        asking = _RerankRun(service, judge, requests, claim)
         boards = sum(report.state in AT_WORK for report in service.fleet.reports(name))
         limit_s = None if claim.deadline_s is None else claim.deadline_s - time.monotonic()
         most = min(max(1, boards), len(requests))
@@ -91,7 +91,7 @@ class Judging:
         return asking.scores, asking.tokens, asking.headers
 
 
-class _Asking:
+class _RerankRun:
     """The requests of one call, some of which are on their way."""
 
     def __init__(
@@ -99,7 +99,7 @@ class _Asking:
         service: Service,
         judge: RerankModel,
         requests: Sequence[GenerateRequest],
-        claim: Claim,
+        claim: QueueTerms,
     ) -> None:
         self._service, self._judge, self._claim = service, judge, claim
         self._left = deque(enumerate(requests))
@@ -150,21 +150,21 @@ Key = tuple[str, bool]  # a text, and whether it is a query
 Answer = tuple[JsonObject, dict[str, str]]  # and its headers
 
 
-class Ranking:
+class Reranking:
     """Use it from the Router's event loop."""
 
     def __init__(self, embeddings: Embeddings) -> None:
         self._embeddings = embeddings
-        self._judging = Judging(embeddings.service)
+        self._judging = RerankerModel(embeddings.service)
 
-    async def rerank(self, body: bytes, visit: Visit) -> Answer:
+    async def rerank(self, body: bytes, visit: CallContext) -> Answer:
         """Answer POST /v1/rerank. Raises ``RkserveError``."""
         with self._embeddings.entered(visit):
             call = await beside(len(body), partial(parse_rerank, body))
             scores, tokens, headers = await self._scores(call.wanted, call.pairs, body, visit)
             return rank_answer(call, f"rerank-{uuid.uuid4().hex}", scores, tokens), headers
 
-    async def score(self, body: bytes, visit: Visit) -> Answer:
+    async def score(self, body: bytes, visit: CallContext) -> Answer:
         """Answer POST /score. Raises ``RkserveError``."""
         with self._embeddings.entered(visit):
             call = await beside(len(body), partial(parse_score, body))
@@ -173,7 +173,7 @@ class Ranking:
             return score_answer(call, call_id, created, scores, tokens), headers
 
     async def _scores(
-        self, wanted: VectorOptions, pairs: Pairs, body: bytes, visit: Visit
+        self, wanted: VectorOptions, pairs: Pairs, body: bytes, visit: CallContext
     ) -> tuple[list[float], int, dict[str, str]]:
         """Return how near the texts of each pair are, and how many tokens that took."""
         judge = await self._judging.judge(wanted, visit)
@@ -202,7 +202,7 @@ class Ranking:
         return await beside(sum(map(len, made.vectors)), scores), made.tokens, made.headers
 
 
-def _prompts(texts: Sequence[RankedText], model: Model) -> list[Prompt]:
+def _prompts(texts: Sequence[RankedText], model: EmbeddingModel) -> list[Prompt]:
     """Return the texts as a board gets them."""
     settings = model.settings
     whole = [

@@ -106,7 +106,7 @@ def _can_call(renderer: Renderer) -> bool:
 T = TypeVar("T")
 
 
-class Tokenizing:
+class Tokenization:
     """Use it from the Router's event loop."""
 
     def __init__(self, service: Service) -> None:

@@ -34,7 +34,7 @@ _NAT64_LOCAL = ipaddress.ip_network("64:ff9b:1::/48")
 _LAST_32 = 0xFFFF_FFFF
 
 
-class Unreachable(Exception):
+class ImageUnavailable(Exception):
     """Why an image was not fetched, for whoever asked."""
 
 
@@ -84,24 +84,24 @@ class CheckedNetwork(httpcore.AsyncNetworkBackend):
     ) -> httpcore.AsyncNetworkStream:
         """Connect to the first address of ``host``, if none of them is forbidden.
 
-        Raises ``Unreachable``.
+        Raises ``ImageUnavailable``.
         """
         try:
             found = [ipaddress.ip_address(one) for one in await self._resolve(host, port)]
         except (OSError, UnicodeError, ValueError) as exc:
-            raise Unreachable("its host is not known") from exc
+            raise ImageUnavailable("its host is not known") from exc
         if not found:
-            raise Unreachable("its host is not known")
+            raise ImageUnavailable("its host is not known")
         if not all(map(self._allowed, found)):
             # Also where only one of several is: a name that has both kinds is no honest one.
-            raise Unreachable("its host is in a network that images are not fetched from")
+            raise ImageUnavailable("its host is in a network that images are not fetched from")
         return await self._inner.connect_tcp(
             str(found[0]), port, timeout, local_address, socket_options
         )
 
     async def connect_unix_socket(self, *_: Any, **__: Any) -> httpcore.AsyncNetworkStream:
         """There is none."""
-        raise Unreachable("it leads to a socket of this machine")
+        raise ImageUnavailable("it leads to a socket of this machine")
 
     async def sleep(self, seconds: float) -> None:
         """Wait."""
@@ -129,7 +129,7 @@ class ImageFetcher:
         except (asyncio.TimeoutError, TimeoutError) as exc:
             why: str = f"it took more than {limit_s:g} s"
             raise _refused(image, why) from exc
-        except Unreachable as exc:
+        except ImageUnavailable as exc:
             raise _refused(image, str(exc)) from exc
         except (OSError, httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException):
             # Their words tell of networks that the client does not see.
@@ -143,23 +143,23 @@ class ImageFetcher:
                 if isinstance(answer, bytes):
                     return answer
                 url = urljoin(url, answer)
-        raise Unreachable(f"it is redirected more than {MAX_REDIRECTS} times")
+        raise ImageUnavailable(f"it is redirected more than {MAX_REDIRECTS} times")
 
     def _check(self, url: str) -> None:
         try:
             parts = urlsplit(url)
             scheme, host, port = parts.scheme.lower(), parts.hostname, parts.port
         except ValueError as exc:
-            raise Unreachable("it is no URL") from exc
+            raise ImageUnavailable("it is no URL") from exc
         plain = url.isascii() and url.isprintable() and " " not in url
         if scheme not in PORTS or not host or not plain:
-            raise Unreachable("it is no http(s) URL in ASCII")
+            raise ImageUnavailable("it is no http(s) URL in ASCII")
         if parts.username is not None or parts.password is not None:
-            raise Unreachable("it has a name or a password in it")
+            raise ImageUnavailable("it has a name or a password in it")
         if not self._ports(scheme, PORTS[scheme] if port is None else port):
-            raise Unreachable("it names a port that images are not fetched from")
+            raise ImageUnavailable("it names a port that images are not fetched from")
         if self._config.fetch_hosts and host not in self._config.fetch_hosts:
-            raise Unreachable("its host is none that images are fetched from")
+            raise ImageUnavailable("its host is none that images are fetched from")
 
     async def _get(self, url: str) -> bytes | str:
         """Return the body, or where it is to be found instead."""
@@ -179,9 +179,9 @@ class ImageFetcher:
             if response.status in MOVED and b"location" in said:
                 return said[b"location"].decode("latin-1")
             if response.status != OK:
-                raise Unreachable(f"its server answers {response.status}")
+                raise ImageUnavailable(f"its server answers {response.status}")
             if said.get(b"content-encoding", b"identity").lower() != b"identity":
-                raise Unreachable("its server packs it, which was not asked for")
+                raise ImageUnavailable("its server packs it, which was not asked for")
             return await self._body(response)
 
     async def _body(self, response: httpcore.Response) -> bytes:
@@ -189,7 +189,7 @@ class ImageFetcher:
         async for block in response.aiter_stream():
             found += block
             if len(found) > most:
-                raise Unreachable(f"it has more than {most} bytes")
+                raise ImageUnavailable(f"it has more than {most} bytes")
         return bytes(found)
 
 

@@ -148,7 +148,7 @@ MAX_PIXEL_BYTES = 32 * 1024 * 1024
 Fetch = Callable[[ImagePart], Awaitable[bytes]]
 
 
-class Sight:
+class ImageInputs:
     """Use it from the Router's event loop."""
 
     def __init__(self, config: ImagesConfig, fetch: Fetch | None = None) -> None:

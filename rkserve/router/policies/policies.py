@@ -12,30 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from rkserve.fleet.load import Boards, Candidate, Held
+from rkserve.fleet.load import Candidate, ModelBoards, PauseEffect
 from rkserve.fleet.prefix_index import NOTHING, Reuse
-from rkserve.fleet.requests import Ask
-
-__all__ = [
-    "POLICIES",
-    "Ask",
-    "Boards",
-    "Candidate",
-    "LeastLoad",
-    "Policy",
-    "PolicySettings",
-    "Prefix",
-    "RoundRobin",
-    "Session",
-    "Take",
-    "Verdict",
-    "WaitFor",
-    "policy",
-]
+from rkserve.fleet.requests import RoutingRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
+class SendTo:
     """That board takes the request now. ``reuse`` is what it should spare of the prompt, which is
     work of ``spared_ms``.
     """
@@ -48,11 +31,11 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class WaitFor:
-    """Waiting for that board costs less than going elsewhere, up to ``until_ms`` from now.
+    """The decision to wait for a busy board, which is cheaper than any free one until ``until_ms``.
 
-    Whoever waits tells the others: ``boards.book(ask.request_id, verdict.board, verdict.work_ms)``.
-    Then it asks again when ``Ask.waits`` says so; what it had booked is replaced, or undone by
-    ``unbook`` and by its ``Stay``.
+    The caller books the board's time, ``boards.book(ask.request_id, board, work_ms)``, so that
+    other requests take it into account, and decides again once ``RoutingRequest.waits`` is false.
+    The next booking of the request replaces this one; ``unbook`` or its start on a board ends it.
     """
 
     board: Candidate
@@ -61,7 +44,7 @@ class WaitFor:
     reuse: Reuse = NOTHING
 
 
-Verdict = Take | WaitFor | None
+Decision = SendTo | WaitFor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,38 +60,38 @@ class PolicySettings:
     park_ms: float = 0.15
 
 
-class Policy(Protocol):
+class RoutingPolicy(Protocol):
     """How a Router chooses."""
 
     name: str
     uses_prefixes: bool
 
-    def satisfied(self, take: Take, /) -> bool:
+    def satisfied(self, take: SendTo, /) -> bool:
         """Whether nobody who waits behind the request could make better use of that board."""
 
-    def first(self, offers: Sequence[tuple[Ask, Take]], /) -> int:
+    def first(self, offers: Sequence[tuple[RoutingRequest, SendTo]], /) -> int:
         """Return which of requests goes first, of those who could take a board each now.
 
         They are in the order of the queue. Who is overtaken remembers it.
         """
 
-    def choose(self, ask: Ask, boards: Boards, now_s: float, /) -> Verdict:
+    def choose(self, ask: RoutingRequest, boards: ModelBoards, now_s: float, /) -> Decision:
         """Return who takes the request now, or whom it waits for; None: nobody has a place."""
 
 
 class _InOrder:
     """Who has waited the longest goes first, whatever the others would gain."""
 
-    def satisfied(self, _take: Take, /) -> bool:
-        """See ``Policy``."""
+    def satisfied(self, _take: SendTo, /) -> bool:
+        """See ``RoutingPolicy``."""
         return True
 
-    def first(self, _offers: Sequence[tuple[Ask, Take]], /) -> int:
-        """See ``Policy``."""
+    def first(self, _offers: Sequence[tuple[RoutingRequest, SendTo]], /) -> int:
+        """See ``RoutingPolicy``."""
         return 0
 
 
-class LeastLoad(_InOrder):
+class LeastLoadPolicy(_InOrder):
     """The board with the least work in front takes the request; among equals chance decides."""
 
     name = "least_load"
@@ -117,30 +100,30 @@ class LeastLoad(_InOrder):
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def choose(self, ask: Ask, boards: Boards, _now_s: float, /) -> Verdict:
-        """See ``Policy``."""
+    def choose(self, ask: RoutingRequest, boards: ModelBoards, _now_s: float, /) -> Decision:
+        """See ``RoutingPolicy``."""
         free = boards.free(ask.tried, ask.most)
         if not free:
             return None
         least = min(board.load for board in free)
-        return Take(self._rng.choice([board for board in free if board.load == least]))
+        return SendTo(self._rng.choice([board for board in free if board.load == least]))
 
 
-class RoundRobin(_InOrder):
+class RoundRobinPolicy(_InOrder):
     """The board whose turn is the longest past takes the request."""
 
     name = "round_robin"
     uses_prefixes = False
 
-    def choose(self, ask: Ask, boards: Boards, _now_s: float, /) -> Verdict:
-        """See ``Policy``. With more boards than are looked at, the oldest turn of those."""
+    def choose(self, ask: RoutingRequest, boards: ModelBoards, _now_s: float, /) -> Decision:
+        """See ``RoutingPolicy``. With more boards than are looked at, the oldest turn of those."""
         free = boards.free(ask.tried, ask.most)
         if not free:
             return None
-        return Take(min(free, key=lambda board: (board.used_s, board.slot)))
+        return SendTo(min(free, key=lambda board: (board.used_s, board.slot)))
 
 
-class Session(_InOrder):
+class SessionPolicy(_InOrder):
     """A session's requests go to one board, which changes only when boards come or go.
 
     They wait for it as long as ``max_wait_s``. Requests without a session go to the least load.
@@ -150,23 +133,23 @@ class Session(_InOrder):
     uses_prefixes = False
 
     def __init__(self, rng: random.Random, settings: PolicySettings | None = None) -> None:
-        self._others = LeastLoad(rng)
+        self._others = LeastLoadPolicy(rng)
         self._wait_ms = (settings or PolicySettings()).max_wait_s * 1e3
 
-    def choose(self, ask: Ask, boards: Boards, now_s: float, /) -> Verdict:
-        """See ``Policy``."""
+    def choose(self, ask: RoutingRequest, boards: ModelBoards, now_s: float, /) -> Decision:
+        """See ``RoutingPolicy``."""
         mine = self._mine(ask, boards) if ask.session else None
         if mine is None:
             return self._others.choose(ask, boards, now_s)
         if mine.has_place:
-            return Take(mine)
+            return SendTo(mine)
         wait_ms = mine.wait_ms(now_s)
         left_ms = self._wait_ms - ask.waited_ms(now_s)
         if wait_ms <= left_ms:
             return WaitFor(mine, left_ms, boards.typical_ms(mine))
         return self._others.choose(ask, boards, now_s)
 
-    def _mine(self, ask: Ask, boards: Boards) -> Candidate | None:
+    def _mine(self, ask: RoutingRequest, boards: ModelBoards) -> Candidate | None:
         """Return the first board of the session that could take it, were it free."""
         tier = boards.tier(ask.tried)
         for name in boards.ring.of(ask.session):
@@ -199,7 +182,7 @@ HINT_MS = 50.0  # what a session's last board is thought to spare where nobody k
 DECODED = 64.0  # tokens of an answer whose speed counts
 
 
-class Prefix:
+class PrefixPolicy:
     """The board that gives the first token soonest: what it holds, against its queue and speed.
 
     A session's last board is a hint where nothing is known of what boards hold: it wins where the
@@ -214,8 +197,8 @@ class Prefix:
     def __init__(self, settings: PolicySettings | None = None) -> None:
         self._settings = settings or PolicySettings()
 
-    def choose(self, ask: Ask, boards: Boards, now_s: float, /) -> Verdict:
-        """See ``Policy``."""
+    def choose(self, ask: RoutingRequest, boards: ModelBoards, now_s: float, /) -> Decision:
+        """See ``RoutingPolicy``."""
         free = boards.free(ask.tried, ask.most)
         if not free:
             return None
@@ -239,12 +222,15 @@ class Prefix:
         waits = [self._weigh(ask, boards, one, known, now_s) for one in busy]
         return self._patient(ask, best, waits, now_s)
 
-    def satisfied(self, take: Take, /) -> bool:
-        """See ``Policy``."""
+    def satisfied(self, take: SendTo, /) -> bool:
+        """See ``RoutingPolicy``."""
         return take.reuse.tokens > 0
 
-    def first(self, offers: Sequence[tuple[Ask, Take]], /) -> int:
-        """See ``Policy``. Whose context is where it would go; nobody is overtaken for ever."""
+    def first(self, offers: Sequence[tuple[RoutingRequest, SendTo]], /) -> int:
+        """Prefer the request whose board spares the most work; see ``RoutingPolicy``.
+
+        A request is overtaken at most ``OVERTAKEN`` times.
+        """
         chosen = 0
         for number, (ask, take) in enumerate(offers):
             if take.spared_ms > offers[chosen][1].spared_ms + self.GAIN_MS:
@@ -266,8 +252,10 @@ class Prefix:
         allowed = [one for one in weighed if not one.reuse.tokens or one.ttft_ms <= other_ms(one)]
         return min(allowed or weighed, key=lambda one: one.score)
 
-    def _patient(self, ask: Ask, best: _Estimate, waits: list[_Estimate], now_s: float) -> Verdict:
-        take = Take(best.board, best.reuse, best.ttft_ms, best.cold_ms - best.ttft_ms)
+    def _patient(
+        self, ask: RoutingRequest, best: _Estimate, waits: list[_Estimate], now_s: float
+    ) -> Decision:
+        take = SendTo(best.board, best.reuse, best.ttft_ms, best.cold_ms - best.ttft_ms)
         if not waits:
             return take
         chosen = min(waits, key=lambda one: one.ttft_ms)
@@ -278,12 +266,17 @@ class Prefix:
             return take
         return WaitFor(chosen.board, until_ms, self._kept_ms(ask, chosen), chosen.reuse)
 
-    def _kept_ms(self, ask: Ask, one: _Estimate) -> float:
+    def _kept_ms(self, ask: RoutingRequest, one: _Estimate) -> float:
         """How long the request will keep that board."""
         return one.ttft_ms - one.wait_ms + min(DECODED, ask.max_tokens) * one.board.speed.decode_ms
 
     def _weigh(
-        self, ask: Ask, boards: Boards, board: Candidate, known: dict[int, Reuse], now_s: float
+        self,
+        ask: RoutingRequest,
+        boards: ModelBoards,
+        board: Candidate,
+        known: dict[int, Reuse],
+        now_s: float,
     ) -> _Estimate:
         index, speed = boards.index, board.speed
         reuse = known.get(board.slot, NOTHING)
@@ -307,7 +300,7 @@ class Prefix:
         return _Estimate(board, reuse, wait_ms, ttft_ms, cold_ms, ttft_ms + decode_ms + lost_ms)
 
 
-def _may(board: Candidate, ask: Ask, held: Held) -> bool:
+def _may(board: Candidate, ask: RoutingRequest, held: PauseEffect) -> bool:
     """Whether the request may go there, were there a place."""
     return board.ready and board.held == held and board.key not in ask.tried
 
@@ -319,12 +312,12 @@ def _hinted(one: _Estimate) -> _Estimate:
 POLICIES = ("least_load", "prefix", "round_robin", "session")
 
 
-def policy(name: str, rng: random.Random, settings: PolicySettings | None = None) -> Policy:
+def policy(name: str, rng: random.Random, settings: PolicySettings | None = None) -> RoutingPolicy:
     """Return the policy of that name; it must be one of ``POLICIES``."""
-    made: dict[str, Callable[[], Policy]] = {
-        "least_load": lambda: LeastLoad(rng),
-        "prefix": lambda: Prefix(settings),
-        "round_robin": RoundRobin,
-        "session": lambda: Session(rng, settings),
+    made: dict[str, Callable[[], RoutingPolicy]] = {
+        "least_load": lambda: LeastLoadPolicy(rng),
+        "prefix": lambda: PrefixPolicy(settings),
+        "round_robin": RoundRobinPolicy,
+        "session": lambda: SessionPolicy(rng, settings),
     }
     return made[name]()

@@ -25,7 +25,7 @@ MOST_RATIO = 8.0  # one run that was disturbed says nothing of the next one
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestSize:
     """What can be known of a request before it runs. ``prompt_tokens`` is at least 1."""
 
     prompt_tokens: int
@@ -33,7 +33,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Took:
+class AnswerTiming:
     """What one answer took. ``held_ms`` is how long it kept its place, without its pauses."""
 
     prefill_tokens: int
@@ -45,7 +45,7 @@ class Took:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ServiceTime:
     """How long a request will keep its place: on average, and with few exceptions."""
 
     likely_ms: float
@@ -65,7 +65,7 @@ class _Mean:
 
 
 @dataclass(slots=True)
-class Expectation:
+class ServiceTimeModel:
     """What answers of one model take, on whichever board.
 
     Lengths are remembered by the limit that the client set, as powers of two: who asks for 4,000
@@ -80,15 +80,15 @@ class Expectation:
     _ratio: _Mean = field(default_factory=_Mean)
     _spread: _Mean = field(default_factory=_Mean)
 
-    def of(self, asked: Asked) -> Expected | None:
+    def of(self, asked: RequestSize) -> ServiceTime | None:
         """Return what is expected; None before enough answers have ended."""
         plain_ms = self._plain_ms(asked)
         if plain_ms is None or self._ratio.count < FEW:
             return None
         ratio = self._ratio.value
-        return Expected(plain_ms * ratio, plain_ms * (ratio + SAFE * self._spread.value))
+        return ServiceTime(plain_ms * ratio, plain_ms * (ratio + SAFE * self._spread.value))
 
-    def heard(self, asked: Asked, took: Took) -> None:
+    def heard(self, asked: RequestSize, took: AnswerTiming) -> None:
         """Learn from an answer that ended in order."""
         plain_ms = self._plain_ms(asked)
         if plain_ms:
@@ -110,7 +110,7 @@ class Expectation:
             return None
         return self._decode_ms.value * sum(lengths) / len(lengths)
 
-    def _plain_ms(self, asked: Asked) -> float | None:
+    def _plain_ms(self, asked: RequestSize) -> float | None:
         if not self._decode_ms.count and not self._prefill_ms.count:
             return None
         mean = self._lengths.get(asked.max_tokens.bit_length())
@@ -135,7 +135,7 @@ def _unmetered(request_id: str, seconds: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class QueueTerms:
     """What a request may ask of the queue.
 
     ``flow`` is whose it is: those without a key share one, and each gets service by its ``weight``.
@@ -154,7 +154,7 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Supply:
+class Capacity:
     """What serves the queue: ``places`` at boards, of which ``free`` are; ``limit`` may wait, and
     ``elsewhere`` so many wait at the boards themselves already, each for about ``typical_ms``.
     """
@@ -167,13 +167,13 @@ class Supply:
 
 
 @dataclass(eq=False, slots=True)
-class Ticket(Waiting, Generic[T]):
+class QueueEntry(Waiting, Generic[T]):
     """One request in the queue, or served from it; ``start_by_s`` is when it must have a board to
     be ready in time, which takes it ``safe_ms`` with few exceptions.
     """
 
     what: T
-    claim: Claim
+    claim: QueueTerms
     safe_ms: float
     since_s: float
     start_by_s: float
@@ -182,14 +182,14 @@ class Ticket(Waiting, Generic[T]):
     charged_ms: float = 0.0  # to its owner, since it has its board
 
 
-class Admission(Generic[T]):
+class AdmissionQueue(Generic[T]):
     """The queue of one model at one Router. ``timeout_s`` is the longest wait."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._queue: FairQueue[Ticket[T]] = FairQueue()
+        self._queue: FairQueue[QueueEntry[T]] = FairQueue()
         self._numbers = itertools.count()
-        self._ends: list[tuple[float, int, Ticket[T]]] = []  # when each has waited too long
+        self._ends: list[tuple[float, int, QueueEntry[T]]] = []  # when each has waited too long
         # Of those that are served: how many, and the sum of the times at which they should end.
         self._served = 0
         self._served_until_s = 0.0
@@ -202,8 +202,13 @@ class Admission(Generic[T]):
         return self._queue.by_priority()
 
     def offer(
-        self, what: T, claim: Claim, expected: Expected | None, supply: Supply, now_s: float
-    ) -> tuple[Ticket[T], Ticket[T] | None]:
+        self,
+        what: T,
+        claim: QueueTerms,
+        expected: ServiceTime | None,
+        supply: Capacity,
+        now_s: float,
+    ) -> tuple[QueueEntry[T], QueueEntry[T] | None]:
         """Let a request wait; return its ticket, and the one of who has to leave for it.
 
         Raises:
@@ -226,12 +231,12 @@ class Admission(Generic[T]):
     def readmit(
         self,
         what: T,
-        claim: Claim,
-        expected: Expected | None,
+        claim: QueueTerms,
+        expected: ServiceTime | None,
         since_s: float,
         *,
         ahead: bool = False,
-    ) -> Ticket[T]:
+    ) -> QueueEntry[T]:
         """Let one wait that was let in before, at ``since_s``: it is never turned away.
 
         What is ``ahead`` goes before all that is not, and has no deadline: its answer has begun or
@@ -243,17 +248,17 @@ class Admission(Generic[T]):
         self._enter(ticket)
         return ticket
 
-    def withdraw(self, ticket: Ticket[T]) -> None:
+    def withdraw(self, ticket: QueueEntry[T]) -> None:
         """It waits no longer; once more does no harm."""
         if ticket.queued:
             ticket.queued = False
             self._queue.remove(ticket)
 
-    def order(self) -> Iterator[Ticket[T]]:
+    def order(self) -> Iterator[QueueEntry[T]]:
         """Yield those that wait as they are served; the queue must not change meanwhile."""
         return self._queue.order()
 
-    def start(self, ticket: Ticket[T], now_s: float) -> None:
+    def start(self, ticket: QueueEntry[T], now_s: float) -> None:
         """It has a board."""
         ticket.queued = False
         ticket.started_s = now_s
@@ -262,13 +267,13 @@ class Admission(Generic[T]):
         self._served += 1
         self._served_until_s += _until_s(ticket)
 
-    def charge(self, ticket: Ticket[T], used_ms: float) -> None:
+    def charge(self, ticket: QueueEntry[T], used_ms: float) -> None:
         """It has had a board for ``used_ms`` so far: what is above the estimate is charged now."""
         if used_ms > ticket.charged_ms:
             self._queue.charge(ticket.flow, ticket.weight, used_ms - ticket.charged_ms)
             ticket.charged_ms = used_ms
 
-    def ended(self, ticket: Ticket[T], used_ms: float) -> None:
+    def ended(self, ticket: QueueEntry[T], used_ms: float) -> None:
         """It has let go of the board, which it had for ``used_ms``, pauses on it included."""
         self._served -= 1
         self._served_until_s -= _until_s(ticket)
@@ -276,9 +281,9 @@ class Admission(Generic[T]):
             self._served_until_s = 0.0  # sums of floats do not cancel out
         self._queue.charge(ticket.flow, ticket.weight, used_ms - ticket.charged_ms)
 
-    def expire(self, now_s: float) -> list[tuple[Ticket[T], RkserveError]]:
+    def expire(self, now_s: float) -> list[tuple[QueueEntry[T], RkserveError]]:
         """Take out those that have waited too long, with what each is told."""
-        found: list[tuple[Ticket[T], RkserveError]] = []
+        found: list[tuple[QueueEntry[T], RkserveError]] = []
         while (end_s := self.next_event_s()) is not None and end_s <= now_s:
             _, _, ticket = heapq.heappop(self._ends)
             self.withdraw(ticket)
@@ -295,14 +300,14 @@ class Admission(Generic[T]):
             heapq.heappop(self._ends)
         return self._ends[0][0] if self._ends else None
 
-    def full(self, claim: Claim, supply: Supply, now_s: float) -> QueueFull:
+    def full(self, claim: QueueTerms, supply: Capacity, now_s: float) -> QueueFull:
         """Return what one is told that finds no room: to come back when those before it have left
         the queue, by what they are thought to take.
         """
         waiting = self._queue.size + supply.elsewhere
         return QueueFull(waiting, _seconds(self._wait_ms(claim, supply, now_s)))
 
-    def _wait_ms(self, claim: Claim, supply: Supply, now_s: float) -> float:
+    def _wait_ms(self, claim: QueueTerms, supply: Capacity, now_s: float) -> float:
         """How long one more request of that claim would wait."""
         if supply.free > len(self._queue):
             return 0.0
@@ -314,15 +319,15 @@ class Admission(Generic[T]):
     def _ticket(
         self,
         what: T,
-        claim: Claim,
-        expected: Expected | None,
+        claim: QueueTerms,
+        expected: ServiceTime | None,
         since_s: float,
         *,
         ahead: bool = False,
-    ) -> Ticket[T]:
+    ) -> QueueEntry[T]:
         likely_ms = UNKNOWN_MS if expected is None else expected.likely_ms
         safe_ms = 0.0 if expected is None else expected.safe_ms
-        return Ticket(
+        return QueueEntry(
             number=next(self._numbers),
             flow=claim.flow,
             weight=claim.weight,
@@ -336,17 +341,17 @@ class Admission(Generic[T]):
             start_by_s=math.inf if claim.deadline_s is None else claim.deadline_s - safe_ms / 1e3,
         )
 
-    def _enter(self, ticket: Ticket[T]) -> None:
+    def _enter(self, ticket: QueueEntry[T]) -> None:
         self._queue.add(ticket)
         end_s = min(ticket.since_s + self._timeout_s, ticket.start_by_s)
         heapq.heappush(self._ends, (end_s, ticket.number, ticket))
 
 
-def _until_s(ticket: Ticket[T]) -> float:
+def _until_s(ticket: QueueEntry[T]) -> float:
     return ticket.started_s + ticket.cost_ms / 1e3
 
 
-def _unreachable(ticket: Ticket[T], now_s: float, wait_ms: float) -> DeadlineUnreachable:
+def _unreachable(ticket: QueueEntry[T], now_s: float, wait_ms: float) -> DeadlineUnreachable:
     timeout_s = ticket.claim.timeout_s
     # Alone it would be ready in time: it may come again when the queue is that much shorter.
     late_ms = wait_ms + ticket.safe_ms - timeout_s * 1e3

@@ -1,7 +1,7 @@
-"""The queue for the boards of one model: who waits in it, and who gets which board when.
+"""The queue of one model: waiting requests, and their assignment to boards.
 
-It carries out what ``Admission`` and a policy decide, each time that something may have changed;
-why nobody could take a request is decided before one comes here.
+Each change of the queue or of the boards applies the decisions of ``AdmissionQueue`` and of the
+routing policy. Requests that no board could take are rejected before they reach this queue.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from dataclasses import dataclass, replace
 from rkserve.core.desired_state import Served
 from rkserve.core.errors import DeadlineUnreachable, QueueTimeout, RkserveError
 from rkserve.core.messages import GenerateRequest
-from rkserve.fleet.load import Boards, Candidate, Held
-from rkserve.fleet.requests import Ask
-from rkserve.router.policies.policies import Policy, Take, WaitFor
+from rkserve.fleet.load import Candidate, ModelBoards, PauseEffect
+from rkserve.fleet.requests import RoutingRequest
+from rkserve.router.policies.policies import RoutingPolicy, SendTo, WaitFor
 from rkserve.router.queue.admission import (
     ANONYMOUS,
-    Admission,
-    Asked,
-    Claim,
-    Expectation,
-    Supply,
-    Ticket,
-    Took,
+    AdmissionQueue,
+    AnswerTiming,
+    Capacity,
+    QueueEntry,
+    QueueTerms,
+    RequestSize,
+    ServiceTimeModel,
 )
-from rkserve.router.queue.reservation import Place
+from rkserve.router.queue.reservation import Reservation
 
 # Requests that are decided on for one place: most could take it, and the next one may have better
 # use for it. Those that wait for another board are passed by.
@@ -44,16 +44,16 @@ class Waiter:
     """
 
     request: GenerateRequest
-    ask: Ask
-    claim: Claim
+    ask: RoutingRequest
+    claim: QueueTerms
     since_s: float
     ahead: bool = False
     let_in: bool = False
     barred: Collection[str] = ()
     shed: bool = False
     held: tuple[float, Served] | None = None  # by the cluster: since when, and what it served
-    ticket: Ticket[Waiter] | None = None
-    granted: asyncio.Future[Place | None] | None = None
+    ticket: QueueEntry[Waiter] | None = None
+    granted: asyncio.Future[Reservation | None] | None = None
 
     @property
     def adapter(self) -> str | None:
@@ -62,16 +62,16 @@ class Waiter:
         return self.request.line if ref is None else ref.name
 
     @property
-    def asked(self) -> Asked:
+    def asked(self) -> RequestSize:
         """What is known of how long it will take."""
-        return Asked(max(1, self.ask.prompt_tokens), self.ask.max_tokens)
+        return RequestSize(max(1, self.ask.prompt_tokens), self.ask.max_tokens)
 
     @property
     def gone(self) -> bool:
         """Whether nobody would take a place for it any more."""
         return self.granted is None or self.granted.done()
 
-    def tell(self, place: Place | None) -> None:
+    def tell(self, place: Reservation | None) -> None:
         """It has a place; None: it has to look again what it can hope for."""
         if self.granted is not None and not self.granted.done():
             self.granted.set_result(place)
@@ -86,8 +86,8 @@ class Waiter:
 class _Running:
     """A request that has a board. So many seconds of that are ``told`` to its owner's meter."""
 
-    claim: Claim
-    ticket: Ticket[Waiter] | None
+    claim: QueueTerms
+    ticket: QueueEntry[Waiter] | None
     told_s: float = 0.0
 
 
@@ -96,8 +96,8 @@ class ModelQueue:
 
     def __init__(
         self,
-        boards: Boards,
-        policy: Policy,
+        boards: ModelBoards,
+        policy: RoutingPolicy,
         timeout_s: float,
         blocked: Callable[[], Collection[str]],
     ) -> None:
@@ -106,16 +106,16 @@ class ModelQueue:
         self._policy = policy
         self._timeout_s = timeout_s
         self._blocked = blocked
-        self._admission: Admission[Waiter] = Admission(timeout_s)
+        self._admission: AdmissionQueue[Waiter] = AdmissionQueue(timeout_s)
         self._aside: dict[Waiter, None] = {}  # who waits for the end of a pause, in order
         self._picky: dict[Waiter, None] = {}  # who waits, and cannot go to every board
         self.waiters: dict[str, Waiter] = {}
-        self._expectation = Expectation()
+        self._expectation = ServiceTimeModel()
         self._limit = self._elsewhere = 0
         self._shared: list[Candidate] = []
         self._again_s = math.inf  # when one that waits for a certain board asks again
         self._timer: asyncio.TimerHandle | None = None
-        self._running: dict[Place, _Running] = {}
+        self._running: dict[Reservation, _Running] = {}
 
     def __len__(self) -> int:
         return len(self._admission) + len(self._aside)
@@ -129,7 +129,7 @@ class ModelQueue:
 
     # -- waiting ------------------------------------------------------------------------------
 
-    async def wait(self, waiter: Waiter) -> Place | None:
+    async def wait(self, waiter: Waiter) -> Reservation | None:
         """Wait for a place; None: the boards have changed, and it must be looked at again.
 
         Raises:
@@ -161,7 +161,7 @@ class ModelQueue:
             self.waiters.pop(waiter.ask.request_id, None)
             self._picky.pop(waiter, None)
 
-    async def aside(self, waiter: Waiter, again_s: float | None = None) -> Place | None:
+    async def aside(self, waiter: Waiter, again_s: float | None = None) -> Reservation | None:
         """Wait until boards or what they shall be have changed, without a turn in the queue.
 
         At ``again_s`` of the monotonic clock, too, it must be looked at again.
@@ -192,11 +192,13 @@ class ModelQueue:
             self._aside.pop(waiter, None)
             self.waiters.pop(waiter.ask.request_id, None)
 
-    def at_once(self, waiter: Waiter, board: Candidate) -> Place:
+    def at_once(self, waiter: Waiter, board: Candidate) -> Reservation:
         """Give it that board, free or not: one that will say itself why it takes nobody."""
         return self._place(waiter, board, None)
 
-    async def _granted(self, waiter: Waiter, granted: asyncio.Future[Place | None]) -> Place | None:
+    async def _granted(
+        self, waiter: Waiter, granted: asyncio.Future[Reservation | None]
+    ) -> Reservation | None:
         if granted.done():
             return granted.result()
         try:
@@ -251,7 +253,7 @@ class ModelQueue:
             self._meter(place, now_s)
         for ticket, exc in self._admission.expire(now_s):
             self._left(ticket.what, exc)
-        if len(self._admission) and self.boards.held in (None, Held.REFUSES):
+        if len(self._admission) and self.boards.held in (None, PauseEffect.REFUSES):
             # No place will get free.
             self._call_off([ticket.what for ticket in self._admission.order()])
         while (found := self._next(now_s)) is not None:
@@ -268,7 +270,7 @@ class ModelQueue:
         if event_s < math.inf:
             self._timer = asyncio.get_running_loop().call_at(event_s, self.pump)
 
-    def _next(self, now_s: float) -> tuple[Ticket[Waiter], Candidate] | None:
+    def _next(self, now_s: float) -> tuple[QueueEntry[Waiter], Candidate] | None:
         """Return who gets which board now: of the first who could, whom the policy prefers."""
         self._again_s = math.inf
         if not len(self._admission) or not (self.boards.any_open or self._shared):
@@ -286,10 +288,10 @@ class ModelQueue:
                 break
         return None
 
-    def _offers(self, now_s: float) -> list[tuple[Ticket[Waiter], Take]]:
+    def _offers(self, now_s: float) -> list[tuple[QueueEntry[Waiter], SendTo]]:
         """Return who could get which board now, as far as the policy wants to know."""
         blocked = self._blocked()
-        offers: list[tuple[Ticket[Waiter], Take]] = []
+        offers: list[tuple[QueueEntry[Waiter], SendTo]] = []
         patient = 0
         for ticket in self._admission.order():
             if offers and _rank(offers[0][0]) != _rank(ticket):
@@ -304,7 +306,7 @@ class ModelQueue:
                     self._again_s = now_s  # who is behind them, after others have had a turn
                 break
             verdict = self._policy.choose(ask, self.boards, now_s)
-            if isinstance(verdict, Take):
+            if isinstance(verdict, SendTo):
                 offers.append((ticket, verdict))
                 if ticket.ahead or self._policy.satisfied(verdict):
                     break
@@ -317,7 +319,7 @@ class ModelQueue:
                 break  # what has no place for this one has none for any
         return offers
 
-    def _behind_others(self, ask: Ask) -> Candidate | None:
+    def _behind_others(self, ask: RoutingRequest) -> Candidate | None:
         """Return a board that is only busy with what others sent it, or that a pause keeps.
 
         What others did is known from reports only, and may be over; and a board lets go of a run
@@ -334,25 +336,29 @@ class ModelQueue:
 
     # -- places -------------------------------------------------------------------------------
 
-    def _place(self, waiter: Waiter, board: Candidate, ticket: Ticket[Waiter] | None) -> Place:
+    def _place(
+        self, waiter: Waiter, board: Candidate, ticket: QueueEntry[Waiter] | None
+    ) -> Reservation:
         now_s = time.monotonic()
         request = replace(waiter.request, patient=self._patient(waiter, board))
         if isinstance(request, GenerateRequest) and request.native_pause:
             request = replace(request, native_pause=self._may_keep(waiter.claim))
         waited_ms = (now_s - waiter.since_s) * 1e3
 
-        def freed(held_ms: float | None, took: Took | None) -> None:
+        def freed(held_ms: float | None, took: AnswerTiming | None) -> None:
             if held_ms is not None:
                 self._meter(place, time.monotonic())
                 del self._running[place]
                 held_ms = sum(place.used_s(now_s)) * 1e3
             self._freed(board, waiter.asked, ticket, held_ms, took)
 
-        place = Place(request, self.boards, board, waiter.ask, waited_ms=waited_ms, freed=freed)
+        place = Reservation(
+            request, self.boards, board, waiter.ask, waited_ms=waited_ms, freed=freed
+        )
         self._running[place] = _Running(waiter.claim, ticket)
         return place
 
-    def _may_keep(self, claim: Claim) -> bool:
+    def _may_keep(self, claim: QueueTerms) -> bool:
         """Return whether one more request may keep its board while it is paused.
 
         Of one key so many may as half of the boards, and one at least: others find a free one.
@@ -364,7 +370,7 @@ class ModelQueue:
         )
         return keeps < max(1, len(list(self.boards)) // 2)
 
-    def _meter(self, place: Place, now_s: float) -> None:
+    def _meter(self, place: Reservation, now_s: float) -> None:
         """Charge a request's owner with the board time that it has had."""
         running, used_s = self._running[place], sum(place.used_s(now_s))
         if running.ticket is not None:
@@ -377,10 +383,10 @@ class ModelQueue:
         """Whether it shall wait on a board that has gone to sleep meanwhile: only where no other
         board is awake, as far as this Router knows.
         """
-        if chosen.held is not Held.NOT:
+        if chosen.held is not PauseEffect.NOT:
             return True
         return not any(
-            board.ready and board.loaded and board.held is Held.NOT
+            board.ready and board.loaded and board.held is PauseEffect.NOT
             for board in self.boards
             if board is not chosen and board.key not in waiter.barred
         )
@@ -388,10 +394,10 @@ class ModelQueue:
     def _freed(
         self,
         board: Candidate,
-        asked: Asked,
-        ticket: Ticket[Waiter] | None,
+        asked: RequestSize,
+        ticket: QueueEntry[Waiter] | None,
         held_ms: float | None,
-        took: Took | None,
+        took: AnswerTiming | None,
     ) -> None:
         if held_ms is not None and ticket is not None:
             self._admission.ended(ticket, held_ms)
@@ -401,9 +407,9 @@ class ModelQueue:
             self._shared.append(board)
         self.pump()
 
-    def _supply(self) -> Supply:
+    def _supply(self) -> Capacity:
         typical_ms = self._expectation.typical_ms or self.boards.typical_ms()
-        return Supply(
+        return Capacity(
             places=self.boards.places,
             free=int(self.boards.any_open),
             limit=self._limit,
@@ -422,6 +428,6 @@ def _is_shared(board: Candidate) -> bool:
     )
 
 
-def _rank(ticket: Ticket[Waiter]) -> tuple[bool, int]:
+def _rank(ticket: QueueEntry[Waiter]) -> tuple[bool, int]:
     """Who may be preferred to whom: nobody to one who is more urgent."""
     return ticket.ahead, ticket.priority

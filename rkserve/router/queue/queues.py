@@ -29,17 +29,17 @@ from rkserve.core.errors import (
 )
 from rkserve.core.messages import GenerateRequest
 from rkserve.fleet.fleet import Fleet
-from rkserve.fleet.load import Boards, Candidate, Held
-from rkserve.router.policies.policies import Policy
-from rkserve.router.queue.admission import Claim
+from rkserve.fleet.load import Candidate, ModelBoards, PauseEffect
+from rkserve.router.policies.policies import RoutingPolicy
+from rkserve.router.queue.admission import QueueTerms
 from rkserve.router.queue.model_queue import ModelQueue, Waiter
-from rkserve.router.queue.reservation import Place
+from rkserve.router.queue.reservation import Reservation
 
 # What one board may lack and another have.
 LACKING = (CacheNotFound, AdapterBroken)
 
 
-class Tried(dict[str, RkserveError]):
+class TriedBoards(dict[str, RkserveError]):
     """Boards that did not take a request, by replica, and why not. Use one for all of its tries.
 
     ``behind_until_s`` is how long it waits for boards that have yet to hear what they shall be.
@@ -49,7 +49,7 @@ class Tried(dict[str, RkserveError]):
 
 
 @dataclass(frozen=True, slots=True)
-class Prospect:
+class Availability:
     """What a request can hope for. Boards in ``barred`` are not for it, nor those held more than
     ``most``.
 
@@ -58,7 +58,7 @@ class Prospect:
     """
 
     barred: Collection[str] = ()
-    most: Held = Held.REFUSES
+    most: PauseEffect = PauseEffect.REFUSES
     nobody: bool = False
     asks: Candidate | None = None
     waits: bool = False
@@ -66,16 +66,16 @@ class Prospect:
 
 def prospect(
     request: GenerateRequest,
-    boards: Boards,
+    boards: ModelBoards,
     desired: Desired,
     tried: Mapping[str, RkserveError],
     blocked: Collection[str],
-) -> Prospect:
+) -> Availability:
     """Return what a request can hope for that ``tried`` some boards; others are ``blocked``."""
     # A request should rather be told to come back than queue behind a pause: where a board is full
     # that was chosen for being less held, those that are held more are not asked.
     full = [boards.get(key) for key, exc in tried.items() if isinstance(exc, QueueFull)]
-    most = min((board.held for board in full if board is not None), default=Held.REFUSES)
+    most = min((board.held for board in full if board is not None), default=PauseEffect.REFUSES)
     barred = {*tried, *blocked}
     name = request.line if request.adapter is None else request.adapter.name
     if name is not None and any(pause.scope.adapter == name for pause in desired.pauses):
@@ -86,17 +86,17 @@ def prospect(
         }
         free = [board for board, mode in modes.items() if mode is None]
         if not free and PauseMode.KEEP in modes.values():
-            return Prospect(barred, most, waits=True)
+            return Availability(barred, most, waits=True)
         if not free and modes:
-            return Prospect(barred, most, asks=next(iter(modes)))
+            return Availability(barred, most, asks=next(iter(modes)))
         barred |= {board.key for board, mode in modes.items() if mode is not None}
     tier = boards.tier(barred) if barred else boards.held
     if tier is None or tier > most:
-        return Prospect(barred, most, nobody=True)
-    if tier is not Held.REFUSES:
-        return Prospect(barred, most)
+        return Availability(barred, most, nobody=True)
+    if tier is not PauseEffect.REFUSES:
+        return Availability(barred, most)
     refusing = [board for board in boards if board.ready and board.key not in barred]
-    return Prospect(barred, most, asks=refusing[0])
+    return Availability(barred, most, asks=refusing[0])
 
 
 def _mode(desired: Desired, board: Candidate, model: str, name: str) -> PauseMode | None:
@@ -134,7 +134,7 @@ def refusal(
 CATCH_UP_S = 5.0
 CATCH_UP_STEP_S = 0.05
 CATCH_UP_LONGEST_S = 0.5
-NOBODY = Claim()
+NOBODY = QueueTerms()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class QueueRules:
     catch_up_s: float = CATCH_UP_S
 
 
-class Avoid(Protocol):
+class BlockedBoards(Protocol):
     """Who is to be left alone for a while."""
 
     def blocked(self, now_s: float) -> Collection[str]:
@@ -163,7 +163,7 @@ class Avoid(Protocol):
         """Say why."""
 
 
-class PlacesFigures(Protocol):
+class QueueFigures(Protocol):
     """What is counted of a queue."""
 
     def waited(self, model: str, waited_s: float) -> None:
@@ -176,16 +176,16 @@ class PlacesFigures(Protocol):
         """A request goes on that waited so long for the end of what the cluster held it by."""
 
 
-class Places:
+class ModelQueues:
     """The queues of all models at one Router. Use it from one event loop."""
 
     def __init__(
         self,
         fleet: Fleet,
-        policy: Policy,
+        policy: RoutingPolicy,
         rules: QueueRules | None = None,
-        avoid: Avoid | None = None,
-        figures: PlacesFigures | None = None,
+        avoid: BlockedBoards | None = None,
+        figures: QueueFigures | None = None,
     ) -> None:
         """``policy`` chooses among boards, without those to ``avoid``."""
         self._fleet = fleet
@@ -211,9 +211,9 @@ class Places:
     async def take(
         self,
         request: GenerateRequest,
-        tried: Tried,
-        claim: Claim = NOBODY,
-    ) -> Place:
+        tried: TriedBoards,
+        claim: QueueTerms = NOBODY,
+    ) -> Reservation:
         """Wait until a board has a place for the request, and take it.
 
         ``tried`` are boards that did not take it, by replica, and why not; those that were behind
@@ -245,7 +245,7 @@ class Places:
                 self._figures.held(request.model, by, time.monotonic() - since_s)
         return place
 
-    async def _place(self, queue: ModelQueue, waiter: Waiter, tried: Tried) -> Place:
+    async def _place(self, queue: ModelQueue, waiter: Waiter, tried: TriedBoards) -> Reservation:
         """Wait in turn; where there is no board, look whether one came since the last reports.
 
         After a redeploy all replicas are new, and a request should not fail for the second that
@@ -273,7 +273,7 @@ class Places:
 
     async def _turn(
         self, queue: ModelQueue, waiter: Waiter, tried: Mapping[str, RkserveError]
-    ) -> Place | None:
+    ) -> Reservation | None:
         """Wait for a place; None: the boards have changed, and it must be looked at again.
 
         Raises what nobody takes the request for.
@@ -292,7 +292,7 @@ class Places:
             return queue.at_once(waiter, found.asks)
         return await (self._aside(queue, waiter) if found.waits else queue.wait(waiter))
 
-    async def _aside(self, queue: ModelQueue, waiter: Waiter) -> Place | None:
+    async def _aside(self, queue: ModelQueue, waiter: Waiter) -> Reservation | None:
         """Wait as ``ModelQueue.aside`` does, and note for how long the cluster held the request."""
         model, since_s = waiter.request.model, time.monotonic()
         before = self._fleet.listing.desired.served(model)
@@ -318,7 +318,7 @@ class Places:
         for queue in self._queues.values():
             queue.changed(self._rules.limit, self._rules.routers, paused)
 
-    def _may_catch_up(self, queue: ModelQueue, waiter: Waiter, tried: Tried) -> bool:
+    def _may_catch_up(self, queue: ModelQueue, waiter: Waiter, tried: TriedBoards) -> bool:
         """Whether boards are about to serve, and the request has not waited for that for too long.
 
         That is once they have what the cluster shall be; or once one that failed has said what it

@@ -10,15 +10,15 @@ from collections.abc import Callable
 
 from rkserve.core.errors import RkserveError
 from rkserve.core.messages import Delta, EmbedRequest, Event, Finished, GenerateRequest, Kv, Paused
-from rkserve.fleet.load import Boards, Candidate
-from rkserve.fleet.requests import Ask, Stay
-from rkserve.router.queue.admission import Took
+from rkserve.fleet.load import Candidate, ModelBoards
+from rkserve.fleet.requests import InFlightRequest, RoutingRequest
+from rkserve.router.queue.admission import AnswerTiming
 
 # How long the place was used, or None where it is only left for a while; and what the answer took.
-Freed = Callable[[float | None, Took | None], None]
+Freed = Callable[[float | None, AnswerTiming | None], None]
 
 
-class Place:
+class Reservation:
     """From the moment that a request gets a board until it has let go of it.
 
     ``replica`` is the board's address in its ``group``, and ``request`` what it shall get.
@@ -28,9 +28,9 @@ class Place:
     def __init__(
         self,
         request: GenerateRequest,
-        boards: Boards,
+        boards: ModelBoards,
         board: Candidate,
-        ask: Ask,
+        ask: RoutingRequest,
         *,
         waited_ms: float,
         freed: Freed,
@@ -40,7 +40,7 @@ class Place:
         self.request = request
         self.waited_ms = waited_ms
         self._since_s = time.monotonic()
-        self._stay = Stay(boards, board, ask, self._since_s)
+        self._stay = InFlightRequest(boards, board, ask, self._since_s)
         self._freed = freed
         self._over = self._paused = self._interrupted = False
         self._held_s = 0.0
@@ -103,14 +103,14 @@ class Place:
         held_ms = self._held_s * 1e3
         self._freed(held_ms, None if finished is None else self._took(finished, held_ms))
 
-    def _took(self, finished: Finished, held_ms: float) -> Took | None:
+    def _took(self, finished: Finished, held_ms: float) -> AnswerTiming | None:
         # What was interrupted or begun elsewhere tells nothing of one that is not.
         if self._interrupted or self.request.continued is not None:
             return None
         if isinstance(self.request, EmbedRequest):
             return None  # nor do vectors tell anything of answers
         timings = finished.timings
-        return Took(
+        return AnswerTiming(
             timings.prefill_tokens,
             timings.prefill_ms,
             timings.decode_tokens,

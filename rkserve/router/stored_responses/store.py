@@ -39,7 +39,7 @@ from rkserve.router.auth import ClientKey, Keys
 from rkserve.router.stored_responses.sqlite import ResponseStore, remove_all, too_long
 
 
-class Memory(Protocol):
+class ResponseMemory(Protocol):
     """The memory of one call."""
 
     @property
@@ -75,7 +75,7 @@ class _NoMemory:
         """Keep nothing."""
 
 
-NO_MEMORY: Memory = _NoMemory()
+NO_MEMORY: ResponseMemory = _NoMemory()
 
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ _OPERATOR, _ANYBODY = "operator", "anybody"
 T = TypeVar("T")
 
 
-class Peers(Protocol):
+class ResponsePeers(Protocol):
     """The Routers of one application. Their calls raise ``BoardFailed``."""
 
     async def kept_chain(
@@ -108,7 +108,9 @@ def owner_of(client: ClientKey | None, keys: Keys) -> str:
 class Responses:
     """The stored responses of one Router. Use it from one event loop."""
 
-    def __init__(self, config: RouterConfig, folder: Path, peers: Peers | None = None) -> None:
+    def __init__(
+        self, config: RouterConfig, folder: Path, peers: ResponsePeers | None = None
+    ) -> None:
         """``peers`` are all Routers, where there are several."""
         self._config, self._most_bytes = config.responses, config.max_body_bytes
         self._folder, self._peers = folder, peers
@@ -255,7 +257,7 @@ class Responses:
 
 
 class CallMemory:
-    """The ``Memory`` of one call of ``/v1/responses``."""
+    """The ``ResponseMemory`` of one call of ``/v1/responses``."""
 
     def __init__(self, responses: Responses, owner: str) -> None:
         """``owner`` is whose responses it knows."""
@@ -264,7 +266,7 @@ class CallMemory:
         self.recalled = False
 
     async def recall(self, call: AnyCall) -> AnyCall:
-        """See ``Memory``.
+        """See ``ResponseMemory``.
 
         Raises:
             PreviousResponseNotFound, ItemNotFound: what it goes on from is not kept.
@@ -289,14 +291,14 @@ class CallMemory:
         return await asyncio.to_thread(whole) if self.recalled else whole()
 
     async def keep(self, answer: DialectAnswer, failure: BaseException | None = None) -> None:
-        """See ``Memory``."""
+        """See ``ResponseMemory``."""
         if not isinstance(answer, ResponseAnswer):
             return
         response = answer.whole if failure is None else lambda: answer.failed(failure)
         await self._keep(answer, response)
 
     def left(self, answer: DialectAnswer) -> None:
-        """See ``Memory``."""
+        """See ``ResponseMemory``."""
         if isinstance(answer, ResponseAnswer):
             self._responses.later(self._keep(answer, answer.left))
 

@@ -22,7 +22,7 @@ from rkserve.api.parsing.parts import Retraction
 from rkserve.board.engine.protocol import EngineSpec
 from rkserve.core.errors import BoardFailed
 from rkserve.core.messages import ControlAction, Delta, Finished, GenerateRequest
-from rkserve.router.dispatch.failover import Course
+from rkserve.router.dispatch.failover import GenerationProgress
 from tests.support.boards.board_bench import collect, until
 from tests.support.boards.fakes import run_loop
 from tests.support.http.tool_talk import (
@@ -272,7 +272,7 @@ def test_an_answer_that_goes_on_elsewhere_is_the_same(tmp_path: Path, most: int 
         # The mark and twelve tokens make the first run of limited thoughts.
         for at in range(1, tokens, 3) if most is None else (1, 4, 9, 12, 13):
             call, (request,) = talk.planned(**body)
-            course = Course(request, limit=1)
+            course = GenerationProgress(request, limit=1)
             answer = ChatAnswer(
                 call, "c", 1, AnswerOrigin("m", "1", reading=reading(call, talk.renderer, request))
             )
@@ -291,7 +291,11 @@ def test_an_answer_that_goes_on_elsewhere_is_the_same(tmp_path: Path, most: int 
 
 
 async def follow(
-    talk: Talk, request: GenerateRequest, course: Course, answer: ChatAnswer, until: int = 9999
+    talk: Talk,
+    request: GenerateRequest,
+    course: GenerationProgress,
+    answer: ChatAnswer,
+    until: int = 9999,
 ) -> None:
     """Hear a generation until it has so many tokens, and leave it then."""
     async with aclosing(talk.board.generate(request)) as events:

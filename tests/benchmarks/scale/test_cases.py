@@ -21,7 +21,7 @@ from benchmarks.scale.router import Request
 from benchmarks.scale.talk import Context, Shape, length, talk
 from benchmarks.scale.world import Seen, World
 from rkserve.control.rollout_plan import Strategy
-from rkserve.router.queue.admission import Claim
+from rkserve.router.queue.admission import QueueTerms
 
 SMALL = Shape(sessions=12, rate=2.0, think_s=5, turns=3)
 SYSTEM_PROMPTS = {-1: 0, 0: 40, 1: 25}
@@ -117,7 +117,7 @@ def test_rays_router_sends_a_conversation_where_it_was_and_strangers_elsewhere()
         one = talk(shape, 1, number, 3)
         for _ in range(3):
             one.say(shape)
-            request = Request("r", one.context, 10, Claim(), one, 0.0)
+            request = Request("r", one.context, 10, QueueTerms(), one, 0.0)
             asked.append(router.choose(request, 0.0).name)
     places = [set(asked[at : at + 3]) for at in range(0, 12, 3)]
     assert all(len(place) == 1 for place in places)
@@ -130,7 +130,7 @@ def test_two_choices_never_takes_the_longer_queue() -> None:
     shape = Shape(sessions=2)
     for number in range(10):
         one = talk(shape, 1, number, 1)
-        router.offer(Request(str(number), one.context, 10, Claim(), one, 0.0), 0.0)
+        router.offer(Request(str(number), one.context, 10, QueueTerms(), one, 0.0), 0.0)
     assert [router.length(board) for board in there] == [5, 5]
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from rkserve.core.block_hashes import BLOCK, STRIDE, Chain, Holdings, seed_of, unpack
 from rkserve.core.messages import Delta, Finished
-from rkserve.fleet.load import Boards, Standing
+from rkserve.fleet.load import BoardStatus, ModelBoards
 from rkserve.fleet.prefix_index import PrefixIndex
-from rkserve.fleet.requests import Ask, Stay
+from rkserve.fleet.requests import InFlightRequest, RoutingRequest
 from tests.board.run.test_prompt_caching import LENGTH, CacheBench
 from tests.support.boards.board_bench import spoken
 from tests.support.boards.own_time import run_loop
@@ -26,7 +26,7 @@ class Told:
 
     def __init__(self) -> None:
         self.index = PrefixIndex()
-        self.boards = Boards(Random(1), self.index)
+        self.boards = ModelBoards(Random(1), self.index)
         self.now_s = 0.0
 
     def hear(self, bench: CacheBench) -> None:
@@ -35,16 +35,16 @@ class Told:
         if known is not None:
             known.asked(self.now_s)
         held = bench.board.report().holdings
-        self.boards.heard("a", "g", "a", Standing(queue_limit=1, holdings=held))
+        self.boards.heard("a", "g", "a", BoardStatus(queue_limit=1, holdings=held))
 
-    def begin(self, ids: tuple[int, ...]) -> Stay:
+    def begin(self, ids: tuple[int, ...]) -> InFlightRequest:
         self.now_s += 1
         board = self.boards.get("a")
         assert board is not None
-        ask = Ask("r", "m", len(ids), 20, Chain(ids, seed_of(None)))
-        return Stay(self.boards, board, ask, self.now_s)
+        ask = RoutingRequest("r", "m", len(ids), 20, Chain(ids, seed_of(None)))
+        return InFlightRequest(self.boards, board, ask, self.now_s)
 
-    def end(self, stay: Stay, said: tuple[int, ...], finished: Finished) -> None:
+    def end(self, stay: InFlightRequest, said: tuple[int, ...], finished: Finished) -> None:
         self.now_s += 1
         stay.heard(Delta("", said))
         stay.heard(finished)

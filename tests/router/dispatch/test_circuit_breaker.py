@@ -8,21 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rkserve.router.dispatch.circuit_breaker import Breaker, Circuit, Rules
+from rkserve.router.dispatch.circuit_breaker import BreakerRules, Circuit, CircuitBreaker
 
-RULES = Rules(failures=3, window_s=30.0, open_s=2.0, longest_s=8.0, probe_s=20.0)
+RULES = BreakerRules(failures=3, window_s=30.0, open_s=2.0, longest_s=8.0, probe_s=20.0)
 KEY = "replica"
 
 
-def failed(times: int, at_s: float = 0.0) -> Breaker:
-    made = Breaker(RULES)
+def failed(times: int, at_s: float = 0.0) -> CircuitBreaker:
+    made = CircuitBreaker(RULES)
     for _ in range(times):
         made.failed(KEY, "it hung", at_s)
     return made
 
 
 def test_a_board_that_nobody_complained_of_is_sent_everything() -> None:
-    made = Breaker(RULES)
+    made = CircuitBreaker(RULES)
     assert made.circuit(KEY, 0.0) is Circuit.CLOSED
     assert made.allows(KEY, 0.0)
     assert made.reason(KEY, 0.0) == ""
@@ -40,7 +40,7 @@ def test_enough_failures_open_it(times: int, allowed: bool) -> None:
 
 
 def test_failures_that_lie_far_apart_do_not() -> None:
-    made = Breaker(RULES)
+    made = CircuitBreaker(RULES)
     for at_s in (0.0, 31.0, 62.0, 93.0):
         made.failed(KEY, "it hung", at_s)
         assert made.allows(KEY, at_s)
@@ -133,7 +133,7 @@ STEPS = st.lists(
 def test_whatever_happens_no_board_is_left_alone_for_longer_than_the_limits(
     steps: list[Step],
 ) -> None:
-    made, now_s = Breaker(RULES), 0.0
+    made, now_s = CircuitBreaker(RULES), 0.0
     for step in steps:
         now_s += step.after_s
         if step.what == "failed":

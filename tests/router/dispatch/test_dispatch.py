@@ -45,9 +45,9 @@ from rkserve.core.messages import (
 )
 from rkserve.fleet.fleet import Fleet
 from rkserve.router.dispatch.circuit_breaker import Circuit
-from rkserve.router.dispatch.dispatch import Dispatch, Persistence
+from rkserve.router.dispatch.dispatch import Dispatch, FailoverLimits
 from rkserve.router.dispatch.failover import BY_CLUSTER
-from rkserve.router.queue.admission import Claim
+from rkserve.router.queue.admission import QueueTerms
 from tests.support.boards.continued_house import InTurn
 from tests.support.boards.fake_boards import (
     FakeBoards,
@@ -61,7 +61,7 @@ from tests.support.boards.fake_boards import (
 from tests.support.boards.own_time import run_loop
 
 REQUEST = GenerateRequest("r/0", "sim-chat", (1, 2, 3), 10)
-PATIENCE = Persistence(accept_timeout_s=0.2, continuations=3, restart_wait_s=30.0)
+PATIENCE = FailoverLimits(accept_timeout_s=0.2, continuations=3, restart_wait_s=30.0)
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Counted:
 class Talk:
     """A Router's dispatch on scripted boards a, b, ..., which it asks in turn."""
 
-    def __init__(self, *scripts: Sequence[Step], rules: Persistence = PATIENCE) -> None:
+    def __init__(self, *scripts: Sequence[Step], rules: FailoverLimits = PATIENCE) -> None:
         names = "abcdef"[: len(scripts)]
         replicas = {f"replica of {n}": [one] for n, one in zip(names, scripts, strict=True)}
         says = {("", "forgive"): lambda: None}
@@ -364,7 +364,7 @@ def test_a_request_that_no_board_has_accepted_does_not_wait_here() -> None:
 
 def test_whoever_reads_an_answer_waits_for_no_back_off_at_first() -> None:
     async def main() -> None:
-        rules = Persistence(pause_s=1.0, longest_pause_s=8.0)
+        rules = FailoverLimits(pause_s=1.0, longest_pause_s=8.0)
         loss = BoardGone("a", "died")
         loop = asyncio.get_running_loop()
         began_s = loop.time()
@@ -517,14 +517,14 @@ def test_what_came_before_an_abort_of_everything_is_ended_when_it_comes_to_the_q
     async def main() -> None:
         talk = Talk(answer("a", "Hello"))
         await talk.dispatch.fleet.refresh()
-        before = Claim(came_s=time.monotonic())
+        before = QueueTerms(came_s=time.monotonic())
         await asyncio.sleep(0.001)
         talk.dispatch.abort_all(Scope(), None)
         await asyncio.sleep(0.001)
         found = [event async for event in talk.dispatch.generate(REQUEST, before)]
         assert [type(event) for event in found] == [Accepted, Finished]
         assert talk.asked == []
-        after = Claim(came_s=time.monotonic())
+        after = QueueTerms(came_s=time.monotonic())
         found = [event async for event in talk.dispatch.generate(REQUEST, after)]
         assert [type(event) for event in found] == [Accepted, Delta, Finished]
 

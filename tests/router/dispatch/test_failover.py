@@ -33,7 +33,7 @@ from rkserve.core.messages import (
     merged,
 )
 from rkserve.core.run_params import Scored
-from rkserve.router.dispatch.failover import Course
+from rkserve.router.dispatch.failover import GenerationProgress
 from tests.support.boards.fake_boards import finished
 
 REQUEST = GenerateRequest("r/0", "m", (1, 2, 3), 10, use_cache="persona")
@@ -41,15 +41,15 @@ TAKEN = Accepted("a", "1.3.0", 0, version="tone@1", adapter=AdapterRef("tone", "
 GONE = BoardGone("a", "its node died")
 
 
-def course(*deltas: Delta | Paused, limit: int = 9) -> Course:
-    made = Course(REQUEST, limit)
+def course(*deltas: Delta | Paused, limit: int = 9) -> GenerationProgress:
+    made = GenerationProgress(REQUEST, limit)
     made.heard(TAKEN)
     for delta in deltas:
         made.heard(delta)
     return made
 
 
-def told(made: Course) -> Continued:
+def told(made: GenerationProgress) -> Continued:
     assert made.lost("a", GONE, 0.0) is None
     assert made.request.continued is not None
     return made.request.continued

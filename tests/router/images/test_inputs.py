@@ -19,7 +19,7 @@ from rkserve.core.errors import RequestError
 from rkserve.core.messages import GenerateRequest
 from rkserve.models.folder import open_model_folder
 from rkserve.models.vision import VisionSettings
-from rkserve.router.images.inputs import Sight
+from rkserve.router.images.inputs import ImageInputs
 from rkserve.router.service import ServedModel
 from tests.support.boards.fake_boards import FakeBoards, Step, answer, report
 from tests.support.boards.own_time import run_loop
@@ -234,7 +234,7 @@ def test_a_request_brings_no_more_pixels_than_one_frame_can_hold() -> None:
     images = tuple(ImagePart(f"m[{at}]", data=file_of("red")) for at in range(3))
 
     async def main() -> None:
-        sight = Sight(ImagesConfig())
+        sight = ImageInputs(ImagesConfig())
         assert len(await sight.pictures(images[:2], large)) == 2
         with pytest.raises(RequestError, match="2 images") as caught:
             await sight.pictures(images, large)

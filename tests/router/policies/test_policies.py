@@ -25,16 +25,16 @@ from rkserve.core.messages import (
     Timings,
     Usage,
 )
-from rkserve.fleet.load import Boards, Candidate, Held, Standing
+from rkserve.fleet.load import BoardStatus, Candidate, ModelBoards, PauseEffect
 from rkserve.fleet.prefix_index import PrefixIndex, Reuse
-from rkserve.fleet.requests import Ask, Stay
-from rkserve.fleet.speeds import Counted, Counters, Rate, Rates
+from rkserve.fleet.requests import InFlightRequest, RoutingRequest
+from rkserve.fleet.speeds import Rate, Rates, TokenCounts, WorkCounters
 from rkserve.router.policies.policies import (
     POLICIES,
+    Decision,
     PolicySettings,
-    Prefix,
-    Take,
-    Verdict,
+    PrefixPolicy,
+    SendTo,
     WaitFor,
     policy,
 )
@@ -43,20 +43,20 @@ TALK = tuple(range(5000, 6500))
 NOTHING_ELSE = PolicySettings(restore_ms=0.0, park_ms=0.0)
 
 
-def boards(seed: int = 1) -> Boards:
+def boards(seed: int = 1) -> ModelBoards:
     """No boards yet."""
-    return Boards(random.Random(seed), PrefixIndex())
+    return ModelBoards(random.Random(seed), PrefixIndex())
 
 
-def join(of: Boards, key: str, running: int = 0, **said: Any) -> Candidate:
+def join(of: ModelBoards, key: str, running: int = 0, **said: Any) -> Candidate:
     """A board has reported; it takes one at a time and two may wait, unless said otherwise."""
     known = {"queue_limit": 2, "running": running, **said}
-    return of.heard(key, "group", f"board {key}", Standing(**known))
+    return of.heard(key, "group", f"board {key}", BoardStatus(**known))
 
 
-def speed(key: str, prefill_ms: float, decode_ms: float) -> Counters:
+def speed(key: str, prefill_ms: float, decode_ms: float) -> WorkCounters:
     """Counters of a board that takes so long for each token."""
-    return Counters(key, 10_000, 10_000 * prefill_ms, 10_000, 10_000 * decode_ms)
+    return WorkCounters(key, 10_000, 10_000 * prefill_ms, 10_000, 10_000 * decode_ms)
 
 
 def holds(live: tuple[int, ...] | None = None, *files: tuple[int, ...]) -> bytes:
@@ -66,15 +66,17 @@ def holds(live: tuple[int, ...] | None = None, *files: tuple[int, ...]) -> bytes
     return pack(Holdings(appends=True, park_min=256, live=held, files=tuple(filed)))
 
 
-def ask(ids: Sequence[int] = TALK, name: str = "r", session: str = "", **rest: Any) -> Ask:
+def ask(
+    ids: Sequence[int] = TALK, name: str = "r", session: str = "", **rest: Any
+) -> RoutingRequest:
     """A request for that prompt."""
     chain = Chain(tuple(ids), seed_of(None))
-    return Ask(name, "m", len(chain), 64, chain, session, **rest)
+    return RoutingRequest(name, "m", len(chain), 64, chain, session, **rest)
 
 
-def chosen(verdict: Verdict) -> str | None:
+def chosen(verdict: Decision) -> str | None:
     """The board that takes the request."""
-    return verdict.board.key if isinstance(verdict, Take) else None
+    return verdict.board.key if isinstance(verdict, SendTo) else None
 
 
 def finished(cached: int = 0) -> Finished:
@@ -95,13 +97,17 @@ STANDINGS = [
     pytest.param(
         {"a": {"n_batch": 4, "running": 2}, "b": {"n_batch": 4, "running": 1}}, "b", id="less load"
     ),
-    pytest.param({"a": {"held": Held.QUEUES}, "b": {}}, "b", id="one that is not held"),
+    pytest.param({"a": {"held": PauseEffect.QUEUES}, "b": {}}, "b", id="one that is not held"),
     pytest.param(
-        {"a": {"held": Held.QUEUES}, "b": {"running": 1}}, None, id="rather wait than be paused"
+        {"a": {"held": PauseEffect.QUEUES}, "b": {"running": 1}},
+        None,
+        id="rather wait than be paused",
     ),
-    pytest.param({"a": {"held": Held.QUEUES}}, "a", id="where all are held, one of them"),
+    pytest.param({"a": {"held": PauseEffect.QUEUES}}, "a", id="where all are held, one of them"),
     pytest.param(
-        {"a": {"held": Held.REFUSES}, "b": {"held": Held.QUEUES}}, "b", id="the less held one"
+        {"a": {"held": PauseEffect.REFUSES}, "b": {"held": PauseEffect.QUEUES}},
+        "b",
+        id="the less held one",
     ),
 ]
 
@@ -122,10 +128,10 @@ def test_only_a_ready_board_with_a_place_takes_a_request(
 def test_a_board_that_was_tried_is_passed_over_also_where_the_others_are_held(name: str) -> None:
     known = boards()
     join(known, "a")
-    join(known, "b", held=Held.QUEUES)
+    join(known, "b", held=PauseEffect.QUEUES)
     chooses = policy(name, random.Random(1))
     assert chosen(chooses.choose(ask(tried={"a"}), known, 0.0)) == "b"
-    assert chosen(chooses.choose(ask(tried={"a"}, most=Held.NOT), known, 0.0)) is None
+    assert chosen(chooses.choose(ask(tried={"a"}, most=PauseEffect.NOT), known, 0.0)) is None
     assert chosen(chooses.choose(ask(tried={"a", "b"}), known, 0.0)) is None
 
 
@@ -147,9 +153,9 @@ def test_round_robin_gives_each_its_turn() -> None:
     order = []
     for now in range(6):
         verdict = chooses.choose(ask(), known, float(now))
-        assert isinstance(verdict, Take)
+        assert isinstance(verdict, SendTo)
         order.append(verdict.board.key)
-        stay = Stay(known, verdict.board, ask(), float(now))
+        stay = InFlightRequest(known, verdict.board, ask(), float(now))
         stay.ended(now + 0.5, left=False)
     assert order == [*"abc", *"abc"]
 
@@ -162,7 +168,7 @@ def test_a_session_keeps_its_board_while_others_come_and_waits_for_it() -> None:
     assert len(set(mine.values())) > 3
     board = known.get(mine["7"] or "")
     assert board is not None
-    stay = Stay(known, board, ask(name="other"), 0.0)
+    stay = InFlightRequest(known, board, ask(name="other"), 0.0)
     verdict = chooses.choose(ask(session="7"), known, 0.0)
     assert isinstance(verdict, WaitFor)
     assert (verdict.board, verdict.until_ms) == (board, 5000)
@@ -182,7 +188,9 @@ def test_a_session_waits_no_longer_than_it_may() -> None:
     join(known, "a"), join(known, "b")
     one = ask(session="s")
     mine = chosen(chooses.choose(one, known, 0.0))
-    stay = Stay(known, known.get(mine or "") or next(iter(known)), ask(name="other"), 0.0)
+    stay = InFlightRequest(
+        known, known.get(mine or "") or next(iter(known)), ask(name="other"), 0.0
+    )
     assert stay.rest_ms(0.0) > 1000
     assert chosen(chooses.choose(one, known, 0.1)) not in (None, mine)
 
@@ -193,8 +201,8 @@ def test_a_session_waits_no_longer_than_it_may() -> None:
 def test_a_conversation_finds_its_board_again() -> None:
     known = boards()
     join(known, "a"), join(known, "b", holdings=holds(TALK[:900])), join(known, "c")
-    verdict = Prefix().choose(ask(), known, 0.0)
-    assert isinstance(verdict, Take)
+    verdict = PrefixPolicy().choose(ask(), known, 0.0)
+    assert isinstance(verdict, SendTo)
     assert (verdict.board.key, verdict.reuse) == ("b", Reuse(900, live=True))
 
 
@@ -205,13 +213,13 @@ def test_what_has_just_been_said_is_known_before_any_report() -> None:
     first = ask(TALK[:400])
     board = known.get("b")
     assert board is not None
-    stay = Stay(known, board, first, 0.0)
+    stay = InFlightRequest(known, board, first, 0.0)
     stay.heard(Accepted("board b", "1.3.0", 0))
     stay.heard(Delta("words", TALK[400:450]))
     stay.heard(finished())
     stay.ended(1.0, left=False)
-    verdict = Prefix().choose(ask(TALK[:500]), known, 2.0)
-    assert isinstance(verdict, Take)
+    verdict = PrefixPolicy().choose(ask(TALK[:500]), known, 2.0)
+    assert isinstance(verdict, SendTo)
     assert (verdict.board, verdict.reuse) == (board, Reuse(449, live=True)), (
         "the last token is computed by the next run"
     )
@@ -233,7 +241,7 @@ UNKNOWN_ENDS: list[Any] = [
 def test_a_run_that_ends_otherwise_leaves_nothing(events: list[Event], left: bool) -> None:
     known = boards()
     board = join(known, "a", holdings=holds())
-    stay = Stay(known, board, ask(TALK[:400]), 0.0)
+    stay = InFlightRequest(known, board, ask(TALK[:400]), 0.0)
     for event in events:
         stay.heard(event)
     stay.ended(1.0, left=left)
@@ -258,32 +266,32 @@ def test_what_is_held_is_weighed_against_speed(slow_ms: float, wins: str) -> Non
         kind="RK3576",
         holdings=holds(TALK[:1400]),
     )
-    assert chosen(Prefix().choose(ask(), known, 0.0)) == wins
+    assert chosen(PrefixPolicy().choose(ask(), known, 0.0)) == wins
 
 
 def test_it_waits_for_the_board_that_will_be_sooner_and_others_know() -> None:
     known = boards()
     busy = join(known, "a", counters=speed("a", 3, 10), holdings=holds(None, TALK[:1400]))
     join(known, "b", counters=speed("b", 3, 10))
-    stay = Stay(known, busy, ask((1, 2, 3), "other"), 0.0)
-    verdict = Prefix(NOTHING_ELSE).choose(ask(), known, 0.0)
+    stay = InFlightRequest(known, busy, ask((1, 2, 3), "other"), 0.0)
+    verdict = PrefixPolicy(NOTHING_ELSE).choose(ask(), known, 0.0)
     assert isinstance(verdict, WaitFor)
     assert verdict.board is busy
     assert stay.rest_ms(0.0) <= verdict.until_ms < 1500 * 3
     known.book("first", busy, 4_000)
-    assert chosen(Prefix(NOTHING_ELSE).choose(ask(), known, 0.0)) == "b", "two before it"
+    assert chosen(PrefixPolicy(NOTHING_ELSE).choose(ask(), known, 0.0)) == "b", "two before it"
     known.unbook("first")
     assert busy.booked_ms == 0
     stay.ended(1.0, left=False)
-    assert chosen(Prefix(NOTHING_ELSE).choose(ask(), known, 1.0)) == "a"
+    assert chosen(PrefixPolicy(NOTHING_ELSE).choose(ask(), known, 1.0)) == "a"
 
 
 def test_it_does_not_wait_longer_than_it_is_told() -> None:
     known = boards()
     busy = join(known, "a", counters=speed("a", 3, 10), holdings=holds(None, TALK[:1400]))
     join(known, "b", counters=speed("b", 3, 10))
-    Stay(known, busy, ask((1, 2, 3), "other"), 0.0)
-    assert chosen(Prefix(PolicySettings(max_wait_s=0.1)).choose(ask(), known, 0.0)) == "b"
+    InFlightRequest(known, busy, ask((1, 2, 3), "other"), 0.0)
+    assert chosen(PrefixPolicy(PolicySettings(max_wait_s=0.1)).choose(ask(), known, 0.0)) == "b"
 
 
 def test_a_session_is_a_hint_where_nothing_else_is_known_and_no_more() -> None:
@@ -292,15 +300,15 @@ def test_a_session_is_a_hint_where_nothing_else_is_known_and_no_more() -> None:
         join(known, str(number), counters=speed(str(number), 3, 60))
     board = known.get("5")
     assert board is not None
-    stay = Stay(known, board, ask((1, 2), session="s"), 0.0)
+    stay = InFlightRequest(known, board, ask((1, 2), session="s"), 0.0)
     stay.ended(1.0, left=True)
     strange = ask(tuple(range(300)), session="s")
     for _ in range(5):
-        assert chosen(Prefix().choose(strange, known, 2.0)) == "5"
+        assert chosen(PrefixPolicy().choose(strange, known, 2.0)) == "5"
     join(known, "3", counters=speed("3", 3, 60), holdings=holds(TALK[:900]))
-    assert chosen(Prefix().choose(ask(session="s"), known, 2.0)) == "3"
-    Stay(known, board, ask((1, 2), "other"), 2.0)
-    assert chosen(Prefix().choose(strange, known, 2.0)) not in ("5", None)
+    assert chosen(PrefixPolicy().choose(ask(session="s"), known, 2.0)) == "3"
+    InFlightRequest(known, board, ask((1, 2), "other"), 2.0)
+    assert chosen(PrefixPolicy().choose(strange, known, 2.0)) not in ("5", None)
 
 
 def test_a_new_conversation_spares_the_board_whose_context_may_be_wanted_again() -> None:
@@ -309,19 +317,19 @@ def test_a_new_conversation_spares_the_board_whose_context_may_be_wanted_again()
         join(known, key, holdings=holds(TALK) if key != "c" else holds())
     for seed in range(5):
         asked = ask(tuple(range(seed, 300 + seed)))
-        assert chosen(Prefix().choose(asked, known, 0.0)) == "c"
+        assert chosen(PrefixPolicy().choose(asked, known, 0.0)) == "c"
 
 
 def test_under_load_who_has_its_context_on_the_free_board_goes_first_but_not_for_ever() -> None:
-    known, chooses = boards(), Prefix()
+    known, chooses = boards(), PrefixPolicy()
     board = join(known, "a")
     stranger = ask(name="stranger")
-    at_home = Take(board, Reuse(900), spared_ms=2000)
-    for _ in range(Prefix.OVERTAKEN):
-        offers = [(stranger, Take(board)), (ask(name="other"), at_home)]
+    at_home = SendTo(board, Reuse(900), spared_ms=2000)
+    for _ in range(PrefixPolicy.OVERTAKEN):
+        offers = [(stranger, SendTo(board)), (ask(name="other"), at_home)]
         assert not chooses.satisfied(offers[0][1])
         assert chooses.first(offers) == 1
-    assert chooses.first([(stranger, Take(board)), (ask(name="other"), at_home)]) == 0
+    assert chooses.first([(stranger, SendTo(board)), (ask(name="other"), at_home)]) == 0
     assert chooses.satisfied(at_home)
 
 
@@ -329,7 +337,7 @@ def test_under_load_who_has_its_context_on_the_free_board_goes_first_but_not_for
 def test_other_policies_keep_the_order(name: str) -> None:
     known, chooses = boards(), policy(name, random.Random(1))
     board = join(known, "a")
-    offers = [(ask(), Take(board)), (ask(), Take(board, Reuse(900), spared_ms=2000))]
+    offers = [(ask(), SendTo(board)), (ask(), SendTo(board, Reuse(900), spared_ms=2000))]
     assert chooses.satisfied(offers[0][1])
     assert chooses.first(offers) == 0
 
@@ -340,13 +348,13 @@ def test_what_is_forgotten_is_not_believed_from_a_report_of_before() -> None:
     board.asked(1.0)
     known.forget(board, 2.0)
     join(known, "a", holdings=holds(TALK[:900]))
-    verdict = Prefix().choose(ask(), known, 2.0)
-    assert isinstance(verdict, Take)
+    verdict = PrefixPolicy().choose(ask(), known, 2.0)
+    assert isinstance(verdict, SendTo)
     assert verdict.reuse.tokens == 0
     board.asked(3.0)
     join(known, "a", holdings=holds(TALK[:900]))
-    verdict = Prefix().choose(ask(), known, 3.0)
-    assert isinstance(verdict, Take)
+    verdict = PrefixPolicy().choose(ask(), known, 3.0)
+    assert isinstance(verdict, SendTo)
     assert verdict.reuse.tokens == 900
 
 
@@ -369,8 +377,8 @@ def test_a_hit_never_costs_a_longer_estimated_wait(
         if busy:
             board = known.get(key)
             assert board is not None
-            Stay(known, board, Ask(f"other {key}", "m", 10, 64), 0.0)
-    verdict = Prefix(NOTHING_ELSE).choose(ask(TALK[:prompt]), known, 0.0)
+            InFlightRequest(known, board, RoutingRequest(f"other {key}", "m", 10, 64), 0.0)
+    verdict = PrefixPolicy(NOTHING_ELSE).choose(ask(TALK[:prompt]), known, 0.0)
     free = [one for one in known if one.has_place]
     if verdict is None:
         assert not free
@@ -405,8 +413,8 @@ def test_the_same_requests_with_the_same_chance_go_to_the_same_boards(
             one = ask(ids, name=str(now), session=str(talk))
             verdict = chooses.choose(one, known, float(now))
             said.append("" if verdict is None else f"{type(verdict).__name__} {verdict.board.key}")
-            if isinstance(verdict, Take):
-                open_stays.append(Stay(known, verdict.board, one, float(now)))
+            if isinstance(verdict, SendTo):
+                open_stays.append(InFlightRequest(known, verdict.board, one, float(now)))
             if ends and open_stays:
                 stay = open_stays.pop(0)
                 stay.heard(finished())
@@ -428,10 +436,10 @@ def test_among_a_thousand_boards_few_are_looked_at() -> None:
 
     sys.setprofile(count)
     try:
-        verdict = Prefix().choose(asked, known, 0.0)
+        verdict = PrefixPolicy().choose(asked, known, 0.0)
     finally:
         sys.setprofile(None)
-    assert isinstance(verdict, Take)
+    assert isinstance(verdict, SendTo)
     assert verdict.reuse.tokens
     assert calls < 2000
 
@@ -441,7 +449,7 @@ def test_among_a_thousand_boards_few_are_looked_at() -> None:
 
 def test_a_prompt_without_ids_is_only_guessed_at() -> None:
     request = GenerateRequest("r", "m", (), 64, prompt_text="word " * 100)
-    asked = Ask.of(request)
+    asked = RoutingRequest.of(request)
     assert (asked.chain, asked.prompt_tokens) == (None, 125)
 
 
@@ -458,7 +466,7 @@ def test_how_long_one_waits_counts_from_its_first_question() -> None:
         pytest.param(1.1, {}, False, id="a second later it is asked anew whether that pays"),
         pytest.param(0.5, {"running": 0}, False, id="it has a place"),
         pytest.param(0.5, {"ready": False}, False, id="it is not ready any more"),
-        pytest.param(0.5, {"held": Held.QUEUES}, False, id="it is held"),
+        pytest.param(0.5, {"held": PauseEffect.QUEUES}, False, id="it is held"),
     ],
 )
 def test_one_that_waits_for_a_board_asks_again_when_that_has_changed(
@@ -476,8 +484,8 @@ def test_one_that_waits_for_a_board_asks_again_when_that_has_changed(
 # -- load -----------------------------------------------------------------------------------------
 
 
-def sent(board: Candidate, known: Boards) -> Stay:
-    return Stay(known, board, Ask("r", "m", 1, 64), 0.0)
+def sent(board: Candidate, known: ModelBoards) -> InFlightRequest:
+    return InFlightRequest(known, board, RoutingRequest("r", "m", 1, 64), 0.0)
 
 
 def test_a_report_adds_what_other_routers_sent() -> None:
@@ -566,11 +574,11 @@ def test_places_and_tiers_follow_what_boards_say() -> None:
     known = boards()
     join(known, "a", n_batch=4)
     board = join(known, "b")
-    assert (known.places, known.held, known.any_open) == (5, Held.NOT, True)
-    known.hold(board, Held.REFUSES)
+    assert (known.places, known.held, known.any_open) == (5, PauseEffect.NOT, True)
+    known.hold(board, PauseEffect.REFUSES)
     assert known.places == 4
     join(known, "a", n_batch=4, ready=False)
-    assert (known.places, known.held) == (0, Held.REFUSES)
+    assert (known.places, known.held) == (0, PauseEffect.REFUSES)
     board.lost()
     assert (known.held, known.any_open) == (None, False)
 
@@ -608,7 +616,7 @@ def counted(*figures: tuple[float, str, int]) -> Rate:
     """The rate after reports of (time, replica, decoded tokens)."""
     rates = Rates(window_s=10.0)
     for now_s, replica, tokens in figures:
-        rates.heard(Counted(now_s, replica, 2 * tokens, tokens))
+        rates.heard(TokenCounts(now_s, replica, 2 * tokens, tokens))
     return rates.now()
 
 

@@ -10,39 +10,39 @@ from dataclasses import dataclass, field
 import pytest
 
 from rkserve.core.errors import DeadlineUnreachable, QueueFull, QueueTimeout, RateLimited
-from rkserve.router.auth import Limits, Meter
+from rkserve.router.auth import CallerLimits, Meter
 from rkserve.router.queue.admission import (
-    Admission,
-    Asked,
-    Claim,
-    Expectation,
-    Expected,
-    Supply,
-    Ticket,
-    Took,
+    AdmissionQueue,
+    AnswerTiming,
+    Capacity,
+    QueueEntry,
+    QueueTerms,
+    RequestSize,
+    ServiceTime,
+    ServiceTimeModel,
 )
 
-SECOND = Expected(1000.0, 1000.0)
+SECOND = ServiceTime(1000.0, 1000.0)
 
 
-def supply(places: int = 1, free: int = 0, limit: int = 100, **rest: float) -> Supply:
+def supply(places: int = 1, free: int = 0, limit: int = 100, **rest: float) -> Capacity:
     """Boards that are busy, with room in the queue."""
-    return Supply(places, free, limit, **rest)  # type: ignore[arg-type]
+    return Capacity(places, free, limit, **rest)  # type: ignore[arg-type]
 
 
-def until(deadline_s: float, timeout_s: float | None = None) -> Claim:
+def until(deadline_s: float, timeout_s: float | None = None) -> QueueTerms:
     """A request that came at 0 and is of no use later."""
-    return Claim(deadline_s=deadline_s, timeout_s=timeout_s or deadline_s)
+    return QueueTerms(deadline_s=deadline_s, timeout_s=timeout_s or deadline_s)
 
 
 def offered(
-    of: Admission[str], what: str = "x", claim: Claim | None = None, now_s: float = 0.0
-) -> Ticket[str]:
+    of: AdmissionQueue[str], what: str = "x", claim: QueueTerms | None = None, now_s: float = 0.0
+) -> QueueEntry[str]:
     """Queue one that takes a second."""
-    return of.offer(what, claim or Claim(), SECOND, supply(), now_s)[0]
+    return of.offer(what, claim or QueueTerms(), SECOND, supply(), now_s)[0]
 
 
-def names(of: Admission[str]) -> list[str]:
+def names(of: AdmissionQueue[str]) -> list[str]:
     return [ticket.what for ticket in of.order()]
 
 
@@ -50,7 +50,7 @@ def names(of: Admission[str]) -> list[str]:
 
 
 def test_what_cannot_be_ready_in_time_is_refused_at_once_and_told_when_to_come_back() -> None:
-    of: Admission[str] = Admission(300.0)
+    of: AdmissionQueue[str] = AdmissionQueue(300.0)
     for _ in range(5):
         offered(of)
     with pytest.raises(DeadlineUnreachable) as caught:
@@ -63,14 +63,14 @@ def test_what_cannot_be_ready_in_time_is_refused_at_once_and_told_when_to_come_b
 
 
 def test_more_places_make_a_shorter_wait() -> None:
-    of: Admission[str] = Admission(300.0)
+    of: AdmissionQueue[str] = AdmissionQueue(300.0)
     for _ in range(5):
         offered(of)
     of.offer("x", until(3.0), SECOND, supply(places=4), 0.0)
 
 
 def test_what_would_be_late_on_an_idle_cluster_is_not_asked_to_come_back() -> None:
-    of: Admission[str] = Admission(300.0)
+    of: AdmissionQueue[str] = AdmissionQueue(300.0)
     with pytest.raises(DeadlineUnreachable) as caught:
         of.offer("x", until(0.5), SECOND, supply(free=1), 0.0)
     assert caught.value.retry_after_s is None
@@ -78,14 +78,14 @@ def test_what_would_be_late_on_an_idle_cluster_is_not_asked_to_come_back() -> No
 
 
 def test_before_anything_is_known_nothing_is_refused_for_its_deadline() -> None:
-    of: Admission[str] = Admission(300.0)
+    of: AdmissionQueue[str] = AdmissionQueue(300.0)
     ticket, _ = of.offer("x", until(0.001), None, supply(free=1), 0.0)
     assert names(of) == ["x"]
     assert ticket.start_by_s == pytest.approx(0.001)
 
 
 def test_work_that_has_become_late_in_the_queue_is_never_started() -> None:
-    of: Admission[str] = Admission(300.0)
+    of: AdmissionQueue[str] = AdmissionQueue(300.0)
     offered(of, "late", until(3.0))
     patient = offered(of, "patient")
     assert of.next_event_s() == pytest.approx(2.0), "a second before the deadline"
@@ -97,7 +97,7 @@ def test_work_that_has_become_late_in_the_queue_is_never_started() -> None:
 
 
 def test_a_wait_that_is_too_long_ends() -> None:
-    of: Admission[str] = Admission(5.0)
+    of: AdmissionQueue[str] = AdmissionQueue(5.0)
     offered(of)
     assert of.next_event_s() == 5.0
     ((_, error),) = of.expire(5.0)
@@ -106,7 +106,7 @@ def test_a_wait_that_is_too_long_ends() -> None:
 
 
 def test_who_left_is_not_said_to_have_waited_too_long() -> None:
-    of: Admission[str] = Admission(5.0)
+    of: AdmissionQueue[str] = AdmissionQueue(5.0)
     gone = offered(of)
     of.withdraw(gone)
     of.withdraw(gone)
@@ -115,18 +115,18 @@ def test_who_left_is_not_said_to_have_waited_too_long() -> None:
 
 
 def test_what_was_let_in_before_is_ahead_and_has_no_deadline_any_more() -> None:
-    of: Admission[str] = Admission(300.0)
-    offered(of, "first", Claim(priority=-5))
+    of: AdmissionQueue[str] = AdmissionQueue(300.0)
+    offered(of, "first", QueueTerms(priority=-5))
     of.readmit("back", until(0.1), SECOND, 0.0, ahead=True)
     assert names(of) == ["back", "first"]
     assert of.expire(1.0) == []
 
 
 def test_what_has_to_look_again_keeps_its_deadline_and_the_time_that_it_waited() -> None:
-    of: Admission[str] = Admission(5.0)
+    of: AdmissionQueue[str] = AdmissionQueue(5.0)
     of.readmit("late", until(3.0), SECOND, 1.0)
-    of.readmit("patient", Claim(), SECOND, 1.0)
-    offered(of, "urgent", Claim(priority=-5))
+    of.readmit("patient", QueueTerms(), SECOND, 1.0)
+    offered(of, "urgent", QueueTerms(priority=-5))
     assert names(of) == ["urgent", "late", "patient"]
     assert [ticket.what for ticket, _ in of.expire(2.0)] == ["late"]
     assert [ticket.what for ticket, _ in of.expire(6.0)] == ["urgent", "patient"]
@@ -136,35 +136,35 @@ def test_what_has_to_look_again_keeps_its_deadline_and_the_time_that_it_waited()
 
 
 def test_a_full_queue_turns_away_by_the_time_that_it_takes_to_drain() -> None:
-    of: Admission[str] = Admission(300.0)
+    of: AdmissionQueue[str] = AdmissionQueue(300.0)
     bounds = supply(places=2, limit=4)
     for _ in range(4):
-        of.offer("x", Claim(), SECOND, bounds, 0.0)
+        of.offer("x", QueueTerms(), SECOND, bounds, 0.0)
     with pytest.raises(QueueFull) as caught:
-        of.offer("x", Claim(), SECOND, bounds, 0.0)
+        of.offer("x", QueueTerms(), SECOND, bounds, 0.0)
     assert (caught.value.queued, caught.value.retry_after_s) == (4, 2)
 
 
 def test_what_waits_at_the_boards_counts_too() -> None:
-    of: Admission[str] = Admission(300.0)
+    of: AdmissionQueue[str] = AdmissionQueue(300.0)
     with pytest.raises(QueueFull) as caught:
-        of.offer("x", Claim(), None, supply(limit=3, elsewhere=3, typical_ms=2000.0), 0.0)
+        of.offer("x", QueueTerms(), None, supply(limit=3, elsewhere=3, typical_ms=2000.0), 0.0)
     assert (caught.value.queued, caught.value.retry_after_s) == (3, 6)
 
 
 def test_a_queue_without_room_still_lets_one_in_that_starts_at_once() -> None:
-    of: Admission[str] = Admission(300.0)
-    of.offer("x", Claim(), SECOND, supply(free=1, limit=0), 0.0)
+    of: AdmissionQueue[str] = AdmissionQueue(300.0)
+    of.offer("x", QueueTerms(), SECOND, supply(free=1, limit=0), 0.0)
     with pytest.raises(QueueFull):
-        of.offer("x", Claim(), SECOND, supply(free=0, limit=0), 0.0)
+        of.offer("x", QueueTerms(), SECOND, supply(free=0, limit=0), 0.0)
 
 
 def test_a_more_urgent_one_pushes_the_least_urgent_out() -> None:
-    of: Admission[str] = Admission(300.0)
+    of: AdmissionQueue[str] = AdmissionQueue(300.0)
     bounds = supply(limit=2)
-    of.offer("later", Claim(priority=5), SECOND, bounds, 0.0)
-    of.offer("normal", Claim(), SECOND, bounds, 0.0)
-    _, left = of.offer("urgent", Claim(priority=-5), SECOND, bounds, 0.0)
+    of.offer("later", QueueTerms(priority=5), SECOND, bounds, 0.0)
+    of.offer("normal", QueueTerms(), SECOND, bounds, 0.0)
+    _, left = of.offer("urgent", QueueTerms(priority=-5), SECOND, bounds, 0.0)
     assert left is not None
     assert left.what == "later"
     assert names(of) == ["urgent", "normal"]
@@ -172,7 +172,7 @@ def test_a_more_urgent_one_pushes_the_least_urgent_out() -> None:
 
 
 def test_what_runs_counts_as_wait_by_what_is_left_of_it() -> None:
-    of: Admission[str] = Admission(300.0)
+    of: AdmissionQueue[str] = AdmissionQueue(300.0)
     running = offered(of)
     of.start(running, 0.0)
     ticket = offered(of, "next", until(2.5), 0.4)
@@ -187,15 +187,15 @@ def test_what_runs_counts_as_wait_by_what_is_left_of_it() -> None:
 # -- what is expected -----------------------------------------------------------------------------
 
 
-def took(asked: Asked, tokens: int, *, slow: float = 1.0) -> Took:
+def took(asked: RequestSize, tokens: int, *, slow: float = 1.0) -> AnswerTiming:
     """A millisecond for a token of the prompt, ten for one of the answer."""
     prefill_ms, decode_ms = 1.0 * asked.prompt_tokens, 10.0 * tokens
     held_ms = (prefill_ms + decode_ms) * slow
-    return Took(asked.prompt_tokens, prefill_ms, tokens, decode_ms, tokens, held_ms)
+    return AnswerTiming(asked.prompt_tokens, prefill_ms, tokens, decode_ms, tokens, held_ms)
 
 
 def test_nothing_is_expected_before_some_answers_have_ended() -> None:
-    of, asked = Expectation(), Asked(100, 50)
+    of, asked = ServiceTimeModel(), RequestSize(100, 50)
     assert of.of(asked) is None
     assert of.typical_ms is None
     for _ in range(3):
@@ -204,21 +204,21 @@ def test_nothing_is_expected_before_some_answers_have_ended() -> None:
 
 
 def test_what_is_expected_follows_prompt_and_limit() -> None:
-    of, asked = Expectation(), Asked(100, 50)
+    of, asked = ServiceTimeModel(), RequestSize(100, 50)
     for _ in range(20):
         of.heard(asked, took(asked, 50))
-    found = of.of(Asked(200, 60))
+    found = of.of(RequestSize(200, 60))
     assert found is not None
     assert found.likely_ms == pytest.approx(200 + 500, rel=0.05), "such limits give 50 tokens"
     assert found.safe_ms >= found.likely_ms
-    longer = of.of(Asked(100, 1000))
+    longer = of.of(RequestSize(100, 1000))
     assert longer is not None
     assert longer.likely_ms == pytest.approx(100 + 10_000, rel=0.05), "of such nothing is known"
 
 
 def test_answers_that_end_early_and_prompts_that_are_cached_are_learned() -> None:
-    of, asked = Expectation(), Asked(1000, 500)
-    cached = Took(100, 100.0, 20, 200.0, 20, 300.0)
+    of, asked = ServiceTimeModel(), RequestSize(1000, 500)
+    cached = AnswerTiming(100, 100.0, 20, 200.0, 20, 300.0)
     for _ in range(60):
         of.heard(asked, cached)
     found = of.of(asked)
@@ -228,7 +228,7 @@ def test_answers_that_end_early_and_prompts_that_are_cached_are_learned() -> Non
 
 def test_the_more_it_varies_the_more_time_is_safe() -> None:
     def spread(*slow: float) -> float:
-        of, asked = Expectation(), Asked(100, 50)
+        of, asked = ServiceTimeModel(), RequestSize(100, 50)
         for _ in range(30):
             for factor in slow:
                 of.heard(asked, took(asked, 50, slow=factor))
@@ -244,7 +244,7 @@ def test_the_more_it_varies_the_more_time_is_safe() -> None:
 
 
 def test_requests_per_minute_come_back_evenly() -> None:
-    meter = Meter(Limits(requests_per_minute=60), 0.0)
+    meter = Meter(CallerLimits(requests_per_minute=60), 0.0)
     for _ in range(60):
         meter.enter(0.0)
     with pytest.raises(RateLimited, match="60 requests per minute") as caught:
@@ -260,7 +260,7 @@ def test_requests_per_minute_come_back_evenly() -> None:
 
 
 def test_tokens_may_get_into_debt_which_is_waited_out() -> None:
-    meter = Meter(Limits(tokens_per_minute=600), 0.0)
+    meter = Meter(CallerLimits(tokens_per_minute=600), 0.0)
     meter.enter(0.0)
     meter.spend(900, 0.0)
     with pytest.raises(RateLimited, match="600 tokens per minute") as caught:
@@ -270,7 +270,7 @@ def test_tokens_may_get_into_debt_which_is_waited_out() -> None:
 
 
 def test_only_so_many_calls_go_on_at_once_and_one_that_is_refused_costs_nothing() -> None:
-    meter = Meter(Limits(concurrent=2, requests_per_minute=3), 0.0)
+    meter = Meter(CallerLimits(concurrent=2, requests_per_minute=3), 0.0)
     meter.enter(0.0)
     meter.enter(0.0)
     for _ in range(5):
@@ -284,7 +284,7 @@ def test_only_so_many_calls_go_on_at_once_and_one_that_is_refused_costs_nothing(
 
 
 def test_a_key_without_limits_is_never_refused() -> None:
-    meter = Meter(Limits(), 0.0)
+    meter = Meter(CallerLimits(), 0.0)
     for _ in range(1000):
         meter.enter(0.0)
         meter.spend(10_000, 0.0)
@@ -311,13 +311,17 @@ class Shop:
     waits_s: list[float] = field(default_factory=list)
 
     def run(
-        self, load: float, seconds: float, timeout_s: float, owners: dict[str, tuple[float, Claim]]
+        self,
+        load: float,
+        seconds: float,
+        timeout_s: float,
+        owners: dict[str, tuple[float, QueueTerms]],
     ) -> Shop:
         """``load`` is in capacities; owners have shares of it."""
         rng = random.Random(self.seed)
-        queue: Admission[str] = Admission(300.0)
-        expectation, asked = Expectation(), Asked(1, 100)
-        busy: list[tuple[float, int, Ticket[str], float]] = []
+        queue: AdmissionQueue[str] = AdmissionQueue(300.0)
+        expectation, asked = ServiceTimeModel(), RequestSize(1, 100)
+        busy: list[tuple[float, int, QueueEntry[str], float]] = []
         per_s = load * self.boards / (self.mean_ms / 1e3)
         arrivals = _arrivals(rng, per_s, seconds, [(n, s) for n, (s, _) in owners.items()])
         number = 0
@@ -326,13 +330,13 @@ class Shop:
             now_s = arrivals[0][0] if comes else busy[0][0]
             if comes:
                 base = owners[owner := arrivals.pop(0)[1]][1]
-                claim = Claim(owner, base.weight, base.priority, now_s + timeout_s, timeout_s)
+                claim = QueueTerms(owner, base.weight, base.priority, now_s + timeout_s, timeout_s)
                 bounds = supply(self.boards, self.boards - len(busy), self.limit)
                 self._offer(queue, claim, expectation.of(asked), bounds, now_s)
             else:
                 _, _, ticket, ms = heapq.heappop(busy)
                 queue.ended(ticket, ms)
-                expectation.heard(asked, Took(0, 0.0, 100, ms, 100, ms))
+                expectation.heard(asked, AnswerTiming(0, 0.0, 100, ms, 100, ms))
                 self._count(ticket, now_s)
             for ticket, _ in queue.expire(now_s):
                 self.refused[ticket.what] += 1
@@ -347,10 +351,10 @@ class Shop:
 
     def _offer(
         self,
-        queue: Admission[str],
-        claim: Claim,
-        expected: Expected | None,
-        bounds: Supply,
+        queue: AdmissionQueue[str],
+        claim: QueueTerms,
+        expected: ServiceTime | None,
+        bounds: Capacity,
         now_s: float,
     ) -> None:
         try:
@@ -361,7 +365,7 @@ class Shop:
             if left is not None:
                 self.refused[left.what] += 1
 
-    def _count(self, ticket: Ticket[str], now_s: float) -> None:
+    def _count(self, ticket: QueueEntry[str], now_s: float) -> None:
         self.done[ticket.what] += 1
         assert ticket.claim.deadline_s is not None
         if now_s <= ticket.claim.deadline_s:
@@ -381,7 +385,7 @@ def _arrivals(
     return found
 
 
-ALONE = {"": (1.0, Claim())}
+ALONE = {"": (1.0, QueueTerms())}
 
 
 @pytest.mark.parametrize("timeout_s", [2.5, 6.0, 30.0])
@@ -401,20 +405,20 @@ def test_without_any_deadlines_the_bound_keeps_waits_short_under_overload() -> N
 
 
 def test_under_overload_the_urgent_are_served_and_the_others_shed() -> None:
-    urgent = {"urgent": (0.25, Claim(priority=-1)), "later": (0.75, Claim(priority=1))}
+    urgent = {"urgent": (0.25, QueueTerms(priority=-1)), "later": (0.75, QueueTerms(priority=1))}
     shop = Shop().run(3.0, 600.0, 6.0, urgent)
     assert shop.refused["urgent"] <= 0.02 * shop.done["urgent"]
     assert shop.refused["later"] > shop.done["later"] > 0
 
 
 def test_an_owner_who_floods_the_queue_takes_nothing_from_the_others() -> None:
-    owners = {"flood": (0.94, Claim()), "small": (0.06, Claim())}
+    owners = {"flood": (0.94, QueueTerms()), "small": (0.06, QueueTerms())}
     shop = Shop().run(5.0, 600.0, 6.0, owners)
     asked = shop.done["small"] + shop.refused["small"]
     assert shop.done["small"] >= 0.97 * asked, "it wants less than its half of the capacity"
 
 
 def test_two_owners_who_both_want_too_much_share_by_weight() -> None:
-    owners = {"heavy": (0.5, Claim(weight=3.0)), "light": (0.5, Claim(weight=1.0))}
+    owners = {"heavy": (0.5, QueueTerms(weight=3.0)), "light": (0.5, QueueTerms(weight=1.0))}
     shop = Shop().run(8.0, 600.0, 8.0, owners)
     assert shop.done["heavy"] / shop.done["light"] == pytest.approx(3.0, rel=0.1)

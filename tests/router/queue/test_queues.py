@@ -26,13 +26,19 @@ from rkserve.core.errors import (
 )
 from rkserve.core.messages import AdapterRef, Continued, Delta, GenerateRequest, Kv, Paused, Timings
 from rkserve.fleet.fleet import Fleet
-from rkserve.fleet.load import Boards
-from rkserve.fleet.requests import Ask
-from rkserve.router.policies.policies import LeastLoad, Policy, Take, Verdict, WaitFor
-from rkserve.router.queue.admission import Claim
+from rkserve.fleet.load import ModelBoards
+from rkserve.fleet.requests import RoutingRequest
+from rkserve.router.policies.policies import (
+    Decision,
+    LeastLoadPolicy,
+    RoutingPolicy,
+    SendTo,
+    WaitFor,
+)
+from rkserve.router.queue.admission import QueueTerms
 from rkserve.router.queue.model_queue import LOOKED_AT
-from rkserve.router.queue.queues import Places, QueueRules, Tried
-from rkserve.router.queue.reservation import Place
+from rkserve.router.queue.queues import ModelQueues, QueueRules, TriedBoards
+from rkserve.router.queue.reservation import Reservation
 from tests.support.boards.fake_boards import FakeBoards, finished, report
 from tests.support.boards.own_time import run_loop
 
@@ -81,13 +87,13 @@ class Avoided:
 class Hall:
     """A queue in front of boards that only report; requests are numbered as they come."""
 
-    def __init__(self, *boards: Any, policy: Policy | None = None, **rules: Any) -> None:
+    def __init__(self, *boards: Any, policy: RoutingPolicy | None = None, **rules: Any) -> None:
         self.boards = FakeBoards([report(b) if isinstance(b, str) else b for b in boards])
         self.fleet = Fleet({"only": self.boards}, {"only": MODEL})
         self.counted, self.avoided = Counted(), Avoided()
-        self.places = Places(
+        self.places = ModelQueues(
             self.fleet,
-            policy or LeastLoad(random.Random(1)),
+            policy or LeastLoadPolicy(random.Random(1)),
             QueueRules(**{"catch_up_s": 0.0, **rules}),
             self.avoided,
             self.counted,
@@ -97,24 +103,24 @@ class Hall:
 
     def ask(
         self,
-        claim: Claim | None = None,
+        claim: QueueTerms | None = None,
         tried: dict[str, RkserveError] | None = None,
         **request: Any,
-    ) -> asyncio.Task[Place]:
+    ) -> asyncio.Task[Reservation]:
         """One more request wants a place."""
         self.number += 1
         number = self.number
         made = GenerateRequest(f"r{number}/0", MODEL, (1, 2, 3), 10)
         made = replace(made, **request)
 
-        async def take() -> Place:
-            place = await self.places.take(made, Tried(tried or {}), claim or Claim())
+        async def take() -> Reservation:
+            place = await self.places.take(made, TriedBoards(tried or {}), claim or QueueTerms())
             self.taken.append(number)
             return place
 
         return asyncio.create_task(take())
 
-    async def busy(self, count: int, **request: Any) -> list[Place]:
+    async def busy(self, count: int, **request: Any) -> list[Reservation]:
         """Requests that get a place each at once."""
         return [await self.ask(**request) for _ in range(count)]
 
@@ -140,7 +146,7 @@ async def hall(*boards: Any, **rest: Any) -> Hall:
     return made
 
 
-def board_of(place: Place) -> str:
+def board_of(place: Reservation) -> str:
     return place.replica.removeprefix("replica of ")
 
 
@@ -220,9 +226,9 @@ class Bustle:
 
     def __init__(self, of: Hall, rng: random.Random, n_batch: int) -> None:
         self.of, self.rng, self.n_batch = of, rng, n_batch
-        self.there: list[Place] = []
-        self.resting: list[Place] = []
-        self.waiting: list[asyncio.Task[Place]] = []
+        self.there: list[Reservation] = []
+        self.resting: list[Reservation] = []
+        self.waiting: list[asyncio.Task[Reservation]] = []
 
     @property
     def free(self) -> int:
@@ -234,7 +240,7 @@ class Bustle:
         return some.pop(self.rng.randrange(len(some)))
 
     async def come(self) -> None:
-        claim = Claim(self.rng.choice("xyz"), priority=self.rng.randint(-1, 1))
+        claim = QueueTerms(self.rng.choice("xyz"), priority=self.rng.randint(-1, 1))
         self.waiting.append(self.of.ask(claim))
 
     async def finish(self) -> None:
@@ -322,7 +328,7 @@ def test_the_urgent_go_first_owners_in_turn_and_what_is_continued_before_all() -
     async def main() -> None:
         of = await hall("a", limit=99)
         (place,) = await of.busy(1)
-        waiting = [of.ask(Claim(*claim)) for claim in (("x",), ("x",), ("y",), ("x", 1.0, -1))]
+        waiting = [of.ask(QueueTerms(*claim)) for claim in (("x",), ("x",), ("y",), ("x", 1.0, -1))]
         waiting.append(of.ask(continued=Continued()))
         waiting.append(of.ask(tried={"replica of z": BoardFailed("z", "gone")}))
         await of.settle()
@@ -344,7 +350,7 @@ def test_what_is_continued_waits_where_the_queue_is_full() -> None:
         (place,) = await of.busy(1)
         with pytest.raises(QueueFull):
             await of.ask()
-        goes_on = of.ask(Claim(deadline_s=0.0), continued=Continued())
+        goes_on = of.ask(QueueTerms(deadline_s=0.0), continued=Continued())
         await of.settle()
         place.heard(finished())
         await goes_on
@@ -357,7 +363,7 @@ def test_where_the_queue_is_full_the_least_urgent_is_told_to_come_back() -> None
     async def main() -> None:
         of = await hall("a", limit=1)
         (place,) = await of.busy(1)
-        later = of.ask(Claim(priority=3))
+        later = of.ask(QueueTerms(priority=3))
         await of.settle()
         urgent = of.ask()
         with pytest.raises(QueueFull) as caught:
@@ -416,9 +422,9 @@ def test_what_was_learned_of_answers_refuses_what_would_be_late() -> None:
         running = of.ask()
         await of.settle()
         with pytest.raises(DeadlineUnreachable) as caught:
-            await of.ask(Claim(deadline_s=loop.time() + 3.0, timeout_s=3.0))
+            await of.ask(QueueTerms(deadline_s=loop.time() + 3.0, timeout_s=3.0))
         assert caught.value.retry_after_s in {1, 2}
-        in_time = of.ask(Claim(deadline_s=loop.time() + 4.9, timeout_s=4.9))
+        in_time = of.ask(QueueTerms(deadline_s=loop.time() + 4.9, timeout_s=4.9))
         await asyncio.sleep(1.0)
         assert not in_time.done()
         with pytest.raises(DeadlineUnreachable):  # the board is not free when it was thought to be
@@ -606,7 +612,7 @@ def test_where_no_board_is_there_but_one_that_is_left_alone_is_down_the_reason_i
         of = await hall("a", report("b", state=BoardState.FAILED), limit=9)
         of.avoided.keys = {"replica of a"}
         of.boards.reported = [report("b", state=BoardState.FAILED)]
-        tried = Tried({"replica of a": BoardFailed("a", "cut")})
+        tried = TriedBoards({"replica of a": BoardFailed("a", "cut")})
         with pytest.raises(NoBoard, match="replica of a failed three times"):
             await of.ask(tried=tried)
 
@@ -774,7 +780,7 @@ def test_the_wait_for_the_end_of_a_pause_has_bounds_too() -> None:
         with pytest.raises(QueueTimeout):
             await waiting
         with pytest.raises(DeadlineUnreachable):
-            await of.ask(Claim(deadline_s=now_s + 40.0, timeout_s=5.0), line="kind")
+            await of.ask(QueueTerms(deadline_s=now_s + 40.0, timeout_s=5.0), line="kind")
         assert of.depth == 0
 
     run_loop(main())
@@ -795,7 +801,7 @@ def test_a_loading_board_takes_what_it_can_start_and_no_more() -> None:
 # -- the policy -----------------------------------------------------------------------------------
 
 
-class Waits(LeastLoad):
+class Waits(LeastLoadPolicy):
     """So many requests, from the second one on, wait for board a, for three seconds at most."""
 
     def __init__(self, rng: random.Random, many: int = 1) -> None:
@@ -803,13 +809,13 @@ class Waits(LeastLoad):
         self.asked = 0
         self._picky = {f"r{number}/0" for number in range(2, 2 + many)}
 
-    def choose(self, ask: Ask, boards: Boards, now_s: float, /) -> Verdict:
+    def choose(self, ask: RoutingRequest, boards: ModelBoards, now_s: float, /) -> Decision:
         self.asked += 1
         if ask.request_id in self._picky and ask.waited_ms(now_s) < 3000.0:
             wanted = boards.get("replica of a")
             assert wanted is not None
             if wanted.has_place:
-                return Take(wanted)
+                return SendTo(wanted)
             return WaitFor(wanted, 3000.0 - ask.waited_ms(now_s), 500.0)
         return super().choose(ask, boards, now_s)
 
@@ -869,7 +875,7 @@ def test_board_time_is_told_as_it_passes_also_in_pauses_that_keep_the_board() ->
     async def main() -> None:
         of = await hall("a", limit=9)
         told: list[tuple[str, float]] = []
-        place = await of.ask(Claim(flow="x", use=lambda *used: told.append(used)))
+        place = await of.ask(QueueTerms(flow="x", use=lambda *used: told.append(used)))
 
         def total() -> float:
             assert {name for name, _ in told} == {"r1/0"}
@@ -902,10 +908,10 @@ def test_board_time_is_told_as_it_passes_also_in_pauses_that_keep_the_board() ->
 def test_fair_shares_hold_against_a_request_that_does_not_end(paused: bool) -> None:
     async def main() -> None:
         of = await hall("a", "b", limit=9)
-        endless = await of.ask(Claim(flow="greedy"))
+        endless = await of.ask(QueueTerms(flow="greedy"))
         if paused:
             endless.heard(Paused("x", 1, Kv.KEPT))
-        other = await of.ask(Claim(flow="modest"))
+        other = await of.ask(QueueTerms(flow="modest"))
         await asyncio.sleep(100)
         other.ended(left=False)
         (held,) = await of.busy(1)
@@ -915,7 +921,7 @@ def test_fair_shares_hold_against_a_request_that_does_not_end(paused: bool) -> N
         await asyncio.sleep(300)
         await of.hear(report("a"), report("b"))
         # Without the time that passes the greedy one has had the least: one estimate.
-        waits = [of.ask(Claim(flow=flow)) for flow in ("greedy", "modest")]
+        waits = [of.ask(QueueTerms(flow=flow)) for flow in ("greedy", "modest")]
         await of.settle()
         assert of.taken == []
         held.ended(left=False)
@@ -930,13 +936,15 @@ def test_fair_shares_hold_against_a_request_that_does_not_end(paused: bool) -> N
 def test_of_one_key_half_of_the_boards_are_kept_in_pauses_at_most() -> None:
     async def main() -> None:
         of = await hall("a", "b", "c", "d", limit=9)
-        first, second, third = [await of.ask(Claim(flow="x"), native_pause=True) for _ in range(3)]
+        first, second, third = [
+            await of.ask(QueueTerms(flow="x"), native_pause=True) for _ in range(3)
+        ]
         assert [one.request.native_pause for one in (first, second, third)] == [True, True, False]
-        other = await of.ask(Claim(flow="y"), native_pause=True)
+        other = await of.ask(QueueTerms(flow="y"), native_pause=True)
         assert other.request.native_pause
         for one in (first, third):
             one.ended(left=False)
-        again = [await of.ask(Claim(flow="x"), native_pause=True) for _ in range(2)]
+        again = [await of.ask(QueueTerms(flow="x"), native_pause=True) for _ in range(2)]
         assert [one.request.native_pause for one in again] == [True, False]
 
     run_loop(main())
@@ -948,7 +956,7 @@ def test_without_keys_and_on_one_board_a_pause_may_keep_it() -> None:
         pair = await of.busy(2, native_pause=True)
         assert all(one.request.native_pause for one in pair)
         alone = await hall("a")
-        place = await alone.ask(Claim(flow="x"), native_pause=True)
+        place = await alone.ask(QueueTerms(flow="x"), native_pause=True)
         assert place.request.native_pause
 
     run_loop(main())

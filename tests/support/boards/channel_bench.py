@@ -13,8 +13,8 @@ from rkserve.core.board_report import BoardReport, Emitted
 from rkserve.core.desired_state import Adoption, Desired
 from rkserve.core.messages import Embedded, EmbedRequest, Event, GenerateRequest
 from rkserve.deployments.board_link import RayLink
-from rkserve.transport.client import Channels
-from rkserve.transport.server import Address, Outlet
+from rkserve.transport.client import ChannelClient
+from rkserve.transport.server import ChannelAddress, ChannelServer
 from tests.support.boards.fake_boards import Step, accepted, finished, report
 
 # Silence that nobody takes for a loss, however slow the machine is.
@@ -27,7 +27,7 @@ class Board:
 
     def __init__(self, name: str, config: ChannelConfig = PATIENT) -> None:
         self.name = name
-        self.outlet = Outlet(name, config, Callee(self))
+        self.outlet = ChannelServer(name, config, Callee(self))
         self.steps: list[Step] = []
         self.running = 0
         self.requests: list[GenerateRequest] = []
@@ -35,7 +35,7 @@ class Board:
         self.reports: list[str] = []  # the ways by which it was asked for one
         self.told: list[int] = []  # epochs; those whose call was given up a second time, negative
         self.mute: asyncio.Event | None = None  # it says nothing of itself until then
-        self.offers: Callable[[], Address | None] = lambda: self.outlet.address
+        self.offers: Callable[[], ChannelAddress | None] = lambda: self.outlet.address
         table = SimpleNamespace(curr_replicas={})
         self._router = SimpleNamespace(_asyncio_router=SimpleNamespace(_request_router=table))
         self.listed: dict[str, Any] = table.curr_replicas
@@ -93,7 +93,7 @@ class Board:
         self.reports.append("ray")
         return report(self.name)
 
-    async def _offer(self) -> Address | None:
+    async def _offer(self) -> ChannelAddress | None:
         return self.offers()
 
 
@@ -157,9 +157,9 @@ async def router(
     config: ChannelConfig = PATIENT,
     connected: bool = True,
     report_timeout_s: float = 60.0,
-) -> AsyncIterator[tuple[Channels, list[RayLink]]]:
+) -> AsyncIterator[tuple[ChannelClient, list[RayLink]]]:
     """A Router with a link to each board; both ends are closed behind it."""
-    channels = Channels(config)
+    channels = ChannelClient(config)
     links = [RayLink(board, board.name, report_timeout_s, channels) for board in boards]
     for board in boards:
         if board.outlet.address is None and config.enabled:
@@ -174,7 +174,9 @@ async def router(
             await board.outlet.close()
 
 
-async def connect(channels: Channels, boards: Sequence[Board], links: Sequence[RayLink]) -> None:
+async def connect(
+    channels: ChannelClient, boards: Sequence[Board], links: Sequence[RayLink]
+) -> None:
     """Have reports collected until there is a connection to every board."""
     while any(channels.line(f"replica of {board.name}") is None for board in boards):
         for link in links:

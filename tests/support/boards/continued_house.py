@@ -34,8 +34,8 @@ from rkserve.core.messages import (
     Paused,
 )
 from rkserve.fleet.fleet import Fleet
-from rkserve.router.dispatch.dispatch import Dispatch, Persistence
-from rkserve.router.queue.admission import Claim
+from rkserve.router.dispatch.dispatch import Dispatch, FailoverLimits
+from rkserve.router.queue.admission import QueueTerms
 from tests.support.boards.board_bench import SETTINGS, Bench, until
 from tests.support.boards.fakes import EOS, QUIRKS, FakeEngine, Play, Script
 
@@ -256,9 +256,9 @@ class InTurn:
         self.refusal: RkserveError = NoBoard(MODEL, "none is left")
 
     async def take(
-        self, request: GenerateRequest, tried: dict[str, RkserveError], claim: Claim
+        self, request: GenerateRequest, tried: dict[str, RkserveError], claim: QueueTerms
     ) -> Seat:
-        assert isinstance(claim, Claim)
+        assert isinstance(claim, QueueTerms)
         left = [one for one in self.replicas if one not in tried]
         if not left or self.away():
             raise self.refusal
@@ -402,7 +402,7 @@ async def site(
     *,
     hooks: tuple[HookFactory, ...] = (),
     per_run: bool = True,
-    persistence: Persistence | None = None,
+    persistence: FailoverLimits | None = None,
     **settings: Any,
 ) -> AsyncIterator[Site]:
     """Boards that must all be well, and idle, afterwards."""
@@ -436,13 +436,13 @@ async def sent_to(
     *,
     model: str = MODEL,
     hooks: tuple[HookFactory, ...] = (),
-    persistence: Persistence | None = None,
+    persistence: FailoverLimits | None = None,
 ) -> AsyncIterator[Site]:
     """A dispatch to boards that are there, in turn; they must be well and idle afterwards."""
     house = House(benches, hooks)
     fleet = Fleet({"g": house}, {"g": model})
     usher = InTurn(list(benches))
-    rules = persistence or Persistence(continuations=100)
+    rules = persistence or FailoverLimits(continuations=100)
     yield Site(house, Dispatch(fleet, usher, random.Random(7), rules), usher)
     for bench in benches.values():
         await until(lambda bench=bench: _is_idle(bench.board))  # type: ignore[misc] # its own

@@ -26,7 +26,7 @@ from rkserve.core.metrics import RouterMetrics
 from rkserve.http.app import make_app
 from rkserve.http.gradio_routes import GradioCalls, PendingCall
 from rkserve.reference.dialects import EVENT
-from rkserve.router.coordinator_client import Cluster
+from rkserve.router.coordinator_client import CoordinatorClient
 from rkserve.router.dispatch.build import open_dispatch, open_fleet
 from rkserve.router.service import Service
 from rkserve.router.stored_responses.sqlite import ResponseStore
@@ -183,7 +183,7 @@ class ReferenceHouse:
         self.boards = {"chat": chat_boards(), "embed": VectorBoards.of("e")}
         self.boards["embed"].says = dict(self.boards["chat"].says)
         fleet = open_fleet(self.config, self.boards, {"chat": CHAT, "embed": EMBED})
-        self.cluster = Cluster(self.head, fleet.obey)
+        self.cluster = CoordinatorClient(self.head, fleet.obey)
         metrics = RouterMetrics(CollectorRegistry())
         dispatch = open_dispatch(self.config, fleet, metrics, random.Random(5))
         models = {CHAT: chat_model(), EMBED: embedding_model()}

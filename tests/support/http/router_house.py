@@ -18,10 +18,10 @@ from rkserve.config.serve_config import RouterConfig
 from rkserve.core.metrics import RouterMetrics
 from rkserve.http.app import make_app
 from rkserve.models.folder import open_model_folder
-from rkserve.router.coordinator_client import Cluster
+from rkserve.router.coordinator_client import CoordinatorClient
 from rkserve.router.dispatch.build import open_dispatch, open_fleet
 from rkserve.router.service import ServedModel, Service
-from rkserve.router.stored_responses.store import Peers, Responses
+from rkserve.router.stored_responses.store import ResponsePeers, Responses
 from tests.support.boards.fake_boards import FakeBoards, Step, report
 from tests.support.boards.own_time import run_loop
 from tests.support.cluster.fake_head import FakeHead
@@ -48,12 +48,12 @@ class House:
     served: ServedModel = field(default_factory=model)
     head: FakeHead = field(default_factory=FakeHead)
     kept: Path | None = None  # where responses are stored; none are without it
-    others: Peers | None = None  # all Routers, where there are several
+    others: ResponsePeers | None = None  # all Routers, where there are several
 
     def __post_init__(self) -> None:
         model_id = self.served.folder.id
         fleet = open_fleet(self.config, {"only": self.boards}, {"only": model_id})
-        self.cluster = Cluster(self.head, fleet.obey)
+        self.cluster = CoordinatorClient(self.head, fleet.obey)
         metrics = RouterMetrics(CollectorRegistry())
         dispatch = open_dispatch(self.config, fleet, metrics, random.Random(5))
         self.service = Service(
