@@ -16,7 +16,8 @@ from rkserve.fleet.load import BoardStatus, ModelBoards
 from rkserve.fleet.prefix_index import PrefixIndex
 from rkserve.fleet.requests import InFlightRequest, RoutingRequest
 from rkserve.fleet.speeds import WorkCounters
-from rkserve.router.policies.policies import PolicySettings, RoutingPolicy, SendTo, WaitFor, policy
+from rkserve.router.policies import POLICIES
+from rkserve.router.policies.base import PolicySettings, RoutingPolicy, SendTo, WaitFor
 from rkserve.router.queue.admission import (
     AdmissionQueue,
     AnswerTiming,
@@ -51,7 +52,7 @@ class OwnRouter:
         limit: int = NO_LIMIT,
         timeout_s: float = 1e9,
     ) -> None:
-        self.policy: RoutingPolicy = policy(name, rng, settings)
+        self.policy: RoutingPolicy = POLICIES[name](rng, settings)
         self.boards = ModelBoards(rng, PrefixIndex() if self.policy.uses_prefixes else None)
         self.spent = Spent()
         self._paper = {board.name: board for board in boards}

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import (
     Field,
@@ -76,13 +76,10 @@ class RouterConfig(Settings):
     report_s: float = Field(
         1.0, gt=0, description="How often the boards' reports are collected, outside of requests."
     )
-    policy: Literal["prefix", "least_load", "round_robin", "session"] = Field(
+    policy: str = Field(
         "prefix",
-        description="Which board takes a request: `prefix` where it should have its first token "
-        "soonest, by what boards hold in their KV caches, how busy and how fast they are; "
-        "`least_load` the one with the least to do; `round_robin` one after the other; `session` "
-        "always the same for the requests of one session "
-        "([routing.md](../explanation/routing.md)).",
+        description="The routing policy: `prefix`, `least_load`, `round_robin` or `session`, as "
+        "[routing.md](../explanation/routing.md) describes them.",
     )
     board_wait_s: float = Field(
         20.0,

@@ -25,6 +25,7 @@ from rkserve.deployments.haproxy import own_environ
 from rkserve.models.folder import open_model_folder
 from rkserve.native import quirks
 from rkserve.native.sim import profiles
+from rkserve.router.policies import POLICIES
 
 APPLICATION = "rkserve.app:build"
 YAML = (".yaml", ".yml")
@@ -37,9 +38,11 @@ def check_args(args: Any) -> RkserveConfig:
     """Return the settings of an application that can be built on any machine.
 
     Raises:
-        ConfigError: a key, a profile or a quirk is unknown, or a value is not allowed.
+        ConfigError: a key, a policy, a profile or a quirk is unknown, or a value is not allowed.
     """
     config = parse_config(args)
+    if config.router.policy not in POLICIES:
+        raise _unknown("router.policy", config.router.policy, sorted(POLICIES))
     known = [profile.name for profile in profiles.load()]
     for number, group in enumerate(config.boards):
         if group.simulated is not None and group.simulated.profile not in known:
@@ -70,10 +73,13 @@ def _unknown(key: str, name: str, known: Sequence[str]) -> ConfigError:
     kind = key.rpartition(".")[2].rstrip("s")
     near = difflib.get_close_matches(name.lower(), known)
     meant = f"; did you mean {' or '.join(repr(one) for one in near)}?" if near else "."
-    page = "simulator" if kind == "profile" else "quirks"
+    page, plural = {
+        "policy": ("explanation/routing", "policies"),
+        "profile": ("reference/simulator", "profiles"),
+    }.get(kind, ("reference/quirks", "quirks"))
     return ConfigError(
         f"serve_config.yaml, args: {key}: unknown {kind} '{name}'{meant} "
-        f"docs/reference/{page}.md lists all {kind}s."
+        f"docs/{page}.md lists all {plural}."
     )
 
 

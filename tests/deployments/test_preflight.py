@@ -40,6 +40,13 @@ def config(**group: Any) -> dict[str, Any]:
     }
 
 
+def configured(**args: Any) -> dict[str, Any]:
+    """Return a configuration with more arguments of the application."""
+    content = config()
+    content["applications"][0]["args"].update(args)
+    return content
+
+
 def written(folder: Path, content: Any) -> Path:
     file = folder / "serve_config.yaml"
     text = content if isinstance(content, str) else yaml.safe_dump(content)
@@ -73,6 +80,11 @@ def test_the_shipped_configurations_pass(name: str, tmp_path: Path) -> None:
             id="a profile",
         ),
         pytest.param(config(quirks={"nope": True}), "unknown quirk 'nope'", id="a quirk"),
+        pytest.param(
+            configured(router={"policy": "prefx"}),
+            r"router.policy: unknown policy .prefx.; did you mean .prefix.",
+            id="a policy",
+        ),
         pytest.param(config(model="models/nowhere"), "models/nowhere does not exist", id="a model"),
         pytest.param(
             config(model="models/sim-embed", n_batch=2), "cannot serve batches", id="a batch"

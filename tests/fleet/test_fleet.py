@@ -32,7 +32,7 @@ from rkserve.fleet.board_table import FORGET_AFTER
 from rkserve.fleet.fleet import FAILURES_EVERY, LOOK_AGAIN_S, Fleet
 from rkserve.router.dispatch.circuit_breaker import CircuitBreaker
 from rkserve.router.dispatch.dispatch import Dispatch, FailoverLimits
-from rkserve.router.policies.policies import policy
+from rkserve.router.policies import POLICIES
 from rkserve.router.queue.queues import ModelQueues, QueueRules
 from tests.support.boards.fake_boards import FakeBoards, Step, accepted, answer, eventually, report
 from tests.support.boards.own_time import run_loop
@@ -53,7 +53,7 @@ def dispatch(of: Fleet) -> Dispatch:
     """What sends requests to its boards, in no hurry."""
     if of not in _MADE:
         rng, breaker = random.Random(3), CircuitBreaker()
-        places = ModelQueues(of, policy("least_load", rng), QueueRules(catch_up_s=1.5), breaker)
+        places = ModelQueues(of, POLICIES["least_load"](rng), QueueRules(catch_up_s=1.5), breaker)
         rules = FailoverLimits(accept_timeout_s=0.2, restart_wait_s=0.0)
         _MADE[of] = Dispatch(of, places, rng, rules, breaker=breaker)
     return _MADE[of]

@@ -15,15 +15,8 @@ from rkserve.fleet.prefix_index import Reuse
 from rkserve.fleet.requests import RoutingRequest
 from rkserve.router.dispatch.circuit_breaker import CircuitBreaker
 from rkserve.router.dispatch.dispatch import Dispatch, FailoverLimits
-from rkserve.router.policies.policies import (
-    Decision,
-    PolicySettings,
-    PrefixPolicy,
-    RoutingPolicy,
-    SendTo,
-    WaitFor,
-    policy,
-)
+from rkserve.router.policies import POLICIES
+from rkserve.router.policies.base import Decision, PolicySettings, RoutingPolicy, SendTo, WaitFor
 from rkserve.router.queue.queues import ModelQueues, QueueRules
 
 
@@ -75,7 +68,8 @@ def open_fleet(
     config: RouterConfig, links: Mapping[str, BoardLink], groups: Mapping[str, str]
 ) -> Fleet:
     """Return the boards, of which is remembered what the policy wants to know."""
-    remembered = config.prefix_files_per_board if config.policy == PrefixPolicy.name else None
+    uses_prefixes = POLICIES[config.policy].uses_prefixes
+    remembered = config.prefix_files_per_board if uses_prefixes else None
     return Fleet(links, groups, remembered)
 
 
@@ -85,7 +79,7 @@ def open_dispatch(
     """Return what sends requests to the boards of a fleet, with its queue in front."""
     breaker = CircuitBreaker()
     rules = QueueRules(config.queue_limit, config.queue_timeout_s, config.replicas)
-    chosen = policy(config.policy, rng, PolicySettings(max_wait_s=config.board_wait_s))
+    chosen = POLICIES[config.policy](rng, PolicySettings(max_wait_s=config.board_wait_s))
     watched = InstrumentedPolicy(chosen, metrics)
     for model, boards in fleet.listing.boards.items():
         watched.watch(model, boards)

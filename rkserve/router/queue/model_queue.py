@@ -17,7 +17,7 @@ from rkserve.core.errors import DeadlineUnreachable, QueueTimeout, RkserveError
 from rkserve.core.messages import GenerateRequest
 from rkserve.fleet.load import Candidate, ModelBoards, PauseEffect
 from rkserve.fleet.requests import RoutingRequest
-from rkserve.router.policies.policies import RoutingPolicy, SendTo, WaitFor
+from rkserve.router.policies.base import RoutingPolicy, SendTo, WaitFor
 from rkserve.router.queue.admission import (
     ANONYMOUS,
     AdmissionQueue,

@@ -1,0 +1,114 @@
+"""Properties of every routing policy."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rkserve.fleet.load import PauseEffect
+from rkserve.fleet.requests import InFlightRequest
+from rkserve.router.policies import POLICIES
+from rkserve.router.policies.base import SendTo
+from tests.support.paths import PROJECT
+from tests.support.routing import (
+    ask,
+    boards,
+    chosen,
+    finished,
+    holds,
+    join,
+    speed,
+)
+
+
+def test_every_policy_has_a_line_in_the_documentation() -> None:
+    page = (PROJECT / "docs/explanation/routing.md").read_text(encoding="utf-8")
+    for name in POLICIES:
+        assert re.search(rf"^\| `{name}`", page, re.MULTILINE), name
+
+
+# -- who may be chosen ----------------------------------------------------------------------------
+
+STANDINGS = [
+    pytest.param({}, None, id="no boards"),
+    pytest.param({"a": {"running": 1}, "b": {}}, "b", id="the idle one"),
+    pytest.param({"a": {"ready": False}, "b": {}}, "b", id="one that is not ready"),
+    pytest.param({"a": {"running": 1}, "b": {"running": 1}}, None, id="all are busy"),
+    pytest.param(
+        {"a": {"n_batch": 4, "running": 3}, "b": {"running": 1}}, "a", id="a batch has room"
+    ),
+    pytest.param(
+        {"a": {"n_batch": 4, "running": 2}, "b": {"n_batch": 4, "running": 1}}, "b", id="less load"
+    ),
+    pytest.param({"a": {"held": PauseEffect.QUEUES}, "b": {}}, "b", id="one that is not held"),
+    pytest.param(
+        {"a": {"held": PauseEffect.QUEUES}, "b": {"running": 1}},
+        None,
+        id="rather wait than be paused",
+    ),
+    pytest.param({"a": {"held": PauseEffect.QUEUES}}, "a", id="where all are held, one of them"),
+    pytest.param(
+        {"a": {"held": PauseEffect.REFUSES}, "b": {"held": PauseEffect.QUEUES}},
+        "b",
+        id="the less held one",
+    ),
+]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(("there", "expected"), STANDINGS)
+def test_only_a_ready_board_with_a_place_takes_a_request(
+    there: dict[str, dict[str, Any]], expected: str | None, name: str
+) -> None:
+    known = boards()
+    for key, said in there.items():
+        join(known, key, **said)
+    verdict = POLICIES[name](random.Random(1)).choose(ask(), known, 0.0)
+    assert chosen(verdict) == expected
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_board_that_was_tried_is_passed_over_also_where_the_others_are_held(name: str) -> None:
+    known = boards()
+    join(known, "a")
+    join(known, "b", held=PauseEffect.QUEUES)
+    chooses = POLICIES[name](random.Random(1))
+    assert chosen(chooses.choose(ask(tried={"a"}), known, 0.0)) == "b"
+    assert chosen(chooses.choose(ask(tried={"a"}, most=PauseEffect.NOT), known, 0.0)) is None
+    assert chosen(chooses.choose(ask(tried={"a", "b"}), known, 0.0)) is None
+
+
+STEPS = st.lists(
+    st.tuples(st.integers(0, 4), st.integers(300, 1400), st.booleans()), min_size=1, max_size=25
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(STEPS, st.sampled_from(sorted(POLICIES)))
+def test_the_same_requests_with_the_same_chance_go_to_the_same_boards(
+    steps: list[tuple[int, int, bool]], name: str
+) -> None:
+    def play() -> list[str]:
+        known = boards(7)
+        for key in "abcdef":
+            join(known, key, holdings=holds(), counters=speed(key, 3, 60))
+        chooses, said, open_stays = POLICIES[name](random.Random(7)), [], []
+        for now, (talk, tokens, ends) in enumerate(steps):
+            ids = tuple(range(10_000 * talk, 10_000 * talk + tokens))
+            one = ask(ids, name=str(now), session=str(talk))
+            verdict = chooses.choose(one, known, float(now))
+            said.append("" if verdict is None else f"{type(verdict).__name__} {verdict.board.key}")
+            if isinstance(verdict, SendTo):
+                open_stays.append(InFlightRequest(known, verdict.board, one, float(now)))
+            if ends and open_stays:
+                stay = open_stays.pop(0)
+                stay.heard(finished())
+                stay.ended(now + 0.5, left=False)
+        return said
+
+    assert play() == play()

@@ -1,0 +1,246 @@
+"""Routing by cached prefixes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rkserve.core.block_hashes import Chain, seed_of
+from rkserve.core.messages import (
+    Accepted,
+    AdapterRef,
+    Delta,
+    Event,
+)
+from rkserve.fleet.prefix_index import Reuse
+from rkserve.fleet.requests import InFlightRequest, RoutingRequest
+from rkserve.router.policies.base import PolicySettings, SendTo, WaitFor
+from rkserve.router.policies.prefix import PrefixPolicy
+from tests.support.routing import (
+    NOTHING_ELSE,
+    TALK,
+    ask,
+    boards,
+    chosen,
+    finished,
+    holds,
+    join,
+    speed,
+)
+
+# -- prefixes -------------------------------------------------------------------------------------
+
+
+def test_a_conversation_finds_its_board_again() -> None:
+    known = boards()
+    join(known, "a"), join(known, "b", holdings=holds(TALK[:900])), join(known, "c")
+    verdict = PrefixPolicy().choose(ask(), known, 0.0)
+    assert isinstance(verdict, SendTo)
+    assert (verdict.board.key, verdict.reuse) == ("b", Reuse(900, live=True))
+
+
+def test_what_has_just_been_said_is_known_before_any_report() -> None:
+    known = boards()
+    for key in "abc":
+        join(known, key, holdings=holds())
+    first = ask(TALK[:400])
+    board = known.get("b")
+    assert board is not None
+    stay = InFlightRequest(known, board, first, 0.0)
+    stay.heard(Accepted("board b", "1.3.0", 0))
+    stay.heard(Delta("words", TALK[400:450]))
+    stay.heard(finished())
+    stay.ended(1.0, left=False)
+    verdict = PrefixPolicy().choose(ask(TALK[:500]), known, 2.0)
+    assert isinstance(verdict, SendTo)
+    assert (verdict.board, verdict.reuse) == (board, Reuse(449, live=True)), (
+        "the last token is computed by the next run"
+    )
+
+
+UNKNOWN_ENDS: list[Any] = [
+    pytest.param([Delta("w", (1,))], True, id="its client left"),
+    pytest.param([Delta("w", (1,))], False, id="it failed"),
+    pytest.param([Delta("w", (1,), retract=1), finished()], False, id="an edit took words back"),
+    pytest.param(
+        [Accepted("board a", "1", 0, adapter=AdapterRef("kind", "v1", "0" * 64)), finished()],
+        False,
+        id="another adapter was bound",
+    ),
+]
+
+
+@pytest.mark.parametrize(("events", "left"), UNKNOWN_ENDS)
+def test_a_run_that_ends_otherwise_leaves_nothing(events: list[Event], left: bool) -> None:
+    known = boards()
+    board = join(known, "a", holdings=holds())
+    stay = InFlightRequest(known, board, ask(TALK[:400]), 0.0)
+    for event in events:
+        stay.heard(event)
+    stay.ended(1.0, left=left)
+    assert known.index is not None
+    assert known.index.holders(Chain(TALK, seed_of(None))) == {}
+
+
+@pytest.mark.parametrize(
+    ("slow_ms", "wins"),
+    [
+        pytest.param(4.0, "holds", id="RK3576 with the cache before RK3588 without"),
+        pytest.param(400.0, "fast", id="not where the rest takes it longer than all the other"),
+    ],
+)
+def test_what_is_held_is_weighed_against_speed(slow_ms: float, wins: str) -> None:
+    known = boards()
+    join(known, "fast", counters=speed("fast", 2.6, 60), kind="RK3588")
+    join(
+        known,
+        "holds",
+        counters=speed("holds", slow_ms, 70),
+        kind="RK3576",
+        holdings=holds(TALK[:1400]),
+    )
+    assert chosen(PrefixPolicy().choose(ask(), known, 0.0)) == wins
+
+
+def test_it_waits_for_the_board_that_will_be_sooner_and_others_know() -> None:
+    known = boards()
+    busy = join(known, "a", counters=speed("a", 3, 10), holdings=holds(None, TALK[:1400]))
+    join(known, "b", counters=speed("b", 3, 10))
+    stay = InFlightRequest(known, busy, ask((1, 2, 3), "other"), 0.0)
+    verdict = PrefixPolicy(settings=NOTHING_ELSE).choose(ask(), known, 0.0)
+    assert isinstance(verdict, WaitFor)
+    assert verdict.board is busy
+    assert stay.rest_ms(0.0) <= verdict.until_ms < 1500 * 3
+    known.book("first", busy, 4_000)
+    assert chosen(PrefixPolicy(settings=NOTHING_ELSE).choose(ask(), known, 0.0)) == "b", (
+        "two before it"
+    )
+    known.unbook("first")
+    assert busy.booked_ms == 0
+    stay.ended(1.0, left=False)
+    assert chosen(PrefixPolicy(settings=NOTHING_ELSE).choose(ask(), known, 1.0)) == "a"
+
+
+def test_it_does_not_wait_longer_than_it_is_told() -> None:
+    known = boards()
+    busy = join(known, "a", counters=speed("a", 3, 10), holdings=holds(None, TALK[:1400]))
+    join(known, "b", counters=speed("b", 3, 10))
+    InFlightRequest(known, busy, ask((1, 2, 3), "other"), 0.0)
+    assert (
+        chosen(PrefixPolicy(settings=PolicySettings(max_wait_s=0.1)).choose(ask(), known, 0.0))
+        == "b"
+    )
+
+
+def test_a_session_is_a_hint_where_nothing_else_is_known_and_no_more() -> None:
+    known = boards()
+    for number in range(8):
+        join(known, str(number), counters=speed(str(number), 3, 60))
+    board = known.get("5")
+    assert board is not None
+    stay = InFlightRequest(known, board, ask((1, 2), session="s"), 0.0)
+    stay.ended(1.0, left=True)
+    strange = ask(tuple(range(300)), session="s")
+    for _ in range(5):
+        assert chosen(PrefixPolicy().choose(strange, known, 2.0)) == "5"
+    join(known, "3", counters=speed("3", 3, 60), holdings=holds(TALK[:900]))
+    assert chosen(PrefixPolicy().choose(ask(session="s"), known, 2.0)) == "3"
+    InFlightRequest(known, board, ask((1, 2), "other"), 2.0)
+    assert chosen(PrefixPolicy().choose(strange, known, 2.0)) not in ("5", None)
+
+
+def test_a_new_conversation_spares_the_board_whose_context_may_be_wanted_again() -> None:
+    known = boards()
+    for key in "abcd":
+        join(known, key, holdings=holds(TALK) if key != "c" else holds())
+    for seed in range(5):
+        asked = ask(tuple(range(seed, 300 + seed)))
+        assert chosen(PrefixPolicy().choose(asked, known, 0.0)) == "c"
+
+
+def test_under_load_who_has_its_context_on_the_free_board_goes_first_but_not_for_ever() -> None:
+    known, chooses = boards(), PrefixPolicy()
+    board = join(known, "a")
+    stranger = ask(name="stranger")
+    at_home = SendTo(board, Reuse(900), spared_ms=2000)
+    for _ in range(PrefixPolicy.OVERTAKEN):
+        offers = [(stranger, SendTo(board)), (ask(name="other"), at_home)]
+        assert not chooses.satisfied(offers[0][1])
+        assert chooses.first(offers) == 1
+    assert chooses.first([(stranger, SendTo(board)), (ask(name="other"), at_home)]) == 0
+    assert chooses.satisfied(at_home)
+
+
+def test_what_is_forgotten_is_not_believed_from_a_report_of_before() -> None:
+    known = boards()
+    board = join(known, "a", holdings=holds(TALK[:900]))
+    board.asked(1.0)
+    known.forget(board, 2.0)
+    join(known, "a", holdings=holds(TALK[:900]))
+    verdict = PrefixPolicy().choose(ask(), known, 2.0)
+    assert isinstance(verdict, SendTo)
+    assert verdict.reuse.tokens == 0
+    board.asked(3.0)
+    join(known, "a", holdings=holds(TALK[:900]))
+    verdict = PrefixPolicy().choose(ask(), known, 3.0)
+    assert isinstance(verdict, SendTo)
+    assert verdict.reuse.tokens == 900
+
+
+FREE = st.tuples(
+    st.sampled_from([1.0, 2.6, 4.0, 9.0]), st.booleans(), st.integers(0, 1500), st.booleans()
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(FREE, min_size=1, max_size=8), st.integers(300, 1500))
+def test_a_hit_never_costs_a_longer_estimated_wait(
+    figures: list[tuple[float, bool, int, bool]], prompt: int
+) -> None:
+    known = boards()
+    for number, (prefill_ms, busy, held, live) in enumerate(figures):
+        key = str(number)
+        context = TALK[:held]
+        held_so = holds(context) if live else holds(None, context)
+        join(known, key, counters=speed(key, prefill_ms, 20 * prefill_ms), holdings=held_so)
+        if busy:
+            board = known.get(key)
+            assert board is not None
+            InFlightRequest(known, board, RoutingRequest(f"other {key}", "m", 10, 64), 0.0)
+    verdict = PrefixPolicy(settings=NOTHING_ELSE).choose(ask(TALK[:prompt]), known, 0.0)
+    free = [one for one in known if one.has_place]
+    if verdict is None:
+        assert not free
+        return
+    # What each free board would take from nothing; parking what is live there takes a token.
+    cold = {one.key: prompt * one.speed.prefill_ms for one in free}
+    wait_ms = verdict.board.wait_ms(0.0)
+    mine = wait_ms + (prompt - verdict.reuse.tokens) * verdict.board.speed.prefill_ms
+    others = [ms for key, ms in cold.items() if key != verdict.board.key]
+    parks = max(one.speed.decode_ms for one in known)
+    if isinstance(verdict, WaitFor) or (verdict.reuse.tokens and others):
+        assert mine <= min(others) + parks
+
+
+def test_among_a_thousand_boards_few_are_looked_at() -> None:
+    known = boards()
+    for number in range(1000):
+        join(known, str(number), holdings=holds(None, TALK[:300]))
+    asked, calls = ask(), 0
+
+    def count(_frame: object, event: str, _arg: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        verdict = PrefixPolicy().choose(asked, known, 0.0)
+    finally:
+        sys.setprofile(None)
+    assert isinstance(verdict, SendTo)
+    assert verdict.reuse.tokens
+    assert calls < 2000

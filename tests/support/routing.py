@@ -1,0 +1,68 @@
+"""Boards, reports and requests for tests of routing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from rkserve.core.block_hashes import Chain, FileHeld, Holdings, LiveHeld, pack, seed_of
+from rkserve.core.messages import (
+    Finished,
+    FinishReason,
+    Timings,
+    Usage,
+)
+from rkserve.fleet.load import BoardStatus, Candidate, ModelBoards
+from rkserve.fleet.prefix_index import PrefixIndex
+from rkserve.fleet.requests import InFlightRequest, RoutingRequest
+from rkserve.fleet.speeds import WorkCounters
+from rkserve.router.policies.base import Decision, PolicySettings, SendTo
+
+TALK = tuple(range(5000, 6500))
+NOTHING_ELSE = PolicySettings(restore_ms=0.0, park_ms=0.0)
+
+
+def boards(seed: int = 1) -> ModelBoards:
+    """Return an empty set of boards with a prefix index."""
+    return ModelBoards(random.Random(seed), PrefixIndex())
+
+
+def join(of: ModelBoards, key: str, running: int = 0, **said: Any) -> Candidate:
+    """Add a board by its report; by default it runs one request, and two may wait."""
+    known = {"queue_limit": 2, "running": running, **said}
+    return of.heard(key, "group", f"board {key}", BoardStatus(**known))
+
+
+def speed(key: str, prefill_ms: float, decode_ms: float) -> WorkCounters:
+    """Return the counters of a board with these times per token."""
+    return WorkCounters(key, 10_000, 10_000 * prefill_ms, 10_000, 10_000 * decode_ms)
+
+
+def holds(live: tuple[int, ...] | None = None, *files: tuple[int, ...]) -> bytes:
+    """Return the packed KV holdings of a board."""
+    held = None if live is None else LiveHeld.of(Chain(live, seed_of(None)))
+    filed = (FileHeld(len(ids), Chain(ids, seed_of(None)).marks) for ids in files)
+    return pack(Holdings(appends=True, park_min=256, live=held, files=tuple(filed)))
+
+
+def ask(
+    ids: Sequence[int] = TALK, name: str = "r", session: str = "", **rest: Any
+) -> RoutingRequest:
+    """Return a request with that prompt."""
+    chain = Chain(tuple(ids), seed_of(None))
+    return RoutingRequest(name, "m", len(chain), 64, chain, session, **rest)
+
+
+def chosen(verdict: Decision) -> str | None:
+    """Return the board that the request is sent to."""
+    return verdict.board.key if isinstance(verdict, SendTo) else None
+
+
+def finished(cached: int = 0) -> Finished:
+    timings = Timings(0, 1, 1, 1, 1, 1)
+    return Finished(FinishReason.STOP, Usage(10, 3, cached), timings)
+
+
+def sent(board: Candidate, known: ModelBoards) -> InFlightRequest:
+    return InFlightRequest(known, board, RoutingRequest("r", "m", 1, 64), 0.0)
