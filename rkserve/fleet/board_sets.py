@@ -10,18 +10,18 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Keyed(Protocol):
-    """Something with a name."""
+    """An object with a key."""
 
     @property
     def key(self) -> Hashable:
-        """The name."""
+        """The key."""
 
 
 T = TypeVar("T", bound=Keyed)
 
 
 class RandomSet(Generic[T]):
-    """Things with different keys. The same calls in the same order give the same samples."""
+    """A set by key with random sampling; sampling is reproducible for one seed."""
 
     __slots__ = ("_items", "_where")
 
@@ -36,12 +36,12 @@ class RandomSet(Generic[T]):
         return iter(self._items)
 
     def add(self, item: T) -> None:
-        """Put it in."""
+        """Add an item whose key is not in the set."""
         self._where[item.key] = len(self._items)
         self._items.append(item)
 
     def remove(self, item: T) -> None:
-        """Take it out; it must be in."""
+        """Remove an item of the set."""
         at = self._where.pop(item.key)
         last = self._items.pop()
         if last.key != item.key:
@@ -49,7 +49,7 @@ class RandomSet(Generic[T]):
             self._where[last.key] = at
 
     def sample(self, rng: random.Random, most: int, but: Collection[Hashable] = ()) -> list[T]:
-        """Return up to ``most`` of those whose key is not in ``but``, by chance, in any order."""
+        """Return up to ``most`` random items whose keys are not in ``but``."""
         if len(self._items) <= most + len(but):
             found = [item for item in self._items if item.key not in but]
             return rng.sample(found, min(most, len(found)))
@@ -57,30 +57,30 @@ class RandomSet(Generic[T]):
         return [item for item in some if item.key not in but][:most]
 
 
-POINTS = 64  # of each board: with 8 boards the largest part is about a third above the mean
+POINTS = 64  # per board: with 8 boards the largest share is about a third above the mean
 
 
 class HashRing:
-    """Boards by their names, which outlive their replicas."""
+    """A consistent hash ring of board names, which stay the same when replicas are replaced."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
         self._points: list[tuple[int, str]] = []
 
     def add(self, name: str) -> None:
-        """A board has come, or was there already."""
+        """Add a board, unless it is there."""
         if name not in self._names:
             self._names.add(name)
             for number in range(POINTS):
                 bisect.insort(self._points, (_point(f"{name}\0{number}"), name))
 
     def remove(self, name: str) -> None:
-        """It has gone; only its own sessions move."""
+        """Remove a board; only its own sessions move."""
         self._names.discard(name)
         self._points = [point for point in self._points if point[1] != name]
 
     def of(self, session: str) -> Iterator[str]:
-        """Yield the session's board, then those that take it over one after the other."""
+        """Yield the session's board, then its successors in order."""
         points = self._points
         begin = bisect.bisect_left(points, (_point(session), ""))
         seen: set[str] = set()

@@ -1,6 +1,6 @@
-"""What boards said of themselves, as one Router keeps it: who is there, may be chosen, how fast.
+"""The latest reports of all boards, with their addresses, rates and desired state, at one Router.
 
-It knows reports, candidates and what the cluster shall be; it asks nobody.
+It processes reports and desired state that are passed in and sends no requests.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rkserve.fleet.prefix_index import PrefixIndex
 from rkserve.fleet.requests import RoutingRequest
 from rkserve.fleet.speeds import Rate, Rates, TokenCounts, WorkCounters
 
-# A board that recovers or loads keeps its queue and serves within a model load; one that sleeps
-# says itself whether it takes a request that waits.
+# A board that recovers or loads keeps its queue and serves within a model load; a sleeping one
+# decides itself whether it takes a waiting request.
 _USABLE = (BoardState.READY, BoardState.RECOVERING, BoardState.ASLEEP, BoardState.LOADING)
 SILENT = "the board's replica does not answer"
-FORGET_AFTER = 30  # reports that a silent board may miss before it is no longer listed
+FORGET_AFTER = 30  # missed reports after which a silent board is no longer listed
 
 _BoardKey = tuple[str, str]  # group and board id
 _HELD = {
@@ -35,9 +35,9 @@ _HELD = {
 
 @dataclass(frozen=True, slots=True)
 class BoardAddress:
-    """One board as it can be asked: its group's link, and its replica there.
+    """The address of one board: its group's link, and its replica there.
 
-    A ``silent`` one has missed its last report: waiting for it would cost the others' answers time.
+    A ``silent`` board missed its last report. Waiting for its answer would delay those of others.
     """
 
     group: str
@@ -50,7 +50,7 @@ class BoardAddress:
 class BoardTable:
     """The boards of an application. ``groups`` maps a group's name to its model.
 
-    ``boards`` are those that requests for one model may be sent to, by the model.
+    ``boards`` holds, by model, the boards that requests may be sent to.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class BoardTable:
         rng: random.Random | None = None,
         files_per_board: int | None = None,
     ) -> None:
-        """``files_per_board`` of None: nobody wants to know what boards hold."""
+        """With ``files_per_board`` of None, KV cache contents are not tracked."""
         self._groups = groups
         rng = rng or random.Random()
         self.boards = {
@@ -75,20 +75,20 @@ class BoardTable:
 
     @property
     def desired(self) -> Desired:
-        """What the cluster shall be, as far as it was heard."""
+        """The latest desired state of the cluster."""
         return self._desired
 
     def reports(self, model: str | None = None) -> list[BoardReport]:
-        """Latest reports, sorted by board; one whose replica vanished says so."""
+        """Return the latest reports, sorted by board; a vanished replica's is LOST."""
         found = (r for r in self._reports.values() if model is None or r.model == model)
         return sorted(found, key=lambda report: report.board_id)
 
     def rates(self) -> dict[str, Rate]:
-        """How fast the boards work now, by board."""
+        """Return the current throughput of each board."""
         return {board: rates.now() for (_, board), rates in self._rates.items()}
 
     def seats(self, model: str | None = None) -> list[BoardAddress]:
-        """Return the boards that have a replica, also those that fell silent a moment ago."""
+        """Return the boards that have a replica, including those that just fell silent."""
         return [
             BoardAddress(
                 group,
@@ -102,33 +102,34 @@ class BoardTable:
         ]
 
     def ask(self, request: GenerateRequest, *, hashed: bool) -> RoutingRequest:
-        """Return what a policy is asked for a request; see ``RoutingRequest.of``."""
+        """Return the routing features of a request; see ``RoutingRequest.of``."""
         ref = request.adapter
         if ref is None and request.line is not None:
-            # Boards choose the version. While one comes in board by board they differ, and then
-            # this is a guess that a report puts right.
+            # The board chooses the version. During a rollout versions differ between boards; this is
+            # a guess, and the next report corrects it.
             line = self._desired.line(request.model, request.line)
             ref = None if line is None else line.serves("", request.session)
         return RoutingRequest.of(request, None if ref is None else ref.key, hashed=hashed)
 
     def candidate(self, group: str, replica: str) -> Candidate | None:
-        """Return what is known of that replica."""
+        """Return the state of a replica's board."""
         return self.boards[self._groups[group]].get(replica)
 
     def has_board(self, group: str) -> bool:
-        """Whether some board of that group has reported."""
+        """Return whether any board of the group has reported."""
         return bool(self._of(group))
 
     def asked(self, group: str) -> None:
-        """The boards of a group are asked for their reports."""
+        """Note that a group's boards are asked for their reports now."""
         now_s = time.monotonic()
         for candidate in self._of(group):
             candidate.asked(now_s)
 
     def obey(self, desired: Desired) -> None:
-        """Choose boards by what they shall be from now on.
+        """Apply a new desired state to the choice of boards.
 
-        What they lose of their contexts by that is forgotten, whichever Router was asked for it.
+        Cached prefixes that a board loses by it are forgotten, whichever Router requested the
+        change.
         """
         before, self._desired = self._desired, desired
         now_s = time.monotonic()
@@ -140,15 +141,15 @@ class BoardTable:
             had = before.duty(report.board_id, report.model)
             duty = desired.duty(report.board_id, report.model)
             boards.hold(candidate, _held(duty))
-            if had.base != duty.base:  # of other weights not even a file is of use
+            if had.base != duty.base:  # a KV cache file is only valid for its weights
                 boards.forget(candidate, now_s)
             elif _unloads(duty) or _clears(duty) - _clears(had):
                 boards.forget(candidate, now_s, files=duty.level is SleepLevel.DROPPED)
 
     def is_awake(self, model: str) -> bool:
-        """Whether a board could start a request now, or sleeps as it shall.
+        """Return whether a board is ready, or asleep on purpose.
 
-        Who puts one model to sleep does not mean to take the Router from the others.
+        Putting one model to sleep must not make the Router unready for the others.
         """
         return any(
             report.state is BoardState.READY
@@ -157,9 +158,9 @@ class BoardTable:
         )
 
     def forget_prompts(self, meant: Callable[[str, str], bool], *, files: bool) -> None:
-        """Forget what boards hold of contexts; ``meant`` takes board and model.
+        """Forget cached prefixes; ``meant`` selects by board and model.
 
-        Without ``files`` those stay that they have on their disks.
+        Without ``files``, those in files on the boards' disks are kept.
         """
         for (group, board), report in self._reports.items():
             candidate = self.candidate(group, report.replica)
@@ -168,7 +169,7 @@ class BoardTable:
                 boards.forget(candidate, time.monotonic(), files=files)
 
     def update(self, group: str, reports: list[BoardReport]) -> None:
-        """Take over what the boards of a group report; those that did not are listed as lost."""
+        """Store the reports of a group's boards; boards without a report become LOST."""
         now_s = time.monotonic()
         boards = self.boards[self._groups[group]]
         usable = {r.replica for r in reports if r.state is BoardState.READY}
@@ -207,7 +208,7 @@ class BoardTable:
         )
 
     def note_failure(self, group: str, failure: BoardStartFailed) -> None:
-        """List a board that cannot start; it has no replica to report."""
+        """List a board that cannot start, and so has no replica to report."""
         key = (group, failure.board_id)
         known = self._reports.get(key)
         if known is not None and known.state not in (BoardState.LOST, BoardState.FAILED):
@@ -230,7 +231,7 @@ class BoardTable:
         self._rates.setdefault(key, Rates()).heard(TokenCounts(time.monotonic(), *counted))
 
     def _age(self, group: str, heard: set[str]) -> None:
-        """Keep a board that fell silent listed for a while, as what it is."""
+        """Mark silent boards as LOST, and drop them after ``FORGET_AFTER`` reports."""
         for key, report in list(self._reports.items()):
             if key[0] != group or key[1] in heard:
                 continue
@@ -251,6 +252,6 @@ def _unloads(duty: Duty) -> bool:
 
 
 def _clears(duty: Duty) -> set[str]:
-    """Return the holds that empty the board's KV cache: of an adapter by its name, of all by ""."""
+    """Return the holds that empty the KV cache: of an adapter by name, of everything as ""."""
     holds = {"": duty.hold, **dict(duty.adapter_holds)}
     return {name for name, hold in holds.items() if hold is not None and hold.clear_cache}

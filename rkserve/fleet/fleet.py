@@ -1,7 +1,7 @@
-"""The boards as one Router sees them: who is there, and what they report and answer.
+"""The boards as one Router sees them: their reports, and calls to them.
 
-It knows the boards through ``BoardLink`` only, the one small interface of the token path, so that
-a faster path replaces Ray's without touching anything here; and so that tests need no Ray.
+Boards are reached only through ``BoardLink``, the interface of the token path, so that tests need
+no Ray and a faster transport changes nothing here.
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ from rkserve.fleet.speeds import Rate
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-FAILURES_EVERY = 5  # that question goes to Serve's controller
-LOOK_AGAIN_S = 0.25  # so that requests without a board do not ask for reports all the time
-# What boards say at once they say in milliseconds. One that is frozen must not hold up the others
-# for longer than that.
+FAILURES_EVERY = 5  # each look is a call to Serve's controller
+LOOK_AGAIN_S = 0.25  # bounds the rounds of reports caused by requests without a board
+# Boards answer such calls within milliseconds; a frozen one must not delay the others for longer.
 TOGETHER_S = 1.0
 
 
 @dataclass
 class Answers(Generic[T]):
-    """What boards said: by board an answer and how long it took, or an error."""
+    """Answers of several boards to one call: by board, a value and its time, or an error."""
 
     said: dict[str, T] = field(default_factory=dict)
     failed: dict[str, RkserveError] = field(default_factory=dict)
@@ -46,28 +45,28 @@ class Answers(Generic[T]):
 
     @property
     def partial(self) -> bool:
-        """Whether some boards did what they were asked, and others did not."""
+        """Return whether some boards succeeded and others failed."""
         return bool(self.said) and bool(self.failed)
 
     def require_one(self) -> None:
-        """Raise the error of a board, of the first by name, where all have failed."""
+        """Raise the error of the first board by name if all boards failed."""
         if self.failed and not self.said:
             raise min(self.failed.items())[1]
 
 
 class GenerationBoards:
-    """Which boards hold the generations that this Router sent them."""
+    """The boards on which this Router's generations run."""
 
     def __init__(self) -> None:
         self._held: dict[str, dict[str, tuple[str, str]]] = {}
 
     def enter(self, request_id: str, group: str, replica: str) -> None:
-        """That replica gets the request."""
+        """Note that the request was sent to the replica."""
         completion, _, choice = request_id.rpartition("/")
         self._held.setdefault(completion, {})[choice] = (group, replica)
 
     def leave(self, request_id: str) -> None:
-        """It is over there."""
+        """Note that the request has ended there."""
         completion, _, choice = request_id.rpartition("/")
         choices = self._held.get(completion, {})
         choices.pop(choice, None)
@@ -75,7 +74,7 @@ class GenerationBoards:
             self._held.pop(completion, None)
 
     def of(self, generation: str, choice: int | None) -> list[tuple[str, str]]:
-        """Return groups and replicas, without repeats; none where this Router knows nothing."""
+        """Return group and replica of each choice, without repeats; empty if unknown."""
         choices = self._held.get(generation, {})
         wanted: Iterable[tuple[str, str] | None] = (
             choices.values() if choice is None else [choices.get(str(choice))]
@@ -92,7 +91,7 @@ def merged(lists: Iterable[Sequence[T]]) -> list[T]:
 
 
 class BoardLink(Protocol):
-    """How one Router reaches the boards of one group."""
+    """The connection of one Router to the boards of one group."""
 
     def open(self, request: GenerateRequest, replica: str) -> AsyncGenerator[Event, None]:
         """Generate on that replica. Closing the generator aborts; raises ``RkserveError`` only."""
@@ -103,21 +102,20 @@ class BoardLink(Protocol):
     async def ask_all(
         self, method: str, *args: Any, timeout_s: float, heard: Callable[[Any], None]
     ) -> None:
-        """Call a method of every board at once; ``heard`` gets each answer as it comes.
+        """Call a method of every board at once; ``heard`` gets each answer as it arrives.
 
-        Whoever does not answer in time, or fails, is simply not heard. ``method`` must be one that
-        does no harm when it is repeated.
+        Boards that fail or do not answer in time are skipped. ``method`` must be idempotent.
         """
 
     @property
     def complete(self) -> bool:
-        """Whether the last round of reports heard every replica that there is."""
+        """Return whether every existing replica answered the last round of reports."""
 
     async def reports(self) -> list[BoardReport]:
         """Collect one report from every board that answers."""
 
     async def start_failure(self) -> BoardStartFailed | None:
-        """Return the latest failure of a board of this group to start, while one does."""
+        """Return the latest failure to start of a board of this group, if it persists."""
 
 
 class Fleet:
@@ -131,51 +129,52 @@ class Fleet:
     ) -> None:
         """``groups`` maps a group's name to the model that it serves.
 
-        What boards hold of contexts is kept track of, up to ``files_per_board``; None: it is not.
-        ``entries`` says which boards hold requests of this Router.
+        ``files_per_board`` bounds the KV cache files that are tracked of each board; with None,
+        cache contents are not tracked. ``entries`` maps this Router's requests to the boards that
+        run them.
         """
         self.links = links
         self.groups = groups
         self._refreshed_s = float("-inf")
         self._looking = asyncio.Lock()
         self._rounds = asyncio.Lock()  # held while the boards are asked for their reports
-        self._begun = self._done = 0  # rounds of reports: those begun, and the last one that ended
+        self._begun = self._done = 0  # rounds of reports: number begun, last one ended
         self.listing = BoardTable(groups, files_per_board=files_per_board)
         self.entries = GenerationBoards()
-        self.changed: list[Callable[[], None]] = []  # who wants to know when anything may be new
-        self.unknown = set(links)  # groups of which some board may never have been heard
+        self.changed: list[Callable[[], None]] = []  # called after each refresh
+        self.unknown = set(links)  # groups with boards that may never have reported
 
     @property
     def models(self) -> list[str]:
-        """Configured models, without repeats, in the configuration's order."""
+        """The configured models, without repeats, in the order of the configuration."""
         return list(dict.fromkeys(self.groups.values()))
 
     def reports(self, model: str | None = None) -> list[BoardReport]:
-        """Latest reports, sorted by board; one whose replica vanished says so."""
+        """Return the latest reports, sorted by board; a vanished replica's is LOST."""
         return self.listing.reports(model)
 
     def rates(self) -> dict[str, Rate]:
-        """How fast the boards work now, by board."""
+        """Return the current throughput of each board."""
         return self.listing.rates()
 
     def seats(self, model: str | None = None) -> list[BoardAddress]:
-        """Return the boards that have a replica, also those that fell silent a moment ago."""
+        """Return the boards that have a replica, including those that just fell silent."""
         return self.listing.seats(model)
 
     def obey(self, desired: Desired) -> None:
-        """Choose boards by what they shall be from now on."""
+        """Apply a new desired state to the choice of boards."""
         self.listing.obey(desired)
         self._tell()
 
     def forget_prompts(self, meant: Callable[[str, str], bool], *, files: bool = True) -> None:
-        """Forget what boards hold of contexts; ``meant`` takes board and model.
+        """Forget cached prefixes; ``meant`` selects by board and model.
 
-        Without ``files`` those stay that they have on their disks.
+        Without ``files``, those in files on the boards' disks are kept.
         """
         self.listing.forget_prompts(meant, files=files)
 
     def holders(self, generation: str, choice: int | None = None) -> list[BoardAddress]:
-        """Return the boards that hold this Router's generation; none for that of another one."""
+        """Return the boards of a generation; empty unless this Router started it."""
         known = {(seat.group, seat.replica): seat for seat in self.seats()}
         return [
             known.get((group, replica), BoardAddress(group, replica, replica, self.groups[group]))
@@ -185,11 +184,11 @@ class Fleet:
     async def ask_together(
         self, seats: Collection[BoardAddress], method: str, *args: Any, timeout_s: float
     ) -> Answers[Any]:
-        """Ask boards by one call to all of their groups, where that is quicker; who has not
-        answered by then is to be asked by itself.
+        """Ask boards by one call to each group that has several of them.
 
-        All boards of a group are asked, also those that are not meant; answers carry their
-        ``board_id``, and asking again does no harm.
+        All boards of such a group are asked, also those not in ``seats``, so that ``method`` must
+        be idempotent; answers carry their ``board_id``. The caller asks boards without an answer
+        singly.
         """
         answers: Answers[Any] = Answers()
         meant = {seat.board_id for seat in seats}
@@ -219,9 +218,10 @@ class Fleet:
         timeout_s: float,
         together: bool = False,
     ) -> Answers[Any]:
-        """Ask boards at the same time; one that fails or is silent hides nobody else's answer.
+        """Ask boards concurrently and collect answers and errors.
 
-        ``together``: as ``ask_together`` does, and then those that have not answered.
+        With ``together``, ``ask_together`` is tried first, and then boards without an answer are
+        asked.
         """
         answers: Answers[Any] = Answers()
         if together:
@@ -245,11 +245,11 @@ class Fleet:
         return answers
 
     def is_ready(self, model: str) -> bool:
-        """Whether a board could start a request now, or sleeps as it shall."""
+        """Return whether a board is ready, or asleep on purpose."""
         return self.listing.is_awake(model)
 
     def why_not_ready(self, model: str, met: Iterable[RkserveError] = ()) -> str:
-        """Say what keeps the model's boards from serving; ``met`` is what one call just learned."""
+        """Return why no board of the model serves; ``met`` are errors of the current call."""
         reasons = {exc.reason for exc in met if isinstance(exc, BoardFailed)}
         reasons |= {
             report.reason or report.state.value
@@ -259,10 +259,10 @@ class Fleet:
         return "; ".join(sorted(reasons)) or "no board has joined yet"
 
     async def refresh(self) -> None:
-        """Collect reports that the boards write after this call; a group that fails is logged.
+        """Collect reports that boards write after this call; log groups that fail.
 
-        Rounds never overlap, so that no older report replaces a newer one; callers that come during
-        a round share the one after it.
+        Rounds never overlap, so that no older report replaces a newer one; callers that arrive
+        during a round share the next one.
         """
         before = self._begun
         async with self._rounds:
@@ -288,7 +288,7 @@ class Fleet:
             log.warning("the boards of group %s did not report: %s", group, exc)
 
     async def find_boards(self, timeout_s: float) -> None:
-        """Refresh until every group has a board, or for ``timeout_s``: before the first request."""
+        """Refresh until every group has a board, or for ``timeout_s``."""
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         while True:
             await self.refresh()
@@ -300,16 +300,16 @@ class Fleet:
             await asyncio.sleep(LOOK_AGAIN_S)
 
     async def refresh_failures(self) -> None:
-        """List boards that cannot start, with the reason; they have no replica to report."""
+        """List the boards that cannot start, with the reason."""
         for group, link in self.links.items():
             failure = await link.start_failure()
             if failure is not None:
                 self.listing.note_failure(group, failure)
 
     async def follow(self, interval_s: float) -> None:
-        """Refresh forever; asks after boards that cannot start every ``FAILURES_EVERY`` rounds.
+        """Refresh forever, and look for failed starts every ``FAILURES_EVERY`` rounds.
 
-        A failure of Ray's is logged and tried again: routing goes on with what is known.
+        Failures of Ray are logged, and routing continues with the latest reports.
         """
         rounds = itertools.cycle(range(FAILURES_EVERY))
         while True:
@@ -322,7 +322,7 @@ class Fleet:
             await asyncio.sleep(interval_s)
 
     async def look_again(self) -> bool:
-        """Refresh, unless that has just been done; requests that wait share one round."""
+        """Refresh unless that was just done; concurrent callers share one round."""
         seen_s = self._refreshed_s
         async with self._looking:
             now_s = asyncio.get_running_loop().time()
@@ -335,7 +335,7 @@ class Fleet:
 
 
 def _by_name(exc: RkserveError, seat: BoardAddress) -> RkserveError:
-    """Say the board's name where the link only knew its replica's id."""
+    """Put the board's name into an error of a link that knew only the replica's ID."""
     if isinstance(exc, BoardFailed) and exc.board_id == seat.replica:
         return type(exc)(seat.board_id, exc.reason)
     return exc

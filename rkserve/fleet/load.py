@@ -1,8 +1,8 @@
-"""The boards of one model as a Router sees them: what may be chosen, how busy, how fast. Pure.
+"""The boards of one model as a Router sees them: availability, load and speed. Pure.
 
-They are kept in order as they change, so that nobody has to look at all of them to find a free one.
-A Router knows at once what it sent itself; what other Routers sent it learns from the boards'
-reports, which are up to a second old. Both together cost no call per request.
+Free boards are kept sorted by load and speed, so that finding one does not take a scan. A Router
+knows its own requests at once; those of other Routers it learns from the boards' reports, which are
+up to a second old. Neither costs a call per request.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from rkserve.fleet.board_sets import HashRing, RandomSet
 from rkserve.fleet.prefix_index import PrefixIndex, Reuse
 from rkserve.fleet.speeds import ModelSpeeds, Speed, WorkCounters
 
-SESSIONS = 16_384  # whose last boards are remembered
-SAMPLE = 8  # free boards of one speed that are looked at: chance among more gains nothing
+SESSIONS = 16_384  # sessions whose last board is remembered
+SAMPLE = 8  # free boards of one speed to compare: a larger random sample gains nothing
 TYPICAL_TOKENS = 128  # of an answer, before any has ended
-LATEST_ANSWERS = 0.02  # how much one answer counts for the typical length
-MIN_REST = 0.25  # of a typical answer: one that is longer than others still has so much before it
+LATEST_ANSWERS = 0.02  # the weight of one answer in the typical length
+MIN_REST = 0.25  # of a typical answer: the assumed rest of one that is longer than typical
 
 
 class PauseEffect(IntEnum):
-    """What a board that is paused does with new requests, the better the less."""
+    """The treatment of new requests by a paused board; lower values are preferred."""
 
     NOT = 0
     QUEUES = 1
@@ -35,19 +35,19 @@ class PauseEffect(IntEnum):
 
 
 class BoardWork(Protocol):
-    """A request that is on a board now."""
+    """A request that is running on a board."""
 
     def rest_ms(self, now_s: float) -> float:
-        """How long it will keep the board yet, as well as can be said."""
+        """Return the estimated time until the request leaves the board."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoardStatus:
-    """What a report says of one board: whether it may be chosen and how much it takes at once.
+    """The facts of one report that concern routing.
 
-    ``running`` and ``queued`` are of all Routers; ``queue_limit`` may wait there. One that is
-    ``ready`` takes requests, and starts them at once where its model is ``loaded``. ``kind`` names
-    boards that are equally fast. ``holdings`` are packed.
+    ``running`` and ``queued`` count requests of all Routers; ``queue_limit`` may wait at the board.
+    A ``ready`` board accepts requests, and starts them at once if its model is ``loaded``. Boards
+    of one ``kind`` have the same speed. ``holdings`` is the packed list of cached prefixes.
     """
 
     ready: bool = True
@@ -65,10 +65,10 @@ class BoardStatus:
 class Candidate:
     """One board of ``ModelBoards``. Only ``ModelBoards`` and its own methods change it.
 
-    ``key`` addresses its replica in ``group``. ``n_batch`` may run there, ``capacity`` run and
-    wait. ``in_flight`` is this Router's own requests that do now, and ``resting`` those that are
-    paused: they keep nobody from the board, which counts them apart. ``foreign`` are those of other
-    Routers when the board last reported. ``booked_ms`` is the work of requests that wait for it.
+    ``key`` addresses its replica in ``group``. ``n_batch`` requests may run there, ``capacity`` run
+    and wait. ``in_flight`` counts this Router's own requests at the board without paused ones,
+    which are ``resting`` and do not occupy it. ``foreign`` counts those of other Routers at the
+    last report. ``booked_ms`` is the work of requests that wait for this board.
     """
 
     __slots__ = (
@@ -110,12 +110,12 @@ class Candidate:
         self.held = PauseEffect.NOT
         self.booked_ms = 0.0
         self.used_s = float("-inf")  # when this Router last sent something there
-        self.asked_s = float("-inf")  # when it was last asked for a report
-        self.forgot_s = float("-inf")  # and what it said before this is not true any more
+        self.asked_s = float("-inf")  # the time of the last request for a report
+        self.forgot_s = float("-inf")  # cache contents reported before this time are void
         self.speed = boards.speeds_of("")
         self.holdings = b""
         self.works: list[BoardWork] = []
-        self.place: tuple[int, int, int] | None = None  # where in the order; see ``ModelBoards``
+        self.place: tuple[int, int, int] | None = None  # its key in ``ModelBoards._open``
         self._most_since_asked = 0
         self._left_since_asked = 0
 
@@ -124,32 +124,32 @@ class Candidate:
 
     @property
     def load(self) -> int:
-        """Requests on the board now, as well as this Router can know."""
+        """The requests at the board, as far as this Router knows."""
         return self.foreign + self.in_flight
 
     @property
     def has_place(self) -> bool:
-        """Whether a request that is sent there now runs at once."""
+        """Return whether a request that is sent now would run at once."""
         return self.ready and self.load < self.n_batch
 
     @property
     def unused(self) -> bool:
-        """Whether this Router has nothing there, neither at work nor paused."""
+        """Return whether this Router has no request there, running or paused."""
         return self.in_flight == self.resting == 0
 
     def wait_ms(self, now_s: float) -> float:
-        """How long until it has a place, with those that wait for it already in front."""
+        """Return the estimated time until the board is free, bookings included."""
         if self.load < self.n_batch:
             return self.booked_ms
         rests = [work.rest_ms(now_s) for work in self.works]
-        # Generations of a batch end together; of single ones each waits for those before it.
+        # A batch ends with its longest generation; single generations run one after the other.
         own_ms = sum(rests) if self.n_batch == 1 else max(rests, default=0.0)
         return own_ms + self.foreign * self._boards.typical_ms(self) + self.booked_ms
 
     # -- what this Router does there ---------------------------------------------------------------
 
     def began(self, work: BoardWork, now_s: float) -> None:
-        """This Router sends the board a request."""
+        """Count a request that this Router sends to the board."""
         self.works.append(work)
         self.in_flight += 1
         self.used_s = now_s
@@ -157,9 +157,10 @@ class Candidate:
         self._boards.moved(self)
 
     def rested(self, *, held: bool) -> None:
-        """One of this Router's requests is paused there; where it is ``held`` it keeps the board.
+        """Count one of this Router's requests as paused.
 
-        For how long only the board knows, so that counts until the next report.
+        With ``held`` it still occupies the board. The board alone knows for how long, so that it is
+        counted as foreign until the next report.
         """
         self.in_flight -= 1
         self.resting += 1
@@ -167,29 +168,30 @@ class Candidate:
         self._boards.moved(self)
 
     def went_on(self) -> None:
-        """One that was paused goes on, or ends."""
+        """Count a paused request as in flight again."""
         self.resting -= 1
         self.in_flight += 1
         self._most_since_asked = max(self._most_since_asked, self.in_flight)
         self._boards.moved(self)
 
     def ended(self, work: BoardWork, *, left: bool) -> None:
-        """That request is over; ``left`` says that its client went before the board was done."""
+        """Remove a request; ``left``: its client disconnected before the board was done."""
         self.works.remove(work)
         self.in_flight -= 1
         self._left_since_asked += left
         self._boards.moved(self)
 
     def lost(self) -> None:
-        """It failed: nobody is sent there until its next report says otherwise."""
+        """Stop sending requests to a failed board until its next report."""
         self.ready = False
         self._boards.moved(self)
 
     # -- what it reports ---------------------------------------------------------------------------
 
     def asked(self, now_s: float) -> None:
-        """The board is asked for a report, which ``ModelBoards.heard`` takes over."""
-        # The board may still be ending what was left; the report after this one shows if it hangs.
+        """Note that the board is asked for a report now; see ``ModelBoards.heard``."""
+        # The board may still be aborting requests of clients that left; if it hangs, the report
+        # after this one shows it.
         self._most_since_asked = self.in_flight + self._left_since_asked
         self._left_since_asked = 0
         self.asked_s = now_s
@@ -197,9 +199,9 @@ class Candidate:
     def counted(self, reported: int) -> None:
         """Take over the running and queued requests of a report.
 
-        Nobody knows how many of them were this Router's in the moment that the board counted; as
-        many as there were at most since it was asked. Counting one of its own as foreign would
-        send the next request to wait behind a busy board while this one is idle.
+        The number of this Router's requests at the moment of the report is unknown, so the maximum
+        since the board was asked is assumed. Counting one of them as foreign would make the next
+        request wait for a busy board while this one is idle.
         """
         self.foreign = max(0, reported - self._most_since_asked)
 
@@ -211,10 +213,10 @@ class _Booking:
 
 
 class ModelBoards:
-    """All boards that serve one model. Iterating gives every one of them, in no order."""
+    """All boards of one model. Iteration yields every board, in no order."""
 
     def __init__(self, rng: random.Random, index: PrefixIndex | None = None) -> None:
-        """``index`` says what boards hold; None: nobody wants to know."""
+        """``index`` tracks cached prefixes; None if no policy needs them."""
         self.index = index
         self._rng = rng
         self._by_key: dict[str, Candidate] = {}
@@ -222,16 +224,16 @@ class ModelBoards:
         self._by_name: dict[str, Candidate] = {}
         self._slots = itertools.count()
         self._speeds = ModelSpeeds()
-        # Ready boards with a place, by what a pause does there, by speed and by load.
+        # Ready boards with a free place, by pause effect, speed level and load.
         self._open: dict[tuple[int, int, int], RandomSet[Candidate]] = {}
         self._ready = [0] * len(PauseEffect)
-        self._counted: dict[str, tuple[int, int]] = {}  # how each board counts in _ready, _places
+        self._counted: dict[str, tuple[int, int]] = {}  # each board's share of _ready and _places
         self._places = 0
         self._bookings: dict[str, _Booking] = {}
         self.typical_tokens: float = TYPICAL_TOKENS
         self._answers = 0
-        self._sessions: dict[str, str] = {}  # where each was last, the longest ago first
-        self.listeners: list[Callable[[Reuse, int], None]] = []  # who counts what was ``found``
+        self._sessions: dict[str, str] = {}  # keys of last boards, least recent first
+        self.listeners: list[Callable[[Reuse, int], None]] = []  # called by ``found``
         self.ring: HashRing = HashRing()
 
     # -- who is there ------------------------------------------------------------------------------
@@ -243,35 +245,35 @@ class ModelBoards:
         return len(self._by_key)
 
     def get(self, key: str) -> Candidate | None:
-        """Return the board of that replica."""
+        """Return the board of a replica."""
         return self._by_key.get(key)
 
     def named(self, board_id: str) -> Candidate | None:
-        """Return that board by its name, which outlives its replicas."""
+        """Return a board by its name, which stays the same when its replica is replaced."""
         return self._by_name.get(board_id)
 
     def at(self, slot: int) -> Candidate | None:
-        """Return the board that the index calls ``slot``."""
+        """Return the board with that slot number in the prefix index."""
         return self._by_slot.get(slot)
 
     @property
     def places(self) -> int:
-        """Generations that run at once on all boards which take any now."""
+        """The requests that all available boards can run at once."""
         return self._places
 
     @property
     def held(self) -> PauseEffect | None:
-        """The least that a pause does on a ready board; None where no board is ready."""
+        """The best pause effect among ready boards; None if no board is ready."""
         return next((held for held in PauseEffect if self._ready[held]), None)
 
     @property
     def any_open(self) -> bool:
-        """Whether some board has a place for a request now, of those that are held least."""
+        """Return whether a board with the best pause effect is free."""
         held = self.held
         return any(place[0] == held for place in self._open)
 
     def typical_ms(self, board: Candidate | None = None) -> float:
-        """How long a request keeps a board, of which nothing is known."""
+        """Return the expected time on the board of a request with unknown length."""
         if board is None:
             board = next(iter(self._by_key.values()), None)
         return self.typical_tokens * board.speed.decode_ms if board is not None else 0.0
@@ -279,7 +281,7 @@ class ModelBoards:
     # -- reports -----------------------------------------------------------------------------------
 
     def heard(self, key: str, group: str, board_id: str, said: BoardStatus) -> Candidate:
-        """Take over what a board says of itself."""
+        """Take over a board's report."""
         board = self._by_key.get(key)
         if board is None:
             board = Candidate(self, key, group, board_id, next(self._slots))
@@ -301,7 +303,7 @@ class ModelBoards:
     def _hear_holdings(self, index: PrefixIndex, board: Candidate, packed: bytes) -> None:
         if board.asked_s < board.forgot_s:
             return
-        # Mostly a board holds what it held a second ago, and this Router has done nothing there.
+        # Usually nothing has changed since the last report, and decoding can be skipped.
         if packed == board.holdings and not index.guessed(board.slot):
             return
         holdings = unpack(packed)
@@ -310,11 +312,11 @@ class ModelBoards:
             index.heard(board.slot, holdings, board.asked_s)
 
     def speeds_of(self, kind: str) -> Speed:
-        """Return the speed of one more board of that kind."""
+        """Return the speed estimate for a new board of that kind."""
         return Speed(self._speeds, kind)
 
     def silent(self, board: Candidate, now_s: float) -> None:
-        """It did not report; it goes where this Router has nothing there any more."""
+        """Mark a board that did not report, and remove it once this Router does not use it."""
         board.lost()
         self.forget(board, now_s)
         if board.unused:
@@ -325,31 +327,31 @@ class ModelBoards:
                 self.ring.remove(board.board_id)
 
     def hold(self, board: Candidate, held: PauseEffect) -> None:
-        """What a pause does with new requests there, from now on."""
+        """Set the effect of a pause on new requests at the board."""
         board.held = held
         self.moved(board)
 
     def forget(self, board: Candidate, now_s: float, *, files: bool = True) -> None:
-        """It holds nothing that could be used again, or but for its ``files`` nothing."""
+        """Forget the cached prefixes of a board; without ``files``, keep those in files."""
         board.holdings = b""
         board.forgot_s = now_s
         if self.index is not None:
             self.index.forget(board.slot, files=files)
 
     def answered(self, tokens: int) -> None:
-        """An answer ended with so many tokens."""
+        """Add the length of a finished answer to the estimate."""
         self._answers += 1
         self.typical_tokens += max(LATEST_ANSWERS, 1 / (1 + self._answers)) * (
             tokens - self.typical_tokens
         )
 
     def found(self, expected: Reuse, cached: int) -> None:
-        """A board did not compute ``cached`` tokens of a prompt, and ``expected`` was expected."""
+        """Tell the listeners the expected cached prefix and the actual cached tokens."""
         for tell in self.listeners:
             tell(expected, cached)
 
     def visited(self, session: str, board: Candidate) -> None:
-        """A request of that session goes there."""
+        """Remember the board as the last one of the session."""
         if not session:
             return
         self._sessions.pop(session, None)
@@ -358,35 +360,35 @@ class ModelBoards:
         self._sessions[session] = board.key
 
     def last(self, session: str) -> Candidate | None:
-        """Return the board that a session's last request went to, should it be ready."""
+        """Return the last board of the session, if it is ready."""
         board = self._by_key.get(self._sessions.get(session, ""))
         return board if board is not None and board.ready else None
 
     # -- bookings ----------------------------------------------------------------------------------
 
     def book(self, request_id: str, board: Candidate, ms: float) -> None:
-        """A request waits for that board, which it will keep for so long; others shall know."""
+        """Book the time of a request that waits for a board."""
         self.unbook(request_id)
         self._bookings[request_id] = _Booking(board, ms)
         board.booked_ms += ms
 
     def unbook(self, request_id: str) -> None:
-        """It waits no more, for whatever reason."""
+        """Cancel the booking of a request, if there is one."""
         booking = self._bookings.pop(request_id, None)
         if booking is not None:
-            # Sums of floats do not cancel out; a board that nobody waits for is free.
+            # Float sums do not cancel exactly; a board without bookings must have zero.
             left_ms = booking.board.booked_ms - booking.ms
             booking.board.booked_ms = left_ms if left_ms > 1e-6 else 0.0  # noqa: PLR2004
 
     def booked_ms(self, board: Candidate, request_id: str) -> float:
-        """What others have booked there."""
+        """Return the time that other requests have booked at the board."""
         own = self._bookings.get(request_id)
         return board.booked_ms - (own.ms if own is not None and own.board is board else 0.0)
 
     # -- the order ---------------------------------------------------------------------------------
 
     def moved(self, board: Candidate) -> None:
-        """Its load, speed or state may have changed."""
+        """Sort the board in again after a change of its load, speed or state."""
         place = (board.held, board.speed.level, board.load) if board.has_place else None
         if place != board.place:
             if board.place is not None:
@@ -413,11 +415,11 @@ class ModelBoards:
     def free(
         self, tried: Collection[str] = (), most: PauseEffect = PauseEffect.REFUSES
     ) -> list[Candidate]:
-        """Return free boards of every speed, each of the least load there is at that speed.
+        """Return free boards: for each speed, a random sample of those with the least load.
 
-        Of many that are alike a few by chance. One that is held comes only where no other is
-        ready: a request should rather be told to come back than queue behind a pause, and why a
-        board refuses is its own to say; none that is held more than ``most``.
+        Only boards with the best pause effect of all ready boards are returned, and none worse than
+        ``most``. A request is rather rejected with a retry time than queued behind a pause, and the
+        board gives the reason for a rejection itself.
         """
         held = self.tier(tried)
         if held is None or held > most:
@@ -434,7 +436,7 @@ class ModelBoards:
         return found
 
     def tier(self, tried: Collection[str]) -> PauseEffect | None:
-        """How much the least held of the ready boards is held, without those that were tried."""
+        """Return the best pause effect among ready boards that have not been tried."""
         ready = list(self._ready)
         for key in tried:
             counted = self._counted.get(key)

@@ -1,10 +1,8 @@
-"""Which board holds which beginnings of contexts, as reported and as this Router expects. Pure.
+"""An index of cached prefixes by board, from reports and this Router's own predictions. Pure.
 
-A board has one live context, which a prompt can only extend as a whole, and files, of which a
-prompt uses what agrees. Whatever this Router sends changes both at once: it is guessed here by the
-rules of ``board``, and a report that was asked for later says how it really is.
-
-It knows boards by small numbers, and nothing of their load or speed.
+A board has one live context, which a prompt can reuse only as a whole, and files, of which a prompt
+reuses the common prefix. The effect of each request sent is predicted with the board's own rules,
+and the next report corrects it. Boards are identified by small numbers (slots).
 """
 
 from __future__ import annotations
@@ -15,12 +13,12 @@ from itertools import islice
 
 from rkserve.core.block_hashes import BLOCK, FILES, Chain, FileHeld, Holdings, LiveHeld
 
-LOOKED_AT = 16  # boards that hold one beginning: more of them would not make a better choice
+LOOKED_AT = 16  # boards with the same prefix to compare; more do not help
 
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """What of a prompt one board needs not compute: ``tokens`` that are live, or in a file."""
+    """A board's cached prefix of a prompt: ``tokens`` in the live context, or in a file."""
 
     tokens: int = 0
     live: bool = False
@@ -34,7 +32,7 @@ NOTHING = Reuse()
 
 @dataclass(slots=True)
 class _Filed:
-    """One file of a board; ``guessed_s`` is when this Router expected it, None: it was reported."""
+    """One file of a board; ``guessed_s`` is the time of the prediction, None if it was reported."""
 
     held: FileHeld
     guessed_s: float | None = None
@@ -42,9 +40,9 @@ class _Filed:
 
 @dataclass(slots=True)
 class _Store:
-    """What one board holds. ``files`` are by their last links, the longest unused one first.
+    """The cached contexts of one board. ``files`` are by last link, least recently used first.
 
-    While ``runs`` of this Router go on there, the live context is theirs and not to be had.
+    While ``runs`` of this Router are active there, they occupy the live context.
     """
 
     appends: bool = False
@@ -56,7 +54,7 @@ class _Store:
 
 
 class PrefixIndex:
-    """What all boards of one model hold. ``files_per_board`` bounds what is remembered."""
+    """The cached prefixes of all boards of one model, at most ``files_per_board`` of each."""
 
     def __init__(self, files_per_board: int = FILES) -> None:
         self._most = files_per_board
@@ -67,24 +65,24 @@ class PrefixIndex:
         # By last full link, then by length and exact end: the boards whose live context that is.
         self._lives: dict[int, dict[tuple[int, int], set[int]]] = {}
 
-    # -- what is asked -----------------------------------------------------------------------------
+    # -- lookups ----------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Contexts that are remembered."""
+        """Return the number of contexts."""
         lives = sum(store.live is not None for store in self._stores.values())
         return lives + sum(len(store.files) for store in self._stores.values())
 
     @property
     def links(self) -> int:
-        """Links that lead to files: what the memory grows with."""
+        """The number of links in files, which determines the memory used."""
         return len(self._files)
 
     def holders(
         self, chain: Chain, most: int = LOOKED_AT, also: Collection[int] = ()
     ) -> dict[int, Reuse]:
-        """Return boards that spare some of the prompt, those that spare the most first.
+        """Return boards with a cached prefix of the prompt, the longest first.
 
-        About ``most`` of them, and whoever of ``also`` spares any.
+        About ``most`` boards, and those of ``also`` that have any.
         """
         found: dict[int, Reuse] = {}
         files, lives = self._files, self._lives
@@ -105,11 +103,11 @@ class PrefixIndex:
         return found
 
     def reuse(self, slot: int, chain: Chain) -> Reuse:
-        """Return what that board spares."""
+        """Return the board's cached prefix of the prompt."""
         return self._of((slot,), chain, len(chain.links)).get(slot, NOTHING)
 
     def _of(self, slots: Collection[int], chain: Chain, blocks: int) -> dict[int, Reuse]:
-        """Return what each of these spares, of whose files none agrees in more than ``blocks``."""
+        """Return the cached prefixes of boards whose files match at most ``blocks`` blocks."""
         left = [slot for slot in slots if slot in self._stores]
         found = {slot: self._live_reuse(self._stores[slot], chain) for slot in left}
         for count in range(blocks, 0, -1):
@@ -121,7 +119,7 @@ class PrefixIndex:
             tokens = _spared(chain, count)
             for slot in [one for one in left if _leads_to(at, one)]:
                 left.remove(slot)
-                # Files are read only where they spare clearly more than what is live.
+                # A board reads a file only if it saves clearly more than the live context.
                 if tokens - found[slot].tokens >= self._stores[slot].park_min:
                     found[slot] = self._worth(slot, tokens) or found[slot]
         return {slot: reuse for slot, reuse in found.items() if reuse}
@@ -138,17 +136,17 @@ class PrefixIndex:
         return at is not None and _leads_to(at, slot)
 
     def live_tokens(self, slot: int) -> int:
-        """Return how long the context is that another one would displace there."""
+        """Return the length of the live context that another prompt would displace."""
         store = self._stores.get(slot)
         return store.live.tokens if store is not None and store.live is not None else 0
 
     def parks(self, slot: int, tokens: int) -> bool:
-        """Whether a context of that length is written to disk when it is displaced there."""
+        """Return whether a displaced context of that length is written to disk there."""
         store = self._stores.get(slot)
         return store is not None and 0 < store.park_min <= tokens
 
     def guessed(self, slot: int) -> bool:
-        """Whether something of that board is not as it was reported last."""
+        """Return whether the entry of the board contains predictions."""
         store = self._stores.get(slot)
         if store is None:
             return True
@@ -168,7 +166,7 @@ class PrefixIndex:
     def _filed(
         self, at: int | dict[int, int], tokens: int, found: dict[int, Reuse], most: int
     ) -> None:
-        # Where boards are passed over, it is mostly for a reason that all of them share.
+        # Boards are mostly skipped for a reason that they share, so the scan is bounded.
         for slot in (at,) if isinstance(at, int) else islice(at, most + len(found)):
             if slot not in found:
                 worth = self._worth(slot, tokens)
@@ -181,12 +179,12 @@ class PrefixIndex:
         park_min = self._stores[slot].park_min
         return Reuse(tokens) if 0 < park_min <= tokens else NOTHING
 
-    # -- what this Router does ---------------------------------------------------------------------
+    # -- predictions ------------------------------------------------------------------------------
 
     def began(self, slot: int, chain: Chain | None, now_s: float) -> Reuse:
-        """A run over that prompt begins there, and whatever it does not extend is displaced.
+        """Record the start of a run, which displaces the live context unless it extends it.
 
-        None stands for a prompt of which no ids are known. Returns what is expected to be spared.
+        ``chain`` is None for a prompt without known token IDs. Return the expected cached prefix.
         """
         store = self._stores.setdefault(slot, _Store())
         spared = self.reuse(slot, chain) if chain is not None else NOTHING
@@ -202,7 +200,7 @@ class PrefixIndex:
     def ended(
         self, slot: int, context: Chain | None, now_s: float, *, from_file: bool = False
     ) -> None:
-        """That run is over. ``context`` is what it leaves, None: nothing that could be extended.
+        """Record the end of a run. ``context`` is the context left, None if not reusable.
 
         A run that began ``from_file`` leaves its context in a file instead.
         """
@@ -217,7 +215,7 @@ class PrefixIndex:
             self._set_live(slot, store, LiveHeld.of(context), now_s)
 
     def forget(self, slot: int, *, files: bool = True) -> None:
-        """That board holds nothing any more, or only its files."""
+        """Remove the cached prefixes of a board; without ``files``, keep its files."""
         store = self._stores.get(slot)
         if store is None:
             return
@@ -227,12 +225,12 @@ class PrefixIndex:
                 self._drop(slot, store, leaf)
             del self._stores[slot]
 
-    # -- what is reported --------------------------------------------------------------------------
+    # -- reports ----------------------------------------------------------------------------------
 
     def heard(self, slot: int, said: Holdings, asked_s: float) -> None:
-        """Take over what that board says it holds; it was asked at ``asked_s``.
+        """Take over the reported contents of a board that was asked at ``asked_s``.
 
-        What this Router has done there since then, the answer may not know.
+        Predictions made after that time are kept, because the report may not include them.
         """
         store = self._stores.setdefault(slot, _Store())
         store.appends, store.park_min = said.appends, said.park_min
@@ -247,7 +245,7 @@ class PrefixIndex:
         for file in said.files:
             self._file(slot, store, file, None)
 
-    # -- keeping it --------------------------------------------------------------------------------
+    # -- storage ----------------------------------------------------------------------------------
 
     def _set_live(
         self, slot: int, store: _Store, live: LiveHeld | None, guessed_s: float | None
@@ -267,7 +265,7 @@ class PrefixIndex:
         store.live, store.live_guessed_s = live, guessed_s
 
     def _park(self, slot: int, store: _Store, live: LiveHeld, now_s: float) -> None:
-        """Expect the context on that board's disk, in place of those that it continues."""
+        """Predict that the context is written to disk, replacing those that it extends."""
         if not 0 < store.park_min <= live.tokens or not live.marks:
             return
         self._file(slot, store, FileHeld(live.tokens, live.marks), now_s)
@@ -275,11 +273,11 @@ class PrefixIndex:
     def _file(self, slot: int, store: _Store, file: FileHeld, guessed_s: float | None) -> None:
         known = store.files.pop(file.leaf, None)
         if known is not None:
-            store.files[file.leaf] = known  # now the one that was used last
+            store.files[file.leaf] = known  # moved to the end: the most recently used
             known.guessed_s = guessed_s
             return
-        # What it continues is replaced, where that ended at one of its marks; of the rest the next
-        # report tells.
+        # A file that this one extends is replaced if it ended at one of the marks; the next report
+        # corrects the rest.
         for link in file.marks[:-1]:
             if link in store.files:
                 self._drop(slot, store, link)
@@ -328,7 +326,7 @@ def _leads_to(at: int | dict[int, int], slot: int) -> bool:
 
 
 def _spared(chain: Chain, blocks: int) -> int:
-    """At least one token of a prompt is always computed."""
+    """Return the reusable tokens; at least one token of a prompt is always computed."""
     return min(blocks * BLOCK, len(chain) - 1)
 
 

@@ -20,20 +20,19 @@ from rkserve.core.messages import (
 from rkserve.fleet.load import MIN_REST, Candidate, ModelBoards, PauseEffect
 from rkserve.fleet.prefix_index import NOTHING, Reuse
 
-CHARS_OF_A_TOKEN = 4  # where nobody has counted the tokens
-SOON_S = 0.02  # who waits for a board that should be free by now does not ask all the time
-AGAIN_S = 1.0  # after that long it is asked anew whether waiting for a board still pays
+CHARS_OF_A_TOKEN = 4  # an estimate for prompts without a token count
+SOON_S = 0.02  # the shortest time before a decision to wait is reconsidered
+AGAIN_S = 1.0  # and the longest
 
 
 @dataclass(slots=True, eq=False)
 class RoutingRequest:
-    """Make one for each request, and use it as long as the request waits: hashing takes time.
+    """A request in the terms of board selection; reused while the request waits.
 
-    ``chain`` is of its prompt under its adapter and ``salt``, None where the ids are not known or
-    of no use.
-    ``tried`` are the keys of boards that it must not go to, ``most`` how much one may be held.
-    Requests that came later have ``overtaken`` it so many times. Until ``until_s`` it waits for one
-    board, as was decided.
+    ``chain`` is the block hash chain of the prompt under its adapter and ``salt``; None if the
+    token IDs are unknown or not needed. ``tried`` are the keys of boards to skip, ``most`` the
+    worst acceptable pause effect. ``overtaken`` counts later requests that were sent first. Until
+    ``until_s`` it waits for the board that was chosen.
     """
 
     request_id: str
@@ -51,19 +50,21 @@ class RoutingRequest:
     _board: Candidate | None = None
 
     def waited_ms(self, now_s: float) -> float:
-        """How long it has been waiting since it was asked for first."""
+        """Return the time since the first call of this method."""
         if self.since_s is None:
             self.since_s = now_s
         return (now_s - self.since_s) * 1e3
 
     def wait_for(self, board: Candidate, until_ms: float, now_s: float) -> None:
-        """It was decided that it waits for that board."""
+        """Record the decision to wait for a board."""
         self._board = board
         self.until_s = now_s + max(SOON_S, min(until_ms / 1e3, AGAIN_S))
 
     def waits(self, now_s: float) -> bool:
-        """Whether it still waits for its board, and nobody need decide anew: where many wait, most
-        of what happens is not about their boards.
+        """Return whether the last decision to wait still holds.
+
+        It saves deciding again for every waiting request on each event, most of which concern other
+        boards.
         """
         board = self._board
         if board is None or now_s >= self.until_s or board.key in self.tried:
@@ -74,13 +75,13 @@ class RoutingRequest:
     def of(
         cls, request: GenerateRequest, adapter: str | None = None, *, hashed: bool = True
     ) -> RoutingRequest:
-        """Return what is asked for a request; ``adapter`` is the key of the one it would get.
+        """Return the features of a request; ``adapter`` is the key of its adapter.
 
-        Without ``hashed`` nobody wants to know what boards hold. What was generated elsewhere
-        already is part of what the board has to prefill.
+        Without ``hashed`` no block hashes are computed. Tokens generated before a failover count as
+        prompt.
         """
         if isinstance(request, EmbedRequest):
-            # Nothing of it is left on the board, nor was there before.
+            # Embedding requests neither use nor leave cached prefixes.
             tokens = (
                 sum(map(len, request.inputs)) or sum(map(len, request.texts)) // CHARS_OF_A_TOKEN
             )
@@ -109,9 +110,10 @@ class RoutingRequest:
 
 
 class InFlightRequest:
-    """From the moment that a request is sent to a board until it has ended there.
+    """A request at a board, from sending until its end there.
 
-    ``expected`` is what it should find there. ``answer`` collects the ids generated so far.
+    ``expected`` is the cached prefix expected there. Generated token IDs are collected for the
+    prediction of the context that is left.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class InFlightRequest:
         candidate.began(self, now_s)
 
     def rest_ms(self, now_s: float) -> float:
-        """How long it will keep the board yet, as well as can be said."""
+        """Return the estimated time until the request leaves the board."""
         if self._resting:
             return 0.0
         typical = self._boards.typical_tokens
@@ -146,12 +148,12 @@ class InFlightRequest:
         return prefill_ms + rest * self.candidate.speed.decode_ms
 
     def heard(self, event: Event) -> None:
-        """Take over an event of the answer."""
+        """Process an event of the answer."""
         if isinstance(event, Delta):
             self._tokens += len(event.token_ids)
             self._answer += event.token_ids
             if event.retract or event.splice or event.bound:
-                self._unknown = True  # what the context is now only the board can say
+                self._unknown = True  # only the board knows the context after an edit
         elif isinstance(event, Accepted):
             self._accepted(event)
         elif isinstance(event, Finished):
@@ -160,7 +162,7 @@ class InFlightRequest:
         self._pause(event)
 
     def _accepted(self, event: Accepted) -> None:
-        """The board says which weights it is for; of a line it chooses the version itself."""
+        """Compare the adapter version chosen by the board with the assumed one."""
         chain, adapter = self._ask.chain, event.adapter
         if chain is None:
             return
@@ -169,7 +171,7 @@ class InFlightRequest:
             self._unknown = True
 
     def _pause(self, event: Event) -> None:
-        """Count it as what it is now: at work or paused."""
+        """Count the request as running or paused at the board."""
         if isinstance(event, Paused):
             if not self._resting:
                 self._resting = True
@@ -179,7 +181,7 @@ class InFlightRequest:
             self.candidate.went_on()
 
     def ended(self, now_s: float, *, left: bool) -> None:
-        """It is over; ``left`` says that its client went before the board was done.
+        """Remove the request; ``left``: its client disconnected before the board was done.
 
         Only the first call counts.
         """
@@ -190,21 +192,21 @@ class InFlightRequest:
             self._resting = False
             self.candidate.went_on()
         self.candidate.ended(self, left=left)
-        if self._finished and self._ask.max_tokens:  # else it was no answer
+        if self._finished and self._ask.max_tokens:  # an embedding request has no answer length
             self._boards.answered(self._tokens)
         if self._boards.index is not None:
             file = self.expected.tokens > 0 and not self.expected.live
             self._boards.index.ended(self.candidate.slot, self._left(), now_s, from_file=file)
 
     def _left(self) -> Chain | None:
-        """What the board can extend, should it not have stopped the run by an abort."""
+        """Return the reusable context left at the board, unless the run was aborted."""
         chain = self._ask.chain
         if chain is None or not self._finished or self._unknown:
             return None
-        # The last token is given out and not computed yet: the next run would do that.
+        # The last token was emitted but not yet evaluated; the next run would do that.
         return chain.extended(tuple(self._answer[:-1]))
 
 
 def _goes_on(event: Event) -> bool:
-    """Whether a pause is over with that; edits of what is paused are told of in deltas too."""
+    """Return whether the event ends a pause; edits while paused are sent as deltas, too."""
     return isinstance(event, Finished) or (isinstance(event, Delta) and not event.paused)

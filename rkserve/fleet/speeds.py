@@ -22,14 +22,14 @@ SLACK = 0.65  # of a step: a board near a border stays where it is
 
 @dataclass(slots=True)
 class TokenTime:
-    """Milliseconds for tokens, the older the less."""
+    """The average milliseconds per token, weighted towards recent measurements."""
 
     memory: int
     tokens: float = 0.0
     ms: float = 0.0
 
     def add(self, tokens: float, ms: float) -> None:
-        """Take over what was done since the last time."""
+        """Add the work since the last call."""
         if tokens <= 0 or ms <= 0:
             return
         kept: float = 0.5 ** (tokens / self.memory)
@@ -38,13 +38,13 @@ class TokenTime:
 
     @property
     def each(self) -> float | None:
-        """Milliseconds for one token; None before the first one."""
+        """The milliseconds per token; None before the first measurement."""
         return self.ms / self.tokens if self.tokens else None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkCounters:
-    """What a replica has done since its start, as its report says."""
+    """A replica's counters of work since its start, from its report."""
 
     replica: str
     prefill_tokens: int = 0
@@ -64,12 +64,12 @@ def _pair() -> _Pair:
 
 
 class Speed:
-    """What one board takes."""
+    """The time per token of one board."""
 
     __slots__ = ("_pairs", "_seen", "decode_ms", "kind", "level", "prefill_ms")
 
     def __init__(self, book: ModelSpeeds, kind: str) -> None:
-        # What it has shown itself comes first, then what boards of its kind have, then all.
+        # In order of preference: the board itself, boards of its kind, all boards.
         self._pairs = (_pair(), book.kind(kind), book.everybody)
         self._seen: WorkCounters | None = None
         self.kind = kind
@@ -79,7 +79,7 @@ class Speed:
         self._settle()
 
     def heard(self, now: WorkCounters) -> None:
-        """Take over a report; a new replica counts from zero again."""
+        """Take over a report; a new replica's counters start at zero."""
         before = self._seen
         if before is None or before.replica != now.replica:
             before = WorkCounters(now.replica)
@@ -109,7 +109,7 @@ class ModelSpeeds:
         self._kinds: dict[str, _Pair] = {}
 
     def kind(self, name: str) -> _Pair:
-        """Return what boards of one kind (a platform) have shown."""
+        """Return the average of the boards of one kind (a platform)."""
         return self._kinds.setdefault(name, _pair())
 
 
@@ -118,7 +118,7 @@ WINDOW_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Tokens that one replica of a board had prefilled and decoded at a time."""
+    """The tokens that a replica had prefilled and decoded at a time."""
 
     now_s: float
     replica: str
@@ -128,30 +128,30 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Tokens of each second of the window, whether the board worked or not."""
+    """Tokens per second over the window, idle time included."""
 
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
 
 
 class Rates:
-    """The window of one board."""
+    """The recent throughput of one board."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
         self._seen: deque[TokenCounts] = deque()
 
     def heard(self, counted: TokenCounts) -> None:
-        """Take over a report; a new replica counts from zero again."""
+        """Take over a report; a new replica's counters start at zero."""
         if self._seen and self._seen[-1].replica != counted.replica:
             self._seen.clear()
         self._seen.append(counted)
-        # The one before the window's beginning stays: without it a slow reporter had no rate.
+        # One report from before the window stays; a slow reporter would have no rate without it.
         while len(self._seen) > 2 and self._seen[1].now_s <= counted.now_s - self._window_s:  # noqa: PLR2004 - both ends
             self._seen.popleft()
 
     def now(self) -> Rate:
-        """Return the rate over the window; nothing is known before the second report."""
+        """Return the rate over the window; zero before the second report."""
         if len(self._seen) <= 1:
             return Rate()
         first, last = self._seen[0], self._seen[-1]
