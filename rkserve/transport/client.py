@@ -22,7 +22,9 @@ from rkserve.transport.server import ChannelAddress
 
 
 def add(events: deque[Event], event: Event) -> None:
-    """Append an event to those that wait; deltas in a row become one, where that loses nothing."""
+    """Append an event to the pending ones; consecutive deltas are merged where that loses
+    nothing.
+    """
     if events and isinstance(event, Delta) and isinstance(last := events[-1], Delta):
         whole = merged(last, event)
         if whole is not None:
@@ -32,39 +34,39 @@ def add(events: deque[Event], event: Event) -> None:
 
 
 class EventStream:
-    """One stream. ``stream`` is its number on its connection."""
+    """The events of one call. ``stream`` is its number on the connection."""
 
     def __init__(self, stream: int) -> None:
         self.stream = stream
         self._loop = asyncio.get_running_loop()
         self._events: deque[Event] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._error: RkserveError | None = None  # how it ended
-        self._ended = False  # nothing comes any more
-        self._finished = False  # the answer has ended well
-        self.heard = False  # anything, of the board
-        self.lost = False  # with its connection
+        self._error: RkserveError | None = None  # the error that ended the stream
+        self._ended = False  # no more events
+        self._finished = False  # the answer is complete
+        self.heard = False  # the board has sent something
+        self.lost = False  # the connection was lost
 
     # -- from the connection ------------------------------------------------------------------
 
     def put(self, event: Event) -> None:
-        """An event came. What nobody has read yet is merged, so that it stays short."""
+        """Add an event. Unread events are merged, which bounds the queue."""
         self.heard = True
         self._finished = isinstance(event, Finished)
         add(self._events, event)
         self._wake()
 
     def fail(self, error: RkserveError) -> None:
-        """The board says how the call failed: that comes behind all events."""
+        """End the stream with the board's error, after all events."""
         self.heard = True
         self._end(error)
 
     def end(self) -> None:
-        """The board has sent its last event."""
+        """End the stream after the last event."""
         self._end(None)
 
     def cut(self, error: RkserveError) -> None:
-        """The connection is lost: no event comes."""
+        """End the stream because the connection is lost."""
         if not self._ended:
             self.lost = True
             self._end(None if self._finished else error)
@@ -75,7 +77,7 @@ class EventStream:
         """Return the next event; None after the last one.
 
         Raises:
-            RkserveError: how the stream ended, after its events.
+            RkserveError: the call failed; raised after its events.
         """
         while not self._events:
             if self._ended:
@@ -91,11 +93,11 @@ class EventStream:
 
     @property
     def over(self) -> bool:
-        """Whether the board sends nothing more: there is nothing to leave."""
+        """Return whether the board sends nothing more, so that no cancellation is needed."""
         return self._finished or self._ended
 
     def close(self) -> None:
-        """Nobody reads any more."""
+        """Stop reading."""
         self._end(None)
 
     # -- inside -------------------------------------------------------------------------------
@@ -113,48 +115,48 @@ class EventStream:
 
 log = logging.getLogger(__name__)
 
-REMEMBERED = 4096  # replicas that could not be reached
+REMEMBERED = 4096  # unreachable replicas to remember
 
 Find = Callable[[], Awaitable[ChannelAddress | None]]
 
 
 class ChannelLost(Exception):
-    """The connection was lost with a call."""
+    """The connection was lost during a call."""
 
 
 class BoardConnection:
-    """A connection to one board, with all streams that this Router has there."""
+    """The connection to one board, with all of this Router's streams there."""
 
     def __init__(self, address: ChannelAddress, pulse: Heartbeat) -> None:
         self.board_id = address.board_id
         self._side = RouterHandshake(address.key)
         self._numbers = itertools.count(1)
         self._inboxes: dict[int, EventStream] = {}
-        self._asked: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # by which method
+        self._asked: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # method and result
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Who has given up waiting need not hear of it.
+        # Retrieve the exception, so that asyncio does not log it if nobody awaits the future.
         self._opened.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._over = asyncio.Event()
         self.line = ChannelConnection(self._side, pulse, self)
 
     @property
     def open(self) -> bool:
-        """Whether streams can be carried."""
+        """Return whether streams can be started."""
         return self.line.open
 
     def generate(self, request: GenerateRequest) -> EventStream:
-        """Call for a generation, and begin to read its events; ``leave`` it in any case."""
+        """Start a generation and read its events; the caller must ``leave`` it."""
         inbox = EventStream(next(self._numbers))
         self._inboxes[inbox.stream] = inbox
         self.line.send([codec.pack_request(inbox.stream, request)])
         return inbox
 
     async def ask(self, method: str, *args: Any) -> Any:
-        """Call one of ``channel_calls.METHODS``; the board ends it where nobody waits any more.
+        """Call one of ``codec.METHODS``; cancelling the task cancels the call on the board.
 
         Raises:
-            LineLost: the connection is; what became of the call is not known.
-            RkserveError: what the board raised.
+            ChannelLost: the connection was lost; the outcome of the call is unknown.
+            RkserveError: the board's error.
         """
         stream = next(self._numbers)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -168,13 +170,13 @@ class BoardConnection:
                 self.line.send([[stream]])
 
     def leave(self, inbox: EventStream) -> None:
-        """Read a stream no further; the board ends it, unless it has already."""
+        """Stop reading a stream; the board ends it unless it has ended."""
         if self._inboxes.pop(inbox.stream, None) is not None and not inbox.over:
             self.line.send([[inbox.stream]])
         inbox.close()
 
     async def ready(self) -> None:
-        """Wait for the greeting. Raises ``ConnectionError``."""
+        """Wait for the handshake. Raises ``ConnectionError``."""
         await self._opened
 
     async def over(self) -> None:
@@ -184,12 +186,12 @@ class BoardConnection:
     # -- as the owner of its line -------------------------------------------------------------
 
     def opened(self, _line: ChannelConnection) -> None:
-        """The board has proven who it is; see ``Owner``."""
+        """See ``ConnectionOwner``."""
         if not self._opened.done():
             self._opened.set_result(None)
 
     def heard(self, items: list[list[Any]]) -> None:
-        """Events came, and how calls ended. Raises ``Garbled``."""
+        """Dispatch events, answers and errors. Raises ``MalformedMessage``."""
         inboxes = self._inboxes
         for item in items:
             inbox = inboxes.get(item[0])
@@ -203,7 +205,7 @@ class BoardConnection:
                 inbox.put(codec.unpack(item))
 
     def _answered(self, item: list[Any]) -> None:
-        """Whoever asked gets it, and waits still."""
+        """Deliver the answer of a call, unless its caller stopped waiting."""
         method, answer = self._asked.get(item[0], ("", None))
         if answer is None or answer.done() or len(item) == 1:
             return
@@ -213,10 +215,10 @@ class BoardConnection:
             answer.set_result(codec.unpack_answer(item, method))
 
     def drained(self) -> None:
-        """The board reads again: it only gets what is short."""
+        """Do nothing: a Router sends only short messages."""
 
     def lost(self, loss: Disconnect) -> None:
-        """It is over: all of its streams are."""
+        """End all streams with the connection."""
         if not self._opened.done():
             self._opened.set_exception(ConnectionError(loss.reason))
         kind = BoardSilent if loss.silent else BoardFailed
@@ -230,30 +232,30 @@ class BoardConnection:
 
 
 class ChannelClient:
-    """The connections of one Router, by replica. Use it from one event loop; close it."""
+    """The connections of one Router, by replica. Use from one event loop; close after use."""
 
     def __init__(self, config: ChannelConfig) -> None:
         self._config = config
         self._pulse = Heartbeat(config.heartbeat_s, config.silence_s)
         self._lines: dict[str, BoardConnection] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._again_s: dict[str, float] = {}  # when a replica may be tried again
-        self._told: set[str] = set()  # of which the log says that it is reached without
-        self.streams = {"channel": 0, "ray": 0}  # generations, by the way that they took
+        self._again_s: dict[str, float] = {}  # by replica: the time of the next attempt
+        self._told: set[str] = set()  # replicas whose missing channel has been logged
+        self.streams = {"channel": 0, "ray": 0}  # number of generations by transport
 
     def counts(self) -> tuple[dict[str, int], int]:
-        """Return the generations by the way that they took, and the connections there are."""
+        """Return the number of generations by transport, and of open connections."""
         return self.streams, len(self._lines)
 
     def line(self, replica: str) -> BoardConnection | None:
-        """Return the connection to a replica, where there is one now."""
+        """Return the open connection to a replica, or None."""
         line = self._lines.get(replica)
         return line if line is not None and line.open else None
 
     def seek(self, replica: str, find: Find) -> None:
-        """Have a connection to that replica soon; nothing where there is one, or none to be had.
+        """Start connecting to a replica, unless connected or within the retry interval.
 
-        ``find`` asks the replica where it listens; it raises ``RkserveError`` only.
+        ``find`` asks the replica for its address; it raises ``RkserveError`` only.
         """
         loop = asyncio.get_running_loop()
         if not self._config.enabled or replica in self._tasks:
@@ -261,7 +263,7 @@ class ChannelClient:
         if loop.time() < self._again_s.get(replica, 0.0):
             return
         if len(self._again_s) >= REMEMBERED:
-            self._again_s.clear()  # mostly of replicas that are no more
+            self._again_s.clear()  # mostly replicas that no longer exist
             self._told.clear()
         self._again_s[replica] = loop.time() + self._config.retry_s
         task = loop.create_task(self._keep(replica, find), name=f"channel to {replica}")
@@ -269,7 +271,7 @@ class ChannelClient:
         task.add_done_callback(lambda _: self._tasks.pop(replica, None))
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -278,7 +280,7 @@ class ChannelClient:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _keep(self, replica: str, find: Find) -> None:
-        """Connect, and wait until that has ended."""
+        """Connect, and wait for the end of the connection."""
         where = replica
         try:
             address = await find()
@@ -298,7 +300,7 @@ class ChannelClient:
         finally:
             del self._lines[replica]
             line.line.close("the Router ends")
-            # It may be a moment's trouble, or a board that ended: its replica will not report.
+            # Retry at once: a replica that has ended will not report, and will not be sought again.
             self._again_s.pop(replica, None)
 
     async def _connect(self, address: ChannelAddress) -> BoardConnection:

@@ -35,14 +35,14 @@ from rkserve.core.messages import (
 )
 
 EVENTS: tuple[type[Any], ...] = (Delta, Accepted, Paused, Embedded, Finished)
-MANY_IDS = 64  # and more, of a prompt say: a million digits would hold up the tokens of others
+MANY_IDS = 64  # from here on packed: a prompt in digits would delay the tokens of other streams
 _PLAIN = (str, int, float, bool, type(None))
 _Turn = Callable[[Any], Any]
-_Coder = tuple[_Turn, _Turn]  # to JSON, and from it
+_Coder = tuple[_Turn, _Turn]  # encoder and decoder
 
 
 class MalformedMessage(ValueError):
-    """It is not what ``pack`` made of an event."""
+    """The input is not an encoded message."""
 
 
 def _same(value: Any) -> Any:
@@ -62,7 +62,7 @@ def _ids_of(value: tuple[int, ...]) -> Sequence[int] | str:
         return value
     try:
         packed = array("i", value)
-    except OverflowError:  # no token's id, and JSON has room for it
+    except OverflowError:  # not a valid token ID, but JSON can carry it
         return value
     return base64.b64encode(packed).decode("ascii")
 
@@ -76,7 +76,7 @@ def _ids_from(value: Sequence[int] | str) -> tuple[int, ...]:
 
 
 def _coder(kind: Any) -> _Coder:
-    """Return what turns values of a type hint into JSON, and back."""
+    """Return the encoder and the decoder for values of a type hint."""
     if kind in _PLAIN:
         return _same, _same
     if kind is bytes:
@@ -129,7 +129,7 @@ def _sequence(kinds: Sequence[Any]) -> _Coder:
 
 
 class DataclassCodec:
-    """One dataclass: its fields in order, without those at the end that have their defaults."""
+    """The codec of one dataclass: a list of its fields, without trailing defaults."""
 
     def __init__(self, kind: type[Any]) -> None:
         hints = get_type_hints(kind)
@@ -138,7 +138,7 @@ class DataclassCodec:
         self._defaults = [_default(one) for one in dataclasses.fields(kind)]
 
     def pack(self, value: Any) -> list[Any]:
-        """Return the fields."""
+        """Return the fields as a list."""
         found = [getattr(value, name) for name, _, _ in self._coders]
         count = len(found)
         while count and found[count - 1] == self._defaults[count - 1]:
@@ -148,7 +148,7 @@ class DataclassCodec:
         ]
 
     def unpack(self, fields: Sequence[Any]) -> Any:
-        """Return the value. Raises ``MalformedMessage``."""
+        """Return the dataclass. Raises ``MalformedMessage``."""
         if len(fields) > len(self._coders):
             raise MalformedMessage(f"{self._kind.__name__} with {len(fields)} fields")
         named = zip(self._coders, fields, strict=False)
@@ -165,10 +165,10 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _plain_fields() -> tuple[Callable[[Delta], tuple[Any, ...]], tuple[Any, ...]]:
-    """Return what reads the fields of a delta beyond text and ids, and their usual values."""
+    """Return a getter for a delta's fields beyond text and IDs, and their defaults."""
     rest = dataclasses.fields(Delta)[2:]
     values = tuple(_default(one) for one in rest)
-    # With a single name an attrgetter returns no tuple.
+    # The first name is repeated because an attrgetter of a single name returns no tuple.
     names = [one.name for one in rest]
     return attrgetter(*names, names[0]), (*values, values[0])
 
@@ -187,7 +187,7 @@ def _is_plain(delta: Delta) -> bool:
 
 
 def pack(stream: int, event: Event) -> list[Any]:
-    """Return an event of a stream as JSON can say it."""
+    """Return an event of a stream as a JSON value."""
     if event.__class__ is Delta and _is_plain(event):
         return [stream, _DELTA, event.text, event.token_ids]
     tag = _TAGS[event.__class__]
@@ -195,10 +195,10 @@ def pack(stream: int, event: Event) -> list[Any]:
 
 
 def unpack(item: Sequence[Any]) -> Event:
-    """Return the event of what ``pack`` made, without its stream.
+    """Return the event that ``pack`` encoded, without its stream.
 
     Raises:
-        Garbled: it is nothing of the kind.
+        MalformedMessage: the input is not an encoded event.
     """
     try:
         tag = item[1]
@@ -211,7 +211,7 @@ def unpack(item: Sequence[Any]) -> Event:
 
 
 def to_bytes(items: Sequence[Sequence[Any]]) -> bytes:
-    """Return items as bytes. Text that is no valid Unicode survives: it is escaped."""
+    """Return items as bytes. Lone surrogates are preserved, because they are escaped."""
     return _encode(items).encode("ascii")
 
 
@@ -231,7 +231,7 @@ def from_bytes(payload: bytes) -> list[list[Any]]:
 
 
 def _described(kind: Any, seen: set[Any]) -> str:
-    """Return a type with all of its fields, so that two programs can tell whether theirs agree."""
+    """Return a textual description of a type with all of its fields."""
     inner = get_args(kind)
     if inner:
         return f"{get_origin(kind)}[{','.join(_described(one, seen) for one in inner)}]"
@@ -245,19 +245,19 @@ def _described(kind: Any, seen: set[Any]) -> str:
 
 
 def seal(kinds: Iterable[Any]) -> bytes:
-    """Return what two ends have in common that give these types the same form; 16 bytes."""
+    """Return a 16-byte hash of the message types; equal on two ends with the same encoding."""
     seen: set[Any] = set()
     words = ";".join(_described(kind, seen) for kind in kinds)
     return hashlib.sha256(f"{sys.byteorder};{words}".encode()).digest()[:16]
 
 
-# Second in an item, where an event has its number. What a Router sends, beside names of methods:
+# The second field of an item, where an event has its tag. Sent by a Router, beside method names:
 GENERATE, EMBED = 0, 1
-# And what a board sends beside events:
+# Sent by a board, beside events:
 FAILED, ANSWERED = -1, -2
 
-# What is asked often, or must be quick: a pause waits for two of them. By name: the arguments'
-# types, and the answer's.
+# Methods that are called often or must be quick, such as those that a pause waits for. By name:
+# the types of the arguments, and the type of the answer.
 METHODS: dict[str, tuple[tuple[type[Any], ...], type[Any]]] = {
     "report": ((), BoardReport),
     "emitted": ((), Emitted),
@@ -274,18 +274,18 @@ _ERRORS = {
     if isinstance(kind, type) and issubclass(kind, RkserveError)
 }
 _KINDS = [kind for args, answer in METHODS.values() for kind in (*args, answer)]
-# Of two ends that understand each other.
+# Compared in the handshake: ends with different message types do not connect.
 SEAL = seal((*EVENTS, GenerateRequest, EmbedRequest, *_KINDS))
 
 
 def pack_request(stream: int, request: GenerateRequest) -> list[Any]:
-    """Return a call for a generation, or for vectors."""
+    """Return a request to generate or embed."""
     kind = EMBED if isinstance(request, EmbedRequest) else GENERATE
     return [stream, kind, *_REQUESTS[kind].pack(request)]
 
 
 def unpack_request(item: Sequence[Any]) -> GenerateRequest:
-    """Return the request of such a call. Raises ``MalformedMessage``."""
+    """Return such a request. Raises ``MalformedMessage``."""
     request: GenerateRequest = _REQUESTS[item[1]].unpack(item[2:])
     return request
 
@@ -297,7 +297,7 @@ def pack_call(stream: int, method: str, args: Sequence[Any]) -> list[Any]:
 
 
 def unpack_call(item: Sequence[Any]) -> tuple[str, list[Any]]:
-    """Return the method and the arguments of such a call. Raises ``MalformedMessage``."""
+    """Return method and arguments of such a call. Raises ``MalformedMessage``."""
     try:
         method = item[1]
         args = zip(_ARGS[method], item[2:], strict=True)
@@ -307,19 +307,19 @@ def unpack_call(item: Sequence[Any]) -> tuple[str, list[Any]]:
 
 
 def pack_answer(stream: int, method: str, answer: Any) -> list[Any]:
-    """Return how a method was answered."""
+    """Return the answer to a method call."""
     return [stream, ANSWERED, *_ANSWERS[method].pack(answer)]
 
 
 def unpack_answer(item: Sequence[Any], method: str) -> Any:
-    """Return such an answer. Raises ``MalformedMessage``."""
+    """Return the value of such an answer. Raises ``MalformedMessage``."""
     if item[1] != ANSWERED:
         raise MalformedMessage(f"not an answer to '{method}'")
     return _ANSWERS[method].unpack(item[2:])
 
 
 def pack_error(stream: int, exc: RkserveError) -> list[Any]:
-    """Return how a call failed. An error is the arguments that it was made of."""
+    """Return an error that ended a call, as its class name and constructor arguments."""
     name = type(exc).__name__
     if _ERRORS.get(name) is not type(exc) or not all(_is_plain_argument(one) for one in exc.args):
         raise TypeError(f"the channel has no form for {exc!r}")
@@ -332,7 +332,7 @@ def unpack_error(item: Sequence[Any], where: str) -> RkserveError:
         name, *args = item[2:]
         return _ERRORS[name](*(tuple(one) if isinstance(one, list) else one for one in args))
     except (KeyError, TypeError, ValueError) as exc:
-        raise MalformedMessage(f"board {where} says no error of ours: {exc!r}") from exc
+        raise MalformedMessage(f"board {where} sent an unknown error type: {exc!r}") from exc
 
 
 def _is_plain_argument(value: Any) -> bool:
@@ -342,5 +342,5 @@ def _is_plain_argument(value: Any) -> bool:
 
 
 def internal(where: str) -> BoardFailed:
-    """Return what a Router hears of a bug."""
+    """Return the error that a Router gets for a bug in the board."""
     return BoardFailed(where, "an internal error; see the board's log")

@@ -22,7 +22,7 @@ from rkserve.transport.codec import SEAL, MalformedMessage
 MAGIC = b"rkserve1"
 NONCE_BYTES = PROOF_BYTES = 32
 KEY_BYTES = 32
-# A frame holds what has piled up; as a rule a few tokens, and never more than some answers.
+# A frame holds the pending items: usually a few tokens, at most ``ITEMS`` whole answers.
 MAX_FRAME = 64 * 1024 * 1024
 HEARTBEAT = b"\0\0\0\0"  # a frame of nothing
 _LENGTH = struct.Struct(">I")
@@ -30,37 +30,37 @@ _NUMBER = struct.Struct(">Q")
 
 
 class ChannelError(Exception):
-    """The other end does not speak this language, or does not know the key."""
+    """The handshake failed, or a frame is too long."""
 
 
 def new_key() -> bytes:
-    """Return a key for the channel of one replica."""
+    """Return a new key for the channel of one replica."""
     return secrets.token_bytes(KEY_BYTES)
 
 
 def frame(payload: bytes) -> bytes:
-    """Return a payload with its length before it."""
+    """Return a payload with its length prefix."""
     return _LENGTH.pack(len(payload)) + payload
 
 
 class ChannelFrames:
-    """Cuts a stream of bytes into frames."""
+    """Splits a byte stream into frames."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
         self._held = 0
-        self._need = _LENGTH.size  # bytes before anything more can be said
+        self._need = _LENGTH.size  # bytes needed before the next frame is complete
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the payloads that are complete now; an empty one is a heartbeat.
+        """Return the complete payloads; an empty one is a heartbeat.
 
         Raises:
-            Refused: a frame is too long to be one.
+            ChannelError: a frame is longer than ``MAX_FRAME``.
         """
         self._parts.append(data)
         self._held += len(data)
         if self._held < self._need:
-            return []  # joined once it is whole: a long frame comes in thousands of pieces
+            return []  # joined only when complete: a long frame arrives in thousands of pieces
         if len(self._parts) > 1:
             data = b"".join(self._parts)
         found, at, end = [], 0, len(data)
@@ -80,25 +80,25 @@ class ChannelFrames:
 
 
 def _prove(key: bytes, who: bytes, *said: bytes) -> bytes:
-    # Every part has a fixed length: nothing can be moved from one to the next.
+    # Every part has a fixed length, so that no byte can move from one part to the next.
     return hmac.new(key, b"".join((who, MAGIC, SEAL, *said)), hashlib.sha256).digest()
 
 
 class BoardHandshake:
-    """The board's part of the greeting: it speaks first, and says its number last."""
+    """The board's side of the handshake: it sends first, and its connection number last."""
 
     def __init__(self, key: bytes, number: int) -> None:
         self._key, self._number = key, number
         self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self.need = NONCE_BYTES + PROOF_BYTES  # bytes of the next message
+        self.need = NONCE_BYTES + PROOF_BYTES  # length of the next message
         self.done = False
 
     def opening(self) -> bytes:
-        """What is sent at once."""
+        """Return the bytes to send on connection."""
         return MAGIC + SEAL + self._nonce
 
     def take(self, message: bytes) -> bytes:
-        """Read the Router's proof; return the board's. Raises ``ChannelError``."""
+        """Verify the Router's proof; return the board's. Raises ``ChannelError``."""
         theirs, proof = message[:NONCE_BYTES], message[NONCE_BYTES:]
         if not hmac.compare_digest(proof, _prove(self._key, b"R", self._nonce, theirs)):
             raise ChannelError("the Router does not know the key")
@@ -108,7 +108,7 @@ class BoardHandshake:
 
 
 class RouterHandshake:
-    """The Router's part of the greeting. ``number`` is the board's for this connection."""
+    """The Router's side of the handshake. ``number`` is the board's connection number."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -119,11 +119,11 @@ class RouterHandshake:
         self.number = 0
 
     def opening(self) -> bytes:
-        """What is sent at once: nothing."""
+        """Return nothing: the board sends first."""
         return b""
 
     def take(self, message: bytes) -> bytes:
-        """Read what the board says; return what to answer. Raises ``ChannelError``."""
+        """Process a message of the board; return the reply. Raises ``ChannelError``."""
         if not self._theirs:
             magic, seal = message[: len(MAGIC)], message[len(MAGIC) : -NONCE_BYTES]
             if magic != MAGIC:
@@ -145,13 +145,13 @@ class RouterHandshake:
 
 log = logging.getLogger(__name__)
 
-# What a peer that does not read may make of this end's memory, besides what is merged.
+# The memory that an unread write buffer may use, besides merged events.
 HIGH_WATER = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Signs of life: sent each ``heartbeat_s``; a peer without any for ``silence_s`` is lost."""
+    """A heartbeat is sent every ``heartbeat_s``; a peer silent for ``silence_s`` is lost."""
 
     heartbeat_s: float = 1.0
     silence_s: float = 10.0
@@ -159,26 +159,26 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """Why a connection is over. ``silent``: there was no sign of life, and it was cut here."""
+    """The reason of a disconnection. ``silent``: this end closed it after missing heartbeats."""
 
     reason: str
     silent: bool = False
 
 
 class ConnectionOwner(Protocol):
-    """Who has a line. None of these may raise."""
+    """The receiver of a connection's events. Its methods must not raise, except as stated."""
 
     def opened(self, line: ChannelConnection) -> None:
-        """The other end has proven who it is."""
+        """Handle the end of the handshake."""
 
     def heard(self, items: list[list[Any]]) -> None:
-        """A frame came. Raises ``MalformedMessage`` where it makes no sense; that ends the line."""
+        """Handle a frame. Raises ``MalformedMessage``, which closes the connection."""
 
     def drained(self) -> None:
-        """The other end reads again, after ``ChannelConnection.full``."""
+        """Handle the end of backpressure, after ``ChannelConnection.full``."""
 
     def lost(self, loss: Disconnect) -> None:
-        """It is over, for whatever reason; said once, also of a line that was never opened."""
+        """Handle the end of the connection; called once, even if it was never opened."""
 
 
 class ChannelConnection(asyncio.Protocol):
@@ -190,21 +190,21 @@ class ChannelConnection(asyncio.Protocol):
         self._side, self._pulse, self._owner = side, pulse, owner
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._raw = b""  # of the greeting
+        self._raw = b""  # bytes of the handshake
         self._frames = ChannelFrames()
         self._began_s = self._heard_s = self._ticked_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self._loss: Disconnect | None = None
-        self.full = False  # the other end does not read as fast as this one writes
+        self.full = False  # the peer reads more slowly than this end writes
         self.open = False
 
     def send(self, items: Sequence[Sequence[Any]]) -> None:
-        """Write a frame; nothing where the line is over."""
+        """Write a frame; do nothing after the end."""
         if self.open and self._transport is not None:
             self._transport.write(frame(codec.to_bytes(items)))
 
     def close(self, reason: str, *, silent: bool = False) -> None:
-        """End it now; what was not sent yet is given up."""
+        """Close at once; unsent data is dropped."""
         if self._loss is not None:
             return
         self._loss = Disconnect(reason, silent)
@@ -218,17 +218,17 @@ class ChannelConnection(asyncio.Protocol):
     # -- what the loop calls ------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It is there, and nobody has proven anything."""
+        """Start the handshake and the heartbeat."""
         self._transport = cast(asyncio.Transport, transport)
         if self._loss is not None:
-            self._transport.abort()  # it was closed before the loop came to this
+            self._transport.abort()  # closed before the event loop got here
             return
         self._transport.set_write_buffer_limits(high=HIGH_WATER)
         self._transport.write(self._side.opening())
         self._timer = self._loop.call_later(self._pulse.heartbeat_s, self._tick)
 
     def data_received(self, data: bytes) -> None:
-        """Take what came."""
+        """Process received bytes."""
         self._heard_s = self._loop.time()
         try:
             if self.open:
@@ -239,18 +239,18 @@ class ChannelConnection(asyncio.Protocol):
             self.close(str(exc))
 
     def eof_received(self) -> None:
-        """The other end has closed: returning nothing closes this one."""
+        """Close this end as well, by returning None."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It broke, or was closed by the other end."""
+        """Handle a connection that broke or was closed by the peer."""
         self.close("the connection ended" if exc is None else f"the connection broke ({exc})")
 
     def pause_writing(self) -> None:
-        """Enough is waiting to be sent."""
+        """Note that the write buffer is full."""
         self.full = True
 
     def resume_writing(self) -> None:
-        """It was sent."""
+        """Note that the write buffer has drained."""
         self.full = False
         if self.open:
             self._owner.drained()
@@ -277,15 +277,15 @@ class ChannelConnection(asyncio.Protocol):
                 self._owner.heard(codec.from_bytes(payload))
 
     def _tick(self) -> None:
-        """Say that this end lives, and look whether the other one does."""
+        """Send a heartbeat, and close the connection of a silent peer."""
         now_s = self._loop.time()
         stood_still = now_s - self._ticked_s > 2 * self._pulse.heartbeat_s
         self._ticked_s = now_s
         if stood_still:
-            # It was this process that did not run: what the other end sent waits to be read.
+            # This process was suspended: data of the peer may still be unread.
             self._heard_s = max(self._heard_s, now_s - self._pulse.heartbeat_s)
             self._began_s = max(self._began_s, self._heard_s)
-        # Whoever has not proven anything keeps no place here by sending a byte now and then.
+        # Before the handshake ends, single bytes do not extend the time limit.
         since_s = self._heard_s if self.open else self._began_s
         if now_s - since_s > self._pulse.silence_s:
             self.close(f"no sign of life for {self._pulse.silence_s:g} s", silent=True)

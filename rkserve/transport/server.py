@@ -1,7 +1,6 @@
-"""The board's end of the channel: it listens for Routers, and does what they call for.
+"""The board's end of the channel: a listening socket for Routers, and the calls that they make.
 
-It knows sockets and the events of generations, neither Ray nor boards: what it carries is any
-stream of events, and any report.
+It carries any stream of events and any answer, and knows neither Ray nor boards.
 """
 
 from __future__ import annotations
@@ -32,58 +31,58 @@ from rkserve.transport.connection import (
 
 log = logging.getLogger(__name__)
 
-ITEMS = 32  # of a frame: of that many whole answers it is not too long
-MAX_UNPROVEN = 64  # connections of which nobody knows yet whose they are
+ITEMS = 32  # per frame: that many whole answers fit into ``MAX_FRAME``
+MAX_UNPROVEN = 64  # connections that have not completed the handshake
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelAddress:
-    """Where a board listens, for Routers of its own application only."""
+    """The address of a board's channel, secret to the Routers of its application."""
 
     board_id: str
     host: str
     port: int
-    key: bytes = field(repr=False)  # no log may show it
+    key: bytes = field(repr=False)  # must not be logged
 
 
 class BoardCalls(Protocol):
-    """What Routers and the Coordinator call. Each raises ``RkserveError``."""
+    """The methods of a board that Routers and the Coordinator call; raise ``RkserveError``."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Yield the events of one generation."""
 
     def embed(self, request: EmbedRequest) -> AsyncGenerator[Event, None]:
-        """Yield the events of one request for vectors."""
+        """Yield the events of one embedding request."""
 
     def report(self) -> Awaitable[BoardReport]:
-        """Return what the board says of itself."""
+        """Return the board's report."""
 
     def emitted(self) -> Awaitable[Emitted]:
-        """Return how far its generations are."""
+        """Return the number of tokens emitted by each generation."""
 
     def adopt(self, desired: Desired) -> Awaitable[Adoption]:
-        """Be what the cluster shall be."""
+        """Apply the desired state."""
 
 
 class RouterConnection:
-    """The calls of one Router. Each is a task, which is ended where its reader leaves."""
+    """The calls of one Router. Each is a task, cancelled when its reader leaves."""
 
     def __init__(self, number: int, board_id: str, callee: BoardCalls) -> None:
         self.number = number
         self._board_id, self._callee = board_id, callee
         self._line: ChannelConnection | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        # Events, what else is said of a stream, and None for its end.
+        # By stream: an event, an encoded answer or error, or None for its end.
         self._waiting: list[tuple[int, Event | list[Any] | None]] = []
-        self._last: dict[int, int] = {}  # of a stream in what waits
+        self._last: dict[int, int] = {}  # by stream: the index of its last item in ``_waiting``
         self._due = False
-        self.ends = False  # no generation is taken any more
+        self.ends = False  # new generations are rejected
 
     def put(self, stream: int, event: Event | None) -> None:
-        """Send an event, or the end of the stream, with what else this round of the loop brings.
+        """Send an event, or None for the end of the stream.
 
-        What waits longer, for a Router that does not read, is merged: it never is more than the
-        answers are long.
+        Items of one iteration of the event loop share a frame. Items for a Router that does not
+        read are merged, so that they never take more memory than the answers themselves.
         """
         at = self._last.get(stream)
         before = None if at is None else self._waiting[at][1]
@@ -97,7 +96,7 @@ class RouterConnection:
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """What is called for now."""
+        """The calls in progress."""
         return list(self._tasks.values())
 
     def _flush(self) -> None:
@@ -111,7 +110,7 @@ class RouterConnection:
             self._line.send(items[start : start + ITEMS])
 
     def opened(self, line: ChannelConnection) -> None:
-        """The Router has proven who it is; see ``Owner``."""
+        """See ``ConnectionOwner``."""
         self._line = line
 
     def heard(self, items: list[list[Any]]) -> None:
@@ -133,11 +132,11 @@ class RouterConnection:
                 self._begin(stream, partial(self._ask, stream, method, args))
 
     def drained(self) -> None:
-        """The Router reads again."""
+        """See ``ConnectionOwner``."""
         self._flush()
 
     def lost(self, loss: Disconnect) -> None:
-        """Nobody reads any more: the streams end."""
+        """Cancel all calls: the Router has disconnected."""
         self._waiting.clear()
         self._last.clear()
         if self._tasks:
@@ -152,15 +151,15 @@ class RouterConnection:
         self._tasks[stream] = asyncio.get_running_loop().create_task(self._called(stream, work))
 
     async def _called(self, stream: int, work: Callable[[], Awaitable[None]]) -> None:
-        """Do what is called for; the end of the stream follows, and before it what went wrong."""
+        """Run a call and end its stream, with an error if it failed."""
         try:
             await work()
         except RkserveError as exc:
             self._fail(stream, exc)
-        except Exception:  # a bug: without a word of it whoever reads would wait for ever
+        except Exception:  # a bug: without an answer the Router would wait forever
             log.exception("board %s raised what it should not", self._board_id)
             self._fail(stream, codec.internal(self._board_id))
-        # Where its reader has left, or was lost, nobody waits for its end.
+        # No end is sent if the reader has left or the connection was lost.
         if self._tasks.pop(stream, None) is not None:
             self.put(stream, None)
 
@@ -179,17 +178,17 @@ class RouterConnection:
         self._say(stream, codec.pack_answer(stream, method, answer))
 
     def _fail(self, stream: int, exc: RkserveError) -> None:
-        """Say how a call ended, behind what it brought."""
+        """Send the error that ended a call, after its events."""
         self._last.pop(stream, None)
         try:
             said = codec.pack_error(stream, exc)
-        except TypeError:  # the Router would wait for ever
+        except TypeError:  # without an answer the Router would wait forever
             log.exception("board %s raised what cannot be told", self._board_id)
             said = codec.pack_error(stream, codec.internal(self._board_id))
         self._say(stream, said)
 
     def _say(self, stream: int, said: Event | list[Any] | None) -> None:
-        """Send it: at once where it is the only stream, else with what this round brings of all."""
+        """Send at once if this is the only stream, else with the next loop iteration."""
         self._waiting.append((stream, said))
         if len(self._tasks) == 1:
             self._flush()
@@ -205,7 +204,7 @@ def _item(stream: int, said: Event | list[Any] | None) -> list[Any]:
 
 
 class ChannelServer:
-    """All Routers of one board. Use it from one event loop; close it."""
+    """The connections of all Routers to one board. Use from one event loop; close after use."""
 
     def __init__(self, board_id: str, config: ChannelConfig, callee: BoardCalls) -> None:
         self._board_id, self._config, self._callee = board_id, config, callee
@@ -214,12 +213,12 @@ class ChannelServer:
         self._numbers = itertools.count(1)
         self._lines: dict[int, RouterConnection] = {}
         self._open: set[ChannelConnection] = set()
-        self._ends = False  # no generation is taken any more
+        self._ends = False  # new generations are rejected
         self._server: asyncio.Server | None = None
-        self.address: ChannelAddress | None = None  # None where nobody can come
+        self.address: ChannelAddress | None = None  # None while not listening
 
     async def listen(self, host: str) -> None:
-        """Let Routers come. Raises ``OSError``: no port could be had."""
+        """Accept connections. Raises ``OSError`` if no port is available."""
         failure: OSError | None = None
         for port in self._config.candidates():
             try:
@@ -235,9 +234,9 @@ class ChannelServer:
         raise failure or OSError(f"no port to listen on in {self._config.ports}")
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no more generations, and wait until those that came are over, or for so long.
+        """Reject new generations, and wait up to ``timeout_s`` for the running ones.
 
-        Ray knows nothing of them, and so it does not wait.
+        Ray does not know of them, and so does not wait for them.
         """
         self._ends = True
         for line in self._lines.values():
@@ -247,7 +246,7 @@ class ChannelServer:
             await asyncio.wait(tasks, timeout=timeout_s)
 
     async def close(self) -> None:
-        """Let nobody come any more, and cut those who are there."""
+        """Stop accepting connections, and close the existing ones."""
         self.address = None
         if self._server is not None:
             self._server.close()
@@ -267,18 +266,18 @@ class ChannelServer:
         return line
 
     def enroll(self, line: RouterConnection) -> None:
-        """A Router has proven who it is."""
+        """Add a connection whose Router has completed the handshake."""
         line.ends = self._ends
         self._lines[line.number] = line
 
     def dismiss(self, number: int, line: ChannelConnection) -> None:
-        """It is gone."""
+        """Remove a connection."""
         self._lines.pop(number, None)
         self._open.discard(line)
 
 
 class _EnrolledConnection(RouterConnection):
-    """A Router's line that enrols itself in its outlet once it is proven, and leaves it."""
+    """A Router's connection that adds itself to its server after the handshake."""
 
     line: ChannelConnection
 

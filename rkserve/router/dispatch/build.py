@@ -21,7 +21,7 @@ from rkserve.router.queue.queues import ModelQueues, QueueRules
 
 
 class InstrumentedPolicy:
-    """Stands in for a policy."""
+    """A routing policy with metrics of another one's decisions."""
 
     def __init__(self, policy: RoutingPolicy, seen: RouterMetrics) -> None:
         self.name = policy.name
@@ -30,7 +30,7 @@ class InstrumentedPolicy:
         self._seen = seen
 
     def watch(self, model: str, boards: ModelBoards) -> None:
-        """Count what those boards find, too."""
+        """Count expected and actual cached prefixes of those boards, too."""
         boards.listeners.append(partial(self._found, model))
 
     def satisfied(self, take: SendTo, /) -> bool:
@@ -38,7 +38,7 @@ class InstrumentedPolicy:
         return self._policy.satisfied(take)
 
     def first(self, offers: Sequence[tuple[RoutingRequest, SendTo]], /) -> int:
-        """See ``RoutingPolicy``. What it says is what is done."""
+        """See ``RoutingPolicy``. The result is the decision that is carried out."""
         chosen = self._policy.first(offers)
         ask, take = offers[chosen]
         self._seen.decisions.labels(ask.model, _word(take.reuse)).inc()
@@ -67,7 +67,7 @@ def _word(reuse: Reuse) -> str:
 def open_fleet(
     config: RouterConfig, links: Mapping[str, BoardLink], groups: Mapping[str, str]
 ) -> Fleet:
-    """Return the boards, of which is remembered what the policy wants to know."""
+    """Return the fleet; cached prefixes are tracked if the policy uses them."""
     uses_prefixes = POLICIES[config.policy].uses_prefixes
     remembered = config.prefix_files_per_board if uses_prefixes else None
     return Fleet(links, groups, remembered)
@@ -76,7 +76,7 @@ def open_fleet(
 def open_dispatch(
     config: RouterConfig, fleet: Fleet, metrics: RouterMetrics, rng: random.Random
 ) -> Dispatch:
-    """Return what sends requests to the boards of a fleet, with its queue in front."""
+    """Return the dispatch of a fleet, with its queues."""
     breaker = CircuitBreaker()
     rules = QueueRules(config.queue_limit, config.queue_timeout_s, config.replicas)
     chosen = POLICIES[config.policy](rng, PolicySettings(max_wait_s=config.board_wait_s))

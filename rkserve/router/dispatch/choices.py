@@ -1,6 +1,6 @@
-"""The generations of one call, each on a board of its own, as one stream of events.
+"""The generations of one call, one per choice, merged into one stream of events.
 
-It is passed by every token: no task, timer or time limit is made for one.
+Every token passes through here: no task, timer or time limit is created per token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rkserve.core.messages import (
 Generate = Callable[[GenerateRequest], AsyncGenerator[Event, None]]
 _Item = tuple[int, Event | BaseException]
 _Event = Delta | Paused | Finished
-# Events that wait for a client that does not read. Behind them deltas become one.
+# Pending events of a slow client; further deltas are merged.
 WAITING = 64
 
 
@@ -38,12 +38,12 @@ class Choices:
     def __init__(self, generate: Generate, requests: Sequence[GenerateRequest]) -> None:
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[_Item] = deque()
-        self._reader: asyncio.Future[bool] | None = None  # False: nothing came in time
+        self._reader: asyncio.Future[bool] | None = None  # False: timed out
         self._patience: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None
-        self._until_s = 0.0  # when the reader's patience ends
+        self._until_s = 0.0  # the reader's deadline
         self._early: list[_Item] = []  # events of fast choices, before the slowest was accepted
-        self._begun = False  # accepted() has returned: that one more is taken is no news
+        self._begun = False  # accepted() has returned: later acceptances are not reported
         self._open = len(requests)
         self._tasks = [
             asyncio.create_task(self._pump(generate, index, request))
@@ -51,10 +51,10 @@ class Choices:
         ]
 
     async def accepted(self, waits: Callable[[int], bool] = lambda _: False) -> list[Accepted]:
-        """Wait until a board has taken every choice, but for those that wait in a queue: they have
-        been let in, and what came of the others need not wait for them. One at least is taken.
+        """Wait until a board has accepted each choice, apart from those that ``waits``.
 
-        Raises what the first refusal was.
+        Waiting choices have been admitted to the queue, and the events of the others need not wait
+        for them. At least one choice is accepted. Raises the first rejection.
         """
         found: dict[int, Accepted] = {}
         while not found or not all(one in found or waits(one) for one in range(len(self._tasks))):
@@ -76,7 +76,7 @@ class Choices:
         """Return the next event and its choice's index, or None after the last one.
 
         Raises:
-            TimeoutError: nothing came within ``timeout_s``; call again.
+            TimeoutError: no event arrived within ``timeout_s``; call again.
             RkserveError: a choice failed.
         """
         if self._open == 0:
@@ -86,9 +86,9 @@ class Choices:
         return self._take()
 
     async def batch(self, timeout_s: float | None = None) -> list[tuple[int, _Event]]:
-        """Return all events that are there, at least one, or nothing after the last one.
+        """Return all pending events, at least one; an empty list after the last one.
 
-        Raises as ``next``: an error once those before it have been returned.
+        Raises as ``next``: an error after the events before it have been returned.
         """
         first = await self.next(timeout_s)
         found = [] if first is None else [first]
@@ -97,16 +97,16 @@ class Choices:
         return found
 
     def fail(self, error: RkserveError) -> None:
-        """End the call by an error that none of its boards has raised, before all that waits."""
+        """End the call with an error of the Router, before all pending events."""
         self._waiting.appendleft((0, error))
         self._wake(came=True)
 
     def fail_at(self, when_s: float, error: RkserveError) -> None:
-        """End the call by that error at a time, on the loop's clock, unless it is over then."""
+        """End the call with the error at a time of the loop's clock, unless it is over then."""
         self._deadline = self._loop.call_at(when_s, self.fail, error)
 
     async def aclose(self) -> None:
-        """Abort what still runs."""
+        """Abort the running generations."""
         for timer in (self._patience, self._deadline):
             if timer is not None:
                 timer.cancel()
@@ -118,17 +118,19 @@ class Choices:
         index, event = self._waiting.popleft()
         if isinstance(event, BaseException):
             raise event
-        assert not isinstance(event, Accepted | Embedded)  # accepted() took those; no vectors here
+        assert not isinstance(
+            event, Accepted | Embedded
+        )  # accepted() has consumed acceptances; no embeddings here
         if isinstance(event, Finished):
             self._open -= 1
         return index, event
 
     async def _news(self, timeout_s: float | None) -> bool:
-        """Wait for an event; False where none came in time."""
+        """Wait for an event; return False on timeout."""
         self._reader = self._loop.create_future()
         if timeout_s is not None:
             self._until_s = self._loop.time() + timeout_s
-            # One timer serves all waits: it looks again if there was news meanwhile.
+            # One timer serves all waits: it is renewed if an event arrived meanwhile.
             if self._patience is None:
                 self._patience = self._loop.call_at(self._until_s, self._look)
         try:
@@ -139,7 +141,7 @@ class Choices:
     def _look(self) -> None:
         self._patience = None
         if self._reader is None:
-            return  # the next wait brings its own
+            return  # the next wait sets its own timer
         if self._loop.time() < self._until_s:
             self._patience = self._loop.call_at(self._until_s, self._look)
         else:

@@ -1,7 +1,6 @@
-"""Which boards are left alone for a while because they kept failing. Pure: the clock is passed in.
+"""Circuit breakers: pause requests to boards that keep failing. Pure: the clock is passed in.
 
-It is told what became of requests and knows nothing of how they are sent. A board is whatever has a
-key; one that was replaced has another, and begins anew.
+A board is identified by its key; the replacement of a replica has a new key, and starts closed.
 """
 
 from __future__ import annotations
@@ -12,19 +11,19 @@ from enum import Enum
 
 
 class Circuit(str, Enum):
-    """What a board may be sent."""
+    """The state of a board's circuit."""
 
-    CLOSED = "closed"  # everything
-    OPEN = "open"  # nothing, for a while
-    HALF_OPEN = "half_open"  # one request, whose end decides
+    CLOSED = "closed"  # all requests pass
+    OPEN = "open"  # no requests for a while
+    HALF_OPEN = "half_open"  # one probe, which closes or opens the circuit
 
 
 @dataclass(frozen=True, slots=True)
 class BreakerRules:
     """``failures`` within ``window_s`` open the circuit for ``open_s``.
 
-    Each probe that fails doubles that, up to ``longest_s``. A probe that says nothing for
-    ``probe_s`` is given up, and another one may be sent.
+    Each failed probe doubles that time, up to ``longest_s``. A probe without a result for
+    ``probe_s`` is abandoned, and another one may be sent.
     """
 
     failures: int = 3
@@ -39,19 +38,19 @@ class _Board:
     failed_s: deque[float] = field(default_factory=deque)
     reason: str = ""
     until_s: float | None = None  # None: closed
-    lasts_s: float = 0.0  # how long it was opened for the last time
-    probe_s: float | None = None  # when the probe was sent
+    lasts_s: float = 0.0  # the duration of the last opening
+    probe_s: float | None = None  # the time at which the probe was sent
 
 
 class CircuitBreaker:
-    """The circuits of all boards that one Router sends requests to."""
+    """The circuits of all boards of one Router."""
 
     def __init__(self, rules: BreakerRules | None = None) -> None:
         self._rules = rules or BreakerRules()
-        self._boards: dict[str, _Board] = {}  # only those that failed lately
+        self._boards: dict[str, _Board] = {}  # boards with recent failures only
 
     def circuit(self, key: str, now_s: float) -> Circuit:
-        """Return what the board may be sent now."""
+        """Return the state of the board's circuit."""
         board = self._boards.get(key)
         if board is None or board.until_s is None:
             return Circuit.CLOSED
@@ -60,29 +59,29 @@ class CircuitBreaker:
         return Circuit.HALF_OPEN
 
     def allows(self, key: str, now_s: float) -> bool:
-        """Whether the board may be sent a request now."""
+        """Return whether a request may be sent to the board now."""
         return key not in self._boards or self.circuit(key, now_s) is not Circuit.OPEN
 
     def blocked(self, now_s: float) -> list[str]:
-        """Return the keys of the boards that are sent nothing now."""
+        """Return the keys of boards with an open circuit."""
         return [key for key in self._boards if self.circuit(key, now_s) is Circuit.OPEN]
 
     def soonest_s(self, now_s: float) -> float | None:
-        """Return when the first of ``blocked`` may be sent something; None: there is none."""
+        """Return the time at which the first of ``blocked`` half-opens; None without any."""
         return min([self._again_s(self._boards[key]) for key in self.blocked(now_s)], default=None)
 
     def sent(self, key: str, now_s: float) -> None:
-        """The board is sent a request; the first one after a while is the probe."""
+        """Note a request to the board; the first one after the open time is the probe."""
         board = self._boards.get(key)
         if board is not None and board.until_s is not None and now_s >= board.until_s:
             board.probe_s = now_s
 
     def worked(self, key: str) -> None:
-        """The board has answered in order, or begun to: what it failed at before is forgotten."""
+        """Close the circuit after a success and forget earlier failures."""
         self._boards.pop(key, None)
 
     def failed(self, key: str, reason: str, now_s: float) -> bool:
-        """A request was lost on the board, by its own fault; return whether that opens it."""
+        """Count a request lost by the board's fault; return whether that opens the circuit."""
         board, rules = self._boards.setdefault(key, _Board()), self._rules
         board.reason = reason
         board.failed_s.append(now_s)
@@ -95,13 +94,13 @@ class CircuitBreaker:
         return False
 
     def undecided(self, key: str) -> None:
-        """A request ended there without a word of the board's health: another may be the probe."""
+        """Note a request that ended without showing the board's health; allow another probe."""
         board = self._boards.get(key)
         if board is not None:
             board.probe_s = None
 
     def forgive(self, key: str) -> None:
-        """The last failure was not the board's fault."""
+        """Remove the last failure, which was not the board's fault."""
         board = self._boards.get(key)
         if board is None:
             return
@@ -111,7 +110,7 @@ class CircuitBreaker:
             del self._boards[key]
 
     def reason(self, key: str, now_s: float) -> str:
-        """Say why the board is sent nothing, or only a probe; nothing where it is sent all."""
+        """Return why the circuit is not closed; empty if it is."""
         board = self._boards.get(key)
         if board is None or board.until_s is None:
             return ""
@@ -121,7 +120,7 @@ class CircuitBreaker:
         )
 
     def keep(self, keys: frozenset[str]) -> None:
-        """Forget all boards but these: the others are there no more."""
+        """Forget all boards but these."""
         for key in self._boards.keys() - keys:
             del self._boards[key]
 
@@ -133,7 +132,7 @@ class CircuitBreaker:
         return board.probe_s is not None and now_s < board.probe_s + self._rules.probe_s
 
     def _again_s(self, board: _Board) -> float:
-        """Return until when an open circuit stays open, if nothing is heard of the board."""
+        """Return the time at which an open circuit half-opens without news of the board."""
         assert board.until_s is not None
         probed_s = 0.0 if board.probe_s is None else board.probe_s + self._rules.probe_s
         return max(board.until_s, probed_s)
