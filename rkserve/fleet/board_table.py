@@ -105,8 +105,8 @@ class BoardTable:
         """Return the routing features of a request; see ``RoutingRequest.of``."""
         ref = request.adapter
         if ref is None and request.line is not None:
-            # The board chooses the version. During a rollout versions differ between boards; this is
-            # a guess, and the next report corrects it.
+            # The board chooses the version, and during a rollout boards differ: this is a guess,
+            # which the next report corrects.
             line = self._desired.line(request.model, request.line)
             ref = None if line is None else line.serves("", request.session)
         return RoutingRequest.of(request, None if ref is None else ref.key, hashed=hashed)

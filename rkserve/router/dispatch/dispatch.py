@@ -1,8 +1,4 @@
-"""Sends the requests of one Router to boards, and goes on elsewhere where one is lost.
-
-Who gets a place at which board is ``Places``' business, what a generation has become ``continuing``
-knows, and how boards are reached the fleet's links; this module knows neither Ray nor HTTP.
-"""
+"""Sending of requests to boards, and failover to another board when one is lost."""
 
 from __future__ import annotations
 
@@ -52,31 +48,31 @@ from rkserve.router.queue.queues import TriedBoards
 
 log = logging.getLogger(__name__)
 
-# What one board may lack and another have; nothing of the request was run then.
+# Another board may have what this one lacks; nothing of the request was run.
 _LACKING = (CacheNotFound, AdapterBroken)
-# Such a board is well, and will take requests.
+# The board is healthy; retry later.
 _WAITING = (BoardBehind, BoardAsleep)
-# Another board may do what this one does not, or did not to the end.
+# Another board may succeed.
 _ELSEWHERE = (BoardFailed, QueueFull, QueueTimeout, EnginePaused, *_LACKING)
-# Nobody takes it now; a board that restarts will, and one that is lost on the way waits for that.
+# No board takes the request now; a restarting board will, and a begun answer waits for that.
 _LATER = (NoBoard, QueueFull, QueueTimeout, EnginePaused, *_WAITING)
-# What a circuit breaker counts: nobody knows when the board will be well again. One that is out of
-# order says so, and of a replica that has ended there is nothing left to be asked.
+# Failures counted by the circuit breaker: those with an unknown time of recovery. A board that is
+# out of order reports that itself, and a replica that has ended gets no more requests.
 _FAULTS = (EngineDied, EngineHung, BoardSilent)
 FORGIVE_S = 5.0
 ENDED_REMEMBERED = 256
-BY_REQUEST = "request"  # who paused it, where it did not pause by itself
+BY_REQUEST = "request"  # the origin of the pause
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class FailoverLimits:
-    """How much is done for one request.
+    """The limits of the effort for one request.
 
-    A board owes its acceptance within ``accept_timeout_s``. A generation goes on elsewhere at most
-    ``continuations`` times, and waits for ``restart_wait_s`` where no board is left to take it.
-    Between two tries pass up to ``pause_s``, then twice as much each time, up to
-    ``longest_pause_s``: those who lost the same board do not come at once.
+    A board must accept it within ``accept_timeout_s``. A generation fails over at most
+    ``continuations`` times, and waits up to ``restart_wait_s`` if no board is left to take it. The
+    pause between two attempts starts at ``pause_s`` and doubles up to ``longest_pause_s``, with
+    jitter, so that requests of one lost board do not return at once.
     """
 
     accept_timeout_s: float = 10.0
@@ -87,7 +83,7 @@ class FailoverLimits:
 
 
 class BoardReservation(Protocol):
-    """A request's place at one board; see ``place.Place``."""
+    """A request's reservation at one board; see ``reservation.Reservation``."""
 
     group: str
     replica: str
@@ -95,45 +91,45 @@ class BoardReservation(Protocol):
     waited_ms: float
 
     def heard(self, event: Event) -> None:
-        """The board has said this."""
+        """Process an event of the board."""
 
     def lost(self, exc: RkserveError) -> None:
-        """The board is not to be asked until its next report."""
+        """Stop using the board until its next report."""
 
     def ended(self, *, left: bool) -> None:
-        """It is over there; ``left``: its client went before the board was done."""
+        """End the reservation; ``left``: the client disconnected before the board was done."""
 
 
 class ReservationQueue(Protocol):
-    """Who gets which place; see ``places.Places``."""
+    """The queue for boards; see ``queues.ModelQueues``."""
 
     async def take(
         self, request: GenerateRequest, tried: TriedBoards, claim: QueueTerms
     ) -> BoardReservation:
-        """Wait for a place. Raises what nobody takes the request for."""
+        """Wait for a reservation. Raises the error for which no board takes the request."""
 
     def waits(self, request_id: str) -> bool:
-        """Whether that request has been let in, and waits for its turn."""
+        """Return whether the request is in a queue."""
 
 
 class FailoverFigures(Protocol):
-    """What is counted of boards that are lost."""
+    """The metrics of lost boards."""
 
     def continued(self, word: str) -> None:
-        """A generation goes on elsewhere, and why."""
+        """Count a failover by its reason."""
 
     def back(self, took_s: float) -> None:
-        """It does, so long after the loss."""
+        """Count the time from the loss to the first event of the next board."""
 
     def opened(self) -> None:
-        """A board is left alone for a while."""
+        """Count an opened circuit."""
 
     def held(self, model: str, by: str, held_s: float) -> None:
-        """A generation goes on that the cluster has held for so long."""
+        """Count the time for which the cluster held a generation."""
 
 
 class _Attempt:
-    """What became of a request on one board."""
+    """The outcome of a request on one board."""
 
     def __init__(self, place: BoardReservation) -> None:
         self.place = place
@@ -141,13 +137,13 @@ class _Attempt:
 
 
 class _ControlChange(Exception):
-    """A control call has changed a request that no board has."""
+    """A control call changed a request that no board has."""
 
 
 class _RequestLocation:
-    """The place of one request as long as this is entered: a board, or none.
+    """The board of one request, or none; registered while entered.
 
-    While no board has it, a control call can change it: it waits by ``or_told``.
+    While no board has the request, control calls change it here, and end the waits of ``or_told``.
     """
 
     def __init__(
@@ -158,12 +154,12 @@ class _RequestLocation:
     ) -> None:
         self.course = course
         self.id = course.asked.request_id
-        self.ended = False  # by an abort, wherever it is
+        self.ended = False  # aborted, with or without a board
         self.held: tuple[float, Served] | None = (
             None  # by the cluster: since when, and what it served
         )
-        self.failures = 0  # of boards that did not take it, or were lost
-        self.begun_s = self.since_s = time.monotonic()  # without a board since then
+        self.failures = 0  # the boards that rejected it or were lost
+        self.begun_s = self.since_s = time.monotonic()  # the time since which it has no board
         self._holders, self._homes = holders, homes
         self.replica: str | None = None
         self._told = asyncio.Event()
@@ -178,26 +174,26 @@ class _RequestLocation:
             del self._homes[self.id]
 
     def enter(self, place: BoardReservation) -> None:
-        """A board has accepted it."""
+        """Note that a board has accepted the request."""
         self.replica = place.replica
         self._holders.enter(self.id, place.group, place.replica)
 
     def leave(self) -> None:
-        """No board has it any more."""
+        """Note that no board has the request."""
         self._holders.leave(self.id)
         self.replica, self.since_s = None, time.monotonic()
 
     def tell(self) -> None:
-        """Its pause or its end has changed: what it waits for is asked for anew."""
+        """End the current wait, because a pause or abort has changed the request."""
         self._told.set()
 
     async def or_told(
         self, work: Coroutine[Any, Any, T], drop: Callable[[T], None] = lambda _: None
     ) -> T:
-        """Return what ``work`` comes to, which ``drop`` gives back where it comes too late.
+        """Return the result of ``work``; ``drop`` releases one that comes too late.
 
         Raises:
-            _Told: a control call changed the request first.
+            _ControlChange: a control call changed the request first.
         """
         loop = asyncio.get_running_loop()
         task, told = loop.create_task(work), loop.create_task(self._told.wait())
@@ -220,7 +216,7 @@ class _RequestLocation:
 
 
 class Dispatch:
-    """Sends the requests of one Router to boards. Use it from one event loop."""
+    """Sends the requests of one Router to boards. Use from one event loop."""
 
     def __init__(
         self,
@@ -232,7 +228,7 @@ class Dispatch:
         breaker: CircuitBreaker | None = None,
         losses: FailoverFigures | None = None,
     ) -> None:
-        """``breaker`` is told what became of requests; that ``places`` heeds it is not seen to."""
+        """``breaker`` records outcomes; the queues must be set up to respect it."""
         self.fleet = fleet
         self.places = places
         self.breaker = CircuitBreaker() if breaker is None else breaker
@@ -240,28 +236,30 @@ class Dispatch:
         self._persistence = persistence or FailoverLimits()
         self._losses = losses
         self._homes: dict[str, _RequestLocation] = {}
-        self._ended: dict[str, GenerationInfo] = {}  # by an abort here, the oldest first
-        self._aborts: dict[str | None, float] = {}  # of all of a model, or of everything: when
+        self._ended: dict[str, GenerationInfo] = {}  # requests aborted here, the oldest first
+        self._aborts: dict[
+            str | None, float
+        ] = {}  # times of aborts of all requests, by model or of everything
         self._tasks: set[asyncio.Task[None]] = set()
         fleet.changed.append(self._forget_boards)
 
     def circuit(self, replica: str) -> tuple[Circuit, str]:
-        """Return what this Router sends a board now, and why not all."""
+        """Return the state of the board's circuit, and the reason if it is not closed."""
         now_s = time.monotonic()
         return self.breaker.circuit(replica, now_s), self.breaker.reason(replica, now_s)
 
     def homeless(self) -> list[GenerationInfo]:
-        """Return what is told of requests that no board has accepted, or one has lost since.
+        """Return the states of requests that no board has at the moment.
 
-        They wait for their turn, are on their way to a board, or between two.
+        They wait in the queue, are on the way to a board, or between two boards.
         """
         return [_waiting(home) for home in self._homes.values() if _is_waiting(home)]
 
     def control(self, generation: str, action: ControlAction, choice: int | None) -> AtRouter:
-        """Do ``action`` to the choices of a generation that no board has, where that can be done.
+        """Apply ``action`` to those choices of a generation that no board has.
 
-        One that waits for its first board can be aborted only. An abort also ends a choice that
-        leaves the board that has it now.
+        A request that waits for its first board can only be aborted. An abort also ends a choice
+        that leaves its board during the call.
         """
         homes = [home for home in self._homes.values() if _is_of(home.id, generation, choice)]
         done: list[GenerationInfo] = []
@@ -277,10 +275,10 @@ class Dispatch:
         return AtRouter(tuple(done), tuple(refused), tuple(ended), known=bool(homes))
 
     def abort_all(self, scope: Scope, request_ids: Collection[str] | None) -> int:
-        """End requests that no board has, all or those of these ids; return how many.
+        """Abort requests that no board has, all or by ID; return their number.
 
-        Requests that boards have are ended by these, and here if they lose their board first. With
-        ``scope.boards`` only requests that these boards have are meant.
+        Requests on boards are aborted by the boards, and here if they lose their board first. With
+        ``scope.boards`` only requests on these boards are meant.
         """
         boards = {seat.replica: seat.board_id for seat in self.fleet.seats()}
         if request_ids is None and not scope.boards:
@@ -303,30 +301,29 @@ class Dispatch:
             home.tell()
 
     def _is_aborted(self, request: GenerateRequest, claim: QueueTerms) -> bool:
-        """Return whether everything was aborted between the call's arrival and this queue."""
+        """Return whether everything was aborted between the call's arrival and now."""
         if claim.came_s is None:
             return False
         latest_s = max(self._aborts.get(model, -math.inf) for model in (None, request.model))
         return claim.came_s < latest_s and not isinstance(request, EmbedRequest)
 
     def _forget_boards(self) -> None:
-        """Replicas that are there no more come back under other names."""
+        """Forget replicas that no longer exist; their successors have other keys."""
         self.breaker.keep(frozenset(seat.replica for seat in self.fleet.seats()))
 
     async def generate(
         self, request: GenerateRequest, claim: QueueTerms | None = None
     ) -> AsyncGenerator[Event, None]:
-        """Yield the events of one generation, on as many boards as it takes.
+        """Yield the events of one generation, over as many boards as it takes.
 
-        A board that fails, is full, is paused so that it takes nothing, sleeps, does not know yet
-        what it shall serve, or lacks what the request needs, before it accepted the request, is
-        passed over for another. From one that is lost later another one goes on: the client gets
-        no character twice, and none is missing.
+        Before acceptance, a board that fails, is full, paused, asleep, behind the desired state, or
+        lacks something that the request needs, is skipped for another one. After a later loss
+        another board continues the answer without repeated or missing text.
 
         Raises:
-            ModelNotFound, NoBoard, QueueFull, EnginePaused, BoardBehind: nobody takes it.
-            PoisonRequest: two boards have died of it.
-            RkserveError: what the board raised, after the events before it; or the last of them.
+            ModelNotFound, NoBoard, QueueFull, EnginePaused, BoardBehind: no board takes it.
+            PoisonRequest: two boards have failed during it.
+            RkserveError: the error of the last board, after the events before it.
         """
         course = GenerationProgress(request, self._persistence.continuations)
         tried = TriedBoards()
@@ -354,7 +351,7 @@ class Dispatch:
                 except (_ControlChange, *_ELSEWHERE) as exc:
                     self._left(home, one, exc, tried)
                 except BaseException:
-                    # Who has the last event need not wait for the end of the stream behind it.
+                    # After the last event there is no need to wait for the end of the stream.
                     one.left = not one.finished
                     raise
                 else:
@@ -369,7 +366,7 @@ class Dispatch:
     async def _place(
         self, home: _RequestLocation, tried: TriedBoards, claim: QueueTerms
     ) -> BoardReservation | None:
-        """Return a place, however often it is changed meanwhile; None: it has been aborted.
+        """Return a reservation, through any control calls meanwhile; None if aborted.
 
         Raises the error for which no board takes it.
         """
@@ -381,7 +378,7 @@ class Dispatch:
         return None
 
     async def _between(self, home: _RequestLocation) -> None:
-        """Wait before the next try, unless a control call changes it meanwhile."""
+        """Wait before the next attempt, unless a control call ends the wait."""
         home.leave()
         if home.ended:
             return
@@ -389,14 +386,14 @@ class Dispatch:
             await home.or_told(self._pause(home.course, home.failures))
 
     def _aborted(self, home: _RequestLocation) -> list[Event]:
-        """Return the events that end a request that no board has, and remember it."""
+        """Return the events that end an aborted request that no board has."""
         self._ended[home.id] = replace(_waiting(home), state=GenerationState.ENDED)
         while len(self._ended) > ENDED_REMEMBERED:
             del self._ended[next(iter(self._ended))]
         return home.course.aborted((time.monotonic() - home.since_s) * 1e3)
 
     def _give_back(self, place: BoardReservation) -> None:
-        """Leave a place that its request does not want any more."""
+        """Release a reservation that is no longer needed."""
         self.breaker.undecided(place.replica)
         place.ended(left=False)
 
@@ -405,7 +402,7 @@ class Dispatch:
     async def _take(
         self, course: GenerationProgress, tried: TriedBoards, claim: QueueTerms
     ) -> BoardReservation:
-        """Return a place; where nobody is left to go on with an answer, wait for a restart.
+        """Return a reservation; wait for a restart if no board is left for a begun answer.
 
         Raises the error for which no board takes it.
         """
@@ -419,7 +416,7 @@ class Dispatch:
                     raise
                 if time.monotonic() >= until_s:
                     if course.cause is not None and isinstance(exc, QueueTimeout):
-                        raise course.cause from exc  # that it had to wait is not what went wrong
+                        raise course.cause from exc  # more useful than the timeout
                     raise
                 if not course.begun and self._is_hopeless(course.request.model):
                     raise
@@ -428,22 +425,23 @@ class Dispatch:
                 return place
             tries += 1
             await asyncio.sleep(self._pause_s(tries))
-            tried.clear()  # what was lost, or refused, a while ago may be well again
+            tried.clear()  # boards that failed or rejected it earlier may have recovered
             await self.fleet.look_again()
 
     def _is_hopeless(self, model: str) -> bool:
-        """Whether all boards say that they are out of order: then a restart helps seldom.
+        """Return whether all boards report that they are out of order.
 
-        Who has no word of an answer yet is told so, and may come back; others wait for it.
+        A restart rarely helps then: a request without any text is rejected, and a begun answer
+        waits.
         """
         reports = self.fleet.reports(model)
         return bool(reports) and all(one.state is BoardState.FAILED for one in reports)
 
     async def _first(self, events: AsyncGenerator[Event, None], replica: str) -> Event:
-        """Return the board's acceptance, which it owes at once, also when the request must queue.
+        """Return the board's acceptance, which is due at once even if the request must queue.
 
         Raises:
-            BoardFailed: it did not come; the replica is frozen or out of reach.
+            BoardFailed: it did not arrive; the replica is frozen or unreachable.
         """
         limit_s = self._persistence.accept_timeout_s
         try:
@@ -455,13 +453,13 @@ class Dispatch:
             raise BoardFailed(replica, "it ended without an answer") from None
 
     def _require_end(self, one: _Attempt) -> None:
-        """Raise ``BoardFailed`` where the stream ended before the answer, and well."""
+        """Raise ``BoardFailed`` if the stream ended normally before the answer did."""
         if not one.finished:
             raise BoardFailed(one.place.replica, "its answer has no end")
         self.breaker.worked(one.place.replica)
 
     async def _pause(self, course: GenerationProgress, failures: int) -> None:
-        """Wait before the next try. Somebody who reads an answer waits for nothing at first."""
+        """Wait before the next attempt; the first retry of a begun answer does not wait."""
         if course.tokens and course.times <= 1:
             return
         await asyncio.sleep(self._pause_s(failures))
@@ -480,7 +478,7 @@ class Dispatch:
         exc: _ControlChange | RkserveError,
         tried: TriedBoards,
     ) -> None:
-        """The request has no board after all, or no more. Raises as ``_missed``."""
+        """Handle a request that has no board. Raises as ``_missed``."""
         if isinstance(exc, _ControlChange):
             one.left = True
             return
@@ -488,15 +486,15 @@ class Dispatch:
         try:
             self._missed(home.course, one, exc, tried)
         except RkserveError:
-            if not home.ended:  # by an abort, which is how it ends then
+            if not home.ended:  # the abort ends it
                 raise
 
     def _missed(
         self, course: GenerationProgress, one: _Attempt, exc: RkserveError, tried: TriedBoards
     ) -> None:
-        """A board did not take it, or is lost. Raises what the client gets, if it ends so."""
+        """Handle a rejection or a loss. Raises the client's error if the request ends by it."""
         if isinstance(exc, QueueTimeout) and not course.begun:
-            raise exc  # it has waited for as long as one does that has no word of an answer yet
+            raise exc  # it has waited as long as a request without any text may
         place, now_s = one.place, time.monotonic()
         if isinstance(exc, BoardFailed) and not isinstance(exc, _WAITING):
             place.lost(exc)
@@ -509,7 +507,7 @@ class Dispatch:
             return
         one.left = True
         if not isinstance(exc, _LACKING):
-            tried.clear()  # what others lack, or said, may be another thing by now
+            tried.clear()  # earlier rejections of other boards may be outdated
         tried[place.replica] = exc
         if (error := course.lost(place.replica, exc, now_s)) is not None:
             if isinstance(error, PoisonRequest):
@@ -530,7 +528,7 @@ class Dispatch:
             self._losses.opened()
 
     def _noted(self, home: _RequestLocation, event: Event) -> None:
-        """An answer stops, or may go on, with this event."""
+        """Register an event that pauses or resumes the answer."""
         now_s, model = time.monotonic(), home.course.asked.model
         served = self.fleet.listing.desired.served
         if isinstance(event, Paused):
@@ -544,13 +542,13 @@ class Dispatch:
             self._back(home.course, event)
 
     def _back(self, course: GenerationProgress, event: Event) -> None:
-        """An answer that lost its board may go on with this event."""
+        """Note that an answer that lost its board continues with this event."""
         took_s = course.back(event, time.monotonic())
         if took_s is not None and self._losses is not None:
             self._losses.back(took_s)
 
     def _forgive(self, course: GenerationProgress) -> None:
-        """The boards that died of a request are not to blame."""
+        """Clear the boards that failed during a request that caused it itself."""
         groups = {seat.replica: seat.group for seat in self.fleet.seats()}
         for strike in course.strikes:
             self.breaker.forgive(strike.board)
@@ -570,12 +568,12 @@ class Dispatch:
 
 
 def _grows(event: Event) -> bool:
-    """Return whether an answer has a token more with that."""
+    """Return whether the event adds a token to the answer."""
     return isinstance(event, Delta) and bool(event.token_ids)
 
 
 def _is_waiting(home: _RequestLocation) -> bool:
-    """Return whether no board has it, and it is something that can be controlled."""
+    """Return whether no board has the request, and it can be controlled."""
     return home.replica is None and not isinstance(home.course.asked, EmbedRequest)
 
 
@@ -585,12 +583,12 @@ def _is_of(request_id: str, generation: str, choice: int | None) -> bool:
 
 
 def _is_named(request_id: str, asked: str) -> bool:
-    """Return whether an id is that of the request, or of its completion."""
+    """Return whether an ID is that of the request or of its completion."""
     return asked in (request_id, request_id.rpartition("/")[0])
 
 
 def _act(home: _RequestLocation, action: ControlAction) -> bool:
-    """Change a request that no board has; False where that cannot be done to it."""
+    """Apply a control action to a request that no board has; return False if not applicable."""
     course = home.course
     if action is ControlAction.ABORT:
         return True
@@ -605,7 +603,7 @@ def _act(home: _RequestLocation, action: ControlAction) -> bool:
 
 
 def _waiting(home: _RequestLocation) -> GenerationInfo:
-    """Return what no board can tell of a request."""
+    """Return the state of a request that no board has."""
     course = home.course
     request, rests = course.request, course.rests
     done, ref = request.continued, request.adapter

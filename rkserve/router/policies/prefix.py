@@ -74,7 +74,7 @@ class PrefixPolicy(QueueOrderPolicy):
         return take.reuse.tokens > 0
 
     def first(self, offers: Sequence[tuple[RoutingRequest, SendTo]], /) -> int:
-        """Prefer the request whose board spares the most work; see ``RoutingPolicy``.
+        """Prefer the request whose board saves the most prefill time; see ``RoutingPolicy``.
 
         A request is overtaken at most ``OVERTAKEN`` times.
         """

@@ -1,9 +1,8 @@
-"""Who waits for a board, who is turned away, and until when it is worth to wait. Pure.
+"""Admission to the queue of one model: its bound, deadlines and expected service times. Pure.
 
-One queue for all boards of a model, so that the first that is free takes the next request. It is
-bounded: where one too many would wait, the least urgent and youngest leaves. What cannot be ready
-in time is refused at once, and never started: boards are kept for work that is still of use. The
-clock is passed in, and which board takes a request is decided elsewhere.
+One queue serves all boards of a model. It is bounded: an overflow evicts the least urgent and
+youngest request. A request that cannot meet its deadline is rejected at once, so that boards work
+on useful requests only. The clock is passed in; routing policies choose the boards.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from typing import Generic, TypeVar
 from rkserve.core.errors import DeadlineUnreachable, QueueFull, QueueTimeout, RkserveError
 from rkserve.router.queue.fairness import FairQueue, Waiting
 
-LATEST = 0.1  # how much one answer counts
-FEW = 4  # answers, before which a mean says little
-SAFE = 2.0  # mean deviations above the mean, which few answers exceed
-MOST_RATIO = 8.0  # one run that was disturbed says nothing of the next one
+LATEST = 0.1  # the weight of one answer in the averages
+FEW = 4  # answers that an estimate needs at least
+SAFE = 2.0  # mean deviations above the mean; few answers exceed that
+MOST_RATIO = 8.0  # the cap for outliers, such as disturbed runs
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSize:
-    """What can be known of a request before it runs. ``prompt_tokens`` is at least 1."""
+    """The size of a request before it runs. ``prompt_tokens`` is at least 1."""
 
     prompt_tokens: int
     max_tokens: int
@@ -34,7 +33,7 @@ class RequestSize:
 
 @dataclass(frozen=True, slots=True)
 class AnswerTiming:
-    """What one answer took. ``held_ms`` is how long it kept its place, without its pauses."""
+    """The measured times of one answer. ``held_ms`` is its time on a board, without pauses."""
 
     prefill_tokens: int
     prefill_ms: float
@@ -46,7 +45,7 @@ class AnswerTiming:
 
 @dataclass(frozen=True, slots=True)
 class ServiceTime:
-    """How long a request will keep its place: on average, and with few exceptions."""
+    """The expected time on a board: the mean, and a bound that most requests keep."""
 
     likely_ms: float
     safe_ms: float
@@ -54,7 +53,7 @@ class ServiceTime:
 
 @dataclass(slots=True)
 class _Mean:
-    """A mean that follows what comes; the first few count alike."""
+    """An exponential moving average; the first few values have equal weight."""
 
     value: float = 0.0
     count: int = 0
@@ -66,22 +65,22 @@ class _Mean:
 
 @dataclass(slots=True)
 class ServiceTimeModel:
-    """What answers of one model take, on whichever board.
+    """Statistics of the answers of one model, over all boards.
 
-    Lengths are remembered by the limit that the client set, as powers of two: who asks for 4,000
-    tokens at most does not tell what those get who ask for 100.
+    Lengths are kept by the client's token limit, in powers of two: answers with a limit of 4,000
+    tokens say nothing about those with a limit of 100.
     """
 
     _prefill_ms: _Mean = field(default_factory=_Mean)  # of one token
     _decode_ms: _Mean = field(default_factory=_Mean)
-    _fresh: _Mean = field(default_factory=_Mean)  # share of a prompt that is not in a KV cache
+    _fresh: _Mean = field(default_factory=_Mean)  # the share of a prompt that is not cached
     _lengths: dict[int, _Mean] = field(default_factory=dict)
-    # What a request kept its place for, compared with what was expected of its tokens.
+    # The time on a board, relative to the estimate from token counts.
     _ratio: _Mean = field(default_factory=_Mean)
     _spread: _Mean = field(default_factory=_Mean)
 
     def of(self, asked: RequestSize) -> ServiceTime | None:
-        """Return what is expected; None before enough answers have ended."""
+        """Return the expected service time; None before enough answers have ended."""
         plain_ms = self._plain_ms(asked)
         if plain_ms is None or self._ratio.count < FEW:
             return None
@@ -89,7 +88,7 @@ class ServiceTimeModel:
         return ServiceTime(plain_ms * ratio, plain_ms * (ratio + SAFE * self._spread.value))
 
     def heard(self, asked: RequestSize, took: AnswerTiming) -> None:
-        """Learn from an answer that ended in order."""
+        """Learn from a completed answer."""
         plain_ms = self._plain_ms(asked)
         if plain_ms:
             ratio = min(MOST_RATIO, took.held_ms / plain_ms)
@@ -104,7 +103,7 @@ class ServiceTimeModel:
 
     @property
     def typical_ms(self) -> float | None:
-        """What an answer takes of which nothing is known; None before the first one."""
+        """The mean service time of any answer; None before the first one."""
         lengths = [mean.value for mean in self._lengths.values()]
         if not lengths or not self._decode_ms.count:
             return None
@@ -121,12 +120,12 @@ class ServiceTimeModel:
 
 T = TypeVar("T")
 
-# Until the first answers have ended nobody knows what they take: shares are then counted by them.
+# The assumed service time before any is known: shares then count requests.
 UNKNOWN_MS = 1000.0
 ANONYMOUS = ""
 
 
-# A request's id, and the seconds for which it had a board since the last time.
+# A request's ID, and its board time in seconds since the last call.
 Use = Callable[[str, float], None]
 
 
@@ -136,12 +135,12 @@ def _unmetered(request_id: str, seconds: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class QueueTerms:
-    """What a request may ask of the queue.
+    """The terms on which a call's requests wait in the queue.
 
-    ``flow`` is whose it is: those without a key share one, and each gets service by its ``weight``.
-    A lower ``priority`` goes first. Its answer is of no use after ``deadline_s``, on the queue's
-    clock; it was given ``timeout_s``. ``came_s`` is when its call came, on the same clock. ``use``
-    is told of the board time of each of its requests.
+    ``flow`` is the owner (calls without a key share one), which gets service by its ``weight``. A
+    lower ``priority`` goes first. After ``deadline_s``, which is ``timeout_s`` after arrival, the
+    answer is useless; ``came_s`` is the time of arrival. All times are on the queue's clock.
+    ``use`` is called with the board time of each request.
     """
 
     flow: str = ANONYMOUS
@@ -155,8 +154,10 @@ class QueueTerms:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What serves the queue: ``places`` at boards, of which ``free`` are; ``limit`` may wait, and
-    ``elsewhere`` so many wait at the boards themselves already, each for about ``typical_ms``.
+    """The service that a queue gets: ``places`` at boards, of which ``free`` are free.
+
+    At most ``limit`` requests may wait. ``elsewhere`` requests wait at the boards themselves, each
+    for about ``typical_ms``.
     """
 
     places: int
@@ -168,8 +169,9 @@ class Capacity:
 
 @dataclass(eq=False, slots=True)
 class QueueEntry(Waiting, Generic[T]):
-    """One request in the queue, or served from it; ``start_by_s`` is when it must have a board to
-    be ready in time, which takes it ``safe_ms`` with few exceptions.
+    """One request that waits or is being served.
+
+    It must start by ``start_by_s`` to meet its deadline if it takes ``safe_ms``.
     """
 
     what: T
@@ -179,7 +181,7 @@ class QueueEntry(Waiting, Generic[T]):
     start_by_s: float
     queued: bool = True
     started_s: float = 0.0
-    charged_ms: float = 0.0  # to its owner, since it has its board
+    charged_ms: float = 0.0  # charged to its owner since it got its board
 
 
 class AdmissionQueue(Generic[T]):
@@ -189,8 +191,10 @@ class AdmissionQueue(Generic[T]):
         self._timeout_s = timeout_s
         self._queue: FairQueue[QueueEntry[T]] = FairQueue()
         self._numbers = itertools.count()
-        self._ends: list[tuple[float, int, QueueEntry[T]]] = []  # when each has waited too long
-        # Of those that are served: how many, and the sum of the times at which they should end.
+        self._ends: list[
+            tuple[float, int, QueueEntry[T]]
+        ] = []  # by entry: the time at which its wait ends
+        # Of the entries on boards: their number, and the sum of their expected end times.
         self._served = 0
         self._served_until_s = 0.0
 
@@ -198,7 +202,7 @@ class AdmissionQueue(Generic[T]):
         return len(self._queue)
 
     def by_priority(self) -> dict[int, int]:
-        """Return how many wait at each priority."""
+        """Return the number of waiting requests at each priority."""
         return self._queue.by_priority()
 
     def offer(
@@ -209,11 +213,11 @@ class AdmissionQueue(Generic[T]):
         supply: Capacity,
         now_s: float,
     ) -> tuple[QueueEntry[T], QueueEntry[T] | None]:
-        """Let a request wait; return its ticket, and the one of who has to leave for it.
+        """Add a request; return its entry, and the entry that is evicted for it.
 
         Raises:
-            QueueFull: the newcomer itself is the one.
-            DeadlineUnreachable: it could not be ready in time.
+            QueueFull: the new request itself would be evicted.
+            DeadlineUnreachable: it cannot meet its deadline.
         """
         ticket = self._ticket(what, claim, expected, now_s)
         wait_ms = self._wait_ms(claim, supply, now_s)
@@ -237,10 +241,10 @@ class AdmissionQueue(Generic[T]):
         *,
         ahead: bool = False,
     ) -> QueueEntry[T]:
-        """Let one wait that was let in before, at ``since_s``: it is never turned away.
+        """Add a request that was admitted before, at ``since_s``; it is never rejected.
 
-        What is ``ahead`` goes before all that is not, and has no deadline: its answer has begun or
-        was promised, and whoever it is for decides when that comes too late.
+        An entry that is ``ahead`` goes before all that are not, and has no deadline: its answer has
+        begun or was promised, and its client decides how long to wait.
         """
         if ahead:
             claim = replace(claim, deadline_s=None)
@@ -249,17 +253,17 @@ class AdmissionQueue(Generic[T]):
         return ticket
 
     def withdraw(self, ticket: QueueEntry[T]) -> None:
-        """It waits no longer; once more does no harm."""
+        """Remove an entry; do nothing if it is not waiting."""
         if ticket.queued:
             ticket.queued = False
             self._queue.remove(ticket)
 
     def order(self) -> Iterator[QueueEntry[T]]:
-        """Yield those that wait as they are served; the queue must not change meanwhile."""
+        """Yield the waiting entries in serving order; the queue must not change meanwhile."""
         return self._queue.order()
 
     def start(self, ticket: QueueEntry[T], now_s: float) -> None:
-        """It has a board."""
+        """Move an entry from the queue to a board."""
         ticket.queued = False
         ticket.started_s = now_s
         self._queue.serve(ticket)
@@ -268,21 +272,23 @@ class AdmissionQueue(Generic[T]):
         self._served_until_s += _until_s(ticket)
 
     def charge(self, ticket: QueueEntry[T], used_ms: float) -> None:
-        """It has had a board for ``used_ms`` so far: what is above the estimate is charged now."""
+        """Charge an entry for ``used_ms`` on a board so far, as far as that exceeds the
+        estimate.
+        """
         if used_ms > ticket.charged_ms:
             self._queue.charge(ticket.flow, ticket.weight, used_ms - ticket.charged_ms)
             ticket.charged_ms = used_ms
 
     def ended(self, ticket: QueueEntry[T], used_ms: float) -> None:
-        """It has let go of the board, which it had for ``used_ms``, pauses on it included."""
+        """Settle an entry that leaves its board after ``used_ms``, pauses on the board included."""
         self._served -= 1
         self._served_until_s -= _until_s(ticket)
         if not self._served:
-            self._served_until_s = 0.0  # sums of floats do not cancel out
+            self._served_until_s = 0.0  # float sums do not cancel exactly
         self._queue.charge(ticket.flow, ticket.weight, used_ms - ticket.charged_ms)
 
     def expire(self, now_s: float) -> list[tuple[QueueEntry[T], RkserveError]]:
-        """Take out those that have waited too long, with what each is told."""
+        """Remove the entries that have waited too long; return each with its error."""
         found: list[tuple[QueueEntry[T], RkserveError]] = []
         while (end_s := self.next_event_s()) is not None and end_s <= now_s:
             _, _, ticket = heapq.heappop(self._ends)
@@ -295,20 +301,20 @@ class AdmissionQueue(Generic[T]):
         return found
 
     def next_event_s(self) -> float | None:
-        """When ``expire`` has something to do; None: never, as it is."""
+        """Return the next time at which ``expire`` has work; None if never."""
         while self._ends and not self._ends[0][2].queued:
             heapq.heappop(self._ends)
         return self._ends[0][0] if self._ends else None
 
     def full(self, claim: QueueTerms, supply: Capacity, now_s: float) -> QueueFull:
-        """Return what one is told that finds no room: to come back when those before it have left
-        the queue, by what they are thought to take.
+        """Return the error of a request that finds no room, with the expected time to a free
+        place.
         """
         waiting = self._queue.size + supply.elsewhere
         return QueueFull(waiting, _seconds(self._wait_ms(claim, supply, now_s)))
 
     def _wait_ms(self, claim: QueueTerms, supply: Capacity, now_s: float) -> float:
-        """How long one more request of that claim would wait."""
+        """Return the expected wait of one more request with these terms."""
         if supply.free > len(self._queue):
             return 0.0
         busy_ms = max(0.0, (self._served_until_s - self._served * now_s) * 1e3)
@@ -353,7 +359,7 @@ def _until_s(ticket: QueueEntry[T]) -> float:
 
 def _unreachable(ticket: QueueEntry[T], now_s: float, wait_ms: float) -> DeadlineUnreachable:
     timeout_s = ticket.claim.timeout_s
-    # Alone it would be ready in time: it may come again when the queue is that much shorter.
+    # Alone it would meet its deadline: the client may retry when the queue is that much shorter.
     late_ms = wait_ms + ticket.safe_ms - timeout_s * 1e3
     retry_s = _seconds(late_ms) if ticket.safe_ms < timeout_s * 1e3 else None
     needs_s = now_s - ticket.since_s + (wait_ms + ticket.safe_ms) / 1e3

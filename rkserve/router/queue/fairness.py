@@ -1,9 +1,9 @@
-"""In which order requests that wait are served, and which of them leaves first. Pure.
+"""Fair queueing by owner: the serving order of waiting requests, and the choice of an eviction.
+Pure.
 
-The more urgent go first. Among those that are as urgent the owner who has had the least service for
-its weight does: a thousand requests of one do not make the one of another wait for all of them.
-Service is time on a board and not a number of requests, so that nobody gains by long ones. It
-knows no clock, no boards and no deadlines.
+More urgent requests go first. At equal urgency the owner with the least service for its weight goes
+first, so that a thousand requests of one owner do not delay the single request of another. Service
+is measured in board time instead of requests, so that long requests gain nothing.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Generic, TypeVar
 
 @dataclass(eq=False, slots=True)
 class Waiting:
-    """One request that waits.
+    """One waiting request.
 
-    ``number`` grows with each that comes. ``flow`` is whose it is, and ``cost_ms`` the service that
-    it is thought to take. What is ``ahead`` goes before all that is not.
+    ``number`` grows with each arrival. ``flow`` is the owner, and ``cost_ms`` the expected board
+    time. A request that is ``ahead`` goes before all that are not.
     """
 
     number: int
@@ -36,21 +36,21 @@ T = TypeVar("T", bound=Waiting)
 
 @dataclass(slots=True)
 class _Flow(Generic[T]):
-    """What one owner has waiting at one level, in the order in which it came."""
+    """The waiting requests of one owner at one priority, in the order of arrival."""
 
     entries: dict[int, T] = field(default_factory=dict)
-    cost_ms: float = 0.0  # of all of them, for their weight
+    cost_ms: float = 0.0  # the weighted cost of all of them
 
 
 class FairQueue(Generic[T]):
-    """Requests that wait for boards of one model."""
+    """The requests that wait for boards of one model."""
 
     def __init__(self) -> None:
         self._ahead: list[T] = []  # by priority and number
         self._levels: dict[int, dict[str, _Flow[T]]] = {}
         self._size = 0
-        # Service that each owner has had, for its weight; who has had none for a while is taken to
-        # have had what the least served of those that wait has, and saves nothing up.
+        # The weighted service of each owner. An owner that returns starts at the level of the least
+        # served one that waits, so that idle time earns no credit.
         self._served: dict[str, float] = {}
         self._floor = 0.0
 
@@ -59,11 +59,13 @@ class FairQueue(Generic[T]):
 
     @property
     def size(self) -> int:
-        """How many wait, without those that are ahead: they were let in before."""
+        """The number of waiting requests without those that are ahead, which were admitted
+        before.
+        """
         return self._size
 
     def by_priority(self) -> dict[int, int]:
-        """Return how many wait at each level."""
+        """Return the number of waiting requests at each priority."""
         counts: dict[int, int] = {}
         for one in self._ahead:
             counts[one.priority] = counts.get(one.priority, 0) + 1
@@ -73,7 +75,7 @@ class FairQueue(Generic[T]):
         return counts
 
     def add(self, one: T) -> None:
-        """Let one wait, behind those of its owner that are as urgent."""
+        """Add a request behind those of its owner at the same priority."""
         if one.ahead:
             bisect.insort(self._ahead, one, key=lambda other: (other.priority, other.number))
             return
@@ -86,7 +88,7 @@ class FairQueue(Generic[T]):
         self._size += 1
 
     def remove(self, one: T) -> None:
-        """It waits no longer, whatever becomes of it. It must be waiting."""
+        """Remove a waiting request."""
         if one.ahead:
             self._ahead.remove(one)
             return
@@ -101,20 +103,18 @@ class FairQueue(Generic[T]):
             del self._levels[one.priority]
 
     def serve(self, one: T) -> None:
-        """It gets a board now: what that is thought to take is charged to its owner."""
+        """Remove a request that gets a board, and charge its expected time to its owner."""
         self.remove(one)
         self._floor = max(self._floor, self._served.get(one.flow, self._floor))
         self.charge(one.flow, one.weight, one.cost_ms)
 
     def charge(self, flow: str, weight: float, ms: float) -> None:
-        """An owner had that much more service than was thought; less than nothing gives back."""
+        """Correct the service of an owner by that time, which may be negative."""
         self._served[flow] = self._served.get(flow, self._floor) + ms / weight
 
     def order(self) -> Iterator[T]:
-        """Yield those that wait as they would be served one after the other; change nothing
-        meanwhile.
-        """
-        had: dict[str, float] = {}  # what owners will have had by then
+        """Yield the waiting requests in serving order, without changing the queue."""
+        had: dict[str, float] = {}  # the service of the owners by then
 
         def charged(one: T) -> float:
             before = had.get(one.flow, self._served.get(one.flow, self._floor))
@@ -145,7 +145,7 @@ class FairQueue(Generic[T]):
                 heapq.heapreplace(turns, (charged(following), name, rest))
 
     def ahead_of(self, flow: str, priority: int) -> float:
-        """Return the service that would come before one more request of that owner, in ms."""
+        """Return the service before one more request of that owner, in ms."""
         total = sum(one.cost_ms for one in self._ahead)
         for level, flows in self._levels.items():
             if level < priority:
@@ -162,8 +162,9 @@ class FairQueue(Generic[T]):
         return total
 
     def victim(self, newcomer: T) -> T:
-        """Return who leaves where one too many would wait: the youngest of the owner who has most
-        waiting, among the least urgent. It may be the newcomer.
+        """Return the request to evict: the youngest of the largest owner at the lowest urgency.
+
+        It may be the new request.
         """
         worst = max(self._levels, default=newcomer.priority)
         if newcomer.priority > worst:

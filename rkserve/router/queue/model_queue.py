@@ -30,17 +30,16 @@ from rkserve.router.queue.admission import (
 )
 from rkserve.router.queue.reservation import Reservation
 
-# Requests that are decided on for one place: most could take it, and the next one may have better
-# use for it. Those that wait for another board are passed by.
+# The requests compared for one free board. Those that wait for another board do not count.
 LOOKED_AT = 16
 
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """One request that wants a place. Boards in ``barred`` are not for it.
+    """One request that waits for a board. Boards in ``barred`` are excluded.
 
-    It may have been ``let_in`` before, and then is not turned away for want of room; one that is
-    ``ahead`` never is, and goes before all that are not.
+    A request that was ``let_in`` before is not rejected for lack of room; one that is ``ahead``
+    never is, and goes before all that are not.
     """
 
     request: GenerateRequest
@@ -51,40 +50,42 @@ class Waiter:
     let_in: bool = False
     barred: Collection[str] = ()
     shed: bool = False
-    held: tuple[float, Served] | None = None  # by the cluster: since when, and what it served
+    held: tuple[float, Served] | None = (
+        None  # since when the cluster pauses it, and what it served before
+    )
     ticket: QueueEntry[Waiter] | None = None
     granted: asyncio.Future[Reservation | None] | None = None
 
     @property
     def adapter(self) -> str | None:
-        """The name of the adapter that it is for, in whichever version."""
+        """The name of the request's adapter, whatever its version."""
         ref = self.request.adapter
         return self.request.line if ref is None else ref.name
 
     @property
     def asked(self) -> RequestSize:
-        """What is known of how long it will take."""
+        """The size of the request."""
         return RequestSize(max(1, self.ask.prompt_tokens), self.ask.max_tokens)
 
     @property
     def gone(self) -> bool:
-        """Whether nobody would take a place for it any more."""
+        """Return whether the request no longer waits."""
         return self.granted is None or self.granted.done()
 
     def tell(self, place: Reservation | None) -> None:
-        """It has a place; None: it has to look again what it can hope for."""
+        """Give it a reservation; with None, its prospects must be checked again."""
         if self.granted is not None and not self.granted.done():
             self.granted.set_result(place)
 
     def fail(self, exc: RkserveError) -> None:
-        """It gets none."""
+        """End the wait with an error."""
         if self.granted is not None and not self.granted.done():
             self.granted.set_exception(exc)
 
 
 @dataclass(eq=False, slots=True)
 class _Running:
-    """A request that has a board. So many seconds of that are ``told`` to its owner's meter."""
+    """A request on a board, with the seconds already ``told`` to its owner's meter."""
 
     claim: QueueTerms
     ticket: QueueEntry[Waiter] | None
@@ -92,7 +93,7 @@ class _Running:
 
 
 class ModelQueue:
-    """Use it from one event loop. ``waiters`` are all that wait, by the request's id."""
+    """The queue of one model. Use from one event loop. ``waiters`` are by request ID."""
 
     def __init__(
         self,
@@ -101,19 +102,19 @@ class ModelQueue:
         timeout_s: float,
         blocked: Callable[[], Collection[str]],
     ) -> None:
-        """``blocked`` names boards that are sent nothing now."""
+        """``blocked`` returns the keys of boards with an open circuit."""
         self.boards = boards
         self._policy = policy
         self._timeout_s = timeout_s
         self._blocked = blocked
         self._admission: AdmissionQueue[Waiter] = AdmissionQueue(timeout_s)
-        self._aside: dict[Waiter, None] = {}  # who waits for the end of a pause, in order
-        self._picky: dict[Waiter, None] = {}  # who waits, and cannot go to every board
+        self._aside: dict[Waiter, None] = {}  # requests that wait for the end of a pause, in order
+        self._picky: dict[Waiter, None] = {}  # waiting requests that some boards cannot serve
         self.waiters: dict[str, Waiter] = {}
         self._expectation = ServiceTimeModel()
         self._limit = self._elsewhere = 0
         self._shared: list[Candidate] = []
-        self._again_s = math.inf  # when one that waits for a certain board asks again
+        self._again_s = math.inf  # by request: when a decision to wait is reconsidered
         self._timer: asyncio.TimerHandle | None = None
         self._running: dict[Reservation, _Running] = {}
 
@@ -121,7 +122,7 @@ class ModelQueue:
         return len(self._admission) + len(self._aside)
 
     def by_priority(self) -> dict[int, int]:
-        """Return how many wait at each priority."""
+        """Return the number of waiting requests at each priority."""
         counts = dict(self._admission.by_priority())
         for waiter in self._aside:
             counts[waiter.claim.priority] = counts.get(waiter.claim.priority, 0) + 1
@@ -130,10 +131,10 @@ class ModelQueue:
     # -- waiting ------------------------------------------------------------------------------
 
     async def wait(self, waiter: Waiter) -> Reservation | None:
-        """Wait for a place; None: the boards have changed, and it must be looked at again.
+        """Wait for a board; return None if the boards have changed and must be checked again.
 
         Raises:
-            QueueFull, QueueTimeout, DeadlineUnreachable: it gets none.
+            QueueFull, QueueTimeout, DeadlineUnreachable: the request is rejected.
         """
         now_s = time.monotonic()
         expected = self._expectation.of(waiter.asked)
@@ -162,11 +163,9 @@ class ModelQueue:
             self._picky.pop(waiter, None)
 
     async def aside(self, waiter: Waiter, again_s: float | None = None) -> Reservation | None:
-        """Wait until boards or what they shall be have changed, without a turn in the queue.
+        """Wait outside of the queue for a change of the boards or of the desired state.
 
-        At ``again_s`` of the monotonic clock, too, it must be looked at again.
-
-        Raises as ``wait``.
+        The wait also ends at ``again_s`` of the monotonic clock. Raises as ``wait``.
         """
         now_s = time.monotonic()
         if not (waiter.let_in or waiter.ahead) and len(self) >= self._limit:
@@ -193,7 +192,7 @@ class ModelQueue:
             self.waiters.pop(waiter.ask.request_id, None)
 
     def at_once(self, waiter: Waiter, board: Candidate) -> Reservation:
-        """Give it that board, free or not: one that will say itself why it takes nobody."""
+        """Reserve a board even if it is busy; it will reject the request itself."""
         return self._place(waiter, board, None)
 
     async def _granted(
@@ -207,7 +206,7 @@ class ModelQueue:
             self._withdraw(waiter)
             if granted.done() and not granted.cancelled() and granted.exception() is None:
                 place = granted.result()
-                if place is not None:  # it came in the moment in which nobody wanted it any more
+                if place is not None:  # the reservation came after the request was cancelled
                     place.ended(left=False)
             raise
 
@@ -223,9 +222,7 @@ class ModelQueue:
     # -- what changes -------------------------------------------------------------------------
 
     def changed(self, limit: int | None, routers: int, paused: Collection[str]) -> None:
-        """Reports came, or what boards shall be is another thing; adapters in ``paused`` are held
-        somewhere.
-        """
+        """React to new reports or desired state; adapters in ``paused`` are paused somewhere."""
         boards = list(self.boards)
         room = sum(max(0, board.capacity - board.n_batch) for board in boards)
         self._limit = math.ceil(room / routers) if limit is None else limit
@@ -236,30 +233,30 @@ class ModelQueue:
         if self._blocked():
             self._call_off([ticket.what for ticket in self._admission.order()])
         else:
-            # Reports come every second, and most who wait can do without a look at each of them.
+            # Reports arrive every second; most waiting requests need no new check for them.
             self._call_off([one for one in self._picky if one.barred or one.adapter in paused])
         self.pump()
 
     def _call_off(self, waiters: Iterable[Waiter]) -> None:
-        """They have to look again what they can hope for."""
+        """End the waits of these, so that their prospects are checked again."""
         for waiter in waiters:
             self._withdraw(waiter)
             waiter.tell(None)
 
     def pump(self) -> None:
-        """Give out the places that are free, and come back when something has to be done."""
+        """Assign the free boards, and set a timer for the next thing to do."""
         now_s = time.monotonic()
         for place in list(self._running):
             self._meter(place, now_s)
         for ticket, exc in self._admission.expire(now_s):
             self._left(ticket.what, exc)
         if len(self._admission) and self.boards.held in (None, PauseEffect.REFUSES):
-            # No place will get free.
+            # No board will become free.
             self._call_off([ticket.what for ticket in self._admission.order()])
         while (found := self._next(now_s)) is not None:
             ticket, board = found
             if ticket.what.gone:
-                self._withdraw(ticket.what)  # it will do so itself in a moment
+                self._withdraw(ticket.what)  # it will handle that itself shortly
             else:
                 self._admission.start(ticket, now_s)
                 ticket.what.tell(self._place(ticket.what, board, ticket))
@@ -271,7 +268,7 @@ class ModelQueue:
             self._timer = asyncio.get_running_loop().call_at(event_s, self.pump)
 
     def _next(self, now_s: float) -> tuple[QueueEntry[Waiter], Candidate] | None:
-        """Return who gets which board now: of the first who could, whom the policy prefers."""
+        """Return the next assignment: of the first requests with a board, the policy's choice."""
         self._again_s = math.inf
         if not len(self._admission) or not (self.boards.any_open or self._shared):
             return None
@@ -289,7 +286,7 @@ class ModelQueue:
         return None
 
     def _offers(self, now_s: float) -> list[tuple[QueueEntry[Waiter], SendTo]]:
-        """Return who could get which board now, as far as the policy wants to know."""
+        """Return possible assignments, as many as the policy wants to compare."""
         blocked = self._blocked()
         offers: list[tuple[QueueEntry[Waiter], SendTo]] = []
         patient = 0
@@ -303,7 +300,7 @@ class ModelQueue:
                 continue
             if len(offers) + patient == LOOKED_AT:
                 if not offers:
-                    self._again_s = now_s  # who is behind them, after others have had a turn
+                    self._again_s = now_s  # the next ones, after those before them were considered
                 break
             verdict = self._policy.choose(ask, self.boards, now_s)
             if isinstance(verdict, SendTo):
@@ -316,15 +313,15 @@ class ModelQueue:
                 ask.wait_for(verdict.board, verdict.until_ms, now_s)
                 self._again_s = min(self._again_s, ask.until_s)
             elif not ask.tried:
-                break  # what has no place for this one has none for any
+                break  # without a board for this request, there is none for any
         return offers
 
     def _behind_others(self, ask: RoutingRequest) -> Candidate | None:
-        """Return a board that is only busy with what others sent it, or that a pause keeps.
+        """Return a board that only other Routers' requests or a pause keep busy.
 
-        What others did is known from reports only, and may be over; and a board lets go of a run
-        that is paused in the runtime only when somebody waits there. One request of this Router's
-        waits there meanwhile: that leaves no board without work.
+        Other Routers' requests are known from reports only and may have ended, and a board ends a
+        pause inside the runtime only for a request that waits there. One request of this Router
+        therefore waits at the board, which leaves no other board without work.
         """
         tier = self.boards.tier(ask.tried) if ask.tried else self.boards.held
         found = [
@@ -359,9 +356,10 @@ class ModelQueue:
         return place
 
     def _may_keep(self, claim: QueueTerms) -> bool:
-        """Return whether one more request may keep its board while it is paused.
+        """Return whether one more request may occupy its board while it is paused.
 
-        Of one key so many may as half of the boards, and one at least: others find a free one.
+        Each key may have as many of those as half of the boards, and at least one, so that others
+        find a free board.
         """
         if claim.flow == ANONYMOUS:
             return True
@@ -371,7 +369,7 @@ class ModelQueue:
         return keeps < max(1, len(list(self.boards)) // 2)
 
     def _meter(self, place: Reservation, now_s: float) -> None:
-        """Charge a request's owner with the board time that it has had."""
+        """Charge a request's owner with its board time."""
         running, used_s = self._running[place], sum(place.used_s(now_s))
         if running.ticket is not None:
             self._admission.charge(running.ticket, used_s * 1e3)
@@ -380,9 +378,7 @@ class ModelQueue:
             running.claim.use(place.request.request_id, since_s)
 
     def _patient(self, waiter: Waiter, chosen: Candidate) -> bool:
-        """Whether it shall wait on a board that has gone to sleep meanwhile: only where no other
-        board is awake, as far as this Router knows.
-        """
+        """Return whether to wait for a board that went to sleep: if no other one is awake."""
         if chosen.held is not PauseEffect.NOT:
             return True
         return not any(
@@ -419,7 +415,7 @@ class ModelQueue:
 
 
 def _is_shared(board: Candidate) -> bool:
-    """Whether others keep it busy, and one more may wait there."""
+    """Return whether only others keep the board busy, and one more request may wait there."""
     return (
         board.ready
         and board.foreign > 0
@@ -429,5 +425,5 @@ def _is_shared(board: Candidate) -> bool:
 
 
 def _rank(ticket: QueueEntry[Waiter]) -> tuple[bool, int]:
-    """Who may be preferred to whom: nobody to one who is more urgent."""
+    """Return the sort key of urgency: a request is never preferred to a more urgent one."""
     return ticket.ahead, ticket.priority

@@ -1,9 +1,10 @@
-"""The queue of one Router: who gets the next place at a board, and who is told that there is none.
+"""The queues of one Router: reservations at boards, and the rejection of requests without a
+prospect.
 
-A request is sent to a board only when that can start it, so that the first board that is free takes
-the next request; the boards' own queues are for what several Routers send them at once. Nothing is
-polled: whoever waits is looked at when a place gets free, a report comes, what the cluster shall be
-changes, or a time has come. It knows boards through a ``Fleet``, and neither links nor HTTP.
+A request is sent only when a board can start it, so that the first free board takes the next
+request; the boards' own queues are for simultaneous requests of several Routers. Nothing is polled:
+waiting requests are reconsidered when a board becomes free, a report or a new desired state
+arrives, or a timer fires.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from rkserve.router.queue.admission import QueueTerms
 from rkserve.router.queue.model_queue import ModelQueue, Waiter
 from rkserve.router.queue.reservation import Reservation
 
-# What one board may lack and another have.
+# Errors of a board that lacks something that another board may have.
 LACKING = (CacheNotFound, AdapterBroken)
 
 
 class TriedBoards(dict[str, RkserveError]):
-    """Boards that did not take a request, by replica, and why not. Use one for all of its tries.
+    """The boards that rejected a request, by replica, with their errors, over all attempts.
 
-    ``behind_until_s`` is how long it waits for boards that have yet to hear what they shall be.
+    ``behind_until_s`` is the end of the wait for boards that lag behind the desired state.
     """
 
     behind_until_s: float | None = None
@@ -50,11 +51,11 @@ class TriedBoards(dict[str, RkserveError]):
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """What a request can hope for. Boards in ``barred`` are not for it, nor those held more than
-    ``most``.
+    """The boards that a request may get.
 
-    ``nobody``: no board could take it. ``asks`` is one that will say itself why it does not, and is
-    busy perhaps. ``waits``: all boards keep such requests until a pause is over.
+    Boards in ``barred`` are excluded, and those with a pause effect worse than ``most``.
+    ``nobody``: no board could take it. ``asks``: the board whose rejection the client is to get.
+    ``waits``: all boards keep such requests until a pause ends.
     """
 
     barred: Collection[str] = ()
@@ -71,9 +72,11 @@ def prospect(
     tried: Mapping[str, RkserveError],
     blocked: Collection[str],
 ) -> Availability:
-    """Return what a request can hope for that ``tried`` some boards; others are ``blocked``."""
-    # A request should rather be told to come back than queue behind a pause: where a board is full
-    # that was chosen for being less held, those that are held more are not asked.
+    """Return the availability for a request that has ``tried`` some boards; others are
+    ``blocked``.
+    """
+    # A request is rather rejected with a retry time than queued behind a pause: if a board with a
+    # better pause effect is full, boards with a worse one are not tried.
     full = [boards.get(key) for key, exc in tried.items() if isinstance(exc, QueueFull)]
     most = min((board.held for board in full if board is not None), default=PauseEffect.REFUSES)
     barred = {*tried, *blocked}
@@ -107,9 +110,9 @@ def _mode(desired: Desired, board: Candidate, model: str, name: str) -> PauseMod
 def refusal(
     fleet: Fleet, model: str, tried: Mapping[str, RkserveError], avoided: Collection[str] = ()
 ) -> RkserveError:
-    """Say why nobody took the request: behind, full, without what it needs, or not there.
+    """Return the error for a request that no board takes: behind, full, lacking, or no board.
 
-    ``avoided`` says why boards that are there are sent nothing.
+    ``avoided`` holds the reasons of open circuits.
     """
     met = list(tried.values())
     behind = [exc for exc in met if isinstance(exc, BoardBehind)]
@@ -130,7 +133,7 @@ def refusal(
     return NoBoard(model, fleet.why_not_ready(model, met))
 
 
-# While a change is on its way, every board may be a moment behind what this Router knows already.
+# While a change is distributed, boards may lag behind the desired state that this Router knows.
 CATCH_UP_S = 5.0
 CATCH_UP_STEP_S = 0.05
 CATCH_UP_LONGEST_S = 0.5
@@ -141,7 +144,7 @@ NOBODY = QueueTerms()
 class QueueRules:
     """``limit`` requests may wait for boards of one model, for ``timeout_s`` each.
 
-    Without a limit it is what the boards' own queues hold, shared by ``routers``.
+    Without a limit, it is the total of the boards' own queues divided by ``routers``.
     """
 
     limit: int | None = None
@@ -151,33 +154,33 @@ class QueueRules:
 
 
 class BlockedBoards(Protocol):
-    """Who is to be left alone for a while."""
+    """The boards with an open circuit."""
 
     def blocked(self, now_s: float) -> Collection[str]:
-        """Return the keys of boards that are sent nothing now."""
+        """Return the keys of boards that must not get requests now."""
 
     def soonest_s(self, now_s: float) -> float | None:
-        """Return when the first of them may be sent a request; None: there is none."""
+        """Return the time at which the first of them may; None if there is none."""
 
     def reason(self, key: str, now_s: float) -> str:
-        """Say why."""
+        """Return the reason."""
 
 
 class QueueFigures(Protocol):
-    """What is counted of a queue."""
+    """The metrics of a queue."""
 
     def waited(self, model: str, waited_s: float) -> None:
-        """A request got a place after so long."""
+        """Count a request that got a board after a wait."""
 
     def refused(self, model: str, reason: str) -> None:
-        """A request got none; the reason is its error's code, or ``shed``."""
+        """Count a rejection; the reason is the error's code, or ``shed``."""
 
     def held(self, model: str, by: str, held_s: float) -> None:
-        """A request goes on that waited so long for the end of what the cluster held it by."""
+        """Count a request that waited for the cluster's pause, sleep or change to end."""
 
 
 class ModelQueues:
-    """The queues of all models at one Router. Use it from one event loop."""
+    """The queues of all models at one Router. Use from one event loop."""
 
     def __init__(
         self,
@@ -187,7 +190,7 @@ class ModelQueues:
         avoid: BlockedBoards | None = None,
         figures: QueueFigures | None = None,
     ) -> None:
-        """``policy`` chooses among boards, without those to ``avoid``."""
+        """``policy`` chooses among the boards that ``avoid`` does not block."""
         self._fleet = fleet
         self._rules = rules or QueueRules()
         self._avoid = avoid
@@ -201,11 +204,11 @@ class ModelQueues:
         self._changed()
 
     def depths(self) -> dict[str, Mapping[int, int]]:
-        """Return how many wait at each priority, by model."""
+        """Return the number of waiting requests at each priority, by model."""
         return {model: queue.by_priority() for model, queue in self._queues.items()}
 
     def waits(self, request_id: str) -> bool:
-        """Whether that request has been let into a queue, and has no place yet."""
+        """Return whether the request is in a queue."""
         return any(request_id in queue.waiters for queue in self._queues.values())
 
     async def take(
@@ -214,16 +217,16 @@ class ModelQueues:
         tried: TriedBoards,
         claim: QueueTerms = NOBODY,
     ) -> Reservation:
-        """Wait until a board has a place for the request, and take it.
+        """Wait until a board is free for the request, and reserve it.
 
-        ``tried`` are boards that did not take it, by replica, and why not; those that were behind
-        are taken out once they may have caught up. A request that is continued or was tried before
-        goes ahead of all others and is never refused for want of room.
+        ``tried`` are boards that rejected it, with their errors; boards that were behind the
+        desired state are removed once they may have caught up. A request that is continued or was
+        tried before goes ahead of all others and is never rejected for lack of room.
 
         Raises:
-            ModelNotFound, NoBoard, BoardBehind, EnginePaused, BoardAsleep: nobody takes it.
+            ModelNotFound, NoBoard, BoardBehind, EnginePaused, BoardAsleep: no board takes it.
             QueueFull, QueueTimeout, DeadlineUnreachable: not in time.
-            CacheNotFound, AdapterBroken: all boards lack what it needs.
+            CacheNotFound, AdapterBroken: all boards lack something that it needs.
         """
         queue = self._queues.get(request.model)
         if queue is None:
@@ -246,10 +249,10 @@ class ModelQueues:
         return place
 
     async def _place(self, queue: ModelQueue, waiter: Waiter, tried: TriedBoards) -> Reservation:
-        """Wait in turn; where there is no board, look whether one came since the last reports.
+        """Wait in the queue; without a board, check for new ones before failing.
 
-        After a redeploy all replicas are new, and a request should not fail for the second that
-        a Router takes to hear of them; nor for the moment in which a change reaches the boards.
+        After a redeploy all replicas are new, and a request must not fail in the second before a
+        Router has their reports, nor in the moment before a change reaches the boards.
         """
         looked, step_s = False, CATCH_UP_STEP_S
         while True:
@@ -274,9 +277,9 @@ class ModelQueues:
     async def _turn(
         self, queue: ModelQueue, waiter: Waiter, tried: Mapping[str, RkserveError]
     ) -> Reservation | None:
-        """Wait for a place; None: the boards have changed, and it must be looked at again.
+        """Wait for a reservation; return None if the boards must be checked again.
 
-        Raises what nobody takes the request for.
+        Raises the error for which no board takes the request.
         """
         listing, blocked = self._fleet.listing, self._blocked()
         found = prospect(waiter.request, queue.boards, listing.desired, tried, blocked)
@@ -285,7 +288,7 @@ class ModelQueues:
         if found.nobody:
             soon = prospect(waiter.request, queue.boards, listing.desired, tried, ())
             if blocked and not soon.nobody and soon.asks is None:
-                # They are there, and only left alone for a while: no reason to turn it away.
+                # The boards exist, and only their circuits are open: the request can wait.
                 return await queue.aside(waiter, self._soonest_s())
             raise refusal(self._fleet, waiter.request.model, tried, self._avoided(blocked))
         if found.asks is not None:
@@ -293,7 +296,7 @@ class ModelQueues:
         return await (self._aside(queue, waiter) if found.waits else queue.wait(waiter))
 
     async def _aside(self, queue: ModelQueue, waiter: Waiter) -> Reservation | None:
-        """Wait as ``ModelQueue.aside`` does, and note for how long the cluster held the request."""
+        """Wait as ``ModelQueue.aside``, and note how long the cluster held the request."""
         model, since_s = waiter.request.model, time.monotonic()
         before = self._fleet.listing.desired.served(model)
         if waiter.held is None:
@@ -319,14 +322,14 @@ class ModelQueues:
             queue.changed(self._rules.limit, self._rules.routers, paused)
 
     def _may_catch_up(self, queue: ModelQueue, waiter: Waiter, tried: TriedBoards) -> bool:
-        """Whether boards are about to serve, and the request has not waited for that for too long.
+        """Return whether boards will serve soon, and the wait for that is not over.
 
-        That is once they have what the cluster shall be; or once one that failed has said what it
-        is now.
+        That is the case while boards lag behind the desired state, or until a failed board reports
+        again.
         """
         model, now_s, limit_s = waiter.request.model, time.monotonic(), self._rules.catch_up_s
         if tried.behind_until_s is None or now_s > tried.behind_until_s + limit_s:
-            tried.behind_until_s = now_s + limit_s  # an older one was another change's
+            tried.behind_until_s = now_s + limit_s  # an older deadline belonged to another change
         if now_s >= tried.behind_until_s:
             return False
         states = {report.replica: report.state for report in self._fleet.reports(model)}

@@ -1,6 +1,6 @@
-"""One request's place at one board: what is heard of it there, and when others may have it.
+"""A request's reservation at one board, from the assignment until the board is free for others.
 
-It keeps the books of the board and of the queue in step, and knows neither links nor HTTP.
+It keeps the board's load and the queue's accounts consistent.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from rkserve.fleet.load import Candidate, ModelBoards
 from rkserve.fleet.requests import InFlightRequest, RoutingRequest
 from rkserve.router.queue.admission import AnswerTiming
 
-# How long the place was used, or None where it is only left for a while; and what the answer took.
+# The time of use in ms, or None if the board is only free during a pause; and the answer's timing.
 Freed = Callable[[float | None, AnswerTiming | None], None]
 
 
 class Reservation:
-    """From the moment that a request gets a board until it has let go of it.
+    """A request's place at a board.
 
-    ``replica`` is the board's address in its ``group``, and ``request`` what it shall get.
-    ``waited_ms`` is how long that waited in the queue.
+    ``replica`` is the board's address in its ``group``, ``request`` the request to send, and
+    ``waited_ms`` its time in the queue.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Reservation:
         waited_ms: float,
         freed: Freed,
     ) -> None:
-        """``freed`` is called when others may have the place, with how long it was used in ms."""
+        """``freed`` is called when the board is free for others."""
         self.group, self.replica = board.group, board.key
         self.request = request
         self.waited_ms = waited_ms
@@ -44,11 +44,11 @@ class Reservation:
         self._freed = freed
         self._over = self._paused = self._interrupted = False
         self._held_s = 0.0
-        self._kept = False  # paused inside the runtime, which keeps the board
-        self._kept_s = 0.0  # in such pauses
+        self._kept = False  # paused inside the runtime, which occupies the board
+        self._kept_s = 0.0  # total time of such pauses
 
     def heard(self, event: Event) -> None:
-        """Take over an event of the answer; with the last one the board is free for others."""
+        """Process an event of the answer; the last one frees the board."""
         self._stay.heard(event)
         if isinstance(event, Finished):
             self._end(event, left=False)
@@ -57,7 +57,7 @@ class Reservation:
 
     @property
     def keeps(self) -> bool:
-        """Return whether it may keep the board while it is paused, and is not over."""
+        """Return whether the request would occupy the board while paused."""
         return (
             not self._over
             and isinstance(self.request, GenerateRequest)
@@ -65,7 +65,7 @@ class Reservation:
         )
 
     def used_s(self, now_s: float) -> tuple[float, float]:
-        """Return how long it has worked on its board, and kept that while it was paused."""
+        """Return the time it has run on its board, and has occupied it while paused."""
         worked_s, kept_s = self._held_s, self._kept_s
         if not self._over and not self._paused:
             worked_s += now_s - self._since_s
@@ -74,18 +74,18 @@ class Reservation:
         return worked_s, kept_s
 
     def lost(self, exc: RkserveError) -> None:  # noqa: ARG002 - the board's own report says why
-        """The board failed: nobody is sent there until its next report."""
+        """Stop sending requests to the failed board until its next report."""
         self._stay.candidate.lost()
 
     def ended(self, *, left: bool) -> None:
-        """It is over, in whichever way; ``left``: its client went before the board was done.
+        """End the reservation; ``left``: the client disconnected before the board was done.
 
         Only the first end counts.
         """
         self._end(None, left=left)
 
     def _turn(self, *, kept: bool) -> None:
-        """It pauses, or goes on."""
+        """Switch between running and paused."""
         now_s = time.monotonic()
         self._held_s, self._kept_s = self.used_s(now_s)
         self._paused, self._interrupted, self._kept = not self._paused, True, kept
@@ -104,11 +104,11 @@ class Reservation:
         self._freed(held_ms, None if finished is None else self._took(finished, held_ms))
 
     def _took(self, finished: Finished, held_ms: float) -> AnswerTiming | None:
-        # What was interrupted or begun elsewhere tells nothing of one that is not.
+        # An interrupted or continued answer is not representative.
         if self._interrupted or self.request.continued is not None:
             return None
         if isinstance(self.request, EmbedRequest):
-            return None  # nor do vectors tell anything of answers
+            return None  # an embedding is not an answer
         timings = finished.timings
         return AnswerTiming(
             timings.prefill_tokens,
@@ -121,5 +121,5 @@ class Reservation:
 
 
 def _goes_on(event: Event) -> bool:
-    """Whether a pause is over with that; edits of what is paused are told of in deltas too."""
+    """Return whether the event ends a pause; edits while paused are sent as deltas, too."""
     return isinstance(event, Delta) and not event.paused
