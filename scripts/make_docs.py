@@ -28,9 +28,9 @@ from rkserve.core.metrics import (
     StreamCollector,
 )
 from rkserve.models.folder import FolderSettings
+from rkserve.native.binding.releases import RELEASES
 from rkserve.native.handle_states import TRANSITIONS as HANDLE_TRANSITIONS
 from rkserve.native.quirks import TABLE as QUIRKS
-from rkserve.native.releases import ACCEPTED
 from rkserve.reference.page import page as api_reference
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -211,8 +211,11 @@ def quirks() -> str:
     ]
     for quirk in QUIRKS:
         lines += ["", f"## {quirk.name}", "", quirk.what, "", f"Evidence: {quirk.evidence.value}."]
-        lines += ["", f"| {' | '.join(ACCEPTED)} |", "|" + " --- |" * len(ACCEPTED)]
-        values = (str(quirk.value(release)).lower() for release in ACCEPTED)
+        lines += ["", f"| {' | '.join(RELEASES)} |", "|" + " --- |" * len(RELEASES)]
+        values = (
+            str(release.quirks.get(quirk.name, quirk.default)).lower()
+            for release in RELEASES.values()
+        )
         lines.append(f"| {' | '.join(values)} |")
     return "\n".join([*lines, ""])
 

@@ -97,7 +97,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         except RkserveError as exc:
             lines.append(f"simulated runtime {release}: {exc}")
         else:
-            lines.append(f"simulated runtime {found.release}, ABI {found.abi.value}, {path}")
+            lines.append(f"simulated runtime {found.version}, {found.declarations}.h, {path}")
     return lines
 
 

@@ -8,7 +8,7 @@ overrides; a name that the table does not hold is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
@@ -33,11 +33,6 @@ class Quirk:
     what: str
     evidence: Evidence
     default: bool
-    by_release: Mapping[str, bool] = field(default_factory=dict)
-
-    def value(self, release: str) -> bool:
-        """Return the built-in value for ``release``."""
-        return self.by_release.get(release, self.default)
 
 
 TABLE = (
@@ -72,7 +67,6 @@ TABLE = (
         "every release but counts as an aborted run.",
         Evidence.INFERRED,
         default=False,
-        by_release=MappingProxyType({"1.3.0": True}),
     ),
     Quirk(
         "stop_by_pause",
@@ -124,7 +118,6 @@ TABLE = (
         "repaired in 1.2.2; where False the binding refuses it.",
         Evidence.DOCUMENTED,
         default=False,
-        by_release=MappingProxyType({"1.2.2": True, "1.2.3": True, "1.3.0": True}),
     ),
     Quirk(
         "prefix_reuse_in_ram",
@@ -180,7 +173,6 @@ TABLE = (
         "rkserve always does.",
         Evidence.ONE_REPORT,
         default=False,
-        by_release=MappingProxyType({"1.3.0": True}),
     ),
     Quirk(
         "thinking_ends_run",
@@ -189,7 +181,6 @@ TABLE = (
         "model's thoughts for such a one, and goes on behind the mark.",
         Evidence.ONE_REPORT,
         default=False,
-        by_release=MappingProxyType({"1.3.0": True}),
     ),
     Quirk(
         "is_running_while_paused",
@@ -205,7 +196,6 @@ TABLE = (
         "says 2 to hidden states and logits, which were seen to pile up in memory.",
         Evidence.DOCUMENTED,
         default=False,
-        by_release=MappingProxyType({"1.3.0": True}),
     ),
     Quirk(
         "init_may_crash",
@@ -213,15 +203,18 @@ TABLE = (
         "only be called where the process may be lost.",
         Evidence.ONE_REPORT,
         default=False,
-        by_release=MappingProxyType({"1.3.0": True}),
     ),
 )
 
 NAMES = frozenset(quirk.name for quirk in TABLE)
 
 
-def quirks_for(release: str, overrides: Mapping[str, bool] | None = None) -> Mapping[str, bool]:
-    """Return every quirk's value for ``release``, with ``overrides`` put on top; read-only.
+def quirks_for(
+    known: Mapping[str, bool], overrides: Mapping[str, bool] | None = None
+) -> Mapping[str, bool]:
+    """Return every quirk's value: the defaults, a release's ``known`` ones, the overrides.
+
+    The result is read-only.
 
     Raises:
         ConfigError: an override's name is unknown, or its value is not true or false.
@@ -235,5 +228,5 @@ def quirks_for(release: str, overrides: Mapping[str, bool] | None = None) -> Map
     wrong = sorted(name for name, value in overrides.items() if not isinstance(value, bool))
     if wrong:
         raise ConfigError(f"quirks.{wrong[0]}: must be true or false, not {overrides[wrong[0]]!r}")
-    values = {quirk.name: quirk.value(release) for quirk in TABLE}
-    return MappingProxyType(values | dict(overrides))
+    values = {quirk.name: quirk.default for quirk in TABLE}
+    return MappingProxyType(values | dict(known) | dict(overrides))

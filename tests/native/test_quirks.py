@@ -5,17 +5,21 @@ from __future__ import annotations
 import pytest
 
 from rkserve.core.errors import ConfigError
+from rkserve.native.binding.releases import RELEASES
 from rkserve.native.quirks import NAMES, TABLE, quirks_for
-from rkserve.native.releases import ACCEPTED
 
 
 def test_names_are_unique_and_every_quirk_says_what_it_is() -> None:
     assert len(NAMES) == len(TABLE)
     assert [quirk.name for quirk in TABLE if len(quirk.what) < 40] == []
-    assert [quirk.name for quirk in TABLE if set(quirk.by_release) - set(ACCEPTED)] == []
 
 
-@pytest.mark.parametrize("release", ACCEPTED)
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_release_differs_in_quirks_of_the_table_only(release: str) -> None:
+    assert set(RELEASES[release].quirks) <= NAMES
+
+
+@pytest.mark.parametrize("release", RELEASES)
 def test_trust_is_given_only_where_a_reason_is_known(release: str) -> None:
     trusted = {
         "append_tokens_with_history",
@@ -32,14 +36,20 @@ def test_trust_is_given_only_where_a_reason_is_known(release: str) -> None:
             "init_may_crash",
             "drain_by_limit",
         }
-    values = quirks_for(release)
+    values = quirks_for(RELEASES[release].quirks)
     assert {name for name, value in values.items() if value} == trusted
     assert set(values) == NAMES
 
 
 def test_an_override_replaces_one_value() -> None:
-    values = quirks_for("1.3.0", {"pause_with_history": True, "eos_uint32_misread": False})
-    changed = {name for name, value in values.items() if value != quirks_for("1.3.0")[name]}
+    values = quirks_for(
+        RELEASES["1.3.0"].quirks, {"pause_with_history": True, "eos_uint32_misread": False}
+    )
+    changed = {
+        name
+        for name, value in values.items()
+        if value != quirks_for(RELEASES["1.3.0"].quirks)[name]
+    }
     assert changed == {"pause_with_history", "eos_uint32_misread"}
 
 
@@ -53,10 +63,10 @@ def test_an_override_replaces_one_value() -> None:
 )
 def test_a_wrong_override_is_refused_by_name(overrides: dict[str, bool], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        quirks_for("1.2.3", overrides)
+        quirks_for(RELEASES["1.2.3"].quirks, overrides)
 
 
 def test_the_values_cannot_be_changed_behind_our_back() -> None:
-    values = quirks_for("1.2.3")
+    values = quirks_for(RELEASES["1.2.3"].quirks)
     with pytest.raises(TypeError):
         values["abort_in_callback"] = True  # type: ignore[index]

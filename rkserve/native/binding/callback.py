@@ -119,8 +119,8 @@ _FLOAT = 4
 class ResultCallback:
     """The side of one handle that C and aborting threads see."""
 
-    def __init__(self, handle: Handle, release: str, quirks: Mapping[str, bool]) -> None:
-        self._handle, self._release, self._quirks = handle, release, quirks
+    def __init__(self, handle: Handle, quirks: Mapping[str, bool]) -> None:
+        self._handle, self._quirks = handle, quirks
         self._ffi = handle.ffi
         self.handle_state = HandleState.UNLOADED
         self.n_batch = 1
@@ -273,15 +273,15 @@ class ResultCallback:
     def _grant_pause(self, run: NativeRun, results: Any) -> None:
         if run.ended is not None:
             raise Misuse("an asynchronous run cannot be paused: the vendor knows of rkllm_run only")
+        release = self._handle.release.version
         if run.params.keep_history and not self._quirks["pause_with_history"]:
             raise Misuse(
-                f"RKLLM {self._release} is not known to pause a run with keep_history: abort it "
-                "and continue by token ids"
+                f"RKLLM {release} is not known to pause a run with keep_history: abort it and "
+                "continue by token ids"
             )
         if self.n_batch > 1 and not self._quirks["pause_with_batch"]:
             raise Misuse(
-                f"RKLLM {self._release} is not known to pause a batch: abort it and continue by "
-                "token ids"
+                f"RKLLM {release} is not known to pause a batch: abort it and continue by token ids"
             )
         run.paused_on = tuple(results[entry].token_id for entry in range(self.n_batch))
         run.pausing = True

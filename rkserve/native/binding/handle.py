@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rkserve.core.errors import CallFailed, LoadFailed, NativeError
-from rkserve.native.binding.abi import CallbackPointers, Dialect
 from rkserve.native.binding.library import open_library
+from rkserve.native.binding.releases import CallbackPointers, RuntimeRelease
 from rkserve.native.runtime import Embed, LoadParams, Tokenize
 
 _REFUSED = -1
@@ -86,9 +86,9 @@ _INIT_LOCK = threading.Lock()
 class Handle:
     """A pointer that is NULL before ``init`` and after ``destroy``."""
 
-    def __init__(self, path: Path, dialect: Dialect) -> None:
-        self.dialect = dialect
-        self.ffi: Any = dialect.ffi
+    def __init__(self, path: Path, release: RuntimeRelease) -> None:
+        self.release = release
+        self.ffi: Any = release.ffi
         self.lib = open_library(self.ffi, path)
         self.pointer = self.ffi.NULL
         self.keep: list[Any] = []  # what the library was given for good, until destroy
@@ -105,8 +105,8 @@ class Handle:
         pointer = self.ffi.new("LLMHandle *")
         with _INIT_LOCK:
             raise_file_limit()
-            param = self.dialect.init_params(self.lib, params, keep)
-            code = self.dialect.init(self.lib, pointer, param, callbacks, keep)
+            param = self.release.init_params(self.lib, params, keep)
+            code = self.release.init(self.lib, pointer, param, callbacks, keep)
         if code != 0 or pointer[0] == self.ffi.NULL:
             raise LoadFailed(_init_failure(params.model_path, code))
         self.keep, self.pointer = keep, pointer[0]

@@ -1,7 +1,8 @@
-"""Opening a shared library so that a failure tells the person at the board what to do.
+"""Open a shared library, and identify the release of a ``librkllmrt.so``.
 
-It knows ELF headers and the dynamic loader's words. Which release a library is, and what its
-functions mean, is for ``detect`` and ``binding``.
+An error names the fix, because the operator at the board reads it. The runtime has no version call,
+and a wrong release corrupts memory: two independent findings must agree, the version string in the
+file and the layout of the default parameters. A release is never configured by the user.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rkserve.core.errors import LibraryMissing, ReleaseRefused
+from rkserve.native.binding.releases import RELEASES, RuntimeRelease
 from rkserve.native.decl.rkllm_detect import ffi
-from rkserve.native.releases import ACCEPTED, Abi
 
 _ELF_MAGIC = b"\x7fELF"
 _ELF_64_BIT = 2
@@ -28,17 +29,17 @@ _MACHINE_AT, _SECTIONS_AT, _SECTION_COUNT_AT = 18, 40, 58
 
 
 def open_library(ffi: Any, path: Path, name: str = "librkllmrt.so") -> Any:
-    """Open the library at ``path`` with the declarations of ``ffi``; ``name`` is what it should be.
+    """Open the library at ``path`` with the declarations of ``ffi``; ``name`` is for messages.
 
     Raises:
-        LibraryMissing: there is no such file, it is not for this machine, or the loader cannot
-            load it; the message holds the loader's words and the fix.
+        LibraryMissing: the file is missing, is for another machine, or cannot be loaded; the
+            message has the loader's text and the fix.
     """
     _check_header(path, name)
     try:
         return ffi.dlopen(str(path.absolute()))
     except OSError as exc:
-        words = str(exc).partition(".  Additionally")[0]  # cffi's afterthought about search paths
+        words = str(exc).partition(".  Additionally")[0]  # cffi adds a remark on search paths
         raise LibraryMissing(f"{path} cannot be loaded: {words}. {_fix(words, path)}") from exc
 
 
@@ -86,27 +87,10 @@ def _fix(words: str, path: Path) -> str:
 # The suffix matters: 1.2.1b1 has another layout than 1.2.1.
 _VERSION = re.compile(rb"RKLLM SDK \(version:\s*(\d{1,9}\.\d{1,9}\.\d{1,9}[0-9A-Za-z.+~-]{0,40})")
 
-SYMBOLS = (
-    "rkllm_createDefaultParam",
-    "rkllm_init",
-    "rkllm_load_lora",
-    "rkllm_load_prompt_cache",
-    "rkllm_release_prompt_cache",
-    "rkllm_destroy",
-    "rkllm_run",
-    "rkllm_run_async",
-    "rkllm_abort",
-    "rkllm_is_running",
-    "rkllm_clear_kv_cache",
-    "rkllm_get_kv_cache_size",
-    "rkllm_set_chat_template",
-    "rkllm_set_function_tools",
-    "rkllm_set_cross_attn_params",
-)
-
-# Of the oversized parameters that are asked for, see the header, every byte that is looked at lies
-# within the parameters of both interfaces.
-_EXTEND_AT = {Abi.V1_2: 88, Abi.V1_3: 60}
+_DEFAULTS = "rkllm_createDefaultParam"
+# The offsets of ``extend_param``. The default parameters are read into a struct that is larger than
+# those of any release (see the header), so that both places lie within it.
+_OFFSETS = tuple(dict.fromkeys(one.extend_param_offset for one in RELEASES.values()))
 # base_domain_id, embed_flash, enabled_cpus_num, enabled_cpus_mask, n_batch, use_cross_attn
 _EXTEND = struct.Struct("<ibb2xIBb")
 _MAX_CPUS = 8
@@ -115,97 +99,94 @@ _MAX_DOMAIN = 15
 
 @dataclass(frozen=True, slots=True)
 class LibraryFindings:
-    """What a library shows of itself: its version strings, its layout, functions it lacks."""
+    """The version strings of a library, its offset of ``extend_param``, and missing functions."""
 
     versions: tuple[str, ...]
-    abi: Abi | None
+    extend_param_offset: int | None
     missing: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Detected:
-    """An accepted release and its binary interface."""
-
-    release: str
-    abi: Abi
-
-
-def detect(path: Path) -> Detected:
-    """Find out the release of the library at ``path``.
+def detect(path: Path) -> RuntimeRelease:
+    """Return the release of the library at ``path``.
 
     Raises:
-        LibraryMissing: it cannot be opened.
-        ReleaseRefused: it is of no accepted release, or its string and its layout disagree.
+        LibraryMissing: the library cannot be opened.
+        ReleaseRefused: the release is not accepted, or version string and layout disagree.
     """
     return judge(path, examine(path))
 
 
 def examine(path: Path) -> LibraryFindings:
-    """Look at the library; it is opened for that, and asked for its default parameters only."""
+    """Open the library and read its default parameters; no other function of it is called."""
     library = open_library(ffi, path)
-    missing = tuple(symbol for symbol in SYMBOLS if not _exports(library, symbol))
-    abi = None
-    if SYMBOLS[0] not in missing:
-        defaults = library.rkllm_createDefaultParam()  # named: its bytes live as long as it does
-        abi = layout_of(bytes(ffi.buffer(defaults.bytes)))
-    return LibraryFindings(versions_in(path), abi, missing)
+    versions, offset = versions_in(path), None
+    if _exports(library, ffi, _DEFAULTS):
+        defaults = library.rkllm_createDefaultParam()  # a named local keeps its bytes alive
+        offset = extend_param_offset(bytes(ffi.buffer(defaults.bytes)))
+    known = RELEASES.get(versions[0]) if len(versions) == 1 else None
+    return LibraryFindings(versions, offset, _missing(path, ffi if known is None else known.ffi))
 
 
-def _exports(library: Any, symbol: str) -> bool:
+def _missing(path: Path, declarations: Any) -> tuple[str, ...]:
+    library = open_library(declarations, path)
+    return tuple(name for name in dir(library) if not _exports(library, declarations, name))
+
+
+def _exports(library: Any, declarations: Any, name: str) -> bool:
     try:
-        getattr(library, symbol)
-    except ffi.error:
+        getattr(library, name)
+    except declarations.error:
         return False
     return True
 
 
 def versions_in(path: Path) -> tuple[str, ...]:
-    """Return the distinct versions that the file's bytes name, sorted."""
+    """Return the distinct versions in the file's bytes, sorted."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return tuple(sorted({found.decode() for found in _VERSION.findall(data)}))
 
 
-def layout_of(defaults: bytes) -> Abi | None:
-    """Tell from default parameters which interface laid them out; None where that is not clear."""
-    fits = [abi for abi in Abi if _fits(defaults, abi, strict=False)]
+def extend_param_offset(defaults: bytes) -> int | None:
+    """Return the offset of ``extend_param`` in default parameters; None where it is ambiguous."""
+    fits = [offset for offset in _OFFSETS if _fits(defaults, offset, strict=False)]
     if len(fits) > 1:
-        # At one of the two places lie the bytes of pointers, which may look like anything.
-        fits = [abi for abi in fits if _fits(defaults, abi, strict=True)]
+        # One of the places holds the bytes of pointers, which may look like anything.
+        fits = [offset for offset in fits if _fits(defaults, offset, strict=True)]
     return fits[0] if len(fits) == 1 else None
 
 
-def _fits(defaults: bytes, abi: Abi, *, strict: bool) -> bool:
-    domain, flash, cpus, mask, batch, cross = _EXTEND.unpack_from(defaults, _EXTEND_AT[abi])
+def _fits(defaults: bytes, offset: int, *, strict: bool) -> bool:
+    domain, flash, cpus, mask, batch, cross = _EXTEND.unpack_from(defaults, offset)
     plausible = 1 <= cpus <= _MAX_CPUS and mask != 0 and batch == 1
     if not strict:
         return bool(plausible)
     return bool(plausible and 0 <= domain <= _MAX_DOMAIN and flash in (0, 1) and cross in (0, 1))
 
 
-def judge(path: Path, findings: LibraryFindings) -> Detected:
-    """Return the release where both findings agree on an accepted one.
+def judge(path: Path, findings: LibraryFindings) -> RuntimeRelease:
+    """Return the accepted release on which version string and layout agree.
 
     Raises:
-        ReleaseRefused: they do not; the message holds both, and the releases that are accepted.
+        ReleaseRefused: they disagree; the message has both findings and the accepted releases.
     """
-    versions, abi = findings.versions, findings.abi
+    versions, offset = findings.versions, findings.extend_param_offset
     if len(versions) == 1 and not findings.missing:
-        expected = ACCEPTED.get(versions[0])
-        if expected is not None and expected is abi:
-            return Detected(versions[0], expected)
-    named = f"the version {' and '.join(versions)}" if versions else "no version"
-    laid_out = f"those of RKLLM {abi.value}" if abi else "those of no known release"
-    lacks = f" It lacks {', '.join(findings.missing)}." if findings.missing else ""
+        release = RELEASES.get(versions[0])
+        if release is not None and release.extend_param_offset == offset:
+            return release
+    named = " and ".join(versions) or "no version"
+    alike = ", ".join(one.version for one in RELEASES.values() if one.extend_param_offset == offset)
+    lacks = f" Missing functions: {', '.join(findings.missing)}." if findings.missing else ""
     raise ReleaseRefused(
-        f"{path} is refused: its version string names {named}, and its default parameters are laid "
-        f"out as {laid_out}; the two must agree.{lacks} Accepted are exactly "
-        f"{', '.join(ACCEPTED)}.{_advice(versions)}"
+        f"{path} is refused: its version string is {named}, and the layout of its default "
+        f"parameters is that of {alike or 'no known release'}; the two must agree.{lacks} Accepted "
+        f"releases: {', '.join(RELEASES)}.{_advice(versions)}"
     )
 
 
 def _advice(versions: tuple[str, ...]) -> str:
     if any(re.search(r"\d(b|rc|a|-)", version) for version in versions):
-        return " A beta is laid out differently from its release: install the release."
-    if any(version not in ACCEPTED for version in versions):
-        return " Any other release, such as 1.3.1, is accepted only once its header was read."
+        return " The layout of a beta differs from that of its release: install the release."
+    if any(version not in RELEASES for version in versions):
+        return " Another release is accepted only after its header was read."
     return ""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rkserve.core.errors import LoadFailed, Misuse
 from rkserve.native.binding.kv_context import adapter_words
-from rkserve.native.releases import Abi
+from rkserve.native.binding.releases import NO_IMAGE_TAGS, RuntimeRelease
 from rkserve.native.runtime import (
     CrossAttention,
     EmbedInput,
@@ -29,7 +29,6 @@ _CPU_BITS = 32
 _MAX_BATCH = 100  # the library's own words: between 1 and 100
 _DOMAINS = 16  # the kernel driver's RKNPU_MAX_IOMMU_DOMAIN_NUM
 _FLOAT = 4
-_NO_TAGS = ("", "", "")
 
 # Markup that a tokenizer reads as special tokens; DeepSeek's has full-width bars.
 _MARKUP = re.compile(
@@ -40,7 +39,7 @@ _MARKUP = re.compile(
 # -- load -----------------------------------------------------------------------------------------
 
 
-def check_load(params: LoadParams, release: str, abi: Abi) -> None:
+def check_load(params: LoadParams, release: RuntimeRelease) -> None:
     """Raise ``LoadFailed`` where init is bound to fail; 1.3.0 may crash on a failing one."""
     if not Path(params.model_path).is_file():
         raise LoadFailed(f"there is no model file {params.model_path}")
@@ -55,47 +54,35 @@ def check_load(params: LoadParams, release: str, abi: Abi) -> None:
         raise LoadFailed(
             f"base_domain_id must be from 0 to {_DOMAINS - 1}, not {params.base_domain_id}"
         )
-    for name, given in _foreign(params, abi).items():
-        if given:
-            raise LoadFailed(f"RKLLM {release} has no {name}")
-
-
-def _foreign(params: LoadParams, abi: Abi) -> Mapping[str, bool]:
-    """Say which settings are set that only the other interface has; they would be lost."""
-    if abi is Abi.V1_3:
-        return {"image_tags at load, but with each image": params.image_tags != _NO_TAGS}
-    return {
-        "ignore_eos_token": params.ignore_eos_token,
-        "tokenizer callback": params.tokenize is not None,
-        "embedding callback": params.embed is not None,
-    }
+    for name in release.missing_settings(params):
+        raise LoadFailed(f"RKLLM {release.version} has no {name}")
 
 
 # -- a run ----------------------------------------------------------------------------------------
 
 
-def check_run(params: RunParams, n_batch: int, release: str, abi: Abi) -> None:
+def check_run(params: RunParams, n_batch: int, release: RuntimeRelease) -> None:
     """Raise ``Misuse`` for a run that no handle of ``release`` can do as it is asked for."""
     limit = params.max_new_tokens
-    if (params.sampling is not None or limit is not None) and abi is Abi.V1_2:
-        raise Misuse(f"RKLLM {release} takes sampling and max_new_tokens at load only")
+    if (params.sampling is not None or limit is not None) and not release.per_run_sampling:
+        raise Misuse(f"RKLLM {release.version} takes sampling and max_new_tokens at load only")
     if limit is not None and limit < 1:
         raise Misuse(f"max_new_tokens must be at least 1, not {limit}")
     if len(params.inputs) != n_batch:
         # The library reads n_batch of them whatever it is given, and crashes on the missing ones.
         raise Misuse(f"a run takes exactly {n_batch} inputs (n_batch), not {len(params.inputs)}")
     for given in params.inputs:
-        _check_input(given, release, abi)
+        _check_input(given, release)
 
 
-def _check_input(given: RunInput, release: str, abi: Abi) -> None:
+def _check_input(given: RunInput, release: RuntimeRelease) -> None:
     if isinstance(given, TokenInput):
         if not given.ids or min(given.ids) < 0:
             raise Misuse("token input must hold at least one id, and none below 0")
     elif isinstance(given, EmbedInput):
         _check_rows("embeddings", given.data, given.n_tokens)
     elif isinstance(given, MultimodalInput):
-        _check_multimodal(given, release, abi)
+        _check_multimodal(given, release)
 
 
 def _check_rows(what: str, data: bytes, rows: int) -> None:
@@ -103,26 +90,26 @@ def _check_rows(what: str, data: bytes, rows: int) -> None:
         raise Misuse(f"{len(data)} bytes of {what} do not make {rows} rows of float32")
 
 
-def _check_multimodal(given: MultimodalInput, release: str, abi: Abi) -> None:
+def _check_multimodal(given: MultimodalInput, release: RuntimeRelease) -> None:
     if given.image is None and given.video is None:
         raise Misuse("multimodal input needs an image or a video")
-    if given.video is not None and abi is Abi.V1_2:
-        raise Misuse(f"RKLLM {release} takes no video")
+    if given.video is not None and not release.takes_video:
+        raise Misuse(f"RKLLM {release.version} takes no video")
     if given.image is not None:
-        _check_image(given.image, given.text.count("<image>"), release, abi)
+        _check_image(given.image, given.text.count("<image>"), release)
     if given.video is not None:
         _check_video(given.video, given.text.count("<video>"))
 
 
-def _check_image(image: Image, places: int, release: str, abi: Abi) -> None:
+def _check_image(image: Image, places: int, release: RuntimeRelease) -> None:
     # Without its counts an asynchronous run returned 0 and never called back.
     _check_counts("an image", image.n_images, image.n_tokens, image.width, image.height)
     _check_rows("image embeddings", image.data, image.n_images * image.n_tokens)
     # Only 1.3.0 is documented to want one place for each; before, one was enough for all.
-    if places != image.n_images and not (abi is Abi.V1_2 and places == 1):
+    if places != image.n_images and not (release.one_mark_for_all_images and places == 1):
         raise Misuse(f"the text has {places} times <image> for {image.n_images} images")
-    if image.tags != _NO_TAGS and abi is Abi.V1_2:
-        raise Misuse(f"RKLLM {release} takes image tags at load, not with each image")
+    if image.tags != NO_IMAGE_TAGS and release.image_tags_at_load:
+        raise Misuse(f"RKLLM {release.version} takes image tags at load, not with each image")
 
 
 def _check_video(video: Video, places: int) -> None:

@@ -17,7 +17,6 @@ from rkserve.native.binding.callback import Ended, NativeRun, ResultCallback
 from rkserve.native.binding.handle import Handle
 from rkserve.native.binding.kv_context import KvContext, PromptCache
 from rkserve.native.handle_states import HandleState
-from rkserve.native.releases import Abi
 from rkserve.native.runtime import (
     EvaluateMode,
     Matrix,
@@ -46,15 +45,10 @@ class HandleRuns:
     """What is run on one handle, one at a time."""
 
     def __init__(
-        self,
-        handle: Handle,
-        callback: ResultCallback,
-        release: str,
-        abi: Abi,
-        quirks: Mapping[str, bool],
+        self, handle: Handle, callback: ResultCallback, quirks: Mapping[str, bool]
     ) -> None:
-        self._handle, self._callback = handle, callback
-        self._release, self._abi, self._quirks = release, abi, quirks
+        self._handle, self._callback, self._quirks = handle, callback, quirks
+        self._release = handle.release
         self._cookies = count(1)  # never 0: 1.3.0 would replace a NULL userdata
         self.paused: NativeRun | None = None
         self.context = KvContext()
@@ -115,7 +109,7 @@ class HandleRuns:
         """Make the run that ends the paused one, and return how it ended."""
         paused = self.paused
         assert paused is not None  # by the state table
-        limited = self._quirks["drain_by_limit"] and self._handle.dialect.per_run_sampling
+        limited = self._quirks["drain_by_limit"] and self._release.per_run_sampling
         # An entry of a batch that has ended is resumed with what another one said: it is drained.
         spare = max(paused.paused_on)
         ids = [token if token >= 0 else spare for token in paused.paused_on]
@@ -172,7 +166,7 @@ class HandleRuns:
     def start(self, params: RunParams, sink: Sink, ended: Ended, started: HandleState) -> None:
         """Start an asynchronous run; see ``Runtime.run_async``."""
         if not self._quirks["run_async"]:
-            raise Misuse(f"the asynchronous runs of RKLLM {self._release} are broken")
+            raise Misuse(f"the asynchronous runs of RKLLM {self._release.version} are broken")
         run = self._prepared(params, sink)
         run.ended = [ended]
         inputs, infer = self._structs(run)
@@ -224,7 +218,7 @@ class HandleRuns:
     ) -> NativeRun:
         """Check a run against everything that is known; from here on it can only be made."""
         n_batch, paused = self._callback.n_batch, self.paused
-        preconditions.check_run(params, n_batch, self._release, self._abi)
+        preconditions.check_run(params, n_batch, self._release)
         preconditions.check_save(params, n_batch, self._quirks)
         if not self.template_emptied:
             preconditions.check_prompts(params)
@@ -242,9 +236,9 @@ class HandleRuns:
         return NativeRun(self._handle.ffi.cast("void *", next(self._cookies)), params, sink, mode)
 
     def _structs(self, run: NativeRun) -> tuple[Any, Any]:
-        dialect, lib, params, keep = self._handle.dialect, self._handle.lib, run.params, run.keep
-        inputs = fitting(lambda: dialect.inputs(lib, params.inputs, keep))
-        return inputs, fitting(lambda: dialect.infer_params(lib, params, run.mode, keep))
+        release, lib, params, keep = self._release, self._handle.lib, run.params, run.keep
+        inputs = fitting(lambda: release.inputs(lib, params.inputs, keep))
+        return inputs, fitting(lambda: release.infer_params(lib, params, run.mode, keep))
 
     def _make(
         self, run: NativeRun, started: HandleState, *, drained: bool = False

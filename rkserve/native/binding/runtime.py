@@ -18,15 +18,14 @@ from typing import Any
 
 from rkserve.core.errors import LoadFailed, Misuse
 from rkserve.native.binding import preconditions
-from rkserve.native.binding.abi import CallbackPointers, dialect_for
 from rkserve.native.binding.callback import Ended, ResultCallback, keep_for_good
 from rkserve.native.binding.handle import Handle, ModelCallbacks
 from rkserve.native.binding.inputs import c_path, c_string
 from rkserve.native.binding.library import detect
+from rkserve.native.binding.releases import CallbackPointers, RuntimeRelease
 from rkserve.native.binding.runs import HandleRuns, fitting
 from rkserve.native.handle_states import HandleEvent, HandleState, advance
 from rkserve.native.quirks import quirks_for
-from rkserve.native.releases import Abi
 from rkserve.native.runtime import (
     CrossAttention,
     EvaluateMode,
@@ -46,18 +45,18 @@ def open_runtime(path: Path, quirks: Mapping[str, bool] | None = None) -> Bindin
         LibraryMissing, ReleaseRefused: see ``detect``.
         ConfigError: an override is not in the quirk table.
     """
-    detected = detect(path)
-    return Binding(path, detected.release, detected.abi, quirks_for(detected.release, quirks))
+    release = detect(path)
+    return Binding(path, release, quirks_for(release.quirks, quirks))
 
 
 class Binding:
     """One handle of one library; see ``Runtime`` for what its methods promise."""
 
-    def __init__(self, path: Path, release: str, abi: Abi, quirks: Mapping[str, bool]) -> None:
-        self._release, self._abi, self._quirks = release, abi, quirks
-        self._handle = Handle(path, dialect_for(abi))
-        self._callback = ResultCallback(self._handle, release, quirks)
-        self._runs = HandleRuns(self._handle, self._callback, release, abi, quirks)
+    def __init__(self, path: Path, release: RuntimeRelease, quirks: Mapping[str, bool]) -> None:
+        self._release, self._quirks = release, quirks
+        self._handle = Handle(path, release)
+        self._callback = ResultCallback(self._handle, quirks)
+        self._runs = HandleRuns(self._handle, self._callback, quirks)
         self._owner = threading.Lock()
         # What the library was given until it is given another: by the call that does so.
         self._kept: dict[str, list[Any]] = {}
@@ -68,12 +67,12 @@ class Binding:
     @property
     def release(self) -> str:
         """The detected release."""
-        return self._release
+        return self._release.version
 
     @property
     def per_run_sampling(self) -> bool:
         """Whether a run may carry sampling and a token limit."""
-        return self._handle.dialect.per_run_sampling
+        return self._release.per_run_sampling
 
     @property
     def quirks(self) -> Mapping[str, bool]:
@@ -96,7 +95,7 @@ class Binding:
         """Create the handle. Raises ``LoadFailed``."""
         callback = self._callback
         with self._owned(HandleEvent.INIT) as loaded:
-            preconditions.check_load(params, self._release, self._abi)
+            preconditions.check_load(params, self._release)
             callback.n_batch = params.n_batch
             try:
                 self._handle.init(params, self._functions(params))
@@ -218,7 +217,7 @@ class Binding:
         with self._owned(HandleEvent.CONFIGURE):
             preconditions.check_adapter(path, name, scale, self._runs.adapters)
             # Kept even if it is refused: what the library has noted by then is unknown.
-            adapter = self._handle.dialect.adapter(path, name, scale, self._handle.keep)
+            adapter = self._release.adapter(path, name, scale, self._handle.keep)
             self._handle.call("rkllm_load_lora", adapter)
             self._runs.adapters.add(name)
 
@@ -240,7 +239,7 @@ class Binding:
         with self._owned(HandleEvent.CONFIGURE):
             preconditions.check_cross_attention(given, loaded_for_it=self._cross_attention)
             keep: list[Any] = []
-            struct = fitting(lambda: self._handle.dialect.cross_attention(given, keep))
+            struct = fitting(lambda: self._release.cross_attention(given, keep))
             self._call_keeping("rkllm_set_cross_attn_params", keep, struct)
             self._runs.context.encoder_replaced()
 

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from rkserve.core.errors import LoadFailed, Misuse, NativeError, RkserveError, StepsRefused
 from rkserve.core.run_params import Embeds, EncoderStates, Picture, Pooling
 from rkserve.native import engine_frames
+from rkserve.native.binding.releases import RELEASES
 from rkserve.native.engine import commands
 from rkserve.native.engine.process_io import FrameWriter, NpuLock
 from rkserve.native.engine_frames import FrameKind
-from rkserve.native.releases import ACCEPTED, Abi
 from rkserve.native.runtime import (
     CrossAttention,
     Image,
@@ -179,7 +179,7 @@ class EngineServer:
         runtime = self._open_runtime(Path(command["library"]), command["quirks"])
         given, load = command["vision"], commands.load_params(command["params"])
         vision = None if given is None else commands.vision_params(given)
-        if vision is not None and ACCEPTED[runtime.release] is Abi.V1_2:
+        if vision is not None and RELEASES[runtime.release].image_tags_at_load:
             load = replace(load, image_tags=vision.tags)
         runtime.load(load)
         self._needs_encoder = load.use_cross_attn

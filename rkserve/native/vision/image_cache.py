@@ -13,11 +13,9 @@ from typing import Protocol
 
 from rkserve.core.errors import LoadFailed
 from rkserve.core.run_params import Picture
-from rkserve.native.releases import ACCEPTED, Abi
+from rkserve.native.binding.releases import NO_IMAGE_TAGS, RELEASES
 from rkserve.native.runtime import Image, VisionParams
 from rkserve.native.vision.encoder import ImageEncoderShape, RknnEncoder
-
-NO_TAGS = ("", "", "")
 
 
 class Encoder(Protocol):
@@ -47,8 +45,7 @@ class CachedEncoder:
                 f"{params.height} and {params.tokens}"
             )
         self._encoder, self._params = encoder, params
-        # 1.2.x was told the tags when it was loaded, and takes none with an image.
-        self._tags = params.tags if ACCEPTED[release] is Abi.V1_3 else NO_TAGS
+        self._tags = NO_IMAGE_TAGS if RELEASES[release].image_tags_at_load else params.tags
         self._rows: OrderedDict[bytes, bytes] = OrderedDict()  # the longest unused first
         self._held = 0  # bytes of them
         self.encoded = 0  # images that were not found

@@ -11,15 +11,14 @@ import pytest
 
 from rkserve.core.errors import LibraryMissing, ReleaseRefused
 from rkserve.native.binding.library import (
-    Detected,
     LibraryFindings,
     detect,
+    extend_param_offset,
     judge,
-    layout_of,
     versions_in,
 )
+from rkserve.native.binding.releases import RELEASES
 from rkserve.native.binding.runtime import open_runtime
-from rkserve.native.releases import ACCEPTED, Abi
 from tests.support.sim import rkllm_fake
 from tests.support.sim.rkllm_fake import version
 
@@ -36,44 +35,44 @@ def made(workshop: Path, *flags: str) -> Path:
     return rkllm_fake.build(workshop / f"librkllmrt-{next(NUMBERS)}.so", *flags)
 
 
-@pytest.mark.parametrize("release", ACCEPTED)
+@pytest.mark.parametrize("release", RELEASES)
 def test_m1_an_accepted_release_is_found_by_string_and_layout(workshop: Path, release: str) -> None:
-    flags = [ABI_13] if ACCEPTED[release] is Abi.V1_3 else []
+    flags = [ABI_13] if RELEASES[release].declarations == "rkllm_1_3" else []
     library = made(workshop, version(release), *flags)
-    assert detect(library) == Detected(release, ACCEPTED[release])
+    assert detect(library) is RELEASES[release]
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         pytest.param(
-            [version("1.2.1b1")], ["1.2.1b1", "those of RKLLM 1.2.x", "beta"], id="a beta"
+            [version("1.2.1b1")], ["1.2.1b1", "that of 1.2.1, 1.2.2, 1.2.3", "beta"], id="a beta"
         ),
-        pytest.param([version("1.2.0")], ["version 1.2.0", "header was read"], id="too old"),
+        pytest.param([version("1.2.0")], ["string is 1.2.0", "header was read"], id="too old"),
         pytest.param(
             [version("1.3.1"), ABI_13],
-            ["version 1.3.1", "those of RKLLM 1.3", "only once its header was read"],
+            ["string is 1.3.1", "that of 1.3.0", "only after its header was read"],
             id="a newer release",
         ),
         pytest.param(
             [version("1.2.3"), ABI_13],
-            ["version 1.2.3", "those of RKLLM 1.3", "must agree"],
+            ["string is 1.2.3", "that of 1.3.0", "must agree"],
             id="the string says 1.2.3, the layout 1.3",
         ),
         pytest.param(
             [version("1.3.0")],
-            ["version 1.3.0", "those of RKLLM 1.2.x"],
+            ["string is 1.3.0", "that of 1.2.1, 1.2.2, 1.2.3"],
             id="the string says 1.3.0, the layout 1.2.x",
         ),
-        pytest.param([], ["no version", "those of RKLLM 1.2.x"], id="no version string"),
+        pytest.param([], ["no version", "that of 1.2.1, 1.2.2, 1.2.3"], id="no version string"),
         pytest.param(
             [version("1.2.3"), "-DFAKE_ZERO_DEFAULTS"],
-            ["version 1.2.3", "those of no known release"],
+            ["string is 1.2.3", "that of no known release"],
             id="defaults of an unknown layout",
         ),
         pytest.param(
             [version("1.2.3"), "-DFAKE_WITHOUT_CROSS_ATTN"],
-            ["It lacks rkllm_set_cross_attn_params"],
+            ["Missing functions: rkllm_set_cross_attn_params"],
             id="a function is missing",
         ),
     ],
@@ -90,7 +89,7 @@ def test_m1_anything_else_is_refused_with_both_findings(
 
 def test_m1_two_version_strings_are_refused() -> None:
     with pytest.raises(ReleaseRefused, match=r"1\.2\.3 and 1\.3\.0"):
-        judge(Path("x.so"), LibraryFindings(("1.2.3", "1.3.0"), Abi.V1_3))
+        judge(Path("x.so"), LibraryFindings(("1.2.3", "1.3.0"), 60))
 
 
 @pytest.mark.parametrize(
@@ -126,15 +125,15 @@ POINTERS = struct.pack("<QQQ", 0x7F00_0000_0410, 0x7F00_0000_0401, 0x7F00_0000_0
 
 
 @pytest.mark.parametrize(
-    ("data", "abi"),
+    ("data", "offset"),
     [
-        pytest.param(defaults(at88=EXTEND), Abi.V1_2, id="1.2.x"),
-        pytest.param(defaults(at60=EXTEND), Abi.V1_3, id="1.3"),
+        pytest.param(defaults(at88=EXTEND), 88, id="1.2.x"),
+        pytest.param(defaults(at60=EXTEND), 60, id="1.3"),
         pytest.param(defaults(), None, id="zeros"),
         pytest.param(bytes([0xDD]) * 256, None, id="garbage"),
         pytest.param(defaults(at60=EXTEND, at88=EXTEND), None, id="both, for no reason"),
         pytest.param(
-            defaults(at88=EXTEND, at64=POINTERS), Abi.V1_2, id="pointers look like 1.3 by chance"
+            defaults(at88=EXTEND, at64=POINTERS), 88, id="pointers look like 1.3 by chance"
         ),
         pytest.param(
             defaults(at88=struct.pack("<ibb2xIBb", 0, 0, 9, 0xF0, 1, 0)), None, id="9 cores"
@@ -147,8 +146,8 @@ POINTERS = struct.pack("<QQQ", 0x7F00_0000_0410, 0x7F00_0000_0401, 0x7F00_0000_0
         ),
     ],
 )
-def test_m1_the_layout_is_told_from_default_parameters(data: bytes, abi: Abi | None) -> None:
-    assert layout_of(data) is abi
+def test_m1_the_layout_is_told_from_default_parameters(data: bytes, offset: int | None) -> None:
+    assert extend_param_offset(data) == offset
 
 
 def other_machine(good: Path, bad: Path) -> Path:

@@ -1,7 +1,7 @@
 """The binding against a scripted C library: what it passes on, what it keeps, what it refuses.
 
 The misuses M1 to M15 that the library would not survive have their numbers in the tests' names;
-M1 is in test_detect.py.
+M1 is in test_library.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pytest
 from rkserve.core.errors import CallFailed, LoadFailed, Misuse, NativeError
 from rkserve.core.run_params import Sampling
 from rkserve.native.binding.handle import file_limit
+from rkserve.native.binding.releases import RELEASES
 from rkserve.native.binding.runtime import Binding, open_runtime
 from rkserve.native.handle_states import HandleState
 from rkserve.native.quirks import quirks_for
@@ -173,7 +174,7 @@ def test_m2_init_starts_from_the_librarys_defaults(
     assert seen.mirostat_tau == pytest.approx(5.0)
     assert binding.release == fake_release
     assert binding.per_run_sampling is (fake_release == "1.3.0")
-    assert binding.quirks == quirks_for(fake_release)
+    assert binding.quirks == quirks_for(RELEASES[fake_release].quirks)
 
 
 def test_m2_without_cpus_the_librarys_own_choice_stands(fake: Fake, handle: Binding) -> None:

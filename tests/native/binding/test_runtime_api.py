@@ -20,9 +20,9 @@ import pytest
 
 from rkserve.core.errors import CallFailed, LoadFailed, Misuse, NativeError, NothingComputed
 from rkserve.core.run_params import Sampling
+from rkserve.native.binding.releases import RELEASES
 from rkserve.native.binding.runtime import Binding, open_runtime
 from rkserve.native.handle_states import HandleState
-from rkserve.native.releases import ACCEPTED, Abi
 from rkserve.native.runtime import (
     CrossAttention,
     EmbedInput,
@@ -1151,7 +1151,7 @@ def test_m4_a_late_hook_after_destroy_is_harmless(fake: Fake, opened: Open) -> N
 
 
 def functions(release: str) -> set[str]:
-    name = "rkllm_1_2.h" if ACCEPTED[release] is Abi.V1_2 else "rkllm_1_3.h"
+    name = f"{RELEASES[release].declarations}.h"
     header = PROJECT / "rkserve" / "native" / "decl" / name
     return set(re.findall(r"^\w+ (rkllm_\w+)\(", header.read_text(), re.MULTILINE))
 

@@ -194,10 +194,10 @@ def test_strict_mode_would_have_noticed_a_misuse(tmp_path: Path) -> None:
 load()
 runtime.run(run_of(chat("Count to 9")), lambda step: SinkAction.PAUSE)
 handle = runtime._handle  # past the binding, as others do it
-null, lib, dialect = handle.ffi.NULL, handle.lib, handle.dialect
+null, lib, release = handle.ffi.NULL, handle.lib, handle.release
 lib.rkllm_clear_kv_cache(handle.pointer, 0, null, null)
-lib.rkllm_run(handle.pointer, dialect.inputs(lib, [chat("x")], []),
-    dialect.infer_params(lib, run_of(chat("x")), None, []), null)
+lib.rkllm_run(handle.pointer, release.inputs(lib, [chat("x")], []),
+    release.infer_params(lib, run_of(chat("x")), None, []), null)
 """
     done = child("1.2.3", script, tmp_path=tmp_path)
     assert done.returncode == -signal.SIGABRT

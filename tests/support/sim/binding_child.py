@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rkserve.native.sim.build import ensure_built
+from rkserve.native.sim import build
 from tests.support.paths import PROJECT
 from tests.support.sim.rkllm_fake import sanitized
 
 MODEL = PROJECT / "models" / "sim-chat"
-RELEASES = ("1.2.3", "1.3.0")
+RELEASES = tuple(build.RELEASES)
 
 PRELUDE = """
 import gc, json, sys, threading, time
@@ -95,7 +95,7 @@ def child(
         "RKSIM_CONTROL": str(control),
         **(env or {}),
     }
-    path = ensure_built(release, sanitize=sanitized())
+    path = build.ensure_built(release, sanitize=sanitized())
     return subprocess.run(
         [sys.executable, "-c", PRELUDE + script, str(path), str(MODEL)],
         capture_output=True,

@@ -35,6 +35,7 @@ from rkserve.models.adapters import adapters
 from rkserve.models.folder import open_model_folder
 from rkserve.native.runtime import LoadParams
 from rkserve.native.sim import adapters as sim_adapters
+from rkserve.native.sim import build
 from rkserve.native.sim.build import ensure_built
 from tests.support.boards.board_bench import collect, until
 from tests.support.boards.fakes import run_loop
@@ -51,7 +52,7 @@ GREEDY = Sampling(temperature=0.0, top_k=1, repeat_penalty=1.0)
 CALM = RunTimeouts(first_token_s=30.0, token_s=30.0, abort_s=30.0)
 UNHURRIED = 0.5  # 30 ms for a token: what is asked of the engine is there before the next one
 
-both_releases = pytest.mark.parametrize("release", ["1.2.3", "1.3.0"])
+both_releases = pytest.mark.parametrize("release", [*build.RELEASES])
 
 
 def chat(*turns: str) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import cffi
 from tokenizers import Tokenizer
 
+from rkserve.native.binding.releases import RELEASES
 from rkserve.native.sim import build
 from tests.support.paths import PROJECT
 
@@ -114,7 +115,7 @@ def chat(*turns: str, system: str = "You are a helpful assistant.") -> list[int]
 
 @functools.cache
 def opened(release: str) -> tuple[Any, Any]:
-    name = "rkllm_1_3.h" if release == "1.3.0" else "rkllm_1_2.h"
+    name = f"{RELEASES[release].declarations}.h"
     ffi = cffi.FFI()
     ffi.cdef((PROJECT / "rkserve" / "native" / "decl" / name).read_text())
     return ffi, ffi.dlopen(str(build.ensure_built(release)))
@@ -145,13 +146,13 @@ class Sim:
             else:
                 setattr(self.param, name, ffi.NULL if value is None else value)
         handle = ffi.new("LLMHandle *")
-        if self.release == "1.3.0":
+        if "RKLLMCallback" in ffi.list_types()[0]:
             callbacks = ffi.new("RKLLMCallback *", self.callbacks())
             return self.lib.rkllm_init(handle, self.param, callbacks), handle[0]
         return self.lib.rkllm_init(handle, self.param, self._callback), handle[0]
 
     def callbacks(self) -> dict[str, Any]:
-        """The fields of RKLLMCallback, on 1.3.0."""
+        """The fields of RKLLMCallback, which 1.3.0 introduced."""
         return {"result_callback": self._callback}
 
     def _on_result(self, result: Any, _userdata: Any, state: int) -> int:

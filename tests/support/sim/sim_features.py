@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rkserve.native.binding.releases import RELEASES
 from rkserve.native.sim import inputs
 from tests.support.sim.sim_driver import EMBED, MULTIMODAL, Answer, Run, Sim, ids_of
 from tests.support.sim.sim_driver import opened as library
@@ -56,7 +57,7 @@ class FeatureSim(Sim):
         self.hooked: list[tuple[str, Any]] = []  # what the callbacks were called with
         self._kept: list[Any] = []  # for one run
         self._hooks: list[Any] = []  # for good
-        if tags and release == "1.2.3":
+        if tags and RELEASES[release].image_tags_at_load:
             self._tags = [library(release)[0].new("char[]", tag) for tag in tags]
             param |= dict(zip(("img_start", "img_end", "img_content"), self._tags, strict=True))
         super().__init__(release, **param)
@@ -126,7 +127,7 @@ class FeatureSim(Sim):
 
     def _fill_seen(self, seen: Any, given: Seen) -> None:
         seen.prompt = self._chars(given.prompt)
-        if self.release == "1.3.0":
+        if RELEASES[self.release].takes_video:
             self._fill_part(seen.image, "image", given.images, given)
             self._fill_part(seen.video, "video", given.videos, given)
         elif given.images:

@@ -1,21 +1,24 @@
-"""What the two binary interfaces do differently, and how our values become their structs.
+"""The accepted releases of the vendor's runtime, one class each.
 
-One ``ffi`` per interface, from the vendor's declarations. It knows the structs and who has to keep
-them alive (the list that is passed in); it makes no call that needs a handle but ``init``.
+Everything in which a release differs stands on its class: the header in ``decl`` that declares its
+structs and functions, the offset that identifies its layout, its capabilities, its known quirks,
+and the conversion of values to its structs. No other module compares releases. A release is added
+only after its header was read: the library checks nothing, and a wrong layout corrupts memory
+instead of failing.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cached_property
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from rkserve.core.run_params import Sampling
 from rkserve.native.binding.inputs import c_floats, c_ints, c_path, c_string, make_inputs
-from rkserve.native.releases import Abi
 from rkserve.native.runtime import (
     CrossAttention,
     EvaluateMode,
@@ -24,33 +27,51 @@ from rkserve.native.runtime import (
     MultimodalInput,
     RunInput,
     RunParams,
+    Video,
 )
 
+NO_IMAGE_TAGS = ("", "", "")
 _IMAGE_TAGS = ("img_start", "img_end", "img_content")
 
 
 @dataclass(frozen=True, slots=True)
 class CallbackPointers:
-    """What C may call of ours. The last two are NULL where the model needs no help."""
+    """The functions that C calls. The last two are NULL where the model needs neither."""
 
     on_result: Any
     tokenize: Any
     embed: Any
 
 
-class Dialect(ABC):
-    """What is the same in all accepted releases."""
+class RuntimeRelease(ABC):
+    """One release; the defaults are those of 1.2.1, the oldest one that is accepted.
 
-    declarations: ClassVar[str]
-    per_run_sampling: ClassVar[bool]
+    Objects that C refers to are appended to the ``keep`` lists, whose owner keeps them alive. Only
+    ``init`` calls the library with a handle.
+    """
 
-    def __init__(self) -> None:
-        self.ffi: Any = import_module(f"rkserve.native.decl.{self.declarations}").ffi
+    version: ClassVar[str]
+    declarations: ClassVar[str]  # the header in ``decl``, without its suffix
+    extend_param_offset: ClassVar[int]  # of ``extend_param`` in RKLLMParam, in bytes
+    per_run_sampling: ClassVar[bool] = False  # and a token limit per run
+    image_tags_at_load: ClassVar[bool] = True  # otherwise with each image
+    one_mark_for_all_images: ClassVar[bool] = True  # a single <image> may stand for several images
+    takes_video: ClassVar[bool] = False
+    quirks: ClassVar[Mapping[str, bool]] = MappingProxyType({})  # differences from their defaults
+
+    @cached_property
+    def ffi(self) -> Any:
+        """The declarations of the release, imported at first use."""
+        return import_module(f"rkserve.native.decl.{self.declarations}").ffi
+
+    @abstractmethod
+    def missing_settings(self, load: LoadParams) -> Iterator[str]:
+        """Yield the settings in ``load`` that the release lacks and would ignore."""
 
     def init_params(self, library: Any, load: LoadParams, keep: list[Any]) -> Any:
-        """Return the parameters of init, made from the library's own defaults.
+        """Return the parameters of init, based on the library's own defaults.
 
-        Never from zeros: ``n_batch`` 0 is refused, and NULL image tags crash 1.2.x.
+        Zeros are no valid base: ``n_batch`` 0 is refused, and NULL image tags crash 1.2.x.
         """
         param = self.ffi.new("RKLLMParam *", library.rkllm_createDefaultParam())
         keep.append(param)
@@ -76,20 +97,20 @@ class Dialect(ABC):
     def init(
         self, library: Any, handle: Any, param: Any, callbacks: CallbackPointers, keep: list[Any]
     ) -> int:
-        """Call ``rkllm_init`` the way this interface wants it."""
+        """Call ``rkllm_init`` with the arguments that this release takes; return its code."""
 
     def inputs(self, library: Any, given: Sequence[RunInput], keep: list[Any]) -> Any:
-        """Return the input array of one run: exactly ``n_batch`` entries."""
+        """Return the input array of one run, one entry per input."""
         return make_inputs(self.ffi, library, given, keep, self._put_media)
 
     @abstractmethod
     def _put_media(self, target: Any, given: MultimodalInput, keep: list[Any]) -> None:
-        """Put the image, or what else there is, into a RKLLMMultiModalInput of zeros."""
+        """Fill in the image and video of a zeroed RKLLMMultiModalInput."""
 
     def infer_params(
         self, library: Any, run: RunParams, mode: EvaluateMode | None, keep: list[Any]
     ) -> Any:
-        """Return how one run is to be done. Its adapter is said every time; NULL is the base."""
+        """Return the parameters of one run; a NULL adapter is the base model."""
         ffi = self.ffi
         infer = ffi.new("RKLLMInferParam *")
         keep.append(infer)
@@ -112,10 +133,10 @@ class Dialect(ABC):
 
     @abstractmethod
     def _limit_run(self, infer: Any, run: RunParams, keep: list[Any]) -> None:
-        """Say the run's own sampling and token limit, where the interface has them."""
+        """Set the sampling and token limit of the run, where the release has them."""
 
     def adapter(self, path: str, name: str, scale: float, keep: list[Any]) -> Any:
-        """Return the struct of an adapter that is to be loaded."""
+        """Return the struct that ``rkllm_load_lora`` takes."""
         ffi = self.ffi
         values = [c_path(ffi, path, keep), c_string(ffi, name, keep), scale]
         struct = ffi.new("RKLLMLoraAdapter *", values)
@@ -123,7 +144,7 @@ class Dialect(ABC):
         return struct
 
     def cross_attention(self, given: CrossAttention, keep: list[Any]) -> Any:
-        """Return the struct of an encoder's output."""
+        """Return the struct of an encoder output."""
         ffi = self.ffi
         arrays = (given.k_cache, given.v_cache, given.mask)
         values = [c_floats(ffi, data, keep) for data in arrays]
@@ -133,11 +154,20 @@ class Dialect(ABC):
         return struct
 
 
-class _Dialect12(Dialect):
-    """RKLLM 1.2.1 to 1.2.3: sampling, the token limit and image tags are fixed at init."""
+class Rkllm121(RuntimeRelease):
+    """RKLLM 1.2.1: sampling, the token limit and image tags are fixed at init."""
 
+    version = "1.2.1"
     declarations = "rkllm_1_2"
-    per_run_sampling = False
+    extend_param_offset = 88
+
+    def missing_settings(self, load: LoadParams) -> Iterator[str]:
+        if load.ignore_eos_token:
+            yield "ignore_eos_token"
+        if load.tokenize is not None:
+            yield "tokenizer callback"
+        if load.embed is not None:
+            yield "embedding callback"
 
     def init_params(self, library: Any, load: LoadParams, keep: list[Any]) -> Any:
         param = super().init_params(library, load, keep)
@@ -161,14 +191,46 @@ class _Dialect12(Dialect):
         target.image_width, target.image_height = image.width, image.height
 
     def _limit_run(self, infer: Any, run: RunParams, keep: list[Any]) -> None:
-        """Nothing can be limited; the binding refused to try."""
+        """Do nothing: ``preconditions`` refuses such a run."""
 
 
-class _Dialect13(Dialect):
-    """RKLLM 1.3.0: callbacks in a struct, sampling and token limit per run, video."""
+class Rkllm122(Rkllm121):
+    """RKLLM 1.2.2: binary identical to 1.2.1, with asynchronous runs repaired."""
 
+    version = "1.2.2"
+    quirks = MappingProxyType({"run_async": True})
+
+
+class Rkllm123(Rkllm122):
+    """RKLLM 1.2.3: binary identical to 1.2.2."""
+
+    version = "1.2.3"
+
+
+class Rkllm130(RuntimeRelease):
+    """RKLLM 1.3.0: callbacks in a struct, sampling, limit and image tags per run, video."""
+
+    version = "1.3.0"
     declarations = "rkllm_1_3"
+    extend_param_offset = 60
     per_run_sampling = True
+    image_tags_at_load = False
+    one_mark_for_all_images = False
+    takes_video = True
+    quirks = MappingProxyType(
+        {
+            "drain_by_limit": True,
+            "run_async": True,
+            "eos_uint32_misread": True,
+            "thinking_ends_run": True,
+            "return_2_frees_buffer": True,
+            "init_may_crash": True,
+        }
+    )
+
+    def missing_settings(self, load: LoadParams) -> Iterator[str]:
+        if load.image_tags != NO_IMAGE_TAGS:
+            yield "image_tags at load, but with each image"
 
     def init_params(self, library: Any, load: LoadParams, keep: list[Any]) -> Any:
         param = super().init_params(library, load, keep)
@@ -190,16 +252,10 @@ class _Dialect13(Dialect):
         return int(library.rkllm_init(handle, param, struct))
 
     def _put_media(self, target: Any, given: MultimodalInput, keep: list[Any]) -> None:
-        if (image := given.image) is not None:
-            self._put_image(target.image, image, keep)
-        if (video := given.video) is not None:
-            place = target.video
-            place.video_embed = c_floats(self.ffi, video.data, keep)
-            place.n_frame_tokens, place.n_video = video.n_tokens, video.n_videos
-            place.n_frame_per_video = video.n_frames
-            place.frame_width, place.frame_height = video.width, video.height
-            for name, tag in zip(("start", "end", "content"), video.tags, strict=True):
-                setattr(place, f"video_{name}", c_string(self.ffi, tag, keep))
+        if given.image is not None:
+            self._put_image(target.image, given.image, keep)
+        if given.video is not None:
+            self._put_video(target.video, given.video, keep)
 
     def _put_image(self, place: Any, image: Image, keep: list[Any]) -> None:
         place.image_embed = c_floats(self.ffi, image.data, keep)
@@ -207,6 +263,14 @@ class _Dialect13(Dialect):
         place.image_width, place.image_height = image.width, image.height
         for name, tag in zip(("start", "end", "content"), image.tags, strict=True):
             setattr(place, f"image_{name}", c_string(self.ffi, tag, keep))
+
+    def _put_video(self, place: Any, video: Video, keep: list[Any]) -> None:
+        place.video_embed = c_floats(self.ffi, video.data, keep)
+        place.n_frame_tokens, place.n_video = video.n_tokens, video.n_videos
+        place.n_frame_per_video = video.n_frames
+        place.frame_width, place.frame_height = video.width, video.height
+        for name, tag in zip(("start", "end", "content"), video.tags, strict=True):
+            setattr(place, f"video_{name}", c_string(self.ffi, tag, keep))
 
     def _limit_run(self, infer: Any, run: RunParams, keep: list[Any]) -> None:
         infer.max_new_tokens = run.max_new_tokens or 0  # 0: the value of init
@@ -218,14 +282,13 @@ class _Dialect13(Dialect):
         infer.sampling_params = sampling
 
 
-@cache
-def dialect_for(abi: Abi) -> Dialect:
-    """Return the dialect of ``abi``; one for the whole process."""
-    return {Abi.V1_2: _Dialect12, Abi.V1_3: _Dialect13}[abi]()
+RELEASES: Mapping[str, RuntimeRelease] = MappingProxyType(
+    {one.version: one for one in (Rkllm121(), Rkllm122(), Rkllm123(), Rkllm130())}
+)
 
 
 def _put_sampling(target: Any, sampling: Sampling) -> None:
-    """Put all nine fields, which override together; they have the library's names."""
+    """Set all nine fields, which the library overrides together; the names are the library's."""
     for entry in fields(sampling):
         setattr(target, entry.name, getattr(sampling, entry.name))
     if sampling.temperature == 0:

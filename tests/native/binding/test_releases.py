@@ -8,19 +8,18 @@ from typing import Any
 
 import pytest
 
-from rkserve.native.binding.abi import dialect_for
-from rkserve.native.binding.library import SYMBOLS
-from rkserve.native.releases import ACCEPTED, Abi
+from rkserve.native.binding.releases import RELEASES
 from rkserve.native.runtime import CallState
+from rkserve.native.sim import build
 from tests.support.paths import PROJECT, TESTS
 
 FACTS = json.loads((TESTS / "data" / "rkllm_abi.json").read_text())["versions"]
 HEADERS = PROJECT / "rkserve" / "native" / "decl"
-VERSIONS = ("1.2.3", "1.3.0")
+VERSIONS = tuple(version for version in RELEASES if version in FACTS)
 
 
 def declarations(version: str) -> Any:
-    return dialect_for(ACCEPTED[version]).ffi
+    return RELEASES[version].ffi
 
 
 def member(ctype: Any, name: str) -> tuple[int, Any] | None:
@@ -91,7 +90,7 @@ def prototypes(lines: list[str]) -> dict[str, str]:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_functions_are_the_vendors(version: str) -> None:
     ffi = declarations(version)
-    header = "rkllm_1_2.h" if ACCEPTED[version] is Abi.V1_2 else "rkllm_1_3.h"
+    header = f"{RELEASES[version].declarations}.h"
     ours = prototypes(
         re.findall(r"^\w+ rkllm_\w+\([^;]*\);", (HEADERS / header).read_text(), re.MULTILINE)
     )
@@ -99,7 +98,6 @@ def test_the_functions_are_the_vendors(version: str) -> None:
     assert {name: ffi.typeof(ctype) for name, ctype in ours.items()} == {
         name: ffi.typeof(ctype) for name, ctype in vendors.items()
     }
-    assert set(ours) == set(SYMBOLS)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -109,3 +107,19 @@ def test_the_callbacks_are_the_vendors(version: str) -> None:
         match = re.fullmatch(r"typedef (\w+)\s*\(\*(\w+)\)\((.*)\)\s*;?", line)
         assert match is not None, line
         assert ffi.typeof(match[2]) == ffi.typeof(f"{match[1]}(*)({match[3]})")
+
+
+def test_every_header_of_a_release_was_measured() -> None:
+    measured = {RELEASES[version].declarations for version in VERSIONS}
+    assert {release.declarations for release in RELEASES.values()} == measured
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_offset_that_identifies_a_layout_is_the_compilers(version: str) -> None:
+    offset, _ = FACTS[version]["structs"]["RKLLMParam"]["fields"]["extend_param"]
+    assert RELEASES[version].extend_param_offset == offset
+
+
+@pytest.mark.parametrize("release", build.RELEASES)
+def test_the_simulator_imitates_accepted_releases_only(release: str) -> None:
+    assert release in RELEASES
