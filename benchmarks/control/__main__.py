@@ -16,11 +16,11 @@ from benchmarks.control.cases import ControlBench
 from benchmarks.control.faults_cases import FaultBench, chosen
 from benchmarks.control.measure import CASES, FULL, QUICK, ControlMeasurement, Size
 from benchmarks.control.report import ControlResults, render
-from benchmarks.harness.crew import BenchCrew
 from benchmarks.harness.growth import FEWEST_SAMPLES
+from benchmarks.harness.processes import BenchCrew
 from benchmarks.serving.__main__ import interruptible
-from rkserve.bench.harness.crew import MODEL
-from rkserve.bench.harness.progress import Progress
+from rkserve.bench.harness.processes import MODEL
+from rkserve.bench.harness.progress import ProgressLine
 from rkserve.config.serve_config import PROJECT, resolve_folder
 from rkserve.core.errors import RkserveError
 
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
     asked = options(arguments)
     interruptible()
     try:
-        with _crew(progress := Progress()) as crew:
+        with _crew(progress := ProgressLine()) as crew:
             measurement = ControlMeasurement(
                 ControlBench(crew), FaultBench(crew), progress, asked.size
             )
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 @contextmanager
-def _crew(progress: Progress) -> Iterator[BenchCrew]:
+def _crew(progress: ProgressLine) -> Iterator[BenchCrew]:
     folder = Path(tempfile.mkdtemp(prefix="rkbench-"))  # short: sockets' paths have a limit
     try:
         model = folder / MODEL.name

@@ -16,15 +16,15 @@ from typing import Any
 from benchmarks.control.answers import Answer, Call
 from benchmarks.control.checks import Truth, flaws_of_truth, truth
 from benchmarks.control.figures import ATOMIC, PAUSE, RESUME
-from benchmarks.harness.crew import BenchCrew
 from benchmarks.harness.growth import Sample, sample
 from benchmarks.harness.pace import PROFILE
+from benchmarks.harness.processes import BenchCrew
 from benchmarks.harness.prompts import messages_of_length
 from benchmarks.serving.cases import SETTLE_S
-from rkserve.bench.harness.child import Json, Tell, hold
-from rkserve.bench.harness.crew import Deployment, chat_body
+from rkserve.bench.harness.child import Json, OnProgress, hold
 from rkserve.bench.harness.figures import CpuUse
 from rkserve.bench.harness.machine import cores
+from rkserve.bench.harness.processes import SimulatedDeployment, chat_body
 from rkserve.bench.harness.procfs import PROC
 from rkserve.native.sim import adapters
 
@@ -78,7 +78,7 @@ class ControlBench:
 
     def deploy(self) -> None:
         """Have the boards serve, with room for all clients on one of them."""
-        self._crew.deploy(Deployment(PROFILE, BOARDS, queue_limit=STREAMS))
+        self._crew.deploy(SimulatedDeployment(PROFILE, BOARDS, queue_limit=STREAMS))
 
     # -- pauses -------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class ControlBench:
         plan: list[Json],
         bodies: list[Json],
         said: Truth,
-        look: Tell = lambda _: None,
+        look: OnProgress = lambda _: None,
     ) -> Played:
         def heard(told: Json) -> None:
             self._crew.say(f"call {told['done']} of {told['of']}, {told['answers']} answers")
@@ -209,7 +209,7 @@ class ControlBench:
         self,
         bodies: Sequence[Json],
         plan: Sequence[Json] = (),
-        heard: Tell = lambda _: None,
+        heard: OnProgress = lambda _: None,
         **command: Any,
     ) -> tuple[list[Answer], list[Call]]:
         timeout_s = UPLOAD_S + CALL_S * len(plan)

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.control.answers import ABORTED, Answer
 from benchmarks.control.checks import SHOWN, Era, Said, Truth
 from rkserve.bench.harness.child import Json
-from rkserve.bench.harness.verdict import Verdict
+from rkserve.bench.harness.verdict import TargetVerdict
 
 ENDED = ("succeeded", "failed", "undone")
 READY = "ready"
@@ -321,7 +321,7 @@ def summed(name: str, trials: Sequence[Trial]) -> FaultFigures:
     )
 
 
-def fault_verdicts(found: Sequence[FaultFigures], times: int) -> list[Verdict]:
+def fault_verdicts(found: Sequence[FaultFigures], times: int) -> list[TargetVerdict]:
     """Hold all faults together to what must be left of them: nothing."""
     counts: dict[str, Any] = {
         f"without {times} hits of their moment": sum(one.hits < times for one in found),
@@ -333,6 +333,6 @@ def fault_verdicts(found: Sequence[FaultFigures], times: int) -> list[Verdict]:
         "records that hide what happened, and other flaws": sum(bool(one.flaws) for one in found),
     }
     return [
-        Verdict(f"faults: {what}", count, 0.0, at_most=True, unit="of them")
+        TargetVerdict(f"faults: {what}", count, 0.0, at_most=True, unit="of them")
         for what, count in counts.items()
     ]

@@ -38,11 +38,11 @@ from benchmarks.control.faults_load import ask_once, streams
 from benchmarks.control.faults_made import FAULTS, Fault
 from benchmarks.control.faults_scene import Scene
 from benchmarks.control.faults_site import ADAPTERS, Site, wait_for
-from benchmarks.harness.crew import BenchCrew
 from benchmarks.harness.pace import PROFILE
+from benchmarks.harness.processes import BenchCrew
 from benchmarks.harness.prompts import messages_of_length
 from rkserve.bench.harness.child import BenchFailed, Json, hold
-from rkserve.bench.harness.crew import Deployment, chat_body
+from rkserve.bench.harness.processes import SimulatedDeployment, chat_body
 from rkserve.bench.harness.stream import OK
 from rkserve.native.sim import adapters
 
@@ -58,7 +58,7 @@ LIMIT_S = 60.0  # for the cluster to be whole again
 LOOK_S = 0.15
 TRIES = 4  # for each time that a moment shall be hit
 LETTERS = {"a": "Ada Lovelace", "b": "Blaise Pascal"}
-_SETTINGS = Deployment(
+_SETTINGS = SimulatedDeployment(
     PROFILE,
     BOARDS,
     TIME_SCALE,

@@ -15,7 +15,7 @@ from benchmarks.harness.growth import Growth
 from rkserve.bench.harness.child import BenchFailed
 from rkserve.bench.harness.figures import Spread
 from rkserve.bench.harness.stream import OK
-from rkserve.bench.harness.verdict import Verdict
+from rkserve.bench.harness.verdict import TargetVerdict
 
 AFTER_STEP_MS = 50.0
 SKEW_MS = 50.0
@@ -181,9 +181,9 @@ def verdicts(
     switches: Iterable[SwitchFigures],
     staged: StagedFigures | None,
     rounds: RoundFigures | None,
-) -> list[Verdict]:
+) -> list[TargetVerdict]:
     """Hold what was measured to what it must reach."""
-    found: list[Verdict] = []
+    found: list[TargetVerdict] = []
     if pauses is not None:
         found += _pause_verdicts(*pauses)
     for one in switches:
@@ -191,7 +191,7 @@ def verdicts(
     if staged is not None:
         seconds = max(0.0, staged.took_ms.p99 - staged.simulated_ms) / 1e3
         what = f"{staged.size_bytes >> 20} MiB adapter on {staged.boards} boards, p99"
-        found.append(Verdict(what, seconds, STAGED_S, at_most=True, unit="s"))
+        found.append(TargetVerdict(what, seconds, STAGED_S, at_most=True, unit="s"))
     if rounds is not None:
         found += _zeros("rounds", {REFUSED: rounds.refused, **_flaws(rounds.checked)})
         for part in rounds.growth:
@@ -199,11 +199,11 @@ def verdicts(
     return found
 
 
-def _pause_verdicts(figures: PauseFigures, checked: Checked) -> list[Verdict]:
+def _pause_verdicts(figures: PauseFigures, checked: Checked) -> list[TargetVerdict]:
     what = f"pause acknowledged, p99: slowest decode step + {AFTER_STEP_MS:.0f} ms"
     bound_ms = figures.step_ms + AFTER_STEP_MS
     return [
-        Verdict(what, figures.answered_ms.p99, bound_ms, at_most=True, unit="ms"),
+        TargetVerdict(what, figures.answered_ms.p99, bound_ms, at_most=True, unit="ms"),
         *_zeros(
             "pauses",
             {
@@ -215,13 +215,13 @@ def _pause_verdicts(figures: PauseFigures, checked: Checked) -> list[Verdict]:
     ]
 
 
-def _switch_verdicts(figures: SwitchFigures) -> list[Verdict]:
+def _switch_verdicts(figures: SwitchFigures) -> list[TargetVerdict]:
     found = _zeros(
         f"{figures.strategy} switches", {REFUSED: figures.refused, **_flaws(figures.checked)}
     )
     if figures.skew_ms is not None and figures.strategy == ATOMIC:
         what = f"{figures.strategy} switches: first to last board, p99"
-        found.append(Verdict(what, figures.skew_ms.p99, SKEW_MS, at_most=True, unit="ms"))
+        found.append(TargetVerdict(what, figures.skew_ms.p99, SKEW_MS, at_most=True, unit="ms"))
     return found
 
 
@@ -241,9 +241,9 @@ def _flaws(checked: Checked) -> dict[str, int]:
     }
 
 
-def _zeros(of: str, counts: dict[str, int]) -> list[Verdict]:
+def _zeros(of: str, counts: dict[str, int]) -> list[TargetVerdict]:
     return [
-        Verdict(f"{of}: {what}", count, 0.0, at_most=True, unit="of them")
+        TargetVerdict(f"{of}: {what}", count, 0.0, at_most=True, unit="of them")
         for what, count in counts.items()
     ]
 

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.control.answers import Answer, Call, read_answer, read_call
-from rkserve.bench.harness.child import BenchFailed, Json, Tell, serve_commands
+from rkserve.bench.harness.child import BenchFailed, Json, OnProgress, serve_commands
 from rkserve.bench.harness.client import CHAT, Connection, request_bytes
 
 REFUSED_S = 0.5  # a client that was refused does not ask again at once
@@ -28,7 +28,7 @@ class Load:
     over; it then finishes the one that it has begun. All paths are below ``prefix``.
     """
 
-    def __init__(self, command: Json, tell: Tell) -> None:
+    def __init__(self, command: Json, tell: OnProgress) -> None:
         self._command, self._tell = command, tell
         self._host, self._port = command["host"], command["port"]
         self._until_s: float = command["until_s"]
@@ -93,7 +93,7 @@ class Load:
         return request_bytes(self._host, self._port, body, prefix + path)
 
 
-def carry_out(command: Json, tell: Tell) -> dict[str, Any]:
+def carry_out(command: Json, tell: OnProgress) -> dict[str, Any]:
     """Do what one command asks for and return what came of it."""
     command = {**command, "until_s": time.monotonic() + command["timeout_s"]}
 

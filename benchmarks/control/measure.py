@@ -41,7 +41,7 @@ from benchmarks.harness.pace import profile
 from rkserve.bench.harness.child import BenchFailed
 from rkserve.bench.harness.figures import Spread
 from rkserve.bench.harness.machine import machine
-from rkserve.bench.harness.progress import Progress
+from rkserve.bench.harness.progress import ProgressLine
 
 CASES = ("pauses", "switches", "staged", "rounds", "faults")
 MAX_UNAVAILABLE = 2  # boards of eight, in a rolling switch
@@ -68,7 +68,7 @@ class ControlMeasurement:
     """The cases on one cluster; faults are on one with fewer boards."""
 
     def __init__(
-        self, bench: ControlBench, faults: FaultBench, progress: Progress, size: Size
+        self, bench: ControlBench, faults: FaultBench, progress: ProgressLine, size: Size
     ) -> None:
         self._bench, self._faults = bench, faults
         self._progress, self._size = progress, size

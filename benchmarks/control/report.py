@@ -35,7 +35,7 @@ from benchmarks.serving.report import noise_section
 from rkserve.bench.harness.figures import CpuUse, Spread
 from rkserve.bench.harness.machine import Machine, machine_line
 from rkserve.bench.harness.tables import MISSING, figure, megabytes, percent, table
-from rkserve.bench.harness.verdict import Verdict
+from rkserve.bench.harness.verdict import TargetVerdict
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ControlResults:
     """Everything that one run of the control benchmark found."""
 
     machine: Machine
-    verdicts: Sequence[Verdict]
+    verdicts: Sequence[TargetVerdict]
     pauses: tuple[Played, PauseFigures, Checked] | None = None
     switches: Sequence[tuple[Played, SwitchFigures]] = ()
     staged: tuple[Sequence[Staged], StagedFigures] | None = None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.batches import BatchRun
-from rkserve.bench.harness.child import BenchFailed, Json, Tell, serve_commands
+from rkserve.bench.harness.child import BenchFailed, Json, OnProgress, serve_commands
 from rkserve.bench.harness.stream import Exchange
 from rkserve.core.run_params import Guide, GuideKind, Sampling, Stepwise
 from rkserve.models.folder import open_model_folder
@@ -176,7 +176,7 @@ def main() -> None:
     loaded: list[Runtime] = []
     guided: list[Guided] = []
 
-    def carry_out(command: Json, _: Tell) -> dict[str, Any]:
+    def carry_out(command: Json, _: OnProgress) -> dict[str, Any]:
         if command["do"] == "load":
             loaded.append(load(command))
             return {"release": loaded[0].release}

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from rkserve.bench.harness.procfs import KIB, Identity, snapshot
-from rkserve.bench.harness.verdict import Verdict
+from rkserve.bench.harness.procfs import KIB, ProcessIdentity, snapshot
+from rkserve.bench.harness.verdict import TargetVerdict
 
 WATCHED = ("coordinator", "router", "board replica", "engine", "proxy", "controller")
 OURS = ("coordinator", "router", "board replica", "engine")
@@ -55,7 +55,7 @@ class Growth:
         """How much more memory it is, as a share of what it was."""
         return (self.after.rss - self.before.rss) / self.before.rss
 
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self) -> list[TargetVerdict]:
         """Hold it to staying as it was, where the part is ours."""
         if self.part not in OURS:
             return []
@@ -64,9 +64,9 @@ class Growth:
         threads = self.after.threads - self.before.threads
         percent = 100 * self.rss_share
         return [
-            Verdict(f"{name} memory", percent, 100 * RSS_SHARE, at_most=True, unit="%"),
-            Verdict(f"{name} files", files, FILES, at_most=True, unit="files"),
-            Verdict(f"{name} threads", threads, THREADS, at_most=True, unit="threads"),
+            TargetVerdict(f"{name} memory", percent, 100 * RSS_SHARE, at_most=True, unit="%"),
+            TargetVerdict(f"{name} files", files, FILES, at_most=True, unit="files"),
+            TargetVerdict(f"{name} threads", threads, THREADS, at_most=True, unit="threads"),
         ]
 
 
@@ -96,7 +96,7 @@ def growth(samples: Sequence[Sample]) -> list[Growth]:
     ]
 
 
-def _belongings(root: Path, identity: Identity) -> Belongings | None:
+def _belongings(root: Path, identity: ProcessIdentity) -> Belongings | None:
     place = root / str(identity.pid)
     try:
         lines = (place / "status").read_text(errors="replace").splitlines()

@@ -26,10 +26,10 @@ from benchmarks.kills.figures import KillFigures, Phase, Truth, judge
 from benchmarks.kills.made import Ground, Victim, strike, ways
 from benchmarks.kills.report import KillRun, render
 from benchmarks.serving.__main__ import interruptible
-from rkserve.bench.harness.child import BenchFailed, Child, Json
-from rkserve.bench.harness.crew import MODEL, chat_body
+from rkserve.bench.harness.child import BenchFailed, CommandProcess, Json
 from rkserve.bench.harness.machine import machine
-from rkserve.bench.harness.progress import Progress
+from rkserve.bench.harness.processes import MODEL, chat_body
+from rkserve.bench.harness.progress import ProgressLine
 from rkserve.config.serve_config import PROJECT, resolve_folder
 from rkserve.core.errors import RkserveError
 from rkserve.core.ports import free_port
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
     found: list[KillFigures] = []
     code, begun_s = 0, time.monotonic()
     try:
-        run(asked, folder, Progress(), found)
+        run(asked, folder, ProgressLine(), found)
     except RkserveError as exc:
         sys.stderr.write(f"\nThe kill run failed: {exc}\n")
         code = 1
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str]) -> int:
     return code or (0 if all(one.clean for one in found) else 1)
 
 
-def run(asked: Asked, folder: Path, progress: Progress, found: list[KillFigures]) -> None:
+def run(asked: Asked, folder: Path, progress: ProgressLine, found: list[KillFigures]) -> None:
     """Kill as often as was asked for, and add to ``found`` what each way of it came to.
 
     Raises ``BenchFailed``.
@@ -119,7 +119,9 @@ def run(asked: Asked, folder: Path, progress: Progress, found: list[KillFigures]
     with ExitStack() as stack:
         progress.begin("cluster")
         progress.say("starting the nodes")
-        cluster = Child("benchmarks.kills.cluster", folder / "cluster.log", _environ(folder))
+        cluster = CommandProcess(
+            "benchmarks.kills.cluster", folder / "cluster.log", _environ(folder)
+        )
         stack.callback(cluster.close)
         port = free_port()
         model = resolve_folder(MODEL)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.control.faults_site import Site, kill, wait_for
-from rkserve.bench.harness.child import BenchFailed, Child, Json
-from rkserve.bench.harness.procfs import PROC, Identity, identity_of, is_alive
+from rkserve.bench.harness.child import BenchFailed, CommandProcess, Json
+from rkserve.bench.harness.procfs import PROC, ProcessIdentity, identity_of, is_alive
 
 HIT_S = 20.0
 JOIN_S = 60.0
@@ -28,8 +28,8 @@ class Victim:
     """A board that serves, and where it is."""
 
     board: str
-    replica: Identity
-    engine: Identity
+    replica: ProcessIdentity
+    engine: ProcessIdentity
     node: int
     control: Path
 
@@ -37,13 +37,15 @@ class Victim:
 class Ground:
     """The cluster, whose boards are lost and come back."""
 
-    def __init__(self, site: Site, cluster: Child, boards: int, rng: random.Random) -> None:
+    def __init__(
+        self, site: Site, cluster: CommandProcess, boards: int, rng: random.Random
+    ) -> None:
         self._site, self._cluster = site, cluster
         self._boards = boards
         self._rng = rng
         # Processes that were killed, which reports may still name. In a long run their pids come
         # back to others.
-        self._gone: set[Identity] = set()
+        self._gone: set[ProcessIdentity] = set()
 
     def victim(self) -> Victim:
         """Wait until more than half of the boards are sent requests, and choose one of them.
@@ -102,7 +104,7 @@ class Ground:
         self._cluster.ask({"do": "join", "node": victim.node}, JOIN_S)
         return True
 
-    def _killed(self, who: Identity) -> bool:
+    def _killed(self, who: ProcessIdentity) -> bool:
         there = is_alive(PROC, who)
         self._gone.add(who)
         if there:

@@ -21,7 +21,7 @@ from benchmarks.scale.cases import (
     rollouts,
 )
 from benchmarks.scale.report import render
-from rkserve.bench.harness.progress import Progress
+from rkserve.bench.harness.progress import ProgressLine
 from rkserve.config.serve_config import PROJECT
 
 REPORT = PROJECT / "docs" / "benchmarks" / "scale.md"
@@ -56,7 +56,7 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
 class Simulation:
     """One run of the command."""
 
-    def __init__(self, asked: argparse.Namespace, progress: Progress) -> None:
+    def __init__(self, asked: argparse.Namespace, progress: ProgressLine) -> None:
         self.results = Results(asked.seed)
         self._asked, self._progress = asked, progress
         self._sizes = sorted({size for size in (10, 100) if size < asked.boards} | {asked.boards})
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
     """Simulate and report. A missed target is no failure of the command."""
     asked = options(arguments)
     try:
-        results = Simulation(asked, Progress()).run(asked.cases)
+        results = Simulation(asked, ProgressLine()).run(asked.cases)
     except KeyboardInterrupt:
         sys.stderr.write("\nInterrupted.\n")
         return 130

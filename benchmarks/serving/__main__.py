@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from benchmarks.harness.crew import BenchCrew
+from benchmarks.harness.processes import BenchCrew
 from benchmarks.serving.measure import CASES, FULL, QUICK, Measurement, Size
 from benchmarks.serving.report import Results, render
-from rkserve.bench.harness.progress import Progress
+from rkserve.bench.harness.progress import ProgressLine
 from rkserve.config.serve_config import PROJECT
 from rkserve.core.errors import RkserveError
 
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     asked = options(arguments)
     interruptible()
     folder = Path(tempfile.mkdtemp(prefix="rkbench-"))  # short: sockets' paths have a limit
-    crew = BenchCrew(folder, (progress := Progress()).say)
+    crew = BenchCrew(folder, (progress := ProgressLine()).say)
     try:
         results = Measurement(crew, progress, asked.size).measure(asked.cases)
     except RkserveError as exc:

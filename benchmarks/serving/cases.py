@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.harness.crew import BenchCrew
 from benchmarks.harness.pace import NEW_TOKENS, PROFILE, PROMPT_TOKENS, cycle_s, step_ms
+from benchmarks.harness.processes import BenchCrew
 from benchmarks.harness.prompts import messages_of_length
-from rkserve.bench.harness.child import Child, hold
-from rkserve.bench.harness.crew import ANSWER_S, SLACK_S, Deployment, chat_body
+from rkserve.bench.harness.child import CommandProcess, hold
 from rkserve.bench.harness.figures import CpuUse, flaws, flaws_of_hang_ups
 from rkserve.bench.harness.machine import cores
-from rkserve.bench.harness.procfs import PROC, Memory, memory
+from rkserve.bench.harness.processes import ANSWER_S, SLACK_S, SimulatedDeployment, chat_body
+from rkserve.bench.harness.procfs import PROC, ProcessMemory, memory
 from rkserve.bench.harness.stream import Exchange, HangUp
 
 PROMPTS = 16
@@ -56,12 +56,12 @@ class Load:
         return ", ".join(parts)
 
     @property
-    def deployment(self) -> Deployment:
+    def deployment(self) -> SimulatedDeployment:
         """What it needs. Boards that are faster than real ones would only measure the disk."""
         park = self.time_scale == 1
         # Rates are told apart by boards, which only headers name that come after the board's word.
         named = {"router": {"headers_after_s": ANSWER_S}, **self.args}
-        return Deployment(PROFILE, self.boards, self.time_scale, park=park, args=named)
+        return SimulatedDeployment(PROFILE, self.boards, self.time_scale, park=park, args=named)
 
     @property
     def case(self) -> str:
@@ -88,7 +88,7 @@ class Loaded:
     end_s: float
     load_end_s: float
     cpu: CpuUse
-    memories: dict[str, list[Memory]]
+    memories: dict[str, list[ProcessMemory]]
     idle: CpuUse
 
 
@@ -102,7 +102,7 @@ class Bench:
             messages_of_length(renderer, PROMPT_TOKENS, number) for number in range(PROMPTS)
         ]
         self._ids = [renderer.chat(messages).ids for messages in self._messages]
-        self._alone: Child | None = None
+        self._alone: CommandProcess | None = None
 
     # -- the cases ----------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class Bench:
         """Make ``rounds`` runs alone and as many through the cluster, in turns."""
         found = Pair()
         if through:
-            self._crew.deploy(Deployment(PROFILE))
+            self._crew.deploy(SimulatedDeployment(PROFILE))
             for warm_up in range(WARM_UPS):
                 self._one_answer(warm_up)
         for warm_up in range(WARM_UPS):
@@ -128,7 +128,9 @@ class Bench:
     def hang_ups(self, rounds: int) -> list[HangUp]:
         """Leave ``rounds`` answers of a single board, each at another moment of a decode step."""
         # Headers tell the client that its request is in the queue: it need not wait long for them.
-        self._crew.deploy(Deployment(PROFILE, args={"router": {"headers_after_s": QUEUED_S}}))
+        self._crew.deploy(
+            SimulatedDeployment(PROFILE, args={"router": {"headers_after_s": QUEUED_S}})
+        )
         rng = random.Random(0)
         found = []
         for number in range(rounds):

@@ -11,10 +11,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks.harness.crew import BenchCrew
 from benchmarks.harness.pace import SMALL_PROFILE
-from rkserve.bench.harness.child import Child, Json, hold
-from rkserve.bench.harness.crew import ANSWER_S
+from benchmarks.harness.processes import BenchCrew
+from rkserve.bench.harness.child import CommandProcess, Json, hold
+from rkserve.bench.harness.processes import ANSWER_S
 from rkserve.core.run_params import Guide, GuideKind
 from rkserve.models.vocabulary import Vocabulary
 from rkserve.sampling.grammar import GrammarCompiler
@@ -144,7 +144,7 @@ def flaws(way: Way, answers: Sequence[Answered]) -> list[str]:
     return found
 
 
-def _answer(crew: BenchCrew, child: Child, way: Way, max_tokens: int) -> Answered:
+def _answer(crew: BenchCrew, child: CommandProcess, way: Way, max_tokens: int) -> Answered:
     turn = {"role": "user", "content": f"Repeat after me: {way.said}"}
     command: Json = {
         "do": "guided",

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rkserve.bench.harness.figures import Spread
-from rkserve.bench.harness.stream import Interrupted, Pause
-from rkserve.bench.harness.verdict import Verdict
+from rkserve.bench.harness.stream import InterruptedAnswer, PausedSpan
+from rkserve.bench.harness.verdict import TargetVerdict
 
 AFTER_STEP_MS = 20.0
 
@@ -30,7 +30,7 @@ class PauseFigures:
     step_ms: float
 
 
-def pause_figures(found: Sequence[Interrupted], step_ms: float) -> PauseFigures:
+def pause_figures(found: Sequence[InterruptedAnswer], step_ms: float) -> PauseFigures:
     """Sum up interrupted answers whose pauses are of one kind, at least one."""
     pauses = [(one, pause) for one in found for pause in one.pauses]
     last_ms = [last_text_ms(one, pause) for one, pause in pauses]
@@ -45,20 +45,20 @@ def pause_figures(found: Sequence[Interrupted], step_ms: float) -> PauseFigures:
     )
 
 
-def last_text_ms(one: Interrupted, pause: Pause) -> float:
+def last_text_ms(one: InterruptedAnswer, pause: PausedSpan) -> float:
     """From asking for a pause to the last text before the resumption; 0 where there was none."""
     before = [at_s for at_s in one.answer.content_s if at_s < pause.resumed_s]
     return max(0.0, before[-1] - pause.asked_s) * 1e3
 
 
-def first_text_ms(one: Interrupted, pause: Pause) -> float:
+def first_text_ms(one: InterruptedAnswer, pause: PausedSpan) -> float:
     """From asking for a resumption to the first text after it."""
     after = next(at_s for at_s in one.answer.content_s if at_s >= pause.resumed_s)
     return (after - pause.resumed_s) * 1e3
 
 
 def flaws_of_interrupted(
-    found: Iterable[Interrupted], texts: Iterable[str], completion_tokens: int, kv: str
+    found: Iterable[InterruptedAnswer], texts: Iterable[str], completion_tokens: int, kv: str
 ) -> list[str]:
     """Say what makes interrupted answers unfit for measuring.
 
@@ -80,10 +80,10 @@ def flaws_of_interrupted(
     return flaws
 
 
-def pause_verdicts(kinds: Iterable[PauseFigures]) -> list[Verdict]:
+def pause_verdicts(kinds: Iterable[PauseFigures]) -> list[TargetVerdict]:
     """Hold the figures to how long a board may go on after a pause was asked for."""
     return [
-        Verdict(
+        TargetVerdict(
             f"(f) pause to last token, p99, KV {one.kv}: decode step + {AFTER_STEP_MS:.0f} ms",
             one.last_ms.p99,
             one.step_ms + AFTER_STEP_MS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.harness.crew import BenchCrew
 from benchmarks.harness.pace import SMALL_PROFILE, cycle_s, step_ms
+from benchmarks.harness.processes import BenchCrew
 from benchmarks.serving import guided
 from benchmarks.serving.batches import Batches
 from benchmarks.serving.cases import CLIENTS_PER_BOARD, Bench, Load, Loaded, Pair
@@ -27,8 +27,8 @@ from benchmarks.serving.summary import (
 from benchmarks.serving.tokenpath import TokenPath, TokenPaths, ways
 from benchmarks.serving.tokenpath_figures import WayFigures, path_figures, path_verdicts
 from rkserve.bench.harness.machine import machine
-from rkserve.bench.harness.progress import Progress
-from rkserve.bench.harness.stream import HangUp, Interrupted
+from rkserve.bench.harness.progress import ProgressLine
+from rkserve.bench.harness.stream import HangUp, InterruptedAnswer
 
 CASES = "abcdefghi"
 BESIDE_ALONE = "abc"  # (b) and (c) are held to (a), which therefore runs with them
@@ -79,7 +79,7 @@ QUICK = Size(
 class Measurement:
     """The cases on one crew."""
 
-    def __init__(self, crew: BenchCrew, progress: Progress, size: Size) -> None:
+    def __init__(self, crew: BenchCrew, progress: ProgressLine, size: Size) -> None:
         self._crew, self._bench, self._one_board = crew, Bench(crew), OneBoard(crew)
         self._progress, self._size = progress, size
 
@@ -169,7 +169,7 @@ class Measurement:
         )
         return rounds, figures
 
-    def _pauses(self, *, kept: bool) -> tuple[list[Interrupted], PauseFigures]:
+    def _pauses(self, *, kept: bool) -> tuple[list[InterruptedAnswer], PauseFigures]:
         self._progress.begin(f"(f) pauses, KV cache {'kept' if kept else 'recomputed'}")
         answers = self._one_board.interrupted(self._size.paused_answers, kept=kept)
         figures = pause_figures(answers, step_ms(SMALL_PROFILE))

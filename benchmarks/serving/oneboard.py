@@ -10,17 +10,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from benchmarks.harness.crew import BenchCrew
 from benchmarks.harness.pace import PROMPT_TOKENS, SMALL_PROFILE, step_ms
+from benchmarks.harness.processes import BenchCrew
 from benchmarks.harness.prompts import messages_of_length
 from benchmarks.serving.batches import BatchCost, Batches, BatchPace, BatchRun, flaws_of_batch
 from benchmarks.serving.interrupted import flaws_of_interrupted
 from benchmarks.serving.parked import HISTORY_TOKENS, ParkedRound, flaws_of_parked
-from rkserve.bench.harness.child import Child, Json, hold
-from rkserve.bench.harness.crew import ANSWER_S, Deployment, chat_body
+from rkserve.bench.harness.child import CommandProcess, Json, hold
 from rkserve.bench.harness.figures import CpuUse, flaws
 from rkserve.bench.harness.machine import cores
-from rkserve.bench.harness.stream import Exchange, Interrupted
+from rkserve.bench.harness.processes import ANSWER_S, SimulatedDeployment, chat_body
+from rkserve.bench.harness.stream import Exchange, InterruptedAnswer
 
 PARKED_ANSWER = 8  # tokens
 CALM_S = 1.5  # until a board has nothing left to do about the conversation before
@@ -51,7 +51,7 @@ class OneBoard:
 
     def parked(self, rounds: int) -> list[ParkedRound]:
         """Let conversations lose the board and come back, ``rounds`` times."""
-        self._crew.deploy(Deployment(SMALL_PROFILE))
+        self._crew.deploy(SimulatedDeployment(SMALL_PROFILE))
         self._ask(self._short(), PARKED_ANSWER)  # the first answer of a deployment is slower
         found = []
         with self._metered("(e)"):
@@ -77,12 +77,12 @@ class OneBoard:
 
     # -- (f) ----------------------------------------------------------------------------------
 
-    def interrupted(self, answers: int, *, kept: bool) -> list[Interrupted]:
+    def interrupted(self, answers: int, *, kept: bool) -> list[InterruptedAnswer]:
         """Pause and resume ``answers`` at random moments of a decode step.
 
         With ``kept`` the runtime itself pauses; otherwise runs are stopped and continued.
         """
-        self._crew.deploy(Deployment(SMALL_PROFILE))
+        self._crew.deploy(SimulatedDeployment(SMALL_PROFILE))
         rng = random.Random(0)
         prompts = [self._short() for _ in range(answers)]
         found, kv = [], "kept" if kept else "recomputed"
@@ -122,7 +122,7 @@ class OneBoard:
         with crew.batching_binding(SMALL_PROFILE, n_batch, time_scale=1.0, gain=gain) as child:
             return BatchPace(n_batch, gain, self._batch(child, n_batch, PACE_TOKENS))
 
-    def _batch(self, child: Child, n_batch: int, max_tokens: int) -> BatchRun:
+    def _batch(self, child: CommandProcess, n_batch: int, max_tokens: int) -> BatchRun:
         prompts = [self._crew.renderer.chat(self._short()).ids for _ in range(n_batch)]
         command = {"do": "batch", "prompts": prompts, "max_tokens": max_tokens}
         run = BatchRun(**child.ask(command, ANSWER_S))

@@ -12,7 +12,7 @@ from statistics import median
 
 from rkserve.bench.harness.figures import SEED, Ratio, Spread, flaws, ratio, tail_ms, ttft_ms
 from rkserve.bench.harness.stream import Exchange
-from rkserve.bench.harness.verdict import Verdict
+from rkserve.bench.harness.verdict import TargetVerdict
 
 HISTORY_TOKENS = 1000
 
@@ -109,9 +109,9 @@ def flaws_of_parked(
     ]
 
 
-def parked_verdicts(figures: ParkedFigures) -> list[Verdict]:
+def parked_verdicts(figures: ParkedFigures) -> list[TargetVerdict]:
     """Hold the figures to what a returning conversation may cost."""
     what = "(e) tokens prefilled again when a parked conversation returns (the most)"
     return [
-        Verdict(what, figures.most_beyond_new, 0, at_most=True, unit="tokens"),
+        TargetVerdict(what, figures.most_beyond_new, 0, at_most=True, unit="tokens"),
     ]

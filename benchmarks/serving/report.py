@@ -22,10 +22,10 @@ from benchmarks.serving.tokenpath import TokenPaths
 from benchmarks.serving.tokenpath_figures import WayFigures
 from rkserve.bench.harness.figures import CpuUse, Ratio, Spread
 from rkserve.bench.harness.machine import Machine, machine_line
-from rkserve.bench.harness.procfs import PARTS, Memory
-from rkserve.bench.harness.stream import HangUp, Interrupted
+from rkserve.bench.harness.procfs import PARTS, ProcessMemory
+from rkserve.bench.harness.stream import HangUp, InterruptedAnswer
 from rkserve.bench.harness.tables import MISSING, figure, megabytes, percent, table
-from rkserve.bench.harness.verdict import Verdict
+from rkserve.bench.harness.verdict import TargetVerdict
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Results:
     """Everything that one run of the benchmark found."""
 
     machine: Machine
-    verdicts: Sequence[Verdict]
+    verdicts: Sequence[TargetVerdict]
     pair: tuple[Pair, PairFigures] | None
     hang_ups: tuple[Sequence[HangUp], HangUpFigures] | None
     paced: Sequence[tuple[Loaded, LoadFigures]]
     ceiling: Sequence[tuple[Loaded, LoadFigures]]
     parked: tuple[Sequence[ParkedRound], ParkedFigures] | None = None
-    pauses: Sequence[tuple[Sequence[Interrupted], PauseFigures]] = ()
+    pauses: Sequence[tuple[Sequence[InterruptedAnswer], PauseFigures]] = ()
     batches: Batches | None = None
     one_board_cpu: Mapping[str, CpuUse] = field(default_factory=dict)
     paths: tuple[TokenPaths, Sequence[WayFigures]] | None = None
@@ -297,7 +297,7 @@ def _memory(results: Results) -> str:
     )
 
 
-def _memory_cell(memories: Sequence[Memory]) -> str:
+def _memory_cell(memories: Sequence[ProcessMemory]) -> str:
     if not memories:
         return MISSING
     top = max(memories, key=lambda one: one.rss)

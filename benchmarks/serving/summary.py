@@ -28,7 +28,7 @@ from rkserve.bench.harness.figures import (
     whole_rate,
 )
 from rkserve.bench.harness.stream import Exchange, HangUp
-from rkserve.bench.harness.verdict import Verdict
+from rkserve.bench.harness.verdict import TargetVerdict
 
 TTFT_AT_MOST = 1.05
 RATE_AT_LEAST = 0.99
@@ -158,23 +158,23 @@ def verdicts(
     loads: Iterable[tuple[Loaded, LoadFigures]],
     parked: ParkedFigures | None = None,
     pauses: Iterable[PauseFigures] = (),
-) -> list[Verdict]:
+) -> list[TargetVerdict]:
     """Hold what was measured to the targets."""
     loads = list(loads)
     found = [] if pair is None else _verdicts_of_pair(pair)
     if hang_ups is not None:
         what = f"(b) hang-up to free board, p99: decode step + {FREED_AFTER_STEP_MS:.0f} ms"
         bound = hang_ups.step_ms + FREED_AFTER_STEP_MS
-        found.append(Verdict(what, hang_ups.freed_ms.p99, bound, at_most=True, unit="ms"))
+        found.append(TargetVerdict(what, hang_ups.freed_ms.p99, bound, at_most=True, unit="ms"))
     for loaded, figures in loads:
         if figures.of_sum is not None:
             what = f"(c) tokens/s of the sum: {loaded.load.name}"
-            found.append(Verdict(what, figures.of_sum, SUM_AT_LEAST, at_most=False))
+            found.append(TargetVerdict(what, figures.of_sum, SUM_AT_LEAST, at_most=False))
     sizes = [largest(loaded.memories, "board replica") for loaded, _ in loads]
     known = [size / 1e6 for size in sizes if size is not None]
     if known:
         what = "board replica without its engine, resident (the largest)"
-        found.append(Verdict(what, max(known), REPLICA_AT_MOST_MB, at_most=True, unit="MB"))
+        found.append(TargetVerdict(what, max(known), REPLICA_AT_MOST_MB, at_most=True, unit="MB"))
     return [
         *found,
         *(parked_verdicts(parked) if parked is not None else ()),
@@ -182,14 +182,14 @@ def verdicts(
     ]
 
 
-def _verdicts_of_pair(pair: PairFigures) -> list[Verdict]:
+def _verdicts_of_pair(pair: PairFigures) -> list[TargetVerdict]:
     bounds = (
         ("(b) / (a) TTFT, medians", pair.ttft, TTFT_AT_MOST, True),
         ("(b) / (a) tokens/s from first to last, medians", pair.decode, RATE_AT_LEAST, False),
         ("(b) / (a) tokens/s of the whole answer, medians", pair.whole, RATE_AT_LEAST, False),
     )
     return [
-        Verdict(what, of.value, bound, at_most, detail=f"{of.low:.3f} to {of.high:.3f}")
+        TargetVerdict(what, of.value, bound, at_most, detail=f"{of.low:.3f} to {of.high:.3f}")
         for what, of, bound, at_most in bounds
         if of is not None
     ]

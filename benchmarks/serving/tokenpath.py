@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.crew import BenchCrew
 from benchmarks.harness.pace import NEW_TOKENS, PROMPT_TOKENS, step_ms
+from benchmarks.harness.processes import BenchCrew
 from benchmarks.harness.prompts import messages_of_length
 from benchmarks.serving.cases import Bench, Load, Loaded
 from rkserve.bench.harness.child import hold
 from rkserve.bench.harness.client import Connection, request_bytes
-from rkserve.bench.harness.crew import ANSWER_S, SLACK_S, Say, chat_body
 from rkserve.bench.harness.figures import flaws
+from rkserve.bench.harness.processes import ANSWER_S, SLACK_S, Say, chat_body
 from rkserve.bench.harness.stream import OK, Exchange
 from rkserve.deployments.haproxy import available
 

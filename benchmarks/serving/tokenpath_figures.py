@@ -21,7 +21,7 @@ from benchmarks.serving.tokenpath import (
 from rkserve.bench.harness.child import hold
 from rkserve.bench.harness.figures import Spread, complete, ttft_ms
 from rkserve.bench.harness.stream import Exchange
-from rkserve.bench.harness.verdict import Verdict
+from rkserve.bench.harness.verdict import TargetVerdict
 
 PATH = ("proxy", "router", "board replica")  # whose CPU time a token costs
 COST_AT_MOST = 0.15  # of the plain way's
@@ -159,17 +159,17 @@ def _held_up_ms(streams: Iterable[Exchange], start_s: float, end_s: float) -> fl
     return max(0.0, max(gaps, default=0.0) * 1e3 - TOKEN_MS)
 
 
-def path_verdicts(ways: Sequence[WayFigures]) -> list[Verdict]:
+def path_verdicts(ways: Sequence[WayFigures]) -> list[TargetVerdict]:
     """Hold the fast way, which is the last one, to the targets."""
     plain, fast = ways[0], ways[-1]
-    found: list[Verdict] = []
+    found: list[TargetVerdict] = []
     if fast is not plain:
         # What boards do for nobody is a matter of their number: it is no token's.
         what = f"(h) CPU per token above idle at {STREAMS} streams, of the plain way's"
         ratio = fast.many.cost.net / plain.many.cost.net
         gross = fast.many.cost.gross / plain.many.cost.gross
         found.append(
-            Verdict(what, ratio, COST_AT_MOST, at_most=True, detail=f"with it {gross:.3f}")
+            TargetVerdict(what, ratio, COST_AT_MOST, at_most=True, detail=f"with it {gross:.3f}")
         )
     added = (
         (1, "1 stream, 1 board", fast.lone_added_ms),
@@ -179,13 +179,13 @@ def path_verdicts(ways: Sequence[WayFigures]) -> list[Verdict]:
     for streams, where, spread in added:
         what = f"(h) TTFT above the runtime's own, p50, {where}"
         bound = ADDED_AT_MOST_MS[streams]
-        found.append(Verdict(what, spread.p50, bound, at_most=True, unit="ms"))
+        found.append(TargetVerdict(what, spread.p50, bound, at_most=True, unit="ms"))
     for shown in fast.shown:
         # What streams stand still with nothing beside them is no prompt's doing.
         what = f"(h) a prompt of {shown.size // 1000} KB holds up others, beyond the calm, by"
         detail = f"{shown.largest_ms:.1f}, calm {shown.calm_largest_ms:.1f}"
         found.append(
-            Verdict(
+            TargetVerdict(
                 what,
                 max(0.0, shown.largest_ms - shown.calm_largest_ms),
                 HELD_UP_AT_MOST_MS,
@@ -195,5 +195,5 @@ def path_verdicts(ways: Sequence[WayFigures]) -> list[Verdict]:
             )
         )
     what = "(h) tokens/s through one Router, boards that take no time"
-    found.append(Verdict(what, fast.ceiling.rate, CEILING_AT_LEAST, at_most=False))
+    found.append(TargetVerdict(what, fast.ceiling.rate, CEILING_AT_LEAST, at_most=False))
     return found

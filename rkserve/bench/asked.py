@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from rkserve.bench.figures import Comparison
 from rkserve.bench.harness.child import Json
-from rkserve.bench.harness.verdict import Verdict
-from rkserve.bench.play import Plan
+from rkserve.bench.harness.verdict import TargetVerdict
+from rkserve.bench.player import PlayOptions
 from rkserve.bench.slo import Slo
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PresetOptions:
     """What a preset is told. ``sessions`` and ``seconds`` replace its own size where given.
 
     Of ``overload``, ``sessions`` is the requests of which the capacity is found. Each target is
@@ -28,16 +28,16 @@ class Asked:
     tell_deadline: bool = True
     runs: int = 1
     whole: bool = False
-    plan: Plan = field(default_factory=Plan)
+    plan: PlayOptions = field(default_factory=PlayOptions)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PresetResult:
     """What a preset has beside its runs."""
 
     title: str
     trace: str
     comparisons: Sequence[Comparison] = ()
-    verdicts: Sequence[Verdict] = ()
+    verdicts: Sequence[TargetVerdict] = ()
     appendix: str = ""
     more: Json = field(default_factory=dict)

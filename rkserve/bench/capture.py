@@ -16,11 +16,11 @@ from statistics import fmean
 
 from rkserve.bench.harness.child import Json
 from rkserve.bench.harness.tables import MISSING, figure, percent, table
-from rkserve.bench.outcome import Captured, Outcome
-from rkserve.bench.play import NO_ANSWER
-from rkserve.bench.results import Result
-from rkserve.bench.trace import Session, Trace
-from rkserve.bench.watch import BoardSample
+from rkserve.bench.monitors import BoardSample
+from rkserve.bench.outcome import CapturedExchange, RequestOutcome
+from rkserve.bench.player import NO_ANSWER
+from rkserve.bench.results import RunResult
+from rkserve.bench.trace import Trace, TraceSession
 
 Place = tuple[str, int]  # session and turn
 WORDS = re.compile(r"\s+|[^\W_]+|.", re.DOTALL)
@@ -52,11 +52,11 @@ class Pair:
         return self.first_at is None and not any(self.errors)
 
 
-def with_answers(trace: Trace, outcomes: Sequence[Outcome]) -> Trace:
+def with_answers(trace: Trace, outcomes: Sequence[RequestOutcome]) -> Trace:
     """Return a trace whose conversations go on with these answers."""
     said = {_place(one): one.text or NO_ANSWER for one in outcomes}
 
-    def answered(session: Session) -> Session:
+    def answered(session: TraceSession) -> TraceSession:
         turns = (
             replace(turn, answer=said.get((session.name, number), NO_ANSWER))
             for number, turn in enumerate(session.turns)
@@ -66,7 +66,9 @@ def with_answers(trace: Trace, outcomes: Sequence[Outcome]) -> Trace:
     return replace(trace, sessions=tuple(answered(one) for one in trace.sessions))
 
 
-def pairs(trace: Trace, first: Sequence[Outcome], second: Sequence[Outcome]) -> list[Pair]:
+def pairs(
+    trace: Trace, first: Sequence[RequestOutcome], second: Sequence[RequestOutcome]
+) -> list[Pair]:
     """Put the answers beside each other; a prompt that one of them was not asked is left out."""
     ours, theirs = ({_place(one): one for one in side} for side in (first, second))
     return [
@@ -137,7 +139,7 @@ def _matcher(ours: Sequence[str], theirs: Sequence[str]) -> difflib.SequenceMatc
     return difflib.SequenceMatcher(None, ours[:MOST_WORDS], theirs[:MOST_WORDS], autojunk=False)
 
 
-def _pair(prompt: str, place: Place, both: tuple[Outcome, Outcome]) -> Pair:
+def _pair(prompt: str, place: Place, both: tuple[RequestOutcome, RequestOutcome]) -> Pair:
     first, second = both
     return Pair(
         session=place[0],
@@ -199,11 +201,13 @@ def _prompts(trace: Trace) -> Iterator[tuple[Place, str, str]]:
             yield (session.name, number), turn.user, "" if number else system
 
 
-def _place(one: Outcome) -> Place:
+def _place(one: RequestOutcome) -> Place:
     return one.asked.session, one.asked.turn
 
 
-def _two(both: tuple[Outcome, Outcome], of: Callable[[Outcome], str]) -> tuple[str, str]:
+def _two(
+    both: tuple[RequestOutcome, RequestOutcome], of: Callable[[RequestOutcome], str]
+) -> tuple[str, str]:
     return of(both[0]), of(both[1])
 
 
@@ -213,16 +217,16 @@ _PROMPT = ("messages", "prompt")
 _UNTOLD = (*_PROMPT, "model", "stream", "stream_options")  # of a body, beside the settings
 
 
-def exchange_lines(runs: Sequence[Result]) -> Iterator[str]:
+def exchange_lines(runs: Sequence[RunResult]) -> Iterator[str]:
     """Yield each request of all runs, whole, as a line of JSON."""
     for run in runs:
         for one in _in_order(run):
             yield json.dumps(exchange(run, one), ensure_ascii=False)
 
 
-def exchange(run: Result, one: Outcome) -> Json:
+def exchange(run: RunResult, one: RequestOutcome) -> Json:
     """Return a request with its prompt, its answer, its figures, and those of its board."""
-    kept = one.captured or Captured({})
+    kept = one.captured or CapturedExchange({})
     return {
         "run": run.played.target,
         "model": kept.body.get("model", ""),
@@ -245,12 +249,12 @@ def exchange(run: Result, one: Outcome) -> Json:
     }
 
 
-def render_exchanges(title: str, runs: Sequence[Result]) -> str:
+def render_exchanges(title: str, runs: Sequence[RunResult]) -> str:
     """Return all requests as Markdown that a person reads: per run, figures and then the texts."""
     return "\n".join([f"# {title}: prompts and answers\n", *map(_render_run, runs)])
 
 
-def _render_run(run: Result) -> str:
+def _render_run(run: RunResult) -> str:
     outcomes = _in_order(run)
     told = [exchange(run, one) for one in outcomes]
     models = ", ".join(dict.fromkeys(str(one["model"]) for one in told))
@@ -338,11 +342,11 @@ def _settings(body: Json) -> Json:
     return {name: value for name, value in body.items() if name not in _UNTOLD}
 
 
-def _in_order(run: Result) -> list[Outcome]:
+def _in_order(run: RunResult) -> list[RequestOutcome]:
     return sorted(run.played.outcomes, key=lambda one: one.asked.due_s)
 
 
-def _tokens_per_s(one: Outcome) -> float | None:
+def _tokens_per_s(one: RequestOutcome) -> float | None:
     """The board's own rate, where the server tells it, else that of the stream."""
     told = None if one.captured is None else one.captured.timings.get("tokens_per_s")
     if isinstance(told, int | float):
@@ -350,7 +354,7 @@ def _tokens_per_s(one: Outcome) -> float | None:
     return 1e3 / one.token_ms if one.token_ms else None
 
 
-def _board_figures(samples: Sequence[BoardSample], one: Outcome) -> Json | None:
+def _board_figures(samples: Sequence[BoardSample], one: RequestOutcome) -> Json | None:
     """Return the figures of a request's board while it was served; None where none are known."""
     boards = frozenset(one.board.split(", "))
     mine = [sample for sample in samples if sample.board in boards]

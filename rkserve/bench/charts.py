@@ -19,7 +19,7 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """One run's line."""
 
     name: str
@@ -33,7 +33,7 @@ class Chart:
     title: str
     x: str
     y: str
-    lines: Sequence[Line]
+    lines: Sequence[ChartLine]
     log_x: bool = False
 
     @property
@@ -69,7 +69,7 @@ class _Axes:
 
 def svg(chart: Chart) -> str:
     """Return the drawing."""
-    lines = [Line(one.name, _thinned(one.points)) for one in chart.lines]
+    lines = [ChartLine(one.name, _thinned(one.points)) for one in chart.lines]
     axes = _axes([point for line in lines for point in line.points], log_x=chart.log_x)
     middle = (TOP + HEIGHT - BOTTOM) / 2
     parts = [
@@ -123,7 +123,7 @@ def _grid(axes: _Axes) -> list[str]:
     return parts
 
 
-def _drawn(number: int, line: Line, axes: _Axes) -> str:
+def _drawn(number: int, line: ChartLine, axes: _Axes) -> str:
     colour = COLOURS[number % len(COLOURS)]
     x, y = LEFT + number % 4 * LEGEND_STEP, 28 + number // 4 * LEGEND_ROW
     path = " ".join(axes.at(point) for point in line.points)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from rkserve.bench.harness.figures import CONFIDENCE, SEED, Ratio, percentile
-from rkserve.bench.outcome import NO_ERRORS, Kind, Outcome
-from rkserve.bench.play import Played
+from rkserve.bench.outcome import NO_ERRORS, OutcomeKind, RequestOutcome
+from rkserve.bench.player import PlayedRun
 from rkserve.bench.slo import Slo
 
 Pair = tuple[float, float]  # a value and its weight, or a part and its whole
@@ -68,7 +68,7 @@ class Distribution:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class PrefixReuse:
     """What the servers' caches saved, in tokens.
 
     ``told`` is how many answers say anything about it, ``reusable`` what the turn before has left.
@@ -92,7 +92,7 @@ class Prefix:
 
 
 @dataclass(frozen=True, slots=True)
-class Generator:
+class GeneratorFigures:
     """How this program itself did. ``doubt`` says why it may be what was measured, or nothing."""
 
     cpu_share: float
@@ -119,7 +119,7 @@ class Generator:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class TraceFigures:
     """What one run found. Rates are by second of the window, durations in milliseconds."""
 
     target: str
@@ -141,29 +141,29 @@ class Figures:
     e2e_ms: Distribution | None
     queue_ms: Distribution | None
     retry_after_s: Distribution | None
-    prefix: Prefix
+    prefix: PrefixReuse
     tokens_per_event: float
     without_usage: int
     not_streamed: int
     continued: int
     finish_reasons: Mapping[str, int]
     boards: Mapping[str, int]
-    generator: Generator
+    generator: GeneratorFigures
     interrupted: bool
 
 
-def figures(played: Played, slo: Slo) -> Figures:
+def figures(played: PlayedRun, slo: Slo) -> TraceFigures:
     """Sum up a run."""
     start_s, end_s = played.window_s
     seconds = max(end_s - start_s, 1e-9)
     asked = [one for one in played.outcomes if one.asked.due_s >= start_s]
-    ended = [one for one in asked if one.kind is not Kind.CUT]
+    ended = [one for one in asked if one.kind is not OutcomeKind.CUT]
     answered = [one for one in asked if one.ok]
     good = [one for one in answered if slo.met(one)]
     # Rates count what happened in the window, whenever it was asked.
     done = [o for o in played.outcomes if o.ok and o.end_s and start_s <= o.end_s <= end_s]
     good_done = [one for one in done if slo.met(one)]
-    return Figures(
+    return TraceFigures(
         target=played.target,
         asked=len(asked),
         answered=len(answered),
@@ -197,7 +197,7 @@ def figures(played: Played, slo: Slo) -> Figures:
     )
 
 
-def prefix_hits(outcomes: Sequence[Outcome], since_s: float = 0.0) -> Prefix:
+def prefix_hits(outcomes: Sequence[RequestOutcome], since_s: float = 0.0) -> PrefixReuse:
     """Count what was not prefilled, over answers that say so."""
     last: dict[str, int] = {}
     told = prompt = cached = reusable = hits = 0
@@ -211,26 +211,26 @@ def prefix_hits(outcomes: Sequence[Outcome], since_s: float = 0.0) -> Prefix:
         told, hits = told + 1, hits + (one.cached_tokens > 0)
         prompt, cached = prompt + one.prompt_tokens, cached + one.cached_tokens
         reusable += min(left, one.prompt_tokens)
-    return Prefix(told, prompt, cached, reusable, hits)
+    return PrefixReuse(told, prompt, cached, reusable, hits)
 
 
-def tokens_per_event(answered: Sequence[Outcome]) -> float:
+def tokens_per_event(answered: Sequence[RequestOutcome]) -> float:
     """Tokens that one event with text brings; more than 1 where they are sent together."""
     texts = sum(len(one.text_s) for one in answered)
     return sum(one.completion_tokens for one in answered) / texts if texts else 0.0
 
 
-def tokens_between(outcomes: Sequence[Outcome], start_s: float, end_s: float) -> float:
+def tokens_between(outcomes: Sequence[RequestOutcome], start_s: float, end_s: float) -> float:
     """Tokens that arrived in a window, also those of answers that it cuts or that failed."""
     each = tokens_per_event([one for one in outcomes if one.ok]) or 1.0
     return each * sum(start_s <= at_s <= end_s for one in outcomes for at_s in one.text_s)
 
 
-def generator(played: Played) -> Generator:
+def generator(played: PlayedRun) -> GeneratorFigures:
     """Say how the load generator did."""
     late = [one.late_ms for one in played.outcomes] or [0.0]
     events = sum(len(one.text_s) for one in played.outcomes)
-    return Generator(
+    return GeneratorFigures(
         cpu_share=played.cpu_s / max(played.end_s - played.start_s, 1e-9),
         lag_p99_ms=percentile(played.lag_ms or [0.0], 0.99),
         late_p99_ms=percentile(late, 0.99),
@@ -255,11 +255,11 @@ class Comparison:
 class _Measure:
     """A figure of many answers: what each of them brings to it, and what is made of that."""
 
-    each: Callable[[Outcome], Pair | None]
+    each: Callable[[RequestOutcome], Pair | None]
     sum_up: Callable[[Sequence[Pair]], float | None]
 
 
-def compare(of: Played, to: Played, slo: Slo) -> Comparison:
+def compare(of: PlayedRun, to: PlayedRun, slo: Slo) -> Comparison:
     """Return the ratios of one run to another of the same trace, sessions drawn in pairs."""
     ttft, e2e = _of_answers(lambda one: one.ttft_ms), _of_answers(lambda one: one.e2e_ms)
     measures = {
@@ -275,11 +275,13 @@ def compare(of: Played, to: Played, slo: Slo) -> Comparison:
     )
 
 
-def _of_answers(value: Callable[[Outcome], float]) -> Callable[[Outcome], Pair | None]:
+def _of_answers(
+    value: Callable[[RequestOutcome], float],
+) -> Callable[[RequestOutcome], Pair | None]:
     return lambda one: (value(one), 1.0) if one.ok else None
 
 
-def _cached(one: Outcome) -> Pair | None:
+def _cached(one: RequestOutcome) -> Pair | None:
     if not one.ok or one.cached_tokens is None:
         return None
     return float(one.cached_tokens), float(one.prompt_tokens)
@@ -294,7 +296,7 @@ def _cut(share: float) -> Callable[[Sequence[Pair]], float | None]:
     return lambda pairs: percentile([value for value, _ in pairs], share) if pairs else None
 
 
-def _ratio(of: Played, to: Played, measure: _Measure) -> Ratio | None:
+def _ratio(of: PlayedRun, to: PlayedRun, measure: _Measure) -> Ratio | None:
     ours, theirs = (_by_session(side, measure.each) for side in (of, to))
     names = sorted(ours.keys() & theirs.keys())
 
@@ -314,10 +316,12 @@ def _ratio(of: Played, to: Played, measure: _Measure) -> Ratio | None:
     return Ratio(value, percentile(drawn, outside), percentile(drawn, 1 - outside))
 
 
-def _by_session(played: Played, each: Callable[[Outcome], Pair | None]) -> dict[str, list[Pair]]:
+def _by_session(
+    played: PlayedRun, each: Callable[[RequestOutcome], Pair | None]
+) -> dict[str, list[Pair]]:
     found: dict[str, list[Pair]] = {}
     for one in played.outcomes:
-        if one.kind is not Kind.CUT and one.asked.due_s >= played.window_s[0]:
+        if one.kind is not OutcomeKind.CUT and one.asked.due_s >= played.window_s[0]:
             pairs = found.setdefault(one.asked.session, [])
             if (pair := each(one)) is not None:
                 pairs.append(pair)

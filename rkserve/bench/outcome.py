@@ -1,6 +1,6 @@
-"""What became of one request: when its text came, what it cost, and else which kind of error. Pure.
+"""How one request ended: when its text came, its cost, and the kind of error. Pure.
 
-A server may send anything: whatever it was, it ends up as one of ``Kind``, never as an exception.
+Whatever a server sends is read as one of ``OutcomeKind``, never raised as an exception.
 Times are seconds of one monotonic clock.
 """
 
@@ -18,7 +18,7 @@ MOST_WORDS = 200
 UNSPOKEN = ("reasoning_content", "reasoning", "tool_calls")  # tokens too, though no text
 
 
-class Kind(str, Enum):
+class OutcomeKind(str, Enum):
     """How a request ended."""
 
     OK = "ok"
@@ -35,11 +35,11 @@ class Kind(str, Enum):
     CUT = "cut"  # by the end of the run: neither an answer nor an error
 
 
-NO_ERRORS = frozenset({Kind.OK, Kind.CUT})
+NO_ERRORS = frozenset({OutcomeKind.OK, OutcomeKind.CUT})
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SentRequest:
     """A request of a trace. ``due_s`` is when it should have been sent, however late it was."""
 
     session: str
@@ -49,7 +49,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class CapturedExchange:
     """The rest of an exchange, kept where a run captures: the body that was sent, the model's
     thoughts, its calls of tools as they came, and the server's own ``usage`` and ``timings``.
     """
@@ -62,7 +62,7 @@ class Captured:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RequestOutcome:
     """A request and what became of it.
 
     ``text_s`` has one entry per event that brought text. ``end_s`` is the end of an answer that has
@@ -72,8 +72,8 @@ class Outcome:
     unless its run captures.
     """
 
-    asked: Asked
-    kind: Kind
+    asked: SentRequest
+    kind: OutcomeKind
     code: str = ""
     detail: str = ""
     head_s: float | None = None
@@ -92,12 +92,12 @@ class Outcome:
     retry_after_s: float | None = None
     finish_reason: str = ""
     text: str = field(default="", repr=False)
-    captured: Captured | None = field(default=None, repr=False)
+    captured: CapturedExchange | None = field(default=None, repr=False)
 
     @property
     def ok(self) -> bool:
         """Whether it was answered to the end."""
-        return self.kind is Kind.OK
+        return self.kind is OutcomeKind.OK
 
     @property
     def label(self) -> str:
@@ -133,20 +133,22 @@ class Outcome:
         return (self.text_s[-1] - self.text_s[0]) * 1e3 / (self.completion_tokens - 1)
 
 
-def never_answered(asked: Asked, kind: Kind, code: str, detail: str, over_s: float) -> Outcome:
+def never_answered(
+    asked: SentRequest, kind: OutcomeKind, code: str, detail: str, over_s: float
+) -> RequestOutcome:
     """Return the outcome of a request that got no connection."""
-    return Outcome(asked, kind, code, detail[:MOST_WORDS], over_s=over_s)
+    return RequestOutcome(asked, kind, code, detail[:MOST_WORDS], over_s=over_s)
 
 
 def read_outcome(
-    asked: Asked,
+    asked: SentRequest,
     incoming: Incoming,
-    broken: Kind | None = None,
+    broken: OutcomeKind | None = None,
     detail: str = "",
     over_s: float | None = None,
     *,
     body: dict[str, Any] | None = None,
-) -> Outcome:
+) -> RequestOutcome:
     """Say what became of a request. ``broken`` is what ended it, where the server did not.
 
     ``body`` is what was sent, where the exchange is to be captured.
@@ -156,15 +158,22 @@ def read_outcome(
         answer.read(incoming)
     except (ValueError, RecursionError) as exc:
         # What came before the nonsense still counts: it is what a client would have seen.
-        broken, detail = Kind.GARBAGE, str(exc)
+        broken, detail = OutcomeKind.GARBAGE, str(exc)
     kind, code = (broken, _phase(incoming, answer)) if broken else _judge(incoming, answer)
     # Whatever came after garbage was not read.
-    ended = kind not in (Kind.CUT, Kind.STALLED, Kind.TIMEOUT, Kind.CLOSED)
-    return Outcome(
+    ended = kind not in (
+        OutcomeKind.CUT,
+        OutcomeKind.STALLED,
+        OutcomeKind.TIMEOUT,
+        OutcomeKind.CLOSED,
+    )
+    return RequestOutcome(
         asked,
         kind,
         code=code,
-        detail=(detail or answer.error or answer.words)[:MOST_WORDS] if kind is not Kind.OK else "",
+        detail=(detail or answer.error or answer.words)[:MOST_WORDS]
+        if kind is not OutcomeKind.OK
+        else "",
         head_s=incoming.head_s,
         text_s=tuple(answer.text_s),
         end_s=incoming.done_s if ended else None,
@@ -180,14 +189,14 @@ def read_outcome(
     )
 
 
-def _judge(incoming: Incoming, answer: _Answer) -> tuple[Kind, str]:
+def _judge(incoming: Incoming, answer: _Answer) -> tuple[OutcomeKind, str]:
     if incoming.status != OK:
-        return Kind.REFUSED, f"{incoming.status} {answer.error_code}".strip()
+        return OutcomeKind.REFUSED, f"{incoming.status} {answer.error_code}".strip()
     if answer.error:
-        return Kind.FAILED, answer.error_code
+        return OutcomeKind.FAILED, answer.error_code
     if not answer.ended:
-        return Kind.TRUNCATED, _phase(incoming, answer)
-    return (Kind.OK, "") if answer.text_s else (Kind.EMPTY, answer.finish_reason)
+        return OutcomeKind.TRUNCATED, _phase(incoming, answer)
+    return (OutcomeKind.OK, "") if answer.text_s else (OutcomeKind.EMPTY, answer.finish_reason)
 
 
 def _phase(incoming: Incoming, answer: _Answer) -> str:
@@ -278,13 +287,13 @@ class _Answer:
             if isinstance(arguments, str):
                 self.tool_calls[-1]["arguments"] += arguments
 
-    def captured(self, body: dict[str, Any]) -> Captured:
+    def captured(self, body: dict[str, Any]) -> CapturedExchange:
         """Return what is kept of it beside its text."""
         thoughts, calls = "".join(self.thoughts), tuple(self.tool_calls)
-        return Captured(body, thoughts, calls, self.usage, self.timings)
+        return CapturedExchange(body, thoughts, calls, self.usage, self.timings)
 
     def counts(self) -> dict[str, Any]:
-        """Return what the server says that it cost, as fields of an ``Outcome``."""
+        """Return what the server says that it cost, as fields of an ``RequestOutcome``."""
         cached = _dict(self.usage.get("prompt_tokens_details")).get("cached_tokens")
         has_usage = _whole(self.usage.get("completion_tokens")) is not None
         return {

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from rkserve.bench.charts import Chart, Line, Point
-from rkserve.bench.outcome import Outcome
-from rkserve.bench.play import Played
+from rkserve.bench.charts import Chart, ChartLine, Point
+from rkserve.bench.outcome import RequestOutcome
+from rkserve.bench.player import PlayedRun
 
 BUCKETS = 60
 
 
-def charts(runs: Sequence[Played]) -> dict[str, Chart]:
+def charts(runs: Sequence[PlayedRun]) -> dict[str, Chart]:
     """Return the charts of runs beside each other, by the name of their file; none is empty."""
     drawn = {
         "ttft": _distribution(
@@ -32,29 +32,29 @@ def charts(runs: Sequence[Played]) -> dict[str, Chart]:
             "Time to first token over time (median of those due then)",
             "s from the start",
             "ms",
-            [Line(run.target, ttft_over_time(run)) for run in runs],
+            [ChartLine(run.target, ttft_over_time(run)) for run in runs],
         ),
         "running": Chart(
             "Requests without their whole answer",
             "s from the start",
             "requests",
-            [Line(run.target, running(run)) for run in runs],
+            [ChartLine(run.target, running(run)) for run in runs],
         ),
         "tokens": Chart(
             "Texts that arrived",
             "s from the start",
             "events/s",
-            [Line(run.target, events_over_time(run)) for run in runs],
+            [ChartLine(run.target, events_over_time(run)) for run in runs],
         ),
     }
     return {name: chart for name, chart in drawn.items() if not chart.empty}
 
 
 def _distribution(
-    title: str, runs: Sequence[Played], of: Callable[[Outcome], Sequence[float]]
+    title: str, runs: Sequence[PlayedRun], of: Callable[[RequestOutcome], Sequence[float]]
 ) -> Chart:
     lines = [
-        Line(run.target, shares([ms for one in run.outcomes if one.ok for ms in of(one)]))
+        ChartLine(run.target, shares([ms for one in run.outcomes if one.ok for ms in of(one)]))
         for run in runs
     ]
     return Chart(title, "ms", "%", lines, log_x=True)
@@ -66,7 +66,7 @@ def shares(values: Sequence[float]) -> list[Point]:
     return [(value, 100 * (rank + 1) / len(ordered)) for rank, value in enumerate(ordered)]
 
 
-def ttft_over_time(played: Played) -> list[Point]:
+def ttft_over_time(played: PlayedRun) -> list[Point]:
     """Return the median of what was due in each stretch of time."""
     width_s = _width_s(played)
     found: dict[int, list[float]] = {}
@@ -77,7 +77,7 @@ def ttft_over_time(played: Played) -> list[Point]:
     return [((place + 0.5) * width_s, median(found[place])) for place in sorted(found)]
 
 
-def events_over_time(played: Played) -> list[Point]:
+def events_over_time(played: PlayedRun) -> list[Point]:
     """Return the events with text per second, in each stretch of time."""
     width_s = _width_s(played)
     counts = [0] * (BUCKETS + 1)
@@ -89,7 +89,7 @@ def events_over_time(played: Played) -> list[Point]:
     return [((place + 0.5) * width_s, count / width_s) for place, count in enumerate(counts[:-1])]
 
 
-def running(played: Played) -> list[Point]:
+def running(played: PlayedRun) -> list[Point]:
     """Return how many requests were under way, at each moment at which that changed."""
     steps: list[tuple[float, int]] = []
     for one in played.outcomes:
@@ -102,5 +102,5 @@ def running(played: Played) -> list[Point]:
     return found
 
 
-def _width_s(played: Played) -> float:
+def _width_s(played: PlayedRun) -> float:
     return max((played.end_s - played.start_s) / BUCKETS, 1e-3)

@@ -11,20 +11,20 @@ from dataclasses import replace
 from statistics import fmean, stdev
 
 from rkserve.bench import capture
-from rkserve.bench.asked import Asked, Found
-from rkserve.bench.bench import Bench
-from rkserve.bench.figures import Comparison, Distribution, Figures, compare
+from rkserve.bench.asked import PresetOptions, PresetResult
+from rkserve.bench.figures import Comparison, Distribution, TraceFigures, compare
 from rkserve.bench.harness.child import BenchFailed, Json
 from rkserve.bench.harness.tables import MISSING, figure, percent, table
-from rkserve.bench.harness.verdict import Verdict
-from rkserve.bench.making import Shape, make_trace
-from rkserve.bench.play import Plan
-from rkserve.bench.results import Result
+from rkserve.bench.harness.verdict import TargetVerdict
+from rkserve.bench.player import PlayOptions
+from rkserve.bench.results import RunResult
+from rkserve.bench.runner import Bench
 from rkserve.bench.slo import Slo
 from rkserve.bench.target import Target
 from rkserve.bench.trace import Trace
+from rkserve.bench.trace_generator import TraceShape, make_trace
 
-CONVERSATIONS = Shape(
+CONVERSATIONS = TraceShape(
     sessions=200,
     rate=0.3,
     turns=5.0,
@@ -34,8 +34,8 @@ CONVERSATIONS = Shape(
     user_words=60,
     answer_tokens=48,
 )
-SMOKE = Shape(sessions=6, rate=2.0, turns=2.0, systems=1, system_words=20, answer_tokens=16)
-SINGLE = Shape(sessions=1, rate=1.0, turns=1.0, user_words=60, answer_tokens=48, spread=0.3)
+SMOKE = TraceShape(sessions=6, rate=2.0, turns=2.0, systems=1, system_words=20, answer_tokens=16)
+SINGLE = TraceShape(sessions=1, rate=1.0, turns=1.0, user_words=60, answer_tokens=48, spread=0.3)
 ROUND_ROBIN, LEAST_LOAD, PREFIX = "round_robin", "least_load", "prefix"
 HITS_AT_LEAST, TTFT_AT_MOST, P99_AT_MOST, GOODPUT_AT_LEAST = 3.8, 0.4, 1.0, 1.0
 OVER = 3.0
@@ -43,12 +43,12 @@ MANY = 10_000  # requests for a closed loop that ends by the clock
 LIMIT_FACTOR = 5.0  # end-to-end, times that of a server whose queue is empty
 
 
-def play_all(bench: Bench, trace: Trace, asked: Asked, title: str) -> Found:
+def play_all(bench: Bench, trace: Trace, asked: PresetOptions, title: str) -> PresetResult:
     """Play one trace on everything that is loaded, ``runs`` times, and compare it with the first.
 
     Each round is compared with the same round of the first.
     """
-    rounds: dict[str, list[Result]] = {}
+    rounds: dict[str, list[RunResult]] = {}
     for number, target in enumerate(bench.targets()):
         for turn in range(asked.runs):
             if bench.interrupted:
@@ -57,7 +57,7 @@ def play_all(bench: Bench, trace: Trace, asked: Asked, title: str) -> Found:
             plan = _plan(bench, asked, number * asked.runs + turn)
             rounds.setdefault(target.name, []).append(bench.run(target, trace, plan, name))
     if asked.runs == 1:
-        return Found(title, describe(trace), _beside_the_first(bench))
+        return PresetResult(title, describe(trace), _beside_the_first(bench))
     first = next(iter(rounds.values()), [])
     comparisons = [
         compare(one.played, other.played, bench.slo)
@@ -65,10 +65,10 @@ def play_all(bench: Bench, trace: Trace, asked: Asked, title: str) -> Found:
         for one, other in zip(found, first, strict=False)
     ]
     appendix, more = spread_table(rounds), {"spread": spread_of(rounds)}
-    return Found(title, describe(trace), comparisons, appendix=appendix, more=more)
+    return PresetResult(title, describe(trace), comparisons, appendix=appendix, more=more)
 
 
-def spread_of(rounds: Mapping[str, Sequence[Result]]) -> Json:
+def spread_of(rounds: Mapping[str, Sequence[RunResult]]) -> Json:
     """Return how far the rounds of each target lie apart, figure by figure."""
     found: Json = {}
     for name, runs in rounds.items():
@@ -87,7 +87,7 @@ def spread_of(rounds: Mapping[str, Sequence[Result]]) -> Json:
     return found
 
 
-def spread_table(rounds: Mapping[str, Sequence[Result]]) -> str:
+def spread_table(rounds: Mapping[str, Sequence[RunResult]]) -> str:
     """Return the same as Markdown."""
     rows = [
         [
@@ -112,7 +112,7 @@ def _median(of: Distribution | None) -> float | None:
     return None if of is None else of.p50.value
 
 
-_SPREAD: tuple[tuple[str, Callable[[Figures], float | None]], ...] = (
+_SPREAD: tuple[tuple[str, Callable[[TraceFigures], float | None]], ...] = (
     ("TTFT p50, ms", lambda found: _median(found.ttft_ms)),
     ("per token p50, ms", lambda found: _median(found.token_ms)),
     ("end-to-end p50, ms", lambda found: _median(found.e2e_ms)),
@@ -122,17 +122,17 @@ _SPREAD: tuple[tuple[str, Callable[[Figures], float | None]], ...] = (
 )
 
 
-def smoke(bench: Bench, asked: Asked) -> Found:
+def smoke(bench: Bench, asked: PresetOptions) -> PresetResult:
     """Ask a little of everything."""
     trace = make_trace(_sized(SMOKE, asked), asked.seed)
     asked = replace(asked, clients=asked.clients or 2)
     found = play_all(bench, trace, asked, "Smoke test")
     answered = [run.figures.answered / max(1, run.figures.asked) for run in bench.runs]
     worst = min(answered, default=0.0)
-    return replace(found, verdicts=[Verdict("answered, of all", worst, 1.0, at_most=False)])
+    return replace(found, verdicts=[TargetVerdict("answered, of all", worst, 1.0, at_most=False)])
 
 
-def multi_turn(bench: Bench, asked: Asked) -> Found:
+def multi_turn(bench: Bench, asked: PresetOptions) -> PresetResult:
     """Play conversations; between policies of ours, hold their ratios to the targets."""
     trace = make_trace(_sized(CONVERSATIONS, asked), asked.seed)
     found = play_all(bench, trace, asked, "Conversations of several turns")
@@ -141,7 +141,7 @@ def multi_turn(bench: Bench, asked: Asked) -> Found:
     )
 
 
-def side_by_side(bench: Bench, trace: Trace, asked: Asked) -> Found:
+def side_by_side(bench: Bench, trace: Trace, asked: PresetOptions) -> PresetResult:
     """Have all answer the same prompts, and put the answers beside those of the first."""
     plan = replace(asked.plan, clients=asked.clients or 1, time_factor=0.0, keep_text=True)
     texts, comparisons = [], []
@@ -156,12 +156,14 @@ def side_by_side(bench: Bench, trace: Trace, asked: Asked) -> Found:
         texts.append(capture.render(names, pairs, whole=asked.whole))
         comparisons.append(capture.to_json(names, pairs))
     more = {"captured": comparisons}
-    return Found("Answers side by side", describe(trace), appendix="\n".join(texts), more=more)
+    return PresetResult(
+        "Answers side by side", describe(trace), appendix="\n".join(texts), more=more
+    )
 
 
-def overload(bench: Bench, asked: Asked) -> Found:
+def overload(bench: Bench, asked: PresetOptions) -> PresetResult:
     """Measure the capacity in a closed loop, then ask as much and three times as much."""
-    verdicts: list[Verdict] = []
+    verdicts: list[TargetVerdict] = []
     seconds = asked.seconds or 60.0
     limits = asked.slo
     for number, target in enumerate(bench.targets()):
@@ -173,10 +175,12 @@ def overload(bench: Bench, asked: Asked) -> Found:
         limits = limits or Slo(e2e_ms=round(LIMIT_FACTOR * capacity.figures.e2e_ms.p50.value))
         bench.judged_by(limits)
         verdicts += _over(bench, target, asked, capacity.figures.answer_rate, seconds)
-    return Found("Overload", "single requests, Poisson", verdicts=verdicts)
+    return PresetResult("Overload", "single requests, Poisson", verdicts=verdicts)
 
 
-def _capacity(bench: Bench, target: Target, asked: Asked, seconds: float, number: int) -> Result:
+def _capacity(
+    bench: Bench, target: Target, asked: PresetOptions, seconds: float, number: int
+) -> RunResult:
     counted = asked.sessions is not None
     trace = make_trace(_sized(replace(SINGLE, sessions=MANY), asked), asked.seed)
     plan = replace(
@@ -188,8 +192,8 @@ def _capacity(bench: Bench, target: Target, asked: Asked, seconds: float, number
 
 
 def _over(
-    bench: Bench, target: Target, asked: Asked, capacity: float, seconds: float
-) -> list[Verdict]:
+    bench: Bench, target: Target, asked: PresetOptions, capacity: float, seconds: float
+) -> list[TargetVerdict]:
     found = []
     for factor in (1.0, OVER):
         if bench.interrupted:
@@ -210,7 +214,7 @@ def _over(
     if bench.interrupted or not at.goodput:
         return []
     what = f"{target.name}: goodput at {OVER:g} x capacity by that at capacity"
-    return [Verdict(what, over.goodput / at.goodput, GOODPUT_AT_LEAST, at_most=False)]
+    return [TargetVerdict(what, over.goodput / at.goodput, GOODPUT_AT_LEAST, at_most=False)]
 
 
 def describe(trace: Trace) -> str:
@@ -220,14 +224,14 @@ def describe(trace: Trace) -> str:
     return f"{len(trace.sessions)} sessions, {trace.requests} requests ({how})"
 
 
-def _plan(bench: Bench, asked: Asked, number: int) -> Plan:
+def _plan(bench: Bench, asked: PresetOptions, number: int) -> PlayOptions:
     # The same number of tokens for each, and nothing that an earlier run may have left behind.
     salt = f"{asked.plan.salt} {number}".strip()
     factor = asked.plan.time_factor * bench.site.time_factor
     return replace(asked.plan, clients=asked.clients, time_factor=factor, salt=salt)
 
 
-def _sized(shape: Shape, asked: Asked) -> Shape:
+def _sized(shape: TraceShape, asked: PresetOptions) -> TraceShape:
     return shape if asked.sessions is None else replace(shape, sessions=asked.sessions)
 
 
@@ -236,7 +240,7 @@ def _beside_the_first(bench: Bench) -> list[Comparison]:
     return [compare(one, played[0], bench.slo) for one in played[1:]]
 
 
-def _policy_verdicts(runs: dict[str, Result], slo: Slo) -> list[Verdict]:
+def _policy_verdicts(runs: dict[str, RunResult], slo: Slo) -> list[TargetVerdict]:
     if PREFIX not in runs:
         return []
     bounds = (
@@ -252,5 +256,5 @@ def _policy_verdicts(runs: dict[str, Result], slo: Slo) -> list[Verdict]:
         if ratio is not None:
             detail = f"{ratio.low:.3f} to {ratio.high:.3f}"
             what = f"{name}: {PREFIX} / {other}"
-            found.append(Verdict(what, ratio.value, bound, at_most, detail=detail))
+            found.append(TargetVerdict(what, ratio.value, bound, at_most, detail=detail))
     return found

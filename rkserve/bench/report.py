@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from rkserve.bench.charts import Chart
-from rkserve.bench.figures import Distribution, Figures, Percentile
+from rkserve.bench.figures import Distribution, Percentile, TraceFigures
 from rkserve.bench.harness.figures import Ratio
 from rkserve.bench.harness.tables import MISSING, figure, megabytes, percent, table
-from rkserve.bench.harness.verdict import Verdict
-from rkserve.bench.results import Result, Results
+from rkserve.bench.harness.verdict import TargetVerdict
+from rkserve.bench.results import BenchResults, RunResult
 
 
-def render(results: Results, drawn: Mapping[str, Chart] | None = None) -> str:
+def render(results: BenchResults, drawn: Mapping[str, Chart] | None = None) -> str:
     """Return the report; ``drawn`` are the charts that lie beside it, by name."""
     parts = (
         _opening(results),
@@ -31,7 +31,7 @@ def render(results: Results, drawn: Mapping[str, Chart] | None = None) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def summary(results: Results) -> str:
+def summary(results: BenchResults) -> str:
     """Return what fits on a screen: rates, latencies, errors, ratios, targets."""
     parts = (
         _rates(results.runs),
@@ -45,7 +45,7 @@ def summary(results: Results) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def warnings(results: Results) -> list[str]:
+def warnings(results: BenchResults) -> list[str]:
     """Say why figures may not be what they seem."""
     said = [] if results.complete else ["Interrupted: these are the figures of what there was.\n"]
     for run in results.runs:
@@ -65,7 +65,7 @@ def warnings(results: Results) -> list[str]:
     return said
 
 
-def _opening(results: Results) -> str:
+def _opening(results: BenchResults) -> str:
     machine = results.machine
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     about = "".join(f"- {name}: {said}\n" for name, said in results.about.items())
@@ -77,7 +77,7 @@ def _opening(results: Results) -> str:
     )
 
 
-def _targets(verdicts: Sequence[Verdict]) -> str:
+def _targets(verdicts: Sequence[TargetVerdict]) -> str:
     rows = [
         [
             one.what,
@@ -92,7 +92,7 @@ def _targets(verdicts: Sequence[Verdict]) -> str:
     return f"## What it must reach\n\n{table(head, rows)}" if rows else ""
 
 
-def _rates(runs: Sequence[Result]) -> str:
+def _rates(runs: Sequence[RunResult]) -> str:
     rows = [_rate_row(run.figures) for run in runs]
     head = [
         *("", "asked", "answered", "errors", "cut", "asked/s", "answers/s", "tokens/s"),
@@ -101,7 +101,7 @@ def _rates(runs: Sequence[Result]) -> str:
     return f"## Rates\n\n{table(head, rows)}" if rows else ""
 
 
-def _rate_row(found: Figures) -> list[str]:
+def _rate_row(found: TraceFigures) -> list[str]:
     return [
         found.target,
         figure(found.asked, 0),
@@ -118,8 +118,8 @@ def _rate_row(found: Figures) -> list[str]:
     ]
 
 
-def _latencies(runs: Sequence[Result]) -> str:
-    measures: tuple[tuple[str, Callable[[Figures], Distribution | None]], ...] = (
+def _latencies(runs: Sequence[RunResult]) -> str:
+    measures: tuple[tuple[str, Callable[[TraceFigures], Distribution | None]], ...] = (
         ("TTFT", lambda found: found.ttft_ms),
         ("between texts", lambda found: found.gap_ms),
         ("per token", lambda found: found.token_ms),
@@ -155,7 +155,7 @@ def _interval(of: Percentile) -> str:
     return f"{figure(of.low)} to {figure(of.high)}"
 
 
-def _errors(runs: Sequence[Result]) -> str:
+def _errors(runs: Sequence[RunResult]) -> str:
     labels = list(dict.fromkeys(label for run in runs for label in run.figures.errors))
     rows = [
         [label, *(figure(run.figures.errors.get(label, 0), 0) for run in runs)] for label in labels
@@ -168,7 +168,7 @@ def _errors(runs: Sequence[Result]) -> str:
     return f"## Errors\n\n{table(head, rows)}" if rows else ""
 
 
-def _ratios(results: Results) -> str:
+def _ratios(results: BenchResults) -> str:
     if not results.comparisons:
         return ""
     names = list(results.comparisons[0].ratios)
@@ -188,7 +188,7 @@ def _ratio(ratio: Ratio | None) -> str:
     return f"{ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
 
 
-def _prefixes(runs: Sequence[Result]) -> str:
+def _prefixes(runs: Sequence[RunResult]) -> str:
     rows = []
     for run in runs:
         found = run.figures.prefix
@@ -213,7 +213,7 @@ def _prefixes(runs: Sequence[Result]) -> str:
     )
 
 
-def _boards(runs: Sequence[Result]) -> str:
+def _boards(runs: Sequence[RunResult]) -> str:
     names = sorted({name for run in runs for name in run.figures.boards})
     rows = [[name, *(figure(run.figures.boards.get(name, 0), 0) for run in runs)] for name in names]
     continued = [run.figures.continued for run in runs]
@@ -223,7 +223,7 @@ def _boards(runs: Sequence[Result]) -> str:
     return f"## Boards\n\n{table(head, rows)}" if rows else ""
 
 
-def _processes(runs: Sequence[Result]) -> str:
+def _processes(runs: Sequence[RunResult]) -> str:
     parts = list(
         dict.fromkeys(
             part for run in runs if run.cpu for part in (*run.cpu.by_part_ms, *run.memories)
@@ -239,7 +239,7 @@ def _processes(runs: Sequence[Result]) -> str:
     )
 
 
-def _process_cell(run: Result, part: str) -> str:
+def _process_cell(run: RunResult, part: str) -> str:
     if run.cpu is None:
         return MISSING
     spent_ms = run.cpu.by_part_ms.get(part, 0.0)
@@ -256,7 +256,7 @@ def _pictures(drawn: Mapping[str, Chart]) -> str:
     return "\n".join(f"![{chart.title}]({name}.svg)\n" for name, chart in drawn.items())
 
 
-def _method(results: Results) -> str:
+def _method(results: BenchResults) -> str:
     rows = [
         [
             run.figures.target,

@@ -10,33 +10,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rkserve.bench.figures import Comparison, Figures
+from rkserve.bench.figures import Comparison, TraceFigures
 from rkserve.bench.harness.child import Json
 from rkserve.bench.harness.figures import CpuUse
 from rkserve.bench.harness.machine import Machine
-from rkserve.bench.harness.procfs import Memory
-from rkserve.bench.harness.verdict import Verdict
-from rkserve.bench.outcome import Kind, Outcome
-from rkserve.bench.play import Played
+from rkserve.bench.harness.procfs import ProcessMemory
+from rkserve.bench.harness.verdict import TargetVerdict
+from rkserve.bench.monitors import BoardSample
+from rkserve.bench.outcome import OutcomeKind, RequestOutcome
+from rkserve.bench.player import PlayedRun
 from rkserve.bench.slo import Slo
-from rkserve.bench.watch import BoardSample
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """One run, what the processes that were watched took for it, and the boards' own figures where
     it captures.
     """
 
-    played: Played
-    figures: Figures
+    played: PlayedRun
+    figures: TraceFigures
     cpu: CpuUse | None = None
-    memories: Mapping[str, Sequence[Memory]] = field(default_factory=dict)
+    memories: Mapping[str, Sequence[ProcessMemory]] = field(default_factory=dict)
     boards: Sequence[BoardSample] = ()
 
 
 @dataclass(frozen=True)
-class Results:
+class BenchResults:
     """All runs. ``about`` says in a few words each what was played, and on what.
 
     ``appendix`` is what else the report says, as Markdown, and ``more`` the same as JSON.
@@ -46,9 +46,9 @@ class Results:
     machine: Machine
     about: Mapping[str, str]
     slo: Slo
-    runs: Sequence[Result]
+    runs: Sequence[RunResult]
     comparisons: Sequence[Comparison] = ()
-    verdicts: Sequence[Verdict] = ()
+    verdicts: Sequence[TargetVerdict] = ()
     complete: bool = True
     appendix: str = ""
     more: Json = field(default_factory=dict)
@@ -69,10 +69,10 @@ class Results:
     def unreachable(self) -> bool:
         """Whether not one request got as far as a server."""
         kinds = {one.kind for run in self.runs for one in run.played.outcomes}
-        return kinds == {Kind.CONNECT}
+        return kinds == {OutcomeKind.CONNECT}
 
     @property
-    def missed(self) -> list[Verdict]:
+    def missed(self) -> list[TargetVerdict]:
         """Targets that were not reached."""
         return [one for one in self.verdicts if not one.reached]
 
@@ -91,14 +91,14 @@ class Results:
         }
 
 
-def outcome_lines(runs: Sequence[Result]) -> Iterator[str]:
+def outcome_lines(runs: Sequence[RunResult]) -> Iterator[str]:
     """Yield each request of all runs as a line of JSON; times count from the start of its run."""
     for run in runs:
         for one in run.played.outcomes:
             yield json.dumps(_outcome(one, run.played), ensure_ascii=False)
 
 
-def _run(run: Result) -> Json:
+def _run(run: RunResult) -> Json:
     prefix, generator = run.figures.prefix, run.figures.generator
     said: Json = _plain(asdict(run.figures))
     said["prefix"] |= {"ratio": prefix.ratio, "of_reusable": prefix.of_reusable}
@@ -115,7 +115,7 @@ def _run(run: Result) -> Json:
     return said
 
 
-def _outcome(one: Outcome, played: Played) -> Json:
+def _outcome(one: RequestOutcome, played: PlayedRun) -> Json:
     since_s = played.start_s
     said: Json = _plain(asdict(replace(one, captured=None)))
     asked = said.pop("asked")

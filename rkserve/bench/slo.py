@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from rkserve.bench.outcome import Outcome
+from rkserve.bench.outcome import RequestOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Slo:
     gap_ms: float | None = None
     e2e_ms: float | None = None
 
-    def met(self, one: Outcome) -> bool:
+    def met(self, one: RequestOutcome) -> bool:
         """Whether an answer was complete and within the limits."""
         return one.ok and (
             _within(one.ttft_ms, self.ttft_ms)

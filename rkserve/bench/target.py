@@ -20,7 +20,7 @@ ASK_S = 10.0
 PORTS = {"http": 80, "https": 443}
 
 
-class Unreachable(BenchFailed):
+class ServerUnreachable(BenchFailed):
     """Nobody answers at the address that was given."""
 
 
@@ -123,7 +123,7 @@ def models_of(url: str, key: str | None) -> list[str]:
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as exc:
         raise BenchFailed(f"{where} lists no model; name the model instead") from exc
     except (OSError, urllib.error.URLError) as exc:
-        raise Unreachable(f"{url} cannot be reached: {exc}") from exc
+        raise ServerUnreachable(f"{url} cannot be reached: {exc}") from exc
     if not found:
         raise BenchFailed(f"{where} lists no model; name the model instead")
     return found

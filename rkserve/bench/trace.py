@@ -33,7 +33,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class TraceSession:
     """A conversation that begins ``at_s`` after the trace does.
 
     ``system`` is the number of its system prompt in the trace, or None. ``more`` is added to the
@@ -51,7 +51,7 @@ class Session:
 class Trace:
     """Sessions in the order in which they begin. ``made`` says how, for the report."""
 
-    sessions: tuple[Session, ...]
+    sessions: tuple[TraceSession, ...]
     systems: tuple[str, ...] = ()
     made: Mapping[str, Any] = field(default_factory=dict)
 
@@ -69,7 +69,7 @@ class Trace:
         """Return its beginning."""
         return Trace(self.sessions[:sessions], self.systems, self.made)
 
-    def opening(self, session: Session, salt: str = "") -> list[Json]:
+    def opening(self, session: TraceSession, salt: str = "") -> list[Json]:
         """Return what a conversation begins with.
 
         The salt is put in front, so that no server still has the beginning from another run.
@@ -123,7 +123,7 @@ def _head(value: Json) -> tuple[dict[str, Any], tuple[str, ...]]:
     return dict(value.get("made", {})), tuple(str(one) for one in value["systems"])
 
 
-def _session(value: Json, systems: int) -> Session:
+def _session(value: Json, systems: int) -> TraceSession:
     turns = tuple(_turn(one) for one in value["turns"])
     system = value.get("system")
     if system is not None and not 0 <= int(system) < systems:
@@ -134,7 +134,9 @@ def _session(value: Json, systems: int) -> Session:
     if not 0 <= at_s < float("inf"):
         raise ValueError(f"at_s is {at_s}")
     more = dict(value.get("more", {}))
-    return Session(str(value["name"]), at_s, turns, None if system is None else int(system), more)
+    return TraceSession(
+        str(value["name"]), at_s, turns, None if system is None else int(system), more
+    )
 
 
 def _turn(value: Json) -> Turn:
@@ -152,7 +154,7 @@ def _turn(value: Json) -> Turn:
     return turn
 
 
-def _session_json(one: Session) -> Json:
+def _session_json(one: TraceSession) -> Json:
     turns = [
         {"user": turn.user, "max_tokens": turn.max_tokens, "think_s": turn.think_s}
         | ({} if turn.answer is None else {"answer": turn.answer})

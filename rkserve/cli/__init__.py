@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rkserve.cli.commands import app
-from rkserve.cli.link import open_client
+from rkserve.cli.context import open_client
 
 __all__ = ["app", "main"]
 

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from rkserve.bench.asked import Found
-from rkserve.bench.making import Shape, make_trace
+from rkserve.bench.asked import PresetResult
 from rkserve.bench.trace import Trace, lines_of, read_trace, write_trace
-from rkserve.cli.given import Seed
-from rkserve.cli.loading import EXIT_CODES, Session, loading
+from rkserve.bench.trace_generator import TraceShape, make_trace
+from rkserve.cli.bench_options import Seed
+from rkserve.cli.bench_run import EXIT_CODES, LoadCommand, loading
 from rkserve.cli.shaping import shaped
 
 bench = typer.Typer(
@@ -40,9 +40,9 @@ Duration = Annotated[
 @loading
 @shaped
 def run(
-    load: Session,
+    load: LoadCommand,
     *,
-    shape: Shape,
+    shape: TraceShape,
     trace: TraceFile = None,
     clients: Clients = None,
     duration: Duration = None,
@@ -64,7 +64,7 @@ def run(
             "its board, to captured.jsonl and captured.md in --out.",
         ),
     ] = False,
-) -> Found:
+) -> PresetResult:
     """Play a trace, one that is made or one from a file; open loop unless --clients."""
     from rkserve.bench.presets import play_all
 
@@ -84,7 +84,7 @@ def run(
 
 @bench.command()
 @loading
-def smoke(load: Session, *, sessions: Sessions = None, clients: Clients = None) -> Found:
+def smoke(load: LoadCommand, *, sessions: Sessions = None, clients: Clients = None) -> PresetResult:
     """Ask a few questions: seconds, to see that a server can be measured."""
     from rkserve.bench import presets
 
@@ -93,7 +93,9 @@ def smoke(load: Session, *, sessions: Sessions = None, clients: Clients = None) 
 
 @bench.command("multi-turn")
 @loading
-def multi_turn(load: Session, *, sessions: Sessions = None, clients: Clients = None) -> Found:
+def multi_turn(
+    load: LoadCommand, *, sessions: Sessions = None, clients: Clients = None
+) -> PresetResult:
     """Play 200 conversations with shared system prompts; policies are compared on the same ones."""
     from rkserve.bench import presets
 
@@ -103,7 +105,7 @@ def multi_turn(load: Session, *, sessions: Sessions = None, clients: Clients = N
 @bench.command()
 @loading
 def overload(
-    load: Session,
+    load: LoadCommand,
     *,
     seconds: Annotated[float, typer.Option(min=0.1, help="Of each of the two loads.")] = 60.0,
     sessions: Annotated[
@@ -114,7 +116,7 @@ def overload(
     tell_deadline: Annotated[
         bool, typer.Option(help="Tell the server the end-to-end limit as its deadline.")
     ] = True,
-) -> Found:
+) -> PresetResult:
     """Measure the capacity, then ask that much and three times as much; compare the goodput."""
     from rkserve.bench import presets
 
@@ -128,9 +130,9 @@ def overload(
 @loading
 @shaped
 def compare(
-    load: Session,
+    load: LoadCommand,
     *,
-    shape: Shape,
+    shape: TraceShape,
     trace: TraceFile = None,
     clients: Clients = None,
     all_prompts: Annotated[
@@ -139,7 +141,7 @@ def compare(
             "--all-prompts", help="Show every prompt, also of equal answers, and nothing cut."
         ),
     ] = False,
-) -> Found:
+) -> PresetResult:
     """Have several servers, models or adapters answer the same prompts; show where they differ."""
     from rkserve.bench import presets
 
@@ -152,7 +154,7 @@ def compare(
 @shaped
 def make(
     *,
-    shape: Shape,
+    shape: TraceShape,
     seed: Seed = 1,
     output: Annotated[
         Path | None, typer.Option("--output", dir_okay=False, help="Else it is printed.")
@@ -167,5 +169,5 @@ def make(
         write_trace(made, output)
 
 
-def _trace(path: Path | None, shape: Shape, seed: int) -> Trace:
+def _trace(path: Path | None, shape: TraceShape, seed: int) -> Trace:
     return make_trace(shape, seed) if path is None else read_trace(path)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rkserve.cli.link import Exit, Link, connected, first_line
+from rkserve.cli.context import CommandContext, Exit, connected, first_line
 from rkserve.client import ClientError, UnexpectedAnswer
 
 PATH = "/v1/chat/completions"
@@ -26,7 +26,7 @@ ModelName = Annotated[
 
 @connected
 def chat(
-    link: Link,
+    link: CommandContext,
     *,
     prompt: Prompt = None,
     model: ModelName = None,
@@ -64,7 +64,7 @@ def chat(
 
 
 def _converse(
-    link: Link, body: dict[str, Any], begin: list[dict[str, str]], key: str | None
+    link: CommandContext, body: dict[str, Any], begin: list[dict[str, str]], key: str | None
 ) -> None:
     said = list(begin)
     while True:
@@ -90,7 +90,7 @@ def _converse(
             said = [*asked, {"role": "assistant", "content": answer}]
 
 
-def _answer(link: Link, body: dict[str, Any], key: str | None) -> str:
+def _answer(link: CommandContext, body: dict[str, Any], key: str | None) -> str:
     """Print an answer while it comes, and return it."""
     text, finish = "", None
     for event in _events(link, body, key):
@@ -112,11 +112,13 @@ def _answer(link: Link, body: dict[str, Any], key: str | None) -> str:
     return text
 
 
-def _events(link: Link, body: dict[str, Any], key: str | None) -> Iterator[dict[str, Any]]:
+def _events(
+    link: CommandContext, body: dict[str, Any], key: str | None
+) -> Iterator[dict[str, Any]]:
     return link.client.stream(PATH, body, api_key=key)
 
 
-def _first(link: Link) -> str:
+def _first(link: CommandContext) -> str:
     rows = link.client.models()
     if not rows:
         raise UnexpectedAnswer("No model is served")

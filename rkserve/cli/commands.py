@@ -10,15 +10,15 @@ import typer
 
 from rkserve import __version__
 from rkserve.cli import show
-from rkserve.cli.bars import progress
 from rkserve.cli.bench import bench
 from rkserve.cli.chat import chat
-from rkserve.cli.inside import boards, caches, generations, kv
-from rkserve.cli.link import EXIT_CODES, Exit, Link, connected
+from rkserve.cli.context import EXIT_CODES, CommandContext, Exit, connected
+from rkserve.cli.generations import boards, caches, generations, kv
 from rkserve.cli.lora import lora
-from rkserve.cli.options import Boards, Mode, Models, Modes, Timeout
+from rkserve.cli.models import models, sleep, wake
+from rkserve.cli.options import Boards, Models, ModeOption, Modes, Timeout
+from rkserve.cli.progress import progress
 from rkserve.cli.sim import sim
-from rkserve.cli.sleeping import models, sleep, wake
 from rkserve.cli.weights import weights
 from rkserve.client.answers import PARTIAL, SUCCEEDED
 from rkserve.core.errors import ConfigError
@@ -64,7 +64,7 @@ Limit = Annotated[int, typer.Option(min=1, max=1000, help="How many, the newest 
 
 @app.command()
 @connected
-def status(link: Link) -> None:
+def status(link: CommandContext) -> None:
     """Show the cluster: boards, pauses, epoch."""
     cluster = link.client.cluster()
     link.show(cluster, lambda: show.status(cluster))
@@ -73,9 +73,9 @@ def status(link: Link) -> None:
 @app.command()
 @connected
 def pause(
-    link: Link,
+    link: CommandContext,
     *,
-    mode: Modes = Mode.KEEP,
+    mode: Modes = ModeOption.KEEP,
     model: Models = None,
     board: Boards = None,
     adapter: Adapter = None,
@@ -99,7 +99,7 @@ def pause(
 @app.command()
 @connected
 def resume(
-    link: Link,
+    link: CommandContext,
     *,
     model: Models = None,
     board: Boards = None,
@@ -142,7 +142,7 @@ def front(
 
 @app.command()
 @connected
-def operations(link: Link, limit: Limit = 20) -> None:
+def operations(link: CommandContext, limit: Limit = 20) -> None:
     """List what was changed, and what became of it."""
     rows = link.client.operations(limit)
     link.show([dict(one.body) for one in rows], lambda: show.operations(rows))
@@ -151,7 +151,7 @@ def operations(link: Link, limit: Limit = 20) -> None:
 @app.command()
 @connected
 def operation(
-    link: Link,
+    link: CommandContext,
     operation_id: Annotated[str, typer.Argument(metavar="ID")],
     wait: Annotated[
         bool, typer.Option(help="Wait until it is over, and exit as it ended.")
@@ -170,7 +170,7 @@ def operation(
 
 @app.command()
 @connected
-def audit(link: Link, limit: Limit = 50) -> None:
+def audit(link: CommandContext, limit: Limit = 50) -> None:
     """List who changed what."""
     rows = link.client.audit(limit)
     link.show(rows, lambda: show.audit(rows))

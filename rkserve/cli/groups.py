@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from typer.core import TyperGroup
 
 
-class Defaulting(TyperGroup):
+class DefaultCommandGroup(TyperGroup):
     """``rkserve models`` is ``rkserve models list``, with the options of that."""
 
     default: ClassVar[str]
@@ -19,13 +19,13 @@ class Defaulting(TyperGroup):
         return super().parse_args(ctx, args if named else [self.default, *args])
 
 
-class ListFirst(Defaulting):
+class ListFirst(DefaultCommandGroup):
     """Lists where nothing else is asked."""
 
     default = "list"
 
 
-class InfoFirst(Defaulting):
+class InfoFirst(DefaultCommandGroup):
     """Tells how things are where nothing else is asked."""
 
     default = "info"

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from rkserve.cli import show
-from rkserve.cli.bars import progress
-from rkserve.cli.link import EXIT_CODES, Link, connected
-from rkserve.cli.options import InFlight, Model, Running, Timeout
+from rkserve.cli.context import EXIT_CODES, CommandContext, connected
+from rkserve.cli.options import InFlightOption, Model, Running, Timeout
+from rkserve.cli.progress import progress
 from rkserve.client.upload import ADAPTER_FILE
 from rkserve.models.folder import SIM_MAGIC
 from rkserve.native.sim import adapters as sim_adapters
@@ -19,7 +19,7 @@ from rkserve.native.sim import adapters as sim_adapters
 lora = typer.Typer(help=f"Bring LoRA adapters to the boards. {EXIT_CODES}", no_args_is_help=True)
 
 
-class Strategy(str, Enum):
+class StrategyOption(str, Enum):
     """How a version comes into use."""
 
     ATOMIC = "atomic"
@@ -29,7 +29,7 @@ class Strategy(str, Enum):
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="What the adapter is called.")]
 How = Annotated[
-    Strategy,
+    StrategyOption,
     typer.Option(help="All boards at once, some after others, or some of the sessions first."),
 ]
 Unavailable = Annotated[int, typer.Option(min=1, help="rolling: boards that change at a time.")]
@@ -40,7 +40,7 @@ Auto = Annotated[bool, typer.Option(help="canary: promote or roll back by itself
 
 @lora.command("list")
 @connected
-def list_(link: Link, model: Model = None) -> None:
+def list_(link: CommandContext, model: Model = None) -> None:
     """List adapters and versions, and on how many boards they are."""
     rows = link.client.adapters(model)
     link.show(rows, lambda: show.adapters(rows))
@@ -49,7 +49,7 @@ def list_(link: Link, model: Model = None) -> None:
 @lora.command()
 @connected
 def push(
-    link: Link,
+    link: CommandContext,
     *,
     path: Annotated[Path, typer.Argument(exists=True, help="The file, or a folder with it.")],
     name: Annotated[str, typer.Option(help="What the adapter is called.")],
@@ -57,10 +57,10 @@ def push(
     model: Model = None,
     scale: Annotated[float | None, typer.Option(help="The strength of the adapter.")] = None,
     activate: Annotated[bool, typer.Option(help="Serve it once every board has it.")] = True,
-    strategy: How = Strategy.ATOMIC,
+    strategy: How = StrategyOption.ATOMIC,
     max_unavailable: Unavailable = 1,
     weight: Weight = 0.1,
-    in_flight: Running = InFlight.PIN,
+    in_flight: Running = InFlightOption.PIN,
     observe: Observe = 60.0,
     auto: Auto = True,
     timeout: Timeout = None,
@@ -87,15 +87,15 @@ def push(
 @lora.command()
 @connected
 def rollout(
-    link: Link,
+    link: CommandContext,
     *,
     name: Name,
     version: Annotated[str, typer.Argument(help="One that is staged.")],
     model: Model = None,
-    strategy: How = Strategy.ATOMIC,
+    strategy: How = StrategyOption.ATOMIC,
     max_unavailable: Unavailable = 1,
     weight: Weight = 0.1,
-    in_flight: Running = InFlight.PIN,
+    in_flight: Running = InFlightOption.PIN,
     observe: Observe = 60.0,
     auto: Auto = True,
     timeout: Timeout = None,
@@ -116,7 +116,9 @@ def rollout(
 
 @lora.command()
 @connected
-def rollback(link: Link, name: Name, model: Model = None, timeout: Timeout = None) -> None:
+def rollback(
+    link: CommandContext, name: Name, model: Model = None, timeout: Timeout = None
+) -> None:
     """Return to the version before, or end a canary."""
     with progress(link) as tell:
         one = link.client.rollback(name, model=model, timeout_s=timeout, on_progress=tell)
@@ -125,7 +127,7 @@ def rollback(link: Link, name: Name, model: Model = None, timeout: Timeout = Non
 
 @lora.command()
 @connected
-def promote(link: Link, name: Name, model: Model = None, timeout: Timeout = None) -> None:
+def promote(link: CommandContext, name: Name, model: Model = None, timeout: Timeout = None) -> None:
     """Let everybody have what a canary tries."""
     with progress(link) as tell:
         one = link.client.promote(name, model=model, timeout_s=timeout, on_progress=tell)
@@ -135,7 +137,7 @@ def promote(link: Link, name: Name, model: Model = None, timeout: Timeout = None
 @lora.command()
 @connected
 def rm(
-    link: Link,
+    link: CommandContext,
     name: Annotated[str, typer.Argument(metavar="NAME[@VERSION]")],
     every: Annotated[bool, typer.Option("--all", help="All versions of the adapter.")] = False,
     model: Model = None,
@@ -195,12 +197,12 @@ def _wrong(file: Path, begin: bytes) -> str:
 
 
 def _how(
-    strategy: Strategy, max_unavailable: int, weight: float, observe: float, auto: bool
+    strategy: StrategyOption, max_unavailable: int, weight: float, observe: float, auto: bool
 ) -> dict[str, Any]:
     """Return what the strategy takes: the others' parameters are left out."""
-    own: dict[Strategy, dict[str, Any]] = {
-        Strategy.ATOMIC: {},
-        Strategy.ROLLING: {"max_unavailable": max_unavailable},
-        Strategy.CANARY: {"weight": weight, "observe_s": observe, "auto": auto},
+    own: dict[StrategyOption, dict[str, Any]] = {
+        StrategyOption.ATOMIC: {},
+        StrategyOption.ROLLING: {"max_unavailable": max_unavailable},
+        StrategyOption.CANARY: {"weight": weight, "observe_s": observe, "auto": auto},
     }
     return {"strategy": strategy.value, **own[strategy]}

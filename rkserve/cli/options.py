@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 
-class Mode(str, Enum):
+class ModeOption(str, Enum):
     """What becomes of requests under a pause or a sleep."""
 
     KEEP = "keep"
@@ -18,7 +18,7 @@ class Mode(str, Enum):
     ABORT = "abort"
 
 
-class InFlight(str, Enum):
+class InFlightOption(str, Enum):
     """What becomes of requests that run when weights change."""
 
     PIN = "pin"
@@ -27,7 +27,7 @@ class InFlight(str, Enum):
 
 
 Modes = Annotated[
-    Mode, typer.Option(help="keep: requests wait; wait: they end first; abort: they end now.")
+    ModeOption, typer.Option(help="keep: requests wait; wait: they end first; abort: they end now.")
 ]
 Models = Annotated[
     list[str] | None, typer.Option("--model", help="Only this model; may be repeated.")
@@ -43,7 +43,7 @@ LoadTimeout = Annotated[
     float | None, typer.Option(help="Seconds; boards that need longer follow when they can.")
 ]
 Running = Annotated[
-    InFlight, typer.Option(help="Running requests keep their version, change it, or end.")
+    InFlightOption, typer.Option(help="Running requests keep their version, change it, or end.")
 ]
 
 

@@ -1,4 +1,4 @@
-"""Options that say what a made trace is like; see ``rkserve.bench.making``."""
+"""Options that say what a made trace is like; see ``rkserve.bench.trace_generator``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from rkserve.bench.making import Arrivals, Shape
+from rkserve.bench.trace_generator import Arrivals, TraceShape
 from rkserve.cli.options import keyword, own_options, signed
 
-# The names are those of a ``Shape``, with what they are where nothing is said.
+# The names are those of a ``TraceShape``, with what they are where nothing is said.
 OPTIONS: Mapping[str, tuple[Any, Any]] = {
     "sessions": (Annotated[int, typer.Option(min=1, help="So many sessions.")], 100),
     "rate": (Annotated[float, typer.Option(min=0.0001, help="Sessions per second.")], 1.0),
@@ -47,11 +47,11 @@ OPTIONS: Mapping[str, tuple[Any, Any]] = {
 
 
 def shaped(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command a ``Shape`` for its parameter ``shape``, and the options that make it."""
+    """Give a command a ``TraceShape`` for its parameter ``shape``, and the options that make it."""
 
     def run(*positional: Any, **options: Any) -> Any:
         said = {name: options.pop(name) for name in OPTIONS}
-        shape = Shape(**{**said, "priorities": tuple(said["priorities"] or ())})
+        shape = TraceShape(**{**said, "priorities": tuple(said["priorities"] or ())})
         return command(*positional, shape=shape, **options)
 
     options = [keyword(name, of, default) for name, (of, default) in OPTIONS.items()]

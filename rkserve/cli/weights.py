@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from rkserve.cli import show
-from rkserve.cli.bars import progress
+from rkserve.cli.context import EXIT_CODES, CommandContext, connected
 from rkserve.cli.groups import InfoFirst
-from rkserve.cli.link import EXIT_CODES, Link, connected
-from rkserve.cli.options import InFlight, Model, Running, Timeout
+from rkserve.cli.options import InFlightOption, Model, Running, Timeout
+from rkserve.cli.progress import progress
 
 weights = typer.Typer(
     cls=InfoFirst, help=f"Show base weights, and change them. {EXIT_CODES}", add_completion=False
@@ -20,7 +20,7 @@ weights = typer.Typer(
 
 @weights.command()
 @connected
-def info(link: Link, model: Model = None) -> None:
+def info(link: CommandContext, model: Model = None) -> None:
     """Show labels, steps and files of the weights, by model and board."""
     found = link.client.weight_info(model)
     link.show(found, lambda: show.weights(found))
@@ -29,7 +29,7 @@ def info(link: Link, model: Model = None) -> None:
 @weights.command()
 @connected
 def push(
-    link: Link,
+    link: CommandContext,
     *,
     path: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="The .rkllm file.")],
     version: Annotated[str | None, typer.Option(help="Else the digits of its sha256.")] = None,
@@ -47,7 +47,7 @@ def push(
 @weights.command()
 @connected
 def update(
-    link: Link,
+    link: CommandContext,
     *,
     path: Annotated[
         str,
@@ -61,7 +61,7 @@ def update(
         str | None, typer.Option(help="The label that answers bear; else made from the file.")
     ] = None,
     model: Model = None,
-    in_flight: Running = InFlight.PIN,
+    in_flight: Running = InFlightOption.PIN,
     max_unavailable: Annotated[int, typer.Option(min=1, help="Boards that change at a time.")] = 1,
     timeout: Timeout = None,
 ) -> None:
@@ -82,7 +82,7 @@ def update(
 @weights.command()
 @connected
 def label(
-    link: Link,
+    link: CommandContext,
     version: Annotated[str, typer.Argument(help="What answers bear from now on.")],
     model: Model = None,
 ) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 from rkserve.client import answers, calls, flows, requests
 from rkserve.client.answers import Operation, Pushed
 from rkserve.client.calls import InFlight
-from rkserve.client.flows import Told
+from rkserve.client.flows import OnProgress
 from rkserve.client.running import AsyncRuns
-from rkserve.client.weights import Push, PushedWeights, push
+from rkserve.client.weights import PushedWeights, WeightsPush, push
 
 
 class AsyncWeightCalls(AsyncRuns):
@@ -28,7 +28,7 @@ class AsyncWeightCalls(AsyncRuns):
         timeout_s: float | None = None,
         wait: bool = True,
         key: str | None = None,
-        on_progress: Told | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Operation:
         """Have staged weights served by all boards at once, as those of a trainer's step.
 
@@ -65,7 +65,7 @@ class AsyncWeightCalls(AsyncRuns):
         timeout_s: float | None = None,
         wait: bool = True,
         key: str | None = None,
-        on_progress: Told | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Operation:
         """Have boards load another file of their base model, ``max_unavailable`` at a time.
 
@@ -97,7 +97,7 @@ class AsyncWeightCalls(AsyncRuns):
         model: str | None = None,
         parameters: Sequence[Mapping[str, Any]] | None = None,
         key: str | None = None,
-        on_progress: Told | None = None,
+        on_progress: OnProgress | None = None,
     ) -> PushedWeights:
         """Send a base model file to the head, and change nothing that is served.
 
@@ -108,7 +108,7 @@ class AsyncWeightCalls(AsyncRuns):
             SourceFailed: the file cannot be read.
             Refused: it is no model for these boards.
         """
-        what = Push(source, version, model, parameters, key or calls.new_key())
+        what = WeightsPush(source, version, model, parameters, key or calls.new_key())
         return await self._run(push(what, self._patience, on_progress))
 
     async def weight_info(self, model: str | None = None) -> dict[str, Any]:

@@ -19,7 +19,15 @@ from rkserve.client import answers, calls, flows, requests
 from rkserve.client.answers import IsPaused, Operation, Pushed
 from rkserve.client.async_models import AsyncModelCalls
 from rkserve.client.async_weights import AsyncWeightCalls
-from rkserve.client.calls import InFlight, Mode, Names, Request, Rollout, Scope, Strategy
+from rkserve.client.calls import (
+    InFlight,
+    Mode,
+    Names,
+    Request,
+    RolloutParams,
+    ScopeParams,
+    Strategy,
+)
 from rkserve.client.connection import (
     CONNECT_S,
     DEFAULT_URL,
@@ -30,7 +38,7 @@ from rkserve.client.connection import (
     headers,
 )
 from rkserve.client.errors import Unreachable
-from rkserve.client.flows import Flow, Patience, Push, Rest, Told, Work
+from rkserve.client.flows import AdapterPush, BlockingCall, Delay, Flow, OnProgress, RetryPolicy
 from rkserve.client.inside import AsyncInsideCalls
 from rkserve.client.lease import Lease
 from rkserve.client.leased import leased_async
@@ -66,7 +74,7 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
             transport=transport,
         )
         self._read_s = read_s
-        self._patience = Patience(patience_s, clock)
+        self._patience = RetryPolicy(patience_s, clock)
         self._sleep = sleep
 
     def __repr__(self) -> str:
@@ -114,7 +122,7 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
         Raises:
             OperationUndone: not every board stopped in time, and none is paused now.
         """
-        scope = Scope(models, boards, adapter)
+        scope = ScopeParams(models, boards, adapter)
         request = requests.pause(
             scope,
             mode,
@@ -141,7 +149,7 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
         Raises:
             PartlyDone: some boards did not answer; they go on as soon as they are heard of.
         """
-        scope = Scope(models, boards, adapter)
+        scope = ScopeParams(models, boards, adapter)
         request = requests.resume(scope, timeout_s=timeout_s, epoch=epoch, key=key)
         return await self._run(flows.perform(request, self._patience))
 
@@ -197,7 +205,7 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
         key: str | None = None,
     ) -> Operation:
         """Drop the KV caches; with ``running`` also those of requests that run."""
-        scope = Scope(models, boards)
+        scope = ScopeParams(models, boards)
         request = requests.reset_cache(scope, running=running, timeout_s=timeout_s, key=key)
         return await self._run(flows.perform(request, self._patience))
 
@@ -222,7 +230,7 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
         auto: bool | None = None,
         timeout_s: float | None = None,
         key: str | None = None,
-        on_progress: Told | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Pushed:
         """Bring an adapter to every board, and into use unless ``activate`` is False.
 
@@ -237,8 +245,8 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
             OperationFailed: it was not staged, or its rollout was undone.
             PartlyDone: it is in force, and some boards have not followed yet.
         """
-        rollout = Rollout(strategy, max_unavailable, weight, in_flight, observe_s, auto)
-        what = Push(
+        rollout = RolloutParams(strategy, max_unavailable, weight, in_flight, observe_s, auto)
+        what = AdapterPush(
             source,
             name,
             version,
@@ -271,7 +279,7 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
         timeout_s: float | None = None,
         wait: bool = True,
         key: str | None = None,
-        on_progress: Told | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Operation:
         """Bring a version that is staged into use; without ``wait`` return while it goes on.
 
@@ -279,7 +287,7 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
             OperationFailed: it was undone, and what was served before is served.
             PartlyDone: it is in force, and some boards have not followed yet.
         """
-        how = Rollout(strategy, max_unavailable, weight, in_flight, observe_s, auto)
+        how = RolloutParams(strategy, max_unavailable, weight, in_flight, observe_s, auto)
         request = flows.roll_out(name, version, model, how, timeout_s=timeout_s, key=key)
         return await self._complete(request, wait, on_progress)
 
@@ -291,7 +299,7 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
         timeout_s: float | None = None,
         wait: bool = True,
         key: str | None = None,
-        on_progress: Told | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Operation:
         """Return to the version before, or end a canary. Raises what ``rollout`` does."""
         request = requests.decide("rollback", name, model, timeout_s, key)
@@ -305,7 +313,7 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
         timeout_s: float | None = None,
         wait: bool = True,
         key: str | None = None,
-        on_progress: Told | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Operation:
         """Let everybody have what a canary tries. Raises what ``rollout`` does."""
         request = requests.decide("promote", name, model, timeout_s, key)
@@ -320,7 +328,7 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
         timeout_s: float | None = None,
         wait: bool = True,
         key: str | None = None,
-        on_progress: Told | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Operation:
         """Retire a version, or without one all of an adapter. Raises what ``rollout`` does."""
         request = requests.remove(name, version, model, timeout_s, key)
@@ -341,7 +349,7 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
         operation_id: str,
         *,
         timeout_s: float | None = None,
-        on_progress: Told | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Operation:
         """Return an operation when it is over, however it ended: look at its ``state``.
 
@@ -407,10 +415,10 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
             found: T = stop.value
             return found
 
-    async def _do(self, step: Request | Rest | Work) -> Any:
-        if isinstance(step, Rest):
+    async def _do(self, step: Request | Delay | BlockingCall) -> Any:
+        if isinstance(step, Delay):
             return await self._sleep(step.seconds)
-        if isinstance(step, Work):
+        if isinstance(step, BlockingCall):
             return await asyncio.to_thread(step.do)
         content = None if step.upload is None else step.upload.pieces_async()
         return await self._http.request(

@@ -46,7 +46,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class ScopeParams:
     """A part of the cluster; what is None restricts nothing.
 
     ``boards`` are ids or shell patterns such as ``sim-*``.
@@ -66,7 +66,7 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
+class RolloutParams:
     """Settings of a rollout; docs/explanation/cluster-control.md. None: the server's default."""
 
     strategy: Strategy | None = None

@@ -1,8 +1,7 @@
-"""How a call goes on: retries, waiting, pushing. Steps come out, results go in; no I/O in here.
+"""Call flows as generators without I/O: retries, waiting for operations, uploads.
 
-Both clients drive these generators, so that they cannot differ in what they do. A step is a
-``Request`` (the result is its answer; what httpx raises is thrown in), ``Rest`` (sleep) or ``Work``
-(something that blocks).
+Both clients drive these generators. A flow yields steps: a ``Request`` (the client sends back the
+response, or throws in the exception that httpx raised), a ``Delay`` or a ``BlockingCall``.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import httpx
 
 from rkserve.client import answers, calls
 from rkserve.client.answers import Operation, Pushed
-from rkserve.client.calls import Request, Rollout
+from rkserve.client.calls import Request, RolloutParams
 from rkserve.client.errors import UnexpectedAnswer, Unreachable, WaitTimeout
 from rkserve.client.upload import Upload
 
@@ -36,24 +35,24 @@ LOST = (
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class Delay:
     """Do nothing for a while."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class BlockingCall:
     """Something that blocks, and is no call."""
 
     do: Callable[[], Any]
 
 
-Flow: TypeAlias = Generator["Request | Rest | Work", Any, T]
+Flow: TypeAlias = Generator["Request | Delay | BlockingCall", Any, T]
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RetryPolicy:
     """How long a call is tried again, by which clock (seconds that only grow)."""
 
     seconds: float
@@ -74,10 +73,10 @@ class Progress:
     operation: Operation | None = None
 
 
-Told: TypeAlias = Callable[[Progress], None]
+OnProgress: TypeAlias = Callable[[Progress], None]
 
 
-def exchange(request: Request, patience: Patience) -> Flow[httpx.Response]:
+def exchange(request: Request, patience: RetryPolicy) -> Flow[httpx.Response]:
     """Send a request, again where nobody can say that it arrived, or the Coordinator is away.
 
     Raises:
@@ -101,11 +100,11 @@ def exchange(request: Request, patience: Patience) -> Flow[httpx.Response]:
             over = patience.clock() - began + wait_s > patience.seconds
             if over or not _will_pass(response):
                 return response
-        yield Rest(wait_s)
+        yield Delay(wait_s)
         delay = min(2 * delay, RETRY_S[1])
 
 
-def once(patience: Patience) -> Patience:
+def once(patience: RetryPolicy) -> RetryPolicy:
     """Return the patience for a call that must not be sent twice."""
     return replace(patience, seconds=0.0)
 
@@ -127,13 +126,13 @@ def why(request: Request, exc: httpx.RequestError) -> str:
     return f"{request.method} {request.path}: {what}"
 
 
-def ask(request: Request, patience: Patience, read: Callable[[dict[str, Any]], T]) -> Flow[T]:
+def ask(request: Request, patience: RetryPolicy, read: Callable[[dict[str, Any]], T]) -> Flow[T]:
     """Return what an answer says."""
     response = yield from exchange(request, patience)
     return read(answers.json_of(response))
 
 
-def perform(request: Request, patience: Patience) -> Flow[Operation]:
+def perform(request: Request, patience: RetryPolicy) -> Flow[Operation]:
     """Change something, and return the operation that it became, which may go on."""
     response = yield from exchange(request, patience)
     return answers.settled(answers.operation_of(response))
@@ -141,10 +140,10 @@ def perform(request: Request, patience: Patience) -> Flow[Operation]:
 
 def follow(
     operation_id: str,
-    patience: Patience,
+    patience: RetryPolicy,
     *,
     timeout_s: float | None = None,
-    told: Told | None = None,
+    told: OnProgress | None = None,
 ) -> Flow[Operation]:
     """Return an operation when it is over, however it ended.
 
@@ -161,12 +160,12 @@ def follow(
             return one
         if timeout_s is not None and patience.clock() - began >= timeout_s:
             raise WaitTimeout(one, timeout_s)
-        yield Rest(delay)
+        yield Delay(delay)
         delay = min(1.5 * delay, POLL_S[1])
 
 
 def complete(
-    request: Request, patience: Patience, *, wait: bool = True, told: Told | None = None
+    request: Request, patience: RetryPolicy, *, wait: bool = True, told: OnProgress | None = None
 ) -> Flow[Operation]:
     """Begin an operation in the background, and return it when it has succeeded.
 
@@ -182,7 +181,7 @@ def complete(
 
 
 @dataclass(frozen=True, slots=True)
-class Push:
+class AdapterPush:
     """What to push: the source, how it is called, how it shall come into use, and what it fits."""
 
     source: Path | str | bytes
@@ -190,14 +189,14 @@ class Push:
     version: str | None
     model: str | None
     scale: float | None
-    rollout: Rollout | None
+    rollout: RolloutParams | None
     timeout_s: float | None
     key: str
     parameters: Sequence[Mapping[str, Any]] | None = None
     base_digest: str | None = None
 
 
-def push(what: Push, patience: Patience, told: Told | None) -> Flow[Pushed]:
+def push(what: AdapterPush, patience: RetryPolicy, told: OnProgress | None) -> Flow[Pushed]:
     """Send an adapter, have it staged everywhere, and rolled out unless that is not wanted.
 
     Two operations under keys that hang together: a push that is repeated with the same key goes
@@ -209,7 +208,7 @@ def push(what: Push, patience: Patience, told: Told | None) -> Flow[Pushed]:
         if told is not None:
             told(Progress("upload", count, size))
 
-    source: Upload = yield Work(lambda: Upload.of(what.source, sent))
+    source: Upload = yield BlockingCall(lambda: Upload.of(what.source, sent))
     size = source.size_bytes
     request = calls.upload(
         source,
@@ -245,7 +244,7 @@ def roll_out(
     name: str,
     version: str,
     model: str | None,
-    rollout: Rollout,
+    rollout: RolloutParams,
     *,
     timeout_s: float | None,
     key: str | None,

@@ -11,12 +11,12 @@ from typing import Any
 
 from rkserve.client import calls
 from rkserve.client.answers import Pushed
-from rkserve.client.calls import FILE_S, InFlight, Level, Mode, Request, Scope, Tag
+from rkserve.client.calls import FILE_S, InFlight, Level, Mode, Request, ScopeParams, Tag
 from rkserve.client.weights import PushedWeights
 
 
 def pause(
-    scope: Scope,
+    scope: ScopeParams,
     mode: Mode,
     *,
     clear_cache: bool,
@@ -30,7 +30,9 @@ def pause(
     return calls.change("POST", "/pause", params, key=key, timeout_s=timeout_s, epoch=epoch)
 
 
-def resume(scope: Scope, *, timeout_s: float | None, epoch: int | None, key: str | None) -> Request:
+def resume(
+    scope: ScopeParams, *, timeout_s: float | None, epoch: int | None, key: str | None
+) -> Request:
     """Resume a part of the cluster."""
     return calls.change(
         "POST", "/resume", scope.params(), key=key, timeout_s=timeout_s, epoch=epoch
@@ -38,7 +40,7 @@ def resume(scope: Scope, *, timeout_s: float | None, epoch: int | None, key: str
 
 
 def sleep(
-    scope: Scope,
+    scope: ScopeParams,
     level: Level,
     mode: Mode,
     *,
@@ -62,7 +64,7 @@ def sleep(
 
 
 def wake(
-    scope: Scope,
+    scope: ScopeParams,
     tags: Sequence[Tag] | None,
     *,
     timeout_s: float | None,
@@ -162,7 +164,7 @@ def receive(
 
 
 def reset_cache(
-    scope: Scope, *, running: bool, timeout_s: float | None, key: str | None
+    scope: ScopeParams, *, running: bool, timeout_s: float | None, key: str | None
 ) -> Request:
     """Drop KV caches."""
     named = {name: value for name, value in scope.params().items() if name != "adapter"}

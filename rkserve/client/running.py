@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from rkserve.client import calls, flows
 from rkserve.client.answers import Operation
 from rkserve.client.calls import Request
-from rkserve.client.flows import Flow, Patience, Told
+from rkserve.client.flows import Flow, OnProgress, RetryPolicy
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 class Runs(ABC):
     """A client that waits for each step."""
 
-    _patience: Patience
+    _patience: RetryPolicy
 
     @abstractmethod
     def _run(self, flow: Flow[T]) -> T:
@@ -34,14 +34,14 @@ class Runs(ABC):
         """Change something that has no idempotency key: sent once, and never again."""
         return self._run(flows.ask(request, flows.once(self._patience), dict))
 
-    def _complete(self, request: Request, wait: bool, told: Told | None) -> Operation:
+    def _complete(self, request: Request, wait: bool, told: OnProgress | None) -> Operation:
         return self._run(flows.complete(request, self._patience, wait=wait, told=told))
 
 
 class AsyncRuns(ABC):
     """A client that awaits each step."""
 
-    _patience: Patience
+    _patience: RetryPolicy
 
     @abstractmethod
     async def _run(self, flow: Flow[T]) -> T:
@@ -56,5 +56,5 @@ class AsyncRuns(ABC):
         """Change something that has no idempotency key: sent once, and never again."""
         return await self._run(flows.ask(request, flows.once(self._patience), dict))
 
-    async def _complete(self, request: Request, wait: bool, told: Told | None) -> Operation:
+    async def _complete(self, request: Request, wait: bool, told: OnProgress | None) -> Operation:
         return await self._run(flows.complete(request, self._patience, wait=wait, told=told))

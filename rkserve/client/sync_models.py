@@ -8,8 +8,8 @@ from typing import Any
 
 from rkserve.client import answers, requests
 from rkserve.client.answers import IsSleeping, Operation
-from rkserve.client.calls import Level, Mode, Names, Scope, Tag
-from rkserve.client.flows import Told
+from rkserve.client.calls import Level, Mode, Names, ScopeParams, Tag
+from rkserve.client.flows import OnProgress
 from rkserve.client.lease import Lease
 from rkserve.client.leased import leased
 from rkserve.client.running import Runs
@@ -31,7 +31,7 @@ class ModelCalls(Runs):
         epoch: int | None = None,
         wait: bool = True,
         key: str | None = None,
-        on_progress: Told | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Operation:
         """Unload models for a while; returns when every board that is meant sleeps.
 
@@ -45,7 +45,7 @@ class ModelCalls(Runs):
         Raises:
             OperationFailed: not every board slept in time, and none of them sleeps now.
         """
-        scope = Scope(models, boards)
+        scope = ScopeParams(models, boards)
         request = requests.sleep(
             scope,
             level,
@@ -68,7 +68,7 @@ class ModelCalls(Runs):
         epoch: int | None = None,
         wait: bool = True,
         key: str | None = None,
-        on_progress: Told | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Operation:
         """Load what sleeps, and go on; without a scope everything. Returns when it is loaded.
 
@@ -78,7 +78,7 @@ class ModelCalls(Runs):
         Raises:
             PartlyDone: some boards have not loaded yet; they follow as soon as they can.
         """
-        scope = Scope(models, boards)
+        scope = ScopeParams(models, boards)
         request = requests.wake(scope, tags, timeout_s=timeout_s, epoch=epoch, key=key)
         return self._complete(request, wait, on_progress)
 
@@ -96,7 +96,7 @@ class ModelCalls(Runs):
         boards: Names | None = None,
         lease_s: float = 300.0,
         timeout_s: float | None = None,
-        on_progress: Told | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Iterator[Lease]:
         """Have models sleep for the length of a block, and wake them however it ends.
 
@@ -133,7 +133,7 @@ class ModelCalls(Runs):
         timeout_s: float | None = None,
         wait: bool = True,
         key: str | None = None,
-        on_progress: Told | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Operation:
         """Wake a model on all its boards. Raises what ``wake`` does."""
         request = requests.load(model, timeout_s=timeout_s, key=key)
@@ -149,7 +149,7 @@ class ModelCalls(Runs):
         timeout_s: float | None = None,
         wait: bool = True,
         key: str | None = None,
-        on_progress: Told | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Operation:
         """Put a model to sleep on all its boards, once what runs has ended.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rkserve.client import answers
 from rkserve.client.calls import FILE_S, Request, listed
-from rkserve.client.flows import Flow, Patience, Progress, Told, Work, exchange
+from rkserve.client.flows import BlockingCall, Flow, OnProgress, Progress, RetryPolicy, exchange
 from rkserve.client.upload import Upload
 
 
@@ -32,7 +32,7 @@ class PushedWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Push:
+class WeightsPush:
     """What to push: the source, and how it is called."""
 
     source: Path | str | bytes
@@ -42,7 +42,7 @@ class Push:
     key: str
 
 
-def push(what: Push, patience: Patience, told: Told | None) -> Flow[PushedWeights]:
+def push(what: WeightsPush, patience: RetryPolicy, told: OnProgress | None) -> Flow[PushedWeights]:
     """Send base weights to the head."""
     size = 0
 
@@ -50,7 +50,7 @@ def push(what: Push, patience: Patience, told: Told | None) -> Flow[PushedWeight
         if told is not None:
             told(Progress("upload", count, size))
 
-    source: Upload = yield Work(lambda: Upload.of(what.source, sent))
+    source: Upload = yield BlockingCall(lambda: Upload.of(what.source, sent))
     size = source.size_bytes
     response = yield from exchange(_request(what, source), patience)
     body = answers.json_of(response)
@@ -58,7 +58,7 @@ def push(what: Push, patience: Patience, told: Told | None) -> Flow[PushedWeight
     return PushedWeights(label, model, source.sha256, size, body)
 
 
-def _request(what: Push, source: Upload) -> Request:
+def _request(what: WeightsPush, source: Upload) -> Request:
     given = {
         "version": what.version,
         "model": what.model,

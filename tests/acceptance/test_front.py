@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.harness.pace import PROFILE
-from rkserve.bench.harness.crew import Crew, Deployment
+from rkserve.bench.harness.processes import BenchProcesses, SimulatedDeployment
 from rkserve.config.board_group import SimulatedConfig
 from rkserve.deployments.haproxy import available
 from tests.support.boards.fakes import run_loop
@@ -31,20 +31,22 @@ BODY_LIMIT = 100_000
 
 
 @pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
+def crew() -> Iterator[BenchProcesses]:
     """A Ray with HAProxy, and two boards behind it."""
     assert SimulatedConfig().profile == PROFILE
     with tempfile.TemporaryDirectory(prefix="rk-", dir="/tmp") as folder:
-        one = Crew(Path(folder), lambda _: None, front=True)
+        one = BenchProcesses(Path(folder), lambda _: None, front=True)
         try:
             args = {"router": {"max_body_bytes": BODY_LIMIT}}
-            one.deploy(Deployment(PROFILE, 2, 0.05, park=False, args=args))
+            one.deploy(SimulatedDeployment(PROFILE, 2, 0.05, park=False, args=args))
             yield one
         finally:
             one.close()
 
 
-def talk(crew: Crew, main: Callable[[httpx.AsyncClient], Coroutine[Any, Any, None]]) -> None:
+def talk(
+    crew: BenchProcesses, main: Callable[[httpx.AsyncClient], Coroutine[Any, Any, None]]
+) -> None:
     """Talk to it as a client."""
 
     async def whole() -> None:
@@ -55,7 +57,7 @@ def talk(crew: Crew, main: Callable[[httpx.AsyncClient], Coroutine[Any, Any, Non
 
 
 @asynccontextmanager
-async def _client(crew: Crew) -> AsyncIterator[httpx.AsyncClient]:
+async def _client(crew: BenchProcesses) -> AsyncIterator[httpx.AsyncClient]:
     host, port = crew.address
     async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=120) as http:
         yield http
@@ -78,7 +80,7 @@ async def reaches(http: httpx.AsyncClient, name: str, value: float) -> None:
         pass
 
 
-def test_it_is_haproxy_that_answers(crew: Crew) -> None:
+def test_it_is_haproxy_that_answers(crew: BenchProcesses) -> None:
     config = [*(crew.folder / "f").rglob("haproxy.cfg")]
     assert config, "Ray has written it"
     assert str(crew.address[1]) in config[0].read_text()
@@ -92,7 +94,7 @@ def test_it_is_haproxy_that_answers(crew: Crew) -> None:
     talk(crew, main)
 
 
-def test_answers_stream_and_come_over_the_channel(crew: Crew) -> None:
+def test_answers_stream_and_come_over_the_channel(crew: BenchProcesses) -> None:
     async def main(http: httpx.AsyncClient) -> None:
         await reaches(http, "rkserve_channels", 2)
         before = await figure(http, "rkserve_token_streams_total", path="channel")
@@ -107,7 +109,7 @@ def test_answers_stream_and_come_over_the_channel(crew: Crew) -> None:
     talk(crew, main)
 
 
-def test_a_client_that_leaves_frees_its_board(crew: Crew) -> None:
+def test_a_client_that_leaves_frees_its_board(crew: BenchProcesses) -> None:
     async def main(http: httpx.AsyncClient) -> None:
         aborted = await figure(http, "rkserve_board_aborted_total")
         for _ in range(2):
@@ -119,7 +121,7 @@ def test_a_client_that_leaves_frees_its_board(crew: Crew) -> None:
     talk(crew, main)
 
 
-def test_a_client_that_leaves_before_its_whole_answer_frees_its_board(crew: Crew) -> None:
+def test_a_client_that_leaves_before_its_whole_answer_frees_its_board(crew: BenchProcesses) -> None:
     """Its head and its body come in two segments, as those of most HTTP libraries do."""
 
     async def main(http: httpx.AsyncClient) -> None:
@@ -145,7 +147,7 @@ def test_a_client_that_leaves_before_its_whole_answer_frees_its_board(crew: Crew
         pytest.param(BODY_LIMIT + 1, 413, id="a body that is too long"),
     ],
 )
-def test_bodies_pass_and_their_limit_holds(crew: Crew, length: int, status: int) -> None:
+def test_bodies_pass_and_their_limit_holds(crew: BenchProcesses, length: int, status: int) -> None:
     async def main(http: httpx.AsyncClient) -> None:
         answer = await http.post(CHAT, json=chat_body("x y " * (length // 4)))
         assert answer.status_code == status
@@ -155,7 +157,7 @@ def test_bodies_pass_and_their_limit_holds(crew: Crew, length: int, status: int)
 
 
 def test_what_is_asked_of_this_machine_alone_is_answered_where_only_it_is_listened_to(
-    crew: Crew,
+    crew: BenchProcesses,
 ) -> None:
     async def main(http: httpx.AsyncClient) -> None:
         assert (await http.get("/is_paused")).status_code == 200

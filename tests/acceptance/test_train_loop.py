@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rkserve.cli.link import Exit
+from rkserve.cli.context import Exit
 from rkserve.client import Client
 from tests.support.cluster.local_cluster import App, LocalCluster
 from tests.support.paths import PROJECT

@@ -15,7 +15,7 @@ from rkserve.bench.figures import (
     figures,
     prefix_hits,
 )
-from rkserve.bench.outcome import Kind, Outcome
+from rkserve.bench.outcome import OutcomeKind, RequestOutcome
 from rkserve.bench.slo import Slo, parse_slo
 from tests.support.values.bench_load import answered, failed, played
 
@@ -92,8 +92,8 @@ def test_rates_count_the_window_and_errors_count_all_that_was_asked_in_it() -> N
         answered(19.9, ttft_s=2.0),  # asked in it, and answered after it
         failed(12.0),
         failed(13.0),
-        failed(14.0, Kind.STALLED, "before text"),
-        failed(15.0, Kind.CUT, ""),
+        failed(14.0, OutcomeKind.STALLED, "before text"),
+        failed(15.0, OutcomeKind.CUT, ""),
     ]
     found = figures(played(outcomes), Slo(ttft_ms=1000))
     assert (found.asked, found.answered, found.cut) == (10, 6, 1)
@@ -174,7 +174,7 @@ def test_a_distribution_of_one_value_is_that_value() -> None:
 # -- caches ---------------------------------------------------------------------------------------
 
 
-def talk(session: str, *turns: tuple[int, int | None]) -> list[Outcome]:
+def talk(session: str, *turns: tuple[int, int | None]) -> list[RequestOutcome]:
     """Turns of so many prompt tokens, of which so many were cached; each answer is of 10."""
     return [
         answered(

@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 
 from rkserve.bench import presets
-from rkserve.bench.asked import Asked
-from rkserve.bench.bench import Bench
-from rkserve.bench.making import make_trace
-from rkserve.bench.play import Told
-from rkserve.bench.site import Boards, Servers, Simulated
+from rkserve.bench.asked import PresetOptions
+from rkserve.bench.player import RunProgress
+from rkserve.bench.runner import Bench
 from rkserve.bench.slo import Slo
+from rkserve.bench.systems import RunningServers, SimulatedCluster, SimulatedClusterConfig
 from rkserve.bench.target import Target
+from rkserve.bench.trace_generator import make_trace
 from tests.support.http.fake_openai import FakeOpenAi, serving
 from tests.support.values.bench_load import at_once, small_trace
 
 START_S = 900.0
-CAPACITY = Asked(seconds=0.3, sessions=30, clients=2)
+CAPACITY = PresetOptions(seconds=0.3, sessions=30, clients=2)
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def server() -> Iterator[FakeOpenAi]:
         yield fake
 
 
-class Policies(Servers):
+class Policies(RunningServers):
     """One server under the names of policies; some of them ask for other models than others."""
 
     time_factor = 0.001
@@ -54,7 +54,7 @@ def test_all_policies_play_the_same_trace_and_are_compared_with_the_first(
     server: FakeOpenAi,
 ) -> None:
     bench = bench_of(server, round_robin="ok", least_load="ok", prefix="ok")
-    found = presets.multi_turn(bench, Asked(sessions=6))
+    found = presets.multi_turn(bench, PresetOptions(sessions=6))
     assert [run.figures.target for run in bench.runs] == ["round_robin", "least_load", "prefix"]
     assert [(one.target, one.to) for one in found.comparisons] == [
         ("least_load", "round_robin"),
@@ -71,7 +71,7 @@ def test_all_policies_play_the_same_trace_and_are_compared_with_the_first(
 
 
 def test_other_servers_are_held_to_no_target_of_ours(server: FakeOpenAi) -> None:
-    found = presets.multi_turn(bench_of(server, a="ok", b="ok"), Asked(sessions=3))
+    found = presets.multi_turn(bench_of(server, a="ok", b="ok"), PresetOptions(sessions=3))
     assert (len(found.comparisons), list(found.verdicts)) == (1, [])
 
 
@@ -79,7 +79,7 @@ def test_where_a_server_says_nothing_of_caches_there_is_no_ratio_of_hits(
     server: FakeOpenAi,
 ) -> None:
     bench = bench_of(server, round_robin="no-usage", prefix="no-usage")
-    found = presets.multi_turn(bench, Asked(sessions=3))
+    found = presets.multi_turn(bench, PresetOptions(sessions=3))
     assert [one.what for one in found.verdicts] == ["TTFT p50: prefix / round_robin"]
 
 
@@ -90,7 +90,7 @@ def test_the_multi_turn_trace_has_the_size_that_it_is_known_by() -> None:
 
 
 def test_the_smoke_test_counts_what_was_not_answered(server: FakeOpenAi) -> None:
-    found = presets.smoke(bench_of(server, a="ok", b="busy"), Asked())
+    found = presets.smoke(bench_of(server, a="ok", b="busy"), PresetOptions())
     (verdict,) = found.verdicts
     assert (verdict.measured, verdict.reached) == (0.0, False)
     assert server.most <= 2
@@ -118,17 +118,17 @@ def test_overload_keeps_limits_that_were_given_and_deadlines_to_itself(server: F
 
 def test_answers_side_by_side_are_asked_one_at_a_time_without_a_pause(server: FakeOpenAi) -> None:
     trace = small_trace(sessions=3, turns=2.0, think_s=1e6)
-    found = presets.side_by_side(bench_of(server, a="ok", b="shouts"), trace, Asked())
+    found = presets.side_by_side(bench_of(server, a="ok", b="shouts"), trace, PresetOptions())
     (compared,) = found.more["captured"]
     assert (compared["targets"], compared["prompts"]) == (["a", "b"], trace.requests)
     assert server.most == 1
 
 
 def test_progress_is_shown_for_each_run(server: FakeOpenAi) -> None:
-    seen: list[tuple[str, Told]] = []
+    seen: list[tuple[str, RunProgress]] = []
     bench = bench_of(server, a="ok", b="ok")
     bench.show = lambda name, told: seen.append((name, told))
-    presets.play_all(bench, at_once(4), Asked(), "Load")
+    presets.play_all(bench, at_once(4), PresetOptions(), "Load")
     assert {name for name, _ in seen} == {"a", "b"}
     last = seen[-1][1]
     assert (last.done, last.total, last.running, last.failed) == (4, 4, 0, 0)
@@ -140,15 +140,19 @@ def test_processes_are_measured_where_they_are_named(server: FakeOpenAi) -> None
             watched.append(1)
 
     watched: list[int] = []
-    presets.play_all(Bench(Watching(server, {"a": "ok"})), at_once(1), Asked(), "Load")
+    presets.play_all(Bench(Watching(server, {"a": "ok"})), at_once(1), PresetOptions(), "Load")
     assert watched == [1]
 
 
 def test_faster_boards_are_asked_faster(tmp_path: Path) -> None:
-    site = Boards(Simulated(3, "rk3588-qwen3-0.6b-w8a8", 0.1, ["prefix"]), tmp_path, lambda _: None)
+    site = SimulatedCluster(
+        SimulatedClusterConfig(3, "rk3588-qwen3-0.6b-w8a8", 0.1, ["prefix"]),
+        tmp_path,
+        lambda _: None,
+    )
     assert (site.time_factor, site.clients, site.names) == (0.1, 3, ["prefix"])
-    at_once_too = Simulated(3, "rk3588-qwen3-0.6b-w8a8", 0.0)
-    assert Boards(at_once_too, tmp_path, lambda _: None).time_factor == 1.0
+    at_once_too = SimulatedClusterConfig(3, "rk3588-qwen3-0.6b-w8a8", 0.0)
+    assert SimulatedCluster(at_once_too, tmp_path, lambda _: None).time_factor == 1.0
 
 
 @pytest.mark.ray

@@ -13,31 +13,31 @@ from typing import Any
 import pytest
 
 from rkserve.bench.capture import marked, pairs, render, to_json, with_answers
-from rkserve.bench.charts import Chart, Line, decades, svg, ticks
+from rkserve.bench.charts import Chart, ChartLine, decades, svg, ticks
 from rkserve.bench.figures import compare, figures
 from rkserve.bench.harness.child import BenchFailed
 from rkserve.bench.harness.machine import machine
-from rkserve.bench.harness.verdict import Verdict
-from rkserve.bench.play import NO_ANSWER, Plan, Played
+from rkserve.bench.harness.verdict import TargetVerdict
+from rkserve.bench.monitors import NamedProcesses, NamedProcessMonitor, parse_watched
+from rkserve.bench.player import NO_ANSWER, PlayedRun, PlayOptions
 from rkserve.bench.plots import charts, events_over_time, running, shares
 from rkserve.bench.report import render as render_report
 from rkserve.bench.report import summary
-from rkserve.bench.results import Result, Results, outcome_lines
+from rkserve.bench.results import BenchResults, RunResult, outcome_lines
 from rkserve.bench.slo import Slo
-from rkserve.bench.watch import Watch, Watched, parse_watched
 from tests.support.values.bench_load import answered, at_once, failed, played
 
 SLO = Slo(ttft_ms=1000)
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def result(run: Played) -> Result:
-    return Result(run, figures(run, SLO))
+def result(run: PlayedRun) -> RunResult:
+    return RunResult(run, figures(run, SLO))
 
 
-def results(*runs: Played, **more: Any) -> Results:
+def results(*runs: PlayedRun, **more: Any) -> BenchResults:
     about = {"trace": "2 sessions"}
-    return Results("Load", machine(), about, SLO, [result(one) for one in runs], **more)
+    return BenchResults("Load", machine(), about, SLO, [result(one) for one in runs], **more)
 
 
 FAST = played([answered(11.0, board="sim-0", cached_tokens=50), failed(12.0)], target="fast")
@@ -65,8 +65,8 @@ def test_the_report_has_rates_latencies_errors_and_ratios() -> None:
 
 
 def test_a_missed_target_is_said() -> None:
-    missed = Verdict("TTFT p50: a / b", 0.5, 0.4, at_most=True)
-    found = results(FAST, verdicts=[missed, Verdict("answered", 1.0, 1.0, at_most=False)])
+    missed = TargetVerdict("TTFT p50: a / b", 0.5, 0.4, at_most=True)
+    found = results(FAST, verdicts=[missed, TargetVerdict("answered", 1.0, 1.0, at_most=False)])
     assert row(summary(found), "TTFT p50: a / b")[-1] == "missed"
     assert row(summary(found), "answered")[-1] == "reached"
     assert found.missed == [missed]
@@ -80,7 +80,7 @@ def test_a_missed_target_is_said() -> None:
         pytest.param(played([answered(11.0, streamed=False)]), "not streamed", id="not streamed"),
     ],
 )
-def test_figures_that_may_mislead_say_so(run: Played, said: str) -> None:
+def test_figures_that_may_mislead_say_so(run: PlayedRun, said: str) -> None:
     assert said in summary(results(run))
     assert said in render_report(results(run))
 
@@ -92,7 +92,7 @@ def test_an_interrupted_benchmark_says_so() -> None:
 
 
 def test_a_closed_loop_says_what_it_cannot_see() -> None:
-    closed = played([answered(11.0)], plan=Plan(clients=2))
+    closed = played([answered(11.0)], plan=PlayOptions(clients=2))
     assert "closed loop a slow server" in render_report(results(closed))
     assert "closed loop a slow server" not in render_report(results(FAST))
 
@@ -136,7 +136,7 @@ def test_each_outcome_is_a_line_with_times_from_the_start_of_its_run() -> None:
 def test_whatever_is_drawn_is_svg_within_its_frame(
     points: list[tuple[float, float]], log_x: bool
 ) -> None:
-    chart = Chart("A <title> & more", "x", "y", [Line("a < b", points)], log_x=log_x)
+    chart = Chart("A <title> & more", "x", "y", [ChartLine("a < b", points)], log_x=log_x)
     drawn = svg(chart)
     root = ET.fromstring(drawn)
     assert root.tag == f"{SVG}svg"
@@ -148,7 +148,7 @@ def test_whatever_is_drawn_is_svg_within_its_frame(
 
 
 def test_a_line_begins_and_ends_where_it_should() -> None:
-    drawn = ET.fromstring(svg(Chart("t", "x", "y", [Line("a", [(0.0, 0.0), (10.0, 5.0)])])))
+    drawn = ET.fromstring(svg(Chart("t", "x", "y", [ChartLine("a", [(0.0, 0.0), (10.0, 5.0)])])))
     line = drawn.find(f"{SVG}polyline")
     assert line is not None
     assert line.get("points") == "70.0,312.0 704.0,40.0"
@@ -236,13 +236,13 @@ def test_code_in_an_answer_cannot_end_its_block() -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        pytest.param("server=41", Watched("server", pid=41), id="pid"),
+        pytest.param("server=41", NamedProcesses("server", pid=41), id="pid"),
         pytest.param(
-            "server=my server --x=1", Watched("server", text="my server --x=1"), id="text"
+            "server=my server --x=1", NamedProcesses("server", text="my server --x=1"), id="text"
         ),
     ],
 )
-def test_processes_are_named_by_pid_or_command(given: str, expected: Watched) -> None:
+def test_processes_are_named_by_pid_or_command(given: str, expected: NamedProcesses) -> None:
     assert parse_watched(given) == expected
 
 
@@ -256,8 +256,8 @@ def test_a_process_is_measured_with_all_below_it() -> None:
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     mark = f"watched-{os.getpid()}"
     with subprocess.Popen([sys.executable, "-c", code, mark], stdin=subprocess.PIPE) as child:
-        for watched in (Watched("it", pid=child.pid), Watched("it", text=mark)):
-            watch = Watch([watched])
+        for watched in (NamedProcesses("it", pid=child.pid), NamedProcesses("it", text=mark)):
+            watch = NamedProcessMonitor([watched])
             watch.start()
             use, memories = watch.stop()
             assert list(use.by_part_ms) == ["it"]
@@ -280,7 +280,7 @@ def test_a_shell_that_only_names_a_process_is_not_taken_for_it() -> None:
 
 def test_a_process_that_does_not_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(BenchFailed, match="no process runs that is it"):
-        Watch([Watched("it", text="x")], root=tmp_path)
+        NamedProcessMonitor([NamedProcesses("it", text="x")], root=tmp_path)
 
 
 def test_what_is_too_long_to_compare_is_shown_all_the_same() -> None:

@@ -15,10 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rkserve.bench.harness.child import BenchFailed
-from rkserve.bench.making import Arrivals, Shape, arrivals, make_trace, turns_of, zipf_rank
-from rkserve.bench.trace import Session, Trace, Turn, lines_of, read_trace, write_trace
+from rkserve.bench.trace import Trace, TraceSession, Turn, lines_of, read_trace, write_trace
+from rkserve.bench.trace_generator import (
+    Arrivals,
+    TraceShape,
+    arrivals,
+    make_trace,
+    turns_of,
+    zipf_rank,
+)
 
-SHAPE = Shape(
+SHAPE = TraceShape(
     sessions=50,
     rate=2.0,
     turns=4.0,
@@ -51,7 +58,7 @@ def test_what_is_asked_does_not_move_when_it_is_asked() -> None:
 
 @pytest.mark.parametrize("kind", list(Arrivals))
 def test_sessions_arrive_in_order_at_the_rate_that_was_asked_for(kind: Arrivals) -> None:
-    shape = Shape(sessions=8000, rate=4.0, arrivals=kind, burst=10)
+    shape = TraceShape(sessions=8000, rate=4.0, arrivals=kind, burst=10)
     starts = arrivals(shape, Random(1))
     assert len(starts) == 8000
     assert starts == sorted(starts)
@@ -59,7 +66,7 @@ def test_sessions_arrive_in_order_at_the_rate_that_was_asked_for(kind: Arrivals)
 
 
 def test_a_burst_arrives_at_one_moment() -> None:
-    starts = arrivals(Shape(sessions=25, arrivals=Arrivals.BURSTS, burst=10), Random(1))
+    starts = arrivals(TraceShape(sessions=25, arrivals=Arrivals.BURSTS, burst=10), Random(1))
     assert sorted(Counter(starts).values()) == [5, 10, 10]
 
 
@@ -72,7 +79,7 @@ def test_a_burst_arrives_at_one_moment() -> None:
 def test_sessions_have_as_many_turns_as_asked_as_far_as_the_limits_allow(
     sessions: int, turns: float, most: int, seed: int
 ) -> None:
-    counts = turns_of(Shape(sessions=sessions, turns=turns, most_turns=most), Random(seed))
+    counts = turns_of(TraceShape(sessions=sessions, turns=turns, most_turns=most), Random(seed))
     assert len(counts) == sessions
     assert all(1 <= count <= most for count in counts)
     # Rounding moves each session by half a turn at most, and the cap can only take away.
@@ -81,7 +88,7 @@ def test_sessions_have_as_many_turns_as_asked_as_far_as_the_limits_allow(
 
 
 def test_few_sessions_talk_much() -> None:
-    counts = sorted(turns_of(Shape(sessions=200, turns=5.0, most_turns=100), Random(1)))
+    counts = sorted(turns_of(TraceShape(sessions=200, turns=5.0, most_turns=100), Random(1)))
     assert sum(counts[-20:]) > sum(counts[:100])
 
 
@@ -108,7 +115,9 @@ def test_no_two_questions_begin_alike() -> None:
 
 
 def test_a_trace_is_the_same_after_it_was_saved(tmp_path: Path) -> None:
-    recorded = Session("s1", 1.5, (Turn("Hi", 8, 0.5, "Hello"), Turn("Ünd?", 9)), None, {"n": 1})
+    recorded = TraceSession(
+        "s1", 1.5, (Turn("Hi", 8, 0.5, "Hello"), Turn("Ünd?", 9)), None, {"n": 1}
+    )
     trace = make_trace(SHAPE, 7)
     trace = Trace((*trace.sessions, replace(recorded, at_s=1e6)), trace.systems, {"seed": 7})
     write_trace(trace, tmp_path / "trace.jsonl")
@@ -116,7 +125,7 @@ def test_a_trace_is_the_same_after_it_was_saved(tmp_path: Path) -> None:
 
 
 def test_sessions_of_a_file_are_played_in_the_order_in_which_they_begin(tmp_path: Path) -> None:
-    trace = Trace(tuple(Session(f"s{at}", float(at), (Turn("?", 1),)) for at in (2, 0, 1)))
+    trace = Trace(tuple(TraceSession(f"s{at}", float(at), (Turn("?", 1),)) for at in (2, 0, 1)))
     write_trace(trace, tmp_path / "trace.jsonl")
     assert [one.name for one in read_trace(tmp_path / "trace.jsonl").sessions] == ["s0", "s1", "s2"]
 
@@ -178,6 +187,6 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_what_a_conversation_begins_with(
     system: int | None, salt: str, opening: str | None
 ) -> None:
-    session = Session("s", 0.0, (Turn("?", 1),), system)
+    session = TraceSession("s", 0.0, (Turn("?", 1),), system)
     expected = [] if opening is None else [{"role": "system", "content": opening}]
     assert Trace((session,), ("Be kind.",)).opening(session, salt) == expected

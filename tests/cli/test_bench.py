@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from rkserve.bench.trace import read_trace
 from rkserve.cli import app
-from rkserve.cli.given import Given, targets
-from rkserve.cli.link import Exit
+from rkserve.cli.bench_options import LoadOptions, targets
+from rkserve.cli.context import Exit
 from tests.support.http.fake_openai import FakeOpenAi, serving
 from tests.support.http.terminal import plain
 
@@ -153,12 +153,12 @@ def test_a_broken_trace_is_named(server: FakeOpenAi, tmp_path: Path) -> None:
 def test_urls_and_models_are_paired(
     urls: list[str], models: list[str], expected: list[tuple[str, str]]
 ) -> None:
-    found = targets(Given(url=urls, model=models))
+    found = targets(LoadOptions(url=urls, model=models))
     assert [(one.name, one.model) for one in found] == expected
 
 
 def test_a_url_with_an_equals_sign_is_not_taken_for_a_name() -> None:
-    (found,) = targets(Given(url=["http://a/v1?x=http://b"], model=["m"]))
+    (found,) = targets(LoadOptions(url=["http://a/v1?x=http://b"], model=["m"]))
     assert (found.name, found.address) == ("server", ("a", 80))
 
 

@@ -14,7 +14,7 @@ import pytest
 from typer.main import get_command
 
 from rkserve.cli import app
-from rkserve.cli.link import Exit
+from rkserve.cli.context import Exit
 from rkserve.deployments.haproxy import available
 from tests.support.cluster.fake_control import PARTLY, FakeControl, envelope, error, ok, stored
 from tests.support.http.terminal import Terminal, plain

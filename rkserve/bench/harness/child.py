@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rkserve.bench.harness.procfs import PROC, Identity, descendants, is_alive
+from rkserve.bench.harness.procfs import PROC, ProcessIdentity, descendants, is_alive
 from rkserve.core.errors import RkserveError
 
 Json = dict[str, Any]
-Tell = Callable[[Json], None]  # of how far it is
+OnProgress = Callable[[Json], None]  # of how far it is
 READ_SIZE = 1 << 16
 LAST_WORDS = 15
 GRACE_S = 45.0  # Serve ends its replicas one by one, and each of them its engine
@@ -38,7 +38,7 @@ def hold(flaws: Sequence[str]) -> None:
         raise BenchFailed(f"not fit for measuring: {'; '.join(flaws)}")
 
 
-class Child:
+class CommandProcess:
     """One process of the benchmark. Its output goes to ``log``."""
 
     def __init__(self, module: str, log: Path, environ: dict[str, str] | None = None) -> None:
@@ -63,7 +63,7 @@ class Child:
         """Root of the process tree that this child is."""
         return self._process.pid
 
-    def ask(self, command: Json, timeout_s: float, heard: Tell = lambda _: None) -> Json:
+    def ask(self, command: Json, timeout_s: float, heard: OnProgress = lambda _: None) -> Json:
         """Send a command and wait for its answer. Raises ``BenchFailed``."""
         self.send(command)
         return self.receive(timeout_s, heard)
@@ -76,7 +76,7 @@ class Child:
         except BrokenPipeError:
             raise self._failed("has ended") from None
 
-    def receive(self, timeout_s: float, heard: Tell = lambda _: None) -> Json:
+    def receive(self, timeout_s: float, heard: OnProgress = lambda _: None) -> Json:
         """Wait for the answer to the last command. Raises ``BenchFailed``.
 
         ``heard`` gets what the child tells before it answers.
@@ -128,7 +128,7 @@ class Child:
         return BenchFailed(f"{self._name} {how}.{words if said else ''}")
 
 
-def _end_orphans(family: list[Identity]) -> None:
+def _end_orphans(family: list[ProcessIdentity]) -> None:
     """End what outlived its root, which takes a child that was killed or that crashed."""
     for number, patience_s in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 3.0)):
         left = [one for one in family if is_alive(PROC, one)]
@@ -140,7 +140,7 @@ def _end_orphans(family: list[Identity]) -> None:
             time.sleep(0.05)
 
 
-def serve_commands(carry_out: Callable[[Json, Tell], Json]) -> None:
+def serve_commands(carry_out: Callable[[Json, OnProgress], Json]) -> None:
     """The child's side: answer each command of stdin, until it closes.
 
     ``carry_out`` may tell how far it is before it returns the answer. What anyone prints goes to

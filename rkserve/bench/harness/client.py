@@ -16,13 +16,13 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from rkserve.bench.harness.child import BenchFailed, Json, Tell, serve_commands
+from rkserve.bench.harness.child import BenchFailed, Json, OnProgress, serve_commands
 from rkserve.bench.harness.stream import (
     OK,
     HangUp,
     Incoming,
-    Interrupted,
-    Pause,
+    InterruptedAnswer,
+    PausedSpan,
     is_data,
     read_exchange,
     read_id,
@@ -185,7 +185,7 @@ class Connection(asyncio.Protocol):
         self._arrived.set()
 
 
-class Asker:
+class RetryingClient:
     """A client that asks one request after the other, on one connection where it is let."""
 
     def __init__(self, host: str, port: int) -> None:
@@ -247,7 +247,7 @@ async def one_client(
 ) -> None:
     """Ask one request after the other, from ``start_s`` to the command's ``until_s``."""
     await asyncio.sleep(start_s)
-    asker = Asker(command["host"], command["port"])
+    asker = RetryingClient(command["host"], command["port"])
     left = command.get("requests_each", -1)
     index = 0
     while left and time.monotonic() < command["until_s"]:
@@ -313,7 +313,7 @@ async def talk(command: Json) -> Incoming:
         connection.close()
 
 
-async def interrupt(command: Json) -> Interrupted:
+async def interrupt(command: Json) -> InterruptedAnswer:
     """Pause an answer and resume it, once for each of ``pauses_s``, and read it to its end.
 
     Each of these is how long after a text the pause is asked for. What arrives within ``rest_s`` of
@@ -321,11 +321,11 @@ async def interrupt(command: Json) -> Interrupted:
     """
     host, port, until_s = command["host"], command["port"], command["until_s"]
     talker, controller = await Connection.open(host, port), await Connection.open(host, port)
-    pauses: list[Pause] = []
+    pauses: list[PausedSpan] = []
     try:
         talker.send(request_bytes(host, port, command["body"]))
         await talker.reach(lambda answer: any(is_data(e) for _, e in answer.events), until_s)
-        control = Control(controller, command, read_id(talker.so_far))
+        control = GenerationControl(controller, command, read_id(talker.so_far))
         for wait_s in command["pauses_s"]:
             wanted = _data_events(talker.so_far) + TEXTS_BETWEEN
             await talker.reach(partial(_has_data_events, wanted), until_s)
@@ -333,15 +333,15 @@ async def interrupt(command: Json) -> Interrupted:
             asked_s, answered_s, said = await control.post("pause")
             await asyncio.sleep(command["rest_s"])
             resumed_s, _, _ = await control.post("resume")
-            pauses.append(Pause(asked_s, answered_s, resumed_s, said["kv"], said["tokens"]))
+            pauses.append(PausedSpan(asked_s, answered_s, resumed_s, said["kv"], said["tokens"]))
         answer = await talker.answer(until_s)
     finally:
         talker.close()
         controller.close()
-    return Interrupted(read_exchange(answer), read_text(answer), tuple(pauses))
+    return InterruptedAnswer(read_exchange(answer), read_text(answer), tuple(pauses))
 
 
-class Control:
+class GenerationControl:
     """Calls that control one generation, on a connection of their own."""
 
     def __init__(self, connection: Connection, command: Json, generation: str) -> None:
@@ -369,7 +369,7 @@ def _has_data_events(wanted: int, answer: Incoming) -> bool:
     return _data_events(answer) >= wanted
 
 
-def carry_out(command: Json, _: Tell) -> dict[str, Any]:
+def carry_out(command: Json, _: OnProgress) -> dict[str, Any]:
     """Do what one command asks for and return what came of it."""
     try:
         if command["do"] == "hang up":

@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from rkserve.bench.harness.child import hold
-from rkserve.bench.harness.procfs import Memory, Reading
+from rkserve.bench.harness.procfs import ProcessMemory, ProcessReading
 from rkserve.bench.harness.stream import Exchange, HangUp
 
 RESAMPLES = 4000
@@ -228,7 +228,7 @@ class CpuUse:
     machine_ms: float = 0.0
     stolen_ms: float = 0.0
 
-    def add(self, before: Reading, after: Reading) -> None:
+    def add(self, before: ProcessReading, after: ProcessReading) -> None:
         """Count the time between two readings; a process that is new counts from its start."""
         self.wall_ms += (after.at_s - before.at_s) * 1e3
         self.machine_ms += after.machine.busy_ms - before.machine.busy_ms
@@ -258,6 +258,6 @@ class CpuUse:
         return spent_ms / (self.cores * self.wall_ms) if self.wall_ms else 0.0
 
 
-def largest(memories: Mapping[str, Sequence[Memory]], part: str) -> int | None:
+def largest(memories: Mapping[str, Sequence[ProcessMemory]], part: str) -> int | None:
     """Resident bytes of a part's largest process, or None where there is none."""
     return max((one.rss for one in memories.get(part, ())), default=None)

@@ -38,7 +38,7 @@ _STAT_AFTER_NAME = 3  # the fields behind the name are counted from 3, as in man
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class ProcessIdentity:
     """A process for good: pids are used again, with another start time."""
 
     pid: int
@@ -49,7 +49,7 @@ class Identity:
 class Stat:
     """What /proc/<pid>/stat says. Times in milliseconds of CPU."""
 
-    identity: Identity
+    identity: ProcessIdentity
     parent: int
     cpu_ms: float
     nice: int
@@ -57,7 +57,7 @@ class Stat:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class ProcessMemory:
     """Bytes resident, and the proportional share that counts a page used by n processes 1/n."""
 
     rss: int
@@ -73,11 +73,11 @@ class MachineTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ProcessReading:
     """All measured processes, each with its part, and the whole machine, at one moment."""
 
     at_s: float
-    processes: Mapping[Identity, tuple[str, Stat]]
+    processes: Mapping[ProcessIdentity, tuple[str, Stat]]
     machine: MachineTimes
 
 
@@ -90,7 +90,7 @@ def parse_stat(text: str) -> Stat:
         return int(fields[number - _STAT_AFTER_NAME])
 
     return Stat(
-        identity=Identity(pid, field(22)),
+        identity=ProcessIdentity(pid, field(22)),
         parent=field(4),
         cpu_ms=(field(14) + field(15)) * MS_PER_TICK,
         nice=field(19),
@@ -98,14 +98,14 @@ def parse_stat(text: str) -> Stat:
     )
 
 
-def parse_rollup(text: str) -> Memory:
+def parse_rollup(text: str) -> ProcessMemory:
     """Read /proc/<pid>/smaps_rollup."""
     kib = {}
     for line in text.splitlines():
         name, _, value = line.partition(":")
         if name in ("Rss", "Pss"):
             kib[name] = int(value.split()[0])
-    return Memory(kib.get("Rss", 0) * KIB, kib.get("Pss", 0) * KIB)
+    return ProcessMemory(kib.get("Rss", 0) * KIB, kib.get("Pss", 0) * KIB)
 
 
 def parse_machine(text: str) -> MachineTimes:
@@ -121,38 +121,38 @@ def part_of(command_line: str) -> str:
     return next((part for mark, part in _PARTS if mark in command_line), OTHER)
 
 
-def read(root: Path, pids: Iterable[int]) -> Reading:
+def read(root: Path, pids: Iterable[int]) -> ProcessReading:
     """Read the processes ``pids`` with all below them, and the machine."""
-    return Reading(
+    return ProcessReading(
         time.monotonic(), snapshot(root, pids), parse_machine((root / "stat").read_text())
     )
 
 
-def read_named(root: Path, roots: Mapping[str, Iterable[int]]) -> Reading:
+def read_named(root: Path, roots: Mapping[str, Iterable[int]]) -> ProcessReading:
     """Read the processes below ``roots``, each part named by its caller, and the machine."""
     found = {
         stat.identity: (name, stat) for name, pids in roots.items() for stat in _tree(root, pids)
     }
-    return Reading(time.monotonic(), found, parse_machine((root / "stat").read_text()))
+    return ProcessReading(time.monotonic(), found, parse_machine((root / "stat").read_text()))
 
 
-def identity_of(root: Path, pid: int) -> Identity | None:
+def identity_of(root: Path, pid: int) -> ProcessIdentity | None:
     """Return who has that pid now; None: nobody."""
     stat = _stat(root, pid)
     return None if stat is None or stat.zombie else stat.identity
 
 
-def is_alive(root: Path, identity: Identity) -> bool:
+def is_alive(root: Path, identity: ProcessIdentity) -> bool:
     """Whether this very process still runs."""
     return identity_of(root, identity.pid) == identity
 
 
-def descendants(root: Path, pid: int) -> list[Identity]:
+def descendants(root: Path, pid: int) -> list[ProcessIdentity]:
     """All processes below ``pid``."""
     return [stat.identity for stat in _tree(root, [pid]) if stat.identity.pid != pid]
 
 
-def snapshot(root: Path, pids: Iterable[int]) -> dict[Identity, tuple[str, Stat]]:
+def snapshot(root: Path, pids: Iterable[int]) -> dict[ProcessIdentity, tuple[str, Stat]]:
     """The processes ``pids`` and all below them, each with its part."""
     return {
         stat.identity: (part_of(_command_line(root, stat.identity.pid)), stat)
@@ -160,16 +160,16 @@ def snapshot(root: Path, pids: Iterable[int]) -> dict[Identity, tuple[str, Stat]
     }
 
 
-def memory(root: Path, pids: Iterable[int]) -> dict[str, list[Memory]]:
+def memory(root: Path, pids: Iterable[int]) -> dict[str, list[ProcessMemory]]:
     """Memory of the processes ``pids`` and all below them, by part."""
     return memory_of(root, snapshot(root, pids))
 
 
 def memory_of(
-    root: Path, processes: Mapping[Identity, tuple[str, Stat]]
-) -> dict[str, list[Memory]]:
+    root: Path, processes: Mapping[ProcessIdentity, tuple[str, Stat]]
+) -> dict[str, list[ProcessMemory]]:
     """Memory of processes that were read before, by part."""
-    found: dict[str, list[Memory]] = {}
+    found: dict[str, list[ProcessMemory]] = {}
     for identity, (part, _) in processes.items():
         try:
             text = (root / str(identity.pid) / "smaps_rollup").read_text()

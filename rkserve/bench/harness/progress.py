@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 
-class Progress:
+class ProgressLine:
     """The line of the case that goes on."""
 
     def __init__(self) -> None:

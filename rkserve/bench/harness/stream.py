@@ -70,7 +70,7 @@ class HangUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
+class PausedSpan:
     """A pause of an answer: asked for, answered, and the resumption asked for.
 
     ``kv`` is what the server said became of the KV cache, ``tokens`` those of the answer so far.
@@ -84,17 +84,17 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True)
-class Interrupted:
+class InterruptedAnswer:
     """An answer that was paused and resumed, its text, and when that was."""
 
     answer: Exchange
     text: str
-    pauses: tuple[Pause, ...]
+    pauses: tuple[PausedSpan, ...]
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Interrupted:
+    def from_json(cls, value: dict[str, Any]) -> InterruptedAnswer:
         """Read what ``asdict`` made of one."""
-        pauses = tuple(Pause(**one) for one in value["pauses"])
+        pauses = tuple(PausedSpan(**one) for one in value["pauses"])
         return cls(Exchange.from_json(value["answer"]), value["text"], pauses)
 
 

@@ -9,8 +9,8 @@ import pytest
 from rkserve.bench.harness.figures import CpuUse
 from rkserve.bench.harness.procfs import (
     MS_PER_TICK,
-    Identity,
-    Memory,
+    ProcessIdentity,
+    ProcessMemory,
     descendants,
     is_alive,
     memory,
@@ -50,7 +50,7 @@ def write_process(root: Path, pid: int, parent: int, command: str, rss: int = 10
 def test_a_stat_line_is_read_whatever_the_process_is_called(name: str) -> None:
     stat = parse_stat(stat_line(42, name, 7, (150, 50), nice=15))
 
-    assert stat.identity == Identity(42, 420)
+    assert stat.identity == ProcessIdentity(42, 420)
     assert (stat.parent, stat.nice, stat.zombie) == (7, 15, False)
     assert stat.cpu_ms == pytest.approx(200 * MS_PER_TICK)
 
@@ -60,7 +60,7 @@ def test_memory_is_read_in_bytes_and_swap_lines_are_not_mistaken_for_it() -> Non
         "55-7f ---p 0 0:0 0 [rollup]\nRss:  2000 kB\nPss:  900 kB\nPss_Dirty: 5 kB\nSwapPss: 7 kB"
     )
 
-    assert parse_rollup(text) == Memory(2000 * 1024, 900 * 1024)
+    assert parse_rollup(text) == ProcessMemory(2000 * 1024, 900 * 1024)
 
 
 def test_the_machine_is_busy_with_all_but_idling_waiting_and_being_stolen_from() -> None:
@@ -100,15 +100,15 @@ def test_a_tree_is_followed_down_also_to_pids_that_are_smaller_than_their_parent
 
     assert found == {500: "driver", 30: "board replica", 700: "engine"}
     assert {one.pid for one in descendants(tmp_path, 500)} == {30, 700}
-    assert memory(tmp_path, [500])["board replica"] == [Memory(4000 * 1024, 2000 * 1024)]
+    assert memory(tmp_path, [500])["board replica"] == [ProcessMemory(4000 * 1024, 2000 * 1024)]
 
 
 def test_a_pid_that_is_used_again_is_another_process(tmp_path: Path) -> None:
     write_process(tmp_path, 30, 1, "x")
 
-    assert is_alive(tmp_path, Identity(30, 300))
-    assert not is_alive(tmp_path, Identity(30, 299))
-    assert not is_alive(tmp_path, Identity(31, 310))
+    assert is_alive(tmp_path, ProcessIdentity(30, 300))
+    assert not is_alive(tmp_path, ProcessIdentity(30, 299))
+    assert not is_alive(tmp_path, ProcessIdentity(31, 310))
 
 
 def test_cpu_use_adds_up_over_stretches_and_counts_a_new_process_from_its_start() -> None:

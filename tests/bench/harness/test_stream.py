@@ -17,7 +17,7 @@ from rkserve.bench.harness.stream import (
     Exchange,
     HangUp,
     Incoming,
-    Interrupted,
+    InterruptedAnswer,
     read_exchange,
     read_id,
     read_text,
@@ -218,7 +218,7 @@ class PausableBoard:
         writer.write(head + said)
 
 
-async def interrupt_at(board: PausableBoard, pauses_s: list[float]) -> Interrupted:
+async def interrupt_at(board: PausableBoard, pauses_s: list[float]) -> InterruptedAnswer:
     async with await asyncio.start_server(board.serve, "127.0.0.1", 0) as server:
         command = {
             "host": "127.0.0.1",
@@ -250,7 +250,7 @@ def test_the_client_pauses_and_resumes_the_generation_that_it_streams() -> None:
     assert between >= 2
     for pause in found.pauses:
         assert pause.asked_s < pause.answered_s < pause.answered_s + 0.1 <= pause.resumed_s
-    assert Interrupted.from_json(json.loads(json.dumps(asdict(found)))) == found
+    assert InterruptedAnswer.from_json(json.loads(json.dumps(asdict(found)))) == found
 
 
 def test_an_answer_that_ends_before_its_pause_is_a_failure() -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks.control.faults_site import Site
 from benchmarks.kills.made import Ground, Victim
-from rkserve.bench.harness.child import Child
-from rkserve.bench.harness.procfs import PROC, Identity, identity_of
+from rkserve.bench.harness.child import CommandProcess
+from rkserve.bench.harness.procfs import PROC, ProcessIdentity, identity_of
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -46,11 +46,13 @@ def ground(processes: list[subprocess.Popen[bytes]]) -> Ground:
     replica, engine = processes
     board = {"id": "b", "state": "ready", "pid": replica.pid, "engine_pid": engine.pid}
     site = Told([{**board, "circuit": {"state": "closed"}}])
-    nobody = Child.__new__(Child)  # who would lose nodes, which none of these does
+    nobody = CommandProcess.__new__(
+        CommandProcess
+    )  # who would lose nodes, which none of these does
     return Ground(site, nobody, 1, random.Random(0))
 
 
-def who(process: subprocess.Popen[bytes]) -> Identity:
+def who(process: subprocess.Popen[bytes]) -> ProcessIdentity:
     """The process for good."""
     found = identity_of(PROC, process.pid)
     assert found is not None
@@ -84,5 +86,5 @@ def test_a_process_with_the_pid_of_one_that_was_killed_is_another_one(
 ) -> None:
     there = ground(processes)
     engine = who(processes[1])
-    there._gone.add(Identity(engine.pid, engine.started - 1))
+    there._gone.add(ProcessIdentity(engine.pid, engine.started - 1))
     assert len(there._ready()) == 1

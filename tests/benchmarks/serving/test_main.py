@@ -14,7 +14,7 @@ from benchmarks.harness.prompts import messages_of_length
 from benchmarks.serving.__main__ import REPORT, options
 from benchmarks.serving.measure import FULL, QUICK
 from rkserve.api.common.renderer import Renderer
-from rkserve.bench.harness.child import BenchFailed, Child
+from rkserve.bench.harness.child import BenchFailed, CommandProcess
 from rkserve.bench.harness.procfs import is_alive, parse_stat
 from rkserve.config.serve_config import resolve_folder
 from rkserve.models.folder import open_model_folder
@@ -93,7 +93,7 @@ def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_child_answers_and_what_it_prints_does_not_disturb(echo: str, tmp_path: Path) -> None:
-    child = Child(echo, tmp_path / "log")
+    child = CommandProcess(echo, tmp_path / "log")
     try:
         long = "x" * 300_000
         assert child.ask({"text": long}, 30) == {"echo": {"text": long}}
@@ -105,7 +105,7 @@ def test_a_child_answers_and_what_it_prints_does_not_disturb(echo: str, tmp_path
 
 
 def test_a_child_tells_how_far_it_is_before_it_answers(echo: str, tmp_path: Path) -> None:
-    child = Child(echo, tmp_path / "log")
+    child = CommandProcess(echo, tmp_path / "log")
     heard: list[dict[str, int]] = []
     try:
         assert child.ask({"steps": 3}, 30, heard.append) == {"echo": {"steps": 3}}
@@ -125,7 +125,7 @@ def test_a_child_tells_how_far_it_is_before_it_answers(echo: str, tmp_path: Path
 def test_a_childs_failure_is_raised_with_its_log(
     echo: str, tmp_path: Path, command: dict[str, bool], words: str
 ) -> None:
-    child = Child(echo, tmp_path / "log")
+    child = CommandProcess(echo, tmp_path / "log")
     try:
         with pytest.raises(BenchFailed, match=words) as caught:
             child.ask(command, 30)
@@ -136,7 +136,7 @@ def test_a_childs_failure_is_raised_with_its_log(
 
 
 def test_closing_a_child_ends_what_it_left_behind(echo: str, tmp_path: Path) -> None:
-    child = Child(echo, tmp_path / "log")
+    child = CommandProcess(echo, tmp_path / "log")
     orphan = child.ask({"spawn": True}, 30)["pid"]
     started = parse_stat(Path(f"/proc/{orphan}/stat").read_text()).identity
 
@@ -154,8 +154,8 @@ def test_a_child_ends_by_itself_when_its_parent_is_killed(echo: str, tmp_path: P
             sys.executable,
             "-c",
             "import sys, time\nfrom pathlib import Path\n"
-            "from rkserve.bench.harness.child import Child\n"
-            f"child = Child({echo!r}, Path({str(tmp_path / 'log')!r}))\n"
+            "from rkserve.bench.harness.child import CommandProcess\n"
+            f"child = CommandProcess({echo!r}, Path({str(tmp_path / 'log')!r}))\n"
             "child.ask({}, 30)\nprint(child.pid, flush=True)\ntime.sleep(600)\n",
         ],
         stdout=subprocess.PIPE,

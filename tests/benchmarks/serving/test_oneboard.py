@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.crew import BenchCrew
 from benchmarks.harness.pace import SMALL_PROFILE
+from benchmarks.harness.processes import BenchCrew
 from benchmarks.serving.batches import BatchRun, flaws_of_batch
 from benchmarks.serving.interrupted import flaws_of_interrupted, pause_figures
 from benchmarks.serving.parked import flaws_of_parked, parked_figures

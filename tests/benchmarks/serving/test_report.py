@@ -13,9 +13,9 @@ from benchmarks.serving.report import Results, render
 from benchmarks.serving.summary import hang_up_figures, load_figures, pair_figures, verdicts
 from rkserve.bench.harness.figures import CpuUse, Spread
 from rkserve.bench.harness.machine import Machine
-from rkserve.bench.harness.procfs import Memory
+from rkserve.bench.harness.procfs import ProcessMemory
 from rkserve.bench.harness.tables import figure, table
-from rkserve.bench.harness.verdict import Verdict
+from rkserve.bench.harness.verdict import TargetVerdict
 from tests.support.values.bench_answers import (
     answer,
     back_to_back,
@@ -34,7 +34,12 @@ def loaded(boards: int, time_scale: float = 1.0, replica_mb: float = 166.0) -> L
     cpu, idle = CpuUse(2), CpuUse(2)
     cpu.add(reading(0, 0, router=0.0, proxy=0.0), reading(20, 900, router=300.0, proxy=100.0))
     idle.add(reading(0, 0, router=0.0), reading(10, 90, router=50.0))
-    memories = {"board replica": [Memory(100 * MB, 50 * MB), Memory(int(replica_mb * MB), 90 * MB)]}
+    memories = {
+        "board replica": [
+            ProcessMemory(100 * MB, 50 * MB),
+            ProcessMemory(int(replica_mb * MB), 90 * MB),
+        ]
+    }
     load = Load(boards, 4 * boards, time_scale)
     return Loaded(load, runs, 5.0, 25.0, 30.0, cpu, memories, idle)
 
@@ -106,7 +111,7 @@ def test_a_hang_up_may_take_a_decode_step_and_200_ms(free_after_s: float, reache
     ],
 )
 def test_a_bound_belongs_to_what_reaches_it(measured: float, at_most: bool, reached: bool) -> None:
-    assert Verdict("x", measured, 1.05, at_most).reached is reached
+    assert TargetVerdict("x", measured, 1.05, at_most).reached is reached
 
 
 def results() -> Results:

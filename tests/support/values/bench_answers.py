@@ -8,8 +8,8 @@ from typing import Any
 from benchmarks.serving.batches import BatchCost, Batches, BatchPace, BatchRun
 from benchmarks.serving.parked import ParkedRound
 from rkserve.api.common import sse
-from rkserve.bench.harness.procfs import Identity, MachineTimes, Reading, Stat
-from rkserve.bench.harness.stream import Exchange, HangUp, Interrupted, Pause
+from rkserve.bench.harness.procfs import MachineTimes, ProcessIdentity, ProcessReading, Stat
+from rkserve.bench.harness.stream import Exchange, HangUp, InterruptedAnswer, PausedSpan
 
 
 def answer(sent_s: float, first_s: float, end_s: float, board: str = "sim-0") -> Exchange:
@@ -35,12 +35,15 @@ def left_at(closed_s: float, free_after_s: float = 0.05, **of_next: Any) -> Hang
     return HangUp(left, closed_s, replace(behind, **of_next))
 
 
-def reading(at_s: float, busy_ms: float, **cpu_ms: float) -> Reading:
+def reading(at_s: float, busy_ms: float, **cpu_ms: float) -> ProcessReading:
     processes = {
-        Identity(number, 0): (part, Stat(Identity(number, 0), 1, spent, nice=15, zombie=False))
+        ProcessIdentity(number, 0): (
+            part,
+            Stat(ProcessIdentity(number, 0), 1, spent, nice=15, zombie=False),
+        )
         for number, (part, spent) in enumerate(cpu_ms.items())
     }
-    return Reading(at_s, processes, MachineTimes(busy_ms, stolen_ms=at_s * 10))
+    return ProcessReading(at_s, processes, MachineTimes(busy_ms, stolen_ms=at_s * 10))
 
 
 def chunk(text: str | None, **more: object) -> bytes:
@@ -87,15 +90,15 @@ def parked_round(number: int = 0, **of_returned: Any) -> ParkedRound:
     )
 
 
-def interrupted(text: str = "abcde", kv: str = "kept", **of_answer: Any) -> Interrupted:
+def interrupted(text: str = "abcde", kv: str = "kept", **of_answer: Any) -> InterruptedAnswer:
     """A text every 0.1 s, paused between the third and the fourth for 1 s, and once at 0.45."""
     content_s = (10.1, 10.2, 10.3, 11.4, 11.45)
     whole = replace(answer(10.0, 10.1, 11.5), content_s=content_s)
     pauses = (
-        Pause(asked_s=10.25, answered_s=10.31, resumed_s=11.3, kv=kv, tokens=3),
-        Pause(asked_s=11.41, answered_s=11.42, resumed_s=11.43, kv=kv, tokens=4),
+        PausedSpan(asked_s=10.25, answered_s=10.31, resumed_s=11.3, kv=kv, tokens=3),
+        PausedSpan(asked_s=11.41, answered_s=11.42, resumed_s=11.43, kv=kv, tokens=4),
     )
-    return Interrupted(replace(whole, **of_answer), text, pauses)
+    return InterruptedAnswer(replace(whole, **of_answer), text, pauses)
 
 
 def batches() -> Batches:

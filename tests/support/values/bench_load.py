@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rkserve.bench.making import Shape, make_trace
-from rkserve.bench.outcome import Asked, Kind, Outcome
-from rkserve.bench.play import Plan, Played
-from rkserve.bench.trace import Session, Trace, Turn
+from rkserve.bench.outcome import OutcomeKind, RequestOutcome, SentRequest
+from rkserve.bench.player import PlayedRun, PlayOptions
+from rkserve.bench.trace import Trace, TraceSession, Turn
+from rkserve.bench.trace_generator import TraceShape, make_trace
 
 # Nothing that a test waits for may end by a clock.
 PATIENT_S = 300.0
@@ -24,49 +24,54 @@ def answered(
     step_s: float = 0.1,
     late_s: float = 0.0,
     **more: Any,
-) -> Outcome:
+) -> RequestOutcome:
     """An answer of so many tokens, evenly spread."""
     first_s = due_s + ttft_s
     texts = tuple(first_s + step_s * number for number in range(tokens))
     told = {"prompt_tokens": 100, "completion_tokens": tokens, "usage": True, **more}
-    asked = Asked(session, turn, due_s, due_s + late_s)
+    asked = SentRequest(session, turn, due_s, due_s + late_s)
     end_s = texts[-1] + 0.05
-    return Outcome(asked, Kind.OK, text_s=texts, end_s=end_s, over_s=end_s, status=200, **told)
+    return RequestOutcome(
+        asked, OutcomeKind.OK, text_s=texts, end_s=end_s, over_s=end_s, status=200, **told
+    )
 
 
 def failed(
-    due_s: float = 10.0, kind: Kind = Kind.REFUSED, code: str = "429 queue_full", **more: Any
-) -> Outcome:
-    asked = Asked(more.pop("session", "s0"), more.pop("turn", 0), due_s, due_s)
-    return Outcome(asked, kind, code, over_s=due_s + 0.1, **more)
+    due_s: float = 10.0,
+    kind: OutcomeKind = OutcomeKind.REFUSED,
+    code: str = "429 queue_full",
+    **more: Any,
+) -> RequestOutcome:
+    asked = SentRequest(more.pop("session", "s0"), more.pop("turn", 0), due_s, due_s)
+    return RequestOutcome(asked, kind, code, over_s=due_s + 0.1, **more)
 
 
 def played(
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[RequestOutcome],
     *,
     target: str = "server",
     window_s: tuple[float, float] = (10.0, 20.0),
     **more: Any,
-) -> Played:
+) -> PlayedRun:
     told: dict[str, Any] = {
-        "plan": Plan(),
+        "plan": PlayOptions(),
         "start_s": 10.0,
         "end_s": 30.0,
         "lag_ms": (0.1, 0.2),
         "cpu_s": 1.0,
         "interrupted": False,
     }
-    return Played(target, outcomes=tuple(outcomes), window_s=window_s, **{**told, **more})
+    return PlayedRun(target, outcomes=tuple(outcomes), window_s=window_s, **{**told, **more})
 
 
 def at_once(sessions: int, turns: int = 1) -> Trace:
     """Sessions that all begin at the start, without any pause."""
     made = tuple(
-        Session(f"s{number}", 0.0, tuple(Turn(f"question {turn}", 8) for turn in range(turns)))
+        TraceSession(f"s{number}", 0.0, tuple(Turn(f"question {turn}", 8) for turn in range(turns)))
         for number in range(sessions)
     )
     return Trace(made)
 
 
 def small_trace(**shape: Any) -> Trace:
-    return make_trace(Shape(**{"sessions": 20, "rate": 5.0, **shape}), seed=1)
+    return make_trace(TraceShape(**{"sessions": 20, "rate": 5.0, **shape}), seed=1)

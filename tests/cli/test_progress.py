@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from rkserve.cli.bars import MOST_ROWS, Bars, count, describe
+from rkserve.cli.progress import MOST_ROWS, OperationProgress, count, describe
 from rkserve.client import Progress as Told
 from rkserve.client import Unreachable
 from rkserve.client.answers import operation
@@ -47,7 +47,7 @@ def shown(
     page = StringIO()
     screen = Console(file=page, width=200, force_terminal=False)
     progress = Progress(columns, console=screen)
-    bars = Bars(progress, look)
+    bars = OperationProgress(progress, look)
     for step in steps:
         bars.tell(step)
     screen.print(progress.get_renderable())

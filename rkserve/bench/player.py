@@ -22,15 +22,15 @@ from rkserve.bench.harness.child import BenchFailed, Json
 from rkserve.bench.harness.client import Connection, ConnectionLost
 from rkserve.bench.harness.stream import NotHttp
 from rkserve.bench.outcome import (
-    Asked,
-    Captured,
-    Kind,
-    Outcome,
+    CapturedExchange,
+    OutcomeKind,
+    RequestOutcome,
+    SentRequest,
     never_answered,
     read_outcome,
 )
 from rkserve.bench.target import Target
-from rkserve.bench.trace import Session, Trace
+from rkserve.bench.trace import Trace, TraceSession
 
 NO_ANSWER = "(no answer)"
 DEADLINE_HEADER = "x-request-timeout"
@@ -41,7 +41,7 @@ OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.E
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ClientTimeouts:
     """How long a client waits before it hangs up, in seconds."""
 
     connect_s: float = 10.0
@@ -50,7 +50,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlayOptions:
     """How a trace is played.
 
     ``clients`` makes it a closed loop. ``time_factor`` stretches all times of the trace. After
@@ -67,11 +67,11 @@ class Plan:
     salt: str = ""
     keep_text: bool = False
     capture: bool = False
-    limits: Limits = field(default_factory=Limits)
+    limits: ClientTimeouts = field(default_factory=ClientTimeouts)
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RunProgress:
     """How far it is."""
 
     done: int
@@ -82,7 +82,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class PlayedRun:
     """What came of it.
 
     The window is what rates are counted in: from the end of the warm-up to the last moment at which
@@ -90,8 +90,8 @@ class Played:
     """
 
     target: str
-    plan: Plan
-    outcomes: tuple[Outcome, ...]
+    plan: PlayOptions
+    outcomes: tuple[RequestOutcome, ...]
     start_s: float
     window_s: tuple[float, float]
     end_s: float
@@ -100,16 +100,16 @@ class Played:
     interrupted: bool
 
 
-Tell = Callable[[Told], None]
+OnRunProgress = Callable[[RunProgress], None]
 
 
 class Player:
     """One run. ``stop`` ends it early; what was found until then is kept."""
 
-    def __init__(self, target: Target, trace: Trace, plan: Plan) -> None:
+    def __init__(self, target: Target, trace: Trace, plan: PlayOptions) -> None:
         self._target, self._trace, self._plan = target, trace, plan
         self._pool = Pool(target, plan.limits)
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[RequestOutcome] = []
         self._lag_ms: list[float] = []
         self._running = 0
         self._cut = False
@@ -121,7 +121,7 @@ class Player:
         """Hang up everywhere."""
         self._stopped.set()
 
-    async def play(self, tell: Tell = lambda _: None) -> Played:
+    async def play(self, tell: OnRunProgress = lambda _: None) -> PlayedRun:
         """Play the trace to its end. Raises ``BenchFailed`` where the host has no address."""
         await self._pool.resolve()
         cpu_s = time.process_time()
@@ -138,7 +138,7 @@ class Player:
         tell(self._told())
         end_s = time.monotonic()
         first_s = self._start_s + self._plan.warmup_s
-        return Played(
+        return PlayedRun(
             target=self._target.name,
             plan=self._plan,
             outcomes=tuple(self._outcomes),
@@ -168,13 +168,13 @@ class Player:
             for _ in range(self._plan.clients):
                 start(self._client(left))
 
-    async def _client(self, left: Iterator[Session]) -> None:
+    async def _client(self, left: Iterator[TraceSession]) -> None:
         for session in left:
             if self._is_over(time.monotonic()):
                 return
             await self._session(session, time.monotonic())
 
-    async def _session(self, session: Session, due_s: float) -> None:
+    async def _session(self, session: TraceSession, due_s: float) -> None:
         said = self._trace.opening(session, self._plan.salt)
         for number, turn in enumerate(session.turns):
             due_s += turn.think_s * self._plan.time_factor
@@ -193,10 +193,12 @@ class Player:
 
     # -- one request --------------------------------------------------------------------------
 
-    async def _ask(self, session: Session, number: int, due_s: float, said: list[Json]) -> Outcome:
+    async def _ask(
+        self, session: TraceSession, number: int, due_s: float, said: list[Json]
+    ) -> RequestOutcome:
         turn = session.turns[number]
         body = self._target.body_of(said, turn.max_tokens, session.more)
-        asked = Asked(session.name, number, due_s, time.monotonic())
+        asked = SentRequest(session.name, number, due_s, time.monotonic())
         self._last_due_s = max(self._last_due_s, due_s)
         self._running += 1
         outcome = None
@@ -204,10 +206,10 @@ class Player:
             outcome = await self._exchange(asked, body)
         finally:
             self._running -= 1
-            self._keep(outcome or never_answered(asked, Kind.CUT, "", "", time.monotonic()))
+            self._keep(outcome or never_answered(asked, OutcomeKind.CUT, "", "", time.monotonic()))
         return outcome
 
-    def _keep(self, outcome: Outcome) -> None:
+    def _keep(self, outcome: RequestOutcome) -> None:
         keep = self._plan.keep_text or self._plan.capture
         self._outcomes.append(outcome if keep else replace(outcome, text=""))
 
@@ -215,7 +217,7 @@ class Player:
         deadline_s = self._plan.deadline_s
         return {} if deadline_s is None else {DEADLINE_HEADER: f"{deadline_s:g}"}
 
-    async def _exchange(self, asked: Asked, body: Json) -> Outcome:
+    async def _exchange(self, asked: SentRequest, body: Json) -> RequestOutcome:
         request, captured = self._target.request(body, self._deadline()), None
         if self._plan.capture:
             captured = body
@@ -223,36 +225,36 @@ class Player:
             connection = await self._pool.take()
         except (OSError, asyncio.TimeoutError) as exc:
             own = getattr(exc, "errno", None) in OWN_LIMITS
-            kind = Kind.CLIENT if own else Kind.CONNECT
+            kind = OutcomeKind.CLIENT if own else OutcomeKind.CONNECT
             lost = never_answered(asked, kind, _name(exc), str(exc), time.monotonic())
-            return lost if captured is None else replace(lost, captured=Captured(captured))
+            return lost if captured is None else replace(lost, captured=CapturedExchange(captured))
         connection.send(request)
         incoming, broken, detail = connection.so_far, None, ""
         try:
             broken = await self._receive(connection, asked)
         except ConnectionLost as exc:
-            broken, detail = Kind.CLOSED, str(exc)
+            broken, detail = OutcomeKind.CLOSED, str(exc)
         except NotHttp as exc:
-            broken, detail = Kind.GARBAGE, str(exc)
+            broken, detail = OutcomeKind.GARBAGE, str(exc)
         except asyncio.CancelledError:
             # The end of the run. What there was is kept, and ``_is_over`` says so to the session.
-            broken, self._cut = Kind.CUT, True
+            broken, self._cut = OutcomeKind.CUT, True
         if broken is None and incoming.reusable:
             self._pool.give(connection)
         else:
             connection.close()
         return read_outcome(asked, incoming, broken, detail, time.monotonic(), body=captured)
 
-    async def _receive(self, connection: Connection, asked: Asked) -> Kind | None:
+    async def _receive(self, connection: Connection, asked: SentRequest) -> OutcomeKind | None:
         incoming, limits = connection.so_far, self._plan.limits
         end_s = asked.sent_s + limits.total_s
         while (now_s := time.monotonic()) < end_s:
             stall_s = (incoming.last_s or asked.sent_s) + limits.stall_s
             if stall_s <= now_s:
-                return Kind.STALLED
+                return OutcomeKind.STALLED
             if await connection.ends_by(min(end_s, stall_s)):
                 return None
-        return Kind.TIMEOUT
+        return OutcomeKind.TIMEOUT
 
     # -- beside it ----------------------------------------------------------------------------
 
@@ -262,21 +264,21 @@ class Player:
             await asyncio.sleep(PROBE_S)
             self._lag_ms.append((time.monotonic() - wanted_s) * 1e3)
 
-    async def _report(self, tell: Tell) -> None:
+    async def _report(self, tell: OnRunProgress) -> None:
         while True:
             tell(self._told())
             await asyncio.sleep(TELL_S)
 
-    def _told(self) -> Told:
+    def _told(self) -> RunProgress:
         failed = sum(not one.ok for one in self._outcomes)
         took_s = time.monotonic() - self._start_s
-        return Told(len(self._outcomes), self._trace.requests, self._running, failed, took_s)
+        return RunProgress(len(self._outcomes), self._trace.requests, self._running, failed, took_s)
 
 
 class Pool:
     """Connections that wait for the next request; there are as many as are needed at once."""
 
-    def __init__(self, target: Target, limits: Limits) -> None:
+    def __init__(self, target: Target, limits: ClientTimeouts) -> None:
         self._host, self._port = target.address
         self._address = self._host
         self._tls = ssl.create_default_context() if target.tls else None

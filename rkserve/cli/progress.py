@@ -14,10 +14,10 @@ from typing import Any
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from rkserve.cli.link import Link
+from rkserve.cli.context import CommandContext
 from rkserve.client import ClientError, Operation
 from rkserve.client import Progress as Told
-from rkserve.client.flows import Told as Tell
+from rkserve.client.flows import OnProgress as Tell
 
 # These change boards as a whole: the state that one comes to.
 ENDS = {"sleep": "asleep", "wake": "ready", "rebase": "ready", "weight_update": "ready"}
@@ -27,7 +27,7 @@ Look = Callable[[], Mapping[str, Any]]
 
 
 @contextmanager
-def progress(link: Link) -> Iterator[Tell]:
+def progress(link: CommandContext) -> Iterator[Tell]:
     """Give something to tell progress to; it shows on a terminal only, and on stderr."""
     columns = (
         TextColumn("{task.description}"),
@@ -37,10 +37,10 @@ def progress(link: Link) -> Iterator[Tell]:
     )
     hidden = link.as_json or not link.err.is_terminal
     with Progress(*columns, console=link.err, disable=hidden) as shown:
-        yield (lambda _told: None) if hidden else Bars(shown, link.client.cluster).tell
+        yield (lambda _told: None) if hidden else OperationProgress(shown, link.client.cluster).tell
 
 
-class Bars:
+class OperationProgress:
     """A bar for each step of the work, and below it one for each board that is meant."""
 
     def __init__(self, shown: Progress, look: Look) -> None:
@@ -71,26 +71,28 @@ class Bars:
             self._tasks[name], description=said, completed=done, total=of, count=escape(count)
         )
 
-    def _rows(self, one: Operation) -> dict[str, Row]:
+    def _rows(self, one: Operation) -> dict[str, BoardRow]:
         params = one.body.get("params") or {}
         if one.kind not in ENDS or "name" in params:  # an adapter's name: no board loads a model
             return {}
         if one.over:
-            bad = {failure.board: Row(failure.error, done=False) for failure in one.failed}
-            return bad | {name: Row(did.status, done=True) for name, did in one.results.items()}
+            bad = {failure.board: BoardRow(failure.error, done=False) for failure in one.failed}
+            return bad | {
+                name: BoardRow(did.status, done=True) for name, did in one.results.items()
+            }
         try:
             boards = self._look()["boards"]
         except ClientError:  # the operation is what is waited for; this only shows it
             return {}
         return {
-            str(row["id"]): Row(str(row["state"]), done=_is_there(row, one.kind, params))
+            str(row["id"]): BoardRow(str(row["state"]), done=_is_there(row, one.kind, params))
             for row in boards
             if meant(row, params)
         }
 
 
 @dataclass(frozen=True)
-class Row:
+class BoardRow:
     """What a board is at in an operation."""
 
     said: str

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from rkserve import __version__
-from rkserve.cli.link import Exit
+from rkserve.cli.context import Exit
 from rkserve.native.sim import adapters
 from tests.support.cluster.fake_control import FakeControl, envelope, error, ok
 from tests.support.http.fake_openai import serving

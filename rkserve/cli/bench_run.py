@@ -21,18 +21,18 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from rkserve.cli.given import ANNOTATIONS, Given, known_profile, targets, usage
-from rkserve.cli.link import Exit
+from rkserve.cli.bench_options import ANNOTATIONS, LoadOptions, known_profile, targets, usage
+from rkserve.cli.context import Exit
 from rkserve.cli.options import keyword, own_options, signed
 from rkserve.core.errors import RkserveError
 
 if TYPE_CHECKING:
-    from rkserve.bench.asked import Asked, Found
-    from rkserve.bench.bench import Bench
-    from rkserve.bench.play import Told
-    from rkserve.bench.results import Results
-    from rkserve.bench.site import Site
+    from rkserve.bench.asked import PresetOptions, PresetResult
+    from rkserve.bench.player import RunProgress
+    from rkserve.bench.results import BenchResults
+    from rkserve.bench.runner import Bench
     from rkserve.bench.slo import Slo
+    from rkserve.bench.systems import SystemUnderTest
 
 EXIT_CODES = (
     "Exit codes: 0 measured; 1 failed, or nothing was answered; 2 wrong usage; 3 measured, but a "
@@ -40,47 +40,47 @@ EXIT_CODES = (
     "130 Ctrl-C, after the figures of what there was."
 )
 ENDS = (signal.SIGINT, signal.SIGTERM)
-Command = Callable[..., "Found"]
+Command = Callable[..., "PresetResult"]
 
 
 def loading(command: Command) -> Callable[..., None]:
-    """Give a command a ``Session`` for its first parameter, and the options of ``Given``."""
+    """Pass a ``LoadCommand`` to a command, and declare the options of ``LoadOptions``."""
 
     def run(**options: Any) -> None:
-        given = Given(**{name: options.pop(name) for name in ANNOTATIONS})
+        given = LoadOptions(**{name: options.pop(name) for name in ANNOTATIONS})
         raise typer.Exit(carry_out(given, lambda loaded: command(loaded, **options)))
 
-    options = [keyword(name, of, getattr(Given, name)) for name, of in ANNOTATIONS.items()]
+    options = [keyword(name, of, getattr(LoadOptions, name)) for name, of in ANNOTATIONS.items()]
     return signed(run, command, [*own_options(command, without="load"), *options])
 
 
 @dataclass
-class Session:
+class LoadCommand:
     """A command at work: its options, and what plays its traces."""
 
-    given: Given
+    given: LoadOptions
     bench: Bench
 
-    def asked(self, **own: Any) -> Asked:
+    def asked(self, **own: Any) -> PresetOptions:
         """Return what a preset is told: these options, and those of the command."""
-        from rkserve.bench.asked import Asked
+        from rkserve.bench.asked import PresetOptions
 
         given = self.given
-        return Asked(seed=given.seed, slo=given.limits(), plan=given.plan(), **own)
+        return PresetOptions(seed=given.seed, slo=given.limits(), plan=given.plan(), **own)
 
 
-def carry_out(given: Given, command: Callable[[Session], Found]) -> Exit:
+def carry_out(given: LoadOptions, command: Callable[[LoadCommand], PresetResult]) -> Exit:
     """Run a command, deliver what it found, and return the exit code."""
-    from rkserve.bench.bench import Bench
+    from rkserve.bench.runner import Bench
 
     err, limits = Console(stderr=True), given.limits() or _no_limits()
     folder = Path(tempfile.mkdtemp(prefix="rkbench-"))  # short: sockets' paths have a limit
-    shown = Shown(err)
+    shown = LoadProgress(err)
     try:
         with opened(given, folder, shown.say) as site:
             bench = Bench(site, limits, shown.show)
             with shown:
-                found, failure = _attempt(lambda: command(Session(given, bench)), bench)
+                found, failure = _attempt(lambda: command(LoadCommand(given, bench)), bench)
             # Before what was started is ended, which takes a while.
             results = results_of(bench, found)
             if bench.runs:
@@ -98,8 +98,8 @@ def carry_out(given: Given, command: Callable[[Session], Found]) -> Exit:
 
 
 def _attempt(
-    command: Callable[[], Found], bench: Bench
-) -> tuple[Found | None, RkserveError | None]:
+    command: Callable[[], PresetResult], bench: Bench
+) -> tuple[PresetResult | None, RkserveError | None]:
     """Return what a command found, or why it could not go on; what it had is in the bench."""
     try:
         return command(), None
@@ -111,13 +111,13 @@ def _attempt(
 
 
 def _failed(err: Console, exc: RkserveError) -> Exit:
-    from rkserve.bench.target import Unreachable
+    from rkserve.bench.target import ServerUnreachable
 
     err.print(f"rkserve bench: {exc}", markup=False, highlight=False, soft_wrap=True)
-    return Exit.UNREACHABLE if isinstance(exc, Unreachable) else Exit.FAILED
+    return Exit.UNREACHABLE if isinstance(exc, ServerUnreachable) else Exit.FAILED
 
 
-def exit_of(given: Given, results: Results) -> Exit:
+def exit_of(given: LoadOptions, results: BenchResults) -> Exit:
     """Return what scripts can go by."""
     if not results.complete:
         return Exit.INTERRUPTED
@@ -127,13 +127,13 @@ def exit_of(given: Given, results: Results) -> Exit:
     return Exit.PARTLY if missed else Exit.DONE
 
 
-def results_of(bench: Bench, found: Found | None) -> Results:
+def results_of(bench: Bench, found: PresetResult | None) -> BenchResults:
     """Put together what there is."""
     from rkserve.bench.harness.machine import machine
-    from rkserve.bench.results import Results
+    from rkserve.bench.results import BenchResults
 
     title, trace = ("Interrupted", "") if found is None else (found.title, found.trace)
-    return Results(
+    return BenchResults(
         title=title,
         machine=machine(),
         about={**({"trace": trace} if trace else {}), **bench.site.about},
@@ -147,7 +147,7 @@ def results_of(bench: Bench, found: Found | None) -> Results:
     )
 
 
-def deliver(given: Given, results: Results) -> None:
+def deliver(given: LoadOptions, results: BenchResults) -> None:
     """Print the results, and write them where that was asked for."""
     from rkserve.bench.capture import exchange_lines, render_exchanges
     from rkserve.bench.charts import svg
@@ -182,7 +182,9 @@ def deliver(given: Given, results: Results) -> None:
 
 
 @contextmanager
-def opened(given: Given, folder: Path, say: Callable[[str], None]) -> Iterator[Site]:
+def opened(
+    given: LoadOptions, folder: Path, say: Callable[[str], None]
+) -> Iterator[SystemUnderTest]:
     """Give what is loaded, and end what was started for it, also on Ctrl-C."""
     site = _site(given, folder, say)
     # A shell without job control starts its background jobs with Ctrl-C ignored.
@@ -199,9 +201,14 @@ def opened(given: Given, folder: Path, say: Callable[[str], None]) -> Iterator[S
                 signal.signal(number, handler)
 
 
-def _site(given: Given, folder: Path, say: Callable[[str], None]) -> Site:
-    from rkserve.bench.site import DEFAULT_POLICY, Boards, Servers, Simulated
-    from rkserve.bench.watch import parse_watched
+def _site(given: LoadOptions, folder: Path, say: Callable[[str], None]) -> SystemUnderTest:
+    from rkserve.bench.monitors import parse_watched
+    from rkserve.bench.systems import (
+        DEFAULT_POLICY,
+        RunningServers,
+        SimulatedCluster,
+        SimulatedClusterConfig,
+    )
 
     if given.boards is None and not given.url and (url := os.environ.get("RKSERVE_URL")):
         given = replace(given, url=[url])
@@ -215,10 +222,12 @@ def _site(given: Given, folder: Path, say: Callable[[str], None]) -> Site:
         if given.policy:
             raise typer.BadParameter("--policy is for --boards; a server has the one that it has")
         watched = [usage(parse_watched, one) for one in given.watch or ()]
-        return Servers(targets(given), watched)
+        return RunningServers(targets(given), watched)
     names = list(dict.fromkeys(given.policy or [DEFAULT_POLICY]))
     known_profile(given.profile)
-    return Boards(Simulated(given.boards, given.profile, given.time_scale, names), folder, say)
+    return SimulatedCluster(
+        SimulatedClusterConfig(given.boards, given.profile, given.time_scale, names), folder, say
+    )
 
 
 def _no_limits() -> Slo:
@@ -234,7 +243,7 @@ def _as_interrupt(*_: object) -> None:
 # -- progress -------------------------------------------------------------------------------------
 
 
-class Shown:
+class LoadProgress:
     """How far a run is, and what else goes on; on a terminal only.
 
     It draws when it is told to, from the thread that measures: a thread of its own would wake at
@@ -252,14 +261,14 @@ class Shown:
         self._bar = Progress(*columns, console=err, auto_refresh=False, disable=hidden)
         self._tasks: dict[str, TaskID] = {}
 
-    def __enter__(self) -> Shown:
+    def __enter__(self) -> LoadProgress:
         self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def show(self, name: str, told: Told) -> None:
+    def show(self, name: str, told: RunProgress) -> None:
         """Show how far a run is."""
         failed = f", {told.failed} failed" if told.failed else ""
         count = f"{told.done} of {told.total}, {told.running} running{failed}"

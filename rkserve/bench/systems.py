@@ -11,26 +11,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rkserve.bench.harness.crew import Crew, Deployment, Say
 from rkserve.bench.harness.figures import CpuUse
-from rkserve.bench.harness.procfs import PROC, Memory, Reading, memory
+from rkserve.bench.harness.processes import BenchProcesses, Say, SimulatedDeployment
+from rkserve.bench.harness.procfs import PROC, ProcessMemory, ProcessReading, memory
+from rkserve.bench.monitors import NamedProcesses, NamedProcessMonitor
 from rkserve.bench.target import Target
-from rkserve.bench.watch import Watch, Watched
 
 DEFAULT_POLICY = "as configured"
 
 
-class Watching(Protocol):
+class ProcessMonitor(Protocol):
     """Reads processes around a run."""
 
     def start(self) -> None:
         """Before the run."""
 
-    def stop(self) -> tuple[CpuUse, Mapping[str, Sequence[Memory]]]:
+    def stop(self) -> tuple[CpuUse, Mapping[str, Sequence[ProcessMemory]]]:
         """After it."""
 
 
-class Site(Protocol):
+class SystemUnderTest(Protocol):
     """Several things that are loaded one after the other, by name."""
 
     @property
@@ -52,20 +52,20 @@ class Site(Protocol):
     def enter(self, name: str) -> Target:
         """Have it ready, and say where it is. Raises ``BenchFailed``."""
 
-    def watch(self) -> Watching | None:
+    def watch(self) -> ProcessMonitor | None:
         """Return what reads its processes."""
 
     def close(self) -> None:
         """End what was started."""
 
 
-class Servers:
+class RunningServers:
     """Servers that run already, somewhere."""
 
     time_factor = 1.0
 
     def __init__(
-        self, targets: Sequence[Target], watched: Sequence[Watched] = (), clients: int = 4
+        self, targets: Sequence[Target], watched: Sequence[NamedProcesses] = (), clients: int = 4
     ) -> None:
         self._targets = {one.name: one for one in targets}
         self._watched = watched
@@ -85,16 +85,16 @@ class Servers:
         """Say where it is."""
         return self._targets[name]
 
-    def watch(self) -> Watch | None:
+    def watch(self) -> NamedProcessMonitor | None:
         """Return what reads the processes that were named."""
-        return Watch(self._watched) if self._watched else None
+        return NamedProcessMonitor(self._watched) if self._watched else None
 
     def close(self) -> None:
         """They were there before."""
 
 
 @dataclass(frozen=True, slots=True)
-class Simulated:
+class SimulatedClusterConfig:
     """Boards to start, once for each policy by which requests are given to them."""
 
     boards: int
@@ -103,12 +103,12 @@ class Simulated:
     policies: Sequence[str] = (DEFAULT_POLICY,)
 
 
-class Boards:
+class SimulatedCluster:
     """A cluster of simulated boards of our own, once for each policy."""
 
-    def __init__(self, wanted: Simulated, folder: Path, say: Say) -> None:
+    def __init__(self, wanted: SimulatedClusterConfig, folder: Path, say: Say) -> None:
         self._wanted = wanted
-        self._crew = Crew(folder, say)
+        self._crew = BenchProcesses(folder, say)
 
     @property
     def names(self) -> Sequence[str]:
@@ -136,11 +136,13 @@ class Boards:
         """Deploy the boards under this policy."""
         args = {} if name == DEFAULT_POLICY else {"router": {"policy": name}}
         one = self._wanted
-        self._crew.deploy(Deployment(one.profile, one.boards, time_scale=one.time_scale, args=args))
+        self._crew.deploy(
+            SimulatedDeployment(one.profile, one.boards, time_scale=one.time_scale, args=args)
+        )
         host, port = self._crew.address
         return Target(name, f"http://{host}:{port}", self._crew.model.id)
 
-    def watch(self) -> Watching:
+    def watch(self) -> ProcessMonitor:
         """Return what reads the cluster's processes."""
         return _CrewWatch(self._crew)
 
@@ -152,14 +154,14 @@ class Boards:
 class _CrewWatch:
     """All processes of a crew, each under its part's name."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: BenchProcesses) -> None:
         self._crew = crew
-        self._before: Reading | None = None
+        self._before: ProcessReading | None = None
 
     def start(self) -> None:
         self._before = self._crew.read()
 
-    def stop(self) -> tuple[CpuUse, Mapping[str, Sequence[Memory]]]:
+    def stop(self) -> tuple[CpuUse, Mapping[str, Sequence[ProcessMemory]]]:
         assert self._before is not None
         use = CpuUse(os.cpu_count() or 1)
         use.add(self._before, self._crew.read())

@@ -7,24 +7,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rkserve.bench.harness.child import Child, Json, Tell
-from rkserve.bench.harness.crew import ANSWER_S, MODEL, RELEASE, SLACK_S, Crew, Say
+from rkserve.bench.harness.child import CommandProcess, Json, OnProgress
+from rkserve.bench.harness.processes import ANSWER_S, MODEL, RELEASE, SLACK_S, BenchProcesses, Say
 from rkserve.config.board_group import BoardGroupConfig, SimulatedConfig
 from rkserve.config.serve_config import engine_environ
 from rkserve.native.sim.build import ensure_built
 
 
-class BenchCrew(Crew):
+class BenchCrew(BenchProcesses):
     """A crew with a controller of the cluster, and with bindings that serve without a cluster."""
 
     def __init__(
         self, folder: Path, say: Say, model: Path = MODEL, *, front: bool | None = None
     ) -> None:
-        """See ``Crew``."""
+        """See ``BenchProcesses``."""
         super().__init__(folder, say, model, front=front)
-        self._controller: Child | None = None
+        self._controller: CommandProcess | None = None
 
-    def control(self, timeout_s: float, heard: Tell, **command: Any) -> Json:
+    def control(self, timeout_s: float, heard: OnProgress, **command: Any) -> Json:
         """Load the cluster while a plan is played. Raises ``BenchFailed``."""
         if self._controller is None:
             self._controller = self._child("benchmarks.control.load")
@@ -32,7 +32,7 @@ class BenchCrew(Crew):
         asked = self._to(timeout_s=timeout_s, **command)
         return self._controller.ask(asked, timeout_s + SLACK_S, heard)
 
-    def binding(self, profile: str) -> Child:
+    def binding(self, profile: str) -> CommandProcess:
         """Return a process with the binding alone, at a board's pace; it ends with the others."""
         child = self._binding(SimulatedConfig(profile=profile, release=RELEASE), 1)
         self._stack.callback(child.close)
@@ -47,7 +47,7 @@ class BenchCrew(Crew):
         time_scale: float,
         gain: str,
         quirks: Mapping[str, bool] | None = None,
-    ) -> Iterator[Child]:
+    ) -> Iterator[CommandProcess]:
         """Give a process with the binding alone for as long as the block lasts."""
         simulated = SimulatedConfig.model_validate(
             {
@@ -66,7 +66,7 @@ class BenchCrew(Crew):
 
     def _binding(
         self, simulated: SimulatedConfig, n_batch: int, quirks: Mapping[str, bool] | None = None
-    ) -> Child:
+    ) -> CommandProcess:
         group = BoardGroupConfig(name="alone", model=MODEL, simulated=simulated)
         child = self._child("benchmarks.harness.alone", engine_environ(group, "alone"))
         model, library = str(self.model.path), str(ensure_built(RELEASE))
@@ -79,5 +79,5 @@ class BenchCrew(Crew):
             raise
         return child
 
-    def _others(self) -> tuple[Child | None, ...]:
+    def _others(self) -> tuple[CommandProcess | None, ...]:
         return (self._controller,)

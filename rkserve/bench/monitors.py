@@ -16,7 +16,14 @@ from typing import Any
 
 from rkserve.bench.harness.child import BenchFailed
 from rkserve.bench.harness.figures import CpuUse
-from rkserve.bench.harness.procfs import PROC, Memory, Reading, memory_of, pids_with, read_named
+from rkserve.bench.harness.procfs import (
+    PROC,
+    ProcessMemory,
+    ProcessReading,
+    memory_of,
+    pids_with,
+    read_named,
+)
 from rkserve.bench.target import Target, get_json
 
 BOARDS_EVERY_S = 0.5  # Routers ask their boards once a second
@@ -39,7 +46,7 @@ class BoardSample:
     temperature_c: float | None = None
 
 
-class BoardWatch:
+class BoardMonitor:
     """Reads a server's boards again and again around a run; nothing, where it lists none."""
 
     def __init__(self, target: Target, every_s: float = BOARDS_EVERY_S) -> None:
@@ -92,7 +99,7 @@ def _sample(at_s: float, told: dict[str, Any]) -> BoardSample:
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class NamedProcesses:
     """Processes under one name: trees below ``pid``, or below all whose command has ``text``."""
 
     name: str
@@ -100,40 +107,40 @@ class Watched:
     text: str = ""
 
 
-def parse_watched(given: str) -> Watched:
+def parse_watched(given: str) -> NamedProcesses:
     """Read ``name=pid`` or ``name=part of the command``. Raises ``ValueError``."""
     name, equals, what = given.partition("=")
     if not equals or not name.strip() or not what.strip():
         raise ValueError(f"{given!r} is not name=pid or name=part of a command")
     if what.isdigit():
-        return Watched(name.strip(), pid=int(what))
-    return Watched(name.strip(), text=what)
+        return NamedProcesses(name.strip(), pid=int(what))
+    return NamedProcesses(name.strip(), text=what)
 
 
-class Watch:
+class NamedProcessMonitor:
     """Reads processes before and after a run. Raises ``BenchFailed`` where there are none."""
 
-    def __init__(self, watched: Sequence[Watched], root: Path = PROC) -> None:
+    def __init__(self, watched: Sequence[NamedProcesses], root: Path = PROC) -> None:
         self._watched, self._root = watched, root
         if missing := [one.name for one in watched if not self._roots(one)]:
             raise BenchFailed(f"no process runs that is {', '.join(missing)}")
-        self._before: Reading | None = None
+        self._before: ProcessReading | None = None
 
     def start(self) -> None:
         """Read them for the first time."""
         self._before = self._read()
 
-    def stop(self) -> tuple[CpuUse, Mapping[str, Sequence[Memory]]]:
+    def stop(self) -> tuple[CpuUse, Mapping[str, Sequence[ProcessMemory]]]:
         """Return what they have used since, and what they hold."""
         assert self._before is not None
         after, use = self._read(), CpuUse(os.cpu_count() or 1)
         use.add(self._before, after)
         return use, memory_of(self._root, after.processes)
 
-    def _read(self) -> Reading:
+    def _read(self) -> ProcessReading:
         return read_named(self._root, {one.name: self._roots(one) for one in self._watched})
 
-    def _roots(self, one: Watched) -> list[int]:
+    def _roots(self, one: NamedProcesses) -> list[int]:
         if one.pid is not None:
             return [one.pid] if (self._root / str(one.pid)).exists() else []
         return pids_with(self._root, one.text)

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from rkserve.cli import show
+from rkserve.cli.context import EXIT_CODES, CommandContext, Exit, connected
 from rkserve.cli.groups import ListFirst
-from rkserve.cli.link import EXIT_CODES, Exit, Link, connected
 from rkserve.cli.options import Boards, Model
 
 generations = typer.Typer(
@@ -32,7 +32,7 @@ CacheModel = Annotated[str, typer.Argument(metavar="MODEL", help="A model or an 
 CacheName = Annotated[str, typer.Argument(metavar="NAME", help="What the cache is called.")]
 
 
-def _told(link: Link, body: dict[str, Any], said: str) -> None:
+def _told(link: CommandContext, body: dict[str, Any], said: str) -> None:
     """Print an answer, and exit with 3 where boards have not done their part."""
     link.show(body, lambda: said)
     if failed := body.get("failed"):
@@ -47,7 +47,7 @@ def _told(link: Link, body: dict[str, Any], said: str) -> None:
 
 @generations.command("list")
 @connected
-def list_generations(link: Link) -> None:
+def list_generations(link: CommandContext) -> None:
     """List what runs, waits or is paused."""
     rows = link.client.generations()
     link.show(rows, lambda: show.generations(rows))
@@ -55,7 +55,7 @@ def list_generations(link: Link) -> None:
 
 @generations.command("show")
 @connected
-def show_generation(link: Link, generation: Id) -> None:
+def show_generation(link: CommandContext, generation: Id) -> None:
     """Show one, with what it has generated."""
     one = link.client.generation(generation)
     link.show(one, lambda: show.facts(one))
@@ -63,7 +63,7 @@ def show_generation(link: Link, generation: Id) -> None:
 
 @generations.command("pause")
 @connected
-def pause_generation(link: Link, generation: Id, choice: Choice = None) -> None:
+def pause_generation(link: CommandContext, generation: Id, choice: Choice = None) -> None:
     """Pause one; done when nothing more of it comes."""
     one = link.client.pause_generation(generation, choice)
     text = f" after {one.get('partial_output')!r}" if "partial_output" in one else ""
@@ -73,7 +73,7 @@ def pause_generation(link: Link, generation: Id, choice: Choice = None) -> None:
 @generations.command("edit")
 @connected
 def edit_generation(
-    link: Link,
+    link: CommandContext,
     *,
     generation: Id,
     text: Annotated[str | None, typer.Option(help="Text to append.")] = None,
@@ -102,14 +102,14 @@ def edit_generation(
 
 @generations.command("resume")
 @connected
-def resume_generation(link: Link, generation: Id, choice: Choice = None) -> None:
+def resume_generation(link: CommandContext, generation: Id, choice: Choice = None) -> None:
     """Let one that is paused go on."""
     _told(link, link.client.resume_generation(generation, choice), f"resumed {generation}")
 
 
 @generations.command("abort")
 @connected
-def abort_generation(link: Link, generation: Id, choice: Choice = None) -> None:
+def abort_generation(link: CommandContext, generation: Id, choice: Choice = None) -> None:
     """End one, whatever it does."""
     _told(link, link.client.abort_generation(generation, choice), f"aborted {generation}")
 
@@ -128,7 +128,7 @@ def _ranges(given: list[str] | None) -> list[tuple[int, int]] | None:
 
 @kv.command("size")
 @connected
-def kv_size(link: Link, model: Model = None, board: Boards = None) -> None:
+def kv_size(link: CommandContext, model: Model = None, board: Boards = None) -> None:
     """Show how many positions the KV caches hold, by board."""
     found = link.client.kv_size(model=model, boards=board or None)
     link.show(found, lambda: show.kv(found))
@@ -137,7 +137,7 @@ def kv_size(link: Link, model: Model = None, board: Boards = None) -> None:
 @kv.command("clear")
 @connected
 def kv_clear(
-    link: Link,
+    link: CommandContext,
     *,
     model: Model = None,
     board: Boards = None,
@@ -173,7 +173,7 @@ def kv_clear(
 @caches.command("list")
 @connected
 def list_caches(
-    link: Link, model: Annotated[str | None, typer.Argument(metavar="[MODEL]")] = None
+    link: CommandContext, model: Annotated[str | None, typer.Argument(metavar="[MODEL]")] = None
 ) -> None:
     """List the prompt caches of a model, or of all."""
     if model is None:
@@ -187,7 +187,7 @@ def list_caches(
 @caches.command("build")
 @connected
 def build_cache(
-    link: Link,
+    link: CommandContext,
     *,
     model: CacheModel,
     name: CacheName,
@@ -217,7 +217,7 @@ def build_cache(
 
 @caches.command("rm")
 @connected
-def delete_cache(link: Link, model: CacheModel, name: CacheName) -> None:
+def delete_cache(link: CommandContext, model: CacheModel, name: CacheName) -> None:
     """Delete a prompt cache wherever it is."""
     _told(link, link.client.delete_cache(model, name), f"deleted {name}")
 
@@ -227,7 +227,7 @@ def delete_cache(link: Link, model: CacheModel, name: CacheName) -> None:
 
 @boards.command("list")
 @connected
-def list_boards(link: Link) -> None:
+def list_boards(link: CommandContext) -> None:
     """List the boards: state, and what their hardware says."""
     rows = link.client.boards()
     link.show(rows, lambda: show.hardware(rows))
@@ -236,7 +236,7 @@ def list_boards(link: Link) -> None:
 @boards.command("show")
 @connected
 def show_board(
-    link: Link, board: Annotated[str, typer.Argument(metavar="ID", help="Such as sim-0.")]
+    link: CommandContext, board: Annotated[str, typer.Argument(metavar="ID", help="Such as sim-0.")]
 ) -> None:
     """Show everything that one board says of itself."""
     one = link.client.board(board)

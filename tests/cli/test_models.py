@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.cli.link import Exit
+from rkserve.cli.context import Exit
 from tests.support.cluster.fake_control import PARTLY, FakeControl, envelope, error, ok, stored
 from tests.support.http.terminal import Terminal
 

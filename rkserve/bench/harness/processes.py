@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from rkserve.api.common.renderer import Renderer
-from rkserve.bench.harness.child import Child, Json
-from rkserve.bench.harness.procfs import PROC, Reading, read
-from rkserve.bench.harness.stream import Exchange, Interrupted
+from rkserve.bench.harness.child import CommandProcess, Json
+from rkserve.bench.harness.procfs import PROC, ProcessReading, read
+from rkserve.bench.harness.stream import Exchange, InterruptedAnswer
 from rkserve.bench.harness.upload import post
 from rkserve.config.serve_config import resolve_folder
 from rkserve.core.ports import free_port, free_ports
@@ -37,7 +37,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Deployment:
+class SimulatedDeployment:
     """What the cluster serves. ``park`` is its boards' disk tier for conversations.
 
     ``queue_limit`` is how many requests may wait for one board; ``crash_limit`` crashes of its
@@ -55,7 +55,7 @@ class Deployment:
     args: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Crew:
+class BenchProcesses:
     """Starts a child when it is first needed. Close it: that ends them all.
 
     ``folder`` takes all files, ``model`` is the folder of the model that the boards serve.
@@ -72,9 +72,9 @@ class Crew:
         self._front = available() if front is None else front
         self._stack = ExitStack()
         self._port = free_port()
-        self._client: Child | None = None
-        self._cluster: Child | None = None
-        self._deployed: Deployment | None = None
+        self._client: CommandProcess | None = None
+        self._cluster: CommandProcess | None = None
+        self._deployed: SimulatedDeployment | None = None
 
     @property
     def address(self) -> tuple[str, int]:
@@ -98,7 +98,7 @@ class Crew:
 
     # -- the cluster and its clients ----------------------------------------------------------
 
-    def deploy(self, wanted: Deployment) -> None:
+    def deploy(self, wanted: SimulatedDeployment) -> None:
         """Have the cluster serve this and nothing else; returns when all boards are ready."""
         if self._deployed == wanted:
             return
@@ -127,16 +127,16 @@ class Crew:
         """Leave an answer; see ``client.hang_up``. Raises ``BenchFailed``."""
         return self._ask_client(do="hang up", **command)
 
-    def interrupt(self, body: Json, pauses_s: Sequence[float], rest_s: float) -> Interrupted:
+    def interrupt(self, body: Json, pauses_s: Sequence[float], rest_s: float) -> InterruptedAnswer:
         """Pause and resume an answer; see ``client.interrupt``. Raises ``BenchFailed``."""
         command = {"body": body, "pauses_s": list(pauses_s), "rest_s": rest_s}
-        return Interrupted.from_json(self._ask_client(do="interrupt", **command))
+        return InterruptedAnswer.from_json(self._ask_client(do="interrupt", **command))
 
     def post(self, path: str, query: Json, content: bytes, timeout_s: float) -> Json:
         """Send bytes to the cluster and return what it answers. Raises ``BenchFailed``."""
         return post((HOST, self._port), path, query, content, timeout_s)
 
-    def read(self) -> Reading:
+    def read(self) -> ProcessReading:
         """Read all processes of the cluster and of its clients, and the machine."""
         return read(PROC, self.pids())
 
@@ -153,7 +153,7 @@ class Crew:
 
     # -- the children -------------------------------------------------------------------------
 
-    def _others(self) -> tuple[Child | None, ...]:
+    def _others(self) -> tuple[CommandProcess | None, ...]:
         """Return children that a subclass has started, whose processes serve or ask, too."""
         return ()
 
@@ -164,13 +164,13 @@ class Crew:
         until_s = time.monotonic() + ANSWER_S
         return self._client_child().ask(self._to(until_s=until_s, **command), ANSWER_S + SLACK_S)
 
-    def _client_child(self) -> Child:
+    def _client_child(self) -> CommandProcess:
         if self._client is None:
             self._client = self._child("rkserve.bench.harness.client")
             self._stack.callback(self._client.close)
         return self._client
 
-    def _cluster_child(self) -> Child:
+    def _cluster_child(self) -> CommandProcess:
         if self._cluster is None:
             self.say("starting Ray")
             self._cluster = self._child("rkserve.bench.harness.cluster", self._cluster_environ())
@@ -185,8 +185,8 @@ class Crew:
         place = self._folder / "f"  # short: the path of HAProxy's socket may have 97 characters
         return {**RAY_ENVIRON, **environ(place, free_ports())}
 
-    def _child(self, module: str, environ: dict[str, str] | None = None) -> Child:
-        return Child(module, self._folder / f"{module.rpartition('.')[2]}.log", environ)
+    def _child(self, module: str, environ: dict[str, str] | None = None) -> CommandProcess:
+        return CommandProcess(module, self._folder / f"{module.rpartition('.')[2]}.log", environ)
 
 
 def chat_body(model: str, messages: Sequence[Json], new_tokens: int, **more: Any) -> Json:

@@ -10,16 +10,23 @@ import pytest
 
 from rkserve.bench.harness.child import BenchFailed
 from rkserve.bench.harness.stream import Incoming
-from rkserve.bench.making import Shape, make_trace
-from rkserve.bench.outcome import Asked, Kind, Outcome, read_outcome
-from rkserve.bench.play import NO_ANSWER, Limits, Plan, Played, Player, Told
+from rkserve.bench.outcome import OutcomeKind, RequestOutcome, SentRequest, read_outcome
+from rkserve.bench.player import (
+    NO_ANSWER,
+    ClientTimeouts,
+    PlayedRun,
+    Player,
+    PlayOptions,
+    RunProgress,
+)
 from rkserve.bench.target import Target
-from rkserve.bench.trace import Session, Trace, Turn
+from rkserve.bench.trace import Trace, TraceSession, Turn
+from rkserve.bench.trace_generator import TraceShape, make_trace
 from tests.support.boards.board_bench import until
 from tests.support.http.fake_openai import ANSWERS, FakeOpenAi, chunks, said, serving
 from tests.support.values.bench_load import PATIENT_S, at_once, small_trace
 
-PATIENT = Limits(PATIENT_S, PATIENT_S, PATIENT_S)
+PATIENT = ClientTimeouts(PATIENT_S, PATIENT_S, PATIENT_S)
 LONG_S = 3.0  # longer than any process here stands still: only what hangs is to run into it
 NO_SOCKET = "127.0.0.1"
 
@@ -34,14 +41,16 @@ def target_of(server: FakeOpenAi, model: str = "ok", api: str = "chat") -> Targe
     return Target("server", server.url, model, api)
 
 
-def play(target: Target, trace: Trace, plan: Plan | None = None) -> Played:
-    return asyncio.run(Player(target, trace, plan or Plan(limits=PATIENT)).play())
+def play(target: Target, trace: Trace, plan: PlayOptions | None = None) -> PlayedRun:
+    return asyncio.run(Player(target, trace, plan or PlayOptions(limits=PATIENT)).play())
 
 
-def play_until(target: Target, trace: Trace, plan: Plan, enough: Callable[[], bool]) -> Played:
+def play_until(
+    target: Target, trace: Trace, plan: PlayOptions, enough: Callable[[], bool]
+) -> PlayedRun:
     """Play until something holds, and then stop."""
 
-    async def both() -> Played:
+    async def both() -> PlayedRun:
         player = Player(target, trace, plan)
         playing = asyncio.ensure_future(player.play())
         await until(enough)
@@ -51,7 +60,7 @@ def play_until(target: Target, trace: Trace, plan: Plan, enough: Callable[[], bo
     return asyncio.run(asyncio.wait_for(both(), PATIENT_S))
 
 
-def only(played: Played) -> Outcome:
+def only(played: PlayedRun) -> RequestOutcome:
     (outcome,) = played.outcomes
     return outcome
 
@@ -112,13 +121,15 @@ def test_what_is_no_answer_is_classified(server: FakeOpenAi, model: str) -> None
     assert not found.ok
 
 
-async def play_all(server: FakeOpenAi, limits: Limits) -> list[Played]:
-    players = (Player(target_of(server, one), at_once(1), Plan(limits=limits)) for one in HANGING)
+async def play_all(server: FakeOpenAi, limits: ClientTimeouts) -> list[PlayedRun]:
+    players = (
+        Player(target_of(server, one), at_once(1), PlayOptions(limits=limits)) for one in HANGING
+    )
     return await asyncio.gather(*(player.play() for player in players))
 
 
 def test_a_silent_server_is_left_after_a_while(server: FakeOpenAi) -> None:
-    found = asyncio.run(play_all(server, Limits(PATIENT_S, LONG_S, PATIENT_S)))
+    found = asyncio.run(play_all(server, ClientTimeouts(PATIENT_S, LONG_S, PATIENT_S)))
     assert {
         model: (only(one).label, len(only(one).text_s))
         for model, one in zip(HANGING, found, strict=True)
@@ -126,7 +137,7 @@ def test_a_silent_server_is_left_after_a_while(server: FakeOpenAi) -> None:
 
 
 def test_bytes_without_an_end_run_into_the_limit_of_the_whole(server: FakeOpenAi) -> None:
-    found = asyncio.run(play_all(server, Limits(PATIENT_S, PATIENT_S, LONG_S)))
+    found = asyncio.run(play_all(server, ClientTimeouts(PATIENT_S, PATIENT_S, LONG_S)))
     labels = [only(one).label for one in found]
     assert labels == [label.replace("stalled", "timeout") for label, _ in HANGING.values()]
 
@@ -171,7 +182,7 @@ def test_a_conversation_carries_what_the_server_said(server: FakeOpenAi) -> None
 
 
 def test_a_recorded_answer_stands_in_for_the_servers(server: FakeOpenAi) -> None:
-    trace = Trace((Session("s", 0.0, (Turn("a", 1, answer="recorded"), Turn("b", 1))),))
+    trace = Trace((TraceSession("s", 0.0, (Turn("a", 1, answer="recorded"), Turn("b", 1))),))
     play(target_of(server), trace)
     assert server.asked[1].messages[1]["content"] == "recorded"
 
@@ -191,8 +202,8 @@ def test_requests_say_what_the_target_and_the_plan_want(server: FakeOpenAi) -> N
         headers={"x-tenant": "blue"},
         body={"top_k": 3, "max_tokens": 5},
     )
-    trace = Trace((Session("s", 0.0, (Turn("?", 8),), more={"priority": 4}),))
-    play(target, trace, Plan(deadline_s=2.5, salt="x", limits=PATIENT))
+    trace = Trace((TraceSession("s", 0.0, (Turn("?", 8),), more={"priority": 4}),))
+    play(target, trace, PlayOptions(deadline_s=2.5, salt="x", limits=PATIENT))
     (asked,) = server.asked
     assert asked.path == "/api/v2/chat/completions"
     assert asked.headers["authorization"] == "Bearer secret"
@@ -225,17 +236,17 @@ def test_completions_get_the_conversation_as_one_text(server: FakeOpenAi) -> Non
 
 
 def test_in_an_open_loop_nobody_waits_for_the_answers_of_others(server: FakeOpenAi) -> None:
-    plan = Plan(limits=PATIENT)
+    plan = PlayOptions(limits=PATIENT)
     found = play_until(
         target_of(server, "hangs"), at_once(12), plan, lambda: len(server.asked) == 12
     )
-    assert [one.kind for one in found.outcomes] == [Kind.CUT] * 12
+    assert [one.kind for one in found.outcomes] == [OutcomeKind.CUT] * 12
     assert found.interrupted
 
 
 def test_sessions_are_due_when_the_trace_says_however_late_they_are(server: FakeOpenAi) -> None:
-    trace = make_trace(Shape(sessions=10, rate=100.0), 1)
-    found = play(target_of(server), trace, Plan(time_factor=0.5, limits=PATIENT))
+    trace = make_trace(TraceShape(sessions=10, rate=100.0), 1)
+    found = play(target_of(server), trace, PlayOptions(time_factor=0.5, limits=PATIENT))
     due = {one.asked.session: one.asked.due_s - found.start_s for one in found.outcomes}
     for session in trace.sessions:
         assert due[session.name] == pytest.approx(0.5 * session.at_s)
@@ -243,7 +254,7 @@ def test_sessions_are_due_when_the_trace_says_however_late_they_are(server: Fake
 
 
 def test_the_next_turn_is_due_after_the_answer_and_the_thinking(server: FakeOpenAi) -> None:
-    trace = Trace((Session("s", 0.0, (Turn("a", 1), Turn("b", 1, think_s=0.05))),))
+    trace = Trace((TraceSession("s", 0.0, (Turn("a", 1), Turn("b", 1, think_s=0.05))),))
     first, second = play(target_of(server), trace).outcomes
     assert first.end_s is not None
     assert second.asked.due_s >= first.end_s + 0.05
@@ -251,7 +262,9 @@ def test_the_next_turn_is_due_after_the_answer_and_the_thinking(server: FakeOpen
 
 @pytest.mark.parametrize("clients", [1, 3])
 def test_in_a_closed_loop_so_many_ask_at_once_and_no_more(server: FakeOpenAi, clients: int) -> None:
-    found = play(target_of(server), at_once(9, turns=2), Plan(clients=clients, limits=PATIENT))
+    found = play(
+        target_of(server), at_once(9, turns=2), PlayOptions(clients=clients, limits=PATIENT)
+    )
     assert len(found.outcomes) == 18
     assert server.most <= clients
     assert {(one.asked.session, one.asked.turn) for one in found.outcomes} == {
@@ -260,27 +273,27 @@ def test_in_a_closed_loop_so_many_ask_at_once_and_no_more(server: FakeOpenAi, cl
 
 
 def test_connections_are_used_again(server: FakeOpenAi) -> None:
-    play(target_of(server), at_once(20), Plan(clients=1, limits=PATIENT))
+    play(target_of(server), at_once(20), PlayOptions(clients=1, limits=PATIENT))
     assert server.connections < 20  # a standstill of two seconds may cost one of them
 
 
 def test_after_its_duration_nothing_new_is_asked_and_what_runs_is_answered(
     server: FakeOpenAi,
 ) -> None:
-    trace = Trace((*at_once(3).sessions, Session("late", 1e6, (Turn("?", 1),))))
-    found = play(target_of(server), trace, Plan(duration_s=1e5, limits=PATIENT))
+    trace = Trace((*at_once(3).sessions, TraceSession("late", 1e6, (Turn("?", 1),))))
+    found = play(target_of(server), trace, PlayOptions(duration_s=1e5, limits=PATIENT))
     assert [one.label for one in found.outcomes] == ["ok"] * 3
     assert not found.interrupted
 
 
 def test_a_stopped_run_keeps_what_it_had(server: FakeOpenAi) -> None:
     trace = Trace(
-        (*at_once(4).sessions, Session("never", 1e6, (Turn("?", 1),))),
+        (*at_once(4).sessions, TraceSession("never", 1e6, (Turn("?", 1),))),
     )
-    plan = Plan(limits=PATIENT)
-    seen: list[Told] = []
+    plan = PlayOptions(limits=PATIENT)
+    seen: list[RunProgress] = []
 
-    async def both() -> Played:
+    async def both() -> PlayedRun:
         player = Player(target_of(server), trace, plan)
         playing = asyncio.ensure_future(player.play(seen.append))
         await until(lambda: any(told.done == 4 for told in seen))
@@ -297,14 +310,14 @@ def test_what_is_cut_off_in_mid_answer_keeps_what_there_was() -> None:
     for at_s, part in enumerate(chunks(*said("one"), last=False), 2):
         assert part is not None
         incoming.feed(part, float(at_s))
-    found = read_outcome(Asked("s", 0, 1.0, 1.0), incoming, Kind.CUT, over_s=9.0)
-    assert (found.kind, found.code, found.text) == (Kind.CUT, "in mid-answer", "one")
+    found = read_outcome(SentRequest("s", 0, 1.0, 1.0), incoming, OutcomeKind.CUT, over_s=9.0)
+    assert (found.kind, found.code, found.text) == (OutcomeKind.CUT, "in mid-answer", "one")
     assert (found.text_s, found.end_s, found.over_s) == ((3.0,), None, 9.0)
 
 
 def test_texts_are_kept_where_that_is_wanted(server: FakeOpenAi) -> None:
     for keep, text in ((True, "one two three"), (False, "")):
-        plan = Plan(keep_text=keep, limits=PATIENT)
+        plan = PlayOptions(keep_text=keep, limits=PATIENT)
         assert only(play(target_of(server), at_once(1), plan)).text == text
 
 

@@ -13,15 +13,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from rkserve.bench.figures import figures
-from rkserve.bench.play import Plan, Played, Player, Tell, Told
-from rkserve.bench.results import Result
-from rkserve.bench.site import Site
+from rkserve.bench.monitors import BoardMonitor
+from rkserve.bench.player import OnRunProgress, PlayedRun, Player, PlayOptions, RunProgress
+from rkserve.bench.results import RunResult
 from rkserve.bench.slo import Slo
+from rkserve.bench.systems import SystemUnderTest
 from rkserve.bench.target import Target
 from rkserve.bench.trace import Trace
-from rkserve.bench.watch import BoardWatch
 
-Show = Callable[[str, Told], None]
+Show = Callable[[str, RunProgress], None]
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -29,24 +29,26 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Bench:
     """Plays traces and keeps what came of them in ``runs``, also where it is interrupted."""
 
-    site: Site
+    site: SystemUnderTest
     slo: Slo = field(default_factory=Slo)
     show: Show = lambda _name, _told: None
-    runs: list[Result] = field(default_factory=list)
+    runs: list[RunResult] = field(default_factory=list)
     interrupted: bool = False
 
-    def run(self, target: Target, trace: Trace, plan: Plan, name: str = "") -> Result:
+    def run(self, target: Target, trace: Trace, plan: PlayOptions, name: str = "") -> RunResult:
         """Play a trace. Raises ``BenchFailed`` where it cannot even begin."""
         name = name or target.name
         watch = self.site.watch()
         if watch is not None:
             watch.start()
-        boards = BoardWatch(target) if plan.capture else None
+        boards = BoardMonitor(target) if plan.capture else None
         if boards is not None:
             boards.start()
         played = play(replace(target, name=name), trace, plan, lambda told: self.show(name, told))
         found = figures(played, self.slo)
-        result = Result(played, found) if watch is None else Result(played, found, *watch.stop())
+        result = (
+            RunResult(played, found) if watch is None else RunResult(played, found, *watch.stop())
+        )
         if boards is not None:
             result = replace(result, boards=boards.stop())
         self.runs.append(result)
@@ -66,12 +68,12 @@ class Bench:
             yield self.site.enter(name)
 
 
-def play(target: Target, trace: Trace, plan: Plan, tell: Tell) -> Played:
+def play(target: Target, trace: Trace, plan: PlayOptions, tell: OnRunProgress) -> PlayedRun:
     """Play a trace; Ctrl-C or an ordinary kill ends it, and what there was is returned."""
 
     _allow_many_sockets()
 
-    async def whole() -> Played:
+    async def whole() -> PlayedRun:
         player = Player(target, trace, plan)
         with _stopped_by_signals(player):
             return await player.play(tell)

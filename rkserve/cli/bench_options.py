@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from rkserve.cli.link import first_line
+from rkserve.cli.context import first_line
 
 if TYPE_CHECKING:
-    from rkserve.bench.play import Plan
+    from rkserve.bench.player import PlayOptions
     from rkserve.bench.slo import Slo
     from rkserve.bench.target import Target
 
@@ -125,7 +125,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON.
 
 
 @dataclass(frozen=True)
-class Given:
+class LoadOptions:
     """The options that all commands have."""
 
     url: list[str] | None = None
@@ -150,13 +150,13 @@ class Given:
     out: Path | None = None
     as_json: bool = False
 
-    def plan(self) -> Plan:
+    def plan(self) -> PlayOptions:
         """Return how traces are played, as far as these options say."""
-        from rkserve.bench.play import Limits as ClientLimits
-        from rkserve.bench.play import Plan
+        from rkserve.bench.player import ClientTimeouts as ClientLimits
+        from rkserve.bench.player import PlayOptions
 
         limits = ClientLimits(stall_s=self.stall, total_s=self.timeout)
-        return Plan(salt=self.salt or "", limits=limits)
+        return PlayOptions(salt=self.salt or "", limits=limits)
 
     def limits(self) -> Slo | None:
         """Return the limits that answers are held to, if there are any."""
@@ -190,7 +190,7 @@ ANNOTATIONS: Mapping[str, Any] = {
 }
 
 
-def targets(given: Given) -> list[Target]:
+def targets(given: LoadOptions) -> list[Target]:
     """Return the servers that were named. Raises ``BadParameter``, ``BenchFailed``."""
     from rkserve.bench.target import CHAT, COMPLETIONS, Target
 
@@ -205,7 +205,7 @@ def targets(given: Given) -> list[Target]:
     return found
 
 
-def _asked(given: Given, key: str | None) -> list[tuple[str, str, str]]:
+def _asked(given: LoadOptions, key: str | None) -> list[tuple[str, str, str]]:
     """Return the name, URL and model of each target; a server is asked for what was not named."""
     from rkserve.bench.target import base_path, models_of
 
@@ -239,7 +239,7 @@ def _paired(urls: Sequence[str], models: Sequence[str]) -> list[tuple[str, str, 
     return [(name, url, model) for name, (_, url), model in zip(plain, named, chosen, strict=True)]
 
 
-def _key(given: Given) -> str | None:
+def _key(given: LoadOptions) -> str | None:
     if given.key_file is not None:
         return usage(first_line, given.key_file)
     if given.key_env is None:

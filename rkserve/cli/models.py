@@ -8,17 +8,17 @@ from typing import Annotated, Literal, cast
 import typer
 
 from rkserve.cli import show
-from rkserve.cli.bars import progress
+from rkserve.cli.context import EXIT_CODES, CommandContext, connected
 from rkserve.cli.groups import ListFirst
-from rkserve.cli.link import EXIT_CODES, Link, connected
-from rkserve.cli.options import Boards, LoadTimeout, Mode, Models, Modes, Timeout
+from rkserve.cli.options import Boards, LoadTimeout, Models, ModeOption, Modes, Timeout
+from rkserve.cli.progress import progress
 
 models = typer.Typer(
     cls=ListFirst, help=f"Show the models, load and unload them. {EXIT_CODES}", add_completion=False
 )
 
 
-class Tag(str, Enum):
+class TagOption(str, Enum):
     """What is woken."""
 
     WEIGHTS = "weights"
@@ -39,7 +39,7 @@ Depth = Annotated[
 ]
 Lease = Annotated[float | None, typer.Option(help="Wake after so many seconds.")]
 Tags = Annotated[
-    list[Tag] | None,
+    list[TagOption] | None,
     typer.Option(
         "--tag", help="weights: load, and let requests wait on; kv_cache: the rest. Default: both."
     ),
@@ -49,10 +49,10 @@ ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="As `rkserve mod
 
 @connected
 def sleep(
-    link: Link,
+    link: CommandContext,
     *,
     level: Level = 1,
-    mode: Modes = Mode.KEEP,
+    mode: Modes = ModeOption.KEEP,
     model: Models = None,
     board: Boards = None,
     wake_on_request: Annotated[
@@ -78,7 +78,7 @@ def sleep(
 
 @connected
 def wake(
-    link: Link,
+    link: CommandContext,
     *,
     tag: Tags = None,
     model: Models = None,
@@ -94,7 +94,7 @@ def wake(
             timeout_s=timeout,
             on_progress=tell,
         )
-    held = tag is not None and set(tag) == {Tag.WEIGHTS}
+    held = tag is not None and set(tag) == {TagOption.WEIGHTS}
     link.done(one, "loaded, and held until `rkserve wake`" if held else "awake")
     if not (tag or model or board):
         link.note(lambda: show.still_held(link.client.cluster()["pauses"], asleep=False))
@@ -102,7 +102,7 @@ def wake(
 
 @models.command("list")
 @connected
-def list_(link: Link) -> None:
+def list_(link: CommandContext) -> None:
     """List the models and adapters that can be asked for, and which are loaded."""
     rows = link.client.models()
     link.show(rows, lambda: show.models(rows))
@@ -110,7 +110,7 @@ def list_(link: Link) -> None:
 
 @models.command()
 @connected
-def load(link: Link, model: ModelName, timeout: LoadTimeout = None) -> None:
+def load(link: CommandContext, model: ModelName, timeout: LoadTimeout = None) -> None:
     """Wake a model on all its boards."""
     with progress(link) as tell:
         one = link.client.load_model(model, timeout_s=timeout, on_progress=tell)
@@ -120,11 +120,11 @@ def load(link: Link, model: ModelName, timeout: LoadTimeout = None) -> None:
 @models.command()
 @connected
 def unload(
-    link: Link,
+    link: CommandContext,
     *,
     model: ModelName,
     level: Depth = 1,
-    mode: Modes = Mode.WAIT,
+    mode: Modes = ModeOption.WAIT,
     wake_on_request: Annotated[
         bool | None, typer.Option(help="Whether the next request loads it; else as configured.")
     ] = None,

@@ -15,7 +15,7 @@ from random import Random
 from statistics import NormalDist
 from typing import TypeVar
 
-from rkserve.bench.trace import Session, Trace, Turn
+from rkserve.bench.trace import Trace, TraceSession, Turn
 
 ASK = "Write 4000 tokens about story number {number}."
 # Common words, most of them one token in most vocabularies.
@@ -43,7 +43,7 @@ class Arrivals(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TraceShape:
     """What a trace is like; lengths in words, which are about as many tokens.
 
     ``rate`` is sessions per second. Bursts are ``burst`` sessions at one moment, at the same mean
@@ -68,7 +68,7 @@ class Shape:
     priorities: tuple[int, ...] = ()
 
 
-def make_trace(shape: Shape, seed: int) -> Trace:
+def make_trace(shape: TraceShape, seed: int) -> Trace:
     """Make a trace."""
     starts = arrivals(shape, _random(seed, "arrivals"))
     turns = turns_of(shape, _random(seed, "turns"))
@@ -79,7 +79,7 @@ def make_trace(shape: Shape, seed: int) -> Trace:
     chosen = _random(seed, "systems")
     ranked = _random(seed, "priorities")
     sessions = tuple(
-        Session(
+        TraceSession(
             name=f"s{number:05}",
             at_s=round(at_s, 6),
             turns=_turns(shape, seed, number, count),
@@ -92,7 +92,7 @@ def make_trace(shape: Shape, seed: int) -> Trace:
     return Trace(sessions, systems, made)
 
 
-def arrivals(shape: Shape, rng: Random) -> list[float]:
+def arrivals(shape: TraceShape, rng: Random) -> list[float]:
     """Return when the sessions begin, in seconds."""
     if shape.arrivals is Arrivals.CONSTANT:
         return [number / shape.rate for number in range(shape.sessions)]
@@ -105,7 +105,7 @@ def arrivals(shape: Shape, rng: Random) -> list[float]:
     return found
 
 
-def turns_of(shape: Shape, rng: Random) -> list[int]:
+def turns_of(shape: TraceShape, rng: Random) -> list[int]:
     """Return how many turns each session has: Zipf's law over sessions in a random order."""
     if shape.turns <= 1:
         return [1] * shape.sessions
@@ -139,12 +139,12 @@ def text(rng: Random, words: int) -> str:
     return " ".join(_pick(rng, WORDS) for _ in range(words))
 
 
-def _turns(shape: Shape, seed: int, session: int, count: int) -> tuple[Turn, ...]:
+def _turns(shape: TraceShape, seed: int, session: int, count: int) -> tuple[Turn, ...]:
     rng = _random(seed, f"session {session}")
     return tuple(_made_turns(shape, rng, session, count))
 
 
-def _made_turns(shape: Shape, rng: Random, session: int, count: int) -> Iterator[Turn]:
+def _made_turns(shape: TraceShape, rng: Random, session: int, count: int) -> Iterator[Turn]:
     for number in range(count):
         words = _length(rng, shape.user_words, shape.spread)
         # First what differs, then what makes it long: two sessions share no more than the system.
@@ -161,7 +161,7 @@ def _length(rng: Random, mean: int, spread: float) -> int:
     return max(1, round(min(drawn, MOST * mean)))
 
 
-def _count(shape: Shape, turns: float) -> int:
+def _count(shape: TraceShape, turns: float) -> int:
     return max(1, min(shape.most_turns, round(turns)))
 
 

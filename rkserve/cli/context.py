@@ -57,7 +57,7 @@ def open_client(url: str, admin_key: str | None) -> Client:
 
 
 @dataclass(frozen=True)
-class Link:
+class CommandContext:
     """The cluster, and the terminal: results go to stdout, everything else to stderr."""
 
     client: Client
@@ -150,7 +150,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON."
 
 
 def connected(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command a ``Link`` for its first parameter, and the options that all commands have."""
+    """Pass a ``CommandContext`` to a command, and declare the options that all commands share."""
 
     def run(context: typer.Context, **given: Any) -> None:
         url, key_file = given.pop("url"), given.pop("admin_key_file")
@@ -160,7 +160,7 @@ def connected(command: Callable[..., None]) -> Callable[..., None]:
         except ValueError as exc:
             raise typer.BadParameter(str(exc)) from exc
         with client:
-            link = Link(client, as_json, _page(), Console(stderr=True))
+            link = CommandContext(client, as_json, _page(), Console(stderr=True))
             try:
                 command(link, **given)
             except ClientError as exc:
