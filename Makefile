@@ -86,6 +86,7 @@ check: $(READY) sim
 	$(BIN)/mypy
 	$(BIN)/python scripts/make_docs.py --check
 	$(BIN)/python scripts/make_declarations.py --check
+	$(BIN)/python scripts/make_sync_client.py --check
 	$(MKDOCS) build --strict
 
 format: $(READY)
@@ -120,6 +121,7 @@ sanitize: $(READY)
 docs: $(READY)
 	$(BIN)/python scripts/make_docs.py
 	$(BIN)/python scripts/make_declarations.py
+	$(BIN)/python scripts/make_sync_client.py
 
 # Without the note on the end of MkDocs 1.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs

@@ -12,6 +12,7 @@ from rkserve.client.answers import (
     IsSleeping,
     Operation,
     Pushed,
+    PushedWeights,
 )
 from rkserve.client.asynchronous import AsyncClient
 from rkserve.client.errors import (
@@ -36,7 +37,6 @@ from rkserve.client.errors import (
 from rkserve.client.flows import Progress
 from rkserve.client.lease import Lease
 from rkserve.client.sync import Client
-from rkserve.client.weights import PushedWeights
 
 __all__ = [
     "AsyncClient",

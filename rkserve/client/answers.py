@@ -1,7 +1,7 @@
-"""Answers as values. It reads JSON and statuses, and knows no connection.
+"""Answers as typed values, read from JSON bodies and HTTP statuses.
 
-Tables that exist to be looked at (boards, models, adapters, the cluster) stay the JSON that they
-are; what a program decides by is a value with a type.
+Tables for people (boards, models, adapters, the cluster) stay JSON; answers that programs decide by
+have types.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RUNNING, SUCCEEDED, PARTIAL = "running", "succeeded", "partial"
 
 @dataclass(frozen=True, slots=True)
 class BoardResult:
-    """What one board did; ``details`` is the rest of what it answered."""
+    """The result of one board; ``details`` are the remaining fields of its answer."""
 
     status: str
     latency_ms: float | None = None
@@ -37,7 +37,7 @@ class BoardResult:
 
 @dataclass(frozen=True, slots=True)
 class BoardFailure:
-    """A board that did not do it: an error code such as ``board_failed``, and a sentence."""
+    """A board that failed: an error code such as ``board_failed``, and a sentence."""
 
     board: str
     error: str
@@ -46,11 +46,11 @@ class BoardFailure:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One change of the cluster, as it stood when it was answered.
+    """One change of the cluster, as of the answer that it was read from.
 
-    ``state`` is ``running``, ``succeeded``, ``partial``, ``failed`` or ``undone``; ``phase`` is
-    what a running one is at. ``applied`` is False where nothing was changed by this call: it
-    repeated an earlier one, or what it asked for held already. ``phases`` are milliseconds by name.
+    ``state`` is ``running``, ``succeeded``, ``partial``, ``failed`` or ``undone``; ``phase`` is the
+    current phase of a running one. ``applied`` is False if this call changed nothing: it repeated
+    an earlier call, or the requested state held already. ``phases`` are milliseconds by name.
     ``body`` is the whole answer. Times are in seconds since 1970.
     """
 
@@ -73,15 +73,15 @@ class Operation:
 
     @property
     def over(self) -> bool:
-        """Whether it has ended."""
+        """True once the operation has ended."""
         return self.state != RUNNING
 
 
 @dataclass(frozen=True, slots=True)
 class IsPaused:
-    """What is paused. ``boards`` has the mode of each board, None where it is not paused.
+    """The paused boards. ``boards`` has the mode of each board, None for one that runs.
 
-    ``adapters`` has the modes of adapters that are paused by themselves.
+    ``adapters`` has the modes of adapters that are paused on their own.
     """
 
     any: bool
@@ -91,13 +91,13 @@ class IsPaused:
     adapters: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __bool__(self) -> bool:
-        """Whether anything is paused."""
+        """Return True if anything is paused."""
         return self.any
 
 
 @dataclass(frozen=True, slots=True)
 class IsSleeping:
-    """What is asleep. ``boards`` has the level of each board, None where it is awake."""
+    """The sleeping boards. ``boards`` has the level of each board, None for one that is awake."""
 
     any: bool
     all: bool
@@ -105,13 +105,13 @@ class IsSleeping:
     boards: Mapping[str, int | None] = field(default_factory=dict, hash=False)
 
     def __bool__(self) -> bool:
-        """Whether anything is asleep."""
+        """Return True if anything is asleep."""
         return self.any
 
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """An adapter version that is on every board; ``rollout`` is None where it is not served yet."""
+    """An adapter version that is on every board; ``rollout`` is None if it is only staged."""
 
     name: str
     version: str
@@ -123,55 +123,70 @@ class Pushed:
 
     @property
     def label(self) -> str:
-        """The name by which a request can ask for exactly this one."""
+        """The name of exactly this version in requests."""
         return f"{self.name}@{self.version}"
 
 
+@dataclass(frozen=True, slots=True)
+class PushedWeights:
+    """Base weights on the head's disk that no board has loaded yet.
+
+    ``label`` is their name in calls: ``model@version``, or ``default`` for weights equal to the
+    file of the model's own folder. ``body`` is the whole answer.
+    """
+
+    label: str
+    model: str
+    sha256: str
+    size_bytes: int
+    body: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
+
+
 def json_of(response: httpx.Response) -> dict[str, Any]:
-    """Return the JSON object of a good answer.
+    """Return the JSON object of a successful answer.
 
     Raises:
-        CallError: the answer is an error object; the class goes by its status.
-        UnexpectedAnswer: it is something else.
+        CallError: the answer is an error object; its status chooses the class.
+        UnexpectedAnswer: it is neither.
     """
     body = _object(response)
     if response.status_code >= FIRST_ERROR:
         raise _error(response, body)
     if body is None:
-        raise UnexpectedAnswer(_told(response))
+        raise UnexpectedAnswer(_unexpected(response))
     return body
 
 
 def error_code(response: httpx.Response) -> tuple[bool, str | None]:
-    """Return whether an answer has rkserve's error object, and the code in it."""
+    """Return True and the error code if an answer has rkserve's error object."""
     error = (_object(response) or {}).get("error")
     return (True, error.get("code")) if isinstance(error, dict) else (False, None)
 
 
 def operation_of(response: httpx.Response) -> Operation:
-    """Return the operation that a call became. Raises what ``json_of`` does."""
+    """Return the operation of an answer. Raises the same as ``json_of``."""
     return operation(json_of(response))
 
 
 def operation(body: Mapping[str, Any]) -> Operation:
-    """Return an operation: of the list of operations, or of the answer to a call."""
+    """Read an operation, from the list of operations or from the answer to a call."""
     try:
         return _operation(body)
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
         raise UnexpectedAnswer(
-            f"This is no operation ({exc!r}): {str(body)[:SHOWN_CHARACTERS]}"
+            f"The answer is not an operation ({exc!r}): {str(body)[:SHOWN_CHARACTERS]}"
         ) from exc
 
 
 def settled(one: Operation) -> Operation:
-    """Return an operation that succeeded or goes on. Raises ``OperationError`` for others."""
+    """Return an operation that succeeded or still runs. Raises ``OperationError`` for others."""
     if one.state in (RUNNING, SUCCEEDED):
         return one
     raise PartlyDone(one) if one.state == PARTIAL else OperationFailed(one)
 
 
 def is_paused(body: Mapping[str, Any]) -> IsPaused:
-    """Return what ``GET /is_paused`` says. Raises ``UnexpectedAnswer``."""
+    """Read the answer of ``GET /is_paused``. Raises ``UnexpectedAnswer``."""
     try:
         boards = {
             name: (str(one["mode"]) if one["paused"] else None)
@@ -182,11 +197,11 @@ def is_paused(body: Mapping[str, Any]) -> IsPaused:
             bool(body["is_paused"]), bool(body["all"]), int(body["epoch"]), boards, adapters
         )
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
-        raise UnexpectedAnswer(f"This does not say what is paused ({exc!r})") from exc
+        raise UnexpectedAnswer(f"The answer is not that of /is_paused ({exc!r})") from exc
 
 
 def is_sleeping(body: Mapping[str, Any]) -> IsSleeping:
-    """Return what ``GET /is_sleeping`` says. Raises ``UnexpectedAnswer``."""
+    """Read the answer of ``GET /is_sleeping``. Raises ``UnexpectedAnswer``."""
     try:
         boards = {
             name: (int(one["level"]) if one["sleeping"] else None)
@@ -194,24 +209,24 @@ def is_sleeping(body: Mapping[str, Any]) -> IsSleeping:
         }
         return IsSleeping(bool(body["is_sleeping"]), bool(body["all"]), int(body["epoch"]), boards)
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
-        raise UnexpectedAnswer(f"This does not say what is asleep ({exc!r})") from exc
+        raise UnexpectedAnswer(f"The answer is not that of /is_sleeping ({exc!r})") from exc
 
 
 def event_of(line: str) -> dict[str, Any] | None:
-    """Return the event of a line of a stream, None where it has none.
+    """Return the event in a line of a stream, or None.
 
     Raises:
         ServerFailed: the answer ended with an error.
-        UnexpectedAnswer: the line is no event.
+        UnexpectedAnswer: the line is not an event.
     """
     if not line.startswith("data:") or (text := line[len("data:") :].strip()) == "[DONE]":
         return None
     try:
         event = json.loads(text)
     except ValueError as exc:
-        raise UnexpectedAnswer(f"This is no event: {text[:SHOWN_CHARACTERS]}") from exc
+        raise UnexpectedAnswer(f"The line is not an event: {text[:SHOWN_CHARACTERS]}") from exc
     if not isinstance(event, dict):
-        raise UnexpectedAnswer(f"This is no event: {text[:SHOWN_CHARACTERS]}")
+        raise UnexpectedAnswer(f"The line is not an event: {text[:SHOWN_CHARACTERS]}")
     if isinstance(error := event.get("error"), dict):
         raise ServerFailed(500, error.get("code"), str(error.get("message")))
     return event
@@ -221,7 +236,7 @@ def rows(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of a list. Raises ``UnexpectedAnswer``."""
     found = body.get("data")
     if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
-        raise UnexpectedAnswer(f"This is no list: {str(body)[:SHOWN_CHARACTERS]}")
+        raise UnexpectedAnswer(f"The answer is not a list: {str(body)[:SHOWN_CHARACTERS]}")
     return found
 
 
@@ -231,12 +246,12 @@ def operations(body: Mapping[str, Any]) -> list[Operation]:
 
 
 def weight_version(body: Mapping[str, Any]) -> str:
-    """Return what ``GET /weight_info`` says. Raises ``UnexpectedAnswer``."""
+    """Read the label from ``GET /weight_info``. Raises ``UnexpectedAnswer``."""
     return text_of(body, "weight_version")
 
 
 def text_of(body: Mapping[str, Any], name: str) -> str:
-    """Return one string of an answer. Raises ``UnexpectedAnswer``."""
+    """Return a string field of an answer. Raises ``UnexpectedAnswer``."""
     found = body.get(name)
     if not isinstance(found, str):
         raise UnexpectedAnswer(f"'{name}' is missing in: {str(body)[:SHOWN_CHARACTERS]}")
@@ -284,7 +299,7 @@ def _object(response: httpx.Response) -> dict[str, Any] | None:
 def _error(response: httpx.Response, body: dict[str, Any] | None) -> Exception:
     error = (body or {}).get("error")
     if body is None or not isinstance(error, dict):
-        return UnexpectedAnswer(_told(response))
+        return UnexpectedAnswer(_unexpected(response))
     return of_status(response.status_code)(
         response.status_code,
         error.get("code"),
@@ -297,12 +312,11 @@ def _error(response: httpx.Response, body: dict[str, Any] | None) -> Exception:
 
 def retry_after_s(response: httpx.Response) -> float | None:
     """Return the seconds of Retry-After; None where it is absent or a date."""
-    said = response.headers.get("retry-after", "")
-    return float(said) if said.isascii() and said.isdigit() else None
+    value = response.headers.get("retry-after", "")
+    return float(value) if value.isascii() and value.isdigit() else None
 
 
-def _told(response: httpx.Response) -> str:
+def _unexpected(response: httpx.Response) -> str:
     shown = response.text[:SHOWN_CHARACTERS].strip() or "an empty body"
-    return (
-        f"{response.request.url} answered {response.status_code}, and not as rkserve does: {shown}"
-    )
+    where = response.request.url
+    return f"{where} answered {response.status_code}, but not in rkserve's form: {shown}"

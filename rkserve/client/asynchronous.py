@@ -1,6 +1,7 @@
-"""The client for asyncio programs: the same calls as ``Client``, awaited.
+"""The client for asyncio programs.
 
-It knows httpx, asyncio and the steps of ``flows``; what the steps mean is decided there.
+It executes the steps of ``flows`` with httpx.
+``sync`` is generated from this file: see scripts/make_sync_client.py.
 """
 
 from __future__ import annotations
@@ -15,19 +16,9 @@ from typing import Any, TypeVar
 
 import httpx
 
-from rkserve.client import answers, calls, flows, requests
+from rkserve.client import answers, flows, requests
 from rkserve.client.answers import IsPaused, Operation, Pushed
-from rkserve.client.async_models import AsyncModelCalls
-from rkserve.client.async_weights import AsyncWeightCalls
-from rkserve.client.calls import (
-    InFlight,
-    Mode,
-    Names,
-    Request,
-    RolloutParams,
-    ScopeParams,
-    Strategy,
-)
+from rkserve.client.async_calls import AsyncBoardCalls, AsyncModelCalls, AsyncWeightCalls
 from rkserve.client.connection import (
     CONNECT_S,
     DEFAULT_URL,
@@ -39,19 +30,26 @@ from rkserve.client.connection import (
 )
 from rkserve.client.errors import Unreachable
 from rkserve.client.flows import AdapterPush, BlockingCall, Delay, Flow, OnProgress, RetryPolicy
-from rkserve.client.inside import AsyncInsideCalls
-from rkserve.client.lease import Lease
-from rkserve.client.leased import leased_async
+from rkserve.client.lease import Lease, leased_async
+from rkserve.client.requests import (
+    InFlight,
+    Mode,
+    Names,
+    Request,
+    RolloutParams,
+    ScopeParams,
+    Strategy,
+)
 
 T = TypeVar("T")
 
 
-class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
+class AsyncClient(AsyncBoardCalls, AsyncModelCalls, AsyncWeightCalls):
     """The control API of a cluster. Calls raise ``ClientError``; see docs/how-to/client.md.
 
-    ``admin_key`` is never logged or shown. A call is tried again for ``patience_s`` seconds where
-    the connection is lost or the Coordinator is away, without being carried out twice. An answer
-    may take ``read_s`` seconds, or longer where the call says so. ``transport``, ``sleep`` and
+    ``admin_key`` is never logged or shown. A call is retried for ``patience_s`` seconds after
+    lost connections and while the Coordinator is away, without being executed twice. ``read_s`` is
+    the time limit of an answer unless the call needs longer. ``transport``, ``sleep`` and
     ``clock`` are for tests.
     """
 
@@ -74,15 +72,15 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
             transport=transport,
         )
         self._read_s = read_s
-        self._patience = RetryPolicy(patience_s, clock)
+        self._retry = RetryPolicy(patience_s, clock)
         self._sleep = sleep
 
     def __repr__(self) -> str:
-        """Return it without the key."""
+        """Return the client's name and URL, without the key."""
         return f"AsyncClient({self.url!r})"
 
     async def __aenter__(self) -> AsyncClient:
-        """Use it until the block ends."""
+        """Return the client; the end of the block closes it."""
         return self
 
     async def __aexit__(
@@ -113,14 +111,14 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
         epoch: int | None = None,
         key: str | None = None,
     ) -> Operation:
-        """Stop generating; returns when nothing that is meant emits tokens any more.
+        """Stop generating; return when no board in scope emits tokens.
 
-        With ``lease_s`` it ends by itself after that time. ``epoch`` refuses it if the cluster has
-        changed since. Other defaults than those of ``POST /pause`` itself, which are vLLM's: here
-        nothing is lost unless asked for.
+        With ``lease_s`` the pause ends after that time. ``epoch`` refuses the call if the cluster
+        has changed since. Unlike the defaults of ``POST /pause`` itself, which are vLLM's, these
+        lose nothing.
 
         Raises:
-            OperationUndone: not every board stopped in time, and none is paused now.
+            OperationUndone: not every board stopped in time; none is paused now.
         """
         scope = ScopeParams(models, boards, adapter)
         request = requests.pause(
@@ -132,7 +130,7 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
             epoch=epoch,
             key=key,
         )
-        return await self._run(flows.perform(request, self._patience))
+        return await self._run(flows.perform(request, self._retry))
 
     async def resume(
         self,
@@ -144,17 +142,17 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
         epoch: int | None = None,
         key: str | None = None,
     ) -> Operation:
-        """Go on. Without a scope every pause is taken back.
+        """Resume. Without a scope every pause ends.
 
         Raises:
-            PartlyDone: some boards did not answer; they go on as soon as they are heard of.
+            PartlyDone: some boards did not answer; they resume once they reconnect.
         """
         scope = ScopeParams(models, boards, adapter)
         request = requests.resume(scope, timeout_s=timeout_s, epoch=epoch, key=key)
-        return await self._run(flows.perform(request, self._patience))
+        return await self._run(flows.perform(request, self._retry))
 
     async def is_paused(self, model: str | None = None) -> IsPaused:
-        """Return what is paused."""
+        """Return which boards and adapters are paused."""
         return await self._ask("/is_paused", answers.is_paused, model=model)
 
     @contextlib.asynccontextmanager
@@ -169,12 +167,12 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
         lease_s: float = 60.0,
         timeout_s: float | None = None,
     ) -> AsyncIterator[Lease]:
-        """Pause for the length of a block, and resume however it ends.
+        """Pause for the length of a block, and resume at its end, also after an error.
 
-        The lease is renewed as long as this process lives, and ends the pause soon after it died.
+        The lease is renewed by this process, and ends the pause soon after the process has died.
 
         Raises:
-            LeaseLost: at the end of a block that went well, if the pause had ended before it.
+            LeaseLost: at the end of a block without an error, if the pause had ended before it.
         """
 
         async def pause(within_s: float | None) -> Operation:
@@ -191,7 +189,7 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
         async def resume() -> Operation:
             return await self.resume(models=models, boards=boards, adapter=adapter)
 
-        clock = self._patience.clock
+        clock = self._retry.clock
         async with leased_async(pause, resume, lease_s, timeout_s, clock) as lease:
             yield lease
 
@@ -204,10 +202,10 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
         timeout_s: float | None = None,
         key: str | None = None,
     ) -> Operation:
-        """Drop the KV caches; with ``running`` also those of requests that run."""
+        """Drop the KV caches; with ``running`` also those of running requests."""
         scope = ScopeParams(models, boards)
         request = requests.reset_cache(scope, running=running, timeout_s=timeout_s, key=key)
-        return await self._run(flows.perform(request, self._patience))
+        return await self._run(flows.perform(request, self._retry))
 
     # Adapters
 
@@ -232,18 +230,18 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
         key: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> Pushed:
-        """Bring an adapter to every board, and into use unless ``activate`` is False.
+        """Stage an adapter on every board, and serve it unless ``activate`` is False.
 
         ``source`` is a file, a folder with an ``adapter.rkllm``, or the bytes; files are never
-        held whole. Without a ``version`` it is called by the first 12 digits of its sha256. Returns
-        when it is served everywhere; nothing is served where it cannot be staged everywhere.
-        ``parameters`` are its tensors (``{name, shape, dtype}``), which a weight update must name
-        then, and ``base_digest`` is the sha256 of the base weights that it was trained on.
+        held in memory as a whole. The default ``version`` is the first 12 digits of its sha256.
+        Return when every board serves it; no board does unless it can be staged on all.
+        ``parameters`` are its tensors (``{name, shape, dtype}``), which a weight update must then
+        name, and ``base_digest`` is the sha256 of the base weights that it was trained on.
 
         Raises:
             SourceFailed: the file cannot be read.
             OperationFailed: it was not staged, or its rollout was undone.
-            PartlyDone: it is in force, and some boards have not followed yet.
+            PartlyDone: it has taken effect, and some boards have not followed yet.
         """
         rollout = RolloutParams(strategy, max_unavailable, weight, in_flight, observe_s, auto)
         what = AdapterPush(
@@ -254,11 +252,11 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
             scale,
             rollout if activate else None,
             timeout_s,
-            key or calls.new_key(),
+            key or requests.new_key(),
             parameters,
             base_digest,
         )
-        return await self._run(flows.push(what, self._patience, on_progress))
+        return await self._run(flows.push_adapter(what, self._retry, on_progress))
 
     async def adapters(self, model: str | None = None) -> list[dict[str, Any]]:
         """Return the adapters with their versions, by board."""
@@ -281,14 +279,14 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
         key: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> Operation:
-        """Bring a version that is staged into use; without ``wait`` return while it goes on.
+        """Roll out a staged version; without ``wait`` return while the operation still runs.
 
         Raises:
-            OperationFailed: it was undone, and what was served before is served.
-            PartlyDone: it is in force, and some boards have not followed yet.
+            OperationFailed: it was undone; the previous version is served.
+            PartlyDone: it has taken effect, and some boards have not followed yet.
         """
         how = RolloutParams(strategy, max_unavailable, weight, in_flight, observe_s, auto)
-        request = flows.roll_out(name, version, model, how, timeout_s=timeout_s, key=key)
+        request = requests.roll_out(name, version, model, how, timeout_s=timeout_s, key=key)
         return await self._complete(request, wait, on_progress)
 
     async def rollback(
@@ -301,7 +299,7 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
         key: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> Operation:
-        """Return to the version before, or end a canary. Raises what ``rollout`` does."""
+        """Return to the previous version, or end a canary. Raises the same as ``rollout``."""
         request = requests.decide("rollback", name, model, timeout_s, key)
         return await self._complete(request, wait, on_progress)
 
@@ -315,7 +313,7 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
         key: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> Operation:
-        """Let everybody have what a canary tries. Raises what ``rollout`` does."""
+        """Serve the canary's version to all sessions. Raises the same as ``rollout``."""
         request = requests.decide("promote", name, model, timeout_s, key)
         return await self._complete(request, wait, on_progress)
 
@@ -330,19 +328,19 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
         key: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> Operation:
-        """Retire a version, or without one all of an adapter. Raises what ``rollout`` does."""
+        """Remove a version, or all versions of an adapter. Raises the same as ``rollout``."""
         request = requests.remove(name, version, model, timeout_s, key)
         return await self._complete(request, wait, on_progress)
 
-    # Operations, and what there is
+    # Operations and state
 
     async def operations(self, limit: int | None = None) -> list[Operation]:
         """Return the last operations, the newest first."""
         return await self._ask("/v1/operations", answers.operations, limit=limit)
 
     async def operation(self, operation_id: str) -> Operation:
-        """Return one operation, however it stands."""
-        return await self._ask(calls.operation_path(operation_id), answers.operation)
+        """Return one operation in its current state."""
+        return await self._ask(requests.operation_path(operation_id), answers.operation)
 
     async def wait(
         self,
@@ -351,16 +349,16 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
         timeout_s: float | None = None,
         on_progress: OnProgress | None = None,
     ) -> Operation:
-        """Return an operation when it is over, however it ended: look at its ``state``.
+        """Return an operation once it has ended; ``state`` tells how.
 
         Raises:
-            WaitTimeout: it is not over after ``timeout_s`` seconds; it goes on.
+            WaitTimeout: it still runs after ``timeout_s`` seconds.
         """
-        flow = flows.follow(operation_id, self._patience, timeout_s=timeout_s, told=on_progress)
+        flow = flows.follow(operation_id, self._retry, timeout_s=timeout_s, on_progress=on_progress)
         return await self._run(flow)
 
     async def audit(self, limit: int | None = None) -> list[dict[str, Any]]:
-        """Return who changed what, the newest first."""
+        """Return the audit log, the newest entry first."""
         return await self._ask("/v1/audit", answers.rows, limit=limit)
 
     async def cluster(self) -> dict[str, Any]:
@@ -368,7 +366,7 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
         return await self._ask("/v1/cluster", dict)
 
     async def boards(self) -> list[dict[str, Any]]:
-        """Return what every board says of itself."""
+        """Return the reports of all boards."""
         return await self._ask("/v1/boards", answers.rows)
 
     # Streams
@@ -378,17 +376,17 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
     ) -> AsyncIterator[dict[str, Any]]:
         """Yield the events of a streamed answer, such as that of ``/v1/chat/completions``.
 
-        ``api_key`` is sent instead of the admin key. Leaving the loop hangs up, which ends it.
+        ``api_key`` is sent instead of the admin key. Leaving the loop aborts the answer.
 
         Raises:
             CallError: it was refused, or ended with an error.
             Unreachable: the connection was lost.
         """
         request = Request("POST", path, body={**body, "stream": True})
-        asked = arguments(request, self._read_s)
-        asked["headers"].update(headers(api_key) if api_key else {})
+        options = arguments(request, self._read_s)
+        options["headers"].update(headers(api_key) if api_key else {})
         try:
-            async with self._http.stream("POST", path, **asked) as response:
+            async with self._http.stream("POST", path, **options) as response:
                 if response.is_error:
                     await response.aread()
                     answers.json_of(response)
@@ -396,12 +394,12 @@ class AsyncClient(AsyncInsideCalls, AsyncModelCalls, AsyncWeightCalls):
                     if (event := answers.event_of(line)) is not None:
                         yield event
         except httpx.RequestError as exc:
-            raise Unreachable(flows.why(request, exc)) from exc
+            raise Unreachable(flows.transport_error(request, exc)) from exc
 
-    # The steps
+    # Steps of flows
 
     async def _run(self, flow: Flow[T]) -> T:
-        """Do what a flow asks for until it has its result."""
+        """Execute the steps of a flow and return its result."""
         try:
             step = next(flow)
             while True:

@@ -1,4 +1,4 @@
-"""What both clients tell httpx: addresses, headers, time limits. It opens nothing itself."""
+"""Arguments of httpx that both clients share: address, headers, time limits."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from typing import Any
 
 import httpx
 
-from rkserve.client.calls import Request
+from rkserve.client.requests import Request
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_S = 5.0
 READ_S = 30.0
-# Serve brings a Router or a Coordinator back within this.
+# Serve restarts a Router or a Coordinator within this time.
 PATIENCE_S = 30.0
 
 
 def check_url(url: str) -> str:
-    """Return where rkserve is, without the ``/v1`` that OpenAI's clients want.
+    """Return the base URL without the ``/v1`` that OpenAI's clients need.
 
     Raises:
-        ValueError: it is no http or https URL.
+        ValueError: it is not an http or https URL.
     """
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as exc:
-        raise ValueError(f"{url!r} is no URL: {exc}") from exc
+        raise ValueError(f"{url!r} is not a URL: {exc}") from exc
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ValueError(f"{url!r} must begin with http:// or https:// and name a host")
     return url.rstrip("/").removesuffix("/v1")
@@ -34,18 +34,18 @@ def headers(admin_key: str | None) -> httpx.Headers:
     """Return the headers of every call.
 
     Raises:
-        ValueError: the key cannot stand in a header. httpx would say so with the key itself.
+        ValueError: the key is not valid in a header. The message of httpx would contain the key.
     """
-    said = {"accept": "application/json"}
+    fields = {"accept": "application/json"}
     if admin_key and (key := admin_key.strip()):
         if not key.isprintable():
             raise ValueError("the admin key has a character that cannot be printed")
-        said["authorization"] = f"Bearer {key}"
-    return httpx.Headers(said, encoding="utf-8")  # as a Router reads the key
+        fields["authorization"] = f"Bearer {key}"
+    return httpx.Headers(fields, encoding="utf-8")  # as a Router reads the key
 
 
 def arguments(request: Request, read_s: float) -> dict[str, Any]:
-    """Return what httpx's ``request`` takes beside method, path and content."""
+    """Return the keyword arguments of httpx's ``request`` except method, path and content."""
     given: dict[str, Any] = {"params": dict(request.query), "headers": {}}
     if request.body is not None:
         given["json"] = request.body

@@ -1,24 +1,24 @@
-"""What can come of a call, drawn once; it knows statuses and codes, and nothing of connections.
+"""The tree of the client's errors, and their HTTP statuses.
 
 ::
 
     ClientError
-    +-- Unreachable            nobody answered, or not in time
-    +-- UnexpectedAnswer       something answered that is not rkserve, or not this version of it
-    +-- LeaseLost              a pause may have ended by itself while it was needed
+    +-- Unreachable            no answer, or not in time
+    +-- UnexpectedAnswer       an answer that is not rkserve's, or not of this version
+    +-- LeaseLost              a pause may have expired while it was needed
     +-- SourceFailed           the file to send cannot be read
-    +-- WaitTimeout            the operation goes on, and nobody waits for it any more
+    +-- WaitTimeout            the operation still runs after the time limit
     +-- CallError              rkserve answered with an error: status, code, message, ...
     |   +-- NotAllowed         401, 403
     |   +-- NotFound           404
     |   +-- Conflict           409
     |   +-- Refused            any other 4xx
-    |   +-- OperationUndone    504: not done in time, and what was done of it is undone
+    |   +-- OperationUndone    504: not done in time, and undone
     |   +-- Unavailable        503, often with retry_after_s
     |   +-- ServerFailed       any other 5xx
-    +-- OperationError         the operation ended, and not as it should have
-        +-- OperationFailed    nothing of it is in force
-        +-- PartlyDone         it is in force, and some boards have not followed yet
+    +-- OperationError         the operation ended without full success
+        +-- OperationFailed    it has no effect
+        +-- PartlyDone         it has taken effect, and some boards have not followed yet
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ __all__ = [
 
 
 class ClientError(Exception):
-    """The tree's root."""
+    """The root of the tree."""
 
 
 class Unreachable(ClientError):
-    """Nobody answered. A call that changes something may have been carried out all the same."""
+    """No answer. A change may have been executed nevertheless."""
 
 
 class UnexpectedAnswer(ClientError):
-    """What answered is not what this client can read."""
+    """An answer that this client cannot read."""
 
 
 class LeaseLost(ClientError):
-    """A pause could not be renewed in time: requests may have gone on during what followed."""
+    """A pause was not renewed in time: requests may have continued meanwhile."""
 
 
 class SourceFailed(ClientError):
@@ -72,7 +72,7 @@ class SourceFailed(ClientError):
 
 
 class WaitTimeout(ClientError):
-    """Waiting was given up; the operation, as it was seen last, goes on."""
+    """The operation still ran at the end of the wait; ``operation`` is its last known state."""
 
     def __init__(self, operation: Operation, timeout_s: float) -> None:
         super().__init__(operation, timeout_s)
@@ -81,13 +81,13 @@ class WaitTimeout(ClientError):
     def __str__(self) -> str:
         """Return the sentence for the user."""
         return (
-            f"Operation '{self.operation.id}' ({self.operation.kind}) is not over after "
-            f"{self.timeout_s:g} s; it goes on."
+            f"Operation '{self.operation.id}' ({self.operation.kind}) still runs after "
+            f"{self.timeout_s:g} s."
         )
 
 
 class CallError(ClientError):
-    """An answer with an error object. ``body`` is all of it, such as the results of boards."""
+    """An answer with an error object. ``body`` is the whole answer, with results of boards."""
 
     def __init__(  # noqa: PLR0917 -- positional, so that it survives pickling
         self,
@@ -104,18 +104,18 @@ class CallError(ClientError):
 
     @property
     def operation_id(self) -> str | None:
-        """Which operation it was, where it had become one."""
+        """The operation ID, if one was created."""
         found = self.body.get("operation_id")
         return found if isinstance(found, str) else None
 
     def __str__(self) -> str:
         """Return the sentence for the user."""
-        said = f"{self.status}, {self.code}" if self.code else str(self.status)
-        return f"{self.message} ({said})"
+        status = f"{self.status}, {self.code}" if self.code else str(self.status)
+        return f"{self.message} ({status})"
 
 
 class NotAllowed(CallError):
-    """A key is missing or wrong, or the call came from elsewhere than it may."""
+    """A key is missing or wrong, or calls from this address are not allowed."""
 
 
 class NotFound(CallError):
@@ -123,27 +123,27 @@ class NotFound(CallError):
 
 
 class Conflict(CallError):
-    """Another operation is in the way (`operation_conflict`), the epoch is past, or a step is."""
+    """Another operation runs (`operation_conflict`), or the epoch or step is stale."""
 
 
 class Refused(CallError):
-    """The call itself is wrong, and would be wrong again."""
+    """The call is invalid; a repeat would fail again."""
 
 
 class OperationUndone(CallError):
-    """It was not done in time, and what had been done is undone."""
+    """The change was not done in time and has been undone."""
 
 
 class Unavailable(CallError):
-    """What the call needs is not there now."""
+    """A part that the call needs is unavailable."""
 
 
 class ServerFailed(CallError):
-    """A fault on the other side."""
+    """A fault in the server."""
 
 
 class OperationError(ClientError):
-    """An operation ended and is not what was asked for."""
+    """An operation that ended without full success."""
 
     def __init__(self, operation: Operation) -> None:
         super().__init__(operation)
@@ -151,12 +151,12 @@ class OperationError(ClientError):
 
     @property
     def results(self) -> Mapping[str, BoardResult]:
-        """What the boards that did it answered."""
+        """The results of the boards that succeeded."""
         return self.operation.results
 
     @property
     def failed(self) -> tuple[BoardFailure, ...]:
-        """The boards that did not do it, with the reasons."""
+        """The boards that failed, with the reasons."""
         return self.operation.failed
 
     def _boards(self) -> str:
@@ -164,7 +164,7 @@ class OperationError(ClientError):
 
 
 class OperationFailed(OperationError):
-    """It is not in force: it failed before it changed anything, or was undone."""
+    """The operation has no effect: it failed before any change, or was undone."""
 
     def __str__(self) -> str:
         """Return the sentence for the user."""
@@ -174,7 +174,7 @@ class OperationFailed(OperationError):
 
 
 class PartlyDone(OperationError):
-    """It is in force, and the cluster goes on bringing it to the boards in ``failed``."""
+    """The operation has taken effect; the cluster keeps applying it to the boards in ``failed``."""
 
     def __str__(self) -> str:
         """Return the sentence for the user."""

@@ -13,17 +13,17 @@ from typing import Any, TypeAlias, TypeVar
 
 import httpx
 
-from rkserve.client import answers, calls
-from rkserve.client.answers import Operation, Pushed
-from rkserve.client.calls import Request, RolloutParams
+from rkserve.client import answers, requests
+from rkserve.client.answers import Operation, Pushed, PushedWeights
 from rkserve.client.errors import UnexpectedAnswer, Unreachable, WaitTimeout
+from rkserve.client.requests import Request, RolloutParams
 from rkserve.client.upload import Upload
 
 T = TypeVar("T")
 POLL_S = (0.05, 1.0)  # the first pause between looks at an operation, and the longest
 RETRY_S = (0.2, 3.0)
 PROXY_ERRORS = frozenset({500, 502, 503, 504})
-# Whether the request arrived is not known for some of these; its key makes a repeat harmless.
+# Some of these leave open whether the request arrived; its key makes a repeat harmless.
 LOST = (
     httpx.ConnectError,
     httpx.ConnectTimeout,
@@ -36,14 +36,14 @@ LOST = (
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """Do nothing for a while."""
+    """A pause before the next step."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class BlockingCall:
-    """Something that blocks, and is no call."""
+    """A function that blocks, such as reading a file."""
 
     do: Callable[[], Any]
 
@@ -53,7 +53,7 @@ Flow: TypeAlias = Generator["Request | Delay | BlockingCall", Any, T]
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How long a call is tried again, by which clock (seconds that only grow)."""
+    """The time within which a call is tried again, and the monotonic clock that measures it."""
 
     seconds: float
     clock: Callable[[], float]
@@ -61,9 +61,9 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far long work is. ``step`` is ``upload`` (bytes) or an operation's kind (boards).
+    """Progress of an upload (``step`` is ``upload``, in bytes) or an operation (in boards).
 
-    ``phase`` is what the operation is at, and ``operation`` all that is known of it.
+    For an operation ``step`` is its kind, ``phase`` its current phase and ``operation`` its state.
     """
 
     step: str
@@ -76,113 +76,117 @@ class Progress:
 OnProgress: TypeAlias = Callable[[Progress], None]
 
 
-def exchange(request: Request, patience: RetryPolicy) -> Flow[httpx.Response]:
-    """Send a request, again where nobody can say that it arrived, or the Coordinator is away.
+def exchange(request: Request, retry: RetryPolicy) -> Flow[httpx.Response]:
+    """Send a request; retry it after lost connections and while the Coordinator is away.
 
     Raises:
-        Unreachable: nobody answered as long as patience lasted, or the answer took too long.
-        UnexpectedAnswer: what came cannot be decoded.
+        Unreachable: no answer within the policy's time, or the answer took too long.
+        UnexpectedAnswer: the response cannot be decoded.
     """
-    began, delay = patience.clock(), RETRY_S[0]
+    began, delay = retry.clock(), RETRY_S[0]
     while True:
         wait_s = delay
         try:
             response: httpx.Response = yield request
         except LOST as exc:
-            if patience.clock() - began + wait_s > patience.seconds:
-                raise Unreachable(why(request, exc)) from exc
+            if retry.clock() - began + wait_s > retry.seconds:
+                raise Unreachable(transport_error(request, exc)) from exc
         except httpx.DecodingError as exc:
-            raise UnexpectedAnswer(why(request, exc)) from exc
+            raise UnexpectedAnswer(transport_error(request, exc)) from exc
         except httpx.RequestError as exc:
-            raise Unreachable(why(request, exc)) from exc
+            raise Unreachable(transport_error(request, exc)) from exc
         else:
             wait_s = max(delay, answers.retry_after_s(response) or 0.0)
-            over = patience.clock() - began + wait_s > patience.seconds
+            over = retry.clock() - began + wait_s > retry.seconds
             if over or not _will_pass(response):
                 return response
         yield Delay(wait_s)
         delay = min(2 * delay, RETRY_S[1])
 
 
-def once(patience: RetryPolicy) -> RetryPolicy:
-    """Return the patience for a call that must not be sent twice."""
-    return replace(patience, seconds=0.0)
+def once(retry: RetryPolicy) -> RetryPolicy:
+    """Return a policy without retries, for calls that must not be sent twice."""
+    return replace(retry, seconds=0.0)
 
 
 def _will_pass(response: httpx.Response) -> bool:
-    """Whether the same call is likely to be answered in a moment."""
+    """Return whether a retry is likely to succeed."""
     ours, code = answers.error_code(response)
     if ours:
         return code == "coordinator_unavailable"
-    # Serve's proxy answers in its own words while a Router is being replaced.
+    # Serve's proxy answers without rkserve's error object while a Router is being replaced.
     return response.status_code in PROXY_ERRORS
 
 
-def why(request: Request, exc: httpx.RequestError) -> str:
-    """Return the call and what became of it."""
+def transport_error(request: Request, exc: httpx.RequestError) -> str:
+    """Return the error text for a call that failed in transport."""
     what = str(exc) or type(exc).__name__
     if isinstance(exc, httpx.TimeoutException) and not isinstance(exc, httpx.ConnectTimeout):
         what = "no answer came in time"
     return f"{request.method} {request.path}: {what}"
 
 
-def ask(request: Request, patience: RetryPolicy, read: Callable[[dict[str, Any]], T]) -> Flow[T]:
-    """Return what an answer says."""
-    response = yield from exchange(request, patience)
+def ask(request: Request, retry: RetryPolicy, read: Callable[[dict[str, Any]], T]) -> Flow[T]:
+    """Send a request and return its decoded answer."""
+    response = yield from exchange(request, retry)
     return read(answers.json_of(response))
 
 
-def perform(request: Request, patience: RetryPolicy) -> Flow[Operation]:
-    """Change something, and return the operation that it became, which may go on."""
-    response = yield from exchange(request, patience)
+def perform(request: Request, retry: RetryPolicy) -> Flow[Operation]:
+    """Send a change and return its operation, which may still be running."""
+    response = yield from exchange(request, retry)
     return answers.settled(answers.operation_of(response))
 
 
 def follow(
     operation_id: str,
-    patience: RetryPolicy,
+    retry: RetryPolicy,
     *,
     timeout_s: float | None = None,
-    told: OnProgress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Flow[Operation]:
-    """Return an operation when it is over, however it ended.
+    """Poll an operation until it ends, in whatever state.
 
     Raises:
-        WaitTimeout: it is not over after ``timeout_s`` seconds.
+        WaitTimeout: it has not ended after ``timeout_s`` seconds.
     """
-    began, delay = patience.clock(), POLL_S[0]
-    request = calls.fetch(calls.operation_path(operation_id))
+    began, delay = retry.clock(), POLL_S[0]
+    request = requests.fetch(requests.operation_path(operation_id))
     while True:
-        one: Operation = yield from ask(request, patience, answers.operation)
-        if told is not None:
-            told(Progress(one.kind, one.succeeded, one.total, one.phase, one))
+        one: Operation = yield from ask(request, retry, answers.operation)
+        if on_progress is not None:
+            on_progress(Progress(one.kind, one.succeeded, one.total, one.phase, one))
         if one.over:
             return one
-        if timeout_s is not None and patience.clock() - began >= timeout_s:
+        if timeout_s is not None and retry.clock() - began >= timeout_s:
             raise WaitTimeout(one, timeout_s)
         yield Delay(delay)
         delay = min(1.5 * delay, POLL_S[1])
 
 
 def complete(
-    request: Request, patience: RetryPolicy, *, wait: bool = True, told: OnProgress | None = None
+    request: Request,
+    retry: RetryPolicy,
+    *,
+    wait: bool = True,
+    on_progress: OnProgress | None = None,
 ) -> Flow[Operation]:
-    """Begin an operation in the background, and return it when it has succeeded.
+    """Start an operation in the background and return it once it has succeeded.
 
     Raises:
-        OperationFailed: it ended without being in force.
+        OperationFailed: it ended without taking effect.
         PartlyDone: some boards have not followed yet.
     """
-    begun = yield from perform(request, patience)
+    begun = yield from perform(request, retry)
     if begun.over or not wait:
         return begun
-    ended = yield from follow(begun.id, patience, told=told)
+    ended = yield from follow(begun.id, retry, on_progress=on_progress)
     return answers.settled(replace(ended, applied=begun.applied))
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterPush:
-    """What to push: the source, how it is called, how it shall come into use, and what it fits."""
+    """The adapter to push; without ``rollout`` it is staged only."""
 
     source: Path | str | bytes
     name: str
@@ -196,21 +200,16 @@ class AdapterPush:
     base_digest: str | None = None
 
 
-def push(what: AdapterPush, patience: RetryPolicy, told: OnProgress | None) -> Flow[Pushed]:
-    """Send an adapter, have it staged everywhere, and rolled out unless that is not wanted.
+def push_adapter(
+    what: AdapterPush, retry: RetryPolicy, on_progress: OnProgress | None
+) -> Flow[Pushed]:
+    """Upload an adapter, stage it on every board, and roll it out unless only staging is asked for.
 
-    Two operations under keys that hang together: a push that is repeated with the same key goes
-    on where the first one was lost.
+    Staging and rollout have keys derived from one: a push that is repeated with the same key
+    continues where the first one was lost.
     """
-    size = 0
-
-    def sent(count: int) -> None:
-        if told is not None:
-            told(Progress("upload", count, size))
-
-    source: Upload = yield BlockingCall(lambda: Upload.of(what.source, sent))
-    size = source.size_bytes
-    request = calls.upload(
+    source = yield from _opened(what.source, on_progress)
+    request = requests.push_adapter(
         source,
         what.name,
         version=what.version,
@@ -221,11 +220,11 @@ def push(what: AdapterPush, patience: RetryPolicy, told: OnProgress | None) -> F
         timeout_s=what.timeout_s,
         key=what.key,
     )
-    response = yield from exchange(request, patience)
+    response = yield from exchange(request, retry)
     body = answers.json_of(response)
     staging = answers.settled(answers.operation(body))
     if not staging.over:
-        ended = yield from follow(staging.id, patience, told=told)
+        ended = yield from follow(staging.id, retry, on_progress=on_progress)
         staging = answers.settled(replace(ended, applied=staging.applied))
     version, model = answers.text_of(body, "version"), answers.text_of(body, "model")
     pushed = Pushed(
@@ -233,23 +232,44 @@ def push(what: AdapterPush, patience: RetryPolicy, told: OnProgress | None) -> F
     )
     if what.rollout is None:
         return pushed
-    begin = roll_out(
+    begin = requests.roll_out(
         what.name, version, model, what.rollout, timeout_s=what.timeout_s, key=f"{what.key}:rollout"
     )
-    rollout = yield from complete(begin, patience, told=told)
+    rollout = yield from complete(begin, retry, on_progress=on_progress)
     return replace(pushed, rollout=rollout)
 
 
-def roll_out(
-    name: str,
-    version: str,
-    model: str | None,
-    rollout: RolloutParams,
-    *,
-    timeout_s: float | None,
-    key: str | None,
-) -> Request:
-    """Have a version that is staged come into use."""
-    params = {"version": version, "model": model, **rollout.params()}
-    path = calls.adapter_path(name, "rollout")
-    return calls.change("POST", path, params, key=key, timeout_s=timeout_s, background=True)
+@dataclass(frozen=True, slots=True)
+class WeightsPush:
+    """The base weights to push."""
+
+    source: Path | str | bytes
+    version: str | None
+    model: str | None
+    parameters: Sequence[Mapping[str, Any]] | None
+    key: str
+
+
+def push_weights(
+    what: WeightsPush, retry: RetryPolicy, on_progress: OnProgress | None
+) -> Flow[PushedWeights]:
+    """Upload base weights to the head."""
+    source = yield from _opened(what.source, on_progress)
+    request = requests.push_weights(source, what.version, what.model, what.parameters, what.key)
+    response = yield from exchange(request, retry)
+    body = answers.json_of(response)
+    label, model = answers.text_of(body, "id"), answers.text_of(body, "model")
+    return PushedWeights(label, model, source.sha256, source.size_bytes, body)
+
+
+def _opened(source: Path | str | bytes, on_progress: OnProgress | None) -> Flow[Upload]:
+    """Read size and sha256 of what is to be uploaded."""
+    size = 0
+
+    def sent(count: int) -> None:
+        if on_progress is not None:
+            on_progress(Progress("upload", count, size))
+
+    upload: Upload = yield BlockingCall(lambda: Upload.of(source, sent))
+    size = upload.size_bytes
+    return upload

@@ -1,7 +1,4 @@
-"""An adapter file on its way: its size and sha256 beforehand, its bytes in pieces.
-
-It never holds a file whole, and knows nothing of where the bytes go.
-"""
+"""Files to upload: size and sha256 in advance, then the bytes in pieces of 1 MiB."""
 
 from __future__ import annotations
 
@@ -22,26 +19,26 @@ ADAPTER_FILE = "adapter.rkllm"
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """What is sent. ``told`` hears how many bytes have left, again from 0 at each try."""
+    """A source to upload. ``on_sent`` is called with the bytes sent, from 0 at each try."""
 
     source: Path | bytes
     size_bytes: int
     sha256: str
-    told: Callable[[int], None] = field(default=lambda _: None, compare=False)
+    on_sent: Callable[[int], None] = field(default=lambda _: None, compare=False)
 
     @classmethod
-    def of(cls, source: Path | str | bytes, told: Callable[[int], None]) -> Upload:
+    def of(cls, source: Path | str | bytes, on_sent: Callable[[int], None]) -> Upload:
         """Read the source once. A folder stands for the ``adapter.rkllm`` in it.
 
         Raises:
-            SourceFailed: it cannot be read.
+            SourceFailed: the source cannot be read.
         """
         if isinstance(source, bytes):
-            return cls(source, len(source), hashlib.sha256(source).hexdigest(), told)
+            return cls(source, len(source), hashlib.sha256(source).hexdigest(), on_sent)
         path = Path(source)
         path = path / ADAPTER_FILE if path.is_dir() else path
         try:
-            return cls(path, path.stat().st_size, file_digest(path), told)
+            return cls(path, path.stat().st_size, file_digest(path), on_sent)
         except OSError as exc:
             raise SourceFailed(f"{path} cannot be read: {exc.strerror or exc}") from exc
 
@@ -52,17 +49,17 @@ class Upload:
             while piece := self._next(file, sent):
                 yield piece
                 sent += len(piece)
-                self.told(sent)
+                self.on_sent(sent)
 
     async def pieces_async(self) -> AsyncIterator[bytes]:
-        """Yield all bytes, and read them in a thread. Raises ``SourceFailed``."""
+        """Yield all bytes, read in a thread. Raises ``SourceFailed``."""
         file = await asyncio.to_thread(self._open)
         try:
             sent = 0
             while piece := await asyncio.to_thread(self._next, file, sent):
                 yield piece
                 sent += len(piece)
-                self.told(sent)
+                self.on_sent(sent)
         finally:
             file.close()
 
@@ -75,12 +72,12 @@ class Upload:
             raise SourceFailed(f"{self.source} cannot be read: {exc.strerror or exc}") from exc
 
     def _next(self, file: BinaryIO, sent: int) -> bytes:
-        """Return the next piece: exactly as many bytes in all as were announced."""
+        """Return the next piece; the pieces add up to the announced size."""
         due = min(PIECE_BYTES, self.size_bytes - sent)
         try:
             piece = file.read(due)
         except OSError as exc:
             raise SourceFailed(f"{self.source!r} cannot be read: {exc.strerror or exc}") from exc
         if len(piece) < due:
-            raise SourceFailed(f"{self.source!r} became shorter while it was sent.")
+            raise SourceFailed(f"{self.source!r} became shorter during the upload.")
         return piece

@@ -71,7 +71,9 @@ def rkserve(server: FakeControl) -> Terminal:
         pytest.param(error(504, "operation_timeout"), Exit.FAILED, "timeout", id="undone"),
         pytest.param(ok(envelope("partial", **PARTLY), 207), Exit.PARTLY, "1 of 2", id="partly"),
         pytest.param(httpx.ConnectError("refused"), Exit.UNREACHABLE, "refused", id="nobody there"),
-        pytest.param(httpx.Response(200, text="hi"), Exit.FAILED, "not as rkserve", id="another"),
+        pytest.param(
+            httpx.Response(200, text="hi"), Exit.FAILED, "not in rkserve's form", id="another"
+        ),
     ],
 )
 @pytest.mark.parametrize("as_json", [False, True], ids=["for people", "json"])

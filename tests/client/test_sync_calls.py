@@ -248,7 +248,7 @@ def test_what_sleeps_is_read(server: FakeControl, run: Callable[..., Any]) -> No
     assert dict(found.boards) == {"a": 2, "b": None}
     assert server.asked[0].url.params["model"] == "m"
     assert not run(server, lambda client: client.is_sleeping())
-    with pytest.raises(UnexpectedAnswer, match="asleep"):
+    with pytest.raises(UnexpectedAnswer, match="is_sleeping"):
         run(server, lambda client: client.is_sleeping())
 
 
