@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -62,6 +63,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     for item in on_boards:
         item.add_marker(pytest.mark.skip(reason=NO_BOARD))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the collector away from thousands of collected tests: loops collect after each test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
