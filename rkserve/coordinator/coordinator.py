@@ -19,8 +19,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from rkserve.config.serve_config import CoordinatorConfig
 from rkserve.control import state_changes, weight_changes
-from rkserve.control.artifact_manifest import Claim
-from rkserve.control.artifact_metadata import FoundWeights
+from rkserve.control.artifact_metadata import Claim, FoundWeights
 from rkserve.control.calls import Call, Outcome
 from rkserve.control.operations import (
     HOLDS,
@@ -32,7 +31,7 @@ from rkserve.control.operations import (
     conflict,
 )
 from rkserve.control.recovery import recover, stands
-from rkserve.control.sleep_policy import SleepPolicy
+from rkserve.control.sleep import SleepPolicy
 from rkserve.coordinator.boards.delivery import Put, Stager, Store
 from rkserve.coordinator.boards.late_results import Settling
 from rkserve.coordinator.boards.reconcile import Reconciler

@@ -16,7 +16,7 @@ from ray import serve
 
 from rkserve.board.storage.node_slots import NodeSlot, claim_slot
 from rkserve.config.board_group import BoardGroupConfig
-from rkserve.config.serve_config import ChannelConfig
+from rkserve.config.router import ChannelConfig
 from rkserve.core.board_report import BoardReport, CacheEntry, Emitted, GenerationInfo, KvReport
 from rkserve.core.desired_state import Adoption, Artifact, Desired, Probe
 from rkserve.core.durable_files import write_private
@@ -30,9 +30,8 @@ from rkserve.core.messages import (
     GenerateRequest,
 )
 from rkserve.deployments.board_factory import Place, assemble
-from rkserve.deployments.board_names import Node, board_name, find_node
 from rkserve.deployments.hardware import HardwareView
-from rkserve.deployments.logging import log_with_serve
+from rkserve.deployments.replica import Node, board_name, find_node, log_with_serve
 from rkserve.transport.server import ChannelAddress, ChannelServer
 
 log = logging.getLogger(__name__)

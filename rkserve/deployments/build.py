@@ -15,10 +15,10 @@ from rkserve.config.serve_config import RkserveConfig
 from rkserve.core.errors import ConfigError
 from rkserve.deployments.autoscaling import RESOURCE
 from rkserve.deployments.board import BoardReplica
-from rkserve.deployments.board_names import HEAD, ROUTER
 from rkserve.deployments.coordinator import CoordinatorReplica
 from rkserve.deployments.haproxy import check_environ
 from rkserve.deployments.preflight import check_args, check_folders
+from rkserve.deployments.replica import HEAD, ROUTER
 from rkserve.deployments.router import RouterReplica
 
 # Requests beyond the board's own queue are turned away by the board, never by Serve.

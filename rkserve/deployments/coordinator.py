@@ -19,13 +19,12 @@ from rkserve.api.admin.caches import BuildCall, ids_of
 from rkserve.api.common.renderer import Renderer
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.serve_config import CoordinatorConfig, RkserveConfig, resolve_folder
-from rkserve.control.artifact_manifest import Claim
-from rkserve.control.artifact_metadata import FoundWeights
+from rkserve.control.artifact_metadata import Claim, FoundWeights
 from rkserve.control.calls import Call, Outcome
 from rkserve.control.codec import plain
 from rkserve.control.operations import Operation
-from rkserve.control.sleep_policy import SleepPolicy
-from rkserve.coordinator.artifacts.download_pool import Fetching
+from rkserve.control.sleep import SleepPolicy
+from rkserve.coordinator.artifacts.sources import Fetching
 from rkserve.coordinator.artifacts.store import ArtifactRules, ArtifactStore
 from rkserve.coordinator.coordinator import Coordinator, Outside
 from rkserve.coordinator.state.ledger import Ledger
@@ -38,9 +37,8 @@ from rkserve.core.desired_state import (
 )
 from rkserve.core.errors import LedgerFailed, RkserveError
 from rkserve.deployments.board_link import RayLink
-from rkserve.deployments.board_names import ROUTER
-from rkserve.deployments.logging import log_with_serve
-from rkserve.deployments.router_peers import RayRouters
+from rkserve.deployments.handles import RayRouters
+from rkserve.deployments.replica import ROUTER, log_with_serve
 from rkserve.fleet.fleet import Fleet
 from rkserve.models.folder import ModelFolder, open_model_folder
 from rkserve.transport.client import ChannelClient

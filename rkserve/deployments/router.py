@@ -23,10 +23,9 @@ from rkserve.core.desired_state import Scope as ClusterScope
 from rkserve.core.messages import ControlAction
 from rkserve.core.metrics import RouterMetrics, StreamCollector
 from rkserve.deployments.board_link import RayLink
-from rkserve.deployments.coordinator_link import RayHeadLink
+from rkserve.deployments.handles import RayHeadLink, RayPeers
 from rkserve.deployments.haproxy import check_environ, is_loopback
-from rkserve.deployments.logging import log_with_serve
-from rkserve.deployments.router_peers import RayPeers
+from rkserve.deployments.replica import log_with_serve
 from rkserve.http.app import make_app
 from rkserve.http.auth import host_names, machine_names
 from rkserve.http.gradio_routes import GradioCalls, PendingCall

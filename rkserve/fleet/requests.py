@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from rkserve.core.block_hashes import Chain, seed_of
-from rkserve.core.kv_origin import origin_of
+from rkserve.core.block_hashes import Chain, origin_of, seed_of
 from rkserve.core.messages import (
     Accepted,
     Delta,

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 
 from rkserve.api.admin.query import ControlRequest
 from rkserve.api.json.body import JsonObject
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import RouterConfig
 from rkserve.core.messages import ControlAction
 from rkserve.http.auth import check_client, check_operator
 from rkserve.http.request_body import query_of, read_body

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rkserve.api.json.fields import quoted
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import RouterConfig
 from rkserve.core.errors import ConfigError, RateLimited, RequestError
 from rkserve.router.queue.admission import ANONYMOUS, QueueTerms
 

@@ -8,11 +8,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol
 
-from rkserve.control.artifact_manifest import Claim
-from rkserve.control.artifact_metadata import FoundWeights
+from rkserve.control.artifact_metadata import Claim, FoundWeights
 from rkserve.control.calls import Call, Outcome
 from rkserve.control.operations import Operation, OperationKind
-from rkserve.control.sleep_policy import REQUEST, requested, wakeable
+from rkserve.control.sleep import REQUEST, requested, wakeable
 from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion, Desired, KeptCache
 from rkserve.core.errors import CoordinatorAway, ModelAsleep, RkserveError
 from rkserve.fleet.fleet import Fleet

@@ -41,7 +41,7 @@ from rkserve.api.openai.models import (
 from rkserve.api.parsing.answer_parser import ParserOptions
 from rkserve.api.prompting.conversation import Message
 from rkserve.api.prompting.images import images_of
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import RouterConfig
 from rkserve.core.board_report import AtRouter, BoardReport, GenerationInfo
 from rkserve.core.desired_state import Scope
 from rkserve.core.errors import (

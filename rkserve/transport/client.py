@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from rkserve.config.serve_config import ChannelConfig
+from rkserve.config.router import ChannelConfig
 from rkserve.core.errors import BoardFailed, BoardSilent, RkserveError
 from rkserve.core.messages import Delta, Event, Finished, GenerateRequest, merged
 from rkserve.transport import codec

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from rkserve.config.serve_config import ChannelConfig
+from rkserve.config.router import ChannelConfig
 from rkserve.core.board_report import BoardReport, Emitted
 from rkserve.core.desired_state import Adoption, Desired
 from rkserve.core.errors import BoardFailed, RkserveError

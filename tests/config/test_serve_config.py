@@ -17,11 +17,11 @@ from rkserve.config.board_group import (
     SimulatedConfig,
 )
 from rkserve.config.explain import explain
+from rkserve.config.router import RouterConfig
 from rkserve.config.serve_config import (
     PROJECT,
     CoordinatorConfig,
     RkserveConfig,
-    RouterConfig,
     engine_environ,
     parse_config,
     resolve_folder,

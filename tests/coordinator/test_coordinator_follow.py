@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from rkserve.control.artifact_manifest import Claim
+from rkserve.control.artifact_metadata import Claim
 from rkserve.control.calls import Call, Outcome
 from rkserve.control.operations import OperationKind
 from rkserve.core.desired_state import Desired

@@ -10,7 +10,16 @@ from dataclasses import replace
 
 import pytest
 
-from rkserve.core.block_hashes import Chain, FileHeld, Holdings, LiveHeld, pack, seed_of
+from rkserve.core.block_hashes import (
+    Chain,
+    FileHeld,
+    Holdings,
+    LiveHeld,
+    origin_of,
+    pack,
+    salted,
+    seed_of,
+)
 from rkserve.core.desired_state import (
     ActivePause,
     AdapterLine,
@@ -23,7 +32,6 @@ from rkserve.core.desired_state import (
     SleepLevel,
     Weights,
 )
-from rkserve.core.kv_origin import origin_of, salted
 from rkserve.core.messages import AdapterRef, Finished, GenerateRequest
 from rkserve.fleet.fleet import Fleet
 from rkserve.router.dispatch.circuit_breaker import CircuitBreaker

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from rkserve.api.common import sse
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import RouterConfig
 from rkserve.control.operations import OperationKind
 from rkserve.core.board_report import AtRouter, GenerationInfo, GenerationState
 from rkserve.core.desired_state import ActivePause, Desired, PauseMode, Scope

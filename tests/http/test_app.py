@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from starlette.types import Message, Scope
 
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import RouterConfig
 from rkserve.core.board_report import BoardState
 from rkserve.core.errors import BoardFailed, EngineDied, QueueFull, SamplingFixed
 from rkserve.core.messages import Delta

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 from starlette.types import Message
 
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import RouterConfig
 from rkserve.core.errors import HostNotAllowed, RequestError
 from rkserve.http.auth import HostAllowList
 from tests.support.boards.own_time import run_loop

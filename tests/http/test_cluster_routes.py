@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from rkserve.config.serve_config import RouterConfig
-from rkserve.control.artifact_manifest import Claim
+from rkserve.config.router import RouterConfig
+from rkserve.control.artifact_metadata import Claim
 from rkserve.control.calls import Call, Outcome
 from rkserve.control.operations import (
     BoardResult,

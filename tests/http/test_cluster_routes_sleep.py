@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from rkserve.config.serve_config import RouterConfig
-from rkserve.control import sleep_changes
+from rkserve.config.router import RouterConfig
+from rkserve.control import sleep as sleep_changes
 from rkserve.control.calls import Call, Outcome
 from rkserve.control.operations import (
     BoardResult,

@@ -10,9 +10,8 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from rkserve.config.serve_config import RouterConfig
-from rkserve.control.artifact_manifest import Claim
-from rkserve.control.artifact_metadata import FoundWeights
+from rkserve.config.router import RouterConfig
+from rkserve.control.artifact_metadata import Claim, FoundWeights
 from rkserve.control.calls import Call, Outcome
 from rkserve.control.operations import (
     BoardResult,

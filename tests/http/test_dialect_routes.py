@@ -13,7 +13,7 @@ from starlette.requests import Request
 from rkserve.api.anthropic.answers import anthropic_error
 from rkserve.api.common.errors import error_object
 from rkserve.api.ollama.answers import ollama_error
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import RouterConfig
 from rkserve.core.errors import BoardFailed, EngineDied, QueueFull
 from rkserve.core.messages import Delta
 from rkserve.http.dialect_routes import error_of

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import RouterConfig
 from rkserve.core.board_report import GenerationInfo, GenerationState
 from rkserve.core.errors import (
     BoardFailed,

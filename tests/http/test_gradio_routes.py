@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rkserve.api import gradio
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import RouterConfig
 from rkserve.core.errors import EngineDied, QueueFull
 from rkserve.core.messages import Delta
 from rkserve.http.gradio_routes import (

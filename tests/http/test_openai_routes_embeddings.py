@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import RouterConfig
 from rkserve.core.board_report import BoardState
 from rkserve.core.errors import BoardAsleep, BoardFailed, EngineDied, QueueFull, RunFailed
 from rkserve.core.messages import EmbedRequest

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from rkserve.api.responses.stored import StoredResponse
-from rkserve.config.responses import ResponsesConfig
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import ResponsesConfig, RouterConfig
 from rkserve.core.errors import BoardFailed, EngineDied
 from rkserve.core.messages import Delta, FinishReason
 from rkserve.router.stored_responses.store import Responses

@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import RouterConfig
 from rkserve.router.off_loop import off_loop
 from rkserve.router.service import ServedModel
 from tests.support.boards.fake_boards import FakeBoards

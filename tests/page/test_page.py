@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import RouterConfig
 from rkserve.page import POLICY, page_files
 from tests.support.boards.fake_boards import FakeBoards
 from tests.support.http.router_house import House, house, send

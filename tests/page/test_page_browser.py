@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import RouterConfig
 from rkserve.core.errors import EngineDied
 from rkserve.core.messages import Delta
 from rkserve.models.folder import open_model_folder

@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator
 
 from rkserve.api.admin import caches, generations, lora, weights
 from rkserve.api.admin import pause as cluster
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import RouterConfig
 from rkserve.core.errors import OperationConflict
 from rkserve.reference.asked import ARTIFACT, REGISTER, UPLOAD
 from rkserve.reference.document import document

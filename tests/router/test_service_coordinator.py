@@ -13,7 +13,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import RouterConfig
 from rkserve.control.codec import plain
 from rkserve.coordinator.coordinator import Coordinator
 from rkserve.core.desired_state import AdapterVersion

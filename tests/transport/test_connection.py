@@ -10,7 +10,7 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
-from rkserve.config.serve_config import ChannelConfig
+from rkserve.config.router import ChannelConfig
 from rkserve.core.board_report import Emitted
 from rkserve.core.desired_state import Adoption, Desired
 from rkserve.core.errors import BoardFailed, BoardSilent, QueueFull, RequestError, StageFailed

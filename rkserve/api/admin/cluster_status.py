@@ -12,7 +12,7 @@ from rkserve.api.admin.weights import base_entry, loaded_digest, weights_entry
 from rkserve.api.json.body import JsonObject
 from rkserve.core.board_report import BoardReport, BoardState, VersionFigures
 from rkserve.core.desired_state import ActivePause, Desired
-from rkserve.core.redaction import without_folders
+from rkserve.core.errors.base import without_folders
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ from rkserve.api.parsing.sampling import SamplingOptions, read_steps
 from rkserve.api.parsing.tool_choice import NO_TOOLS, ToolOptions, read_tools
 from rkserve.api.prompting.conversation import Message, read_messages, read_prefill
 from rkserve.api.prompting.images import ImagePart, images_of
+from rkserve.core.block_hashes import salted
 from rkserve.core.errors import RequestError
-from rkserve.core.kv_origin import salted
 from rkserve.core.run_params import Embeds, EncoderStates
 
 TextOrIds = str | tuple[int, ...]

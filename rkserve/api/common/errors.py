@@ -5,7 +5,7 @@ from __future__ import annotations
 from rkserve.api.common import sse
 from rkserve.api.json.body import JsonObject
 from rkserve.core.errors import NativeError, RkserveError
-from rkserve.core.redaction import without_folders
+from rkserve.core.errors.base import without_folders
 
 UNEXPECTED = "The server failed while it worked on the request. Its log says why."
 

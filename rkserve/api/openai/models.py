@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from rkserve.api.json.body import JsonObject
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import AdapterLine, AdapterVersion, Desired, SleepLevel
-from rkserve.core.redaction import without_folders
+from rkserve.core.errors.base import without_folders
 from rkserve.models.adapters import Adapter
 from rkserve.models.folder import EmbeddingSettings
 from rkserve.models.vision import VisionSettings

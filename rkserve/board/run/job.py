@@ -14,9 +14,9 @@ from typing import Any
 from rkserve.board.answer.generation import Generation
 from rkserve.board.rules.counters import GenerationCounters, VersionSpans
 from rkserve.board.rules.generation_states import GenerationEvent, advance
+from rkserve.core.block_hashes import origin_of
 from rkserve.core.board_report import GenerationState
 from rkserve.core.errors import RkserveError
-from rkserve.core.kv_origin import origin_of
 from rkserve.core.messages import AdapterRef, Bound, Delta, Finished, GenerateRequest, Paused
 
 _S, _E = GenerationState, GenerationEvent

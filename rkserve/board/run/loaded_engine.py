@@ -25,9 +25,9 @@ from rkserve.board.run.run import (
     loop_time_s,
     patience_for,
 )
+from rkserve.core.block_hashes import adapter_of
 from rkserve.core.desired_state import Probe
 from rkserve.core.errors import EngineDied, EngineHung
-from rkserve.core.kv_origin import adapter_of
 from rkserve.core.run_params import Sampling, Scored
 from rkserve.native.runtime import RunEnd
 

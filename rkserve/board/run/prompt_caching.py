@@ -18,6 +18,7 @@ from rkserve.board.rules.counters import BoardCounters
 from rkserve.board.run.loaded_engine import LoadedEngine
 from rkserve.board.run.run import EngineRun, RunSpec
 from rkserve.board.storage.prompt_cache import CachedFile, CacheHit, CacheStore
+from rkserve.core.block_hashes import adapter_of
 from rkserve.core.board_report import CacheEntry
 from rkserve.core.errors import (
     BoardFailed,
@@ -28,7 +29,6 @@ from rkserve.core.errors import (
     RunFailed,
 )
 from rkserve.core.file_digests import ids_digest
-from rkserve.core.kv_origin import adapter_of
 from rkserve.core.messages import GenerateRequest
 
 log = logging.getLogger(__name__)

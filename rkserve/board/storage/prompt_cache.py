@@ -26,8 +26,8 @@ from rkserve.board.storage.cache_files import (
     CacheFolder,
     UnusableCacheFile,
 )
+from rkserve.core.block_hashes import adapter_of
 from rkserve.core.errors import CacheUnsupported, RequestError
-from rkserve.core.kv_origin import adapter_of
 from rkserve.core.name_rules import check_cache_name
 
 __all__ = ["CacheFingerprint", "CacheHit", "CacheStore", "CachedFile"]

@@ -6,14 +6,18 @@ of the bytes is the store's to know.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import re
 import stat
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 from urllib.parse import unquote, urljoin, urlsplit
 
 import httpx
@@ -216,3 +220,43 @@ def _parts(url: str) -> tuple[str, str, int, str]:
     if re.search(r"[%\\\x00-\x1f]", path):
         raise ArtifactRefused("The path of a URL must lead straight to the file.", "url")
     return parts.scheme, parts.hostname.lower(), port or PORTS[parts.scheme], path or "/"
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+AT_ONCE = 4
+
+
+class Fetching:
+    """So many blocking calls at once, and no more. Use it from one event loop."""
+
+    def __init__(self, at_once: int = AT_ONCE) -> None:
+        self._at_once = at_once
+        self._going_on = 0
+        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="fetch")
+
+    async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call it in one of the threads.
+
+        Raises:
+            ArtifactRefused: as many as may be are being fetched already.
+        """
+        if self._going_on >= self._at_once:
+            raise ArtifactRefused(
+                f"{self._going_on} files are being fetched at once, which is the limit; try "
+                "again in a moment."
+            )
+        self._going_on += 1
+        future = self._threads.submit(partial(call, *args, **kwargs))
+        loop = asyncio.get_running_loop()
+        # Also when the caller has left: the thread is free only once the call has ended.
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._ended))
+        return await asyncio.wrap_future(future)
+
+    def _ended(self) -> None:
+        self._going_on -= 1
+
+    def close(self) -> None:
+        """Begin nothing any more; what goes on ends by itself."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rkserve.control.artifact_manifest import Claim, checked, read_manifest
 from rkserve.control.artifact_metadata import FOLDER as FACTS
-from rkserve.control.artifact_metadata import Facts, FactsFolder
+from rkserve.control.artifact_metadata import Claim, Facts, FactsFolder, checked, read_manifest
 from rkserve.coordinator.artifacts.base_models import OwnModels, model_in
 from rkserve.coordinator.artifacts.sources import Source, check_prefixes, open_path, open_url
 from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion

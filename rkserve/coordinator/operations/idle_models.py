@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from rkserve.control.calls import Call, Outcome
 from rkserve.control.operations import OperationKind, conflict
 from rkserve.control.params import Json
-from rkserve.control.sleep_policy import IDLE, REQUEST, SleepPolicy, requested, sleeps, unused
+from rkserve.control.sleep import IDLE, REQUEST, SleepPolicy, requested, sleeps, unused
 from rkserve.coordinator.operations.operation_run import Desk
 from rkserve.core.board_report import BoardReport
 from rkserve.core.desired_state import PauseMode, SleepLevel

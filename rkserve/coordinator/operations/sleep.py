@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rkserve.control import params as read
-from rkserve.control import sleep_changes
+from rkserve.control import sleep as sleep_changes
 from rkserve.control.operations import (
     ROLLOUTS,
     BoardResult,
@@ -23,7 +23,7 @@ from rkserve.control.operations import (
     ResultStatus,
 )
 from rkserve.control.params import Json, Params
-from rkserve.control.sleep_policy import SleepPolicy
+from rkserve.control.sleep import SleepPolicy
 from rkserve.coordinator.boards.roster import Replies
 from rkserve.coordinator.operations.operation_run import Course, Desk, Handler
 from rkserve.coordinator.operations.pause import end_hold, going_on, halt

@@ -1,7 +1,8 @@
-"""The root of the error tree."""
+"""The root of the error tree, and the removal of folder names from messages."""
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 
@@ -26,3 +27,14 @@ class RkserveError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+
+# The folders of an absolute path, in quotes perhaps with blanks in them. What has no root is left:
+# "tokens/s" and "on/off" are words.
+_QUOTED = re.compile(r"""(?<=['"])(?:~|\.{1,2})?/(?:[^'"\n]*/)?(?=[^'"\n/]*['"])""")
+_BARE = re.compile(r"""(?<![\w:/.~'"-])(?:~|\.{1,2})?/(?:[^\s'"/]+/)*""")
+
+
+def without_folders(text: str) -> str:
+    """Return ``text`` with every path in it cut down to the file's name."""
+    return _BARE.sub("", _QUOTED.sub("", text))

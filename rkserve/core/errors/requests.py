@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rkserve.core.errors.base import RkserveError
-from rkserve.core.redaction import without_folders
+from rkserve.core.errors.base import RkserveError, without_folders
 
 MAX_NAME_CHARS = 80  # of what a client typed, in a message
 

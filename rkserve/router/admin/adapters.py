@@ -23,7 +23,7 @@ from rkserve.api.admin.operations import REFUSED, envelope
 from rkserve.api.admin.pause import CallOptions
 from rkserve.api.admin.query import ControlRequest, ParameterKind
 from rkserve.api.json.body import JsonObject
-from rkserve.control.artifact_manifest import Claim
+from rkserve.control.artifact_metadata import Claim
 from rkserve.control.calls import Outcome
 from rkserve.control.operations import Operation, OperationKind, OperationState
 from rkserve.core.desired_state import AdapterVersion

@@ -23,7 +23,7 @@ from rkserve.api.admin.weights import (
     update_body,
 )
 from rkserve.api.json.body import JsonObject
-from rkserve.control.artifact_manifest import Claim
+from rkserve.control.artifact_metadata import Claim
 from rkserve.control.calls import Outcome
 from rkserve.control.operations import Operation, OperationKind
 from rkserve.core.desired_state import BaseVersion, Scope

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import RouterConfig
 from rkserve.core.metrics import QueueCollector, RouterMetrics
 from rkserve.fleet.fleet import BoardLink, Fleet
 from rkserve.fleet.load import ModelBoards

@@ -18,7 +18,7 @@ from urllib.parse import urljoin, urlsplit
 import httpcore
 
 from rkserve.api.prompting.images import ImagePart
-from rkserve.config.images import ImagesConfig
+from rkserve.config.router import ImagesConfig
 from rkserve.core.errors import RequestError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address

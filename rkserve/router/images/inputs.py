@@ -16,7 +16,7 @@ from functools import partial
 from PIL import Image
 
 from rkserve.api.prompting.images import ImagePart
-from rkserve.config.images import ImagesConfig
+from rkserve.config.router import ImagesConfig
 from rkserve.core.errors import RequestError, UnsupportedParameter
 from rkserve.core.run_params import Picture
 from rkserve.models.vision import VisionSettings

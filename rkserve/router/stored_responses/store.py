@@ -26,7 +26,7 @@ from rkserve.api.responses.stored import (
     is_response_id,
     response_of,
 )
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import RouterConfig
 from rkserve.core.errors import (
     BodyTooLarge,
     ItemNotFound,

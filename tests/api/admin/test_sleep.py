@@ -11,7 +11,8 @@ from rkserve.api.admin.cluster_status import is_paused_entry, is_sleeping_entry
 from rkserve.api.admin.query import ControlRequest
 from rkserve.api.admin.sleep import parse_load, parse_sleep, parse_unload, parse_wake
 from rkserve.api.openai.models import model_state
-from rkserve.control import sleep_changes, state_changes
+from rkserve.control import sleep as sleep_changes
+from rkserve.control import state_changes
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import Desired, PauseMode, Scope, SleepLevel
 from rkserve.core.errors import RequestError

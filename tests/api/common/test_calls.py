@@ -20,8 +20,8 @@ from rkserve.api.common.calls import (
 from rkserve.api.common.unsupported import CHAT, COMPLETION, SHARED
 from rkserve.api.json.body import parse_object
 from rkserve.api.json.limits import MAX_CHOICES, MAX_PAUSE_ON, MAX_STOP_CHARS
+from rkserve.core.block_hashes import salted
 from rkserve.core.errors import RequestError, RkserveError, UnsupportedParameter
-from rkserve.core.kv_origin import salted
 from tests.support.http.wire_json import JSON, MESSAGE
 from tests.support.paths import PROJECT
 

@@ -15,7 +15,7 @@ from rkserve.api.common.plan import plan, reading
 from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.api.responses.answers import ResponseAnswer
 from rkserve.api.responses.requests import ResponseCall, parse_response
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import RouterConfig
 from rkserve.core.messages import Delta, Finished
 from rkserve.router.stored_responses.store import Responses
 from tests.support.boards.board_bench import collect

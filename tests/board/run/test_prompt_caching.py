@@ -14,6 +14,7 @@ import pytest
 from rkserve.board.engine.protocol import EntryCommand, RunEnded
 from rkserve.board.run.run import RunSpec
 from rkserve.board.storage.prompt_cache import CachedFile, CacheFingerprint, CacheHit, CacheStore
+from rkserve.core.block_hashes import salted
 from rkserve.core.board_report import BoardState, KvReport
 from rkserve.core.errors import (
     BoardFailed,
@@ -26,7 +27,6 @@ from rkserve.core.errors import (
     RequestError,
     RunFailed,
 )
-from rkserve.core.kv_origin import salted
 from rkserve.core.messages import ControlAction, Finished, FinishReason, Kv
 from rkserve.native.runtime import Perf, RunEnd
 from tests.support.boards.board_bench import (

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.control.artifact_manifest import Claim
-from rkserve.control.artifact_metadata import FOLDER, Facts, FactsFolder
+from rkserve.control.artifact_metadata import FOLDER, Claim, Facts, FactsFolder
 from rkserve.coordinator.artifacts.store import ArtifactRules, ArtifactStore
 from rkserve.core.desired_state import BaseVersion
 from rkserve.core.errors import ArtifactNotFound, ArtifactRefused, BodyTooLarge

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.control.artifact_manifest import Claim
+from rkserve.control.artifact_metadata import Claim
 from rkserve.coordinator.artifacts.sources import allows
 from rkserve.coordinator.artifacts.store import ArtifactRules, ArtifactStore
 from rkserve.core.desired_state import AdapterVersion

@@ -12,7 +12,7 @@ import pytest
 
 from rkserve.api.admin.operations import operation_entry
 from rkserve.control.operations import OperationKind, OperationState, Phase, ResultStatus
-from rkserve.control.sleep_policy import SleepPolicy
+from rkserve.control.sleep import SleepPolicy
 from rkserve.coordinator.operations import idle_models
 from rkserve.core.desired_state import AdapterVersion
 from rkserve.core.errors import (

@@ -11,7 +11,7 @@ import pytest
 
 from rkserve.api.openai.embeddings import finished_vector
 from rkserve.api.openai.rerank import similarity
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import RouterConfig
 from rkserve.core.errors import EngineDied
 from tests.support.boards.embedding_boards import MODEL, VectorBoards, embed_house, model, vector_of
 from tests.support.boards.fake_boards import eventually

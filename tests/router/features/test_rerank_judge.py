@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import RouterConfig
 from rkserve.core.errors import EngineDied, HookFailed, QueueFull
 from rkserve.core.messages import (
     Delta,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rkserve.api.prompting.images import ImagePart
-from rkserve.config.images import ImagesConfig
+from rkserve.config.router import ImagesConfig
 from rkserve.core.errors import RequestError
 from rkserve.router.images.fetch import (
     MAX_REDIRECTS,

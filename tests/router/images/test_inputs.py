@@ -13,8 +13,7 @@ import pytest
 from PIL import Image
 
 from rkserve.api.prompting.images import ImagePart
-from rkserve.config.images import ImagesConfig
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import ImagesConfig, RouterConfig
 from rkserve.core.errors import RequestError
 from rkserve.core.messages import GenerateRequest
 from rkserve.models.folder import open_model_folder

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import RouterConfig
 from rkserve.core.messages import Delta, Event, GenerateRequest, Timings
 from tests.support.boards.fake_boards import FakeBoards, accepted, finished, report
 from tests.support.boards.own_time import run_loop

@@ -8,7 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from rkserve.config.serve_config import ChannelConfig
+from rkserve.config.router import ChannelConfig
 from rkserve.core.board_report import BoardReport, Emitted
 from rkserve.core.desired_state import Adoption, Desired
 from rkserve.core.messages import Embedded, EmbedRequest, Event, GenerateRequest

@@ -21,7 +21,7 @@ from rkserve.config.serve_config import CoordinatorConfig
 from rkserve.control.artifact_metadata import Facts
 from rkserve.control.calls import Call, Outcome
 from rkserve.control.operations import OperationKind
-from rkserve.control.sleep_policy import SleepPolicy
+from rkserve.control.sleep import SleepPolicy
 from rkserve.coordinator.boards.transfer import Pace
 from rkserve.coordinator.coordinator import Coordinator, Outside
 from rkserve.coordinator.operations.prompt_caches import Times

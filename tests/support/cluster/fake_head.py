@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rkserve.control.artifact_manifest import Claim
+from rkserve.control.artifact_metadata import Claim
 from rkserve.control.calls import Call, Outcome
 from rkserve.control.operations import (
     BoardResult,

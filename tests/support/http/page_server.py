@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import RouterConfig
 from rkserve.core.messages import Delta
 from rkserve.core.ports import free_port
 from rkserve.router.service import ServedModel

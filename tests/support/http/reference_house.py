@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rkserve.api import gradio
 from rkserve.api.responses.stored import StoredResponse
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import RouterConfig
 from rkserve.control.artifact_metadata import FoundWeights
 from rkserve.control.operations import Operation, OperationKind
 from rkserve.core.board_report import CacheEntry, GenerationInfo, GenerationState, KvReport

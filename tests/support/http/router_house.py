@@ -13,8 +13,7 @@ import httpx
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
-from rkserve.config.responses import ResponsesConfig
-from rkserve.config.serve_config import RouterConfig
+from rkserve.config.router import ResponsesConfig, RouterConfig
 from rkserve.core.metrics import RouterMetrics
 from rkserve.http.app import make_app
 from rkserve.models.folder import open_model_folder

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from rkserve.config.serve_config import ChannelConfig, parse_config
+from rkserve.config.router import ChannelConfig
+from rkserve.config.serve_config import parse_config
 from rkserve.core.errors import ConfigError
 from rkserve.core.metrics import StreamCollector
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 
 from rkserve.config.board_group import BoardGroupConfig
-from rkserve.deployments.board_names import HEAD, Node, board_name, find_node
+from rkserve.core.errors import StateConflict
+from rkserve.deployments.replica import HEAD, Node, RefusalsInOneLine, board_name, find_node
 
 REAL = BoardGroupConfig.model_validate({"name": "g", "model": "m", "library": "/usr/lib/x.so"})
 SIMULATED = BoardGroupConfig.model_validate({"name": "g", "model": "m", "simulated": {}})
@@ -56,3 +58,32 @@ def test_boards_have_names_that_operators_know(
     group: BoardGroupConfig, index: int, node: Node, name: str
 ) -> None:
     assert board_name(group, index, node) == name
+
+
+def logged(error: Exception, caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
+    logger = logging.getLogger("test of Serve's logger")
+    said = RefusalsInOneLine()
+    logger.addFilter(said)
+    try:
+        raise error
+    except type(error):
+        logger.exception("Request failed.")
+    finally:
+        logger.removeFilter(said)
+    return caplog.records[-1]
+
+
+def test_a_refusal_is_one_line_of_information(caplog: pytest.LogCaptureFixture) -> None:
+    record = logged(StateConflict("resume", "generating"), caplog)
+    assert record.levelno == logging.INFO
+    assert record.exc_info is None
+    assert record.getMessage() == (
+        "refused: StateConflict: Cannot resume a generation that is generating."
+    )
+
+
+def test_a_fault_keeps_its_level_and_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    record = logged(ZeroDivisionError("x"), caplog)
+    assert record.levelno == logging.ERROR
+    assert record.exc_info
+    assert record.getMessage() == "Request failed."

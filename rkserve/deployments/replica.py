@@ -1,12 +1,17 @@
-"""Names of boards as operators see them; from Ray's node table, which is passed in."""
+"""The node and the board name of a replica, and the setup of its log.
+
+Ray's node table is passed in.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rkserve.config.board_group import BoardGroupConfig
+from rkserve.core.errors import RkserveError
 
 HEAD = "node:__internal_head__"  # the resource that Ray gives its head node
 ROUTER = "Router"  # the deployment
@@ -38,3 +43,29 @@ def board_name(group: BoardGroupConfig, index: int, node: Node) -> str:
     if group.simulated is None:
         return f"{group.name}@{node.name}"
     return f"{group.name}-{index}" + ("" if node.is_head else f"@{node.name}")
+
+
+class RefusalsInOneLine(logging.Filter):
+    """Turns Serve's traceback of a call that rkserve refused into a line of information.
+
+    Serve logs whatever a replica's method raises as an error with its traceback. Ours are answers:
+    a client that asks for what cannot be would fill the log and bury the faults in it.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Keep every record, some of them shorter."""
+        exc = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+        if isinstance(exc, RkserveError):
+            record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
+            record.msg, record.args = "refused: %s: %s", (type(exc).__name__, exc)
+            record.exc_info = record.exc_text = None
+        return True
+
+
+def log_with_serve() -> None:
+    """Send the log of ``rkserve`` the way of Serve's, which configures no logger but its own."""
+    serve, ours = logging.getLogger("ray.serve"), logging.getLogger("rkserve")
+    ours.handlers = list(serve.handlers)
+    ours.setLevel(serve.level)
+    ours.propagate = False
+    serve.addFilter(RefusalsInOneLine())

@@ -19,7 +19,7 @@ from rkserve.core.errors import (
     RkserveError,
     RunFailed,
 )
-from rkserve.core.redaction import without_folders
+from rkserve.core.errors.base import without_folders
 from rkserve.models.adapters import Adapter
 
 SAID = "E rkllm: cannot open /home/ann/models/legal/adapter.rkllm"

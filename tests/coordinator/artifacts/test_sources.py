@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rkserve.coordinator.artifacts.download_pool import Fetching
+from rkserve.coordinator.artifacts.sources import Fetching
 from rkserve.core.errors import ArtifactNotFound, ArtifactRefused
 from tests.support.boards.fake_boards import eventually
 from tests.support.boards.fakes import run_loop

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkserve.control import params as read
-from rkserve.control import sleep_changes, state_changes
+from rkserve.control import sleep as sleep_changes
+from rkserve.control import state_changes
 from rkserve.control.codec import SCHEMA, read_desired, read_operation, write_desired
 from rkserve.control.operations import (
     ROLLOUTS,
@@ -22,7 +23,7 @@ from rkserve.control.operations import (
 )
 from rkserve.control.params import Params
 from rkserve.control.recovery import recover
-from rkserve.control.sleep_policy import SleepPolicy, unused, wakeable
+from rkserve.control.sleep import SleepPolicy, unused, wakeable
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import ActivePause, Desired, Hold, PauseMode, Scope, SleepLevel
 from rkserve.core.errors import LedgerFailed, OperationConflict, RequestError
