@@ -76,7 +76,7 @@ from rkserve.core.messages import (
     Timings,
     Usage,
 )
-from rkserve.deployments.board_factory import Place, assemble
+from rkserve.deployments.board_factory import BoardLocation, assemble
 from rkserve.models.adapters import adapters, resolve
 from rkserve.models.folder import ModelFolder, open_model_folder
 from rkserve.reference.asking import SCHEMAS
@@ -109,7 +109,7 @@ _NOT_HERE = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LocalPiece:
     """The growth of an answer.
 
     An edit may void text that was given out: ``retract`` characters at the end of the text so far,
@@ -126,7 +126,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LocalAnswer:
     """A finished answer.
 
     ``text`` is all that was generated, with thoughts and calls of tools in the model's own form.
@@ -223,10 +223,10 @@ class AsyncGeneration:
         stamp = self._asked.stamp(accepted)
         self._tally = kind.answer(self._asked.call, self.id, int(time.time()), stamp)  # type: ignore[assignment] # one of these two dialects
 
-    def __aiter__(self) -> AsyncIterator[Piece]:
+    def __aiter__(self) -> AsyncIterator[LocalPiece]:
         return self
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> LocalPiece:
         while True:
             event = await anext(self._events, None)
             if isinstance(event, Delta):
@@ -234,7 +234,7 @@ class AsyncGeneration:
             if isinstance(event, Paused):
                 self.paused = event
                 if self._on_pause is None:
-                    return Piece(paused=event)
+                    return LocalPiece(paused=event)
                 await self._handled(self._on_pause)
             else:
                 if isinstance(event, Finished):
@@ -243,13 +243,13 @@ class AsyncGeneration:
                     await self.aclose()
                 raise StopAsyncIteration
 
-    def _grown(self, delta: Delta) -> Piece:
+    def _grown(self, delta: Delta) -> LocalPiece:
         self._tally.add(0, delta)
         self._tokens.add(delta)
         if not delta.paused:
             self.paused = None
         self.text = self.text[: len(self.text) - delta.retract] + delta.text
-        return Piece(delta.text, delta.token_ids, delta.retract)
+        return LocalPiece(delta.text, delta.token_ids, delta.retract)
 
     async def _handled(self, on_pause: Callable[[AsyncGeneration], Awaitable[None] | None]) -> None:
         done = on_pause(self)
@@ -258,7 +258,7 @@ class AsyncGeneration:
         if self.paused is not None:
             await self.resume()
 
-    async def answer(self) -> Answer:
+    async def answer(self) -> LocalAnswer:
         """Wait for the end and return the answer.
 
         Raises:
@@ -270,7 +270,9 @@ class AsyncGeneration:
         if end is None:
             raise StateConflict("answer", "ended", "The generation was closed before its end.")
         body = self._tally.whole()
-        return Answer(self.text, self.token_ids, end.reason.value, end.usage, end.timings, body)
+        return LocalAnswer(
+            self.text, self.token_ids, end.reason.value, end.usage, end.timings, body
+        )
 
     async def info(self) -> GenerationInfo | None:
         """Return the board's view of it: state, positions in the KV cache; None after its end."""
@@ -361,7 +363,7 @@ class AsyncLocalBoard:
             state = (state_dir or default_state_dir()).expanduser()
             slot = claim_slot(state, GROUP, BOARDS)
             exits.callback(slot.release)
-            place = Place(f"{GROUP}-{slot.index}", GROUP, state)
+            place = BoardLocation(f"{GROUP}-{slot.index}", GROUP, state)
             # Digests of models and libraries take a while.
             platform = os.uname().machine if group.simulated is None else "simulated"
             board = await asyncio.to_thread(assemble, group, place, platform, governed=False)
@@ -404,7 +406,7 @@ class AsyncLocalBoard:
         await generation.open()
         return generation
 
-    async def generate(self, messages: Messages | None = None, **options: Any) -> Answer:
+    async def generate(self, messages: Messages | None = None, **options: Any) -> LocalAnswer:
         """Return a whole answer; see ``start``."""
         _check_handler(options)
         async with await self.start(messages, **options) as generation:
@@ -412,7 +414,7 @@ class AsyncLocalBoard:
 
     async def stream(
         self, messages: Messages | None = None, **options: Any
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncIterator[LocalPiece]:
         """Yield an answer piece by piece; see ``start``. Closing the iterator aborts it."""
         _check_handler(options)
         async with await self.start(messages, **options) as generation:
@@ -547,7 +549,7 @@ class AsyncLocalBoard:
         return TokenTexts(vocabulary, (request.prompt_ids,), texts)
 
 
-class Generation:
+class LocalGeneration:
     """One generation while it grows, for synchronous code. See ``AsyncGeneration``.
 
     A ``with`` block closes it. Its control calls may come from any thread.
@@ -557,7 +559,7 @@ class Generation:
         self,
         inner: AsyncGeneration,
         call: Callable[[Coroutine[Any, Any, Any]], Any],
-        on_pause: Callable[[Generation], None] | None,
+        on_pause: Callable[[LocalGeneration], None] | None,
     ) -> None:
         self._inner, self._call, self._on_pause = inner, call, on_pause
 
@@ -581,12 +583,12 @@ class Generation:
         """The state of its pause: the cause, the tokens so far, and the fate of the KV cache."""
         return self._inner.paused
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[LocalPiece]:
         return self
 
-    def __next__(self) -> Piece:
+    def __next__(self) -> LocalPiece:
         while True:
-            piece: Piece | None = self._call(_next(self._inner))
+            piece: LocalPiece | None = self._call(_next(self._inner))
             if piece is None:
                 raise StopIteration
             if piece.paused is None or self._on_pause is None:
@@ -596,11 +598,11 @@ class Generation:
             if self.paused is not None:
                 self.resume()
 
-    def answer(self) -> Answer:
+    def answer(self) -> LocalAnswer:
         """Wait for the end and return the answer."""
         for _ in self:
             pass
-        found: Answer = self._call(self._inner.answer())
+        found: LocalAnswer = self._call(self._inner.answer())
         return found
 
     def info(self) -> GenerationInfo | None:
@@ -639,7 +641,7 @@ class Generation:
         """Abort it if it still runs, and free the board."""
         self._call(self._inner.aclose())
 
-    def __enter__(self) -> Generation:
+    def __enter__(self) -> LocalGeneration:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -678,9 +680,9 @@ class LocalBoard:
         self,
         messages: Messages | None = None,
         *,
-        on_pause: Callable[[Generation], None] | None = None,
+        on_pause: Callable[[LocalGeneration], None] | None = None,
         **options: Any,
-    ) -> Generation:
+    ) -> LocalGeneration:
         """Have the board take a generation, and return it to be iterated and controlled.
 
         ``messages`` is a conversation, or the text of one user message. ``prompt`` stands in its
@@ -698,9 +700,9 @@ class LocalBoard:
             RkserveError: as ``Board.generate``.
         """
         inner: AsyncGeneration = self._call(self._inner.start(messages, **options))
-        return Generation(inner, self._call, on_pause)
+        return LocalGeneration(inner, self._call, on_pause)
 
-    def generate(self, messages: Messages | None = None, **options: Any) -> Answer:
+    def generate(self, messages: Messages | None = None, **options: Any) -> LocalAnswer:
         """Return a whole answer; see ``start``."""
         _check_handler(options)
         with self.start(messages, **options) as generation:
@@ -708,7 +710,7 @@ class LocalBoard:
 
     def stream(
         self, messages: Messages | None = None, **options: Any
-    ) -> Generator[Piece, None, None]:
+    ) -> Generator[LocalPiece, None, None]:
         """Yield an answer piece by piece; see ``start``. Leaving the loop aborts it."""
         _check_handler(options)
         with self.start(messages, **options) as generation:
@@ -817,7 +819,7 @@ def open_board(model: str | Path, *, state_dir: Path | None = None, **settings: 
     return LocalBoard(model, state_dir=state_dir, **settings)
 
 
-async def _next(generation: AsyncGeneration) -> Piece | None:
+async def _next(generation: AsyncGeneration) -> LocalPiece | None:
     return await anext(generation, None)
 
 
@@ -864,3 +866,9 @@ def _check_handler(options: dict[str, Any]) -> None:
             "A generation that pauses needs 'on_pause', or 'start' and a loop that resumes it.",
             "on_pause",
         )
+
+
+# The public names; the classes are named apart from those of the board and the API.
+Answer = LocalAnswer
+Generation = LocalGeneration
+Piece = LocalPiece

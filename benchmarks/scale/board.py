@@ -12,10 +12,10 @@ from benchmarks.scale.talk import Context
 from rkserve.core.block_hashes import (
     BLOCK,
     FILES,
-    Chain,
-    FileHeld,
-    Holdings,
-    LiveHeld,
+    BlockHashes,
+    CachedPrefixes,
+    FilePrefix,
+    LivePrefix,
     pack,
     seed_of,
 )
@@ -61,7 +61,7 @@ class PaperBoard:
     decode_ms: float = 0.0
     _packed: bytes = b""
     _changed: bool = True
-    _marks: dict[Context, FileHeld] = field(default_factory=dict)
+    _marks: dict[Context, FilePrefix] = field(default_factory=dict)
 
     def run(self, prompt: Context, answer: int) -> Course:
         """Make a run over the prompt that generates so many tokens."""
@@ -106,9 +106,9 @@ class PaperBoard:
             self._marks = {one: self._marks.get(one) or _filed(one, adapter) for one in files}
             live = None
             if self.live is not None:
-                live = LiveHeld.of(Chain(self.live.ids(), seed_of(adapter)))
+                live = LivePrefix.of(BlockHashes(self.live.ids(), seed_of(adapter)))
             park_min = self.disk.park_min if self.disk.budget_tokens else 0
-            self._packed = pack(Holdings(True, park_min, live, tuple(self._marks.values())))
+            self._packed = pack(CachedPrefixes(True, park_min, live, tuple(self._marks.values())))
         return self._packed
 
     def _hit(self, prompt: Context, reused: int) -> Context | None:
@@ -138,6 +138,6 @@ class PaperBoard:
         self.files.append(hit)
 
 
-def _filed(context: Context, adapter: str | None) -> FileHeld:
-    chain = Chain(context.ids(), seed_of(adapter))
-    return FileHeld(len(chain), chain.marks)
+def _filed(context: Context, adapter: str | None) -> FilePrefix:
+    chain = BlockHashes(context.ids(), seed_of(adapter))
+    return FilePrefix(len(chain), chain.marks)

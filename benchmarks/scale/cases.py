@@ -18,7 +18,7 @@ from benchmarks.scale.router import Router
 from benchmarks.scale.talk import Shape
 from benchmarks.scale.world import World
 from rkserve.control.rollout_plan import Strategy
-from rkserve.core.block_hashes import Chain, FileHeld, Holdings, pack, seed_of
+from rkserve.core.block_hashes import BlockHashes, CachedPrefixes, FilePrefix, pack, seed_of
 from rkserve.fleet.load import BoardStatus, ModelBoards
 from rkserve.fleet.prefix_index import PrefixIndex
 from rkserve.fleet.requests import RoutingRequest
@@ -220,7 +220,7 @@ def decide(seed: int, boards: int, tokens: int = 1500, samples: int = 2000) -> D
     """
     rng = Random(seed)
     known, system = ModelBoards(rng, PrefixIndex(SESSIONS_PER_BOARD)), tuple(range(256))
-    held: list[tuple[FileHeld, ...]] = []
+    held: list[tuple[FilePrefix, ...]] = []
 
     def ids(session: int, size: int) -> tuple[int, ...]:
         return (*system, *range(session * 10_000, session * 10_000 + size - len(system)))
@@ -237,19 +237,19 @@ def decide(seed: int, boards: int, tokens: int = 1500, samples: int = 2000) -> D
     for number in range(boards):
         first = number * SESSIONS_PER_BOARD
         chains = (
-            Chain(ids(session, tokens), seed_of(None))
+            BlockHashes(ids(session, tokens), seed_of(None))
             for session in range(first, first + SESSIONS_PER_BOARD)
         )
-        files = tuple(FileHeld(tokens, chain.marks) for chain in chains)
+        files = tuple(FilePrefix(tokens, chain.marks) for chain in chains)
         held.append(files)
-        hear(number, pack(Holdings(True, 256, None, files)))
+        hear(number, pack(CachedPrefixes(True, 256, None, files)))
     contexts = len(known.index or ())
     hash_us, decide_us, policy = [], [], PrefixPolicy()
     for sample in range(samples):
         session = rng.randrange(boards * SESSIONS_PER_BOARD) + (sample % 2) * 10**7
         prompt = ids(session, tokens + 60)
         began = time.thread_time()
-        chain = Chain(prompt, seed_of(None))
+        chain = BlockHashes(prompt, seed_of(None))
         hashed = time.thread_time()
         policy.choose(RoutingRequest(str(sample), MODEL, len(prompt), 64, chain), known, 0.0)
         decide_us.append((time.thread_time() - hashed) * 1e6)
@@ -257,10 +257,10 @@ def decide(seed: int, boards: int, tokens: int = 1500, samples: int = 2000) -> D
     full_us, same_us = [], []
     for number in range(min(boards, 200)):
         files = held[number][-64:]
-        packed = pack(Holdings(True, 256, None, files))
+        packed = pack(CachedPrefixes(True, 256, None, files))
         hear(number, packed)
-        full_us.append(hear(number, pack(Holdings(True, 256, None, (*files[1:], files[0])))))
-        same_us.append(hear(number, pack(Holdings(True, 256, None, (*files[1:], files[0])))))
+        full_us.append(hear(number, pack(CachedPrefixes(True, 256, None, (*files[1:], files[0])))))
+        same_us.append(hear(number, pack(CachedPrefixes(True, 256, None, (*files[1:], files[0])))))
     return Decided(
         boards,
         contexts,
@@ -283,8 +283,8 @@ def remember(contexts: int, tokens: int) -> Remembered:
         files = []
         for session in range(number * SESSIONS_PER_BOARD, (number + 1) * SESSIONS_PER_BOARD):
             own = range(session * 10_000, session * 10_000 + tokens - len(system))
-            files.append(FileHeld(tokens, Chain((*system, *own), seed_of(None)).marks))
-        return pack(Holdings(True, 256, None, tuple(files)))
+            files.append(FilePrefix(tokens, BlockHashes((*system, *own), seed_of(None)).marks))
+        return pack(CachedPrefixes(True, 256, None, tuple(files)))
 
     # Hashing is not what is measured, and would take minutes while memory is traced.
     reports = [report(number) for number in range(contexts // SESSIONS_PER_BOARD)]

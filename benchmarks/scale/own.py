@@ -9,7 +9,7 @@ from random import Random
 
 from benchmarks.scale.board import PaperBoard
 from benchmarks.scale.router import Request, Spent
-from rkserve.core.block_hashes import Chain, seed_of
+from rkserve.core.block_hashes import BlockHashes, seed_of
 from rkserve.core.errors import RkserveError
 from rkserve.core.messages import Delta, Finished, FinishReason, Timings, Usage
 from rkserve.fleet.load import BoardStatus, ModelBoards
@@ -72,7 +72,7 @@ class OwnRouter:
         if self.policy.uses_prefixes:
             ids = request.prompt.ids()
             began = time.thread_time()
-            chain = Chain(ids, seed_of(None))
+            chain = BlockHashes(ids, seed_of(None))
             self.spent.hash_us.append((time.thread_time() - began) * 1e6)
         ask = RoutingRequest(request.name, MODEL, tokens, request.answer, chain, request.session)
         entry, expected = (

@@ -9,8 +9,17 @@ from dataclasses import dataclass
 from random import Random
 
 from rkserve.control import state_changes
-from rkserve.control.rollout import Answered, Event, Finish, Gone, Joined, Step, advance, start
-from rkserve.control.rollout_plan import Ask, Move, Plan, Strategy
+from rkserve.control.rollout import (
+    BoardAnswered,
+    BoardJoined,
+    BoardLeft,
+    Event,
+    FinishRollout,
+    Step,
+    advance,
+    start,
+)
+from rkserve.control.rollout_plan import AdapterRolloutPlan, Move, MoveRequest, Strategy
 from rkserve.core.desired_state import AdapterVersion, Desired
 from rkserve.core.messages import AdapterRef
 
@@ -69,7 +78,7 @@ class Rolling:
         self._desired = state_changes.commit(
             state_changes.begin(Desired(), MODEL, old), MODEL, NAME
         )
-        self._plan = Plan(
+        self._plan = AdapterRolloutPlan(
             operation="op",
             model=MODEL,
             name=NAME,
@@ -93,7 +102,7 @@ class Rolling:
             began = time.thread_time()
             rollout, steps = advance(rollout, event, now_s)
             self._spent_us.append((time.thread_time() - began) * 1e6)
-            if isinstance(event, Joined) and event.board_id in rollout.boards:
+            if isinstance(event, BoardJoined) and event.board_id in rollout.boards:
                 self._answer(Move(rollout.at), (event.board_id,), now_s)
             finish = self._perform(steps, now_s)
         ordered = sorted(self._spent_us)
@@ -119,26 +128,26 @@ class Rolling:
 
     def _happens(self, event: Event, now_s: float) -> bool:
         """Whether it does happen: of one that has died nothing comes any more."""
-        if isinstance(event, Gone):
+        if isinstance(event, BoardLeft):
             self._gone.add(event.board_id)
             self._died += 1
             back_s = now_s + self._course.returns_s
-            heapq.heappush(self._events, (back_s, next(self._numbers), Joined(event.board_id)))
+            heapq.heappush(self._events, (back_s, next(self._numbers), BoardJoined(event.board_id)))
             return True
-        if isinstance(event, Joined):
+        if isinstance(event, BoardJoined):
             self._gone.discard(event.board_id)
             return True
-        if isinstance(event, Answered):
+        if isinstance(event, BoardAnswered):
             if event.move is Move.STAGE:
                 self._staged_s = now_s
             return event.board_id not in self._gone
         return True
 
-    def _perform(self, steps: tuple[Step, ...], now_s: float) -> Finish | None:
+    def _perform(self, steps: tuple[Step, ...], now_s: float) -> FinishRollout | None:
         for step in steps:
-            if isinstance(step, Finish):
+            if isinstance(step, FinishRollout):
                 return step
-            if isinstance(step, Ask):
+            if isinstance(step, MoveRequest):
                 self._desired = self._plan.apply(step, self._desired, now_s)
                 self._answer(step.move, step.boards, now_s)
         return None
@@ -150,9 +159,9 @@ class Rolling:
             took_s = each_s.get(move, 0.01) * (0.75 + self._rng.random() / 2)
             if move is Move.STAGE:  # the head's uplink is shared
                 took_s = (number + 1) * course.adapter_mb / course.uplink_mb_s
-            event: Event = Answered(move, board)
+            event: Event = BoardAnswered(move, board)
             if self._rng.random() < course.dies / 4:
-                event = Gone(board)
+                event = BoardLeft(board)
             heapq.heappush(self._events, (now_s + took_s, next(self._numbers), event))
 
 

@@ -33,7 +33,7 @@ SUFFIX = ".json"
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ArtifactMetadata:
     """What is known of one content. An empty tuple, or None, was not said.
 
     ``labels`` are the ``<model>@<version>`` under which it is base weights.
@@ -43,9 +43,9 @@ class Facts:
     base_digest: str | None = None
     labels: tuple[str, ...] = ()
 
-    def with_more(self, other: Facts) -> Facts:
+    def with_more(self, other: ArtifactMetadata) -> ArtifactMetadata:
         """Return it with what was said later, which stands where both say something."""
-        return Facts(
+        return ArtifactMetadata(
             other.parameters or self.parameters,
             other.base_digest or self.base_digest,
             tuple(dict.fromkeys((*self.labels, *other.labels))),
@@ -53,7 +53,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundWeights:
+class StoredArtifact:
     """An artifact that can be served: its content, and the tensors that are said to be in it."""
 
     version: Artifact
@@ -61,11 +61,11 @@ class FoundWeights:
 
 
 @dataclass
-class FactsFolder:
+class MetadataFolder:
     """The facts of all contents, in ``folder``. Any thread may use it; looking costs no disk."""
 
     folder: Path
-    _known: dict[str, Facts] = field(default_factory=dict)
+    _known: dict[str, ArtifactMetadata] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def open(self, present: tuple[str, ...]) -> None:
@@ -86,16 +86,16 @@ class FactsFolder:
                 log.warning("%s is not what was written, and is forgotten: %s", file, exc)
                 _discard(file)
 
-    def of(self, digest: str) -> Facts:
+    def of(self, digest: str) -> ArtifactMetadata:
         """Return what is known of a content."""
-        return self._known.get(digest, Facts())
+        return self._known.get(digest, ArtifactMetadata())
 
     def labelled(self, label: str) -> str | None:
         """Return the digest of the base weights of that ``<model>@<version>``."""
         known = list(self._known.items())
         return next((digest for digest, facts in known if label in facts.labels), None)
 
-    def add(self, digest: str, said: Facts) -> None:
+    def add(self, digest: str, said: ArtifactMetadata) -> None:
         """Remember what was said of a content.
 
         Raises:
@@ -123,7 +123,7 @@ class FactsFolder:
             self._known.pop(digest, None)
             _discard(self.folder / f"{digest}{SUFFIX}")
 
-    def _write(self, digest: str, facts: Facts) -> None:
+    def _write(self, digest: str, facts: ArtifactMetadata) -> None:
         place = self.folder / f"{digest}{SUFFIX}"
         fresh = place.with_suffix(".new")
         write_private(fresh, json.dumps(asdict(facts)))
@@ -143,8 +143,8 @@ def _discard(file: Path) -> None:
         log.warning("%s cannot be removed: %s", file, exc.strerror or exc)
 
 
-def _read(content: Any) -> Facts:
-    found = Facts(
+def _read(content: Any) -> ArtifactMetadata:
+    found = ArtifactMetadata(
         read_parameters(content["parameters"], "parameters"),
         content["base_digest"],
         tuple(content["labels"]),
@@ -155,7 +155,7 @@ def _read(content: Any) -> Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class DeclaredArtifact:
     """What a sender says of a file before it comes; None is not said.
 
     It is an adapter of ``model``, or with ``base`` other base weights of it, whose ``name`` is the
@@ -199,7 +199,7 @@ class Claim:
                 raise ArtifactRefused(f"{key} is said to be {claimed}, and it is {found}.", key)
 
 
-def checked(claim: Claim) -> Claim:
+def checked(claim: DeclaredArtifact) -> DeclaredArtifact:
     """Return what a sender says if it can be."""
     named = (("name", None if claim.base else claim.name), ("version", claim.version))
     for param, word in named:

@@ -41,7 +41,7 @@ from rkserve.control.params import Params
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OperationRequest:
     """One call that changes the cluster.
 
     ``who`` names the caller without any secret. ``key`` is its idempotency key. After ``timeout_s``
@@ -71,7 +71,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class OperationOutcome:
     """The answer. ``status`` is HTTP's: 200, 202, 207, or that of ``operation.error``.
 
     ``applied`` is False where nothing was changed by this call: it repeats an earlier one, or what

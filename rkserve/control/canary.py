@@ -12,7 +12,7 @@ from enum import Enum
 from rkserve.core.board_report import BoardReport, VersionFigures
 
 
-class Verdict(str, Enum):
+class CanaryVerdict(str, Enum):
     """What is known of a canary."""
 
     WAIT = "wait"
@@ -21,15 +21,15 @@ class Verdict(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class CanaryAssessment:
     """A verdict and the sentence that says why."""
 
-    verdict: Verdict
+    verdict: CanaryVerdict
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CanaryLimits:
     """What a canary must show, and by how much it may be worse than the active version.
 
     ``requests`` that ended and ``tokens`` that it must have generated before it can be good;
@@ -44,7 +44,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class CanaryWatch:
     """What boards did with versions since the watch began; it outlives replicas that do not.
 
     ``seen`` are the last counters by (replica, version), which run since a replica's start;
@@ -55,7 +55,7 @@ class Watch:
     gained: Mapping[tuple[str, str], VersionFigures] = field(default_factory=dict, hash=False)
     boards: frozenset[str] = frozenset()
 
-    def saw(self, reports: Sequence[BoardReport]) -> Watch:
+    def saw(self, reports: Sequence[BoardReport]) -> CanaryWatch:
         """Return it with what boards report now. A board's first report is where it counts from."""
         seen, gained = dict(self.seen), dict(self.gained)
         for report in reports:
@@ -64,11 +64,13 @@ class Watch:
                 if report.board_id in self.boards:
                     gained[mine] = _sum(gained.get(mine), _gain(seen.get(there), now))
                 seen[there] = now
-        return Watch(seen, gained, self.boards | {report.board_id for report in reports})
+        return CanaryWatch(seen, gained, self.boards | {report.board_id for report in reports})
 
-    def judge(self, candidate: str, active: str | None, limits: Limits | None = None) -> Judgement:
+    def judge(
+        self, candidate: str, active: str | None, limits: CanaryLimits | None = None
+    ) -> CanaryAssessment:
         """Return the verdict of one version against another, by their labels (None: no other)."""
-        return judge(self._of(candidate), self._of(active), limits or Limits())
+        return judge(self._of(candidate), self._of(active), limits or CanaryLimits())
 
     def _of(self, version: str | None) -> dict[str, VersionFigures]:
         return {board: one for (board, name), one in self.gained.items() if name == version}
@@ -100,8 +102,10 @@ def _sum(one: VersionFigures | None, other: VersionFigures) -> VersionFigures:
 
 
 def judge(
-    candidate: Mapping[str, VersionFigures], active: Mapping[str, VersionFigures], limits: Limits
-) -> Judgement:
+    candidate: Mapping[str, VersionFigures],
+    active: Mapping[str, VersionFigures],
+    limits: CanaryLimits,
+) -> CanaryAssessment:
     """Return the verdict by what each board did with the candidate and the active version.
 
     Failures count at once: it is bad as soon as the rest of the requests that it must show could
@@ -112,15 +116,15 @@ def judge(
     allowed = _rate(*_totals(active)) + limits.failures
     rate = failed / max(requests, limits.requests, 1)
     if rate > allowed:
-        return Judgement(
-            Verdict.BAD,
+        return CanaryAssessment(
+            CanaryVerdict.BAD,
             f"{failed} of {requests} requests failed; {allowed:.1%} are allowed, by those of the "
             "active version.",
         )
     tokens = sum(one.tokens for one in candidate.values())
     if requests < limits.requests or tokens < limits.tokens:
-        return Judgement(
-            Verdict.WAIT,
+        return CanaryAssessment(
+            CanaryVerdict.WAIT,
             f"{requests} of {limits.requests} requests and {tokens} of {limits.tokens} tokens so "
             "far.",
         )
@@ -128,8 +132,10 @@ def judge(
 
 
 def _speed(
-    candidate: Mapping[str, VersionFigures], active: Mapping[str, VersionFigures], limits: Limits
-) -> Judgement:
+    candidate: Mapping[str, VersionFigures],
+    active: Mapping[str, VersionFigures],
+    limits: CanaryLimits,
+) -> CanaryAssessment:
     expected_ms = actual_ms = 0.0
     for board, one in candidate.items():
         other = active.get(board)
@@ -138,12 +144,14 @@ def _speed(
         expected_ms += one.tokens * other.decode_ms / other.tokens
         actual_ms += one.decode_ms
     if not actual_ms:
-        return Judgement(Verdict.GOOD, "It fails no more often; nothing to compare its speed with.")
+        return CanaryAssessment(
+            CanaryVerdict.GOOD, "It fails no more often; nothing to compare its speed with."
+        )
     speed = expected_ms / actual_ms
     said = f"It decodes at {speed:.0%} of the active version's speed on the same boards"
     if speed < limits.speed:
-        return Judgement(Verdict.BAD, f"{said}; {limits.speed:.0%} are asked for.")
-    return Judgement(Verdict.GOOD, f"{said}, and fails no more often.")
+        return CanaryAssessment(CanaryVerdict.BAD, f"{said}; {limits.speed:.0%} are asked for.")
+    return CanaryAssessment(CanaryVerdict.GOOD, f"{said}, and fails no more often.")
 
 
 def _totals(figures: Mapping[str, VersionFigures]) -> tuple[int, int]:

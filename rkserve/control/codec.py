@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rkserve.control.operations import Operation
-from rkserve.core.desired_state import Desired, KeptCache
+from rkserve.core.desired_state import Desired, DesiredCache
 from rkserve.core.errors import LedgerFailed
 
 # Rises with every change of a field in what is kept; whoever raises it adds how the old is read.
@@ -52,14 +52,14 @@ def read_operation(text: str) -> Operation:
     return _parse("operation", Operation, text)
 
 
-def write_cache(cache: KeptCache) -> str:
+def write_cache(cache: DesiredCache) -> str:
     """Return a named prompt cache as text."""
     return _write("cache", cache)
 
 
-def read_cache(text: str) -> KeptCache:
+def read_cache(text: str) -> DesiredCache:
     """Return the prompt cache that was written. Raises ``LedgerFailed`` that says why not."""
-    return _parse("cache", KeptCache, text)
+    return _parse("cache", DesiredCache, text)
 
 
 def plain(value: object) -> Any:

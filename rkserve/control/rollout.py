@@ -9,7 +9,7 @@ everything back; from then on the new version stands, and a board that has not f
 there later by whoever compares what boards are with what they shall be. Boards that die are left
 out. Boards that join, or come back, get the desired state of the moment, like any board, and have
 what it names before they serve; but a hold and a commit are for all that are there by then: whoever
-carries these out asks the newcomers too and tells of them (``Joined``), so that none goes on with
+carries these out asks the newcomers too and tells of them (``BoardJoined``), so that none goes on with
 what it was told before.
 
 ::
@@ -33,9 +33,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from rkserve.control.canary import Judgement, Verdict
+from rkserve.control.canary import CanaryAssessment, CanaryVerdict
 from rkserve.control.operations import OperationError, OperationState, Phase
-from rkserve.control.rollout_plan import Ask, Move, Planned, Round
+from rkserve.control.rollout_plan import Move, MoveRequest, RolloutPlan, RolloutStage
 
 # An observation without a verdict goes on for so many times what was asked for, and then so many
 # seconds at least, before the version is taken back: a quiet cluster proves nothing.
@@ -44,12 +44,12 @@ PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Observe:
-    """Judge the candidate again and again, and tell each ``Judgement`` (``Judged``), to the end."""
+class ObserveCanary:
+    """Judge the candidate again and again, and tell each ``CanaryAssessment`` (``CanaryAssessed``), to the end."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class FinishRollout:
     """It is over: nothing more is to be done. ``lagging`` boards have not followed the commit.
 
     ``error`` says why where the version did not come in.
@@ -60,11 +60,11 @@ class Finish:
     lagging: tuple[str, ...] = ()
 
 
-Step: TypeAlias = Ask | Observe | Finish
+Step: TypeAlias = MoveRequest | ObserveCanary | FinishRollout
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class BoardAnswered:
     """A board answered a move, or did not in time; ``error`` of None is good."""
 
     move: Move
@@ -73,14 +73,14 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class BoardLeft:
     """A board is not there any more: it died or left. What it is asked for is asked in vain."""
 
     board_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class BoardJoined:
     """A board that was no part of it is asked for the move of the moment like the others.
 
     It comes before its answer. Other moves than a hold, a commit and an undo are none of its
@@ -92,7 +92,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class ChangeRefused:
     """A change could not be made or written down, and no board was told of it.
 
     An ``UNDO`` is never refused: whoever cannot write it down tries again, or starts anew.
@@ -103,14 +103,14 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class CanaryAssessed:
     """What was found of the candidate that is being observed."""
 
-    judgement: Judgement
+    judgement: CanaryAssessment
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class CanaryDecided:
     """Someone promotes the candidate that is being observed, or rolls it back. ``who`` says who."""
 
     promote: bool
@@ -118,22 +118,30 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancelled:
+class RolloutCancelled:
     """It shall end now: its time is up, or someone stops it."""
 
     error: OperationError
 
 
-Event: TypeAlias = Answered | Gone | Joined | Refused | Judged | Decided | Cancelled
+Event: TypeAlias = (
+    BoardAnswered
+    | BoardLeft
+    | BoardJoined
+    | ChangeRefused
+    | CanaryAssessed
+    | CanaryDecided
+    | RolloutCancelled
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """Where a rollout is. Made by ``start``, and by nobody else than ``advance`` changed."""
 
-    plan: Planned
+    plan: RolloutPlan
     boards: tuple[str, ...]
-    at: Move | Round
+    at: Move | RolloutStage
     asked: frozenset[tuple[Move, str]] = frozenset()
     done: frozenset[tuple[Move, str]] = frozenset()
     lagging: frozenset[str] = frozenset()
@@ -148,14 +156,14 @@ class Rollout:
         return Phase.DONE if self.ended else _PHASES[self.at]
 
 
-_PHASES: dict[Move | Round, Phase] = {
+_PHASES: dict[Move | RolloutStage, Phase] = {
     Move.STAGE: Phase.STAGING,
     Move.LOAD: Phase.LOADING,
     Move.HOLD: Phase.STOPPING,
     Move.OFFER: Phase.SWITCHING,
     Move.SWITCH: Phase.SWITCHING,
-    Round.ROLL: Phase.SWITCHING,
-    Round.OBSERVE: Phase.OBSERVING,
+    RolloutStage.ROLL: Phase.SWITCHING,
+    RolloutStage.OBSERVE: Phase.OBSERVING,
     Move.COMMIT: Phase.RELEASING,
     Move.UNDO: Phase.UNDOING,
 }
@@ -166,9 +174,9 @@ NO_BOARD = OperationError(503, "no_board", "No board is left that could show the
 Next: TypeAlias = tuple[Rollout, tuple[Step, ...]]
 
 
-def start(plan: Planned, now_s: float) -> Next:
+def start(plan: RolloutPlan, now_s: float) -> Next:
     """Begin: return where it is and what to do first, in this order."""
-    rollout = Rollout(plan, plan.boards, plan.course[0])
+    rollout = Rollout(plan, plan.boards, plan.stages[0])
     return _go_on(rollout, now_s) if plan.boards else _take_back(rollout, NO_BOARD)
 
 
@@ -180,26 +188,28 @@ def advance(rollout: Rollout, event: Event, now_s: float) -> Next:
     """
     if rollout.ended:
         return rollout, ()
-    if isinstance(event, Judged | Decided):
+    if isinstance(event, CanaryAssessed | CanaryDecided):
         return _observed(rollout, event, now_s)
-    if isinstance(event, Answered):
+    if isinstance(event, BoardAnswered):
         return _answered(rollout, event, now_s)
-    if isinstance(event, Gone):
+    if isinstance(event, BoardLeft):
         return _gone(rollout, event.board_id, now_s)
-    if isinstance(event, Joined):
+    if isinstance(event, BoardJoined):
         return _joined(rollout, event.board_id, now_s)
-    return _refused(rollout, event) if isinstance(event, Refused) else _cancelled(rollout, event)
+    return (
+        _refused(rollout, event) if isinstance(event, ChangeRefused) else _cancelled(rollout, event)
+    )
 
 
-def _observed(rollout: Rollout, event: Judged | Decided, now_s: float) -> Next:
-    if rollout.at is not Round.OBSERVE:
+def _observed(rollout: Rollout, event: CanaryAssessed | CanaryDecided, now_s: float) -> Next:
+    if rollout.at is not RolloutStage.OBSERVE:
         return rollout, ()
-    if isinstance(event, Judged):
+    if isinstance(event, CanaryAssessed):
         return _judged(rollout, event.judgement, now_s)
     return _decided(rollout, event, now_s)
 
 
-def _answered(rollout: Rollout, event: Answered, now_s: float) -> Next:
+def _answered(rollout: Rollout, event: BoardAnswered, now_s: float) -> Next:
     answer = (event.move, event.board_id)
     if answer not in rollout.asked or answer in rollout.done:
         return rollout, ()
@@ -237,7 +247,7 @@ def _in_turn(rollout: Rollout, board_id: str) -> bool:
     turn = (Move.SWITCH, board_id)
     return (
         rollout.plan.heavy
-        and rollout.at is Round.ROLL
+        and rollout.at is RolloutStage.ROLL
         and turn in rollout.asked
         and turn not in rollout.done
     )
@@ -247,14 +257,14 @@ def _joined(rollout: Rollout, board_id: str, now_s: float) -> Next:
     if board_id in rollout.boards:
         return rollout, ()
     joined = replace(rollout, boards=(*rollout.boards, board_id))
-    if rollout.plan.heavy and rollout.at is Round.ROLL:
+    if rollout.plan.heavy and rollout.at is RolloutStage.ROLL:
         return _go_on(joined, now_s)  # it waits for its turn
     if rollout.at not in EVERYWHERE:
         return rollout, ()
     return replace(joined, asked=rollout.asked | {(Move(rollout.at), board_id)}), ()
 
 
-def _refused(rollout: Rollout, event: Refused) -> Next:
+def _refused(rollout: Rollout, event: ChangeRefused) -> Next:
     if rollout.at is Move.UNDO or event.move not in _CHANGING:
         return rollout, ()
     # Each course begins its changes with one of these: without it there is nothing to undo.
@@ -262,20 +272,20 @@ def _refused(rollout: Rollout, event: Refused) -> Next:
     return _take_back(replace(rollout, changed=changed), event.error)
 
 
-def _cancelled(rollout: Rollout, event: Cancelled) -> Next:
+def _cancelled(rollout: Rollout, event: RolloutCancelled) -> Next:
     if rollout.at not in (Move.COMMIT, Move.UNDO):
         return _take_back(rollout, event.error)
     late = {board for board in rollout.boards if (rollout.at, board) not in rollout.done}
     return _finish(replace(rollout, lagging=rollout.lagging | late))
 
 
-def _judged(rollout: Rollout, judgement: Judgement, now_s: float) -> Next:
+def _judged(rollout: Rollout, judgement: CanaryAssessment, now_s: float) -> Next:
     plan, since_s = rollout.plan, now_s - rollout.observed_from_s
-    if judgement.verdict is Verdict.BAD:
+    if judgement.verdict is CanaryVerdict.BAD:
         return _take_back(rollout, OperationError(409, "canary_failed", judgement.reason))
     if not plan.auto or since_s < plan.observe_s:
         return rollout, ()
-    if judgement.verdict is Verdict.GOOD:
+    if judgement.verdict is CanaryVerdict.GOOD:
         return _enter_next(rollout, now_s)
     if since_s < max(plan.observe_s * PATIENCE, PATIENCE_S):
         return rollout, ()
@@ -283,7 +293,7 @@ def _judged(rollout: Rollout, judgement: Judgement, now_s: float) -> Next:
     return _take_back(rollout, OperationError(409, "canary_failed", why))
 
 
-def _decided(rollout: Rollout, event: Decided, now_s: float) -> Next:
+def _decided(rollout: Rollout, event: CanaryDecided, now_s: float) -> Next:
     if event.promote:
         return _enter_next(rollout, now_s)
     by = f" by {event.who}" if event.who else ""
@@ -309,10 +319,10 @@ def _finish(rollout: Rollout) -> Next:
         state = OperationState.PARTIAL if lagging else OperationState.SUCCEEDED
     else:
         state = OperationState.UNDONE if rollout.at is Move.UNDO else OperationState.FAILED
-    return replace(rollout, ended=state), (Finish(state, rollout.error, lagging),)
+    return replace(rollout, ended=state), (FinishRollout(state, rollout.error, lagging),)
 
 
-def _ask(rollout: Rollout, move: Move, boards: Iterable[str]) -> tuple[Rollout, Ask]:
+def _ask(rollout: Rollout, move: Move, boards: Iterable[str]) -> tuple[Rollout, MoveRequest]:
     asked = tuple(boards)
     return (
         replace(
@@ -320,13 +330,13 @@ def _ask(rollout: Rollout, move: Move, boards: Iterable[str]) -> tuple[Rollout, 
             asked=rollout.asked | {(move, board) for board in asked},
             changed=rollout.changed or move in _CHANGING,
         ),
-        Ask(move, asked),
+        MoveRequest(move, asked),
     )
 
 
 def _go_on(rollout: Rollout, now_s: float) -> Next:
     """Ask for what can be asked now; go on to the next part where this one is complete."""
-    if rollout.at is Round.OBSERVE:
+    if rollout.at is RolloutStage.OBSERVE:
         return rollout, ()
     if _complete(rollout):
         if rollout.at in (Move.COMMIT, Move.UNDO):
@@ -340,15 +350,15 @@ def _go_on(rollout: Rollout, now_s: float) -> Next:
 
 
 def _enter_next(rollout: Rollout, now_s: float) -> Next:
-    course = rollout.plan.course
-    rollout = replace(rollout, at=course[course.index(rollout.at) + 1])
-    if rollout.at is Round.OBSERVE:
-        return replace(rollout, observed_from_s=now_s), (Observe(),)
+    stages = rollout.plan.stages
+    rollout = replace(rollout, at=stages[stages.index(rollout.at) + 1])
+    if rollout.at is RolloutStage.OBSERVE:
+        return replace(rollout, observed_from_s=now_s), (ObserveCanary(),)
     return _go_on(rollout, now_s)
 
 
 def _complete(rollout: Rollout) -> bool:
-    last = Move.SWITCH if rollout.at is Round.ROLL else rollout.at
+    last = Move.SWITCH if rollout.at is RolloutStage.ROLL else rollout.at
     return all((last, board) in rollout.done for board in rollout.boards)
 
 

@@ -47,30 +47,30 @@ class Move(str, Enum):
     UNDO = "undo"
 
 
-class Round(Enum):
+class RolloutStage(Enum):
     """The parts of a course that are not one move of all boards."""
 
     ROLL = "roll"
     OBSERVE = "observe"
 
 
-Course = tuple[Move | Round, ...]
+Stages = tuple[Move | RolloutStage, ...]
 
-_COURSES: dict[Strategy, Course] = {
+_STAGES: dict[Strategy, Stages] = {
     Strategy.ATOMIC: (Move.STAGE, Move.LOAD, Move.HOLD, Move.COMMIT),
-    Strategy.ROLLING: (Move.STAGE, Move.OFFER, Round.ROLL, Move.COMMIT),
-    Strategy.CANARY: (Move.STAGE, Move.LOAD, Move.OFFER, Round.OBSERVE, Move.COMMIT),
+    Strategy.ROLLING: (Move.STAGE, Move.OFFER, RolloutStage.ROLL, Move.COMMIT),
+    Strategy.CANARY: (Move.STAGE, Move.LOAD, Move.OFFER, RolloutStage.OBSERVE, Move.COMMIT),
 }
-_BACK: Course = (Move.HOLD, Move.COMMIT)
+_BACK: Stages = (Move.HOLD, Move.COMMIT)
 # Boards load between two runs, which may take minutes: those that are held load at once.
-_HELD_FIRST: Course = (Move.STAGE, Move.HOLD, Move.LOAD, Move.COMMIT)
+_HELD_FIRST: Stages = (Move.STAGE, Move.HOLD, Move.LOAD, Move.COMMIT)
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class MoveRequest:
     """Ask boards for a move and tell what each answers (``Answered``, ``Gone``).
 
-    A change is applied (``Plan.apply``) and written down first, once, also where ``boards`` is
+    A change is applied (``AdapterRolloutPlan.apply``) and written down first, once, also where ``boards`` is
     empty; what prevents it (``Refused``) is told before any other event. Whoever is not in
     ``boards`` may be told too, and its answer is nobody's business.
     """
@@ -79,7 +79,7 @@ class Ask:
     boards: tuple[str, ...]
 
 
-class Planned(Protocol):
+class RolloutPlan(Protocol):
     """What the course of a rollout must know of its plan; and whoever carries it out.
 
     ``heavy``: a switch makes boards load the whole model.
@@ -94,7 +94,7 @@ class Planned(Protocol):
     @property
     def boards(self) -> tuple[str, ...]: ...
     @property
-    def course(self) -> Course: ...
+    def stages(self) -> Stages: ...
     @property
     def max_unavailable(self) -> int: ...
     @property
@@ -104,15 +104,15 @@ class Planned(Protocol):
     @property
     def heavy(self) -> bool: ...
 
-    def turn(self, at: Move | Round) -> tuple[Move, ...]:
+    def turn(self, at: Move | RolloutStage) -> tuple[Move, ...]:
         """Return what boards do one after the other in that part; nothing where all go at once."""
 
-    def apply(self, move: Ask, desired: Desired, now_s: float) -> Desired:
+    def apply(self, move: MoveRequest, desired: Desired, now_s: float) -> Desired:
         """Return what the cluster shall be by a move."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AdapterRolloutPlan:
     """What a rollout of an adapter shall do.
 
     ``boards`` are those that are there when it begins. ``version`` is None for a rollback by hand.
@@ -141,25 +141,25 @@ class Plan:
     held_first: bool = False
 
     @property
-    def course(self) -> Course:
+    def stages(self) -> Stages:
         """Its parts, in their order."""
         if self.held_first and self.version is not None:
             return _HELD_FIRST
-        return _BACK if self.version is None else _COURSES[self.strategy]
+        return _BACK if self.version is None else _STAGES[self.strategy]
 
     @property
     def heavy(self) -> bool:
         """An adapter is loaded beside the model."""
         return False
 
-    def turn(self, at: Move | Round) -> tuple[Move, ...]:
-        """Return what boards do one after the other; see ``Planned``."""
-        if at is Round.ROLL:
+    def turn(self, at: Move | RolloutStage) -> tuple[Move, ...]:
+        """Return what boards do one after the other; see ``RolloutPlan``."""
+        if at is RolloutStage.ROLL:
             return (Move.LOAD, Move.SWITCH)
         canary = at is Move.LOAD and self.strategy is Strategy.CANARY
         return (Move.LOAD,) if canary else ()
 
-    def apply(self, move: Ask, desired: Desired, now_s: float) -> Desired:
+    def apply(self, move: MoveRequest, desired: Desired, now_s: float) -> Desired:
         """Return what the cluster shall be by a move; for ``STAGE`` and ``LOAD`` what it was.
 
         It is one epoch later, or the same value where there is nothing to change. ``now_s`` is in
@@ -208,11 +208,13 @@ class Plan:
         )
 
 
-def _nothing(_plan: Plan, _ask: Ask, desired: Desired, _now_s: float) -> Desired:
+def _nothing(
+    _plan: AdapterRolloutPlan, _ask: MoveRequest, desired: Desired, _now_s: float
+) -> Desired:
     return desired
 
 
-def _hold(plan: Plan, _ask: Ask, desired: Desired, now_s: float) -> Desired:
+def _hold(plan: AdapterRolloutPlan, _ask: MoveRequest, desired: Desired, now_s: float) -> Desired:
     scope = Scope(models=(plan.model,), adapter=None if plan.held_first else plan.name)
     asked = ActivePause(
         plan.operation, scope, PauseMode.KEEP, since_s=now_s, expires_s=now_s + plan.hold_s
@@ -220,15 +222,17 @@ def _hold(plan: Plan, _ask: Ask, desired: Desired, now_s: float) -> Desired:
     return state_changes.hold(desired, asked)
 
 
-def _offer(plan: Plan, _ask: Ask, desired: Desired, _now_s: float) -> Desired:
+def _offer(plan: AdapterRolloutPlan, _ask: MoveRequest, desired: Desired, _now_s: float) -> Desired:
     return plan.offered(desired, plan.weight if plan.strategy is Strategy.CANARY else 0.0)
 
 
-def _switch(plan: Plan, ask: Ask, desired: Desired, _now_s: float) -> Desired:
+def _switch(plan: AdapterRolloutPlan, ask: MoveRequest, desired: Desired, _now_s: float) -> Desired:
     return state_changes.switch(desired, plan.model, plan.name, ask.boards)
 
 
-def _commit(plan: Plan, _ask: Ask, desired: Desired, _now_s: float) -> Desired:
+def _commit(
+    plan: AdapterRolloutPlan, _ask: MoveRequest, desired: Desired, _now_s: float
+) -> Desired:
     held = any(pause.operation == plan.operation for pause in desired.pauses)
     if plan.strategy is Strategy.ATOMIC and not held:
         raise OperationConflict("Its hold on the boards ended before all were ready.")
@@ -240,7 +244,7 @@ def _commit(plan: Plan, _ask: Ask, desired: Desired, _now_s: float) -> Desired:
     )
 
 
-def _undo(plan: Plan, _ask: Ask, desired: Desired, _now_s: float) -> Desired:
+def _undo(plan: AdapterRolloutPlan, _ask: MoveRequest, desired: Desired, _now_s: float) -> Desired:
     return state_changes.as_one(
         desired,
         lambda after: state_changes.withdraw(after, plan.operation),
@@ -248,14 +252,14 @@ def _undo(plan: Plan, _ask: Ask, desired: Desired, _now_s: float) -> Desired:
     )
 
 
-def _without_candidate(plan: Plan, desired: Desired) -> Desired:
+def _without_candidate(plan: AdapterRolloutPlan, desired: Desired) -> Desired:
     line = desired.line(plan.model, plan.name)
     if line is None or line.candidate is None or line.candidate != plan.version:
         return desired
     return state_changes.drop(desired, plan.model, plan.name)
 
 
-_CHANGES: dict[Move, Callable[[Plan, Ask, Desired, float], Desired]] = {
+_CHANGES: dict[Move, Callable[[AdapterRolloutPlan, MoveRequest, Desired, float], Desired]] = {
     Move.STAGE: _nothing,
     Move.LOAD: _nothing,
     Move.HOLD: _hold,
@@ -275,14 +279,14 @@ def plan(
     *,
     hold_s: float = 60.0,
     keep: int = state_changes.KEEP_VERSIONS,
-) -> Plan:
+) -> AdapterRolloutPlan:
     """Read a plan from a call's parameters. Raises ``RequestError`` for what they may not be."""
     strategy = read.choice(params, "strategy", Strategy, Strategy.ATOMIC)
     if kind is OperationKind.ADAPTER_ROLLBACK:
         strategy, version = Strategy.ATOMIC, None
     elif version is None:
         raise RequestError("'version' is required.", "version")
-    return Plan(
+    return AdapterRolloutPlan(
         operation=operation,
         model=read.text(params, "model"),
         name=read.text(params, "name"),

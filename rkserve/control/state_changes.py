@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from rkserve.core.desired_state import (
     ActivePause,
-    AdapterLine,
     AdapterVersion,
+    AdapterVersions,
     Desired,
     InFlight,
     PauseMode,
@@ -203,7 +203,7 @@ def add_version(desired: Desired, model: str, version: AdapterVersion) -> Desire
     ``OperationConflict`` where too many wait for their turn.
     """
     check_version(desired, model, version)
-    line = desired.line(model, version.ref.name) or AdapterLine(model, version.ref.name)
+    line = desired.line(model, version.ref.name) or AdapterVersions(model, version.ref.name)
     if version in line.versions:
         return desired
     if len(line.kept) - len(line.left) >= MAX_WAITING:
@@ -231,7 +231,7 @@ def begin(
     if not 0 <= weight <= 1:
         raise RequestError("'weight' must be from 0 to 1.", "weight")
     check_version(desired, model, candidate)
-    line = desired.line(model, candidate.ref.name) or AdapterLine(model, candidate.ref.name)
+    line = desired.line(model, candidate.ref.name) or AdapterVersions(model, candidate.ref.name)
     if line.candidate is not None:
         raise OperationConflict(
             f"Version '{line.candidate.ref.version}' of adapter '{line.name}' is being rolled out."
@@ -317,11 +317,11 @@ def rollback(
 
 
 def _kept(
-    line: AdapterLine,
+    line: AdapterVersions,
     left: AdapterVersion | None,
     keep: int,
     but: tuple[AdapterVersion | None, ...],
-) -> AdapterLine:
+) -> AdapterVersions:
     """Return a line that keeps what it left as well, but no more than ``keep`` of such."""
     others = [
         one for one in dict.fromkeys((left, *line.kept)) if one is not None and one not in but
@@ -411,7 +411,7 @@ def follow_up(
     desired: Desired,
     *,
     pauses: tuple[ActivePause, ...] | None = None,
-    lines: tuple[AdapterLine, ...] | None = None,
+    lines: tuple[AdapterVersions, ...] | None = None,
     weights: tuple[Weights, ...] | None = None,
 ) -> Desired:
     """Return what follows with the next epoch: all that is not given stays."""
@@ -423,7 +423,7 @@ def follow_up(
     )
 
 
-def _put(desired: Desired, line: AdapterLine) -> Desired:
+def _put(desired: Desired, line: AdapterVersions) -> Desired:
     """Return it with a line, whose epoch rises if the bare name gets something else from now on."""
     before = desired.line(line.model, line.name)
     names = {one.ref.version for one in line.kept}
@@ -435,17 +435,17 @@ def _put(desired: Desired, line: AdapterLine) -> Desired:
     return follow_up(desired, lines=tuple(lines))
 
 
-def _served(line: AdapterLine) -> tuple[object, ...]:
+def _served(line: AdapterVersions) -> tuple[object, ...]:
     """All that decides what a request for the bare name gets."""
     offered = line.candidate if line.weight or line.switched else None
     return (line.active, offered, line.switched, line.weight if offered else 0.0)
 
 
-def _settled(line: AdapterLine) -> AdapterLine:
+def _settled(line: AdapterVersions) -> AdapterVersions:
     return replace(line, candidate=None, switched=(), weight=0.0)
 
 
-def _forget(desired: Desired, line: AdapterLine) -> Desired:
+def _forget(desired: Desired, line: AdapterVersions) -> Desired:
     return follow_up(
         desired, lines=tuple(o for o in desired.lines if not _is(o, line.model, line.name))
     )
@@ -459,18 +459,18 @@ def weigh(desired: Desired, weights: Weights) -> Desired:
     return follow_up(desired, weights=tuple(sorted((*others, weights), key=lambda one: one.model)))
 
 
-def _is(line: AdapterLine, model: str, name: str) -> bool:
+def _is(line: AdapterVersions, model: str, name: str) -> bool:
     return (line.model, line.name) == (model, name)
 
 
-def _line(desired: Desired, model: str, name: str) -> AdapterLine:
+def _line(desired: Desired, model: str, name: str) -> AdapterVersions:
     line = desired.line(model, name)
     if line is None:
         raise AdapterNotFound(name)
     return line
 
 
-def _rolled_out(desired: Desired, model: str, name: str) -> AdapterLine:
+def _rolled_out(desired: Desired, model: str, name: str) -> AdapterVersions:
     line = _line(desired, model, name)
     if line.candidate is None:
         raise OperationConflict(f"No version of adapter '{name}' is being rolled out.")

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from rkserve.control import state_changes
-from rkserve.control.rollout_plan import Ask, Course, Move, Round
+from rkserve.control.rollout_plan import Move, MoveRequest, RolloutStage, Stages
 from rkserve.core.desired_state import (
     ActivePause,
     BaseVersion,
+    BaseWeightsChange,
     Desired,
     InFlight,
     PauseMode,
-    Rebase,
     Scope,
     Weights,
 )
@@ -54,7 +54,7 @@ def begin(
     weights = desired.weights_of(model)
     if weights.rebase is not None:
         raise OperationConflict(f"Model '{model}' is getting other base weights.")
-    rebase = Rebase(to, label, everywhere=everywhere)
+    rebase = BaseWeightsChange(to, label, everywhere=everywhere)
     return state_changes.weigh(desired, replace(weights, rebase=rebase, in_flight=in_flight))
 
 
@@ -86,7 +86,7 @@ def is_same(one: BaseVersion | None, other: BaseVersion | None) -> bool:
     return (None if one is None else one.digest) == (None if other is None else other.digest)
 
 
-def _on_their_way(desired: Desired, model: str) -> tuple[Weights, Rebase]:
+def _on_their_way(desired: Desired, model: str) -> tuple[Weights, BaseWeightsChange]:
     weights = desired.weights_of(model)
     if weights.rebase is None:
         raise OperationConflict(f"No other base weights are on their way to model '{model}'.")
@@ -94,7 +94,7 @@ def _on_their_way(desired: Desired, model: str) -> tuple[Weights, Rebase]:
 
 
 @dataclass(frozen=True, slots=True)
-class RebasePlan:
+class WeightsRolloutPlan:
     """What an update of base weights shall do; see ``plan.Planned``.
 
     ``version`` of None is the file in the model folder. ``boards`` are those that are there when it
@@ -114,12 +114,12 @@ class RebasePlan:
     hold_s: float = 600.0
 
     @property
-    def course(self) -> Course:
+    def stages(self) -> Stages:
         """Its parts, in their order."""
-        stage: Course = () if self.version is None else (Move.STAGE,)
+        stage: Stages = () if self.version is None else (Move.STAGE,)
         if self.at_once:
             return (*stage, Move.HOLD, Move.SWITCH, Move.COMMIT)
-        return (*stage, Move.OFFER, Round.ROLL, Move.COMMIT)
+        return (*stage, Move.OFFER, RolloutStage.ROLL, Move.COMMIT)
 
     @property
     def heavy(self) -> bool:
@@ -136,11 +136,11 @@ class RebasePlan:
         """Nobody decides."""
         return True
 
-    def turn(self, at: Move | Round) -> tuple[Move, ...]:
+    def turn(self, at: Move | RolloutStage) -> tuple[Move, ...]:
         """Return what boards do one after the other."""
-        return (Move.SWITCH,) if at is Round.ROLL else ()
+        return (Move.SWITCH,) if at is RolloutStage.ROLL else ()
 
-    def apply(self, move: Ask, desired: Desired, now_s: float) -> Desired:
+    def apply(self, move: MoveRequest, desired: Desired, now_s: float) -> Desired:
         """Return what the cluster shall be by a move, as ``Plan.apply`` does."""
         return _CHANGES[move.move](self, move, desired, now_s)
 
@@ -170,11 +170,13 @@ class RebasePlan:
         return state_changes.set_step(desired, self.model, self.step)
 
 
-def _nothing(_plan: RebasePlan, _ask: Ask, desired: Desired, _now_s: float) -> Desired:
+def _nothing(
+    _plan: WeightsRolloutPlan, _ask: MoveRequest, desired: Desired, _now_s: float
+) -> Desired:
     return desired
 
 
-def _hold(plan: RebasePlan, _ask: Ask, desired: Desired, now_s: float) -> Desired:
+def _hold(plan: WeightsRolloutPlan, _ask: MoveRequest, desired: Desired, now_s: float) -> Desired:
     scope = Scope(models=(plan.model,))
     asked = ActivePause(
         plan.operation, scope, PauseMode.KEEP, since_s=now_s, expires_s=now_s + plan.hold_s
@@ -182,18 +184,20 @@ def _hold(plan: RebasePlan, _ask: Ask, desired: Desired, now_s: float) -> Desire
     return state_changes.hold(desired, asked)
 
 
-def _offer(plan: RebasePlan, _ask: Ask, desired: Desired, _now_s: float) -> Desired:
+def _offer(plan: WeightsRolloutPlan, _ask: MoveRequest, desired: Desired, _now_s: float) -> Desired:
     return plan.begun(desired)
 
 
-def _switch(plan: RebasePlan, ask: Ask, desired: Desired, _now_s: float) -> Desired:
+def _switch(plan: WeightsRolloutPlan, ask: MoveRequest, desired: Desired, _now_s: float) -> Desired:
     if plan.at_once:
         _require_hold(plan, desired)
         return plan.begun(desired)
     return switch(desired, plan.model, ask.boards)
 
 
-def _commit(plan: RebasePlan, _ask: Ask, desired: Desired, _now_s: float) -> Desired:
+def _commit(
+    plan: WeightsRolloutPlan, _ask: MoveRequest, desired: Desired, _now_s: float
+) -> Desired:
     if plan.at_once:
         _require_hold(plan, desired)
     return state_changes.as_one(
@@ -204,12 +208,12 @@ def _commit(plan: RebasePlan, _ask: Ask, desired: Desired, _now_s: float) -> Des
     )
 
 
-def _require_hold(plan: RebasePlan, desired: Desired) -> None:
+def _require_hold(plan: WeightsRolloutPlan, desired: Desired) -> None:
     if all(pause.operation != plan.operation for pause in desired.pauses):
         raise OperationConflict("Its hold on the boards ended before all were ready.")
 
 
-def _undo(plan: RebasePlan, _ask: Ask, desired: Desired, _now_s: float) -> Desired:
+def _undo(plan: WeightsRolloutPlan, _ask: MoveRequest, desired: Desired, _now_s: float) -> Desired:
     return state_changes.as_one(
         desired,
         lambda after: state_changes.withdraw(after, plan.operation),
@@ -217,7 +221,7 @@ def _undo(plan: RebasePlan, _ask: Ask, desired: Desired, _now_s: float) -> Desir
     )
 
 
-_CHANGES: dict[Move, Callable[[RebasePlan, Ask, Desired, float], Desired]] = {
+_CHANGES: dict[Move, Callable[[WeightsRolloutPlan, MoveRequest, Desired, float], Desired]] = {
     Move.STAGE: _nothing,
     Move.HOLD: _hold,
     Move.OFFER: _offer,

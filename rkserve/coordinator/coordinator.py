@@ -19,8 +19,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from rkserve.config.serve_config import CoordinatorConfig
 from rkserve.control import state_changes, weight_changes
-from rkserve.control.artifact_metadata import Claim, FoundWeights
-from rkserve.control.calls import Call, Outcome
+from rkserve.control.artifact_metadata import DeclaredArtifact, StoredArtifact
+from rkserve.control.calls import OperationOutcome, OperationRequest
 from rkserve.control.operations import (
     HOLDS,
     UPDATES,
@@ -32,23 +32,27 @@ from rkserve.control.operations import (
 )
 from rkserve.control.recovery import recover, stands
 from rkserve.control.sleep import SleepPolicy
-from rkserve.coordinator.boards.delivery import Put, Stager, Store
-from rkserve.coordinator.boards.late_results import Settling
+from rkserve.coordinator.boards.delivery import FileStore, Put, Stager
+from rkserve.coordinator.boards.late_results import LateResults
 from rkserve.coordinator.boards.reconcile import Reconciler
 from rkserve.coordinator.boards.roster import Roster
-from rkserve.coordinator.boards.transfer import Pace
-from rkserve.coordinator.operations.adapters import Versions, handlers
-from rkserve.coordinator.operations.garbage_collection import Reclaim
-from rkserve.coordinator.operations.idle_models import Idling
-from rkserve.coordinator.operations.operation_run import Course, Desk, Handler, Routers
+from rkserve.coordinator.boards.transfer import TransferLimits
+from rkserve.coordinator.operations.adapters import AdapterOperations, handlers
+from rkserve.coordinator.operations.garbage_collection import GarbageCollector
+from rkserve.coordinator.operations.idle_models import IdleModels
+from rkserve.coordinator.operations.operation_run import (
+    Handler,
+    OperationContext,
+    OperationRun,
+    Routers,
+)
 from rkserve.coordinator.operations.pause import HANDLERS
-from rkserve.coordinator.operations.prompt_caches import CacheKeeping
-from rkserve.coordinator.operations.prompt_caches import Times as CacheTimes
-from rkserve.coordinator.operations.sleep import Sleeping
-from rkserve.coordinator.operations.weights import Rebasing
-from rkserve.coordinator.state.ledger import AuditLine, Ledger
-from rkserve.coordinator.state.state_store import Book
-from rkserve.core.desired_state import Desired, KeptCache, Scope
+from rkserve.coordinator.operations.prompt_caches import CacheTimes, PromptCacheKeeper
+from rkserve.coordinator.operations.sleep import SleepOperations
+from rkserve.coordinator.operations.weights import WeightOperations
+from rkserve.coordinator.state.ledger import AuditEntry, Ledger
+from rkserve.coordinator.state.state_store import StateStore
+from rkserve.core.desired_state import Desired, DesiredCache, Scope
 from rkserve.core.errors import (
     LedgerFailed,
     OperationConflict,
@@ -69,7 +73,7 @@ TURN_S = 0.05
 
 
 @dataclass(frozen=True)
-class Outside:
+class CoordinatorPorts:
     """What the Coordinator works with and does not own. ``now_s`` reads seconds since 1970.
 
     ``policies`` say by model how its boards are configured to sleep, and ``system_prompts`` by
@@ -78,12 +82,12 @@ class Outside:
 
     fleet: Fleet
     ledger: Ledger
-    store: Store
+    store: FileStore
     put: Put
     now_s: Callable[[], float] = time.time
-    pace: Pace = field(default_factory=Pace)
+    pace: TransferLimits = field(default_factory=TransferLimits)
     policies: Mapping[str, SleepPolicy] = field(default_factory=dict)
-    system_prompts: Mapping[str, KeptCache] = field(default_factory=dict)
+    system_prompts: Mapping[str, DesiredCache] = field(default_factory=dict)
     cache_times: CacheTimes = field(default_factory=CacheTimes)
     routers: Routers | None = None
 
@@ -91,12 +95,12 @@ class Outside:
 class Coordinator:
     """Use it from one event loop, after ``start``."""
 
-    def __init__(self, config: CoordinatorConfig, outside: Outside) -> None:
+    def __init__(self, config: CoordinatorConfig, outside: CoordinatorPorts) -> None:
         self._config = config
         self._registry = CollectorRegistry()
         self._metrics = CoordinatorMetrics(self._registry)
         self._now_s = outside.now_s
-        self._book = Book(outside.ledger)
+        self._state = StateStore(outside.ledger)
         self._roster = Roster(outside.fleet, self._board_failed)
         stager = Stager(
             self._roster,
@@ -107,11 +111,11 @@ class Coordinator:
             pace=outside.pace,
         )
         self._reconciler = Reconciler(
-            self._book, self._roster, stager, self._metrics, config.operation_timeout_s
+            self._state, self._roster, stager, self._metrics, config.operation_timeout_s
         )
-        self._desk = Desk(
+        self._context = OperationContext(
             config,
-            self._book,
+            self._state,
             self._roster,
             stager,
             self._reconciler,
@@ -119,23 +123,25 @@ class Coordinator:
             outside.now_s,
             outside.routers,
         )
-        self._reclaim = Reclaim(self._desk, outside.store)
-        self._settling = Settling(self._book, self._roster, outside.now_s)
-        self._rebasing = Rebasing(outside.store, self._roster)
+        self._garbage_collector = GarbageCollector(self._context, outside.store)
+        self._settling = LateResults(self._state, self._roster, outside.now_s)
+        self._rebasing = WeightOperations(outside.store, self._roster)
         require_fit = self._rebasing.require_fit
-        versions = Versions(self._desk, outside.store, self._reclaim, require_fit)
-        self._sleeping = Sleeping(outside.policies)
+        versions = AdapterOperations(
+            self._context, outside.store, self._garbage_collector, require_fit
+        )
+        self._sleeping = SleepOperations(outside.policies)
         self._handlers: dict[Any, Handler] = {
             **HANDLERS,
             **self._sleeping.handlers,
             **handlers(versions),
             **self._rebasing.handlers,
         }
-        self.caches = CacheKeeping(
-            self._desk, outside.ledger, outside.system_prompts, outside.cache_times
+        self.caches = PromptCacheKeeper(
+            self._context, outside.ledger, outside.system_prompts, outside.cache_times
         )
-        self._idling = Idling(self._desk, outside.policies, self.perform)
-        self._courses: dict[str, tuple[Course, asyncio.Task[None]]] = {}  # by idempotency key
+        self._idling = IdleModels(self._context, outside.policies, self.perform)
+        self._courses: dict[str, tuple[OperationRun, asyncio.Task[None]]] = {}  # by idempotency key
         self._going_on: set[asyncio.Task[None]] = set()
         self._loops: list[asyncio.Task[None]] = []
 
@@ -149,22 +155,22 @@ class Coordinator:
 
         Also while the disk is full: what was found holds, and is written down once it can be.
         """
-        desired, ended = recover(self._book.desired, self._book.unsettled(), self._now_s())
+        desired, ended = recover(self._state.desired, self._state.unsettled(), self._now_s())
         lines = [_recovered(self._now_s(), one) for one in ended]
-        if ended or desired != self._book.desired:
+        if ended or desired != self._state.desired:
             # A full disk keeps it from no board: a successor would come to the same.
-            self._book.derive(desired, *ended, audit=lines)
+            self._state.derive(desired, *ended, audit=lines)
         for one in ended:
             log.warning("operation %s (%s) is %s now", one.id, one.kind.value, one.state.value)
-        for one in self._book.partial():
+        for one in self._state.partial():
             self._settling.add(one)
-        self._reclaim.remember(await asyncio.to_thread(self._book.stagings))
+        self._garbage_collector.remember(await asyncio.to_thread(self._state.stagings))
         await self._round()
         self._reconciler.announce()
         self._loops = [
             self._forever(self._round, self._config.report_s),
             self._forever(self._expire, LEASE_TICK_S),
-            self._forever(self._reclaim.look, RECLAIM_S),
+            self._forever(self._garbage_collector.look, RECLAIM_S),
         ]
 
     async def stop(self) -> None:
@@ -207,23 +213,23 @@ class Coordinator:
         self._settling.look()
         self._idling.look()
         self.caches.look()
-        self._metrics.epoch.set(self._book.desired.epoch)
-        asleep = sum(pause.level is not None for pause in self._book.desired.pauses)
-        self._metrics.pauses_in_force.set(len(self._book.desired.pauses) - asleep)
+        self._metrics.epoch.set(self._state.desired.epoch)
+        asleep = sum(pause.level is not None for pause in self._state.desired.pauses)
+        self._metrics.pauses_in_force.set(len(self._state.desired.pauses) - asleep)
         self._metrics.sleeps_in_force.set(asleep)
-        self._metrics.running.set(len(self._book.running))
+        self._metrics.running.set(len(self._state.running))
 
     async def _expire(self) -> None:
         """Resume, or wake, what a lease has ended for: whoever asked is gone, or has forgotten.
 
         Also where that cannot be written down: whoever reads the ledger comes to the same.
         """
-        desired, ended = state_changes.expire(self._book.desired, self._now_s())
+        desired, ended = state_changes.expire(self._state.desired, self._now_s())
         if not ended:
-            self._book.catch_up()
+            self._state.catch_up()
             return
         audit = [
-            AuditLine(
+            AuditEntry(
                 at_s=self._now_s(),
                 who="lease",
                 kind="resume" if pause.level is None else "wake",
@@ -233,7 +239,7 @@ class Coordinator:
             )
             for pause in ended
         ]
-        self._book.derive(desired, audit=audit)
+        self._state.derive(desired, audit=audit)
         self._metrics.leases_expired.inc(len(ended))
         for pause in ended:
             what = "pause" if pause.level is None else "sleep"
@@ -242,7 +248,7 @@ class Coordinator:
 
     # -- calls ---------------------------------------------------------------------------------
 
-    async def perform(self, call: Call) -> Outcome:
+    async def perform(self, call: OperationRequest) -> OperationOutcome:
         """Carry a call out; return when it is over, or at once where it goes on in background.
 
         Raises:
@@ -252,32 +258,34 @@ class Coordinator:
             repeated = await self._repeated(call)
             if repeated is not None:
                 return repeated
-            course, task = self._begin(call)
-            await self._until(course, task, call)
+            run, task = self._begin(call)
+            await self._until(run, task, call)
         except RkserveError as exc:
             self._refused(call, exc)
             raise
-        return course.outcome
+        return run.outcome
 
-    async def _repeated(self, call: Call) -> Outcome | None:
+    async def _repeated(self, call: OperationRequest) -> OperationOutcome | None:
         """Return what an earlier call with the same key was, or is, answered."""
         if call.key is None:
             return None
         known = self._courses.get(call.key)
         if known is not None:
-            course, task = known
-            _check_repeat(call, course.operation)
-            await self._until(course, task, call)
-            return replace(course.outcome, applied=False)
-        operation = self._book.by_key(call.key)
+            run, task = known
+            _check_repeat(call, run.operation)
+            await self._until(run, task, call)
+            return replace(run.outcome, applied=False)
+        operation = self._state.by_key(call.key)
         if operation is None:
             return None
         _check_repeat(call, operation)
-        return Outcome(operation.status, operation, applied=False)
+        return OperationOutcome(operation.status, operation, applied=False)
 
-    async def _until(self, course: Course, task: asyncio.Task[None], call: Call) -> None:
+    async def _until(
+        self, run: OperationRun, task: asyncio.Task[None], call: OperationRequest
+    ) -> None:
         """Wait for the end, or for the beginning only; a caller that leaves ends nothing."""
-        begun = asyncio.get_running_loop().create_task(course.has_begun.wait())
+        begun = asyncio.get_running_loop().create_task(run.has_begun.wait())
         try:
             waiting = [task, begun] if call.background else [task]
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -286,7 +294,7 @@ class Coordinator:
         if task.done():
             task.result()
 
-    def _begin(self, call: Call) -> tuple[Course, asyncio.Task[None]]:
+    def _begin(self, call: OperationRequest) -> tuple[OperationRun, asyncio.Task[None]]:
         operation = Operation(
             id=f"op-{secrets.token_hex(8)}",
             kind=call.kind,
@@ -296,46 +304,46 @@ class Coordinator:
             key=call.key,
             fingerprint=call.fingerprint,
         )
-        course = Course(self._desk, operation, call)
-        task = asyncio.get_running_loop().create_task(self._carry_out(course))
+        run = OperationRun(self._context, operation, call)
+        task = asyncio.get_running_loop().create_task(self._carry_out(run))
         self._going_on.add(task)
         if call.key is not None:
-            self._courses[call.key] = (course, task)
+            self._courses[call.key] = (run, task)
         task.add_done_callback(lambda done: self._ended(call, done))
-        return course, task
+        return run, task
 
-    def _ended(self, call: Call, task: asyncio.Task[None]) -> None:
+    def _ended(self, call: OperationRequest, task: asyncio.Task[None]) -> None:
         self._going_on.discard(task)
         if call.key is not None:
             self._courses.pop(call.key, None)
         if not task.cancelled():
             task.exception()  # who asked was told; nobody else needs to hear that nobody did
 
-    async def _carry_out(self, course: Course) -> None:
+    async def _carry_out(self, run: OperationRun) -> None:
         """Check the call and do what it asks; whatever happens, the record gets its end.
 
         Raises:
             RkserveError: it was refused before it began.
         """
-        operation = course.operation
-        state_changes.expect(self._book.desired, course.call.expected_epoch)
-        await self._rebasing.prepare(self._book.desired, operation)
-        await self._turn(course)
+        operation = run.operation
+        state_changes.expect(self._state.desired, run.call.expected_epoch)
+        await self._rebasing.prepare(self._state.desired, operation)
+        await self._turn(run)
         if operation.kind not in _FREEING:  # nothing may keep boards from going on
             self._roster.require_known()
         try:
-            await self._handlers[operation.kind](self._desk, course)
+            await self._handlers[operation.kind](self._context, run)
         except RkserveError as exc:
-            if not course.begun:
+            if not run.begun:
                 raise
-            await self._take_back(course, OperationError.of(exc))
+            await self._take_back(run, OperationError.of(exc))
         except Exception as exc:
             log.exception("operation %s (%s) failed", operation.id, operation.kind.value)
-            if not course.begun:
+            if not run.begun:
                 raise
             said = f"{type(exc).__name__}: {exc}"
-            await self._take_back(course, OperationError(500, "internal_error", said))
-        ended = course.operation
+            await self._take_back(run, OperationError(500, "internal_error", said))
+        ended = run.operation
         log.info(
             "%s %s by %s is %s at epoch %d: %d of %d boards",
             ended.kind.value,
@@ -347,65 +355,65 @@ class Coordinator:
             len(ended.results),
         )
         self._settling.add(ended)
-        self._reclaim.remember([ended])
+        self._garbage_collector.remember([ended])
 
-    async def _turn(self, course: Course) -> None:
+    async def _turn(self, run: OperationRun) -> None:
         """Refuse what must not meet what goes on; what a request waits for waits its turn.
 
         Raises:
             OperationConflict: the two must not meet.
         """
-        operation = course.operation
-        if self._sleeping.renews(self._desk, operation):
+        operation = run.operation
+        if self._sleeping.renews(self._context, operation):
             return
         kind, asked = operation.kind, operation.params
-        while why := conflict(self._sleeping.in_the_way(self._desk, kind), kind, asked):
-            if not operation.params.get("requested") or course.left_s <= AGAIN_S:
+        while why := conflict(self._sleeping.in_the_way(self._context, kind), kind, asked):
+            if not operation.params.get("requested") or run.left_s <= AGAIN_S:
                 raise OperationConflict(why)
             await asyncio.sleep(TURN_S)
 
-    async def _take_back(self, course: Course, error: OperationError) -> None:
+    async def _take_back(self, run: OperationRun, error: OperationError) -> None:
         """End an operation that broke down: nobody stays paused and no candidate stays offered.
 
         Where only its end could not be written down, or what it asked for stands already, it ends
         as what it came to: its record must not deny what is served.
         """
-        came_to = course.unwritten
-        while not course.operation.over:
-            operation, desired = course.operation, self._book.desired
+        came_to = run.unwritten
+        while not run.operation.over:
+            operation, desired = run.operation, self._state.desired
             try:
                 if came_to is not None and not _is_pause(operation, came_to[0]):
-                    course.end(*came_to)
+                    run.end(*came_to)
                 elif stands(desired, operation):
-                    course.end(OperationState.PARTIAL)
+                    run.end(OperationState.PARTIAL)
                 else:
-                    self._undo(course, error)
+                    self._undo(run, error)
             except LedgerFailed as exc:
                 log.warning("operation %s cannot be ended yet: %s", operation.id, exc)
                 await asyncio.sleep(AGAIN_S)
             else:
                 self._reconciler.announce()
 
-    def _undo(self, course: Course, error: OperationError) -> None:
-        desired = _without(self._book.desired, course.operation)
-        changed = desired is not self._book.desired
+    def _undo(self, run: OperationRun, error: OperationError) -> None:
+        desired = _without(self._state.desired, run.operation)
+        changed = desired is not self._state.desired
         state = OperationState.UNDONE if changed else OperationState.FAILED
-        course.end(state, error, desired)
+        run.end(state, error, desired)
 
-    def _refused(self, call: Call, exc: RkserveError) -> None:
+    def _refused(self, call: OperationRequest, exc: RkserveError) -> None:
         code = exc.code or "invalid_request"
         self._metrics.refused.labels(call.kind.value, code).inc()
-        line = AuditLine(
+        line = AuditEntry(
             at_s=self._now_s(),
             who=call.who,
             kind=call.kind.value,
             params=call.params,
             outcome=code,
             status=exc.http_status,
-            epoch=self._book.desired.epoch,
+            epoch=self._state.desired.epoch,
         )
         try:
-            self._book.write(audit=[line])
+            self._state.write(audit=[line])
         except LedgerFailed as failed:
             log.warning("a refused call by %s could not be audited: %s", call.who, failed)
 
@@ -413,31 +421,31 @@ class Coordinator:
 
     async def desired(self, after_epoch: int, wait_s: float) -> Desired:
         """Return what the cluster shall be as soon as that is not of ``after_epoch``."""
-        return await self._book.after(after_epoch, wait_s)
+        return await self._state.after(after_epoch, wait_s)
 
     def operations(self, limit: int) -> list[Operation]:
         """Return the latest operations, the last one first. Many take a while: call it anywhere."""
-        return self._book.operations(limit)
+        return self._state.operations(limit)
 
     def operation(self, name: str) -> Operation:
         """Return an operation. Raises ``OperationNotFound``."""
-        found = self._book.operation(name)
+        found = self._state.operation(name)
         if found is None:
             raise OperationNotFound(name)
         return found
 
     def operation_by_key(self, key: str) -> Operation | None:
         """Return the operation that a call with that idempotency key became."""
-        return self._book.by_key(key)
+        return self._state.by_key(key)
 
-    def audit(self, limit: int) -> list[AuditLine]:
+    def audit(self, limit: int) -> list[AuditEntry]:
         """Return the latest lines of the audit log, the last one first. Call it anywhere."""
-        return self._book.audit(limit)
+        return self._state.audit(limit)
 
-    async def find_weights(self, model: str, artifact: str) -> FoundWeights:
-        """Return what can be served under a name; see ``Rebasing.find``."""
-        self._desk.check(Scope(models=(model,)))
-        desired = self._book.desired
+    async def find_weights(self, model: str, artifact: str) -> StoredArtifact:
+        """Return what can be served under a name; see ``WeightOperations.find``."""
+        self._context.check(Scope(models=(model,)))
+        desired = self._state.desired
         return await asyncio.to_thread(self._rebasing.find, desired, model, artifact)
 
     def learn(self, models: Iterable[str]) -> None:
@@ -445,18 +453,18 @@ class Coordinator:
         for model in models:
             self._rebasing.learn(model)
 
-    async def require_base(self, claim: Claim) -> None:
+    async def require_base(self, claim: DeclaredArtifact) -> None:
         """Raise ``ArtifactRefused`` for what was trained on other base weights than there are."""
         if claim.base_digest is not None:
             await asyncio.to_thread(self._rebasing.learn, claim.model)
-            self._rebasing.require_base(self._book.desired, claim.model, claim.base_digest)
+            self._rebasing.require_base(self._state.desired, claim.model, claim.base_digest)
 
     def metrics(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
-def _check_repeat(call: Call, operation: Operation) -> None:
+def _check_repeat(call: OperationRequest, operation: Operation) -> None:
     if operation.fingerprint != call.fingerprint:
         raise RequestError(
             f"The Idempotency-Key was used for another call, operation '{operation.id}': give "
@@ -486,8 +494,8 @@ def _without(desired: Desired, operation: Operation) -> Desired:
     return state_changes.as_one(desired, *undo)
 
 
-def _recovered(now_s: float, one: Operation) -> AuditLine:
-    return AuditLine(
+def _recovered(now_s: float, one: Operation) -> AuditEntry:
+    return AuditEntry(
         at_s=now_s,
         who="recovery",
         kind=one.kind.value,

@@ -33,7 +33,7 @@ def seed_of(origin: str | None) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big")
 
 
-class Chain:
+class BlockHashes:
     """The ids of one context, with its links."""
 
     __slots__ = ("ids", "links", "seed")
@@ -47,9 +47,9 @@ class Chain:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def extended(self, more: tuple[int, ...]) -> Chain:
+    def extended(self, more: tuple[int, ...]) -> BlockHashes:
         """Return the chain with more ids at its end; only what is new is hashed."""
-        return Chain(self.ids + more, self.seed, self.links)
+        return BlockHashes(self.ids + more, self.seed, self.links)
 
     @property
     def leaf(self) -> int:
@@ -80,7 +80,7 @@ def _continue(ids: tuple[int, ...], seed: int, known: tuple[int, ...]) -> tuple[
 
 
 @dataclass(frozen=True, slots=True)
-class LiveHeld:
+class LivePrefix:
     """A context that can be extended, and only as a whole: its length, last link and exact end."""
 
     tokens: int
@@ -89,13 +89,13 @@ class LiveHeld:
     marks: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, chain: Chain) -> LiveHeld:
+    def of(cls, chain: BlockHashes) -> LivePrefix:
         """Return what is held after a run over that chain."""
         return cls(len(chain), chain.leaf, chain.tail(len(chain)), chain.marks)
 
 
 @dataclass(frozen=True, slots=True)
-class FileHeld:
+class FilePrefix:
     """A context on a disk, used as far as it agrees; ``tokens`` are all of its own."""
 
     tokens: int
@@ -108,7 +108,7 @@ class FileHeld:
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
+class CachedPrefixes:
     """What a board holds and can use again.
 
     ``appends``: the live context may be extended. Contexts of ``park_min`` tokens go to its disk
@@ -117,11 +117,11 @@ class Holdings:
 
     appends: bool = False
     park_min: int = 0
-    live: LiveHeld | None = None
-    files: tuple[FileHeld, ...] = ()
+    live: LivePrefix | None = None
+    files: tuple[FilePrefix, ...] = ()
 
 
-def pack(holdings: Holdings) -> bytes:
+def pack(holdings: CachedPrefixes) -> bytes:
     """Return them as a report carries them."""
     live, files = holdings.live, holdings.files
     flags = _APPENDS * holdings.appends | _LIVE * (live is not None)
@@ -139,7 +139,7 @@ def pack(holdings: Holdings) -> bytes:
     )
 
 
-def unpack(data: bytes) -> Holdings | None:
+def unpack(data: bytes) -> CachedPrefixes | None:
     """Return what ``pack`` was given; None where another build of Python or rkserve wrote it."""
     if len(data) < _HEAD.size:
         return None
@@ -153,12 +153,12 @@ def unpack(data: bytes) -> Holdings | None:
     if 0 in sizes or len(data) != columns + total * 8:
         return None
     marks = struct.unpack_from(f"<{total}q", data, columns)
-    live = LiveHeld(long, leaf, tail, marks[:own]) if flags & _LIVE else None
+    live = LivePrefix(long, leaf, tail, marks[:own]) if flags & _LIVE else None
     files, at = [], own
     for each, size in zip(tokens, sizes, strict=True):
-        files.append(FileHeld(each, marks[at : at + size]))
+        files.append(FilePrefix(each, marks[at : at + size]))
         at += size
-    return Holdings(bool(flags & _APPENDS), park_min, live, tuple(files))
+    return CachedPrefixes(bool(flags & _APPENDS), park_min, live, tuple(files))
 
 
 _BETWEEN = "#"  # no adapter's key has one

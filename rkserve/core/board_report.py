@@ -65,7 +65,7 @@ class GenerationInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class AtRouter:
+class RouterGenerations:
     """The choices of a generation that a Router knows and no board has, after a control call.
 
     ``done`` are those that the call changed, ``refused`` those that it cannot be done to without a

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.1
 
 
-class Child:
+class ChildProcess:
     """A running program. Use it from one event loop; build it with ``start``."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
@@ -33,7 +33,7 @@ class Child:
         out: asyncio.Protocol,
         err: asyncio.Protocol | None = None,
         environ: Mapping[str, str] | None = None,
-    ) -> Child:
+    ) -> ChildProcess:
         """Start a program in a session of its own: Ctrl-C in a terminal is not for it.
 
         ``out`` gets what it writes to stdout, ``err`` what it writes to stderr, which is this

@@ -126,7 +126,7 @@ class AdapterVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterLine:
+class AdapterVersions:
     """Which versions of one adapter a model serves.
 
     Requests that name the adapter without a version get ``active``; None where only named
@@ -206,7 +206,7 @@ Artifact: TypeAlias = AdapterVersion | BaseVersion
 
 
 @dataclass(frozen=True, slots=True)
-class Rebase:
+class BaseWeightsChange:
     """A base model on its way to the boards of a model: those in ``switched`` load it, or all,
     those that join included, where it comes ``everywhere``.
 
@@ -236,7 +236,7 @@ class Weights:
     label: str = FIRST_LABEL
     step: int | None = None
     base: BaseVersion | None = None
-    rebase: Rebase | None = None
+    rebase: BaseWeightsChange | None = None
     in_flight: InFlight = InFlight.PIN
 
     def on(self, board_id: str) -> tuple[BaseVersion | None, str]:
@@ -252,10 +252,10 @@ class Desired:
 
     epoch: int = 0
     pauses: tuple[ActivePause, ...] = ()
-    lines: tuple[AdapterLine, ...] = ()
+    lines: tuple[AdapterVersions, ...] = ()
     weights: tuple[Weights, ...] = ()
 
-    def line(self, model: str, name: str) -> AdapterLine | None:
+    def line(self, model: str, name: str) -> AdapterVersions | None:
         """Return the line of an adapter, if there is one."""
         for one in self.lines:
             if (one.model, one.name) == (model, name):
@@ -266,10 +266,10 @@ class Desired:
         """Return the label and the step of a model."""
         return next((one for one in self.weights if one.model == model), Weights(model))
 
-    def served(self, model: str) -> Served:
+    def served(self, model: str) -> ServedWeights:
         """Return what boards of a model serve, to tell later whether that has changed."""
         lines = tuple(line for line in self.lines if line.model == model)
-        return Served(self.weights_of(model), lines, self._sleeps(model))
+        return ServedWeights(self.weights_of(model), lines, self._sleeps(model))
 
     def _sleeps(self, model: str) -> bool:
         return any(
@@ -277,7 +277,7 @@ class Desired:
             for pause in self.pauses
         )
 
-    def duty(self, board_id: str, model: str) -> Duty:
+    def target(self, board_id: str, model: str) -> BoardTarget:
         """Return what it makes of one board."""
         mine = [pause for pause in self.pauses if pause.scope.covers(board_id, model)]
         whole = [pause for pause in mine if pause.scope.adapter is None]
@@ -288,7 +288,7 @@ class Desired:
         weights = self.weights_of(model)
         base, label = weights.on(board_id)
         levels = [pause.level for pause in whole if pause.level is not None]
-        return Duty(
+        return BoardTarget(
             epoch=self.epoch,
             hold=_hold(whole) if whole else None,
             adapter_holds=tuple((name, _hold(pauses)) for name, pauses in sorted(named.items())),
@@ -301,14 +301,14 @@ class Desired:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedWeights:
     """The weights that a model's boards serve at one moment, and whether some of them sleep."""
 
     weights: Weights
-    lines: tuple[AdapterLine, ...]
+    lines: tuple[AdapterVersions, ...]
     sleeps: bool
 
-    def held_by(self, later: Served) -> str:
+    def held_by(self, later: ServedWeights) -> str:
         """Return what held the model from then until now: ``update``, ``sleep`` or ``pause``."""
         if (self.weights, self.lines) != (later.weights, later.lines):
             return "update"
@@ -316,7 +316,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class EffectivePause:
     """How a board, or one adapter on it, is paused; ``expires_s`` is the last lease's end."""
 
     mode: PauseMode
@@ -325,7 +325,7 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
-class Duty:
+class BoardTarget:
     """What one board shall be. ``label`` is that of its base model's weights.
 
     ``level`` is how deep it sleeps, None where it is awake; its hold says what becomes of requests
@@ -334,21 +334,21 @@ class Duty:
     """
 
     epoch: int
-    hold: Hold | None = None
-    adapter_holds: tuple[tuple[str, Hold], ...] = ()
-    lines: tuple[AdapterLine, ...] = ()
+    hold: EffectivePause | None = None
+    adapter_holds: tuple[tuple[str, EffectivePause], ...] = ()
+    lines: tuple[AdapterVersions, ...] = ()
     label: str = FIRST_LABEL
     level: SleepLevel | None = None
     base: BaseVersion | None = None
     rebase: InFlight = InFlight.PIN
 
-    def held(self, adapter: str | None) -> Hold | None:
+    def held(self, adapter: str | None) -> EffectivePause | None:
         """Return what holds a request with that adapter (its name), the stricter of two."""
         own = [hold for name, hold in self.adapter_holds if name == adapter]
         holds = [*own, *([] if self.hold is None else [self.hold])]
         return max(holds, key=lambda hold: _SEVERITY.index(hold.mode), default=None)
 
-    def line(self, name: str) -> AdapterLine | None:
+    def line(self, name: str) -> AdapterVersions | None:
         """Return the line of an adapter, if there is one."""
         return next((one for one in self.lines if one.name == name), None)
 
@@ -358,11 +358,11 @@ class Duty:
         return tuple(dict.fromkeys(v for line in self.lines for v in line.versions))
 
 
-def _hold(pauses: list[ActivePause]) -> Hold:
+def _hold(pauses: list[ActivePause]) -> EffectivePause:
     mode = max((pause.mode for pause in pauses), key=_SEVERITY.index)
     ends = [pause.expires_s for pause in pauses]
     known = [end for end in ends if end is not None]
-    return Hold(
+    return EffectivePause(
         mode,
         any(pause.clear_cache for pause in pauses),
         max(known) if len(known) == len(ends) else None,
@@ -411,7 +411,7 @@ SYSTEM_PROMPT = "system-prompt"  # the name of the prompt cache of the configure
 
 
 @dataclass(frozen=True, slots=True)
-class KeptCache:
+class DesiredCache:
     """A named prompt cache that every board of a model is to hold; without ``ids`` none is.
 
     It is computed with the base model, with the version of the adapter ``line`` that is active at

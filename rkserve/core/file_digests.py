@@ -66,7 +66,7 @@ def ids_digest(ids: Iterable[int]) -> str:
     return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:32]
 
 
-class KeptDigest:
+class CachedDigest:
     """The sha256 of one large file, kept in ``record`` across processes while the file stays as it
     was; without a record it is kept in memory only.
 

@@ -54,7 +54,7 @@ class AdapterRef:
         return f"{self.label}-{self.digest[:12]}-{self.scale:g}"
 
 
-class Kind(str, Enum):
+class TokenOrigin(str, Enum):
     """Where a token after the prompt comes from."""
 
     GENERATED = "generated"  # by the model
@@ -63,7 +63,7 @@ class Kind(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TranscriptToken:
     """One token after the prompt.
 
     ``waiting``: its text comes with that of the tokens behind it. ``cleared``: a range clear took
@@ -73,7 +73,7 @@ class Slot:
 
     token_id: int
     data: bytes
-    kind: Kind = Kind.GENERATED
+    kind: TokenOrigin = TokenOrigin.GENERATED
     waiting: bool = False
     cleared: bool = False
     scored: Scored | None = None
@@ -81,7 +81,7 @@ class Slot:
     @property
     def unfinished(self) -> bool:
         """The model's beginning of a character, of which nothing was shown."""
-        return self.waiting and self.kind is Kind.GENERATED
+        return self.waiting and self.kind is TokenOrigin.GENERATED
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
-class Continued:
+class FailoverState:
     """What boards before have made of a generation, which another one goes on with.
 
     ``slots`` come after the prompt, which is ``prompt_ids`` where an edit has changed it. The
@@ -108,7 +108,7 @@ class Continued:
     client has the logprobs of the prompt if it was ``scored``.
     """
 
-    slots: tuple[Slot, ...] = ()
+    slots: tuple[TranscriptToken, ...] = ()
     text: str = ""
     prompt_ids: tuple[int, ...] | None = None
     bound: Bound | None = None
@@ -121,7 +121,7 @@ class Continued:
     @property
     def tokens(self) -> int:
         """Tokens of the answer so far."""
-        return sum(slot.kind is not Kind.INJECTED for slot in self.slots)
+        return sum(slot.kind is not TokenOrigin.INJECTED for slot in self.slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ class GenerateRequest:
     min_epoch: int = 0
     keep_version: bool = False
     patient: bool = True
-    continued: Continued | None = None
+    continued: FailoverState | None = None
     thinking: Thinking | None = None
     stepwise: Stepwise | None = None
     images: tuple[Picture, ...] = ()
@@ -307,7 +307,7 @@ class Splice:
     """
 
     keep: int
-    slots: tuple[Slot, ...]
+    slots: tuple[TranscriptToken, ...]
     prompt_ids: tuple[int, ...] | None = None
 
 

@@ -29,7 +29,7 @@ from rkserve.core.messages import (
     Event,
     GenerateRequest,
 )
-from rkserve.deployments.board_factory import Place, assemble
+from rkserve.deployments.board_factory import BoardLocation, assemble
 from rkserve.deployments.hardware import HardwareView
 from rkserve.deployments.replica import Node, board_name, find_node, log_with_serve
 from rkserve.transport.server import ChannelAddress, ChannelServer
@@ -108,7 +108,7 @@ class BoardReplica:
         await asyncio.sleep(failures.rest_s(time.time()))
         self._hardware = HardwareView.of(group, state_dir / f"{board_id}.hardware")
         try:
-            place = Place(board_id, node.name, state_dir)
+            place = BoardLocation(board_id, node.name, state_dir)
             # Digests of models and libraries take a while.
             self._board = await asyncio.to_thread(assemble, group, place, self._hardware.platform)
             await self._board.start()

@@ -30,7 +30,7 @@ WEIGHTS = "weights"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BoardLocation:
     """Where a board is: its name, its node's name, and the node's folder for state."""
 
     board_id: str
@@ -39,7 +39,7 @@ class Place:
 
 
 def assemble(
-    group: BoardGroupConfig, place: Place, platform: str, *, governed: bool = True
+    group: BoardGroupConfig, place: BoardLocation, platform: str, *, governed: bool = True
 ) -> Board:
     """Return the board, not yet started. Raises ``ConfigError``, ``OSError``.
 
@@ -131,7 +131,7 @@ def load_hook(path: str) -> HookFactory:
     return factory
 
 
-def _spec(group: BoardGroupConfig, place: Place, folder: ModelFolder) -> EngineSpec:
+def _spec(group: BoardGroupConfig, place: BoardLocation, folder: ModelFolder) -> EngineSpec:
     context_len = folder.settings.context_length
     # Real engines are fenced per NPU domain, whatever group they belong to.
     fence = f"{place.board_id}.fence" if group.simulated else f"npu-{group.base_domain_id}.fence"
@@ -192,7 +192,7 @@ def _library(group: BoardGroupConfig) -> Path:
 
 
 def _caches(
-    group: BoardGroupConfig, place: Place, folder: ModelFolder, spec: EngineSpec
+    group: BoardGroupConfig, place: BoardLocation, folder: ModelFolder, spec: EngineSpec
 ) -> CacheStore | None:
     settings = group.prompt_cache
     if settings.max_bytes == 0 or group.n_batch > 1 or not folder.prompt_cache:

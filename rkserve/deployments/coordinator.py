@@ -19,21 +19,21 @@ from rkserve.api.admin.caches import BuildCall, ids_of
 from rkserve.api.common.renderer import Renderer
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.serve_config import CoordinatorConfig, RkserveConfig, resolve_folder
-from rkserve.control.artifact_metadata import Claim, FoundWeights
-from rkserve.control.calls import Call, Outcome
+from rkserve.control.artifact_metadata import DeclaredArtifact, StoredArtifact
+from rkserve.control.calls import OperationOutcome, OperationRequest
 from rkserve.control.codec import plain
 from rkserve.control.operations import Operation
 from rkserve.control.sleep import SleepPolicy
-from rkserve.coordinator.artifacts.sources import Fetching
+from rkserve.coordinator.artifacts.sources import DownloadPool
 from rkserve.coordinator.artifacts.store import ArtifactRules, ArtifactStore
-from rkserve.coordinator.coordinator import Coordinator, Outside
+from rkserve.coordinator.coordinator import Coordinator, CoordinatorPorts
 from rkserve.coordinator.state.ledger import Ledger
 from rkserve.core.desired_state import (
     SYSTEM_PROMPT,
     AdapterVersion,
     BaseVersion,
     Desired,
-    KeptCache,
+    DesiredCache,
 )
 from rkserve.core.errors import LedgerFailed, RkserveError
 from rkserve.deployments.board_link import RayLink
@@ -80,12 +80,12 @@ class CoordinatorReplica:
         fleet = Fleet(links, models)
         self._ledger = await open_ledger(folder, settings)
         self._store = ArtifactStore(folder / ARTIFACTS, _rules(settings), own=own)
-        self._fetching = Fetching()
+        self._fetching = DownloadPool()
         await asyncio.to_thread(self._store.open)
         policies = _policies(config, models)
         self._coordinator = Coordinator(
             settings,
-            Outside(
+            CoordinatorPorts(
                 fleet,
                 self._ledger,
                 self._store,
@@ -113,7 +113,7 @@ class CoordinatorReplica:
 
     # -- what shall be -------------------------------------------------------------------------
 
-    async def perform(self, call: Call) -> Outcome:
+    async def perform(self, call: OperationRequest) -> OperationOutcome:
         """Carry a call out; see ``Coordinator.perform``."""
         return await self._coordinator.perform(call)
 
@@ -144,7 +144,7 @@ class CoordinatorReplica:
 
     # -- files ---------------------------------------------------------------------------------
 
-    async def upload_begin(self, claim: Claim) -> str:
+    async def upload_begin(self, claim: DeclaredArtifact) -> str:
         """Begin an upload; see ``ArtifactStore.upload_begin``."""
         await self._coordinator.require_base(claim)
         return await asyncio.to_thread(self._store.upload_begin, claim)
@@ -167,27 +167,33 @@ class CoordinatorReplica:
         """Drop an upload."""
         await asyncio.to_thread(self._store.upload_abort, upload)
 
-    async def register_path(self, path: str, claim: Claim, scale: float = 1.0) -> AdapterVersion:
+    async def register_path(
+        self, path: str, claim: DeclaredArtifact, scale: float = 1.0
+    ) -> AdapterVersion:
         """Take a file of the head node; see ``ArtifactStore.register_path``."""
         await self._coordinator.require_base(claim)
         return await self._fetching.run(self._store.register_path, path, claim, scale)
 
-    async def register_url(self, url: str, claim: Claim, scale: float = 1.0) -> AdapterVersion:
+    async def register_url(
+        self, url: str, claim: DeclaredArtifact, scale: float = 1.0
+    ) -> AdapterVersion:
         """Fetch a file; see ``ArtifactStore.register_url``."""
         await self._coordinator.require_base(claim)
         return await self._fetching.run(self._store.register_url, url, claim, scale)
 
-    async def register_model(self, kind: str, place: str, claim: Claim) -> BaseVersion | None:
+    async def register_model(
+        self, kind: str, place: str, claim: DeclaredArtifact
+    ) -> BaseVersion | None:
         """Take base weights; see ``ArtifactStore.register_model``."""
         return await self._fetching.run(self._store.register_model, kind, place, claim)
 
-    async def find_weights(self, model: str, artifact: str) -> FoundWeights:
+    async def find_weights(self, model: str, artifact: str) -> StoredArtifact:
         """Return what can be served under a name; see ``Coordinator.find_weights``."""
         return await self._coordinator.find_weights(model, artifact)
 
     # -- prompt caches -------------------------------------------------------------------------
 
-    async def keep_cache(self, cache: KeptCache) -> None:
+    async def keep_cache(self, cache: DesiredCache) -> None:
         """Have every board of a model hold a prompt cache; see ``CacheKeeping.keep``."""
         self._coordinator.caches.keep(cache)
 
@@ -225,7 +231,7 @@ def _rules(settings: CoordinatorConfig) -> ArtifactRules:
 
 def system_prompts(
     groups: Iterable[BoardGroupConfig], folders: Mapping[str, ModelFolder]
-) -> dict[str, KeptCache]:
+) -> dict[str, DesiredCache]:
     """Return the prompt caches that the configuration asks for, by group. It reads tokenizers.
 
     A prompt that the model cannot take is logged, and keeps nothing else from starting.
@@ -241,7 +247,7 @@ def system_prompts(
         except RkserveError as exc:
             log.warning("group %s: prompt_cache.system_prompt is not built: %s", group.name, exc)
             continue
-        found[group.name] = KeptCache(folder.id, SYSTEM_PROMPT, ids)
+        found[group.name] = DesiredCache(folder.id, SYSTEM_PROMPT, ids)
     return found
 
 

@@ -16,7 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from rkserve.api.responses.stored import StoredResponse
-from rkserve.core.board_report import AtRouter, GenerationInfo
+from rkserve.core.board_report import GenerationInfo, RouterGenerations
 from rkserve.core.desired_state import Scope
 from rkserve.core.errors import BoardFailed, CoordinatorAway, RkserveError
 from rkserve.core.messages import ControlAction
@@ -26,7 +26,7 @@ from rkserve.router.features.generations import ROUTERS
 log = logging.getLogger(__name__)
 
 
-class RayHeadLink:
+class RayCoordinatorLink:
     """``HeadLink`` over Ray's handle of the Coordinator's deployment."""
 
     def __init__(self, handle: Any) -> None:
@@ -85,10 +85,12 @@ class RayPeers:
 
     async def control_homeless(
         self, generation: str, action: ControlAction, choice: int | None
-    ) -> AtRouter:
+    ) -> RouterGenerations:
         """Control what Routers have of a generation and no board. Raises ``BoardFailed``."""
-        answers: list[AtRouter] = await self._ask("control_homeless", generation, action, choice)
-        return AtRouter(
+        answers: list[RouterGenerations] = await self._ask(
+            "control_homeless", generation, action, choice
+        )
+        return RouterGenerations(
             tuple(one for answer in answers for one in answer.done),
             tuple(one for answer in answers for one in answer.refused),
             tuple(one for answer in answers for one in answer.ended),

@@ -62,7 +62,7 @@ PREPARED = "# Prepared by rkserve"
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProxyLimits:
     """Limits of the front. ``proxies`` are addresses that speak for many clients."""
 
     header_timeout_s: float = 10.0
@@ -70,7 +70,7 @@ class Limits:
     proxies: tuple[str, ...] = ("127.0.0.0/8", "::1")
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Limits:
+    def of(cls, environ: Mapping[str, str]) -> ProxyLimits:
         """Return those of an environment. Raises ``ConfigError`` naming the variable."""
         limits = cls(
             _number(environ, HEADER_TIMEOUT, cls.header_timeout_s, 0.001),
@@ -119,7 +119,7 @@ def prepare(folder: Path) -> dict[str, str]:
         ConfigError: the folder is not private or its path too long, there is no HAProxy, a limit in
             the environment is wrong, or the installed Ray writes a configuration that is unknown.
     """
-    Limits.of(os.environ)
+    ProxyLimits.of(os.environ)
     check_template()
     if len(str(folder)) > LONGEST_FOLDER:
         raise ConfigError(
@@ -202,7 +202,7 @@ def is_loopback(host: str | None) -> bool:
 
 
 @dataclass(frozen=True)
-class Edit:
+class TemplateEdit:
     """Lines of one section that match, and what replaces each of them.
 
     ``count`` is how many there must be; None allows any number.
@@ -214,7 +214,7 @@ class Edit:
     count: int | None = 1
 
 
-def prepare_config(text: str, limits: Limits, files: int) -> str:
+def prepare_config(text: str, limits: ProxyLimits, files: int) -> str:
     """Return the configuration that Ray wrote with rkserve's lines in place of some of Ray's.
 
     ``files`` is how many files HAProxy may open. A prepared configuration is returned as it is.
@@ -259,7 +259,7 @@ def check_template() -> None:
     except OSError as exc:
         raise ConfigError(f"Ray's template for HAProxy cannot be read: {exc}.") from exc
     _, _, template = text.partition('HAPROXY_CONFIG_TEMPLATE = """')
-    prepare_config(_without_jinja(template.partition('"""')[0]), Limits(), MOST_CONNECTIONS)
+    prepare_config(_without_jinja(template.partition('"""')[0]), ProxyLimits(), MOST_CONNECTIONS)
 
 
 def _without_jinja(template: str) -> str:
@@ -267,7 +267,7 @@ def _without_jinja(template: str) -> str:
     return re.sub(r"{{.*?}}", "1", re.sub(r"{%.*?%}", "", template))
 
 
-def _edited(line: str, section: str, edits: list[Edit], found: list[int]) -> list[str]:
+def _edited(line: str, section: str, edits: list[TemplateEdit], found: list[int]) -> list[str]:
     for number, edit in enumerate(edits):
         if section == edit.section and (match := edit.line.fullmatch(line.strip())):
             found[number] += 1
@@ -288,19 +288,21 @@ def _refuse_leftovers(lines: list[str]) -> None:
             )
 
 
-def _edits(limits: Limits, files: int) -> list[Edit]:
+def _edits(limits: ProxyLimits, files: int) -> list[TemplateEdit]:
     return [
-        Edit(
+        TemplateEdit(
             "global",
             re.compile(r"(stats socket \S+) mode 666 (level admin expose-fd listeners)"),
             lambda match: [f"{match[1]} mode 600 {match[2]}"],
         ),
-        Edit("global", re.compile(r"maxconn (\d+)"), lambda match: [_maxconn(match[1], files)]),
+        TemplateEdit(
+            "global", re.compile(r"maxconn (\d+)"), lambda match: [_maxconn(match[1], files)]
+        ),
         # With it HAProxy does not see that a client leaves whose request came in two segments.
-        Edit("defaults", re.compile(r"option splice-request"), lambda _: []),
-        Edit("defaults", re.compile(r"timeout http-request .*"), lambda _: [], count=None),
-        Edit("defaults", re.compile(r"errorfile 50[234] .*"), lambda _: [], count=3),
-        Edit(
+        TemplateEdit("defaults", re.compile(r"option splice-request"), lambda _: []),
+        TemplateEdit("defaults", re.compile(r"timeout http-request .*"), lambda _: [], count=None),
+        TemplateEdit("defaults", re.compile(r"errorfile 50[234] .*"), lambda _: [], count=3),
+        TemplateEdit(
             "defaults",
             re.compile(r"option abortonclose"),
             lambda match: [
@@ -312,13 +314,15 @@ def _edits(limits: Limits, files: int) -> list[Edit]:
             ],
         ),
         # Both would fill the table of connections of all, too.
-        Edit("frontend prometheus", re.compile(r"bind :\d+"), lambda m: [m[0], "maxconn 64"]),
-        Edit(
+        TemplateEdit(
+            "frontend prometheus", re.compile(r"bind :\d+"), lambda m: [m[0], "maxconn 64"]
+        ),
+        TemplateEdit(
             "listen stats",
             re.compile(r"bind \*:(\d+)"),
             lambda match: [f"bind 127.0.0.1:{match[1]}", "maxconn 64"],
         ),
-        Edit(
+        TemplateEdit(
             "frontend http_frontend",
             re.compile(r"bind \S+:\d+"),
             lambda match: [match[0], *_per_address(limits)],
@@ -333,7 +337,7 @@ def _maxconn(given: str, files: int) -> str:
     return f"maxconn {max(1, min(MOST_CONNECTIONS, (files - OWN_FILES) * 2 // 5))}"
 
 
-def _per_address(limits: Limits) -> list[str]:
+def _per_address(limits: ProxyLimits) -> list[str]:
     """Refuse connections of an address, or of an IPv6 network of 64 bits, that has too many."""
     most = limits.connections_per_address
     if not most:
@@ -425,7 +429,7 @@ def _prepare_file(path: Path) -> None:
                 "belong; set all RAY_SERVE_HAPROXY_ paths to that folder"
             )
         private_folder(folder)
-    prepared = prepare_config(text, Limits.of(os.environ), _most_files())
+    prepared = prepare_config(text, ProxyLimits.of(os.environ), _most_files())
     _replace(path, prepared, 0o600)
     for socket in path.parent.glob("*.sock"):
         if stat.S_ISSOCK(socket.lstat().st_mode):

@@ -18,12 +18,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rkserve.api.responses.stored import StoredResponse
 from rkserve.config.serve_config import RkserveConfig, resolve_folder
-from rkserve.core.board_report import AtRouter, GenerationInfo
+from rkserve.core.board_report import GenerationInfo, RouterGenerations
 from rkserve.core.desired_state import Scope as ClusterScope
 from rkserve.core.messages import ControlAction
 from rkserve.core.metrics import RouterMetrics, StreamCollector
 from rkserve.deployments.board_link import RayLink
-from rkserve.deployments.handles import RayHeadLink, RayPeers
+from rkserve.deployments.handles import RayCoordinatorLink, RayPeers
 from rkserve.deployments.haproxy import check_environ, is_loopback
 from rkserve.deployments.replica import log_with_serve
 from rkserve.http.app import make_app
@@ -131,7 +131,7 @@ class RouterReplica:
         metrics = RouterMetrics(CollectorRegistry())
         dispatch = open_dispatch(config.router, fleet, metrics, random.Random())
         models = {folder.id: ServedModel.open(folder) for folder in folders.values()}
-        cluster = CoordinatorClient(RayHeadLink(coordinator), fleet.obey)
+        cluster = CoordinatorClient(RayCoordinatorLink(coordinator), fleet.obey)
         self._service = Service(config.router, models, dispatch, cluster, metrics)
         self._service.registry.register(StreamCollector(channels.counts))
         several = config.router.replicas > 1
@@ -166,7 +166,7 @@ class RouterReplica:
 
     async def control_homeless(
         self, generation: str, action: ControlAction, choice: int | None
-    ) -> AtRouter:
+    ) -> RouterGenerations:
         """Control what this Router has of a generation and no board."""
         return self._service.control_homeless(generation, action, choice)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from rkserve.core.board_report import BoardReport, BoardState
-from rkserve.core.desired_state import Desired, Duty, PauseMode, SleepLevel
+from rkserve.core.desired_state import BoardTarget, Desired, PauseMode, SleepLevel
 from rkserve.core.errors import BoardStartFailed
 from rkserve.core.messages import GenerateRequest
 from rkserve.fleet.load import BoardStatus, Candidate, ModelBoards, PauseEffect
@@ -138,13 +138,13 @@ class BoardTable:
             candidate = boards.get(report.replica)
             if candidate is None:
                 continue
-            had = before.duty(report.board_id, report.model)
-            duty = desired.duty(report.board_id, report.model)
-            boards.hold(candidate, _held(duty))
-            if had.base != duty.base:  # a KV cache file is only valid for its weights
+            had = before.target(report.board_id, report.model)
+            target = desired.target(report.board_id, report.model)
+            boards.hold(candidate, _held(target))
+            if had.base != target.base:  # a KV cache file is only valid for its weights
                 boards.forget(candidate, now_s)
-            elif _unloads(duty) or _clears(duty) - _clears(had):
-                boards.forget(candidate, now_s, files=duty.level is SleepLevel.DROPPED)
+            elif _unloads(target) or _clears(target) - _clears(had):
+                boards.forget(candidate, now_s, files=target.level is SleepLevel.DROPPED)
 
     def is_awake(self, model: str) -> bool:
         """Return whether a board is ready, or asleep on purpose.
@@ -221,8 +221,8 @@ class BoardTable:
             reason=failure.reason,
         )
 
-    def _duty(self, report: BoardReport) -> Duty:
-        return self._desired.duty(report.board_id, report.model)
+    def _duty(self, report: BoardReport) -> BoardTarget:
+        return self._desired.target(report.board_id, report.model)
 
     def _hear(self, key: _BoardKey, report: BoardReport) -> None:
         self._reports[key] = report
@@ -243,15 +243,15 @@ class BoardTable:
                 del self._reports[key], self._missed[key]
 
 
-def _held(duty: Duty) -> PauseEffect:
-    return PauseEffect.NOT if duty.hold is None else _HELD[duty.hold.mode]
+def _held(target: BoardTarget) -> PauseEffect:
+    return PauseEffect.NOT if target.hold is None else _HELD[target.hold.mode]
 
 
-def _unloads(duty: Duty) -> bool:
-    return duty.level is not None and duty.level > SleepLevel.PAUSED
+def _unloads(target: BoardTarget) -> bool:
+    return target.level is not None and target.level > SleepLevel.PAUSED
 
 
-def _clears(duty: Duty) -> set[str]:
+def _clears(target: BoardTarget) -> set[str]:
     """Return the holds that empty the KV cache: of an adapter by name, of everything as ""."""
-    holds = {"": duty.hold, **dict(duty.adapter_holds)}
+    holds = {"": target.hold, **dict(target.adapter_holds)}
     return {name for name, hold in holds.items() if hold is not None and hold.clear_cache}

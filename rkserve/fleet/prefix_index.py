@@ -11,7 +11,14 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import islice
 
-from rkserve.core.block_hashes import BLOCK, FILES, Chain, FileHeld, Holdings, LiveHeld
+from rkserve.core.block_hashes import (
+    BLOCK,
+    FILES,
+    BlockHashes,
+    CachedPrefixes,
+    FilePrefix,
+    LivePrefix,
+)
 
 LOOKED_AT = 16  # boards with the same prefix to compare; more do not help
 
@@ -34,7 +41,7 @@ NOTHING = Reuse()
 class _Filed:
     """One file of a board; ``guessed_s`` is the time of the prediction, None if it was reported."""
 
-    held: FileHeld
+    held: FilePrefix
     guessed_s: float | None = None
 
 
@@ -47,7 +54,7 @@ class _Store:
 
     appends: bool = False
     park_min: int = 0
-    live: LiveHeld | None = None
+    live: LivePrefix | None = None
     live_guessed_s: float | None = None
     files: dict[int, _Filed] = field(default_factory=dict)
     runs: int = 0
@@ -78,7 +85,7 @@ class PrefixIndex:
         return len(self._files)
 
     def holders(
-        self, chain: Chain, most: int = LOOKED_AT, also: Collection[int] = ()
+        self, chain: BlockHashes, most: int = LOOKED_AT, also: Collection[int] = ()
     ) -> dict[int, Reuse]:
         """Return boards with a cached prefix of the prompt, the longest first.
 
@@ -102,11 +109,11 @@ class PrefixIndex:
             self._extended(chain, chain.seed, found)
         return found
 
-    def reuse(self, slot: int, chain: Chain) -> Reuse:
+    def reuse(self, slot: int, chain: BlockHashes) -> Reuse:
         """Return the board's cached prefix of the prompt."""
         return self._of((slot,), chain, len(chain.links)).get(slot, NOTHING)
 
-    def _of(self, slots: Collection[int], chain: Chain, blocks: int) -> dict[int, Reuse]:
+    def _of(self, slots: Collection[int], chain: BlockHashes, blocks: int) -> dict[int, Reuse]:
         """Return the cached prefixes of boards whose files match at most ``blocks`` blocks."""
         left = [slot for slot in slots if slot in self._stores]
         found = {slot: self._live_reuse(self._stores[slot], chain) for slot in left}
@@ -125,7 +132,7 @@ class PrefixIndex:
         return {slot: reuse for slot, reuse in found.items() if reuse}
 
     @staticmethod
-    def _live_reuse(store: _Store, chain: Chain) -> Reuse:
+    def _live_reuse(store: _Store, chain: BlockHashes) -> Reuse:
         live = store.live
         if live is None or live.tokens >= len(chain) or not _ends_so(chain, live):
             return NOTHING
@@ -154,7 +161,7 @@ class PrefixIndex:
             filed.guessed_s is not None for filed in store.files.values()
         )
 
-    def _extended(self, chain: Chain, link: int, found: dict[int, Reuse]) -> None:
+    def _extended(self, chain: BlockHashes, link: int, found: dict[int, Reuse]) -> None:
         for (tokens, tail), slots in self._lives[link].items():
             if tokens < len(chain) and chain.tail(tokens) == tail:
                 for slot in slots:
@@ -181,7 +188,7 @@ class PrefixIndex:
 
     # -- predictions ------------------------------------------------------------------------------
 
-    def began(self, slot: int, chain: Chain | None, now_s: float) -> Reuse:
+    def began(self, slot: int, chain: BlockHashes | None, now_s: float) -> Reuse:
         """Record the start of a run, which displaces the live context unless it extends it.
 
         ``chain`` is None for a prompt without known token IDs. Return the expected cached prefix.
@@ -198,7 +205,7 @@ class PrefixIndex:
         return spared
 
     def ended(
-        self, slot: int, context: Chain | None, now_s: float, *, from_file: bool = False
+        self, slot: int, context: BlockHashes | None, now_s: float, *, from_file: bool = False
     ) -> None:
         """Record the end of a run. ``context`` is the context left, None if not reusable.
 
@@ -210,9 +217,9 @@ class PrefixIndex:
             self._set_live(slot, store, None, now_s)
         elif from_file:
             self._set_live(slot, store, None, now_s)
-            self._park(slot, store, LiveHeld.of(context), now_s)
+            self._park(slot, store, LivePrefix.of(context), now_s)
         else:
-            self._set_live(slot, store, LiveHeld.of(context), now_s)
+            self._set_live(slot, store, LivePrefix.of(context), now_s)
 
     def forget(self, slot: int, *, files: bool = True) -> None:
         """Remove the cached prefixes of a board; without ``files``, keep its files."""
@@ -227,7 +234,7 @@ class PrefixIndex:
 
     # -- reports ----------------------------------------------------------------------------------
 
-    def heard(self, slot: int, said: Holdings, asked_s: float) -> None:
+    def heard(self, slot: int, said: CachedPrefixes, asked_s: float) -> None:
         """Take over the reported contents of a board that was asked at ``asked_s``.
 
         Predictions made after that time are kept, because the report may not include them.
@@ -248,7 +255,7 @@ class PrefixIndex:
     # -- storage ----------------------------------------------------------------------------------
 
     def _set_live(
-        self, slot: int, store: _Store, live: LiveHeld | None, guessed_s: float | None
+        self, slot: int, store: _Store, live: LivePrefix | None, guessed_s: float | None
     ) -> None:
         before = store.live
         if before is not None:
@@ -264,13 +271,13 @@ class PrefixIndex:
             ends.setdefault((live.tokens, live.tail), set()).add(slot)
         store.live, store.live_guessed_s = live, guessed_s
 
-    def _park(self, slot: int, store: _Store, live: LiveHeld, now_s: float) -> None:
+    def _park(self, slot: int, store: _Store, live: LivePrefix, now_s: float) -> None:
         """Predict that the context is written to disk, replacing those that it extends."""
         if not 0 < store.park_min <= live.tokens or not live.marks:
             return
-        self._file(slot, store, FileHeld(live.tokens, live.marks), now_s)
+        self._file(slot, store, FilePrefix(live.tokens, live.marks), now_s)
 
-    def _file(self, slot: int, store: _Store, file: FileHeld, guessed_s: float | None) -> None:
+    def _file(self, slot: int, store: _Store, file: FilePrefix, guessed_s: float | None) -> None:
         known = store.files.pop(file.leaf, None)
         if known is not None:
             store.files[file.leaf] = known  # moved to the end: the most recently used
@@ -287,7 +294,7 @@ class PrefixIndex:
         for link in file.marks:
             self._count(link, slot, 1)
 
-    def _touch(self, store: _Store, chain: Chain) -> None:
+    def _touch(self, store: _Store, chain: BlockHashes) -> None:
         for link in reversed(chain.links):
             known = store.files.pop(link, None)
             if known is not None:
@@ -325,12 +332,12 @@ def _leads_to(at: int | dict[int, int], slot: int) -> bool:
     return at == slot if isinstance(at, int) else slot in at
 
 
-def _spared(chain: Chain, blocks: int) -> int:
+def _spared(chain: BlockHashes, blocks: int) -> int:
     """Return the reusable tokens; at least one token of a prompt is always computed."""
     return min(blocks * BLOCK, len(chain) - 1)
 
 
-def _ends_so(chain: Chain, live: LiveHeld) -> bool:
+def _ends_so(chain: BlockHashes, live: LivePrefix) -> bool:
     blocks = live.tokens // BLOCK
     leaf = chain.links[blocks - 1] if blocks else chain.seed
     return leaf == live.leaf and chain.tail(live.tokens) == live.tail

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from rkserve.core.block_hashes import Chain, origin_of, seed_of
+from rkserve.core.block_hashes import BlockHashes, origin_of, seed_of
 from rkserve.core.messages import (
     Accepted,
     Delta,
@@ -38,7 +38,7 @@ class RoutingRequest:
     model: str
     prompt_tokens: int
     max_tokens: int
-    chain: Chain | None = None
+    chain: BlockHashes | None = None
     session: str = ""
     salt: str = ""
     tried: Collection[str] = ()
@@ -96,7 +96,7 @@ class RoutingRequest:
             tokens, chain = request.counted or len(text) // CHARS_OF_A_TOKEN, None
         else:
             tokens = len(ids)
-            chain = Chain(ids, seed_of(origin_of(adapter, request.salt))) if hashed else None
+            chain = BlockHashes(ids, seed_of(origin_of(adapter, request.salt))) if hashed else None
         return cls(
             request.request_id,
             request.model,
@@ -197,7 +197,7 @@ class InFlightRequest:
             file = self.expected.tokens > 0 and not self.expected.live
             self._boards.index.ended(self.candidate.slot, self._left(), now_s, from_file=file)
 
-    def _left(self) -> Chain | None:
+    def _left(self) -> BlockHashes | None:
         """Return the reusable context left at the board, unless the run was aborted."""
         chain = self._ask.chain
         if chain is None or not self._finished or self._unknown:

@@ -56,7 +56,7 @@ class Manifest(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
+class AdapterFolder:
     """Where adapters of ``model`` lie; no link on it may lead out of ``within``."""
 
     folder: Path
@@ -64,12 +64,12 @@ class Shelf:
     within: Path
 
     @classmethod
-    def of_model(cls, folder: Path) -> Shelf:
+    def of_model(cls, folder: Path) -> AdapterFolder:
         """Return that of a model folder."""
         return cls(folder / FOLDER, folder.name, folder)
 
     @classmethod
-    def of_board(cls, folder: Path, model: str) -> Shelf:
+    def of_board(cls, folder: Path, model: str) -> AdapterFolder:
         """Return that of a board, which has its adapters of one model in ``folder`` alone."""
         return cls(folder, model, folder)
 
@@ -103,7 +103,7 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class AdapterName:
     """A model name of a request, taken to be that of an adapter; None is not said.
 
     ``title`` is the adapter's name, with the version where there is one.
@@ -123,7 +123,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class AdapterChoice:
     """What the model name of a request means."""
 
     model: str
@@ -132,10 +132,10 @@ class Chosen:
 
 def adapters(folder: Path) -> tuple[Adapter, ...]:
     """Return the adapters of a model folder; see ``shelved``."""
-    return shelved(Shelf.of_model(folder))
+    return shelved(AdapterFolder.of_model(folder))
 
 
-def shelved(shelf: Shelf) -> tuple[Adapter, ...]:
+def shelved(shelf: AdapterFolder) -> tuple[Adapter, ...]:
     """Return the adapters on a shelf, by name and then by version, the newest last.
 
     The first time it reads all of every file. What cannot be used is there too, ``broken``.
@@ -150,7 +150,7 @@ def shelved(shelf: Shelf) -> tuple[Adapter, ...]:
     )
 
 
-def open_adapter(shelves: Sequence[Shelf], ref: AdapterRef) -> Adapter:
+def open_adapter(shelves: Sequence[AdapterFolder], ref: AdapterRef) -> Adapter:
     """Return the adapter of ``ref`` for loading: its file is here, and it is the one that is meant.
 
     The first shelf goes first. The file may still change before the runtime has read it; that is
@@ -189,15 +189,15 @@ def _unusable(found: Adapter, ref: AdapterRef) -> str:
     return ""
 
 
-def parts_of(asked: str) -> Parts:
+def parts_of(asked: str) -> AdapterName:
     """Take ``adapter``, ``base:adapter``, ``adapter@version`` or ``base:adapter@version`` apart."""
     base, colon, rest = asked.partition(":")
     title = rest if colon else asked
     name, at, version = title.partition("@")
-    return Parts(base if colon else None, title, name, version if at else None)
+    return AdapterName(base if colon else None, title, name, version if at else None)
 
 
-def resolve(asked: str, catalog: Mapping[str, Sequence[Adapter]]) -> Chosen:
+def resolve(asked: str, catalog: Mapping[str, Sequence[Adapter]]) -> AdapterChoice:
     """Return what the model of a request means, where ``catalog`` has the adapters of each model.
 
     The name of a model is understood, and what ``parts_of`` takes apart. A model goes before an
@@ -211,7 +211,7 @@ def resolve(asked: str, catalog: Mapping[str, Sequence[Adapter]]) -> Chosen:
         RequestError: several models have an adapter of that name.
     """
     if asked in catalog:
-        return Chosen(asked, None)
+        return AdapterChoice(asked, None)
     parts = parts_of(asked)
     bases = sorted(catalog) if parts.base is None else [parts.base]
     found = {
@@ -225,7 +225,7 @@ def resolve(asked: str, catalog: Mapping[str, Sequence[Adapter]]) -> Chosen:
     if len(found) > 1:
         raise parts.ambiguous(found)
     ((model, adapter),) = found.items()
-    return Chosen(model, adapter.ref())
+    return AdapterChoice(model, adapter.ref())
 
 
 def _matching(found: Sequence[Adapter], name: str, version: str | None) -> list[Adapter]:
@@ -261,7 +261,7 @@ def _names(folder: Path) -> list[str]:
     return fit
 
 
-def _judge(shelf: Shelf, name: str, version: str) -> Adapter:
+def _judge(shelf: AdapterFolder, name: str, version: str) -> Adapter:
     """Return one adapter as it stands on this machine, usable or broken."""
     place = shelf.folder / name / version
     try:
@@ -288,7 +288,7 @@ def _announced(name: str, version: str, manifest: Manifest) -> Adapter:
     return Adapter(name, version, None, manifest.size or 0, manifest.sha256, manifest.scale)
 
 
-def _inside(shelf: Shelf, file: Path) -> Path | None:
+def _inside(shelf: AdapterFolder, file: Path) -> Path | None:
     """Return where ``file`` really is; None if it is not there at all."""
     try:
         real = file.resolve()
@@ -299,7 +299,7 @@ def _inside(shelf: Shelf, file: Path) -> Path | None:
     return real if real.exists() else None
 
 
-def _manifest(shelf: Shelf, file: Path) -> Manifest:
+def _manifest(shelf: AdapterFolder, file: Path) -> Manifest:
     real = _inside(shelf, file)
     if real is None:
         return Manifest()
@@ -317,14 +317,14 @@ def _said(error: ValidationError) -> str:
     return explain(error, Manifest).rstrip(".")
 
 
-def _compare(shelf: Shelf, manifest: Manifest, size_bytes: int, digest: str) -> None:
+def _compare(shelf: AdapterFolder, manifest: Manifest, size_bytes: int, digest: str) -> None:
     for key, said, found in _claims(shelf, manifest, size_bytes, digest):
         if said is not None and said != found:
             raise _Unfit(f"{MANIFEST_FILE} says {key} {said}, and it is {found}")
 
 
 def _claims(
-    shelf: Shelf, manifest: Manifest, size_bytes: int, digest: str
+    shelf: AdapterFolder, manifest: Manifest, size_bytes: int, digest: str
 ) -> Iterator[tuple[str, str | int | None, str | int]]:
     yield "base_model", manifest.base_model, shelf.model
     yield "size", manifest.size, size_bytes

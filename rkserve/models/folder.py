@@ -382,12 +382,12 @@ class ModelFolder(BaseModel):
         return template if isinstance(template, str) else None
 
 
-class WeightsUnfit(ValueError):
+class UnfitWeights(ValueError):
     """Why a file is certainly no model that RKLLM loads; whoever was given it says so."""
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsFacts:
+class WeightsMetadata:
     """What the beginning of a model's file tells; None is what it does not.
 
     The vendor has not published the format of a ``.rkllm``, so that of a real one nothing is known
@@ -403,7 +403,7 @@ class WeightsFacts:
     max_context: int | None = None
 
 
-def weights_facts(path: Path) -> WeightsFacts:
+def weights_facts(path: Path) -> WeightsMetadata:
     """Return what can be told of a model's file without loading it.
 
     Raises:
@@ -413,37 +413,37 @@ def weights_facts(path: Path) -> WeightsFacts:
     with path.open("rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
-            raise WeightsUnfit("it is no regular file")
+            raise UnfitWeights("it is no regular file")
         head = file.read(SIM_HEADER.size)
     if not head.strip(b"\0"):
-        raise WeightsUnfit("it is empty" if not head else "it begins with nothing but zeros")
+        raise UnfitWeights("it is empty" if not head else "it begins with nothing but zeros")
     for magic, at, kind in FOREIGN:
         if head[at : at + len(magic)] == magic:
-            raise WeightsUnfit(f"it is {kind}")
+            raise UnfitWeights(f"it is {kind}")
     if head.lstrip()[:1] == b"<":
-        raise WeightsUnfit("it is a page of HTML or XML, perhaps what a server answered instead")
+        raise UnfitWeights("it is a page of HTML or XML, perhaps what a server answered instead")
     if head.startswith(SIM_MAGIC):
         return _simulated(head, found.st_size)
-    return WeightsFacts(found.st_size)
+    return WeightsMetadata(found.st_size)
 
 
-def _simulated(head: bytes, size_bytes: int) -> WeightsFacts:
+def _simulated(head: bytes, size_bytes: int) -> WeightsMetadata:
     if len(head) < SIM_HEADER.size:
-        raise WeightsUnfit("it is a simulated model that was cut off")
+        raise UnfitWeights("it is a simulated model that was cut off")
     _, form, said_bytes, model_id, platform, _, toolkit, _, max_context, *_ = SIM_HEADER.unpack(
         head
     )
     if form != SIM_FORMAT:
-        raise WeightsUnfit(f"it is a simulated model of the unknown format {form}")
+        raise UnfitWeights(f"it is a simulated model of the unknown format {form}")
     if said_bytes != size_bytes:
-        raise WeightsUnfit(
+        raise UnfitWeights(
             f"it is a simulated model of {said_bytes} bytes, of which {size_bytes} are there"
         )
     texts = [
         field.partition(b"\0")[0].decode(errors="replace")
         for field in (model_id, platform, toolkit)
     ]
-    return WeightsFacts(size_bytes, True, texts[0], texts[1], texts[2], max_context)
+    return WeightsMetadata(size_bytes, True, texts[0], texts[1], texts[2], max_context)
 
 
 def open_model_folder(path: Path) -> ModelFolder:

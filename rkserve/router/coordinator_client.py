@@ -8,11 +8,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol
 
-from rkserve.control.artifact_metadata import Claim, FoundWeights
-from rkserve.control.calls import Call, Outcome
+from rkserve.control.artifact_metadata import DeclaredArtifact, StoredArtifact
+from rkserve.control.calls import OperationOutcome, OperationRequest
 from rkserve.control.operations import Operation, OperationKind
 from rkserve.control.sleep import REQUEST, requested, wakeable
-from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion, Desired, KeptCache
+from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion, Desired, DesiredCache
 from rkserve.core.errors import CoordinatorAway, ModelAsleep, RkserveError
 from rkserve.fleet.fleet import Fleet
 
@@ -137,7 +137,7 @@ class CoordinatorClient:
 
     # -- changing -----------------------------------------------------------------------------
 
-    async def perform(self, call: Call) -> Outcome:
+    async def perform(self, call: OperationRequest) -> OperationOutcome:
         """Have the Coordinator change the cluster. Raises ``RkserveError``.
 
         It goes on where the client leaves: half a change would be worse.
@@ -146,7 +146,7 @@ class CoordinatorClient:
             await self.refresh()  # Ray would wait for one that is gone as long as it takes
         asked = asyncio.ensure_future(self._link.call("perform", call, timeout_s=CHANGE_S))
         asked.add_done_callback(_look_at_error)
-        outcome: Outcome = await asyncio.shield(asked)
+        outcome: OperationOutcome = await asyncio.shield(asked)
         await self._hear_of(outcome.operation.epoch)
         return outcome
 
@@ -181,7 +181,7 @@ class CoordinatorClient:
 
     # -- prompt caches ------------------------------------------------------------------------
 
-    async def keep_cache(self, cache: KeptCache) -> None:
+    async def keep_cache(self, cache: DesiredCache) -> None:
         """Have every board hold a prompt cache, also those that join. Raises ``RkserveError``."""
         await self._look("keep_cache", cache)
 
@@ -200,7 +200,7 @@ class CoordinatorClient:
     async def upload(
         self,
         parts: AsyncIterator[bytes],
-        claim: Claim,
+        claim: DeclaredArtifact,
         manifest: Mapping[str, Any],
     ) -> Artifact:
         """Bring a file to the Coordinator part by part, of which one is in memory at a time.
@@ -223,19 +223,23 @@ class CoordinatorClient:
             raise
         return done
 
-    async def register(self, kind: str, place: str, claim: Claim, scale: float) -> AdapterVersion:
+    async def register(
+        self, kind: str, place: str, claim: DeclaredArtifact, scale: float
+    ) -> AdapterVersion:
         """Take a file that is at a ``path`` of the head, or behind a ``url``."""
         done: AdapterVersion = await self._store(f"register_{kind}", place, claim, scale)
         return done
 
-    async def register_model(self, kind: str, place: str, claim: Claim) -> BaseVersion | None:
+    async def register_model(
+        self, kind: str, place: str, claim: DeclaredArtifact
+    ) -> BaseVersion | None:
         """Take base weights likewise; None is the file in the model's own folder."""
         done: BaseVersion | None = await self._store("register_model", kind, place, claim)
         return done
 
-    async def find_weights(self, model: str, artifact: str) -> FoundWeights:
+    async def find_weights(self, model: str, artifact: str) -> StoredArtifact:
         """Return what can be served as ``<name>@<version>``. Raises ``ArtifactNotFound``."""
-        found: FoundWeights = await self._store("find_weights", model, artifact)
+        found: StoredArtifact = await self._store("find_weights", model, artifact)
         return found
 
     async def _look(self, method: str, *args: Any) -> Any:
@@ -292,7 +296,7 @@ class WakeOnRequest:
         return await asyncio.shield(task)
 
     async def _wake(self, model: str) -> int:
-        call = Call(OperationKind.WAKE, requested(model), who=REQUEST, background=True)
+        call = OperationRequest(OperationKind.WAKE, requested(model), who=REQUEST, background=True)
         try:
             outcome = await asyncio.wait_for(self._cluster.perform(call), self._limit_s)
         except RkserveError as exc:

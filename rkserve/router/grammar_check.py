@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from itertools import count
 
-from rkserve.core.child_process import Child
+from rkserve.core.child_process import ChildProcess
 from rkserve.core.errors import RateLimited, RequestError
 from rkserve.core.run_params import Guide
 from rkserve.router.queue.admission import ANONYMOUS
@@ -193,7 +193,7 @@ class GrammarChecker:
 class TrialProcess:
     """A process that tries one grammar at a time; it starts with the first one."""
 
-    _child: Child | None = None
+    _child: ChildProcess | None = None
     _output: asyncio.StreamReader = field(init=False)
 
     async def tried(self, guide: Guide) -> str | None:
@@ -222,9 +222,9 @@ class TrialProcess:
             child.kill()
             await self._ended(child)
 
-    async def _started(self) -> Child:
+    async def _started(self) -> ChildProcess:
         self._output = asyncio.StreamReader(_LINE_BYTES)
-        child = self._child = await Child.start(
+        child = self._child = await ChildProcess.start(
             (sys.executable, "-m", PROGRAM), out=asyncio.StreamReaderProtocol(self._output)
         )
         if await self._line() is None:
@@ -236,7 +236,7 @@ class TrialProcess:
         line = await asyncio.wait_for(self._output.readline(), PATIENCE_S)
         return bytes(line) if line else None
 
-    async def _ended(self, child: Child) -> int:
+    async def _ended(self, child: ChildProcess) -> int:
         """Return its exit code, once it has ended."""
         await self._output.read()  # to the end of its output: that is no matter of time
         code = await child.wait()

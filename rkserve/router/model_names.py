@@ -21,7 +21,7 @@ from rkserve.api.common.version_policy import (
 )
 from rkserve.core.desired_state import Desired
 from rkserve.core.errors import ConfigError, RequestError, VersionUnavailable
-from rkserve.models.adapters import Adapter, Chosen, adapters, resolve
+from rkserve.models.adapters import Adapter, AdapterChoice, adapters, resolve
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class ModelNames:
             return self._known.get(model, ())
 
 
-def _of_folder(chosen: Chosen, asked: str, policy: VersionPolicy) -> ResolvedModel:
+def _of_folder(chosen: AdapterChoice, asked: str, policy: VersionPolicy) -> ResolvedModel:
     """Return an adapter of a folder, which the policy must allow."""
     if chosen.adapter is None:
         return ResolvedModel(chosen.model)

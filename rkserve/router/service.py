@@ -42,7 +42,7 @@ from rkserve.api.parsing.answer_parser import ParserOptions
 from rkserve.api.prompting.conversation import Message
 from rkserve.api.prompting.images import images_of
 from rkserve.config.router import RouterConfig
-from rkserve.core.board_report import AtRouter, BoardReport, GenerationInfo
+from rkserve.core.board_report import BoardReport, GenerationInfo, RouterGenerations
 from rkserve.core.desired_state import Scope
 from rkserve.core.errors import (
     BoardAsleep,
@@ -288,7 +288,7 @@ class Service:
 
     def control_homeless(
         self, generation: str, action: ControlAction, choice: int | None
-    ) -> AtRouter:
+    ) -> RouterGenerations:
         """Control what this Router has of a generation and no board; see ``Dispatch.control``."""
         return self._dispatch.control(generation, action, choice)
 

@@ -19,7 +19,7 @@ import pytest
 from rkserve.board.board import Board
 from rkserve.board.engine.protocol import EngineSpec
 from rkserve.core.desired_state import InFlight
-from rkserve.core.messages import AdapterRef, Continued, FinishReason, GenerateRequest
+from rkserve.core.messages import AdapterRef, FailoverState, FinishReason, GenerateRequest
 from tests.support.boards.board_bench import until
 from tests.support.boards.continued_house import Heard, How, Loss, Site, sent_to
 from tests.support.boards.fakes import run_loop
@@ -108,7 +108,7 @@ async def cut_after(tokens: int, site: Site, asked: GenerateRequest) -> Heard:
     return await listening
 
 
-def continued(site: Site) -> Continued:
+def continued(site: Site) -> FailoverState:
     """What the last board was told."""
     found = site.house.opened[-1][1].continued
     assert found is not None

@@ -17,7 +17,14 @@ from rkserve.board.engine.protocol import EngineSpec, EntryCommand, RunCommand
 from rkserve.board.run.run import RunSpec, RunTimeouts, patience_for
 from rkserve.board.run.settings import BoardSettings
 from rkserve.core.errors import EngineDied, LoadFailed, RequestError, RunFailed
-from rkserve.core.messages import Continued, Delta, Finished, FinishReason, GenerateRequest, Slot
+from rkserve.core.messages import (
+    Delta,
+    FailoverState,
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    TranscriptToken,
+)
 from rkserve.core.run_params import Picture, Stepwise
 from rkserve.native.runtime import VisionParams
 from rkserve.native.sim.build import ensure_encoder_built
@@ -172,18 +179,18 @@ def test_a_generation_goes_on_with_its_pictures_on_another_board(sim: Sim) -> No
             ids = [i for one in events if isinstance(one, Delta) for i in one.token_ids]
             half = len(ids) // 2
             deltas = [one for one in events if isinstance(one, Delta)]
-            slots: list[Slot] = []
+            slots: list[TranscriptToken] = []
             text = ""
             for delta in deltas:
                 parts, at = delta.parts, 0
                 for token_id, size in zip(delta.token_ids, parts, strict=True):
                     if len(slots) < half:
                         piece = delta.text[at : at + size]
-                        slots.append(Slot(token_id, piece.encode()))
+                        slots.append(TranscriptToken(token_id, piece.encode()))
                         text += piece
                     at += size
             rest = replace(
-                asked("<image>What is this?", 4), continued=Continued(tuple(slots), text)
+                asked("<image>What is this?", 4), continued=FailoverState(tuple(slots), text)
             )
             said, end = await told(seer, rest)
             assert text + said == whole

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rkserve.core.errors import ConfigError, FrameCorrupt, NativeError, RequestError, RunFailed
-from rkserve.core.messages import Continued, Delta, GenerateRequest, Slot
+from rkserve.core.messages import Delta, FailoverState, GenerateRequest, TranscriptToken
 from rkserve.core.run_params import EncoderShape, EncoderStates
 from rkserve.local import LocalBoard, open_board
 from rkserve.models.folder import open_model_folder
@@ -282,7 +282,7 @@ def test_one_that_was_begun_elsewhere_fails_and_the_board_goes_on(board: LocalBo
         prompt_text="",
         decoder_ids=(5, 6),
         encoder=given(),
-        continued=Continued(slots=(Slot(16, b"1"),), text="1"),
+        continued=FailoverState(slots=(TranscriptToken(16, b"1"),), text="1"),
     )
     with pytest.raises(RunFailed, match="cannot go on"):
         board._call(events_of(board, request))

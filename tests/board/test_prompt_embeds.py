@@ -17,7 +17,7 @@ from rkserve.api.common.calls import parse_completion
 from rkserve.api.common.renderer import Renderer
 from rkserve.api.common.tensors import MAX_TENSOR_BYTES, read_embeds
 from rkserve.core.errors import RequestError, RunFailed
-from rkserve.core.messages import Continued, Delta, GenerateRequest, Slot
+from rkserve.core.messages import Delta, FailoverState, GenerateRequest, TranscriptToken
 from rkserve.core.run_params import Embeds
 from rkserve.local import LocalBoard, open_board
 from rkserve.models.folder import open_model_folder
@@ -268,7 +268,7 @@ def test_rows_that_the_library_would_read_beyond_are_refused_by_the_board(
 
 def test_one_that_was_begun_elsewhere_fails_and_the_board_goes_on(board: LocalBoard) -> None:
     embeds = read_embeds(of_ids(prompt_of("Count to 8")), "p")
-    begun = Continued(slots=(Slot(16, b"1"),), text="1")
+    begun = FailoverState(slots=(TranscriptToken(16, b"1"),), text="1")
     with pytest.raises(RunFailed, match="cannot go on"):
         board._call(events_of(board, replace(request_of(embeds), continued=begun)))
     assert board.generate("Count to 8", temperature=0).text == COUNTED

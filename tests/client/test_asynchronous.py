@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from rkserve.client import AsyncClient, NotFound, OperationFailed, Refused
-from rkserve.control.artifact_metadata import FoundWeights
-from rkserve.control.calls import Call, Outcome
+from rkserve.control.artifact_metadata import StoredArtifact
+from rkserve.control.calls import OperationOutcome, OperationRequest
 from rkserve.control.operations import (
     BoardResult,
     Operation,
@@ -38,7 +38,7 @@ class Head(FakeHead):
         call = self.calls[int(name.removeprefix("op-")) - 1]
         bad = self.end is not OperationState.SUCCEEDED
         error = OperationError(503, "stage_failed", "The disk is full.") if bad else None
-        done: Outcome = self.outcome(call, state=self.end, error=error)
+        done: OperationOutcome = self.outcome(call, state=self.end, error=error)
         assert done.operation.id != ""
         return Operation(name, call.kind, self.end, results=self.results, error=error)
 
@@ -103,7 +103,7 @@ def test_weights_reach_the_coordinator_as_they_were_pushed() -> None:
     base = BaseVersion("sim-chat", "v2", "b" * 64, len(b"base weights"))
     listed = (Parameter("lm_head", (4, 8), "bfloat16"),)
     staged = version("tone", "v2", len(b"weights"))
-    found = {"sim-chat@v2": FoundWeights(base, listed), "tone@v2": FoundWeights(staged)}
+    found = {"sim-chat@v2": StoredArtifact(base, listed), "tone@v2": StoredArtifact(staged)}
     asked = head(says={"upload_end_model": base, "find_weights": lambda _model, name: found[name]})
 
     async def use(client: AsyncClient) -> None:
@@ -190,7 +190,7 @@ def test_every_change_is_understood(
     asked = head()
     assert drive(asked, use).kind == kind
     (call,) = asked.calls
-    assert isinstance(call, Call)
+    assert isinstance(call, OperationRequest)
     assert call.key
 
 

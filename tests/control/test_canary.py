@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rkserve.control.canary import Limits, Verdict, Watch, judge
+from rkserve.control.canary import CanaryLimits, CanaryVerdict, CanaryWatch, judge
 from rkserve.core.board_report import BoardReport, BoardState, VersionFigures
 
-V = Verdict
-LIMITS = Limits(requests=10, tokens=100, failures=0.1, speed=0.8)
+V = CanaryVerdict
+LIMITS = CanaryLimits(requests=10, tokens=100, failures=0.1, speed=0.8)
 
 
 def did(requests: int, failed: int = 0, tokens: int = 0, per_s: float = 10.0) -> VersionFigures:
@@ -59,7 +59,7 @@ def did(requests: int, failed: int = 0, tokens: int = 0, per_s: float = 10.0) ->
 def test_the_verdict(
     candidate: dict[str, VersionFigures],
     active: dict[str, VersionFigures],
-    verdict: Verdict,
+    verdict: CanaryVerdict,
     said: str,
 ) -> None:
     found = judge(candidate, active, LIMITS)
@@ -76,14 +76,14 @@ def counted(name: str, requests: int, failed: int = 0) -> VersionFigures:
 
 
 def test_only_what_happened_since_the_watch_began_counts() -> None:
-    watch = Watch().saw([report("r1", counted("old", 1000, 900), counted("new", 50, 50))])
+    watch = CanaryWatch().saw([report("r1", counted("old", 1000, 900), counted("new", 50, 50))])
     assert watch.gained == {}
     watch = watch.saw([report("r1", counted("old", 1010, 900), counted("new", 60, 51))])
     assert watch.gained == {("b", "old"): counted("old", 10), ("b", "new"): counted("new", 10, 1)}
 
 
 def test_a_board_that_joins_is_counted_from_its_first_report() -> None:
-    watch = Watch().saw([report("r1", counted("old", 5))])
+    watch = CanaryWatch().saw([report("r1", counted("old", 5))])
     watch = watch.saw(
         [report("r1", counted("old", 5)), report("r2", counted("old", 99), board="c")]
     )
@@ -93,7 +93,7 @@ def test_a_board_that_joins_is_counted_from_its_first_report() -> None:
 
 
 def test_what_a_replica_did_before_it_died_is_not_forgotten() -> None:
-    watch = Watch().saw([report("r1", counted("new", 0))])
+    watch = CanaryWatch().saw([report("r1", counted("new", 0))])
     watch = watch.saw([report("r1", counted("new", 4, 2))])
     watch = watch.saw([])
     watch = watch.saw([report("r2", counted("new", 3, 1))])
@@ -101,14 +101,14 @@ def test_what_a_replica_did_before_it_died_is_not_forgotten() -> None:
 
 
 def test_a_report_that_comes_late_counts_nothing_twice() -> None:
-    watch = Watch().saw([report("r1", counted("new", 0))])
+    watch = CanaryWatch().saw([report("r1", counted("new", 0))])
     for requests in (6, 4, 9):
         watch = watch.saw([report("r1", counted("new", requests))])
     assert watch.gained["b", "new"] == counted("new", 9)
 
 
 def test_a_watch_judges_by_labels() -> None:
-    watch = Watch().saw([report("r1")])
+    watch = CanaryWatch().saw([report("r1")])
     watch = watch.saw([report("r1", counted("law@v2", 10, 2), counted("law@v1", 10))])
     assert watch.judge("law@v2", "law@v1", LIMITS).verdict is V.BAD
     assert watch.judge("law@v1", "law@v2", LIMITS).verdict is V.GOOD
@@ -128,7 +128,7 @@ def test_a_watch_adds_up_whatever_boards_restart(
 ) -> None:
     replicas = {"a": 0, "b": 0}
     counters = {"a": 0, "b": 0}
-    watch = Watch().saw([report(f"{board}-0", board=board) for board in "ab"])
+    watch = CanaryWatch().saw([report(f"{board}-0", board=board) for board in "ab"])
     true = {"a": 0, "b": 0}
     for board, restarts, requests, heard in events:
         if restarts and heard:

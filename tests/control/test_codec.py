@@ -19,14 +19,14 @@ from rkserve.control.codec import (
     write_operation,
 )
 from rkserve.control.operations import Operation, OperationKind
-from rkserve.core.desired_state import ActivePause, AdapterLine, Desired, PauseMode, Scope
+from rkserve.core.desired_state import ActivePause, AdapterVersions, Desired, PauseMode, Scope
 from rkserve.core.errors import LedgerFailed
 from tests.support.values.control_values import desires, operations, version
 
 STATE = Desired(
     epoch=7,
     pauses=(ActivePause("op", Scope(("m",), ("b1",)), PauseMode.KEEP, expires_s=5.0),),
-    lines=(AdapterLine("m", "law", active=version("law", "v1"), weight=0.5),),
+    lines=(AdapterVersions("m", "law", active=version("law", "v1"), weight=0.5),),
 )
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkserve.control import params as read
-from rkserve.control.calls import Call, Outcome
+from rkserve.control.calls import OperationOutcome, OperationRequest
 from rkserve.control.operations import (
     TRANSITIONS,
     BoardResult,
@@ -250,16 +250,18 @@ def test_an_operation_says_its_status(state: S, error: RkserveError | None, stat
 @settings(deadline=None)
 @given(operations, st.booleans())
 def test_calls_and_outcomes_cross_processes(one: Operation, applied: bool) -> None:
-    outcome = Outcome(one.status, one, applied)
+    outcome = OperationOutcome(one.status, one, applied)
     assert pickle.loads(pickle.dumps(outcome)) == outcome
-    call = Call(one.kind, one.params, one.who, one.key)
+    call = OperationRequest(one.kind, one.params, one.who, one.key)
     back = pickle.loads(pickle.dumps(call))
     assert (back, back.fingerprint) == (call, call.fingerprint)
     assert hash(back) == hash(call)
 
 
 def test_a_call_is_known_by_what_it_asks_for() -> None:
-    call = Call(K.PAUSE, {"mode": "keep", "models": ["m"]}, who="ann", key="k", timeout_s=5)
+    call = OperationRequest(
+        K.PAUSE, {"mode": "keep", "models": ["m"]}, who="ann", key="k", timeout_s=5
+    )
     same = replace(call, params={"models": ("m",), "mode": "keep"}, who="bob", timeout_s=9)
     assert same.fingerprint == call.fingerprint
     for other in (

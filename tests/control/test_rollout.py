@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkserve.control import state_changes
-from rkserve.control.canary import Judgement, Verdict
+from rkserve.control.canary import CanaryAssessment, CanaryVerdict
 from rkserve.control.operations import (
     Operation,
     OperationError,
@@ -24,23 +24,23 @@ from rkserve.control.recovery import recover
 from rkserve.control.rollout import (
     PATIENCE,
     PATIENCE_S,
-    Answered,
-    Cancelled,
-    Decided,
+    BoardAnswered,
+    BoardJoined,
+    BoardLeft,
+    CanaryAssessed,
+    CanaryDecided,
+    ChangeRefused,
     Event,
-    Finish,
-    Gone,
-    Joined,
-    Judged,
-    Observe,
-    Refused,
+    FinishRollout,
+    ObserveCanary,
     Rollout,
+    RolloutCancelled,
     Step,
     advance,
     start,
 )
-from rkserve.control.rollout_plan import Ask, Move, Plan, Strategy, plan
-from rkserve.core.desired_state import AdapterLine, Desired, InFlight, PauseMode, Scope
+from rkserve.control.rollout_plan import AdapterRolloutPlan, Move, MoveRequest, Strategy, plan
+from rkserve.core.desired_state import AdapterVersions, Desired, InFlight, PauseMode, Scope
 from rkserve.core.errors import AdapterExists, OperationConflict, RequestError, RkserveError
 from tests.support.values.control_values import version
 
@@ -48,11 +48,11 @@ V1, V2, V3 = (version("law", f"v{n}") for n in range(1, 4))
 BROKEN = OperationError(503, "stage_failed", "the disk is full")
 LATE = OperationError(504, "operation_timeout", "its time is up")
 GOOD, BAD, WAIT = (
-    Judgement(verdict, "because")
+    CanaryAssessment(verdict, "because")
     for verdict in (
-        Verdict.GOOD,
-        Verdict.BAD,
-        Verdict.WAIT,
+        CanaryVerdict.GOOD,
+        CanaryVerdict.BAD,
+        CanaryVerdict.WAIT,
     )
 )
 THREE = ("b1", "b2", "b3")
@@ -66,7 +66,7 @@ def served(*versions: object) -> Desired:
     return desired
 
 
-def line(desired: Desired) -> AdapterLine | None:
+def line(desired: Desired) -> AdapterVersions | None:
     return desired.line("m", "law")
 
 
@@ -74,7 +74,7 @@ def line(desired: Desired) -> AdapterLine | None:
 class Performer:
     """Carries out what a rollout asks for on a desired state, as a Coordinator does."""
 
-    plan: Plan
+    plan: AdapterRolloutPlan
     desired: Desired
     now_s: float = 1000.0
     steps: list[Step] = field(default_factory=list)
@@ -100,12 +100,12 @@ class Performer:
 
     @property
     def asked(self) -> list[tuple[Move, tuple[str, ...]]]:
-        return [(step.move, step.boards) for step in self.steps if isinstance(step, Ask)]
+        return [(step.move, step.boards) for step in self.steps if isinstance(step, MoveRequest)]
 
     @property
-    def finish(self) -> Finish | None:
+    def finish(self) -> FinishRollout | None:
         last = self.steps[-1]
-        return last if isinstance(last, Finish) else None
+        return last if isinstance(last, FinishRollout) else None
 
     def tell(self, event: Event) -> None:
         self.rollout, steps = advance(self.rollout, event, self.now_s)
@@ -114,20 +114,20 @@ class Performer:
     def perform(self, steps: tuple[Step, ...]) -> None:
         for step in steps:
             self.steps.append(step)
-            if isinstance(step, Finish):
+            if isinstance(step, FinishRollout):
                 self.operation = self.operation.end(step.state, self.now_s, step.error)
-            elif isinstance(step, Ask) and not self.change(step):
+            elif isinstance(step, MoveRequest) and not self.change(step):
                 return
 
-    def change(self, ask: Ask) -> bool:
+    def change(self, ask: MoveRequest) -> bool:
         if ask.move is self.refuse:
             self.refuse = None
-            self.tell(Refused(ask.move, OperationError(503, "ledger_failed", "no room")))
+            self.tell(ChangeRefused(ask.move, OperationError(503, "ledger_failed", "no room")))
             return False
         try:
             after = self.plan.apply(ask, self.desired, self.now_s)
         except RkserveError as error:
-            self.tell(Refused(ask.move, OperationError.of(error)))
+            self.tell(ChangeRefused(ask.move, OperationError.of(error)))
             return False
         assert after is self.desired or after.epoch == self.desired.epoch + 1
         epoch = self.operation.epoch if after is self.desired else after.epoch
@@ -141,7 +141,7 @@ class Performer:
         """A board joins, or comes back, and is asked for what the others are asked for."""
         if board in self.rollout.boards:
             return
-        self.tell(Joined(board))
+        self.tell(BoardJoined(board))
         if board not in self.rollout.boards:
             return
         self.joined.add(board)
@@ -154,19 +154,19 @@ class Performer:
     def answer(self, move: Move, *boards: str, error: OperationError | None = None) -> None:
         for board in boards or self.rollout.boards:
             self.pending.remove((move, board))
-            self.tell(Answered(move, board, error))
+            self.tell(BoardAnswered(move, board, error))
 
 
-def atomic(**fields: object) -> Plan:
+def atomic(**fields: object) -> AdapterRolloutPlan:
     given = {"version": V3, "boards": THREE, **fields}
-    return Plan(operation="op", model="m", name="law", **given)  # type: ignore[arg-type]
+    return AdapterRolloutPlan(operation="op", model="m", name="law", **given)  # type: ignore[arg-type]
 
 
-def rolling(**fields: object) -> Plan:
+def rolling(**fields: object) -> AdapterRolloutPlan:
     return atomic(strategy=Strategy.ROLLING, **fields)
 
 
-def canary(**fields: object) -> Plan:
+def canary(**fields: object) -> AdapterRolloutPlan:
     return atomic(strategy=Strategy.CANARY, weight=0.25, observe_s=30.0, **fields)
 
 
@@ -188,7 +188,7 @@ def test_atomic_brings_all_boards_to_it_at_one_instant() -> None:
     assert (after.epoch, after.in_flight) == (one.desired.epoch, InFlight.SWITCH)
     assert one.finish is None
     one.answer(Move.COMMIT)
-    assert one.finish == Finish(OperationState.SUCCEEDED)
+    assert one.finish == FinishRollout(OperationState.SUCCEEDED)
     moves = (Move.STAGE, Move.LOAD, Move.HOLD, Move.COMMIT)
     assert one.asked == [(move, THREE) for move in moves]
 
@@ -206,7 +206,7 @@ def test_a_trainers_update_holds_the_model_before_boards_load_and_notes_its_step
     assert (one.desired.epoch, one.desired.pauses) == (before + 1, ())
     assert one.desired.weights_of("m").step == 9
     one.answer(Move.COMMIT)
-    assert one.finish == Finish(OperationState.SUCCEEDED)
+    assert one.finish == FinishRollout(OperationState.SUCCEEDED)
 
 
 def test_rolling_takes_as_many_boards_at_a_time_as_it_may() -> None:
@@ -224,7 +224,7 @@ def test_rolling_takes_as_many_boards_at_a_time_as_it_may() -> None:
     one.answer(Move.LOAD, "b1", "b3")
     one.answer(Move.SWITCH, "b3", "b1")
     one.answer(Move.COMMIT)
-    assert one.finish == Finish(OperationState.SUCCEEDED)
+    assert one.finish == FinishRollout(OperationState.SUCCEEDED)
     assert one.desired.pauses == ()
 
 
@@ -234,20 +234,20 @@ def test_a_canary_is_loaded_everywhere_observed_and_promoted() -> None:
     for board in THREE:
         one.answer(Move.LOAD, board)
     one.answer(Move.OFFER)
-    assert one.steps[-1] == Observe()
+    assert one.steps[-1] == ObserveCanary()
     now = line(one.desired)
     assert now is not None
     assert (now.active, now.candidate, now.weight) == (V1, V3, 0.25)
-    one.tell(Judged(GOOD))  # too early
+    one.tell(CanaryAssessed(GOOD))  # too early
     one.now_s += 30.0
-    one.tell(Judged(WAIT))
+    one.tell(CanaryAssessed(WAIT))
     assert one.rollout.phase is Phase.OBSERVING
-    one.tell(Judged(GOOD))
+    one.tell(CanaryAssessed(GOOD))
     one.answer(Move.COMMIT)
-    assert one.finish == Finish(OperationState.SUCCEEDED)
+    assert one.finish == FinishRollout(OperationState.SUCCEEDED)
 
 
-def observing(plan: Plan) -> Performer:
+def observing(plan: AdapterRolloutPlan) -> Performer:
     one = Performer(plan, served(V1))
     one.answer(Move.STAGE)
     for board in plan.boards:
@@ -259,16 +259,26 @@ def observing(plan: Plan) -> Performer:
 @pytest.mark.parametrize(
     ("plan", "after_s", "event", "code"),
     [
-        pytest.param(canary(), 1.0, Judged(BAD), "canary_failed", id="it is bad"),
-        pytest.param(canary(auto=False), 1.0, Judged(BAD), "canary_failed", id="bad, by hand"),
-        pytest.param(canary(), 1.0, Decided(promote=False), "rolled_back", id="someone says so"),
-        pytest.param(canary(), 1.0, Cancelled(LATE), LATE.code, id="cancelled"),
+        pytest.param(canary(), 1.0, CanaryAssessed(BAD), "canary_failed", id="it is bad"),
         pytest.param(
-            canary(), 30.0 * PATIENCE, Judged(WAIT), "canary_failed", id="nobody asks for it"
+            canary(auto=False), 1.0, CanaryAssessed(BAD), "canary_failed", id="bad, by hand"
+        ),
+        pytest.param(
+            canary(), 1.0, CanaryDecided(promote=False), "rolled_back", id="someone says so"
+        ),
+        pytest.param(canary(), 1.0, RolloutCancelled(LATE), LATE.code, id="cancelled"),
+        pytest.param(
+            canary(),
+            30.0 * PATIENCE,
+            CanaryAssessed(WAIT),
+            "canary_failed",
+            id="nobody asks for it",
         ),
     ],
 )
-def test_a_canary_is_taken_back(plan: Plan, after_s: float, event: Event, code: str) -> None:
+def test_a_canary_is_taken_back(
+    plan: AdapterRolloutPlan, after_s: float, event: Event, code: str
+) -> None:
     one = observing(plan)
     one.now_s += after_s
     one.tell(event)
@@ -283,12 +293,12 @@ def test_a_canary_is_taken_back(plan: Plan, after_s: float, event: Event, code: 
 def test_a_canary_without_auto_waits_for_whoever_decides() -> None:
     one = observing(canary(auto=False))
     one.now_s += 30.0 * PATIENCE + PATIENCE_S
-    one.tell(Judged(GOOD))
-    one.tell(Judged(WAIT))
+    one.tell(CanaryAssessed(GOOD))
+    one.tell(CanaryAssessed(WAIT))
     assert one.rollout.phase is Phase.OBSERVING
-    one.tell(Decided(promote=True, who="ann"))
+    one.tell(CanaryDecided(promote=True, who="ann"))
     one.answer(Move.COMMIT)
-    assert one.finish == Finish(OperationState.SUCCEEDED)
+    assert one.finish == FinishRollout(OperationState.SUCCEEDED)
 
 
 def test_a_rollback_by_hand_is_a_hold_and_a_commit() -> None:
@@ -305,7 +315,7 @@ def test_a_failed_stage_changes_nothing_anywhere() -> None:
     one = Performer(atomic(), served(V1))
     one.answer(Move.STAGE, "b1")
     one.answer(Move.STAGE, "b2", error=BROKEN)
-    assert one.finish == Finish(OperationState.FAILED, BROKEN)
+    assert one.finish == FinishRollout(OperationState.FAILED, BROKEN)
     assert one.desired is one.before
     one.answer(Move.STAGE, "b3")
     assert one.asked == [(Move.STAGE, THREE)]
@@ -321,7 +331,7 @@ def test_a_board_that_cannot_be_held_lets_all_go_on_as_before() -> None:
     assert one.finish is None
     one.answer(Move.UNDO, "b1", "b2")
     one.answer(Move.UNDO, "b3", error=LATE)
-    assert one.finish == Finish(OperationState.UNDONE, LATE, ("b3",))
+    assert one.finish == FinishRollout(OperationState.UNDONE, LATE, ("b3",))
     assert line(one.desired) == line(one.before)
 
 
@@ -332,7 +342,7 @@ def test_the_first_failure_is_the_one_that_is_told() -> None:
     one.answer(Move.LOAD, "b1", error=BROKEN)
     one.answer(Move.LOAD, "b2", error=LATE)  # it was asked before all was to be taken back
     one.answer(Move.UNDO)
-    assert one.finish == Finish(OperationState.UNDONE, BROKEN)
+    assert one.finish == FinishRollout(OperationState.UNDONE, BROKEN)
     assert [move for move, _ in one.asked].count(Move.UNDO) == 1
 
 
@@ -346,7 +356,7 @@ def test_the_first_failure_is_the_one_that_is_told() -> None:
     ],
 )
 def test_a_change_that_cannot_be_written_down_ends_it(
-    plan: Plan, refused: Move, state: OperationState
+    plan: AdapterRolloutPlan, refused: Move, state: OperationState
 ) -> None:
     one = Performer(plan, served(V1), refuse=refused)
     while one.pending:
@@ -362,14 +372,14 @@ def test_a_change_that_cannot_be_written_down_ends_it(
 def test_a_board_that_dies_is_left_out() -> None:
     one = Performer(atomic(), served(V1))
     one.answer(Move.STAGE, "b1", "b2")
-    one.tell(Gone("b3"))
+    one.tell(BoardLeft("b3"))
     assert one.asked[-1] == (Move.LOAD, ("b1", "b2"))
-    one.tell(Answered(Move.STAGE, "b3", BROKEN))  # what it said before it died
+    one.tell(BoardAnswered(Move.STAGE, "b3", BROKEN))  # what it said before it died
     one.answer(Move.LOAD)
-    one.tell(Gone("b1"))
+    one.tell(BoardLeft("b1"))
     one.answer(Move.HOLD)
     one.answer(Move.COMMIT)
-    assert one.finish == Finish(OperationState.SUCCEEDED)
+    assert one.finish == FinishRollout(OperationState.SUCCEEDED)
 
 
 @pytest.mark.parametrize("when", [Move.STAGE, Move.LOAD, Move.HOLD])
@@ -378,7 +388,7 @@ def test_without_a_board_left_nothing_comes_in(when: Move) -> None:
     while one.asked[-1][0] is not when:
         one.answer(one.asked[-1][0])
     for board in THREE:
-        one.tell(Gone(board))
+        one.tell(BoardLeft(board))
     assert one.finish is not None
     assert one.finish.error is not None
     assert one.finish.error.code == "no_board"
@@ -395,7 +405,7 @@ def test_a_rollout_on_no_boards_fails_at_once() -> None:
 def test_a_board_that_joins_at_the_hold_is_held_and_committed_like_the_others() -> None:
     one = Performer(atomic(), served(V1))
     one.answer(Move.STAGE)
-    one.tell(Gone("b3"))
+    one.tell(BoardLeft("b3"))
     one.answer(Move.LOAD)
     one.join("b4")
     one.join("b3")  # it has come back
@@ -416,7 +426,7 @@ def test_a_board_that_joins_and_does_not_answer_counts_like_any_other(move: Move
         assert one.asked[-1] == (Move.UNDO, (*THREE, "b4"))
     else:
         one.answer(move, *THREE)
-        assert one.finish == Finish(OperationState.PARTIAL, None, ("b4",))
+        assert one.finish == FinishRollout(OperationState.PARTIAL, None, ("b4",))
 
 
 def test_a_board_that_joins_while_others_load_is_not_waited_for() -> None:
@@ -433,8 +443,8 @@ def test_after_the_commit_a_silent_board_is_told_later() -> None:
         one.answer(move)
     one.answer(Move.COMMIT, "b1")
     one.answer(Move.COMMIT, "b2", error=LATE)
-    one.tell(Cancelled(LATE))  # the time is up for b3
-    assert one.finish == Finish(OperationState.PARTIAL, None, ("b2", "b3"))
+    one.tell(RolloutCancelled(LATE))  # the time is up for b3
+    assert one.finish == FinishRollout(OperationState.PARTIAL, None, ("b2", "b3"))
     after = line(one.desired)
     assert after is not None
     assert after.active == V3
@@ -459,7 +469,7 @@ def test_a_pause_by_hand_outlasts_the_rollout_within_it() -> None:
     one = Performer(atomic(), desired)
     for move in (Move.STAGE, Move.LOAD, Move.HOLD, Move.COMMIT):
         one.answer(move)
-    assert one.finish == Finish(OperationState.SUCCEEDED)
+    assert one.finish == FinishRollout(OperationState.SUCCEEDED)
     assert [pause.operation for pause in one.desired.pauses] == ["by-hand"]
 
 
@@ -484,7 +494,7 @@ def test_a_pause_by_hand_outlasts_the_rollout_within_it() -> None:
     ],
 )
 def test_what_cannot_be_committed_is_known_before_anything_is_staged(
-    one: Plan, desired: Desired, error: type[Exception]
+    one: AdapterRolloutPlan, desired: Desired, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
         one.check(desired)
@@ -574,20 +584,20 @@ def meet(one: Performer, fate: str, pick: int) -> None:
         one.now_s += pick % 40
         one.desired = state_changes.expire(one.desired, one.now_s)[0]
     elif fate == "judge":
-        one.tell(Judged((GOOD, BAD, WAIT)[pick % 3]))
+        one.tell(CanaryAssessed((GOOD, BAD, WAIT)[pick % 3]))
     elif fate == "decide":
-        one.tell(Decided(promote=bool(pick % 2)))
+        one.tell(CanaryDecided(promote=bool(pick % 2)))
     elif fate == "late":
-        one.tell(Answered(list(Move)[pick % len(Move)], board, BROKEN if pick % 2 else None))
+        one.tell(BoardAnswered(list(Move)[pick % len(Move)], board, BROKEN if pick % 2 else None))
     elif fate == "gone":
-        one.tell(Gone(board))
+        one.tell(BoardLeft(board))
     elif fate == "join":
         one.join((board, "new")[pick % 2])
     elif one.pending and fate != "wait":
         move, board = one.pending.pop(pick % len(one.pending))
-        one.tell(Answered(move, board, BROKEN if fate == "fail" else None))
+        one.tell(BoardAnswered(move, board, BROKEN if fate == "fail" else None))
         if fate == "again":
-            one.tell(Answered(move, board, BROKEN))
+            one.tell(BoardAnswered(move, board, BROKEN))
 
 
 def drain(one: Performer) -> None:
@@ -596,19 +606,19 @@ def drain(one: Performer) -> None:
         if one.rollout.ended:
             return
         if one.pending:
-            one.tell(Answered(*one.pending.pop(0)))
+            one.tell(BoardAnswered(*one.pending.pop(0)))
         else:
             one.now_s += PATIENCE * one.plan.observe_s + PATIENCE_S
-            one.tell(Judged(WAIT) if one.plan.auto else Decided(promote=True))
+            one.tell(CanaryAssessed(WAIT) if one.plan.auto else CanaryDecided(promote=True))
     pytest.fail(f"it never ends: {one.rollout}")
 
 
 def check_order(one: Performer) -> None:
     """Look at what was asked for: no commit without the moves before it, no way back after it."""
     asked = [move for move, _ in one.asked]
-    finishes = [step for step in one.steps if isinstance(step, Finish)]
+    finishes = [step for step in one.steps if isinstance(step, FinishRollout)]
     assert len(finishes) == 1
-    assert isinstance(one.steps[-1], Finish)
+    assert isinstance(one.steps[-1], FinishRollout)
     assert asked.count(Move.COMMIT) <= 1
     assert asked.count(Move.UNDO) <= 1
     if finishes[0].state in (OperationState.SUCCEEDED, OperationState.PARTIAL):
@@ -655,7 +665,7 @@ def check_end(one: Performer) -> None:
     st.sampled_from((None,) * 8 + (Move.HOLD, Move.OFFER, Move.SWITCH, Move.COMMIT)),
 )
 def test_every_rollout_ends_committed_or_undone_and_leaves_nobody_paused(
-    plan: Plan, events: list[tuple[str, int]], refuse: Move | None
+    plan: AdapterRolloutPlan, events: list[tuple[str, int]], refuse: Move | None
 ) -> None:
     one = Performer(plan, served(V1, V2), refuse=refuse)
     for fate, pick in events:
@@ -672,11 +682,11 @@ def test_every_rollout_ends_committed_or_undone_and_leaves_nobody_paused(
     check_end(one)
     steps = len(one.steps)
     for event in (
-        Gone("b0"),
-        Decided(True),
-        Judged(BAD),
-        Cancelled(LATE),
-        Answered(Move.UNDO, "b0"),
+        BoardLeft("b0"),
+        CanaryDecided(True),
+        CanaryAssessed(BAD),
+        RolloutCancelled(LATE),
+        BoardAnswered(Move.UNDO, "b0"),
     ):
         one.tell(event)
     assert len(one.steps) == steps
@@ -685,7 +695,7 @@ def test_every_rollout_ends_committed_or_undone_and_leaves_nobody_paused(
 @settings(deadline=None, max_examples=400)
 @given(plans, st.lists(st.tuples(fates, st.integers(0, 1000)), max_size=40))
 def test_a_coordinator_that_dies_at_any_moment_leaves_one_of_the_two_as_well(
-    plan: Plan, events: list[tuple[str, int]]
+    plan: AdapterRolloutPlan, events: list[tuple[str, int]]
 ) -> None:
     one = Performer(plan, served(V1, V2))
     for fate, pick in events if plan.boards else ():
@@ -710,13 +720,13 @@ def test_a_coordinator_that_dies_at_any_moment_leaves_one_of_the_two_as_well(
 @settings(deadline=None)
 @given(plans, st.lists(st.tuples(fates, st.integers(0, 1000)), max_size=30))
 def test_whoever_runs_out_of_time_ends_it_by_cancelling_twice(
-    plan: Plan, events: list[tuple[str, int]]
+    plan: AdapterRolloutPlan, events: list[tuple[str, int]]
 ) -> None:
     one = Performer(plan, served(V1, V2))
     for fate, pick in events if plan.boards else ():
         meet(one, fate, pick)
-    one.tell(Cancelled(LATE))
-    one.tell(Cancelled(LATE))
+    one.tell(RolloutCancelled(LATE))
+    one.tell(RolloutCancelled(LATE))
     check_order(one)
     check_end(one)
 

@@ -25,7 +25,14 @@ from rkserve.control.params import Params
 from rkserve.control.recovery import recover
 from rkserve.control.sleep import SleepPolicy, unused, wakeable
 from rkserve.core.board_report import BoardReport, BoardState
-from rkserve.core.desired_state import ActivePause, Desired, Hold, PauseMode, Scope, SleepLevel
+from rkserve.core.desired_state import (
+    ActivePause,
+    Desired,
+    EffectivePause,
+    PauseMode,
+    Scope,
+    SleepLevel,
+)
 from rkserve.core.errors import LedgerFailed, OperationConflict, RequestError
 from tests.support.values.control_values import BOARDS, MODELS, desires, scopes
 
@@ -53,9 +60,9 @@ def slept(
 def test_a_sleep_holds_and_unloads_its_scope_until_it_is_woken() -> None:
     asleep = sleep_changes.sleep(Desired(4), "op", B1, WAIT, UNLOADED, now_s=10.0, lease_s=5)
     assert asleep.epoch == 5
-    duty = asleep.duty("b1", "m")
-    assert (duty.level, duty.hold) == (UNLOADED, Hold(WAIT, expires_s=15.0))
-    assert asleep.duty("b2", "m").level is None
+    target = asleep.target("b1", "m")
+    assert (target.level, target.hold) == (UNLOADED, EffectivePause(WAIT, expires_s=15.0))
+    assert asleep.target("b2", "m").level is None
     woken, gone = sleep_changes.wake(asleep)
     assert (woken, gone) == (Desired(6), asleep.pauses)
 
@@ -89,16 +96,19 @@ def test_a_sleep_that_adds_nothing_changes_nothing(
 
 def test_a_deeper_sleep_deepens_and_is_undone_alone() -> None:
     deeper = slept(slept(operation="op-1"), level=DROPPED, operation="op-2", running=("op-2",))
-    assert deeper.duty("b1", "m").level is DROPPED
-    assert state_changes.withdraw(deeper, "op-2").duty("b1", "m").level is UNLOADED
+    assert deeper.target("b1", "m").level is DROPPED
+    assert state_changes.withdraw(deeper, "op-2").target("b1", "m").level is UNLOADED
 
 
 def test_no_resume_wakes_and_no_wake_up_resumes() -> None:
     both = slept(state_changes.pause(Desired(), "pause", Scope(), KEEP, 0.0), operation="sleep")
     resumed, _ = state_changes.resume(both)
-    assert (resumed.duty("b1", "m").level, len(resumed.pauses)) == (UNLOADED, 1)
+    assert (resumed.target("b1", "m").level, len(resumed.pauses)) == (UNLOADED, 1)
     woken, _ = sleep_changes.wake(both)
-    assert (woken.duty("b1", "m").level, woken.duty("b1", "m").hold) == (None, Hold(KEEP))
+    assert (woken.target("b1", "m").level, woken.target("b1", "m").hold) == (
+        None,
+        EffectivePause(KEEP),
+    )
     only = slept()
     assert state_changes.resume(only) == (only, ())
     assert state_changes.resume(only, M) == (only, ())  # nor is it told to resume what is no pause
@@ -133,8 +143,8 @@ def test_weights_are_woken_before_the_kv_cache() -> None:
     with pytest.raises(OperationConflict, match="weights"):
         sleep_changes.wake(asleep, only_kv=True)
     loaded, _ = sleep_changes.wake(asleep, only_weights=True)
-    assert loaded.duty("b1", "m").level is PAUSED
-    assert loaded.duty("b1", "m").hold == Hold(ABORT)
+    assert loaded.target("b1", "m").level is PAUSED
+    assert loaded.target("b1", "m").hold == EffectivePause(ABORT)
     assert loaded.epoch == asleep.epoch + 1
     assert sleep_changes.wake(loaded, only_weights=True) == (loaded, ())
     assert sleep_changes.wake(loaded, only_kv=True)[0].pauses == ()
@@ -145,18 +155,20 @@ def test_a_request_wakes_its_own_model_and_only_what_a_request_shall_wake() -> N
     assert asleep.epoch == 1
     woken, gone = sleep_changes.wake_for_request(asleep, "small")
     assert {pause.scope.models for pause in gone} == {("small",)}
-    assert woken.duty("b1", "small").level is None
-    assert woken.duty("b1", "large").level is UNLOADED
+    assert woken.target("b1", "small").level is None
+    assert woken.target("b1", "large").level is UNLOADED
     assert sleep_changes.wake_for_request(woken, "small") == (woken, ())
     assert state_changes.withdraw(asleep, "op").pauses == ()
     by_hand = slept(asleep, Scope(("small",)), operation="by hand")
-    assert sleep_changes.wake_for_request(by_hand, "small")[0].duty("b1", "small").level is UNLOADED
+    assert (
+        sleep_changes.wake_for_request(by_hand, "small")[0].target("b1", "small").level is UNLOADED
+    )
 
 
 def test_a_lease_ends_a_sleep() -> None:
     asleep = slept(lease_s=5.0)
     assert state_changes.expire(asleep, 4.9) == (asleep, ())
-    assert state_changes.expire(asleep, 5.0)[0].duty("b1", "m").level is None
+    assert state_changes.expire(asleep, 5.0)[0].target("b1", "m").level is None
 
 
 def test_a_renewal_is_told_from_a_sleep_that_changes_more() -> None:
@@ -219,7 +231,7 @@ def test_what_is_forgotten_of_sleeps_changes_nothing_for_any_board_at_any_time(
         )
         for board in BOARDS:
             for model in MODELS:
-                one, other = ours.duty(board, model), theirs.duty(board, model)
+                one, other = ours.target(board, model), theirs.target(board, model)
                 assert (one.hold, one.level) == (other.hold, other.level)
                 there = [report(board, model)]
                 assert wakeable(ours, model, there) == wakeable(theirs, model, there)
@@ -300,7 +312,7 @@ def test_a_coordinator_that_starts_takes_a_sleep_back_and_finishes_a_wake_up(
     one = Operation("op", kind, phase=Phase.SLEEPING, params={}, epoch=desired.epoch)
     after, (ended,) = recover(desired, [one], 1.0)
     assert ended.state is state
-    assert (after.duty("b1", "m").level is not None) is asleep
+    assert (after.target("b1", "m").level is not None) is asleep
     assert recover(after, [ended], 2.0) == (after, ())
 
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from rkserve.control import state_changes
 from rkserve.core.desired_state import (
     ActivePause,
-    AdapterLine,
     AdapterVersion,
+    AdapterVersions,
     Desired,
-    Hold,
+    EffectivePause,
     InFlight,
     PauseMode,
     Scope,
@@ -46,7 +46,7 @@ V1, V2, V3, V4 = (version("law", f"v{n}") for n in range(1, 5))
 Change: TypeAlias = Callable[[Desired], Desired]
 
 
-def line(desired: Desired) -> AdapterLine:
+def line(desired: Desired) -> AdapterVersions:
     found = desired.line("m", "law")
     assert found is not None
     return found
@@ -66,8 +66,8 @@ def serving(*versions: AdapterVersion) -> Desired:
 def test_a_pause_holds_its_scope_until_it_is_resumed() -> None:
     paused = state_changes.pause(Desired(4), "op", Scope(boards=("b1",)), WAIT, 10.0, lease_s=5)
     assert paused.epoch == 5
-    assert paused.duty("b1", "m").hold == Hold(WAIT, expires_s=15.0)
-    assert paused.duty("b2", "m").hold is None
+    assert paused.target("b1", "m").hold == EffectivePause(WAIT, expires_s=15.0)
+    assert paused.target("b2", "m").hold is None
     resumed, removed = state_changes.resume(paused)
     assert (resumed, removed) == (Desired(6), paused.pauses)
 
@@ -141,7 +141,7 @@ def test_a_lease_that_is_renewed_for_ever_leaves_no_pile() -> None:
     for n in range(1000):
         desired = state_changes.pause(desired, f"op-{n}", Scope(), KEEP, float(n), lease_s=3600)
     assert len(desired.pauses) <= 2
-    assert desired.duty("b", "m").hold == Hold(KEEP, expires_s=999.0 + 3600)
+    assert desired.target("b", "m").hold == EffectivePause(KEEP, expires_s=999.0 + 3600)
 
 
 def test_more_pauses_than_anyone_needs_are_refused() -> None:
@@ -190,7 +190,7 @@ def test_what_is_forgotten_of_pauses_changes_nothing_for_any_board_at_any_time(
         )
         for board in BOARDS:
             for model in MODELS:
-                one, other = ours.duty(board, model), theirs.duty(board, model)
+                one, other = ours.target(board, model), theirs.target(board, model)
                 assert (one.hold, one.adapter_holds) == (other.hold, other.adapter_holds)
 
 
@@ -430,9 +430,9 @@ def test_what_is_active_already_needs_no_candidate() -> None:
 
 def test_labels_and_steps_are_those_of_a_model() -> None:
     desired = state_changes.set_step(state_changes.set_label(Desired(), "m", "step-3"), "m", 3)
-    assert desired.duty("b", "m").label == "step-3"
+    assert desired.target("b", "m").label == "step-3"
     assert desired.weights_of("m").step == 3
-    assert desired.duty("b", "n").label == "default"
+    assert desired.target("b", "n").label == "default"
     assert state_changes.set_label(desired, "m", "step-3") is desired
     state_changes.expect(desired, 2)
     state_changes.expect(desired, None)

@@ -21,19 +21,19 @@ from rkserve.control.operations import (
 )
 from rkserve.control.recovery import recover
 from rkserve.control.rollout import (
-    Answered,
-    Cancelled,
+    BoardAnswered,
+    BoardJoined,
+    BoardLeft,
+    ChangeRefused,
     Event,
-    Finish,
-    Gone,
-    Joined,
-    Refused,
+    FinishRollout,
+    RolloutCancelled,
     Step,
     advance,
     start,
 )
-from rkserve.control.rollout_plan import Ask, Move, Round
-from rkserve.control.weight_changes import RebasePlan
+from rkserve.control.rollout_plan import Move, MoveRequest, RolloutStage
+from rkserve.control.weight_changes import WeightsRolloutPlan
 from rkserve.core.desired_state import BaseVersion, Desired, InFlight, PauseMode, Scope
 from rkserve.core.errors import OperationConflict, RequestError, RkserveError, StaleWeights
 
@@ -56,15 +56,15 @@ def on_base(base: BaseVersion | None = OLD, step: int | None = 4) -> Desired:
 
 def loads(desired: Desired, *boards: str) -> list[str]:
     """Return what boards shall load, by its label."""
-    return [desired.duty(board, "m").label for board in boards]
+    return [desired.target(board, "m").label for board in boards]
 
 
-def rolling(**fields: object) -> RebasePlan:
+def rolling(**fields: object) -> WeightsRolloutPlan:
     given = {"version": NEW, "label": "b-new", "boards": THREE, **fields}
-    return RebasePlan(operation="op", model="m", **given)  # type: ignore[arg-type]
+    return WeightsRolloutPlan(operation="op", model="m", **given)  # type: ignore[arg-type]
 
 
-def at_once(**fields: object) -> RebasePlan:
+def at_once(**fields: object) -> WeightsRolloutPlan:
     return rolling(at_once=True, in_flight=InFlight.SWITCH, **{"step": 5, **fields})
 
 
@@ -76,8 +76,8 @@ def test_boards_load_other_weights_as_their_turn_comes() -> None:
     assert loads(desired, "b1", "b2") == ["a-old", "a-old"]
     desired = weight_changes.switch(desired, "m", ["b2"])
     assert loads(desired, "b1", "b2") == ["a-old", "b-new"]
-    duty = desired.duty("b2", "m")
-    assert (duty.base, duty.rebase) == (NEW, InFlight.SWITCH)
+    target = desired.target("b2", "m")
+    assert (target.base, target.rebase) == (NEW, InFlight.SWITCH)
     after = weight_changes.commit(desired, "m")
     assert loads(after, "b1", "b2", "a late one") == ["b-new"] * 3
     assert after.weights_of("m").rebase is None
@@ -85,13 +85,13 @@ def test_boards_load_other_weights_as_their_turn_comes() -> None:
     back = weight_changes.undo(desired, "m")
     assert loads(back, "b1", "b2") == ["a-old", "a-old"]
     # What ran on b2 is treated on the way back as on the way there.
-    assert back.duty("b2", "m").rebase is InFlight.SWITCH
+    assert back.target("b2", "m").rebase is InFlight.SWITCH
 
 
 def test_the_way_back_to_the_folders_own_file_is_the_same() -> None:
     desired = weight_changes.begin(on_base(), "m", None, "default", InFlight.PIN)
     desired = weight_changes.commit(weight_changes.switch(desired, "m", THREE), "m")
-    assert desired.duty("b1", "m").base is None
+    assert desired.target("b1", "m").base is None
     assert loads(desired, "b1") == ["default"]
 
 
@@ -141,7 +141,9 @@ def test_what_may_not_be_done_is_said(change: object, error: type[Exception]) ->
         pytest.param(at_once(version=OLD, label="a-old"), False, id="a new step"),
     ],
 )
-def test_what_is_served_already_is_known_by_its_content(plan: RebasePlan, holds: bool) -> None:
+def test_what_is_served_already_is_known_by_its_content(
+    plan: WeightsRolloutPlan, holds: bool
+) -> None:
     assert plan.holds(on_base()) is holds
 
 
@@ -152,7 +154,7 @@ def test_what_is_served_already_is_known_by_its_content(plan: RebasePlan, holds:
 class World:
     """Boards, a desired state, and an update that is carried out as a Coordinator does."""
 
-    plan: RebasePlan
+    plan: WeightsRolloutPlan
     desired: Desired = field(default_factory=on_base)
     now_s: float = 1000.0
     refuse: Move | None = None
@@ -172,12 +174,12 @@ class World:
 
     @property
     def asked(self) -> list[tuple[Move, tuple[str, ...]]]:
-        return [(step.move, step.boards) for step in self.steps if isinstance(step, Ask)]
+        return [(step.move, step.boards) for step in self.steps if isinstance(step, MoveRequest)]
 
     @property
-    def finish(self) -> Finish | None:
+    def finish(self) -> FinishRollout | None:
         last = self.steps[-1]
-        return last if isinstance(last, Finish) else None
+        return last if isinstance(last, FinishRollout) else None
 
     def tell(self, event: Event) -> None:
         self.rollout, steps = advance(self.rollout, event, self.now_s)
@@ -186,19 +188,19 @@ class World:
     def perform(self, steps: tuple[Step, ...]) -> None:
         for step in steps:
             self.steps.append(step)
-            if isinstance(step, Finish):
+            if isinstance(step, FinishRollout):
                 self.operation = self.operation.end(step.state, self.now_s, step.error)
-            elif isinstance(step, Ask) and not self.change(step):
+            elif isinstance(step, MoveRequest) and not self.change(step):
                 return
 
-    def change(self, ask: Ask) -> bool:
+    def change(self, ask: MoveRequest) -> bool:
         try:
             if ask.move is self.refuse:
                 self.refuse = None
                 raise OperationConflict("no room in the ledger")
             after = self.plan.apply(ask, self.desired, self.now_s)
         except RkserveError as error:
-            self.tell(Refused(ask.move, OperationError.of(error)))
+            self.tell(ChangeRefused(ask.move, OperationError.of(error)))
             return False
         assert after is self.desired or after.epoch == self.desired.epoch + 1
         if not self.rollout.ended:
@@ -211,7 +213,7 @@ class World:
 
     def look(self) -> None:
         """Note a moment in which boards that go on would answer with different weights."""
-        held = {b for b in self.there if self.desired.duty(b, "m").hold is not None}
+        held = {b for b in self.there if self.desired.target(b, "m").hold is not None}
         emitting = set(loads(self.desired, *(self.there - held)))
         if self.plan.at_once and len(emitting) > 1:
             self.mixed.append(f"{emitting} at epoch {self.desired.epoch}")
@@ -219,21 +221,21 @@ class World:
     def answer(self, move: Move, *boards: str, error: OperationError | None = None) -> None:
         for board in boards or tuple(self.rollout.boards):
             self.pending.remove((move, board))
-            self.tell(Answered(move, board, error))
+            self.tell(BoardAnswered(move, board, error))
 
     def die(self, board: str) -> None:
         self.there.discard(board)
         self.pending = [one for one in self.pending if one[1] != board]
-        self.tell(Gone(board))
+        self.tell(BoardLeft(board))
 
     def join(self, board: str) -> None:
         """A board comes, or comes back; whoever carries it out notices that where it asks many."""
         self.there.add(board)
         known = board in self.rollout.boards
         at = self.rollout.at
-        if known or not (at in (Move.HOLD, Move.COMMIT, Move.UNDO) or at is Round.ROLL):
+        if known or not (at in (Move.HOLD, Move.COMMIT, Move.UNDO) or at is RolloutStage.ROLL):
             return
-        self.tell(Joined(board))
+        self.tell(BoardJoined(board))
         if isinstance(at, Move) and board in self.rollout.boards:
             self.pending.append((at, board))
 
@@ -253,7 +255,7 @@ def test_board_by_board_no_more_are_away_than_may_be() -> None:
     assert loads(one.desired, *THREE) == ["b-new"] * 3
     one.answer(Move.SWITCH, "b1", "b3")
     one.answer(Move.COMMIT)
-    assert one.finish == Finish(S.SUCCEEDED)
+    assert one.finish == FinishRollout(S.SUCCEEDED)
     assert one.desired.weights_of("m").base == NEW
     assert one.asked == [
         (Move.STAGE, THREE),
@@ -280,12 +282,12 @@ def test_at_once_holds_all_until_all_have_loaded_and_notes_the_step() -> None:
     weights = one.desired.weights_of("m")
     assert (weights.step, weights.base, weights.rebase) == (5, NEW, None)
     one.answer(Move.COMMIT)
-    assert one.finish == Finish(S.SUCCEEDED)
+    assert one.finish == FinishRollout(S.SUCCEEDED)
 
 
 @pytest.mark.parametrize("plan", [rolling(version=None), at_once(version=None)], ids=repr)
-def test_back_to_the_folders_own_file_nothing_is_staged(plan: RebasePlan) -> None:
-    assert Move.STAGE not in plan.course
+def test_back_to_the_folders_own_file_nothing_is_staged(plan: WeightsRolloutPlan) -> None:
+    assert Move.STAGE not in plan.stages
 
 
 def test_one_board_that_cannot_load_it_brings_all_back() -> None:
@@ -297,7 +299,7 @@ def test_one_board_that_cannot_load_it_brings_all_back() -> None:
     assert loads(one.desired, *THREE) == ["a-old"] * 3
     assert one.finish is None
     one.answer(Move.UNDO)
-    assert one.finish == Finish(S.UNDONE, BROKEN)
+    assert one.finish == FinishRollout(S.UNDONE, BROKEN)
 
 
 def test_a_board_that_dies_in_its_turn_stops_the_update_before_the_next_one_does() -> None:
@@ -320,7 +322,7 @@ def test_a_board_that_dies_otherwise_is_left_out(gone: str) -> None:
     one.answer(Move.SWITCH, "b1")
     one.answer(Move.SWITCH, left)
     one.answer(Move.COMMIT)
-    assert one.finish == Finish(S.SUCCEEDED)
+    assert one.finish == FinishRollout(S.SUCCEEDED)
 
 
 def test_a_board_that_joins_meanwhile_waits_for_its_turn() -> None:
@@ -344,7 +346,7 @@ def test_all_at_once_one_that_dies_is_left_out() -> None:
     one.die("b1")
     one.answer(Move.SWITCH, "b2", "b3")
     one.answer(Move.COMMIT)
-    assert one.finish == Finish(S.SUCCEEDED)
+    assert one.finish == FinishRollout(S.SUCCEEDED)
 
 
 def test_a_hold_that_ended_before_all_had_loaded_brings_all_back() -> None:
@@ -364,7 +366,7 @@ def test_a_hold_that_ended_before_all_had_loaded_brings_all_back() -> None:
 # -- whatever happens --------------------------------------------------------------------------
 
 plans = st.builds(
-    lambda at_once_, count, most, folder, in_flight: RebasePlan(
+    lambda at_once_, count, most, folder, in_flight: WeightsRolloutPlan(
         operation="op",
         model="m",
         version=None if folder else NEW,
@@ -393,7 +395,7 @@ def meet(one: World, fate: str, pick: int) -> None:
         one.join(names[pick % len(names)])
     elif fate == "late":
         if pick % 4 == 0:
-            one.tell(Cancelled(LATE))
+            one.tell(RolloutCancelled(LATE))
     elif fate == "expire":
         one.now_s += one.plan.hold_s if pick % 4 == 0 else 1.0
         one.desired, _ = state_changes.expire(one.desired, one.now_s)
@@ -406,14 +408,14 @@ def meet(one: World, fate: str, pick: int) -> None:
             one.die(board)
         else:
             one.pending.remove((move, board))
-            one.tell(Answered(move, board, BROKEN if fate == "bad" else None))
+            one.tell(BoardAnswered(move, board, BROKEN if fate == "bad" else None))
 
 
 def drain(one: World) -> None:
     """Let everything that is asked for be answered well."""
     while one.pending and one.finish is None:
         move, board = one.pending.pop(0)
-        one.tell(Answered(move, board))
+        one.tell(BoardAnswered(move, board))
 
 
 def check_end(one: World) -> None:
@@ -434,7 +436,7 @@ def check_end(one: World) -> None:
 @settings(deadline=None, max_examples=400)
 @given(plans, fates, refusals)
 def test_every_update_ends_committed_or_undone_and_mixes_nothing(
-    plan: RebasePlan, events: list[tuple[str, int]], refuse: Move | None
+    plan: WeightsRolloutPlan, events: list[tuple[str, int]], refuse: Move | None
 ) -> None:
     one = World(plan, refuse=refuse)
     for fate, pick in events:
@@ -451,7 +453,7 @@ def test_every_update_ends_committed_or_undone_and_mixes_nothing(
 @settings(deadline=None, max_examples=400)
 @given(plans, fates)
 def test_a_coordinator_that_dies_at_any_moment_leaves_one_of_the_two_as_well(
-    plan: RebasePlan, events: list[tuple[str, int]]
+    plan: WeightsRolloutPlan, events: list[tuple[str, int]]
 ) -> None:
     one = World(plan)
     for fate, pick in events:

@@ -172,7 +172,7 @@ def test_a_frozen_board_is_not_forgotten_however_long_it_is_silent(tmp_path: Pat
     async def main() -> None:
         async with controlled(tmp_path) as it:
             it.cluster["b"].frozen = True
-            await eventually(lambda: len(it.it._desk.roster.reports()) == 2)  # a Router's view
+            await eventually(lambda: len(it.it._context.roster.reports()) == 2)  # a Router's view
             assert (await it.pause(timeout_s=0.2)).status == 504
 
     run_loop(main())
@@ -436,7 +436,7 @@ def test_a_reset_of_running_requests_stops_clears_and_goes_on(tmp_path: Path) ->
             seen: list[tuple[str, bool]] = []
 
             def look(board: Any, method: str) -> None:
-                hold = board.duty.hold
+                hold = board.target.hold
                 seen.append((method, hold is not None and hold.clear_cache))
 
             it.cluster.after = look
@@ -486,8 +486,8 @@ def test_a_label_reaches_every_board(tmp_path: Path) -> None:
     async def main() -> None:
         async with controlled(tmp_path) as it:
             assert (await it.call(K.LABEL, model=MODEL, label="step 7")).status == 200
-            duties = [board.duty for board in it.cluster.boards.values()]
-            assert [duty and duty.label for duty in duties] == ["step 7"] * 3
+            targets = [board.target for board in it.cluster.boards.values()]
+            assert [target and target.label for target in targets] == ["step 7"] * 3
             assert (await it.call(K.LABEL, model=MODEL, label="step 7")).applied is False
 
     run_loop(main())
@@ -614,7 +614,7 @@ def test_what_went_on_is_ended_however_many_operations_came_after_it(tmp_path: P
             it.ledger.close()
             await it.open()
             assert it.it.operation("op-old").state is S.FAILED
-            assert not it.it._book.running
+            assert not it.it._state.running
 
     run_loop(main())
 

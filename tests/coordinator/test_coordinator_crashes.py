@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.control.calls import Outcome
+from rkserve.control.calls import OperationOutcome
 from rkserve.control.operations import UPDATES, OperationKind, OperationState, Phase
 from rkserve.coordinator.state.ledger import Ledger
 from rkserve.core.board_report import BoardReport
@@ -124,14 +124,14 @@ async def nothing(_it: Control) -> None:
     """It begins with an empty cluster."""
 
 
-async def stage_v1(it: Control) -> Outcome:
+async def stage_v1(it: Control) -> OperationOutcome:
     return await it.stage(it.store.add("v1", b"v1" * 40))
 
 
-async def promoted_canary(it: Control) -> Outcome:
+async def promoted_canary(it: Control) -> OperationOutcome:
     rolling = asyncio.create_task(it.roll("v2", strategy="canary", auto=False))
     await eventually(
-        lambda: rolling.done() or any(one.phase is Phase.OBSERVING for one in it.it._book.running)
+        lambda: rolling.done() or any(one.phase is Phase.OBSERVING for one in it.it._state.running)
     )
     if not rolling.done():
         await asyncio.gather(rolling, it.call(K.ADAPTER_PROMOTE, model=MODEL, name="tone"))
@@ -145,20 +145,20 @@ async def on_base_one(it: Control) -> None:
     await it.rebase(it.store.add_base("one", ONE))
 
 
-async def base_two_at_once(it: Control) -> Outcome:
+async def base_two_at_once(it: Control) -> OperationOutcome:
     return await it.update(it.store.add_base("two", TWO), 5)
 
 
-async def base_two_in_turn(it: Control) -> Outcome:
+async def base_two_in_turn(it: Control) -> OperationOutcome:
     return await it.rebase(it.store.add_base("two", TWO))
 
 
-async def update_of_an_adapter(it: Control) -> Outcome:
+async def update_of_an_adapter(it: Control) -> OperationOutcome:
     return await it.update(it.store.add("v2", b"v2" * 40), 5)
 
 
 Scene = Callable[[Control], Awaitable[object]]
-Act = Callable[[Control], Awaitable[Outcome]]
+Act = Callable[[Control], Awaitable[OperationOutcome]]
 
 SCENES: dict[str, tuple[Scene, Act]] = {
     "pause": (nothing, lambda it: it.pause()),
@@ -204,7 +204,7 @@ MIXED = ("rolling", "canary", "base weights in turn", "back to the folder's own"
 
 def bare(board: FakeBoard) -> str | None:
     """Return what a board gives to a request by the bare name."""
-    line = None if board.duty is None else board.duty.line("tone")
+    line = None if board.target is None else board.target.line("tone")
     ref = None if line is None else line.serves(board.board_id, "session")
     return None if ref is None else ref.version
 
@@ -262,7 +262,7 @@ async def play(it: Control, name: str, fuse: Fuse) -> list[str]:
 async def expect_order(it: Control, name: str, mixtures: list[str]) -> None:
     """Check all that must hold whatever became of the operation."""
     await eventually(lambda: it.follows)
-    assert not it.it._book.running
+    assert not it.it._state.running
     assert name in MIXED or mixtures == []
     assert all(line.candidate is None for line in it.desired.lines)
     versions = {bare(board) for board in it.cluster.boards.values()}
@@ -335,7 +335,7 @@ def check(it: Control, name: str, at: int) -> None:
         asleep = done if asked is K.SLEEP else not done
         # One that slept before sleeps on, less deep, where it is not to sleep deeper.
         assert it.asleep == (list(BOARDS) if asleep or "deeper" in name else []), (at, operation)
-        level = it.desired.duty("a", MODEL).level
+        level = it.desired.target("a", MODEL).level
         assert level == ((2 if done else 1) if "deeper" in name else int(asleep) or None), at
     elif name == "resume":
         resumed = operation is not None and operation.kind is K.RESUME and stands

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from rkserve.control.artifact_metadata import Claim
-from rkserve.control.calls import Call, Outcome
+from rkserve.control.artifact_metadata import DeclaredArtifact
+from rkserve.control.calls import OperationOutcome, OperationRequest
 from rkserve.control.operations import OperationKind
 from rkserve.core.desired_state import Desired
 from rkserve.core.errors import CoordinatorAway
@@ -17,7 +17,7 @@ from tests.support.boards.fake_boards import eventually
 from tests.support.boards.own_time import run_loop
 from tests.support.cluster.fake_head import FakeHead
 
-PAUSE = Call(OperationKind.PAUSE)
+PAUSE = OperationRequest(OperationKind.PAUSE)
 
 
 def test_every_change_is_heard_and_none_goes_back() -> None:
@@ -94,11 +94,11 @@ def test_what_a_call_made_is_known_when_it_is_answered() -> None:
 
 def test_a_client_that_leaves_does_not_cut_its_call_short() -> None:
     async def main() -> None:
-        done: list[Call] = []
+        done: list[OperationRequest] = []
         gate = asyncio.Event()
         head = FakeHead()
 
-        async def slow(call: Call) -> Outcome:
+        async def slow(call: OperationRequest) -> OperationOutcome:
             await gate.wait()
             done.append(call)
             return head.outcome(call)
@@ -126,7 +126,7 @@ def test_an_upload_whose_client_leaves_is_thrown_away() -> None:
             begun.set()
             await asyncio.Event().wait()
 
-        claim = Claim("tone", None, "sim-chat")
+        claim = DeclaredArtifact("tone", None, "sim-chat")
         upload = asyncio.create_task(cluster.upload(parts(), claim, {}))
         await begun.wait()
         assert head.parts == [b"one"]

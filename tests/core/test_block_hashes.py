@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from rkserve.core.block_hashes import (
     BLOCK,
     STRIDE,
-    Chain,
-    FileHeld,
-    Holdings,
-    LiveHeld,
+    BlockHashes,
+    CachedPrefixes,
+    FilePrefix,
+    LivePrefix,
     adapter_of,
     origin_of,
     pack,
@@ -34,7 +34,7 @@ IDS = st.lists(st.integers(0, 200_000), max_size=5 * BLOCK).map(tuple)
 def test_links_agree_exactly_as_far_as_whole_blocks_do(
     one: tuple[int, ...], two: tuple[int, ...]
 ) -> None:
-    chains = Chain(one, SEED), Chain(one[: len(one) // 2] + two, SEED)
+    chains = BlockHashes(one, SEED), BlockHashes(one[: len(one) // 2] + two, SEED)
     same = 0
     while (
         same < min(len(chains[0].links), len(chains[1].links))
@@ -49,9 +49,9 @@ def test_links_agree_exactly_as_far_as_whole_blocks_do(
 def test_a_chain_that_is_extended_is_the_chain_of_all_ids(
     begin: tuple[int, ...], more: tuple[int, ...]
 ) -> None:
-    extended, whole = Chain(begin, SEED).extended(more), Chain(begin + more, SEED)
+    extended, whole = BlockHashes(begin, SEED).extended(more), BlockHashes(begin + more, SEED)
     assert (extended.ids, extended.links) == (whole.ids, whole.links)
-    assert extended.tail(len(begin)) == Chain(begin, SEED).tail(len(begin))
+    assert extended.tail(len(begin)) == BlockHashes(begin, SEED).tail(len(begin))
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_a_chain_that_is_extended_is_the_chain_of_all_ids(
 )
 def test_under_another_key_no_link_agrees(other: int) -> None:
     ids = tuple(range(3 * BLOCK))
-    assert not set(Chain(ids, SEED).links) & set(Chain(ids, other).links)
-    assert Chain(ids, SEED).tail(5) != Chain(ids, other).tail(5)
+    assert not set(BlockHashes(ids, SEED).links) & set(BlockHashes(ids, other).links)
+    assert BlockHashes(ids, SEED).tail(5) != BlockHashes(ids, other).tail(5)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_under_another_key_no_link_agrees(other: int) -> None:
     ],
 )
 def test_marks_are_every_stride_and_the_last(tokens: int, blocks: list[int]) -> None:
-    chain = Chain(tuple(range(tokens)), SEED)
+    chain = BlockHashes(tuple(range(tokens)), SEED)
     assert chain.marks == tuple(chain.links[at - 1] for at in blocks)
 
 
@@ -87,9 +87,11 @@ def test_marks_are_every_stride_and_the_last(tokens: int, blocks: list[int]) -> 
 def test_what_is_packed_comes_out(
     files: list[tuple[int, ...]], live: tuple[int, ...], appends: bool, park_min: int
 ) -> None:
-    held = tuple(FileHeld(len(ids), Chain(ids, SEED).marks) for ids in files if len(ids) >= BLOCK)
-    lives = LiveHeld.of(Chain(live, SEED)) if live else None
-    holdings = Holdings(appends, park_min, lives, held)
+    held = tuple(
+        FilePrefix(len(ids), BlockHashes(ids, SEED).marks) for ids in files if len(ids) >= BLOCK
+    )
+    lives = LivePrefix.of(BlockHashes(live, SEED)) if live else None
+    holdings = CachedPrefixes(appends, park_min, lives, held)
     assert unpack(pack(holdings)) == holdings
 
 
@@ -98,7 +100,9 @@ def test_what_is_packed_comes_out(
     [
         pytest.param(b"", id="nothing"),
         pytest.param(b"\0" * 80, id="another hash"),
-        pytest.param(pack(Holdings(True, 256, None, (FileHeld(64, (1, 2)),)))[:-3], id="cut off"),
+        pytest.param(
+            pack(CachedPrefixes(True, 256, None, (FilePrefix(64, (1, 2)),)))[:-3], id="cut off"
+        ),
     ],
 )
 def test_what_nobody_packed_here_is_not_believed(data: bytes) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rkserve.core.child_process import Child
+from rkserve.core.child_process import ChildProcess
 from tests.support.boards.fakes import run_loop
 
 ECHO = "import sys\nfor line in sys.stdin: print(line.upper(), end='', flush=True)"
@@ -20,10 +20,10 @@ ECHO = "import sys\nfor line in sys.stdin: print(line.upper(), end='', flush=Tru
 
 async def started(
     code: str, err: asyncio.Protocol | None = None
-) -> tuple[Child, asyncio.StreamReader]:
+) -> tuple[ChildProcess, asyncio.StreamReader]:
     said = asyncio.StreamReader()
     out = asyncio.StreamReaderProtocol(said)
-    return await Child.start((sys.executable, "-c", code), out=out, err=err), said
+    return await ChildProcess.start((sys.executable, "-c", code), out=out, err=err), said
 
 
 def test_it_is_told_and_tells_until_its_stdin_closes() -> None:
@@ -80,7 +80,7 @@ def test_nothing_that_is_open_here_is_handed_down(tmp_path: Path) -> None:
 def test_what_cannot_be_started_says_so() -> None:
     async def main() -> None:
         with pytest.raises(FileNotFoundError):
-            await Child.start(("/nonexistent/program",), out=asyncio.Protocol())
+            await ChildProcess.start(("/nonexistent/program",), out=asyncio.Protocol())
 
     run_loop(main())
 

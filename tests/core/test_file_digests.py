@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rkserve.core.file_digests import BLOCK_BYTES, BLOCKS, KeptDigest, content_digest, file_digest
+from rkserve.core.file_digests import BLOCK_BYTES, BLOCKS, CachedDigest, content_digest, file_digest
 
 
 def test_a_file_s_digest_is_its_sha256(tmp_path: Path) -> None:
@@ -96,20 +96,20 @@ def test_what_is_no_file_has_no_digest(tmp_path: Path, digest: object) -> None:
 def test_a_kept_digest_outlives_its_process_and_not_a_change_of_the_file(tmp_path: Path) -> None:
     file, record = tmp_path / "model", tmp_path / "model.digest"
     file.write_bytes(b"one")
-    first = KeptDigest(file, record)
+    first = CachedDigest(file, record)
     assert first.known is None
     assert first.get() == first.known == hashlib.sha256(b"one").hexdigest()
     # A successor that could not read a byte of the file still knows it: it reads the record.
-    second = KeptDigest(file, record)
+    second = CachedDigest(file, record)
     second.stop()
     assert second.get() == first.get()
     file.write_bytes(b"two")
     assert first.get() == hashlib.sha256(b"two").hexdigest()
     with pytest.raises(OSError, match="given up"):
-        stopped(KeptDigest(file, None)).get()
+        stopped(CachedDigest(file, None)).get()
 
 
-def stopped(digest: KeptDigest) -> KeptDigest:
+def stopped(digest: CachedDigest) -> CachedDigest:
     digest.stop()
     return digest
 
@@ -122,11 +122,11 @@ def test_a_damaged_record_of_a_digest_is_computed_anew(tmp_path: Path, content: 
     file, record = tmp_path / "model", tmp_path / "model.digest"
     file.write_bytes(b"one")
     record.write_text(content, encoding="utf-8")
-    assert KeptDigest(file, record).get() == hashlib.sha256(b"one").hexdigest()
+    assert CachedDigest(file, record).get() == hashlib.sha256(b"one").hexdigest()
     assert hashlib.sha256(b"one").hexdigest() in record.read_text(encoding="utf-8")
 
 
 def test_a_record_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> None:
     file = tmp_path / "model"
     file.write_bytes(b"one")
-    assert KeptDigest(file, tmp_path / "no" / "folder").get() == file_digest(file)
+    assert CachedDigest(file, tmp_path / "no" / "folder").get() == file_digest(file)

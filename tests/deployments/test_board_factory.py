@@ -12,7 +12,7 @@ from rkserve.config.board_group import BoardGroupConfig, SimulatedConfig
 from rkserve.core.desired_state import BaseVersion, Desired
 from rkserve.core.errors import AdapterBroken, ConfigError
 from rkserve.core.messages import GenerateRequest
-from rkserve.deployments.board_factory import Place, assemble, vision_params
+from rkserve.deployments.board_factory import BoardLocation, assemble, vision_params
 from rkserve.models.adapters import adapters
 from rkserve.models.folder import open_model_folder
 from tests.support.boards.fakes import run_loop
@@ -25,8 +25,8 @@ def group(model: Path, n_batch: int) -> BoardGroupConfig:
     return BoardGroupConfig(name="g", model=model, simulated=SimulatedConfig(), n_batch=n_batch)
 
 
-def place(folder: Path) -> Place:
-    return Place("b", "n", folder)
+def place(folder: Path) -> BoardLocation:
+    return BoardLocation("b", "n", folder)
 
 
 def test_a_group_that_serves_batches_needs_a_tokenizer(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from rkserve.deployments.haproxy import (
     PER_ADDRESS,
     PROXIES,
     SPARE_CONNECTIONS,
-    Limits,
+    ProxyLimits,
     available,
     check_environ,
     check_template,
@@ -200,15 +200,17 @@ def test_haproxy_with_rays_own_configuration_is_refused(
 @pytest.mark.parametrize(
     ("given", "limits"),
     [
-        pytest.param({}, Limits(10.0, 1024, ("127.0.0.0/8", "::1")), id="defaults"),
-        pytest.param({HEADER_TIMEOUT: "2.5"}, Limits(header_timeout_s=2.5), id="header time"),
-        pytest.param({PER_ADDRESS: "0"}, Limits(connections_per_address=0), id="no limit"),
-        pytest.param({PROXIES: "192.0.2.1, ::2"}, Limits(proxies=("192.0.2.1", "::2")), id="list"),
-        pytest.param({PROXIES: ""}, Limits(proxies=()), id="no proxies"),
+        pytest.param({}, ProxyLimits(10.0, 1024, ("127.0.0.0/8", "::1")), id="defaults"),
+        pytest.param({HEADER_TIMEOUT: "2.5"}, ProxyLimits(header_timeout_s=2.5), id="header time"),
+        pytest.param({PER_ADDRESS: "0"}, ProxyLimits(connections_per_address=0), id="no limit"),
+        pytest.param(
+            {PROXIES: "192.0.2.1, ::2"}, ProxyLimits(proxies=("192.0.2.1", "::2")), id="list"
+        ),
+        pytest.param({PROXIES: ""}, ProxyLimits(proxies=()), id="no proxies"),
     ],
 )
-def test_limits_are_read_from_the_environment(given: dict[str, str], limits: Limits) -> None:
-    assert Limits.of(given) == limits
+def test_limits_are_read_from_the_environment(given: dict[str, str], limits: ProxyLimits) -> None:
+    assert ProxyLimits.of(given) == limits
 
 
 @pytest.mark.parametrize(
@@ -223,7 +225,7 @@ def test_limits_are_read_from_the_environment(given: dict[str, str], limits: Lim
 )
 def test_a_wrong_limit_is_named(given: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=next(iter(given))):
-        Limits.of(given)
+        ProxyLimits.of(given)
 
 
 # -- the configuration --------------------------------------------------------------------------
@@ -257,9 +259,9 @@ listen stats
     [line for line in KNOWN.splitlines() if line.startswith(" ") and "splice-response" not in line],
 )
 def test_a_configuration_without_a_line_that_is_replaced_is_refused(line: str) -> None:
-    prepare_config(KNOWN, Limits(), 4000)
+    prepare_config(KNOWN, ProxyLimits(), 4000)
     with pytest.raises(ConfigError, match="not the one that this rkserve knows"):
-        prepare_config(KNOWN.replace(line, "    other"), Limits(), 4000)
+        prepare_config(KNOWN.replace(line, "    other"), ProxyLimits(), 4000)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +274,7 @@ def test_a_configuration_without_a_line_that_is_replaced_is_refused(line: str) -
 )
 def test_what_would_undo_it_elsewhere_is_refused(line: str) -> None:
     with pytest.raises(ConfigError, match="in an unknown place"):
-        prepare_config(f"{KNOWN}backend one\n    {line}\n", Limits(), 4000)
+        prepare_config(f"{KNOWN}backend one\n    {line}\n", ProxyLimits(), 4000)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +291,7 @@ def test_connections_are_limited_by_files(
     monkeypatch.delenv(haproxy.MAXCONN, raising=False)
     if given is not None:
         monkeypatch.setenv(haproxy.MAXCONN, given)
-    assert f"    maxconn {maxconn}\n" in prepare_config(KNOWN, Limits(), files)
+    assert f"    maxconn {maxconn}\n" in prepare_config(KNOWN, ProxyLimits(), files)
 
 
 # -- a HAProxy ----------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 
 from rkserve.core.block_hashes import (
-    Chain,
-    FileHeld,
-    Holdings,
-    LiveHeld,
+    BlockHashes,
+    CachedPrefixes,
+    FilePrefix,
+    LivePrefix,
     origin_of,
     pack,
     salted,
@@ -22,12 +22,12 @@ from rkserve.core.block_hashes import (
 )
 from rkserve.core.desired_state import (
     ActivePause,
-    AdapterLine,
     AdapterVersion,
+    AdapterVersions,
     BaseVersion,
+    BaseWeightsChange,
     Desired,
     PauseMode,
-    Rebase,
     Scope,
     SleepLevel,
     Weights,
@@ -43,7 +43,7 @@ from tests.support.boards.fakes import run_loop
 
 MODEL = "sim-chat"
 TALK = tuple(range(1000))
-EMPTY = pack(Holdings(appends=True, park_min=256))
+EMPTY = pack(CachedPrefixes(appends=True, park_min=256))
 
 
 class House:
@@ -116,10 +116,10 @@ def test_an_adapter_goes_where_its_conversation_is() -> None:
 
 def test_a_new_router_finds_conversations_by_reports_alone() -> None:
     async def main() -> None:
-        chain = Chain(TALK[:600], seed_of(None))
-        files = (FileHeld(len(chain), chain.marks),)
+        chain = BlockHashes(TALK[:600], seed_of(None))
+        files = (FilePrefix(len(chain), chain.marks),)
         house = House()
-        house.hold(b=pack(Holdings(True, 256, None, files)))
+        house.hold(b=pack(CachedPrefixes(True, 256, None, files)))
         await house.fleet.refresh()
         assert await house.talk(TALK) == "replica of b"
 
@@ -128,8 +128,8 @@ def test_a_new_router_finds_conversations_by_reports_alone() -> None:
 
 def test_what_is_cleared_is_forgotten_at_once_and_believed_again_when_it_is_reported() -> None:
     async def main() -> None:
-        chain = Chain(TALK[:600], seed_of(None))
-        held = pack(Holdings(True, 256, None, (FileHeld(len(chain), chain.marks),)))
+        chain = BlockHashes(TALK[:600], seed_of(None))
+        held = pack(CachedPrefixes(True, 256, None, (FilePrefix(len(chain), chain.marks),)))
         house = House()
         house.hold(b=held)
         await house.fleet.refresh()
@@ -189,7 +189,7 @@ ELSEWHERE = BaseVersion(MODEL, "2", "2" * 64, 1)
         ),
         pytest.param(Desired(weights=(Weights(MODEL, base=ELSEWHERE),)), 0, id="other weights"),
         pytest.param(
-            Desired(weights=(Weights(MODEL, rebase=Rebase(ELSEWHERE, "new", ("b",))),)),
+            Desired(weights=(Weights(MODEL, rebase=BaseWeightsChange(ELSEWHERE, "new", ("b",))),)),
             2,
             id="other weights on a board that has its turn",
         ),
@@ -198,10 +198,10 @@ ELSEWHERE = BaseVersion(MODEL, "2", "2" * 64, 1)
 )
 def test_what_boards_shall_lose_is_forgotten_in_the_same_step(desired: Desired, left: int) -> None:
     async def main() -> None:
-        live, filed = (Chain(ids, seed_of(None)) for ids in (TALK[:300], TALK[:600]))
-        files = (FileHeld(len(filed), filed.marks),)
+        live, filed = (BlockHashes(ids, seed_of(None)) for ids in (TALK[:300], TALK[:600]))
+        files = (FilePrefix(len(filed), filed.marks),)
         house = House()
-        held = pack(Holdings(True, 256, LiveHeld.of(live), files))
+        held = pack(CachedPrefixes(True, 256, LivePrefix.of(live), files))
         house.hold(a=held, b=held)
         await house.fleet.refresh()
         index = house.fleet.listing.boards[MODEL].index
@@ -218,9 +218,9 @@ def test_what_boards_shall_lose_is_forgotten_in_the_same_step(desired: Desired, 
 
 def test_a_board_that_falls_silent_holds_nothing() -> None:
     async def main() -> None:
-        chain = Chain(TALK[:600], seed_of(None))
+        chain = BlockHashes(TALK[:600], seed_of(None))
         house = House()
-        house.hold(b=pack(Holdings(True, 256, None, (FileHeld(len(chain), chain.marks),))))
+        house.hold(b=pack(CachedPrefixes(True, 256, None, (FilePrefix(len(chain), chain.marks),))))
         await house.fleet.refresh()
         house.boards.reported = [report("a", holdings=EMPTY)]
         await house.fleet.refresh()
@@ -235,7 +235,7 @@ def test_a_board_that_falls_silent_holds_nothing() -> None:
 def test_a_line_is_asked_for_under_the_version_that_is_served() -> None:
     house = House()
     ref = AdapterRef("kind", "2", "2" * 64)
-    line = AdapterLine(MODEL, "kind", active=AdapterVersion(ref, 1))
+    line = AdapterVersions(MODEL, "kind", active=AdapterVersion(ref, 1))
     request = GenerateRequest("r", MODEL, TALK, 10, line="kind")
     before = house.fleet.listing.ask(request, hashed=True).chain
     house.fleet.obey(Desired(lines=(line,)))

@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from rkserve.core.block_hashes import BLOCK, STRIDE, Chain, FileHeld, Holdings, LiveHeld, seed_of
+from rkserve.core.block_hashes import (
+    BLOCK,
+    STRIDE,
+    BlockHashes,
+    CachedPrefixes,
+    FilePrefix,
+    LivePrefix,
+    seed_of,
+)
 from rkserve.fleet.prefix_index import NOTHING, PrefixIndex, Reuse
 
 Ids = tuple[int, ...]
@@ -108,12 +116,12 @@ class Index(RuleBasedStateMachine):
         self.plain = [Plain() for _ in range(BOARDS)]
         self.now_s = 0.0
         for slot in range(BOARDS):
-            self.index.heard(slot, Holdings(True, PARK_MIN), 0.0)
+            self.index.heard(slot, CachedPrefixes(True, PARK_MIN), 0.0)
 
     @rule(slot=SLOTS, seed=KEYS, prompt=CONTEXTS, answer=CONTEXTS, well=st.booleans())
     def run(self, slot: int, seed: int, prompt: Ids, answer: Ids, well: bool) -> None:
         self.now_s += 1
-        plain, chain = self.plain[slot], Chain(prompt, seed)
+        plain, chain = self.plain[slot], BlockHashes(prompt, seed)
         expected = plain.reuse(seed, prompt)
         assert self.index.began(slot, chain, self.now_s) == expected
         before, plain.live = plain.live, None
@@ -141,9 +149,9 @@ class Index(RuleBasedStateMachine):
         plain.files = [one for one in known if _like(one, wanted)]
         for _, ids in wanted:
             plain.keep(seed, ids)
-        told = tuple(FileHeld(len(ids), Chain(ids, seed).marks) for ids in kept)
-        held = None if live is None else LiveHeld.of(Chain(live, seed))
-        self.index.heard(slot, Holdings(True, PARK_MIN, held, told), self.now_s + 0.5)
+        told = tuple(FilePrefix(len(ids), BlockHashes(ids, seed).marks) for ids in kept)
+        held = None if live is None else LivePrefix.of(BlockHashes(live, seed))
+        self.index.heard(slot, CachedPrefixes(True, PARK_MIN, held, told), self.now_s + 0.5)
 
     @rule(slot=SLOTS, files=st.booleans())
     def forget(self, slot: int, files: bool) -> None:
@@ -151,11 +159,11 @@ class Index(RuleBasedStateMachine):
         self.plain[slot].live = None
         if files:
             self.plain[slot].files = []
-            self.index.heard(slot, Holdings(True, PARK_MIN), self.now_s)
+            self.index.heard(slot, CachedPrefixes(True, PARK_MIN), self.now_s)
 
     @rule(seed=KEYS, prompt=CONTEXTS)
     def ask(self, seed: int, prompt: Ids) -> None:
-        chain = Chain(prompt, seed)
+        chain = BlockHashes(prompt, seed)
         found = self.index.holders(chain, BOARDS)
         for slot, plain in enumerate(self.plain):
             expected = plain.reuse(seed, prompt)
@@ -193,9 +201,9 @@ TALK = tuple(range(1000, 1000 + 20 * BLOCK + 5))
 
 
 def board(index: PrefixIndex, slot: int, live: Ids | None = None, *files: Ids) -> None:
-    held = None if live is None else LiveHeld.of(Chain(live, SEED))
-    filed = tuple(FileHeld(len(ids), Chain(ids, SEED).marks) for ids in files)
-    index.heard(slot, Holdings(True, PARK_MIN, held, filed), 0.0)
+    held = None if live is None else LivePrefix.of(BlockHashes(live, SEED))
+    filed = tuple(FilePrefix(len(ids), BlockHashes(ids, SEED).marks) for ids in files)
+    index.heard(slot, CachedPrefixes(True, PARK_MIN, held, filed), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +219,7 @@ def board(index: PrefixIndex, slot: int, live: Ids | None = None, *files: Ids) -
 def test_a_live_context_is_of_use_as_a_whole_only(live: Ids, prompt: Ids, spared: int) -> None:
     index = PrefixIndex()
     board(index, 5, live)
-    found = index.holders(Chain(prompt, SEED))
+    found = index.holders(BlockHashes(prompt, SEED))
     assert found == ({5: Reuse(spared, live=True)} if spared else {})
 
 
@@ -219,31 +227,33 @@ def test_of_a_file_is_used_what_agrees_at_its_marks() -> None:
     index = PrefixIndex()
     board(index, 5, None, TALK)
     other = (*TALK[: 9 * BLOCK], *range(50, 300))
-    assert index.holders(Chain(other, SEED)) == {5: Reuse(8 * BLOCK)}
-    assert index.holders(Chain((*TALK, 1), SEED)) == {5: Reuse(20 * BLOCK)}
+    assert index.holders(BlockHashes(other, SEED)) == {5: Reuse(8 * BLOCK)}
+    assert index.holders(BlockHashes((*TALK, 1), SEED)) == {5: Reuse(20 * BLOCK)}
 
 
 def test_a_report_that_was_asked_for_before_does_not_undo_what_was_sent_since() -> None:
     index = PrefixIndex()
     board(index, 1, TALK[:100])
-    index.began(1, Chain(TALK[:300], SEED), 10.0)
-    index.heard(1, Holdings(True, PARK_MIN, LiveHeld.of(Chain(TALK[:100], SEED))), 9.0)
-    assert index.holders(Chain(TALK, SEED)) == {}, "the run that goes on has it"
-    index.ended(1, Chain(TALK[:350], SEED), 12.0)
-    index.heard(1, Holdings(True, PARK_MIN), 11.0)
-    assert index.holders(Chain(TALK, SEED)) == {1: Reuse(350, live=True)}
-    index.heard(1, Holdings(True, PARK_MIN), 13.0)
-    assert index.holders(Chain(TALK, SEED)) == {}
+    index.began(1, BlockHashes(TALK[:300], SEED), 10.0)
+    index.heard(
+        1, CachedPrefixes(True, PARK_MIN, LivePrefix.of(BlockHashes(TALK[:100], SEED))), 9.0
+    )
+    assert index.holders(BlockHashes(TALK, SEED)) == {}, "the run that goes on has it"
+    index.ended(1, BlockHashes(TALK[:350], SEED), 12.0)
+    index.heard(1, CachedPrefixes(True, PARK_MIN), 11.0)
+    assert index.holders(BlockHashes(TALK, SEED)) == {1: Reuse(350, live=True)}
+    index.heard(1, CachedPrefixes(True, PARK_MIN), 13.0)
+    assert index.holders(BlockHashes(TALK, SEED)) == {}
 
 
 def test_what_is_displaced_is_expected_on_the_disk_until_a_report_says_otherwise() -> None:
     index = PrefixIndex()
     board(index, 1, TALK[:300])
-    assert index.began(1, Chain(tuple(range(200)), SEED), 10.0) == NOTHING
-    assert index.holders(Chain(TALK, SEED)) == {1: Reuse(288)}
+    assert index.began(1, BlockHashes(tuple(range(200)), SEED), 10.0) == NOTHING
+    assert index.holders(BlockHashes(TALK, SEED)) == {1: Reuse(288)}
     index.ended(1, None, 11.0)
-    index.heard(1, Holdings(True, PARK_MIN), 12.0)
-    assert index.holders(Chain(TALK, SEED)) == {}
+    index.heard(1, CachedPrefixes(True, PARK_MIN), 12.0)
+    assert index.holders(BlockHashes(TALK, SEED)) == {}
     assert index.links == 0
 
 
@@ -252,7 +262,7 @@ def test_many_boards_that_hold_one_beginning_are_not_all_looked_at(count: int) -
     index = PrefixIndex()
     for slot in range(count):
         board(index, slot, None, TALK[: 8 * BLOCK])
-    chain = Chain(TALK, SEED)
+    chain = BlockHashes(TALK, SEED)
     found = index.holders(chain, 16)
     assert len(found) == 16
     last = count - 1

@@ -13,7 +13,7 @@ import pytest
 from rkserve.api.common import sse
 from rkserve.config.router import RouterConfig
 from rkserve.control.operations import OperationKind
-from rkserve.core.board_report import AtRouter, GenerationInfo, GenerationState
+from rkserve.core.board_report import GenerationInfo, GenerationState, RouterGenerations
 from rkserve.core.desired_state import ActivePause, Desired, PauseMode, Scope
 from rkserve.core.errors import BoardFailed, ConfigError, GenerationNotFound
 from rkserve.core.messages import ControlAction, Delta, Timings
@@ -382,7 +382,7 @@ class OtherRouters:
 
     async def control_homeless(
         self, generation: str, action: ControlAction, choice: int | None
-    ) -> AtRouter:
+    ) -> RouterGenerations:
         of = [
             one
             for one in await self.homeless()
@@ -390,7 +390,9 @@ class OtherRouters:
             and choice in (None, int(one.request_id.rpartition("/")[2]))
         ]
         done = action is ControlAction.ABORT
-        return AtRouter(tuple(of) if done else (), () if done else tuple(of), known=bool(of))
+        return RouterGenerations(
+            tuple(of) if done else (), () if done else tuple(of), known=bool(of)
+        )
 
 
 def elsewhere(peers: OtherRouters) -> House:

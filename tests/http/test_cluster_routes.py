@@ -11,8 +11,8 @@ import pytest
 from pydantic import SecretStr
 
 from rkserve.config.router import RouterConfig
-from rkserve.control.artifact_metadata import Claim
-from rkserve.control.calls import Call, Outcome
+from rkserve.control.artifact_metadata import DeclaredArtifact
+from rkserve.control.calls import OperationOutcome, OperationRequest
 from rkserve.control.operations import (
     BoardResult,
     OperationError,
@@ -124,13 +124,13 @@ def test_an_answer_has_the_peer_s_body_and_what_became_of_each_board() -> None:
     }
 
 
-def partly(call: Call) -> Outcome:
+def partly(call: OperationRequest) -> OperationOutcome:
     failed = BoardResult(ResultStatus.SILENT, 9.0, "board_silent", "nothing came")
     head = FakeHead(results={"a": BoardResult(ResultStatus.OK), "b": failed})
     return head.outcome(call, 207, state=OperationState.PARTIAL)
 
 
-def undone(call: Call) -> Outcome:
+def undone(call: OperationRequest) -> OperationOutcome:
     error = OperationError(504, "operation_timeout", "Board b is silent; the pause was undone.")
     return FakeHead().outcome(call, 504, state=OperationState.UNDONE, error=error)
 
@@ -551,7 +551,7 @@ def test_an_upload_is_streamed_in_parts_staged_and_rolled_out() -> None:
     assert sum(sizes) == 2_500_000
     assert max(sizes) == cluster_routes.PART_BYTES
     begun = next(args for method, args in of.head.asked if method == "upload_begin")
-    assert begun == (Claim("tone", None, "sim-chat"),)
+    assert begun == (DeclaredArtifact("tone", None, "sim-chat"),)
     ended = next(args for method, args in of.head.asked if method == "upload_end")
     assert ended == ("upload-1", {"scale": 0.5, "base_model": "sim-chat"})
     stage, rollout = of.head.calls
@@ -620,7 +620,7 @@ def test_a_registered_file_may_only_be_staged(body: dict[str, str], registered: 
     assert response.status_code == 200, response.text
     method, args = of.head.asked[0]
     assert method == registered
-    claim = Claim("tone", "v9", "sim-chat", sha256="a" * 64)
+    claim = DeclaredArtifact("tone", "v9", "sim-chat", sha256="a" * 64)
     assert args == (next(iter(body.values())), claim, 1.0)
     assert [call.kind for call in of.head.calls] == [K.ADAPTER_STAGE]
 

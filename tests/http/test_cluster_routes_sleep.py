@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from rkserve.config.router import RouterConfig
 from rkserve.control import sleep as sleep_changes
-from rkserve.control.calls import Call, Outcome
+from rkserve.control.calls import OperationOutcome, OperationRequest
 from rkserve.control.operations import (
     BoardResult,
     OperationError,
@@ -20,7 +20,7 @@ from rkserve.control.operations import (
     OperationState,
     ResultStatus,
 )
-from rkserve.core.block_hashes import Holdings, pack
+from rkserve.core.block_hashes import CachedPrefixes, pack
 from rkserve.core.board_report import BoardState
 from rkserve.core.desired_state import Desired, PauseMode, Scope, SleepLevel
 from rkserve.core.errors import BoardAsleep, BoardOutOfOrder, EnginePaused, LedgerFailed
@@ -55,7 +55,9 @@ def slept(*boards: str, mode: PauseMode = PauseMode.KEEP, wakes: bool = True) ->
 
 
 def napping(
-    *boards: str, desired: Desired | None = None, wake: Callable[[Call], Any] | None = None
+    *boards: str,
+    desired: Desired | None = None,
+    wake: Callable[[OperationRequest], Any] | None = None,
 ) -> House:
     """Boards whose model is unloaded, and a Coordinator that wakes them."""
     names = boards or ("a", "b")
@@ -66,7 +68,7 @@ def napping(
     return of
 
 
-def woken(of: House, call: Call) -> Outcome:
+def woken(of: House, call: OperationRequest) -> OperationOutcome:
     """Say, as the Coordinator does, that boards are about to load."""
     assert call.kind is K.WAKE
     assert (call.params, call.who) == ({"models": [MODEL], "requested": True}, "request")
@@ -241,7 +243,7 @@ def test_to_change_what_sleeps_needs_the_admin_key(path: str) -> None:
 def test_the_prefixes_of_boards_that_sleep_are_forgotten() -> None:
     of = house("a", "b")
     of.boards.reported = [
-        replace(one, holdings=pack(Holdings(appends=True))) for one in of.boards.reported
+        replace(one, holdings=pack(CachedPrefixes(appends=True))) for one in of.boards.reported
     ]
     assert send(of, "POST", CHAT, json=chat()).status_code == 200
     index = of.service.fleet.listing.boards[MODEL].index
@@ -256,7 +258,7 @@ def test_the_prefixes_of_boards_that_sleep_are_forgotten() -> None:
 
 
 def test_many_requests_wake_their_model_once_and_are_answered() -> None:
-    async def wake(call: Call) -> Outcome:
+    async def wake(call: OperationRequest) -> OperationOutcome:
         await asyncio.sleep(1.0)  # of the loop's own time: until then all of them have come
         return woken(of, call)
 
@@ -303,7 +305,7 @@ def _cannot_write(of: House) -> None:
 
 
 def _never_answers(of: House) -> None:
-    async def silence(_call: Call) -> None:
+    async def silence(_call: OperationRequest) -> None:
         await asyncio.Event().wait()
 
     of.head.says["perform"] = silence
@@ -379,7 +381,7 @@ def test_a_client_that_leaves_takes_no_other_client_s_wake_up_with_it() -> None:
     of = napping()
     go_on = asyncio.Event()
 
-    async def slow(call: Call) -> Outcome:
+    async def slow(call: OperationRequest) -> OperationOutcome:
         await go_on.wait()
         return woken(of, call)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.core.desired_state import AdapterLine, Desired
+from rkserve.core.desired_state import AdapterVersions, Desired
 from rkserve.core.messages import Delta, VersionSpan
 from rkserve.models.folder import open_model_folder
 from rkserve.router.service import ServedModel
@@ -189,7 +189,7 @@ def test_lines_are_listed_as_models_with_their_versions() -> None:
     assert send(of, "GET", "/v1/models/tone@v7").status_code == 404
 
 
-def with_folder(tmp_path: Path, *lines: AdapterLine) -> House:
+def with_folder(tmp_path: Path, *lines: AdapterVersions) -> House:
     """A model that has a version of 'tone' in its folder, and these lines."""
     folder = tmp_path / "sim-chat"
     shutil.copytree(FOLDER, folder)
@@ -215,7 +215,7 @@ STAGED = line(active=None, kept=(version("tone", "v1"),))
     ],
 )
 def test_a_model_s_entry_tells_what_a_request_would_get(
-    tmp_path: Path, lines: tuple[AdapterLine, ...], asked: str, called: str
+    tmp_path: Path, lines: tuple[AdapterVersions, ...], asked: str, called: str
 ) -> None:
     of = with_folder(tmp_path, *lines)
     told = send(of, "GET", f"/v1/models/{asked}")

@@ -11,8 +11,8 @@ import pytest
 from pydantic import SecretStr
 
 from rkserve.config.router import RouterConfig
-from rkserve.control.artifact_metadata import Claim, FoundWeights
-from rkserve.control.calls import Call, Outcome
+from rkserve.control.artifact_metadata import DeclaredArtifact, StoredArtifact
+from rkserve.control.calls import OperationOutcome, OperationRequest
 from rkserve.control.operations import (
     BoardResult,
     Operation,
@@ -42,11 +42,11 @@ HEAD = {"name": "lm_head", "shape": [4, 8], "dtype": "torch.bfloat16"}
 def house(**head: Any) -> House:
     """A Coordinator that has an adapter's version v2 and base weights of step 7."""
 
-    def find(_model: str, artifact: str) -> FoundWeights:
+    def find(_model: str, artifact: str) -> StoredArtifact:
         if artifact == f"{MODEL}@step-7":
-            return FoundWeights(BASE)
+            return StoredArtifact(BASE)
         if artifact == "tone@v2":
-            return FoundWeights(version(called="v2"), (Parameter("lm_head", (4, 8), "bfloat16"),))
+            return StoredArtifact(version(called="v2"), (Parameter("lm_head", (4, 8), "bfloat16"),))
         raise ArtifactNotFound(f"no '{artifact}'", "artifact")
 
     says = {"find_weights": find, "register_model": BASE, **head.pop("says", {})}
@@ -175,14 +175,14 @@ def test_a_repeat_with_the_same_key_asks_for_the_same_and_looks_at_no_file() -> 
 def answered(**changes: Any) -> Any:
     """A Coordinator's answer to every call."""
 
-    def perform(call: Call) -> Outcome:
+    def perform(call: OperationRequest) -> OperationOutcome:
         results = {
             "a": BoardResult(ResultStatus.OK, 5.0, details={"stopped": 2}),
             "b": BoardResult(ResultStatus.OK, 5.0, details={"stopped": 3}),
         }
         known = {"state": OperationState.SUCCEEDED, "params": call.params, "results": results}
         operation = Operation("op-1", call.kind, **{**known, **changes})
-        return Outcome(operation.status, operation)
+        return OperationOutcome(operation.status, operation)
 
     return perform
 
@@ -206,9 +206,10 @@ def test_other_base_weights_come_in_sglang_s_words() -> None:
         "digest": BASE.digest,
         "size_bytes": 5678,
     }
-    assert ("register_model", ("path", "/srv/new.rkllm", Claim(MODEL, None, MODEL, base=True))) in (
-        of.head.asked
-    )
+    assert (
+        "register_model",
+        ("path", "/srv/new.rkllm", DeclaredArtifact(MODEL, None, MODEL, base=True)),
+    ) in (of.head.asked)
 
 
 @pytest.mark.parametrize(

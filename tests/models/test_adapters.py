@@ -12,7 +12,14 @@ import pytest
 
 from rkserve.core.errors import AdapterBroken, ConfigError, ModelNotFound, RequestError
 from rkserve.core.messages import AdapterRef
-from rkserve.models.adapters import Adapter, Chosen, Shelf, adapters, open_adapter, resolve
+from rkserve.models.adapters import (
+    Adapter,
+    AdapterChoice,
+    AdapterFolder,
+    adapters,
+    open_adapter,
+    resolve,
+)
 
 CONTENT = b"weights of an adapter"
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -77,7 +84,7 @@ def test_a_machine_without_the_file_takes_the_manifest_s_word_and_a_board_does_n
     assert (found.path, found.size_bytes) == (None, 21)
     assert found.ref() == AdapterRef("legal", "v1", DIGEST, 2.0)
     with pytest.raises(AdapterBroken, match=r"legal@v1.*adapter\.rkllm is missing on this board"):
-        open_adapter([Shelf.of_model(folder)], found.ref())
+        open_adapter([AdapterFolder.of_model(folder)], found.ref())
 
 
 @pytest.mark.parametrize(
@@ -116,7 +123,7 @@ def test_what_cannot_be_true_is_listed_as_broken_with_the_reason(
     with pytest.raises(AdapterBroken, match=words):
         broken.ref()
     with pytest.raises(AdapterBroken, match=words):
-        open_adapter([Shelf.of_model(folder)], AdapterRef("legal", "v1", DIGEST))
+        open_adapter([AdapterFolder.of_model(folder)], AdapterRef("legal", "v1", DIGEST))
 
 
 @pytest.mark.parametrize("what", ["the file", "the version", "the name", "the manifest"])
@@ -210,7 +217,7 @@ def test_a_board_opens_what_the_request_means(folder: Path) -> None:
     put(folder)
     ref = the_only(folder).ref()
     assert (
-        open_adapter([Shelf.of_model(folder)], ref).path
+        open_adapter([AdapterFolder.of_model(folder)], ref).path
         == folder / "adapters" / "legal" / "v1" / "adapter.rkllm"
     )
 
@@ -222,7 +229,7 @@ def test_a_board_whose_file_differs_or_was_changed_refuses_it_and_names_both(fol
     (place / "adapter.rkllm").write_bytes(CONTENT.swapcase())
     os.utime(place / "adapter.rkllm", ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.raises(AdapterBroken, match=rf"the request means {DIGEST[:12]}"):
-        open_adapter([Shelf.of_model(folder)], ref)
+        open_adapter([AdapterFolder.of_model(folder)], ref)
 
 
 @pytest.mark.parametrize("name", ["..", "../legal", "/etc", "", "a/b", "a\0b"])
@@ -230,12 +237,12 @@ def test_a_reference_never_leads_out_of_the_folder(folder: Path, name: str) -> N
     put(folder)
     for ref in (AdapterRef(name, "v1", DIGEST), AdapterRef("legal", name, DIGEST)):
         with pytest.raises(AdapterBroken, match="its name is not one of an adapter"):
-            open_adapter([Shelf.of_model(folder)], ref)
+            open_adapter([AdapterFolder.of_model(folder)], ref)
 
 
 def test_an_adapter_that_a_board_does_not_have_is_missing_by_name(folder: Path) -> None:
     with pytest.raises(AdapterBroken, match=r"'new@v1' cannot be used: .* missing"):
-        open_adapter([Shelf.of_model(folder)], AdapterRef("new", "v1", DIGEST))
+        open_adapter([AdapterFolder.of_model(folder)], AdapterRef("new", "v1", DIGEST))
 
 
 # -- what the model of a request means ------------------------------------------------------------
@@ -245,8 +252,8 @@ def found(name: str, version: str, broken: str = "") -> Adapter:
     return Adapter(name, version, digest=f"{name}-{version}", broken=broken)
 
 
-def chosen(model: str, name: str, version: str) -> Chosen:
-    return Chosen(model, AdapterRef(name, version, f"{name}-{version}"))
+def chosen(model: str, name: str, version: str) -> AdapterChoice:
+    return AdapterChoice(model, AdapterRef(name, version, f"{name}-{version}"))
 
 
 CATALOG = {
@@ -262,19 +269,21 @@ CATALOG = {
 @pytest.mark.parametrize(
     ("asked", "means"),
     [
-        pytest.param("qwen", Chosen("qwen", None), id="a model"),
+        pytest.param("qwen", AdapterChoice("qwen", None), id="a model"),
         pytest.param("legal", chosen("qwen", "legal", "v10"), id="an adapter, the newest version"),
         pytest.param("legal@v9", chosen("qwen", "legal", "v9"), id="a version"),
         pytest.param("qwen:legal", chosen("qwen", "legal", "v10"), id="of a model"),
         pytest.param("qwen:legal@v9", chosen("qwen", "legal", "v9"), id="of a model, a version"),
         pytest.param("llama:poet@1", chosen("llama", "poet", "1"), id="the older one, by name"),
-        pytest.param("llama", Chosen("llama", None), id="a model before an adapter of its name"),
+        pytest.param(
+            "llama", AdapterChoice("llama", None), id="a model before an adapter of its name"
+        ),
         pytest.param("qwen:llama", chosen("qwen", "llama", "1"), id="such an adapter by its model"),
         pytest.param("llama:both", chosen("llama", "both", "2"), id="one of two of a name"),
         pytest.param("both@1", chosen("qwen", "both", "1"), id="only one has that version"),
     ],
 )
-def test_the_model_of_a_request_means(asked: str, means: Chosen) -> None:
+def test_the_model_of_a_request_means(asked: str, means: AdapterChoice) -> None:
     assert resolve(asked, CATALOG) == means
 
 

@@ -6,7 +6,14 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from rkserve.core.block_hashes import Chain, FileHeld, Holdings, LiveHeld, pack, seed_of
+from rkserve.core.block_hashes import (
+    BlockHashes,
+    CachedPrefixes,
+    FilePrefix,
+    LivePrefix,
+    pack,
+    seed_of,
+)
 from rkserve.core.messages import (
     Finished,
     FinishReason,
@@ -41,16 +48,16 @@ def speed(key: str, prefill_ms: float, decode_ms: float) -> WorkCounters:
 
 def holds(live: tuple[int, ...] | None = None, *files: tuple[int, ...]) -> bytes:
     """Return the packed KV holdings of a board."""
-    held = None if live is None else LiveHeld.of(Chain(live, seed_of(None)))
-    filed = (FileHeld(len(ids), Chain(ids, seed_of(None)).marks) for ids in files)
-    return pack(Holdings(appends=True, park_min=256, live=held, files=tuple(filed)))
+    held = None if live is None else LivePrefix.of(BlockHashes(live, seed_of(None)))
+    filed = (FilePrefix(len(ids), BlockHashes(ids, seed_of(None)).marks) for ids in files)
+    return pack(CachedPrefixes(appends=True, park_min=256, live=held, files=tuple(filed)))
 
 
 def ask(
     ids: Sequence[int] = TALK, name: str = "r", session: str = "", **rest: Any
 ) -> RoutingRequest:
     """Return a request with that prompt."""
-    chain = Chain(tuple(ids), seed_of(None))
+    chain = BlockHashes(tuple(ids), seed_of(None))
     return RoutingRequest(name, "m", len(chain), 64, chain, session, **rest)
 
 

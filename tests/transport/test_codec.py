@@ -18,12 +18,12 @@ from rkserve.core.messages import (
     Event,
     Finished,
     FinishReason,
-    Kind,
     Kv,
     Paused,
-    Slot,
     Splice,
     Timings,
+    TokenOrigin,
+    TranscriptToken,
     Usage,
     VersionSpan,
 )
@@ -44,7 +44,11 @@ EVENTS = [
         Delta(
             "x",
             (1,),
-            splice=Splice(3, (Slot(5, b"\x00\xff"), Slot(6, b"", Kind.INJECTED)), (1, 2)),
+            splice=Splice(
+                3,
+                (TranscriptToken(5, b"\x00\xff"), TranscriptToken(6, b"", TokenOrigin.INJECTED)),
+                (1, 2),
+            ),
             bound=Bound(((0, "default"), (9, "style@v2")), REF, 4),
             paused=True,
         ),

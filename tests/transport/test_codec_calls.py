@@ -16,11 +16,11 @@ from rkserve.core.errors import BoardFailed, EngineDied, QueueFull, RequestError
 from rkserve.core.messages import (
     AdapterRef,
     Bound,
-    Continued,
     EmbedRequest,
+    FailoverState,
     GenerateRequest,
-    Kind,
-    Slot,
+    TokenOrigin,
+    TranscriptToken,
 )
 from rkserve.core.run_params import Pooling, Sampling
 from rkserve.transport import codec
@@ -52,8 +52,11 @@ REQUESTS = [
     pytest.param(
         replace(
             PLAIN,
-            continued=Continued(
-                slots=(Slot(5, b"\x00\xff"), Slot(6, b"", Kind.INJECTED)),
+            continued=FailoverState(
+                slots=(
+                    TranscriptToken(5, b"\x00\xff"),
+                    TranscriptToken(6, b"", TokenOrigin.INJECTED),
+                ),
                 text="half",
                 bound=Bound(((0, "default"),), None, 4),
                 times=2,

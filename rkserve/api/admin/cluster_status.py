@@ -68,16 +68,16 @@ def is_paused_entry(
     told: dict[str, JsonObject] = {}
     adapters: dict[str, JsonObject] = {}
     for board in sorted(boards, key=lambda one: one.board_id):
-        duty = desired.duty(board.board_id, board.model)
-        mode = None if duty.hold is None else duty.hold.mode.value
+        target = desired.target(board.board_id, board.model)
+        mode = None if target.hold is None else target.hold.mode.value
         told[board.board_id] = {
             "paused": mode is not None,
             "mode": mode,
-            "level": duty.level,
+            "level": target.level,
             "reported": board.hold or None,
             "epoch": board.epoch,
         }
-        adapters |= {name: {"mode": hold.mode.value} for name, hold in duty.adapter_holds}
+        adapters |= {name: {"mode": hold.mode.value} for name, hold in target.adapter_holds}
     paused = [entry["paused"] for entry in told.values()]
     whole = (pause for pause in desired.pauses if pause.scope.adapter is None)
     # A pause holds also where no board is there to be held.
@@ -101,7 +101,7 @@ def is_sleeping_entry(
     """
     told: dict[str, JsonObject] = {}
     for board in sorted(boards, key=lambda one: one.board_id):
-        level = desired.duty(board.board_id, board.model).level
+        level = desired.target(board.board_id, board.model).level
         told[board.board_id] = {
             "sleeping": level is not None,
             "level": level,
@@ -166,8 +166,8 @@ def _adapters(desired: Desired, model: str) -> Mapping[str, str | None]:
 
 def _board(one: BoardStatus, desired: Desired) -> JsonObject:
     report = one.report
-    duty = desired.duty(report.board_id, report.model)
-    hold = duty.hold
+    target = desired.target(report.board_id, report.model)
+    hold = target.hold
     return {
         "id": report.board_id,
         "model": report.model,
@@ -187,8 +187,8 @@ def _board(one: BoardStatus, desired: Desired) -> JsonObject:
         "running": report.running,
         "queued": report.queued,
         "paused": report.paused,
-        "asleep": duty.level is not None,
-        "level": duty.level,
+        "asleep": target.level is not None,
+        "level": target.level,
         "idle_s": round(report.idle_s, 1),
         "base": loaded_digest(report),
         "own_base": not report.base,
@@ -201,13 +201,13 @@ def _board(one: BoardStatus, desired: Desired) -> JsonObject:
 
 def _total(boards: Sequence[BoardStatus], desired: Desired) -> JsonObject:
     reports = [one.report for one in boards]
-    duties = [desired.duty(one.board_id, one.model) for one in reports]
+    targets = [desired.target(one.board_id, one.model) for one in reports]
     return {
         "boards": len(reports),
         "ready": sum(one.state is BoardState.READY for one in reports),
         "joining": sum(one.state is BoardState.JOINING for one in reports),
-        "paused_boards": sum(duty.hold is not None for duty in duties),
-        "asleep": sum(duty.level is not None for duty in duties),
+        "paused_boards": sum(target.hold is not None for target in targets),
+        "asleep": sum(target.level is not None for target in targets),
         "positions": sum(one.kv_positions for one in reports),
         "capacity": sum(_capacity(one) for one in reports),
         "bytes": _bytes(boards),

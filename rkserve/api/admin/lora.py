@@ -13,7 +13,7 @@ from rkserve.api.json.body import JsonObject
 from rkserve.api.json.fields import Fields, Range, quoted
 from rkserve.api.json.limits import MAX_NAMED, MAX_OBSERVE_S, MAX_PATH_CHARS
 from rkserve.core.board_report import BoardReport
-from rkserve.core.desired_state import AdapterLine, AdapterVersion, Desired, InFlight
+from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired, InFlight
 from rkserve.core.errors import RequestError, UnsupportedParameter
 from rkserve.core.file_digests import DIGEST
 from rkserve.core.name_rules import NAME
@@ -204,7 +204,7 @@ def lines_list(
     }
 
 
-def _line(line: AdapterLine, boards: list[BoardReport]) -> JsonObject:
+def _line(line: AdapterVersions, boards: list[BoardReport]) -> JsonObject:
     serving = [board for board in boards if board.model == line.model]
     return {
         "name": line.name,
@@ -221,7 +221,7 @@ def _line(line: AdapterLine, boards: list[BoardReport]) -> JsonObject:
 
 
 def _version_row(
-    line: AdapterLine, version: AdapterVersion, boards: list[BoardReport]
+    line: AdapterVersions, version: AdapterVersion, boards: list[BoardReport]
 ) -> JsonObject:
     ref = version.ref
     return {
@@ -239,7 +239,7 @@ def _version_row(
     }
 
 
-def _role(line: AdapterLine, version: AdapterVersion) -> str:
+def _role(line: AdapterVersions, version: AdapterVersion) -> str:
     roles = {"active": line.active, "candidate": line.candidate, "previous": line.previous}
     return next((role for role, one in roles.items() if one == version), "kept")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from rkserve.api.json.body import JsonObject
-from rkserve.core.messages import Delta, Kind
+from rkserve.core.messages import Delta, TokenOrigin
 from rkserve.core.run_params import Scored
 from rkserve.models.vocabulary import Vocabulary
 
@@ -167,7 +167,7 @@ class ChoiceTokens:
             return
         before = self.chosen
         self._slots[delta.splice.keep :] = [
-            None if slot.kind is Kind.INJECTED else (slot.token_id, slot.scored)
+            None if slot.kind is TokenOrigin.INJECTED else (slot.token_id, slot.scored)
             for slot in delta.splice.slots
         ]
         sent, after = len(before) - len(self._unsent), self.chosen
@@ -246,7 +246,7 @@ class SpecialTokens:
         """Return IDs with the lengths of their texts, as far as these are known."""
         if delta.splice is None:
             return list(zip(delta.token_ids, delta.parts, strict=True))
-        slots = [one for one in delta.splice.slots if one.kind is Kind.GENERATED]
+        slots = [one for one in delta.splice.slots if one.kind is TokenOrigin.GENERATED]
         texts = [one.data.decode(errors="replace") for one in slots]
         if "".join(texts) == delta.text:
             pairs = zip(slots, texts, strict=True)

@@ -12,7 +12,7 @@ from enum import Enum
 
 from rkserve.api.json.fields import quoted
 from rkserve.api.json.limits import MAX_LABEL_CHARS, MAX_SESSION_CHARS
-from rkserve.core.desired_state import AdapterLine, AdapterVersion, Desired
+from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired
 from rkserve.core.errors import RequestError, VersionUnavailable
 from rkserve.core.messages import AdapterRef
 from rkserve.models.adapters import parts_of, version_order
@@ -106,7 +106,7 @@ def read_session(header: str | None, body: str | None, otherwise: str) -> str:
 
 def find_line(
     asked: str, models: Collection[str], desired: Desired
-) -> tuple[AdapterLine, str | None] | None:
+) -> tuple[AdapterVersions, str | None] | None:
     """Return the adapter line of a model name, and the version in the name.
 
     See ``parts_of`` for the forms. None: no line has that name, or a model has it.
@@ -127,7 +127,7 @@ def find_line(
     return (found[0], parts.version) if found else None
 
 
-def bind(line: AdapterLine, version: str | None, policy: VersionPolicy) -> ResolvedModel | None:
+def bind(line: AdapterVersions, version: str | None, policy: VersionPolicy) -> ResolvedModel | None:
     """Return the resolved model for a line; None if the line does not serve the version.
 
     Raises:
@@ -147,7 +147,7 @@ def check_label(label: str, policy: VersionPolicy) -> None:
         raise VersionUnavailable(policy.text, f"the model's weights are '{label}'")
 
 
-def _named(line: AdapterLine, version: str, policy: VersionPolicy) -> ResolvedModel | None:
+def _named(line: AdapterVersions, version: str, policy: VersionPolicy) -> ResolvedModel | None:
     found = line.version(version)
     if found is None:
         return None
@@ -159,7 +159,7 @@ def _named(line: AdapterLine, version: str, policy: VersionPolicy) -> ResolvedMo
     return ResolvedModel(line.model, found.ref, min_epoch=line.epoch, named=True)
 
 
-def _allowed(line: AdapterLine, policy: VersionPolicy) -> ResolvedModel:
+def _allowed(line: AdapterVersions, policy: VersionPolicy) -> ResolvedModel:
     served = _served(line)
     if policy.wanted is Freshness.LATEST:
         fit = served[-1:]
@@ -174,7 +174,7 @@ def _allowed(line: AdapterLine, policy: VersionPolicy) -> ResolvedModel:
     return ResolvedModel(line.model, fit[-1].ref, min_epoch=line.epoch)
 
 
-def _served(line: AdapterLine) -> list[AdapterVersion]:
+def _served(line: AdapterVersions) -> list[AdapterVersion]:
     """Return the versions that serve the bare name, the newest last."""
     tried = line.candidate is not None and (line.switched or line.weight > 0)
     found = [line.active, line.candidate if tried else None]

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 
 from rkserve.api.json.body import JsonObject
 from rkserve.core.board_report import BoardReport, BoardState
-from rkserve.core.desired_state import AdapterLine, AdapterVersion, Desired, SleepLevel
+from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired, SleepLevel
 from rkserve.core.errors.base import without_folders
 from rkserve.models.adapters import Adapter
 from rkserve.models.folder import EmbeddingSettings
@@ -65,14 +65,14 @@ _COMING = (BoardState.LOADING, BoardState.RECOVERING, BoardState.JOINING, BoardS
 
 
 def _state(desired: Desired, board: BoardReport) -> str:
-    duty = desired.duty(board.board_id, board.model)
+    target = desired.target(board.board_id, board.model)
     if board.state is not BoardState.READY and board.state not in _COMING:
         return "failed"
-    if duty.level is not None and duty.level > SleepLevel.PAUSED:
+    if target.level is not None and target.level > SleepLevel.PAUSED:
         return "asleep"
     if board.state is not BoardState.READY:
         return "loading"
-    return "ready" if duty.hold is None else "paused"
+    return "ready" if target.hold is None else "paused"
 
 
 def adapter_entry(
@@ -106,7 +106,7 @@ def adapter_entry(
 
 
 def line_entry(
-    created: int, context_length: int, line: AdapterLine, named: str | None = None
+    created: int, context_length: int, line: AdapterVersions, named: str | None = None
 ) -> JsonObject:
     """Return the Model object of an adapter that the cluster shall serve.
 

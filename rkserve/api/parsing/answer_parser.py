@@ -22,7 +22,7 @@ from rkserve.api.parsing.parts import (
 )
 from rkserve.api.parsing.reasoning import ReasoningSplitter
 from rkserve.api.parsing.tools.base import ToolCallParser
-from rkserve.core.messages import Delta, Finished, FinishReason, Kind, Thinking
+from rkserve.core.messages import Delta, Finished, FinishReason, Thinking, TokenOrigin
 
 TOOL_CALLS = "tool_calls"
 _ALPHABET = string.ascii_letters + string.digits
@@ -179,7 +179,7 @@ class AnswerParser:
         else:
             self._raw.append(delta.text)
             told = self._taken(self._reader.feed(delta.text))
-        if delta.splice and any(one.kind is Kind.INJECTED for one in delta.splice.slots):
+        if delta.splice and any(one.kind is TokenOrigin.INJECTED for one in delta.splice.slots):
             self._answered = len(self._said.calls)
         return told
 

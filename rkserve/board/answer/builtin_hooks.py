@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rkserve.board.answer.hooks import Action, Continue, Decoded, Hook, Pause, Replace, Stop
-from rkserve.core.messages import GenerateRequest, Kind, Slot, Thinking
+from rkserve.core.messages import GenerateRequest, Thinking, TokenOrigin, TranscriptToken
 
 
 class StopStrings:
@@ -183,14 +183,14 @@ class ReasoningSpan:
     unended: bool = False
 
 
-def reasoning_span(slots: Iterable[Slot], thinking: Thinking | None) -> ReasoningSpan:
+def reasoning_span(slots: Iterable[TranscriptToken], thinking: Thinking | None) -> ReasoningSpan:
     """Return what an answer has of thoughts. The marks around them count."""
     if thinking is None:
         return ReasoningSpan()
     block, tokens = ReasoningBlock(thinking), 0
     characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for slot in slots:
-        if slot.kind is Kind.INJECTED:
+        if slot.kind is TokenOrigin.INJECTED:
             continue
         tokens += 1
         block.feed(characters.decode(slot.data))

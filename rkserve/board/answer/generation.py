@@ -23,7 +23,15 @@ from rkserve.board.answer.hooks import AnswerPiece, HookChain, HookFactory, Repl
 from rkserve.board.answer.kv_plan import Ids, Range, common_prefix
 from rkserve.board.answer.transcript import PendingDelta, Transcript, Utf8Decoder, ordered
 from rkserve.core.errors import ContextOverflow, HookFailed, RequestError, StateConflict
-from rkserve.core.messages import Continued, Delta, Edit, FinishReason, GenerateRequest, Kind, Slot
+from rkserve.core.messages import (
+    Delta,
+    Edit,
+    FailoverState,
+    FinishReason,
+    GenerateRequest,
+    TokenOrigin,
+    TranscriptToken,
+)
 from rkserve.core.run_params import Scored
 
 # A hook that takes back its way out of an answer gets so many tries before it has to get further.
@@ -83,7 +91,7 @@ class Generation:
         asked = request.stepwise
         self._scored = asked is not None and asked.top_logprobs is not None
         self._handout = PendingDelta(request.prompt_ids, scored=self._scored)
-        self._open: list[Slot] = []  # tokens that wait for their text
+        self._open: list[TranscriptToken] = []  # tokens that wait for their text
         self.token_ids: list[int] = []  # of the answer
         self._score: Scored | None = None  # of the next token
         self._prompt_scores: list[Scored] = []
@@ -169,7 +177,7 @@ class Generation:
         if self.complete or self._rewinding or self._pause is not None:
             self._beyond = True
             return False
-        slot = Slot(token_id, data, waiting=waiting, scored=self._score)
+        slot = TranscriptToken(token_id, data, waiting=waiting, scored=self._score)
         self._score = None
         self._transcript.slots.append(slot)
         self.token_ids.append(token_id)
@@ -244,7 +252,7 @@ class Generation:
         ids = thinking.mark_ids if self.request.prompt_text is None else (0,)
         if self.budget <= len(ids):
             return False
-        changed = self._transcript.spliced(0, ids, thinking.close, Kind.APPENDED)
+        changed = self._transcript.spliced(0, ids, thinking.close, TokenOrigin.APPENDED)
         with self._hooked():
             self._become(changed)
         return not self.complete
@@ -324,7 +332,7 @@ class Generation:
                 "the token ids of its prompt are not known."
             )
         self._check_ids(edit.ids)
-        kind = Kind.INJECTED if edit.injected else Kind.APPENDED
+        kind = TokenOrigin.INJECTED if edit.injected else TokenOrigin.APPENDED
         held = min(kv_positions, len(self.context))
         cuts = ordered(edit.clear, held)
         changed = self._transcript.cleared(edit.clear, held)
@@ -428,7 +436,7 @@ class Generation:
         if action.last < 1:
             raise RequestError(f"it replaces the last {action.last} tokens")
         self._check_ids(action.ids)
-        return self._transcript.spliced(action.last, action.ids, action.text, Kind.APPENDED)
+        return self._transcript.spliced(action.last, action.ids, action.text, TokenOrigin.APPENDED)
 
     def _become(self, changed: Transcript) -> None:
         """Take over what an edit, or a hook, has made of the transcript."""
@@ -437,7 +445,7 @@ class Generation:
         self._handout.rewrite(common_prefix(self.token_ids, changed.answer), same_slots)
         self._replay()
 
-    def _take_over(self, continued: Continued) -> None:
+    def _take_over(self, continued: FailoverState) -> None:
         """Be what the generation has become on another board.
 
         The last piece may have asked for a pause that nobody has heard of: that holds here. Any
@@ -471,8 +479,8 @@ class Generation:
         tokens, slots = 0, list(self._transcript.slots)
         try:
             for at, slot in enumerate(slots):
-                tokens += slot.kind is not Kind.INJECTED
-                live = newest and at == len(slots) - 1 and slot.kind is Kind.GENERATED
+                tokens += slot.kind is not TokenOrigin.INJECTED
+                live = newest and at == len(slots) - 1 and slot.kind is TokenOrigin.GENERATED
                 self._replay_slot(slot, tokens, live=live)
         finally:
             self._handout.certain = len(self._transcript.slots) - len(self._open)
@@ -481,14 +489,14 @@ class Generation:
         if self.reason is None and self.tokens >= self.request.max_tokens:
             self.reason = FinishReason.LENGTH
 
-    def _replay_slot(self, slot: Slot, tokens: int, *, live: bool) -> None:
-        if slot.kind is not Kind.GENERATED and not self._open:
+    def _replay_slot(self, slot: TranscriptToken, tokens: int, *, live: bool) -> None:
+        if slot.kind is not TokenOrigin.GENERATED and not self._open:
             self._characters.drop()  # nothing completes a character across this border
-        if slot.kind is Kind.INJECTED:
+        if slot.kind is TokenOrigin.INJECTED:
             return
-        stops = slot.kind is Kind.GENERATED and slot.token_id in self._stop_ids
+        stops = slot.kind is TokenOrigin.GENERATED and slot.token_id in self._stop_ids
         hidden = stops and not self.request.include_stop
-        if hidden or (slot.kind is Kind.GENERATED and slot.token_id in self._eos_ids):
+        if hidden or (slot.kind is TokenOrigin.GENERATED and slot.token_id in self._eos_ids):
             self.reason = FinishReason.STOP
             self._open.clear()
             return

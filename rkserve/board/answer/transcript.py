@@ -12,14 +12,14 @@ from itertools import compress, pairwise
 
 from rkserve.board.answer.kv_plan import Ids, Range, common_prefix
 from rkserve.core.errors import RequestError
-from rkserve.core.messages import Delta, Kind, Slot, Splice
+from rkserve.core.messages import Delta, Splice, TokenOrigin, TranscriptToken
 from rkserve.core.run_params import Scored
 
 
 class Transcript:
     """The ids of one generation in order. Edits return a changed copy or raise."""
 
-    def __init__(self, prompt: Ids, slots: Iterable[Slot] = ()) -> None:
+    def __init__(self, prompt: Ids, slots: Iterable[TranscriptToken] = ()) -> None:
         self._prompt = prompt  # without what was cleared
         self.slots = list(slots)
 
@@ -36,7 +36,7 @@ class Transcript:
     @property
     def answer(self) -> list[int]:
         """The ids of the answer."""
-        return [slot.token_id for slot in self.slots if slot.kind is not Kind.INJECTED]
+        return [slot.token_id for slot in self.slots if slot.kind is not TokenOrigin.INJECTED]
 
     def drop_unfinished(self) -> int:
         """Drop the beginning of a character at the end, and return how many tokens that were.
@@ -68,7 +68,7 @@ class Transcript:
                 slots.append(slot)
         return Transcript(tuple(compress(self._prompt, live)), slots)
 
-    def spliced(self, take_back: int, ids: Ids, text: str, kind: Kind) -> Transcript:
+    def spliced(self, take_back: int, ids: Ids, text: str, kind: TokenOrigin) -> Transcript:
         """Return a copy with ``ids`` in place of the last tokens of the answer.
 
         Raises:
@@ -85,14 +85,14 @@ class Transcript:
         except UnicodeEncodeError as exc:
             raise RequestError(f"the text is not valid Unicode: {exc.reason}", "text") from None
         # Its text cannot be told apart by tokens, so it is shown with the last of them.
-        copy.slots += [Slot(token_id, b"", kind, waiting=True) for token_id in ids[:-1]]
-        copy.slots.append(Slot(ids[-1], data, kind))
+        copy.slots += [TranscriptToken(token_id, b"", kind, waiting=True) for token_id in ids[:-1]]
+        copy.slots.append(TranscriptToken(ids[-1], data, kind))
         return copy
 
     def _cut(self, take_back: int) -> int:
         """Return the slot from which the last tokens of the answer are taken back."""
         cut, kinds = len(self.slots), [slot.kind for slot in self.slots]
-        own = kinds[::-1].index(Kind.INJECTED) if Kind.INJECTED in kinds else cut
+        own = kinds[::-1].index(TokenOrigin.INJECTED) if TokenOrigin.INJECTED in kinds else cut
         if not 0 <= take_back <= own:
             where = "it holds" if own == cut else "it holds since what was injected last"
             raise RequestError(
@@ -101,7 +101,7 @@ class Transcript:
             )
         cut -= take_back
         before = self.slots[cut - 1] if cut else None
-        if before is not None and before.waiting and before.kind is Kind.APPENDED:
+        if before is not None and before.waiting and before.kind is TokenOrigin.APPENDED:
             raise RequestError(
                 f"taking back {take_back} tokens would cut words in two that were put in as one "
                 "piece; take back all of them or none",
@@ -165,7 +165,7 @@ class PendingDelta:
     def __init__(
         self,
         prompt: Ids,
-        slots: Sequence[Slot] = (),
+        slots: Sequence[TranscriptToken] = (),
         ids: int = 0,
         text: str = "",
         *,
@@ -250,7 +250,7 @@ class PendingDelta:
             slot = transcript.slots[at]
             if len(found) == count:
                 break
-            if slot.kind is not Kind.INJECTED:
+            if slot.kind is not TokenOrigin.INJECTED:
                 found.append(slot.scored)
         return tuple(reversed(found))
 

@@ -24,7 +24,7 @@ from rkserve.board.engine.protocol import (
     RunCommand,
     RunEnded,
 )
-from rkserve.core.child_process import Child
+from rkserve.core.child_process import ChildProcess
 from rkserve.core.errors import (
     CallFailed,
     EngineDied,
@@ -85,7 +85,7 @@ class EngineProcess:
         self.facts = EngineFacts("", per_run_sampling=False, quirks={}, load_s=0.0)
         self._pipe = _Pipe(self._take)
         self._log = asyncio.StreamReader()
-        self._child: Child
+        self._child: ChildProcess
         self.pid: int
         self._tasks: tuple[asyncio.Task[None], asyncio.Task[None]]
 
@@ -107,7 +107,7 @@ class EngineProcess:
         return engine
 
     async def _spawn(self, spec: EngineSpec) -> None:
-        self._child = await Child.start(
+        self._child = await ChildProcess.start(
             (sys.executable, "-m", "rkserve.native.engine.process", str(spec.beat_s)),
             out=self._pipe,
             err=asyncio.StreamReaderProtocol(self._log),

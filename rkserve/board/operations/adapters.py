@@ -20,7 +20,7 @@ from rkserve.core.desired_state import Probe
 from rkserve.core.errors import AdapterBroken, NativeError, RunFailed
 from rkserve.core.messages import AdapterRef
 from rkserve.core.run_params import EncoderStates, Sampling
-from rkserve.models.adapters import Shelf, open_adapter
+from rkserve.models.adapters import AdapterFolder, open_adapter
 from rkserve.native.runtime import RunEnd
 
 log = logging.getLogger(__name__)
@@ -32,12 +32,12 @@ LOAD_S = 60.0
 class AdapterLoader:
     """The adapters of one board as it loads them: those staged there, and the model folder's."""
 
-    def __init__(self, folder: Path | None, staged: Shelf | None = None) -> None:
+    def __init__(self, folder: Path | None, staged: AdapterFolder | None = None) -> None:
         """``folder`` is the model folder. What was ``staged`` on the board goes before it.
 
         Without either the base model alone is served.
         """
-        shelves = (staged, None if folder is None else Shelf.of_model(folder))
+        shelves = (staged, None if folder is None else AdapterFolder.of_model(folder))
         self._shelves = tuple(shelf for shelf in shelves if shelf is not None)
 
     async def ready(self, slot: EngineSlot, ref: AdapterRef) -> LoadedEngine:

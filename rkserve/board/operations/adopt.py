@@ -25,11 +25,11 @@ from rkserve.board.run.runner import RequestRunner
 from rkserve.board.run.start import outlook
 from rkserve.core.board_report import GenerationState
 from rkserve.core.desired_state import (
-    AdapterLine,
+    AdapterVersions,
     Adoption,
+    BoardTarget,
     Desired,
-    Duty,
-    Hold,
+    EffectivePause,
     InFlight,
     PauseMode,
 )
@@ -103,7 +103,7 @@ class StateAdopter:
         """
         started_s, done = loop_time_s(), AdoptionEffects()
         charge = self._books.obligations
-        before, label, failures = charge.duty, charge.label(None), self._rebasing.failures
+        before, label, failures = charge.target, charge.label(None), self._rebasing.failures
         taken = charge.take(desired)
         rebased = self._rebasing.told()
         if rebased is not None:
@@ -111,7 +111,7 @@ class StateAdopter:
         if taken:
             self._carry_out(before, done, label)
         elif rebased is not None:  # what it lacked has come
-            self._carry_out(charge.duty, done, label)
+            self._carry_out(charge.target, done, label)
         took_ms = 0.0
         settled: int | None = None
         while settled != charge.epoch:  # told anew meanwhile, it answers for that as well
@@ -124,15 +124,15 @@ class StateAdopter:
             await self._sleeping.settle()
             await self._rebasing.settled(failures)  # without an engine it is a note
         self._rebasing.verify(failures)
-        slept, duty = self._sleeping.slept(), charge.duty
-        assert duty is not None
+        slept, target = self._sleeping.slept(), charge.target
+        assert target is not None
         return Adoption(
             self._board_id,
-            duty.epoch,
+            target.epoch,
             missing=charge.missing,
             missing_base=charge.missing_base,
             refused=self._rebasing.refused,
-            held=duty.hold is not None,
+            held=target.hold is not None,
             stopped=len(done.stopped),
             kept=sum(self._keeps(job) for job in done.stopped),
             aborted=done.aborted,
@@ -149,9 +149,9 @@ class StateAdopter:
     def look_again(self) -> None:
         """What holds generations has changed on the board itself."""
         charge = self._books.obligations
-        self._carry_out(charge.duty, AdoptionEffects(), charge.label(None))
+        self._carry_out(charge.target, AdoptionEffects(), charge.label(None))
 
-    def _carry_out(self, before: Duty | None, done: AdoptionEffects, label: str) -> None:
+    def _carry_out(self, before: BoardTarget | None, done: AdoptionEffects, label: str) -> None:
         """Do all of it without a turn of the loop: nothing starts in between."""
         jobs = list(self._books.jobs.values())
         thawed = [job for job in jobs if self._mark(job)]
@@ -251,21 +251,21 @@ class StateAdopter:
         elif thawed:
             runner.pauses.watch(job)
 
-    def _plan_clear(self, before: Duty | None) -> None:
+    def _plan_clear(self, before: BoardTarget | None) -> None:
         """Have caches cleared for holds that are new, and not again for those that were there."""
-        duty = self._books.obligations.duty
-        assert duty is not None
-        had = before or Duty(epoch=0)
+        target = self._books.obligations.target
+        assert target is not None
+        had = before or BoardTarget(epoch=0)
         due = self._clears
-        whole = duty.hold is not None and duty.hold.clear_cache
-        if duty.hold is None:
+        whole = target.hold is not None and target.hold.clear_cache
+        if target.hold is None:
             self._clears = False
         elif whole:
             self._clears = due or had.hold is None or not had.hold.clear_cache
         cleared = {name for name, hold in had.adapter_holds if hold.clear_cache}
         if due and not self._clears:
             cleared.clear()  # they left it to a hold of all, which has ended before it was done
-        named = {name for name, hold in duty.adapter_holds if hold.clear_cache}
+        named = {name for name, hold in target.adapter_holds if hold.clear_cache}
         if named - cleared and not whole and not self._slot.asleep:
             # Others may run on, and their context is in the same cache: before the next run.
             self._runner.pauses.let_go()
@@ -288,12 +288,12 @@ class StateAdopter:
                 self._runner.pauses.watch(job)
             elif job.state in (*_AT_WORK, *_LEAVING) or self._is_awaited(job, hold):
                 yield job.changed()
-        run, duty = self._stopped, self._books.obligations.duty
-        holds = duty is not None and (duty.hold is not None or duty.adapter_holds)
+        run, target = self._stopped, self._books.obligations.target
+        holds = target is not None and (target.hold is not None or target.adapter_holds)
         if holds and run is not None and not run.muted and not run.over.done():
             yield run.over
 
-    def _is_awaited(self, job: Job, hold: Hold) -> bool:
+    def _is_awaited(self, job: Job, hold: EffectivePause) -> bool:
         return hold.mode is PauseMode.WAIT and not job.frozen and job.state is not _S.ENDED
 
     async def _give_out(self) -> None:
@@ -326,8 +326,8 @@ class StateAdopter:
                 self._runner.pauses.let_go()
                 self._slot.require_open()
                 self._clearing = self._queue.schedule(self._empty, first=True)
-            clearing, duty = self._clearing, self._books.obligations.duty
-            held = duty is not None and duty.hold is not None
+            clearing, target = self._clearing, self._books.obligations.target
+            held = target is not None and target.hold is not None
             if held and clearing is not None and not clearing.done():
                 await asyncio.shield(clearing)
         except (BoardFailed, NativeError) as exc:
@@ -343,7 +343,7 @@ class StateAdopter:
     def _running(self) -> EngineRun | None:
         return self._slot.live.running
 
-    def _hold(self, job: Job) -> Hold | None:
+    def _hold(self, job: Job) -> EffectivePause | None:
         own = self._books.obligations.hold(adapter_name(job.request))
         if own is not None and own.mode is not PauseMode.WAIT:
             return own
@@ -356,6 +356,6 @@ class StateAdopter:
         return outlook(self._slot.live, job, holds=holds)[0] is Kv.KEPT
 
 
-def _follows(job: Job, line: AdapterLine) -> bool:
+def _follows(job: Job, line: AdapterVersions) -> bool:
     """Whether one that has begun is concerned by a change of its line."""
     return line.in_flight is not InFlight.PIN and not job.request.keep_version

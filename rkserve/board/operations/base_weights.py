@@ -24,7 +24,7 @@ from rkserve.core.board_report import HASHING, UNREADABLE
 from rkserve.core.desired_state import BaseVersion
 from rkserve.core.durable_files import sync, write_private
 from rkserve.core.errors import RkserveError
-from rkserve.core.file_digests import KeptDigest
+from rkserve.core.file_digests import CachedDigest
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class ModelFileDigest:
     """The base model in the model folder: its size, and its sha256 once that is computed."""
 
     def __init__(self, file: Path | None, record: Path | None) -> None:
-        self._kept = None if file is None else KeptDigest(file, record)
+        self._kept = None if file is None else CachedDigest(file, record)
         self.digest = "" if file is None else HASHING
         self.size_bytes = 0
 
@@ -128,8 +128,8 @@ class BaseWeights:
 
     def uses(self, base: BaseVersion) -> bool:
         """Whether a load may need the file."""
-        duty = self._charge.duty
-        wanted = [self.base, self._good, *self._trial, duty.base if duty is not None else None]
+        target = self._charge.target
+        wanted = [self.base, self._good, *self._trial, target.base if target is not None else None]
         return any(same(base, one) for one in wanted)
 
     async def open(self) -> None:

@@ -19,7 +19,7 @@ from rkserve.board.run.ports import BoardBooks, EngineSlot, RunQueue
 from rkserve.board.run.prompt_caching import PromptCaching
 from rkserve.board.run.run import EngineRun, RunSpec, loop_time_s
 from rkserve.board.run.settings import BoardSettings
-from rkserve.core.desired_state import Hold, PauseMode
+from rkserve.core.desired_state import EffectivePause, PauseMode
 from rkserve.core.errors import CallAborted, RkserveError, RunFailed
 from rkserve.core.messages import (
     Accepted,
@@ -183,7 +183,7 @@ class EmbeddingService:
             if hold is not None and hold.mode is PauseMode.WAIT and not (order.held or order.over):
                 yield order.changed()
 
-    def _hold(self, order: EmbeddingJob) -> Hold | None:
+    def _hold(self, order: EmbeddingJob) -> EffectivePause | None:
         return self._books.obligations.hold(adapter_name(order.request))
 
     def _keeps(self, order: EmbeddingJob) -> bool:

@@ -19,10 +19,10 @@ from rkserve.board.run.supervisor import EngineSupervisor
 from rkserve.core.block_hashes import (
     BLOCK,
     FILES,
-    Chain,
-    FileHeld,
-    Holdings,
-    LiveHeld,
+    BlockHashes,
+    CachedPrefixes,
+    FilePrefix,
+    LivePrefix,
     pack,
     seed_of,
 )
@@ -46,7 +46,7 @@ def report(
     state, reason = supervisor.state, supervisor.reason
     if state in (BoardState.READY, BoardState.ASLEEP) and charge.joining:
         state, reason = BoardState.JOINING, charge.joining
-    hold = charge.duty.hold if charge.duty is not None else None
+    hold = charge.target.hold if charge.target is not None else None
     return BoardReport(
         board_id=settings.board_id,
         model=settings.model,
@@ -87,8 +87,8 @@ def report(
 
 def _serving(board_id: str, books: BoardBooks) -> tuple[tuple[str, str], ...]:
     """Return name and sha256 of each adapter as a new session gets it."""
-    duty = books.obligations.duty
-    refs = [] if duty is None else [line.serves(board_id, "") for line in duty.lines]
+    target = books.obligations.target
+    refs = [] if target is None else [line.serves(board_id, "") for line in target.lines]
     return tuple((ref.name, ref.digest) for ref in refs if ref is not None)
 
 
@@ -104,48 +104,48 @@ class PrefixReport:
 
     def __init__(self, caching: PromptCaching) -> None:
         self._caching = caching
-        self._files: dict[str, FileHeld] = {}
-        self._live: tuple[Ids, str | None, LiveHeld] | None = None
-        self._packed: tuple[Holdings, bytes] = (Holdings(), pack(Holdings()))
+        self._files: dict[str, FilePrefix] = {}
+        self._live: tuple[Ids, str | None, LivePrefix] | None = None
+        self._packed: tuple[CachedPrefixes, bytes] = (CachedPrefixes(), pack(CachedPrefixes()))
 
     def packed(self, live: LoadedEngine | None) -> bytes:
         """Return what the board holds with that engine; nothing of use without one."""
-        holdings = Holdings() if live is None else self._of(live)
+        holdings = CachedPrefixes() if live is None else self._of(live)
         if holdings != self._packed[0]:
             self._packed = (holdings, pack(holdings))
         return self._packed[1]
 
-    def _of(self, live: LoadedEngine) -> Holdings:
+    def _of(self, live: LoadedEngine) -> CachedPrefixes:
         if live.facts.n_batch > 1:
-            return Holdings()  # a batch keeps no context
+            return CachedPrefixes()  # a batch keeps no context
         park_min = self._caching.worth_from(live)
-        return Holdings(
+        return CachedPrefixes(
             appends=live.context.append,
             park_min=park_min,
             live=self._live_held(live),
             files=self._filed() if park_min else (),
         )
 
-    def _live_held(self, live: LoadedEngine) -> LiveHeld | None:
+    def _live_held(self, live: LoadedEngine) -> LivePrefix | None:
         ids, origin = live.context.ids, live.context.origin
         if not ids or not live.context.append or not live.alive:
             return None
         known = self._live
         if known is None or known[0] is not ids or known[1] != origin:
-            known = (ids, origin, LiveHeld.of(Chain(ids, seed_of(origin))))
+            known = (ids, origin, LivePrefix.of(BlockHashes(ids, seed_of(origin))))
             self._live = known
         return known[2]
 
-    def _filed(self) -> tuple[FileHeld, ...]:
+    def _filed(self) -> tuple[FilePrefix, ...]:
         """Return the files that a run would begin from, the last used one last."""
         entries = [entry for entry in self._caching.files() if len(entry.ids) >= BLOCK]
         entries = sorted(entries, key=lambda entry: (entry.used_s, entry.id))[-FILES:]
-        files: dict[str, FileHeld] = {}
+        files: dict[str, FilePrefix] = {}
         for entry in entries:
             known = self._files.get(entry.id)
             if known is None:
-                chain = Chain(tuple(entry.ids), seed_of(entry.origin))
-                known = FileHeld(len(chain), chain.marks)
+                chain = BlockHashes(tuple(entry.ids), seed_of(entry.origin))
+                known = FilePrefix(len(chain), chain.marks)
             files[entry.id] = known
         self._files = files
         return tuple(files.values())

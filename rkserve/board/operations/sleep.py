@@ -149,15 +149,17 @@ class BoardSleep:
 
         Where it is held it need not be: it emits nothing, and must not keep others from a pause.
         """
-        duty = self._books.obligations.duty
-        held = duty is not None and duty.hold is not None and not self._books.obligations.unloads
+        target = self._books.obligations.target
+        held = (
+            target is not None and target.hold is not None and not self._books.obligations.unloads
+        )
         if self._failed and self._supervisor.state is BoardState.FAILED and not held:
             raise self._supervisor.failed()
 
     @property
     def _wanted(self) -> SleepLevel | None:
-        duty = self._books.obligations.duty
-        return None if duty is None else duty.level
+        target = self._books.obligations.target
+        return None if target is None else target.level
 
     @property
     def _due(self) -> bool:

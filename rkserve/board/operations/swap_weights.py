@@ -22,7 +22,7 @@ from rkserve.board.run.runner import RequestRunner
 from rkserve.board.run.settings import BoardSettings
 from rkserve.board.run.supervisor import EngineSupervisor
 from rkserve.core.board_report import BoardState, GenerationState
-from rkserve.core.desired_state import BaseVersion, Duty, Hold, InFlight, PauseMode
+from rkserve.core.desired_state import BaseVersion, BoardTarget, EffectivePause, InFlight, PauseMode
 from rkserve.core.errors import (
     BoardAsleep,
     EngineDied,
@@ -40,7 +40,7 @@ TRIES = 3
 # Of the trial: ids that every vocabulary has, and how many tokens make it a success.
 TRIAL_IDS = (33, 34, 35)
 TRIAL_TOKENS = 4
-KEPT = Hold(PauseMode.KEEP)
+KEPT = EffectivePause(PauseMode.KEEP)
 
 # There is no engine, nor will there be before the board wakes, or its quarantine is over.
 _WITHOUT_ENGINE = (BoardState.ASLEEP, BoardState.QUARANTINED)
@@ -86,10 +86,10 @@ class WeightSwap:
     @property
     def refused(self) -> str:
         """Why the weights that it shall have are not loaded, or nothing."""
-        duty = self._duty
-        if duty is None or same(duty.base, self._bases.base):
+        target = self._board_target
+        if target is None or same(target.base, self._bases.base):
             return ""
-        refusal = self._bases.refused(duty.base)
+        refusal = self._bases.refused(target.base)
         return "" if refusal is None else refusal.reason
 
     def verify(self, failures: int) -> None:
@@ -97,7 +97,7 @@ class WeightSwap:
         if self._bases.failures != failures and self.refused:
             raise RebaseFailed(self._settings.board_id, self.refused)
 
-    def hold(self, job: Job) -> Hold | None:
+    def hold(self, job: Job) -> EffectivePause | None:
         """Return what holds the job for as long as other weights are on their way."""
         if self._all or (self._active and not self._may_end(job)):
             return KEPT
@@ -113,26 +113,26 @@ class WeightSwap:
         """
         if self._told is not None and not self._told.done():
             self._told.set_result(None)
-        duty = self._duty
-        assert duty is not None
-        self._bases.forgive(but=duty.base)
+        target = self._board_target
+        assert target is not None
+        self._bases.forgive(but=target.base)
         was = self._active, self._in_flight
         if not self._loading:
             self._active = self._is_due() and self._supervisor.state not in _WITHOUT_ENGINE
             self._all = self._all and self._active
         if self._active:
             self._start()
-        self._in_flight = duty.rebase
+        self._in_flight = target.rebase
         if was == (self._active, self._in_flight):
             return None
         begun = [job for job in self._books.jobs.values() if job.begun and not job.over]
         aborted = 0
-        if self._active and duty.rebase is InFlight.ABORT:
+        if self._active and target.rebase is InFlight.ABORT:
             aborted = len(begun)
             for job in begun:
                 self._runner.abort(job, mute=True)
         # Those that stop for it lose their KV cache with the engine.
-        doomed = self._all or (self._active and duty.rebase is not InFlight.PIN)
+        doomed = self._all or (self._active and target.rebase is not InFlight.PIN)
         self._slot.live.doomed = doomed
         stops = [job for job in begun if self.hold(job) and not job.over]
         return len(stops) if self._active else 0, aborted
@@ -154,7 +154,7 @@ class WeightSwap:
             elif not self._is_due(asleep=self._supervisor.state is BoardState.ASLEEP):
                 return
             elif self._supervisor.state in _WITHOUT_ENGINE:
-                await self._bases.note(self._target)
+                await self._bases.note(self._base)
             else:
                 self._start()
 
@@ -231,28 +231,28 @@ class WeightSwap:
         """Load the other weights and try them; the board is one's own."""
         if not self._is_due():
             return
-        target, bases = self._target, self._bases
+        base, bases = self._base, self._bases
         self._loading = True
-        bases.try_next(target)
+        bases.try_next(base)
         try:
             await self._supervisor.renew("its base weights are replaced")
             if bases.on_trial:
-                await self._try(target)
+                await self._try(base)
         except (EngineDied, EngineHung) as exc:
             if bases.on_trial:  # the supervisor loads those of before
-                bases.refuse(target, f"their trial failed: {exc.reason}")
+                bases.refuse(base, f"their trial failed: {exc.reason}")
             raise
         finally:
             bases.give_up()
-            bases.rest(target)
+            bases.rest(base)
             self._loading = False
 
-    async def _try(self, target: BaseVersion | None) -> None:
+    async def _try(self, base: BaseVersion | None) -> None:
         ids = () if self._settings.text_mode else TRIAL_IDS
         try:
             await try_out(self._settings, self._slot.live, None, ids, TRIAL_TOKENS)
         except (RunFailed, NativeError) as exc:
-            self._bases.refuse(target, f"their trial failed: {exc}")
+            self._bases.refuse(base, f"their trial failed: {exc}")
             await self._supervisor.renew("the base weights of before")
         else:
             await self._bases.prove()
@@ -260,24 +260,24 @@ class WeightSwap:
     # -- what is wanted -----------------------------------------------------------------------
 
     @property
-    def _duty(self) -> Duty | None:
-        return self._books.obligations.duty
+    def _board_target(self) -> BoardTarget | None:
+        return self._books.obligations.target
 
     @property
-    def _target(self) -> BaseVersion | None:
-        return None if self._duty is None else self._duty.base
+    def _base(self) -> BaseVersion | None:
+        return None if self._board_target is None else self._board_target.base
 
     def _is_due(self, *, asleep: bool = False) -> bool:
         """Whether other weights are wanted, are there, and may be tried now.
 
         A board that is about to lose its engine takes them with the next one.
         """
-        duty, bases = self._duty, self._bases
-        if duty is None or same(duty.base, bases.base) or not bases.here(duty.base):
+        target, bases = self._board_target, self._bases
+        if target is None or same(target.base, bases.base) or not bases.here(target.base):
             return False
         if self._books.obligations.unloads and not asleep:
             return False
-        refusal = bases.refused(duty.base)
+        refusal = bases.refused(target.base)
         return refusal is None or refusal.until_s <= loop_time_s()
 
     def _may_end(self, job: Job) -> bool:

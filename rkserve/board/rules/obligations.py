@@ -10,12 +10,12 @@ import math
 from collections.abc import Callable
 
 from rkserve.core.desired_state import (
-    AdapterLine,
     AdapterVersion,
+    AdapterVersions,
     BaseVersion,
+    BoardTarget,
     Desired,
-    Duty,
-    Hold,
+    EffectivePause,
     PauseMode,
     SleepLevel,
 )
@@ -56,12 +56,12 @@ class Obligations:
         self._here: Callable[[BaseVersion], bool] = lambda _: False
         self._base: BaseVersion | None = None
         self._label = FIRST_LABEL
-        self.duty: Duty | None = None
+        self.target: BoardTarget | None = None
 
     @property
     def epoch(self) -> int | None:
         """The epoch of what it obeys; None before it was told anything."""
-        return None if self.duty is None else self.duty.epoch
+        return None if self.target is None else self.target.epoch
 
     @property
     def staged(self) -> tuple[AdapterVersion, ...]:
@@ -71,15 +71,15 @@ class Obligations:
     @property
     def missing(self) -> tuple[AdapterVersion, ...]:
         """What it shall serve and does not have."""
-        if self.duty is None:
+        if self.target is None:
             return ()
         there = frozenset(self._staged())
-        return tuple(version for version in self.duty.versions if version not in there)
+        return tuple(version for version in self.target.versions if version not in there)
 
     @property
     def missing_base(self) -> BaseVersion | None:
         """The file that its model shall be loaded from, and that it does not have."""
-        base = None if self.duty is None else self.duty.base
+        base = None if self.target is None else self.target.base
         if base is None or self.has_base or self._here(base):
             return None
         return base
@@ -87,12 +87,12 @@ class Obligations:
     @property
     def has_base(self) -> bool:
         """Whether its model is loaded from what it shall be loaded from."""
-        return self.duty is None or _digest(self.duty.base) == _digest(self._base)
+        return self.target is None or _digest(self.target.base) == _digest(self._base)
 
     @property
     def joining(self) -> str:
         """Why it takes no requests yet, or nothing."""
-        if self.duty is None:
+        if self.target is None:
             return "it was not told yet what it shall be" if self._governed else ""
         missing = [version.ref.label for version in self.missing]
         if self.missing_base is not None:
@@ -118,32 +118,32 @@ class Obligations:
         self._refused = reason
 
     def _take_label(self) -> None:
-        if self.duty is not None and self.has_base:
-            self._label = self.duty.label
+        if self.target is not None and self.has_base:
+            self._label = self.target.label
 
     @property
     def unloads(self) -> bool:
         """Whether it shall have no engine."""
-        level = None if self.duty is None else self.duty.level
+        level = None if self.target is None else self.target.level
         return level is not None and level >= SleepLevel.UNLOADED
 
     def take(self, desired: Desired) -> bool:
         """Obey from now on; False where it obeys a later epoch, or this one, already."""
-        if self.duty is not None and desired.epoch <= self.duty.epoch:
+        if self.target is not None and desired.epoch <= self.target.epoch:
             return False
-        self.duty = desired.duty(self._board_id, self._model)
+        self.target = desired.target(self._board_id, self._model)
         self._take_label()
         return True
 
-    def hold(self, adapter: str | None) -> Hold | None:
+    def hold(self, adapter: str | None) -> EffectivePause | None:
         """Return what pauses generations with the adapter of that name."""
-        return None if self.duty is None else self.duty.held(adapter)
+        return None if self.target is None else self.target.held(adapter)
 
-    def line(self, request: GenerateRequest) -> AdapterLine | None:
+    def line(self, request: GenerateRequest) -> AdapterVersions | None:
         """Return the line that the request leaves its version to."""
-        if self.duty is None or request.line is None:
+        if self.target is None or request.line is None:
             return None
-        return self.duty.line(request.line)
+        return self.target.line(request.line)
 
     def check(self, request: GenerateRequest, now_s: float) -> None:
         """Raise ``BoardBehind``, ``BoardAsleep``, ``EnginePaused`` where it takes no such request.
@@ -156,7 +156,7 @@ class Obligations:
             reason = f"it obeys epoch {self.epoch}, and {request.min_epoch} is asked for"
             raise BoardBehind(self._board_id, reason)
         self._check_weights(request)
-        name, level = adapter_name(request), None if self.duty is None else self.duty.level
+        name, level = adapter_name(request), None if self.target is None else self.target.level
         if level is not None and not request.patient:
             raise BoardAsleep(self._board_id, f"it sleeps at level {level:d}")
         hold = self.hold(name)
@@ -165,7 +165,7 @@ class Obligations:
         if hold.mode is PauseMode.WAIT and request.continued is not None:
             return  # it was accepted before, and is to run to its end
         refused = EnginePaused if level is None else EngineAsleep
-        whole = self.duty is not None and hold is self.duty.hold
+        whole = self.target is not None and hold is self.target.hold
         what = f"board {self._board_id}" if whole else f"adapter {name}"
         raise refused(what, _retry_after_s(hold, now_s))
 
@@ -192,7 +192,7 @@ class Obligations:
             raise ModelNotFound(request.line)
         return ref
 
-    def serves(self, line: AdapterLine, request: GenerateRequest) -> AdapterRef | None:
+    def serves(self, line: AdapterVersions, request: GenerateRequest) -> AdapterRef | None:
         """Return what a request gets of a line here."""
         return line.serves(self._board_id, request.session)
 
@@ -208,7 +208,7 @@ def _digest(base: BaseVersion | None) -> str:
     return "" if base is None else base.digest
 
 
-def _retry_after_s(hold: Hold, now_s: float) -> int:
+def _retry_after_s(hold: EffectivePause, now_s: float) -> int:
     if hold.expires_s is None:
         return RETRY_AFTER_S
     return max(1, math.ceil(hold.expires_s - now_s))

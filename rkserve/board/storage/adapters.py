@@ -18,7 +18,7 @@ from rkserve.core.desired_state import AdapterVersion
 from rkserve.core.durable_files import free_bytes, sync, write_private
 from rkserve.core.file_digests import file_digest
 from rkserve.core.name_rules import NAME
-from rkserve.models.adapters import ADAPTER_FILE, MANIFEST_FILE, Adapter, Shelf, shelved
+from rkserve.models.adapters import ADAPTER_FILE, MANIFEST_FILE, Adapter, AdapterFolder, shelved
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +45,9 @@ class StagedAdapters:
         self._present: tuple[AdapterVersion, ...] = ()
 
     @property
-    def shelf(self) -> Shelf | None:
+    def shelf(self) -> AdapterFolder | None:
         """Where the engine finds what is present."""
-        return None if self._folder is None else Shelf.of_board(self._folder, self._model)
+        return None if self._folder is None else AdapterFolder.of_board(self._folder, self._model)
 
     def present(self) -> tuple[AdapterVersion, ...]:
         """Return the versions that are there whole, by name. It costs nothing."""
@@ -185,7 +185,7 @@ def _ordered(versions: Iterable[AdapterVersion]) -> tuple[AdapterVersion, ...]:
     return tuple(sorted(versions, key=lambda one: (one.ref.name, one.ref.version)))
 
 
-def _has_manifest(shelf: Shelf, found: Adapter) -> bool:
+def _has_manifest(shelf: AdapterFolder, found: Adapter) -> bool:
     return (shelf.folder / found.name / found.version / MANIFEST_FILE).is_file()
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rkserve.core.desired_state import BaseVersion
 from rkserve.core.errors import ArtifactNotFound, ArtifactRefused, ConfigError
-from rkserve.core.file_digests import KeptDigest
-from rkserve.models.folder import WeightsUnfit, weights_facts, weights_in
+from rkserve.core.file_digests import CachedDigest
+from rkserve.models.folder import UnfitWeights, weights_facts, weights_in
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ ANY = "any"  # a platform that is every one
 
 
 @dataclass(frozen=True)
-class OwnModels:
+class FolderModels:
     """The files in the models' own folders, by model, as far as this machine has them.
 
     Their digests are kept in ``records``, so that a file of gigabytes is read once.
@@ -31,12 +31,12 @@ class OwnModels:
 
     files: Mapping[str, Path]
     records: Path
-    _digests: dict[str, KeptDigest] = field(default_factory=dict)
+    _digests: dict[str, CachedDigest] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for model, file in self.files.items():
             name = hashlib.sha256(model.encode()).hexdigest()[:16]
-            self._digests[model] = KeptDigest(file, self.records / f"{name}.json")
+            self._digests[model] = CachedDigest(file, self.records / f"{name}.json")
 
     def known(self, model: str) -> str | None:
         """Return the sha256 of a model's own file as it was computed last; it reads nothing."""
@@ -64,7 +64,7 @@ class OwnModels:
         try:
             found = weights_facts(file)
             own = weights_facts(self.files[model]) if model in self.files else None
-        except WeightsUnfit as exc:
+        except UnfitWeights as exc:
             raise ArtifactRefused(f"It cannot be base weights: {exc}.", "model_path") from exc
         for what in _ALIKE:
             theirs, ours = getattr(found, what), getattr(own, what, None)

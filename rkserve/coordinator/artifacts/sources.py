@@ -228,7 +228,7 @@ T = TypeVar("T")
 AT_ONCE = 4
 
 
-class Fetching:
+class DownloadPool:
     """So many blocking calls at once, and no more. Use it from one event loop."""
 
     def __init__(self, at_once: int = AT_ONCE) -> None:

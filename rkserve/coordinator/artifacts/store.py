@@ -19,8 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from rkserve.control.artifact_metadata import FOLDER as FACTS
-from rkserve.control.artifact_metadata import Claim, Facts, FactsFolder, checked, read_manifest
-from rkserve.coordinator.artifacts.base_models import OwnModels, model_in
+from rkserve.control.artifact_metadata import (
+    ArtifactMetadata,
+    DeclaredArtifact,
+    MetadataFolder,
+    checked,
+    read_manifest,
+)
+from rkserve.coordinator.artifacts.base_models import FolderModels, model_in
 from rkserve.coordinator.artifacts.sources import Source, check_prefixes, open_path, open_url
 from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion
 from rkserve.core.durable_files import FULL, free_bytes, sync
@@ -57,7 +63,7 @@ class ArtifactRules:
 class _Upload:
     """A file that is coming in."""
 
-    claim: Claim
+    claim: DeclaredArtifact
     path: Path
     touched_s: float
     size_bytes: int = 0
@@ -86,8 +92,8 @@ class ArtifactStore:
         as far as this machine has it.
         """
         self._folder = folder
-        self._facts = FactsFolder(folder / FACTS)
-        self._own = OwnModels(own or {}, folder / OWN)
+        self._facts = MetadataFolder(folder / FACTS)
+        self._own = FolderModels(own or {}, folder / OWN)
         self._rules = rules
         self._now_s = now_s
         self._free = free
@@ -117,7 +123,7 @@ class ArtifactStore:
 
     # -- uploads ------------------------------------------------------------------------------
 
-    def upload_begin(self, claim: Claim) -> str:
+    def upload_begin(self, claim: DeclaredArtifact) -> str:
         """Return the id of an upload. Without a version the content names it.
 
         Raises:
@@ -191,7 +197,9 @@ class ArtifactStore:
 
     # -- files from elsewhere -----------------------------------------------------------------
 
-    def register_path(self, path: str, claim: Claim, scale: float = 1.0) -> AdapterVersion:
+    def register_path(
+        self, path: str, claim: DeclaredArtifact, scale: float = 1.0
+    ) -> AdapterVersion:
         """Copy a file, or that of an adapter's folder, from one of the allowed folders.
 
         Raises:
@@ -201,7 +209,7 @@ class ArtifactStore:
         with open_path(path, self._rules.allowed_paths) as source:
             return self._adapter(*self._take(source, claim, scale))
 
-    def register_url(self, url: str, claim: Claim, scale: float = 1.0) -> AdapterVersion:
+    def register_url(self, url: str, claim: DeclaredArtifact, scale: float = 1.0) -> AdapterVersion:
         """Fetch a file from below one of the allowed URLs.
 
         Raises:
@@ -212,7 +220,7 @@ class ArtifactStore:
         with open_url(url, rules.allowed_urls, rules.fetch_timeout_s) as source:
             return self._adapter(*self._take(source, claim, scale))
 
-    def register_model(self, kind: str, place: str, claim: Claim) -> BaseVersion | None:
+    def register_model(self, kind: str, place: str, claim: DeclaredArtifact) -> BaseVersion | None:
         """Copy base weights from a ``path``, or fetch them from a ``url``: a file, or the one in a
         model's folder. None is the very file of the model's own folder, which is not copied.
 
@@ -241,7 +249,7 @@ class ArtifactStore:
         """Whether a file is there."""
         return self._path(digest).is_file()
 
-    def facts(self, digest: str) -> Facts:
+    def facts(self, digest: str) -> ArtifactMetadata:
         """Return what was said of a content. It costs nothing."""
         return self._facts.of(digest)
 
@@ -329,7 +337,7 @@ class ArtifactStore:
             raise _given_up(upload)
         return found
 
-    def _begin(self, claim: Claim) -> str:
+    def _begin(self, claim: DeclaredArtifact) -> str:
         self._require_size(claim.size_bytes or 0, claim)
         with self._lock:
             if len(self._uploads) >= self._rules.max_uploads:
@@ -347,7 +355,9 @@ class ArtifactStore:
             self._uploads[key] = _Upload(claim, path, self._now_s())
         return key
 
-    def _take(self, source: Source, claim: Claim, scale: float = 1.0) -> tuple[_Upload, str, float]:
+    def _take(
+        self, source: Source, claim: DeclaredArtifact, scale: float = 1.0
+    ) -> tuple[_Upload, str, float]:
         """Keep what comes from a source. It is an upload that this side sends."""
         sized = replace(claim, size_bytes=source.size_bytes)
         key = self._begin(sized)
@@ -384,7 +394,7 @@ class ArtifactStore:
         coming.size_bytes = size
         coming.touched_s = self._now_s()
 
-    def _require_size(self, size: int, claim: Claim) -> None:
+    def _require_size(self, size: int, claim: DeclaredArtifact) -> None:
         limit = self._rules.max_model_bytes if claim.base else self._rules.max_bytes
         if size > limit:
             raise BodyTooLarge(
@@ -420,7 +430,9 @@ class ArtifactStore:
             sync(coming.path)
             with self._lock:
                 labels = (f"{claim.model}@{_version_of(claim, digest)}",) if claim.base else ()
-                self._facts.add(digest, Facts(claim.parameters, claim.base_digest, labels))
+                self._facts.add(
+                    digest, ArtifactMetadata(claim.parameters, claim.base_digest, labels)
+                )
                 coming.path.replace(self._path(digest))
                 self._kept_s[digest] = self._now_s()
             sync(self._folder)
@@ -445,7 +457,7 @@ class ArtifactStore:
         return BaseVersion(claim.model, _version_of(claim, digest), digest, coming.size_bytes)
 
 
-def _version_of(claim: Claim, digest: str) -> str:
+def _version_of(claim: DeclaredArtifact, digest: str) -> str:
     return claim.version or digest[:VERSION_DIGITS]
 
 

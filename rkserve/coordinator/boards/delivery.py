@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from rkserve.control.artifact_metadata import Facts
+from rkserve.control.artifact_metadata import ArtifactMetadata
 from rkserve.control.operations import BoardResult, ResultStatus
 from rkserve.coordinator.boards.roster import Roster, result_of
-from rkserve.coordinator.boards.transfer import LockOf, Pace, stage
+from rkserve.coordinator.boards.transfer import LockOf, TransferLimits, stage
 from rkserve.core.desired_state import Artifact, BaseVersion
 from rkserve.core.errors import BoardGone, RkserveError, StageFailed
 from rkserve.core.metrics import CoordinatorMetrics
@@ -23,13 +23,13 @@ from rkserve.core.metrics import CoordinatorMetrics
 Put = Callable[[bytes], Any]
 
 
-class Store(Protocol):
+class FileStore(Protocol):
     """The part of the head's store of files that is needed here; its calls block."""
 
     def check(self, version: Artifact) -> None:
         """Raise ``ArtifactNotFound`` or ``ArtifactRefused`` unless the file is there, whole."""
 
-    def facts(self, digest: str) -> Facts:
+    def facts(self, digest: str) -> ArtifactMetadata:
         """Return what was said of a content."""
 
     def model(self, model: str, version: str) -> BaseVersion:
@@ -59,12 +59,12 @@ class Stager:
     def __init__(
         self,
         roster: Roster,
-        store: Store,
+        store: FileStore,
         put: Put,
         metrics: CoordinatorMetrics,
         *,
         timeout_s: float,
-        pace: Pace,
+        pace: TransferLimits,
     ) -> None:
         """``put`` makes of a chunk what boards are sent: a reference that is fetched by each."""
         self._pace = pace

@@ -17,7 +17,7 @@ from rkserve.control.operations import (
     ResultStatus,
 )
 from rkserve.coordinator.boards.roster import Roster
-from rkserve.coordinator.state.state_store import Book
+from rkserve.coordinator.state.state_store import StateStore
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import Desired, SleepLevel
 
@@ -27,11 +27,11 @@ _ERRANDS = frozenset({OperationKind.CACHE_RESET, OperationKind.ABORT})
 _LOADING = frozenset({OperationKind.WAKE, *UPDATES})
 
 
-class Settling:
+class LateResults:
     """Partial operations that will yet succeed. Use it from one event loop."""
 
-    def __init__(self, book: Book, roster: Roster, now_s: Callable[[], float]) -> None:
-        self._book = book
+    def __init__(self, state: StateStore, roster: Roster, now_s: Callable[[], float]) -> None:
+        self._state = state
         self._roster = roster
         self._now_s = now_s
         self._partial: dict[str, tuple[Operation, int]] = {}  # and the epoch that they wait for
@@ -40,7 +40,7 @@ class Settling:
         """Watch an operation, if it is one that boards can still follow."""
         if operation.state is OperationState.PARTIAL and operation.kind not in _ERRANDS:
             # One that found nothing to change is followed like what was desired already.
-            epoch = operation.epoch or self._book.desired.epoch
+            epoch = operation.epoch or self._state.desired.epoch
             self._partial[operation.id] = (operation, epoch)
 
     def look(self) -> None:
@@ -58,7 +58,7 @@ class Settling:
                 for board in behind
             ):
                 done = replace(one, results=_settled(one, behind, there))
-                self._book.write(None, done.end(OperationState.SUCCEEDED, self._now_s()))
+                self._state.write(None, done.end(OperationState.SUCCEEDED, self._now_s()))
                 del self._partial[one.id]
 
     def _has_followed(self, one: Operation, epoch: int, report: BoardReport | None) -> bool:
@@ -68,14 +68,14 @@ class Settling:
             return False
         if one.kind is not OperationKind.ADAPTER_RETIRE:
             return True
-        return not any(_is_left(key, one, self._book.desired) for key in report.adapters)
+        return not any(_is_left(key, one, self._state.desired) for key in report.adapters)
 
     def _is_up(self, report: BoardReport) -> bool:
         """Whether a board has loaded its model, or shall not: it obeys before it has."""
-        duty = self._book.desired.duty(report.board_id, report.model)
-        if duty.level is not None and duty.level > SleepLevel.PAUSED:
+        target = self._state.desired.target(report.board_id, report.model)
+        if target.level is not None and target.level > SleepLevel.PAUSED:
             return True
-        base = "" if duty.base is None else duty.base.digest
+        base = "" if target.base is None else target.base.digest
         return report.state is BoardState.READY and report.base == base
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from rkserve.coordinator.boards.delivery import Stager
 from rkserve.coordinator.boards.roster import Replies, Roster
-from rkserve.coordinator.state.state_store import Book
+from rkserve.coordinator.state.state_store import StateStore
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import Adoption, Scope, SleepLevel
 from rkserve.core.errors import BoardGone, RebaseFailed, RkserveError
@@ -30,7 +30,7 @@ REST_S, LONGEST_REST_S = 0.5, 30.0
 
 
 @dataclass
-class Rest:
+class RetryDelay:
     """A board that failed to follow: until when it is left alone, and what was logged of it."""
 
     failures: int = 0
@@ -43,20 +43,20 @@ class Reconciler:
 
     def __init__(
         self,
-        book: Book,
+        state: StateStore,
         roster: Roster,
         stager: Stager,
         metrics: CoordinatorMetrics,
         timeout_s: float,
     ) -> None:
-        self._book = book
+        self._state = state
         self._roster = roster
         self._stager = stager
         self._metrics = metrics
         self._timeout_s = timeout_s
         self._telling: Counter[str] = Counter()
         self._heard_s: dict[str, float] = {}  # by replica: when it last said what it obeys
-        self._rests: dict[str, Rest] = {}
+        self._rests: dict[str, RetryDelay] = {}
         self._bringing: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -95,9 +95,9 @@ class Reconciler:
             left_s = max(0.001, deadline_s - time.monotonic())
             replies = await self._adopt(seats, left_s)
             latest = max((said.epoch for said in replies.said.values()), default=0)
-            if latest <= self._book.desired.epoch or time.monotonic() >= deadline_s:
+            if latest <= self._state.desired.epoch or time.monotonic() >= deadline_s:
                 break
-            self._book.jump(latest)  # they obey what this ledger never heard of: tell them again
+            self._state.jump(latest)  # they obey what this ledger never heard of: tell them again
         return replies
 
     async def _adopt(self, seats: Sequence[BoardAddress], timeout_s: float) -> Replies:
@@ -106,7 +106,7 @@ class Reconciler:
         began_s = time.monotonic()
         try:
             replies = await self._roster.tell(
-                seats, "adopt", self._book.desired, timeout_s=timeout_s
+                seats, "adopt", self._state.desired, timeout_s=timeout_s
             )
         finally:
             self._telling.subtract(boards)
@@ -128,7 +128,7 @@ class Reconciler:
             LedgerFailed: a board is ahead of the ledger, and that could not be written down.
         """
         reports = self._roster.reports()
-        self._book.jump(max((report.epoch or 0 for report in reports), default=0))
+        self._state.jump(max((report.epoch or 0 for report in reports), default=0))
         by_replica = {report.replica: report for report in reports if report.replica}
         seats = self._roster.seats()
         there = {seat.replica for seat in seats}
@@ -148,15 +148,15 @@ class Reconciler:
         self._metrics.behind.set(behind)
 
     def _is_behind(self, report: BoardReport) -> bool:
-        desired = self._book.desired
+        desired = self._state.desired
         if report.epoch != desired.epoch or report.missing > 0:
             return True
         # One that sleeps as it shall follows. An engine may have failed to end, or to load, since.
-        duty = desired.duty(report.board_id, report.model)
-        sleeps = duty.level is not None and duty.level > SleepLevel.PAUSED
+        target = desired.target(report.board_id, report.model)
+        sleeps = target.level is not None and target.level > SleepLevel.PAUSED
         if report.state is (BoardState.READY if sleeps else BoardState.ASLEEP):
             return True
-        return not sleeps and report.base != ("" if duty.base is None else duty.base.digest)
+        return not sleeps and report.base != ("" if target.base is None else target.base.digest)
 
     def _may_bring(self, seat: BoardAddress) -> bool:
         board = seat.board_id
@@ -204,16 +204,16 @@ class Reconciler:
         self._telling[seat.board_id] += 1
         try:
             adoption: Adoption = await self._roster.ask_one(
-                seat, "adopt", self._book.desired, timeout_s=self._timeout_s
+                seat, "adopt", self._state.desired, timeout_s=self._timeout_s
             )
         finally:
             self._telling[seat.board_id] -= 1
         self._heard_s[seat.replica] = time.monotonic()
-        self._book.jump(adoption.epoch)
+        self._state.jump(adoption.epoch)
         return adoption
 
     def _rest(self, board: str, why: str) -> None:
-        rest = self._rests.setdefault(board, Rest())
+        rest = self._rests.setdefault(board, RetryDelay())
         rest_s = min(REST_S * 2.0**rest.failures, LONGEST_REST_S)
         rest.failures += 1
         rest.until_s = time.monotonic() + rest_s

@@ -117,7 +117,7 @@ class Roster:
 
     async def _look_after(self, seat: BoardAddress) -> None:
         """Forget a board that is gone; one that only fell silent stays."""
-        await self._one(seat, ("report", ()), Until(time.monotonic() + PROBE_S, 1), Replies())
+        await self._one(seat, ("report", ()), RetryPolicy(time.monotonic() + PROBE_S, 1), Replies())
 
     async def stop(self) -> None:
         """Leave off looking after boards."""
@@ -185,7 +185,7 @@ class Roster:
     ) -> Replies:
         deadline_s = time.monotonic() + timeout_s
         await asyncio.gather(
-            *(self._one(seat, call, Until(deadline_s, tries), replies) for seat in seats)
+            *(self._one(seat, call, RetryPolicy(deadline_s, tries), replies) for seat in seats)
         )
         return replies
 
@@ -209,7 +209,11 @@ class Roster:
             del self._known[key]
 
     async def _one(
-        self, seat: BoardAddress, call: tuple[str, tuple[Any, ...]], until: Until, replies: Replies
+        self,
+        seat: BoardAddress,
+        call: tuple[str, tuple[Any, ...]],
+        until: RetryPolicy,
+        replies: Replies,
     ) -> None:
         began_s, pause_s = time.monotonic(), FIRST_PAUSE_S
         method, args = call
@@ -233,7 +237,7 @@ class Roster:
 
 
 @dataclass
-class Until:
+class RetryPolicy:
     """How long one board is asked again."""
 
     deadline_s: float

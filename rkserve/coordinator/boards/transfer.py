@@ -30,7 +30,7 @@ Put = Callable[[bytes], Any]
 LockOf = Callable[[str], asyncio.Lock]
 
 
-class Ask(Protocol):
+class CallBoard(Protocol):
     """Calls a method of the replica that a board has at the moment."""
 
     def __call__(
@@ -40,7 +40,7 @@ class Ask(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class TransferLimits:
     """How a staging goes. Times in seconds.
 
     A board whose calls fail for ``patience_s`` without a gain is given up; until then its replica
@@ -61,7 +61,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
+class TransferResult:
     """How it went at one board. ``error`` of None: the version is there, verified.
 
     Of the file ``resumed_bytes`` were there at first. ``tries`` are the times that it was begun.
@@ -80,11 +80,11 @@ async def stage(
     board_ids: Iterable[str],
     read: Read,
     put: Put,
-    ask: Ask,
+    ask: CallBoard,
     *,
     lock_of: LockOf = lambda _board_id: asyncio.Lock(),
-    pace: Pace = Pace(),
-) -> dict[str, Delivery]:
+    pace: TransferLimits = TransferLimits(),
+) -> dict[str, TransferResult]:
     """Bring a version to boards, and return how it went at each.
 
     A board is locked from its own beginning to its own end only, and one that somebody else has
@@ -244,9 +244,9 @@ class _Lane:
         version: Artifact,
         *,
         chunks: _Chunks,
-        ask: Ask,
+        ask: CallBoard,
         lock: asyncio.Lock,
-        pace: Pace,
+        pace: TransferLimits,
     ) -> None:
         self.board_id = board_id
         self.index = 0
@@ -287,13 +287,13 @@ class _Lane:
             rest_s = min(2 * rest_s, self._pace.longest_rest_s)
         self._done = True
 
-    def delivery(self) -> Delivery:
+    def delivery(self) -> TransferResult:
         """Return how it went, or that it did not come to an end."""
         error = self._error
         if error is None and not self._done:
             took_s = self._ended_s - self._began_s
             error = BoardSilent(self.board_id, f"the file was not there within {took_s:.1f} s")
-        return Delivery(
+        return TransferResult(
             board_id=self.board_id,
             error=error,
             sent_bytes=self._sent_bytes,

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 
 from rkserve.control import params as read
 from rkserve.control.operations import UPDATES, BoardResult, Operation, OperationKind
-from rkserve.coordinator.boards.delivery import Store
-from rkserve.coordinator.operations.operation_run import Desk
+from rkserve.coordinator.boards.delivery import FileStore
+from rkserve.coordinator.operations.operation_run import OperationContext
 from rkserve.core.board_report import BoardState
 from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion, Desired, Scope
 from rkserve.core.messages import AdapterRef
@@ -33,14 +33,18 @@ MAX_KNOWN = 10_000
 RENEW_S = 120.0  # a board loads a model within this, between two requests
 
 
-class Reclaim:
+class GarbageCollector:
     """Use it from one event loop."""
 
     def __init__(
-        self, desk: Desk, store: Store, grace_s: float = GRACE_S, most: int = MAX_KNOWN
+        self,
+        context: OperationContext,
+        store: FileStore,
+        grace_s: float = GRACE_S,
+        most: int = MAX_KNOWN,
     ) -> None:
         """Of versions that nobody needs or has, no more than ``most`` are remembered."""
-        self._desk = desk
+        self._context = context
         self._store = store
         self._grace_s = grace_s
         self._most = most
@@ -78,7 +82,7 @@ class Reclaim:
         """
         there = [
             report.board_id
-            for report in self._desk.roster.reports()
+            for report in self._context.roster.reports()
             if version.key in report.staged and report.state is not BoardState.LOST
         ]
         results = await self._unstage(version, there)
@@ -87,7 +91,7 @@ class Reclaim:
 
     def _forget(self, named: set[str]) -> None:
         """Forget the oldest of too many that nobody has."""
-        held = {key for report in self._desk.roster.reports() for key in report.staged}
+        held = {key for report in self._context.roster.reports() for key in report.staged}
         for key in list(self._known)[: -self._most]:
             if key not in named and key not in held:
                 del self._known[key]
@@ -128,8 +132,8 @@ class Reclaim:
         """Return the versions that are named, or that an operation other than ``but`` is bringing
         now.
         """
-        running = [one for one in self._desk.book.running if one.id != but]
-        return [*_named(self._desk.book.desired), *_coming(running)]
+        running = [one for one in self._context.state.running if one.id != but]
+        return [*_named(self._context.state.desired), *_coming(running)]
 
     def _wanted(self, but: str = "") -> set[str]:
         return {version.key for version in self._needed(but)}
@@ -144,11 +148,11 @@ class Reclaim:
     async def _unstage_at(
         self, version: Artifact, board_id: str, but: str
     ) -> dict[str, BoardResult]:
-        async with self._desk.stager.at(board_id):
-            seat = self._desk.roster.seat(board_id)
+        async with self._context.stager.at(board_id):
+            seat = self._context.roster.seat(board_id)
             if seat is None or version.key in self._wanted(but):
                 return {}
-            replies = await self._desk.roster.ask(
+            replies = await self._context.roster.ask(
                 [seat], "unstage", version, timeout_s=UNSTAGE_S, tries=1
             )
         return replies.results
@@ -156,7 +160,7 @@ class Reclaim:
     async def take_back(self, scope: Scope, version: Artifact, operation: str) -> None:
         """Remove what a staging that failed, that operation, has brought to boards."""
         self._known[version.key] = version
-        boards = [seat.board_id for seat in self._desk.roster.seats(scope)]
+        boards = [seat.board_id for seat in self._context.roster.seats(scope)]
         await self._unstage(version, boards, operation)
 
     async def retired(
@@ -166,14 +170,14 @@ class Reclaim:
         kept = {version.key for version in _named(after)}
         dropped = {version.key for version in _named(before)} - kept
         results: dict[str, BoardResult] = {}
-        for report in self._desk.roster.reports():
-            seat = self._desk.roster.seat(report.board_id)
+        for report in self._context.roster.reports():
+            seat = self._context.roster.seat(report.board_id)
             if seat is None or not scope.covers(report.board_id, report.model):
                 continue
             if not dropped & set(report.adapters):
                 continue
-            async with self._desk.stager.at(report.board_id):
-                replies = await self._desk.roster.ask(
+            async with self._context.stager.at(report.board_id):
+                replies = await self._context.roster.ask(
                     [seat],
                     "renew",
                     "an adapter was retired",

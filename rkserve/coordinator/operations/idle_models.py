@@ -12,11 +12,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from rkserve.control.calls import Call, Outcome
+from rkserve.control.calls import OperationOutcome, OperationRequest
 from rkserve.control.operations import OperationKind, conflict
 from rkserve.control.params import Json
 from rkserve.control.sleep import IDLE, REQUEST, SleepPolicy, requested, sleeps, unused
-from rkserve.coordinator.operations.operation_run import Desk
+from rkserve.coordinator.operations.operation_run import OperationContext
 from rkserve.core.board_report import BoardReport
 from rkserve.core.desired_state import PauseMode, SleepLevel
 from rkserve.core.errors import RkserveError
@@ -34,16 +34,16 @@ class _Sleeper:
     jobs: int
 
 
-class Idling:
+class IdleModels:
     """Looks at all models in turn. Use it from one event loop."""
 
     def __init__(
         self,
-        desk: Desk,
+        context: OperationContext,
         policies: Mapping[str, SleepPolicy],
-        perform: Callable[[Call], Awaitable[Outcome]],
+        perform: Callable[[OperationRequest], Awaitable[OperationOutcome]],
     ) -> None:
-        self._desk = desk
+        self._context = context
         self._policies = policies
         self._perform = perform
         self._going_on: dict[str, asyncio.Task[None]] = {}
@@ -57,8 +57,8 @@ class Idling:
 
     def look(self) -> None:
         """Begin what is due, by the boards' latest reports."""
-        for model in self._desk.roster.models:
-            reports = self._desk.roster.reports(model)
+        for model in self._context.roster.models:
+            reports = self._context.roster.reports(model)
             waited_for = self._is_waited_for(model, reports)
             if model in self._going_on or time.monotonic() < self._not_before_s.get(model, 0.0):
                 continue
@@ -73,15 +73,15 @@ class Idling:
         policy = self._policies.get(model)
         if policy is None or policy.idle_s is None:
             return False
-        desired, book = self._desk.book.desired, self._desk.book
+        desired, state = self._context.state.desired, self._context.state
         if not unused(desired, model, reports, policy.idle_s):
             return False
         # One that was not heard may be at work.
         heard = {report.board_id for report in reports}
-        seats = [seat for seat in self._desk.roster.seats() if seat.model == model]
+        seats = [seat for seat in self._context.roster.seats() if seat.model == model]
         if any(seat.silent or seat.board_id not in heard for seat in seats):
             return False
-        return conflict(book.running, OperationKind.SLEEP, self._unload(model)) is None
+        return conflict(state.running, OperationKind.SLEEP, self._unload(model)) is None
 
     def _unload(self, model: str) -> dict[str, Json]:
         """Return how a model sleeps that nobody uses.
@@ -101,7 +101,7 @@ class Idling:
         A Router wakes a model that it knows to be asleep; a request that it had sent a moment
         before waits on a board where nobody else would know of it.
         """
-        desired, found = self._desk.book.desired, False
+        desired, found = self._context.state.desired, False
         for report in reports:
             asleep = sleeps(desired, report.board_id, model)
             if report.level is None or not asleep or not all(one.wakes for one in asleep):
@@ -115,13 +115,13 @@ class Idling:
                 known = self._sleepers[report.replica] = _Sleeper(operations, kept)
             known.jobs = min(known.jobs, jobs)  # clients leave
             found = found or jobs > known.jobs
-        there = {report.replica for report in self._desk.roster.reports()}
+        there = {report.replica for report in self._context.roster.reports()}
         self._sleepers = {name: one for name, one in self._sleepers.items() if name in there}
         return found
 
     def _had_none(self, operations: frozenset[str]) -> bool:
         """Whether boards had no work when they fell asleep: nobody used them."""
-        found = [self._desk.book.operation(name) for name in operations]
+        found = [self._context.state.operation(name) for name in operations]
         return any(one is not None and one.who == IDLE for one in found)
 
     # -- both -----------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Idling:
     ) -> None:
         state = "refused"
         try:
-            outcome = await self._perform(Call(kind, params, who=who))
+            outcome = await self._perform(OperationRequest(kind, params, who=who))
             state = outcome.operation.state.value
             if outcome.operation.error is None:
                 return
@@ -145,7 +145,7 @@ class Idling:
             log.warning("model %s: the %s could not begin: %s", model, kind.value, exc)
         finally:
             if kind is OperationKind.SLEEP:
-                self._desk.metrics.idle_unloads.labels(model, state).inc()
+                self._context.metrics.idle_unloads.labels(model, state).inc()
         self._not_before_s[model] = time.monotonic() + AGAIN_S
 
     def _ended(self, model: str, task: asyncio.Task[None]) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rkserve.config.serve_config import CoordinatorConfig
-from rkserve.control.calls import Call, Outcome
+from rkserve.control.calls import OperationOutcome, OperationRequest
 from rkserve.control.operations import (
     BoardResult,
     Operation,
@@ -26,8 +26,8 @@ from rkserve.control.operations import (
 from rkserve.coordinator.boards.delivery import Stager
 from rkserve.coordinator.boards.reconcile import Reconciler
 from rkserve.coordinator.boards.roster import Roster
-from rkserve.coordinator.state.ledger import AuditLine
-from rkserve.coordinator.state.state_store import Book
+from rkserve.coordinator.state.ledger import AuditEntry
+from rkserve.coordinator.state.state_store import StateStore
 from rkserve.core.desired_state import Desired, Scope
 from rkserve.core.errors import (
     BoardNotFound,
@@ -55,11 +55,11 @@ class Routers(Protocol):
 
 
 @dataclass(frozen=True)
-class Desk:
+class OperationContext:
     """Everything that an operation works with. ``now_s`` reads seconds since 1970."""
 
     config: CoordinatorConfig
-    book: Book
+    state: StateStore
     roster: Roster
     stager: Stager
     reconciler: Reconciler
@@ -79,11 +79,13 @@ class Desk:
                 raise BoardNotFound(board[:80], "boards")
 
 
-class Course:
+class OperationRun:
     """The record of one operation. Nothing is on the disk before ``begin``."""
 
-    def __init__(self, desk: Desk, operation: Operation, call: Call) -> None:
-        self._desk = desk
+    def __init__(
+        self, context: OperationContext, operation: Operation, call: OperationRequest
+    ) -> None:
+        self._context = context
         self.operation = operation
         self.call = call
         self.has_begun = asyncio.Event()
@@ -91,7 +93,7 @@ class Course:
         self.emitted: dict[str, int] = {}  # tokens of what was stopped, by the request's id
         # What it has come to, where that could not be written down.
         self.unwritten: tuple[OperationState, OperationError | None] | None = None
-        limit_s = desk.config.operation_timeout_s if call.timeout_s is None else call.timeout_s
+        limit_s = context.config.operation_timeout_s if call.timeout_s is None else call.timeout_s
         self._limit_s = limit_s
         self._began_s = time.monotonic()
         self._deadline_s = self._began_s + limit_s
@@ -128,10 +130,10 @@ class Course:
 
     def note(self, phase: Phase, desired: Desired | None = None) -> None:
         """Write down what it is at, with what that changes. Raises ``LedgerFailed``."""
-        changed = desired is not None and desired != self._desk.book.desired
+        changed = desired is not None and desired != self._context.state.desired
         epoch = desired.epoch if changed and desired is not None else None
         operation = self.operation.at(phase, epoch=epoch)
-        self._desk.book.write(desired, operation)
+        self._context.state.write(desired, operation)
         self.operation = operation
 
     def heard(self, results: Mapping[str, BoardResult]) -> None:
@@ -144,7 +146,7 @@ class Course:
     def show(self, results: Mapping[str, BoardResult]) -> None:
         """Let whoever looks see how far boards are; what they answer takes the place of that."""
         self.operation = replace(self.operation, results=results)
-        self._desk.book.show(self.operation)
+        self._context.state.show(self.operation)
 
     def forget_waiting(self) -> None:
         """Nobody is waited for any more."""
@@ -167,7 +169,7 @@ class Course:
     def spent(self, name: str, took_s: float) -> None:
         """A phase took so long."""
         self.operation = self.operation.spent(name, round(took_s * 1e3, 3))
-        self._desk.metrics.phase.labels(self.operation.kind.value, name).observe(took_s)
+        self._context.metrics.phase.labels(self.operation.kind.value, name).observe(took_s)
 
     def end(
         self,
@@ -176,18 +178,18 @@ class Course:
         desired: Desired | None = None,
     ) -> None:
         """It is over: write that down. Raises ``LedgerFailed``."""
-        ended = self.operation.end(state, self._desk.now_s(), error)
-        if desired is not None and desired != self._desk.book.desired:
+        ended = self.operation.end(state, self._context.now_s(), error)
+        if desired is not None and desired != self._context.state.desired:
             ended = replace(ended, epoch=desired.epoch)
         try:
-            self._desk.book.write(desired, ended, audit=[self._audit(ended)])
+            self._context.state.write(desired, ended, audit=[self._audit(ended)])
         except LedgerFailed:
             self.unwritten = (state, error)
             raise
         self.operation = ended
-        self._desk.metrics.operations.labels(ended.kind.value, ended.state.value).inc()
+        self._context.metrics.operations.labels(ended.kind.value, ended.state.value).inc()
         took_s = time.monotonic() - self._began_s
-        self._desk.metrics.duration.labels(ended.kind.value).observe(took_s)
+        self._context.metrics.duration.labels(ended.kind.value).observe(took_s)
         log.info(
             "operation %s: %s %s in %.1f ms, %d of %d boards, epoch %d%s%s",
             ended.id,
@@ -202,13 +204,13 @@ class Course:
         )
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> OperationOutcome:
         """What to answer now."""
-        return Outcome(self.operation.status, self.operation, self.applied, self.emitted)
+        return OperationOutcome(self.operation.status, self.operation, self.applied, self.emitted)
 
-    def _audit(self, ended: Operation) -> AuditLine:
-        return AuditLine(
-            at_s=self._desk.now_s(),
+    def _audit(self, ended: Operation) -> AuditEntry:
+        return AuditEntry(
+            at_s=self._context.now_s(),
             who=ended.who,
             kind=ended.kind.value,
             params=ended.params,
@@ -219,7 +221,7 @@ class Course:
         )
 
 
-Handler = Callable[[Desk, Course], Awaitable[None]]
+Handler = Callable[[OperationContext, OperationRun], Awaitable[None]]
 
 
 def shortfall(results: Mapping[str, BoardResult], done: str, limit_s: float) -> OperationError:

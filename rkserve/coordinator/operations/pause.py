@@ -1,7 +1,7 @@
 """Operations that stop, release or clear boards: pause, resume, reset of caches, abort; and the
 label of the weights, which goes the same way.
 
-Each is a coroutine that takes its ``Course``: up to ``begin`` it checks and awaits nothing, so that
+Each is a coroutine that takes its ``OperationRun``: up to ``begin`` it checks and awaits nothing, so that
 nothing can come between the check and what it changes.
 """
 
@@ -22,7 +22,12 @@ from rkserve.control.operations import (
     ResultStatus,
 )
 from rkserve.coordinator.boards.roster import Replies, result_of
-from rkserve.coordinator.operations.operation_run import UNDO_S, Course, Desk, shortfall
+from rkserve.coordinator.operations.operation_run import (
+    UNDO_S,
+    OperationContext,
+    OperationRun,
+    shortfall,
+)
 from rkserve.core.desired_state import PauseMode, Scope
 from rkserve.core.errors import RkserveError
 
@@ -33,28 +38,28 @@ QUEUE, ROUTERS = "queue", "Routers"
 SAFE_TRIES = 100  # of calls that may be repeated: the time limit ends them
 
 
-async def pause(desk: Desk, course: Course) -> None:
+async def pause(context: OperationContext, run: OperationRun) -> None:
     """Stop boards; it is done when every one of them has stopped, and undone otherwise."""
-    asked = course.operation.params
+    asked = run.operation.params
     scope = read.scope(asked)
-    desk.check(scope)
-    before = desk.book.desired
+    context.check(scope)
+    before = context.state.desired
     lease_s = None if asked.get("lease_s") is None else read.number(asked, "lease_s")
     desired = state_changes.pause(
         before,
-        course.operation.id,
+        run.operation.id,
         scope,
         read.choice(asked, "mode", PauseMode, PauseMode.KEEP),
-        desk.now_s(),
+        context.now_s(),
         clear_cache=read.flag(asked, "clear_cache", default=False),
         lease_s=lease_s,
-        running=going_on(desk),
+        running=going_on(context),
     )
-    course.applied = desired is not before
-    course.begin(Phase.STOPPING, desired)
-    replies = await halt(desk, course, scope)
-    done = "nobody is left paused by it" if course.applied else "an earlier pause holds still"
-    await end_hold(desk, course, scope, replies, done)
+    run.applied = desired is not before
+    run.begin(Phase.STOPPING, desired)
+    replies = await halt(context, run, scope)
+    done = "nobody is left paused by it" if run.applied else "an earlier pause holds still"
+    await end_hold(context, run, scope, replies, done)
 
 
 LEASE_OVER = OperationError(
@@ -62,60 +67,66 @@ LEASE_OVER = OperationError(
 )
 
 
-def going_on(desk: Desk) -> tuple[str, ...]:
+def going_on(context: OperationContext) -> tuple[str, ...]:
     """Return the operations that are not over: what they hold is theirs to take back."""
-    return tuple(one.id for one in desk.book.running)
+    return tuple(one.id for one in context.state.running)
 
 
-def holds(desk: Desk, course: Course) -> bool:
+def holds(context: OperationContext, run: OperationRun) -> bool:
     """Whether the pause is still there: its lease may have ended while boards stopped."""
-    pauses = (one.operation for one in desk.book.desired.pauses)
-    return not course.applied or course.operation.id in pauses
+    pauses = (one.operation for one in context.state.desired.pauses)
+    return not run.applied or run.operation.id in pauses
 
 
-async def halt(desk: Desk, course: Course, scope: Scope, phase: Phase = Phase.STOPPING) -> Replies:
+async def halt(
+    context: OperationContext, run: OperationRun, scope: Scope, phase: Phase = Phase.STOPPING
+) -> Replies:
     """Have boards do what is written down, and return what they answered."""
-    with course.timed(phase.value):
-        replies = await desk.reconciler.tell(scope, course.left_s)
-    course.heard(replies.results)
-    course.emitted = dict(pair for said in replies.said.values() for pair in said.emitted)
+    with run.timed(phase.value):
+        replies = await context.reconciler.tell(scope, run.left_s)
+    run.heard(replies.results)
+    run.emitted = dict(pair for said in replies.said.values() for pair in said.emitted)
     return replies
 
 
-async def end_hold(desk: Desk, course: Course, scope: Scope, replies: Replies, done: str) -> None:
+async def end_hold(
+    context: OperationContext, run: OperationRun, scope: Scope, replies: Replies, done: str
+) -> None:
     """It holds where every board did what it was asked, and is undone otherwise."""
     behind = replies.behind
-    if not behind and holds(desk, course):
-        course.end(OperationState.SUCCEEDED)
+    if not behind and holds(context, run):
+        run.end(OperationState.SUCCEEDED)
         return
-    error = shortfall(behind, done, course.limit_s) if behind else LEASE_OVER
-    await undo(desk, course, scope, error)
+    error = shortfall(behind, done, run.limit_s) if behind else LEASE_OVER
+    await undo(context, run, scope, error)
 
 
-async def undo(desk: Desk, course: Course, scope: Scope, error: OperationError) -> None:
+async def undo(
+    context: OperationContext, run: OperationRun, scope: Scope, error: OperationError
+) -> None:
     """Take the pause back, and answer once the boards that had stopped have been released."""
-    course.note(Phase.UNDOING, state_changes.withdraw(desk.book.desired, course.operation.id))
-    stopped = {board for board, one in course.operation.results.items() if one.good}
-    with course.timed(Phase.UNDOING.value):
-        await desk.reconciler.tell(scope, UNDO_S, stopped)
-    course.end(OperationState.UNDONE if course.applied else OperationState.FAILED, error)
+    run.note(Phase.UNDOING, state_changes.withdraw(context.state.desired, run.operation.id))
+    stopped = {board for board, one in run.operation.results.items() if one.good}
+    with run.timed(Phase.UNDOING.value):
+        await context.reconciler.tell(scope, UNDO_S, stopped)
+    run.end(OperationState.UNDONE if run.applied else OperationState.FAILED, error)
 
 
-async def resume(desk: Desk, course: Course) -> None:
+async def resume(context: OperationContext, run: OperationRun) -> None:
     """Take pauses back; boards that do not answer are released as soon as they do."""
-    scope = read.scope(course.operation.params)
-    desired, removed = state_changes.resume(desk.book.desired, scope, going_on(desk))
-    course.applied = bool(removed)
-    course.begin(Phase.RELEASING, desired)
-    await spread(desk, course, scope)
+    scope = read.scope(run.operation.params)
+    desired, removed = state_changes.resume(context.state.desired, scope, going_on(context))
+    run.applied = bool(removed)
+    run.begin(Phase.RELEASING, desired)
+    await spread(context, run, scope)
 
 
-async def label(desk: Desk, course: Course) -> None:
+async def label(context: OperationContext, run: OperationRun) -> None:
     """Name the weights of a base model."""
-    asked = course.operation.params
+    asked = run.operation.params
     scope = Scope(models=(read.text(asked, "model"),))
-    desk.check(scope)
-    before = desk.book.desired
+    context.check(scope)
+    before = context.state.desired
     model, name = scope.models[0], read.text(asked, "label")
     desired = state_changes.set_label(before, model, name)
     if read.flag(asked, "reset_step", default=False):
@@ -124,84 +135,84 @@ async def label(desk: Desk, course: Course) -> None:
             lambda after: state_changes.set_label(after, model, name),
             lambda after: state_changes.forget_step(after, model),
         )
-    course.applied = desired is not before
-    course.begin(Phase.RELEASING, desired)
-    await spread(desk, course, scope)
+    run.applied = desired is not before
+    run.begin(Phase.RELEASING, desired)
+    await spread(context, run, scope)
 
 
-async def spread(desk: Desk, course: Course, scope: Scope) -> None:
+async def spread(context: OperationContext, run: OperationRun, scope: Scope) -> None:
     """Have boards do what stands already; those that did not yet will."""
-    replies = await halt(desk, course, scope, Phase.RELEASING)
-    course.end(OperationState.PARTIAL if replies.behind else OperationState.SUCCEEDED)
+    replies = await halt(context, run, scope, Phase.RELEASING)
+    run.end(OperationState.PARTIAL if replies.behind else OperationState.SUCCEEDED)
 
 
-async def reset_caches(desk: Desk, course: Course) -> None:
+async def reset_caches(context: OperationContext, run: OperationRun) -> None:
     """Clear KV caches; requests that run keep theirs unless they are stopped for it as well."""
-    asked = course.operation.params
+    asked = run.operation.params
     scope = read.scope(asked)
-    desk.check(scope)
+    context.check(scope)
     if read.flag(asked, "reset_running_requests", default=False):
-        await _reset_running(desk, course, scope)
+        await _reset_running(context, run, scope)
         return
-    course.begin(Phase.STOPPING)
-    _end(course, await _ask(desk, course, scope, "clear_kv", False))
+    run.begin(Phase.STOPPING)
+    _end(run, await _ask(context, run, scope, "clear_kv", False))
 
 
-async def _reset_running(desk: Desk, course: Course, scope: Scope) -> None:
+async def _reset_running(context: OperationContext, run: OperationRun, scope: Scope) -> None:
     """Stop everything, drop every cache, and go on: what runs is computed again."""
     desired = state_changes.pause(
-        desk.book.desired,
-        course.operation.id,
+        context.state.desired,
+        run.operation.id,
         scope,
         PauseMode.KEEP,
-        desk.now_s(),
+        context.now_s(),
         clear_cache=True,
-        lease_s=course.limit_s + RESET_LEASE_S,
-        running=going_on(desk),
+        lease_s=run.limit_s + RESET_LEASE_S,
+        running=going_on(context),
     )
-    course.begin(Phase.STOPPING, desired)
-    behind = (await halt(desk, course, scope)).behind
+    run.begin(Phase.STOPPING, desired)
+    behind = (await halt(context, run, scope)).behind
     if behind:
         done = "all boards go on, and those that answered have cleared their caches"
-        await undo(desk, course, scope, shortfall(behind, done, course.limit_s))
+        await undo(context, run, scope, shortfall(behind, done, run.limit_s))
         return
-    course.note(Phase.RELEASING, state_changes.withdraw(desk.book.desired, course.operation.id))
-    await spread(desk, course, scope)
+    run.note(Phase.RELEASING, state_changes.withdraw(context.state.desired, run.operation.id))
+    await spread(context, run, scope)
 
 
-async def abort(desk: Desk, course: Course) -> None:
+async def abort(context: OperationContext, run: OperationRun) -> None:
     """End requests: those that are named, or all."""
-    asked = course.operation.params
+    asked = run.operation.params
     scope = read.scope(asked)
-    desk.check(scope)
+    context.check(scope)
     ids = read.texts(asked, "request_ids") or None
-    course.begin(Phase.STOPPING)
+    run.begin(Phase.STOPPING)
     # Routers come first: a board that is freed would take the next request of their queues, and a
     # request that leaves its board from here on finds that it has been aborted.
-    with course.timed(Phase.STOPPING.value):
-        waiting = await _abort_waiting(desk, course, scope, ids)
+    with run.timed(Phase.STOPPING.value):
+        waiting = await _abort_waiting(context, run, scope, ids)
     # Whoever asks again for all may meet requests that came after an answer that was lost.
     tries = 1 if ids is None else SAFE_TRIES
-    replies = await _ask(desk, course, scope, "abort_all", ids, tries=tries)
+    replies = await _ask(context, run, scope, "abort_all", ids, tries=tries)
     for board, ended in replies.said.items():
         result = replies.results[board]
-        course.heard({board: replace(result, details={"aborted": ended})})
-    course.heard(waiting)
+        run.heard({board: replace(result, details={"aborted": ended})})
+    run.heard(waiting)
     replies.results |= waiting
     replies.said |= {name: 0 for name, one in waiting.items() if one.good}
-    _end(course, replies)
+    _end(run, replies)
 
 
 async def _abort_waiting(
-    desk: Desk, course: Course, scope: Scope, ids: Collection[str] | None
+    context: OperationContext, run: OperationRun, scope: Scope, ids: Collection[str] | None
 ) -> dict[str, BoardResult]:
     """End the requests that no board has, and return the Routers' result, where there is one."""
-    if desk.routers is None:
+    if context.routers is None:
         return {}
     began_s = time.monotonic()
     try:
         named = None if ids is None else list(ids)
-        ended = await desk.routers.abort(scope, named, min(course.left_s, ROUTERS_S))
+        ended = await context.routers.abort(scope, named, min(run.left_s, ROUTERS_S))
     except RkserveError as exc:
         return {ROUTERS: result_of(exc, (time.monotonic() - began_s) * 1e3)}
     took_ms = (time.monotonic() - began_s) * 1e3
@@ -210,29 +221,29 @@ async def _abort_waiting(
 
 
 async def _ask(
-    desk: Desk,
-    course: Course,
+    context: OperationContext,
+    run: OperationRun,
     scope: Scope,
     method: str,
     *args: object,
     tries: int = SAFE_TRIES,
 ) -> Replies:
     """Ask every board for what changes nothing that the cluster shall be."""
-    seats = desk.roster.seats(scope)
-    with course.timed(Phase.STOPPING.value):
-        replies = await desk.roster.ask(seats, method, *args, timeout_s=course.left_s, tries=tries)
-    course.heard(replies.results)
+    seats = context.roster.seats(scope)
+    with run.timed(Phase.STOPPING.value):
+        replies = await context.roster.ask(seats, method, *args, timeout_s=run.left_s, tries=tries)
+    run.heard(replies.results)
     return replies
 
 
-def _end(course: Course, replies: Replies) -> None:
+def _end(run: OperationRun, replies: Replies) -> None:
     if not replies.behind:
-        course.end(OperationState.SUCCEEDED)
+        run.end(OperationState.SUCCEEDED)
     elif replies.said:
-        course.end(OperationState.PARTIAL)
+        run.end(OperationState.PARTIAL)
     else:
-        error = shortfall(replies.behind, "no board has done it", course.limit_s)
-        course.end(OperationState.FAILED, error)
+        error = shortfall(replies.behind, "no board has done it", run.limit_s)
+        run.end(OperationState.FAILED, error)
 
 
 HANDLERS = {

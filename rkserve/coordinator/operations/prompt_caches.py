@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from rkserve.coordinator.operations.operation_run import Desk
+from rkserve.coordinator.operations.operation_run import OperationContext
 from rkserve.coordinator.state.ledger import Ledger
 from rkserve.core.board_report import BoardReport, BoardState, CacheEntry
-from rkserve.core.desired_state import SYSTEM_PROMPT, KeptCache
+from rkserve.core.desired_state import SYSTEM_PROMPT, DesiredCache
 from rkserve.core.errors import BoardGone, CacheUnsupported, RequestError, RkserveError
 from rkserve.core.file_digests import ids_digest
 from rkserve.core.messages import AdapterRef
@@ -34,7 +34,7 @@ FIRST_REST_S, LONGEST_REST_S = 2.0, 60.0
 
 
 @dataclass(frozen=True)
-class Times:
+class CacheTimes:
     """Time limits, in seconds. A board is looked at again after ``again_s``; one whose file
     is of another content is left to the call that may be building it for ``differs_s``.
     """
@@ -56,28 +56,28 @@ class _Board:
     differs_s: dict[str, float] = field(default_factory=dict)  # by cache name: since when
 
 
-class CacheKeeping:
+class PromptCacheKeeper:
     """Use it from the Coordinator's event loop."""
 
     def __init__(
         self,
-        desk: Desk,
+        context: OperationContext,
         ledger: Ledger,
-        configured: Mapping[str, KeptCache],
-        times: Times | None = None,
+        configured: Mapping[str, DesiredCache],
+        times: CacheTimes | None = None,
     ) -> None:
         """``configured`` has the system prompt of each group of boards that has one."""
-        self._desk = desk
+        self._context = context
         self._ledger = ledger
         self._configured = configured
-        self._times = times or Times()
+        self._times = times or CacheTimes()
         self._kept = {(one.model, one.name): one for one in ledger.caches()}
         self._boards: dict[str, _Board] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     # -- what is kept --------------------------------------------------------------------------
 
-    def keep(self, cache: KeptCache) -> None:
+    def keep(self, cache: DesiredCache) -> None:
         """Have every board of the model hold it from now on.
 
         Raises:
@@ -106,7 +106,7 @@ class CacheKeeping:
         if known is None or not known.ids:
             return False
         # A board that is away may come back with the file: what is deleted stays known.
-        self._write(KeptCache(model, name, at_s=self._desk.now_s()))
+        self._write(DesiredCache(model, name, at_s=self._context.now_s()))
         return True
 
     def _check_free(self, model: str, name: str) -> None:
@@ -117,7 +117,7 @@ class CacheKeeping:
                 "cache_name",
             )
 
-    def _write(self, cache: KeptCache) -> None:
+    def _write(self, cache: DesiredCache) -> None:
         gone = sorted((one for one in self._kept.values() if not one.ids), key=lambda c: c.at_s)
         forgotten = gone[: max(0, len(gone) + (not cache.ids) - MAX_TOMBSTONES)]
         self._ledger.write_caches([cache], forgotten)
@@ -125,7 +125,7 @@ class CacheKeeping:
             self._kept.pop((one.model, one.name), None)
         self._kept[cache.model, cache.name] = cache
 
-    def _of(self, model: str) -> list[KeptCache]:
+    def _of(self, model: str) -> list[DesiredCache]:
         return [one for one in self._kept.values() if one.model == model]
 
     def told(self, model: str) -> list[dict[str, object]]:
@@ -151,8 +151,8 @@ class CacheKeeping:
 
     def look(self) -> None:
         """Begin to compare and to build on every board that could do so now."""
-        reports = {one.replica: one for one in self._desk.roster.reports() if one.replica}
-        seats = self._desk.roster.seats()
+        reports = {one.replica: one for one in self._context.roster.reports() if one.replica}
+        seats = self._context.roster.seats()
         there = {seat.board_id for seat in seats}
         self._boards = {name: one for name, one in self._boards.items() if name in there}
         for seat in seats:
@@ -170,14 +170,14 @@ class CacheKeeping:
     def _ended(self, board: str, _task: asyncio.Task[None]) -> None:
         self._tasks.pop(board, None)
 
-    def _is_due(self, known: _Board, report: BoardReport, wanted: list[KeptCache]) -> bool:
+    def _is_due(self, known: _Board, report: BoardReport, wanted: list[DesiredCache]) -> bool:
         now_s = time.monotonic()
         if now_s < known.rest_until_s:
             return False
         compared = (report.base, self._with_refs(wanted))
         return known.settled != compared or now_s - known.looked_s >= self._times.again_s
 
-    def _wanted(self, seat: BoardAddress) -> list[KeptCache]:
+    def _wanted(self, seat: BoardAddress) -> list[DesiredCache]:
         """Return what the board is to hold, and as caches without ids what it is not to hold."""
         kept = [one for one in self._of(seat.model) if one.name != SYSTEM_PROMPT]
         configured = self._configured.get(seat.group)
@@ -185,7 +185,9 @@ class CacheKeeping:
             return [configured, *kept]
         return [*kept, *(one for one in self._of(seat.model) if one.name == SYSTEM_PROMPT)]
 
-    def _with_refs(self, wanted: Iterable[KeptCache]) -> tuple[tuple[KeptCache, str | None], ...]:
+    def _with_refs(
+        self, wanted: Iterable[DesiredCache]
+    ) -> tuple[tuple[DesiredCache, str | None], ...]:
         """Return caches with the adapters' keys under which they are computed now."""
         found = []
         for one in wanted:
@@ -193,11 +195,11 @@ class CacheKeeping:
             found.append((one, None if ref is None else ref.key))
         return tuple(found)
 
-    def _ref(self, cache: KeptCache) -> AdapterRef | None:
+    def _ref(self, cache: DesiredCache) -> AdapterRef | None:
         """Return the adapter of a cache: for the bare name of one, its active version."""
         if cache.line is None:
             return cache.ref
-        line = self._desk.book.desired.line(cache.model, cache.line)
+        line = self._context.state.desired.line(cache.model, cache.line)
         if line is None:
             return None
         version = line.active if cache.version is None else line.version(cache.version)
@@ -210,7 +212,7 @@ class CacheKeeping:
         known.problems = {}
         waits = False
         try:
-            entries: list[CacheEntry] = await self._desk.roster.ask_one(
+            entries: list[CacheEntry] = await self._context.roster.ask_one(
                 seat, "caches", timeout_s=ASK_S
             )
             there = {entry.name: entry for entry in entries if entry.name is not None}
@@ -232,7 +234,7 @@ class CacheKeeping:
             known.failures, known.settled = 0, compared
 
     async def _even(
-        self, seat: BoardAddress, known: _Board, cache: KeptCache, entry: CacheEntry | None
+        self, seat: BoardAddress, known: _Board, cache: DesiredCache, entry: CacheEntry | None
     ) -> bool:
         """Build or delete one cache where that is due; return whether it is still to be done."""
         ref = self._ref(cache)
@@ -246,7 +248,7 @@ class CacheKeeping:
         since_s = known.differs_s.setdefault(cache.name, time.monotonic())
         if held is not None and time.monotonic() - since_s < self._times.differs_s:
             return True
-        ask = self._desk.roster.ask_one
+        ask = self._context.roster.ask_one
         try:
             if cache.ids:
                 built = (cache.name, cache.ids, ref)
@@ -263,9 +265,13 @@ class CacheKeeping:
         log.info("board %s has %s the prompt cache '%s'", seat.board_id, done, cache.name)
         return False
 
-    def _note(self, seat: BoardAddress, known: _Board, cache: KeptCache, exc: RkserveError) -> None:
+    def _note(
+        self, seat: BoardAddress, known: _Board, cache: DesiredCache, exc: RkserveError
+    ) -> None:
         known.problems[cache.name] = exc.message
-        self._desk.metrics.board_failures.labels("build_cache", exc.code or "internal_error").inc()
+        self._context.metrics.board_failures.labels(
+            "build_cache", exc.code or "internal_error"
+        ).inc()
         if isinstance(exc, CacheUnsupported):
             known.failures = max(known.failures, 8)  # it takes a change of the board, not time
         log.warning(

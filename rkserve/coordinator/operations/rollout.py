@@ -12,25 +12,31 @@ from dataclasses import replace
 from typing import Any
 
 from rkserve.control import rollout
-from rkserve.control.canary import Limits, Watch
+from rkserve.control.canary import CanaryLimits, CanaryWatch
 from rkserve.control.operations import BoardResult, OperationError, Phase, ResultStatus
 from rkserve.control.rollout import (
     EVERYWHERE,
-    Answered,
-    Cancelled,
-    Decided,
+    BoardAnswered,
+    BoardJoined,
+    BoardLeft,
+    CanaryAssessed,
+    CanaryDecided,
+    ChangeRefused,
     Event,
-    Finish,
-    Gone,
-    Joined,
-    Judged,
-    Observe,
-    Refused,
+    FinishRollout,
+    ObserveCanary,
+    RolloutCancelled,
     Step,
 )
-from rkserve.control.rollout_plan import Ask, Move, Plan, Planned, Round
+from rkserve.control.rollout_plan import (
+    AdapterRolloutPlan,
+    Move,
+    MoveRequest,
+    RolloutPlan,
+    RolloutStage,
+)
 from rkserve.coordinator.boards.roster import Replies, result_of
-from rkserve.coordinator.operations.operation_run import UNDO_S, Course, Desk
+from rkserve.coordinator.operations.operation_run import UNDO_S, OperationContext, OperationRun
 from rkserve.core.desired_state import AdapterVersion, Adoption, Scope, SleepLevel
 from rkserve.core.errors import (
     BoardAsleep,
@@ -70,25 +76,25 @@ def _no(board: str, said: Adoption) -> BoardResult | None:
     return result_of(RebaseFailed(board, said.refused), 0.0) if said.refused else None
 
 
-class Rolling:
+class RolloutRunner:
     """One rollout, or rollback, that goes on. Use it from one event loop."""
 
-    def __init__(self, desk: Desk, course: Course, plan: Planned) -> None:
-        self._desk = desk
-        self._course = course
+    def __init__(self, context: OperationContext, run: OperationRun, plan: RolloutPlan) -> None:
+        self._context = context
+        self._run = run
         self._plan = plan
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._finish: Finish | None = None
+        self._finish: FinishRollout | None = None
         self._rollout, self._steps = rollout.start(plan, time.monotonic())
         self._entered_s = time.monotonic()
         self._undone_by_s: float | None = None
 
     def decide(self, promote: bool, who: str) -> None:
         """Someone promotes the canary or rolls it back."""
-        self._events.put_nowait(Decided(promote, who))
+        self._events.put_nowait(CanaryDecided(promote, who))
 
-    async def run(self) -> Finish:
+    async def run(self) -> FinishRollout:
         """Carry it out to its end.
 
         Raises:
@@ -106,14 +112,14 @@ class Rolling:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _note_lagging(self, finish: Finish) -> None:
+    def _note_lagging(self, finish: FinishRollout) -> None:
         """Record who has not followed; it is what the operation is partial for."""
-        results = self._course.operation.results
+        results = self._run.operation.results
         for board in finish.lagging:
             if board not in results or results[board].good:
-                limit_s = self._course.limit_s
+                limit_s = self._run.limit_s
                 late = BoardFailed(board, f"it did not follow within {limit_s:g} s")
-                self._course.heard({board: result_of(late, limit_s * 1e3)})
+                self._run.heard({board: result_of(late, limit_s * 1e3)})
 
     def _advance(self, event: Event) -> tuple[Step, ...]:
         phase = self._rollout.phase
@@ -125,15 +131,15 @@ class Rolling:
     def _measure(self, phase: Phase) -> None:
         now_s = time.monotonic()
         if phase is Phase.OBSERVING:
-            self._course.rest(now_s - self._entered_s)
-        self._course.spent(phase.value, now_s - self._entered_s)
+            self._run.rest(now_s - self._entered_s)
+        self._run.spent(phase.value, now_s - self._entered_s)
         self._entered_s = now_s
 
     async def _next_event(self) -> Event:
         """Wait for what happens next; the time limit does not run while a canary is observed."""
-        if self._rollout.at is Round.OBSERVE:
+        if self._rollout.at is RolloutStage.OBSERVE:
             return await self._events.get()
-        left_s = self._course.left_s
+        left_s = self._run.left_s
         if self._rollout.at is Move.UNDO:
             if self._undone_by_s is None:
                 self._undone_by_s = time.monotonic() + self._undo_s
@@ -141,8 +147,8 @@ class Rolling:
         try:
             return await asyncio.wait_for(self._events.get(), left_s)
         except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
-            late = OperationTimeout(f"It was not done within {self._course.limit_s:g} s.")
-            return Cancelled(OperationError.of(late))
+            late = OperationTimeout(f"It was not done within {self._run.limit_s:g} s.")
+            return RolloutCancelled(OperationError.of(late))
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -155,11 +161,11 @@ class Rolling:
                 # Before anything else that may have happened meanwhile.
                 pending = list(self._advance(refused))
 
-    async def _carry_out(self, step: Step) -> Refused | None:
-        if isinstance(step, Finish):
+    async def _carry_out(self, step: Step) -> ChangeRefused | None:
+        if isinstance(step, FinishRollout):
             self._finish = step
-        elif isinstance(step, Observe):
-            self._course.note(Phase.OBSERVING)
+        elif isinstance(step, ObserveCanary):
+            self._run.note(Phase.OBSERVING)
             self._begin(self._observe())
         elif step.move is Move.STAGE:
             self._note_move()
@@ -173,25 +179,25 @@ class Rolling:
         return None
 
     def _note_move(self) -> None:
-        if self._course.operation.phase is not self._rollout.phase:
-            self._course.note(self._rollout.phase)
+        if self._run.operation.phase is not self._rollout.phase:
+            self._run.note(self._rollout.phase)
 
-    async def _change(self, step: Ask) -> Refused | None:
+    async def _change(self, step: MoveRequest) -> ChangeRefused | None:
         """Write a change down and tell the boards; one that cannot be written is refused."""
         while True:
             try:
-                desired = self._plan.apply(step, self._desk.book.desired, self._desk.now_s())
-                self._course.note(self._rollout.phase, desired)
+                desired = self._plan.apply(step, self._context.state.desired, self._context.now_s())
+                self._run.note(self._rollout.phase, desired)
             except RkserveError as exc:
                 if step.move is not Move.UNDO:
-                    return Refused(step.move, OperationError.of(exc))
+                    return ChangeRefused(step.move, OperationError.of(exc))
                 await asyncio.sleep(AGAIN_S)  # boards stay as they are until it can be undone
             else:
                 break
         self._begin(self._tell(step))
         return None
 
-    async def _tell(self, step: Ask) -> None:
+    async def _tell(self, step: MoveRequest) -> None:
         """Tell the boards of a step, and for a hold or a commit all that are there by now.
 
         What joined meanwhile may serve what it was told before, and may not have answered.
@@ -202,13 +208,13 @@ class Rolling:
         deadline_s = time.monotonic() + self._tell_s(step.move)
         told: set[str] = set()
         results: dict[str, BoardResult] = {}
-        while fresh := [s for s in self._desk.roster.seats(scope) if s.replica not in told]:
+        while fresh := [s for s in self._context.roster.seats(scope) if s.replica not in told]:
             left_s = deadline_s - time.monotonic()
             if told and left_s <= 0:
                 break
             told |= {seat.replica for seat in fresh}
             boards = {seat.board_id for seat in fresh}
-            replies = await self._desk.reconciler.tell(scope, max(0.001, left_s), boards)
+            replies = await self._context.reconciler.tell(scope, max(0.001, left_s), boards)
             refused = {board: _no(board, said) for board, said in replies.said.items()}
             replies.results |= {board: one for board, one in refused.items() if one is not None}
             if self._plan.heavy and step.move is Move.SWITCH:
@@ -226,7 +232,7 @@ class Rolling:
         if step.move is Move.SWITCH and self._plan.heavy:
             joined += self._newcomers()
         for board in joined:
-            self._events.put_nowait(Joined(board))
+            self._events.put_nowait(BoardJoined(board))
         answered = [board for board in (*step.boards, *joined) if board in results]
         gone = [board for board in step.boards if board not in results]
         self._answer(step.move, [*answered, *gone], results)
@@ -238,55 +244,55 @@ class Rolling:
         version = self._plan.version
         assert version is not None  # what is in every board's model folder is missing nowhere
         left_s = max(0.001, deadline_s - time.monotonic())
-        staged = await self._desk.stager.spread(version, boards, left_s)
+        staged = await self._context.stager.spread(version, boards, left_s)
         ready = [board for board, one in staged.items() if one.good]
         left_s = max(0.001, deadline_s - time.monotonic())
-        replies = await self._desk.reconciler.tell(scope, left_s, ready)
+        replies = await self._context.reconciler.tell(scope, left_s, ready)
         return {**staged, **replies.results}
 
     def _newcomers(self) -> list[str]:
         """Return the boards that are there by now, and wait for no turn yet."""
-        seats = self._desk.roster.seats(Scope(models=(self._plan.model,)))
+        seats = self._context.roster.seats(Scope(models=(self._plan.model,)))
         return [seat.board_id for seat in seats if seat.board_id not in self._rollout.boards]
 
     @property
     def _undo_s(self) -> float:
         """How long boards may take to be what they were: some load the whole model again."""
-        return self._desk.config.operation_timeout_s if self._plan.heavy else UNDO_S
+        return self._context.config.operation_timeout_s if self._plan.heavy else UNDO_S
 
     def _tell_s(self, move: Move) -> float:
         """Return how long boards may take: a little less than the time that there is.
 
         Those that have answered by then are known; when time runs out nobody is.
         """
-        left_s = self._undo_s if move is Move.UNDO else self._course.left_s
-        config = self._desk.config
+        left_s = self._undo_s if move is Move.UNDO else self._run.left_s
+        config = self._context.config
         loads = self._plan.heavy and move is Move.SWITCH
         limit_s = config.load_timeout_s if loads else config.operation_timeout_s
         return min(limit_s, MARGIN * left_s)
 
-    async def _stage(self, step: Ask) -> None:
+    async def _stage(self, step: MoveRequest) -> None:
         version = self._plan.version
         assert version is not None  # a rollback stages nothing
-        limit_s = min(self._course.left_s, self._desk.config.stage_timeout_s)
-        results = await self._desk.stager.spread(version, step.boards, limit_s)
+        limit_s = min(self._run.left_s, self._context.config.stage_timeout_s)
+        results = await self._context.stager.spread(version, step.boards, limit_s)
         self._answer(Move.STAGE, step.boards, results)
 
     async def _load(self, board: str) -> None:
         version = self._plan.version
         assert isinstance(version, AdapterVersion)  # a rollback loads nothing
-        seat = self._desk.roster.seat(board)
+        seat = self._context.roster.seat(board)
         if self._sleeps(board):
             self._answer(Move.LOAD, [board], {board: ASLEEP})
             return
-        async with self._desk.stager.at(board):
-            replies = await self._desk.roster.ask(
+        async with self._context.stager.at(board):
+            replies = await self._context.roster.ask(
                 [] if seat is None else [seat],
                 "load_adapter",
                 version.ref,
                 PROBE_IDS,
                 PROBE_TOKENS,
-                timeout_s=min(self._course.left_s, LOAD_S),
+                timeout_s=min(self._run.left_s, LOAD_S),
             )
         results = replies.results
         if any(one.error == BoardAsleep.code for one in results.values()):
@@ -294,24 +300,24 @@ class Rolling:
         self._answer(Move.LOAD, [board], results)
 
     def _sleeps(self, board: str) -> bool:
-        level = self._desk.book.desired.duty(board, self._plan.model).level
+        level = self._context.state.desired.target(board, self._plan.model).level
         return level is not None and level > SleepLevel.PAUSED
 
     def _answer(self, move: Move, boards: Iterable[str], results: dict[str, BoardResult]) -> None:
-        self._course.heard({board: self._summed(board, one) for board, one in results.items()})
+        self._run.heard({board: self._summed(board, one) for board, one in results.items()})
         for board in boards:
             result = results.get(board, BoardResult(ResultStatus.GONE))
             if result.status is ResultStatus.GONE:
-                self._events.put_nowait(Gone(board))
+                self._events.put_nowait(BoardLeft(board))
             elif result.good:
-                self._events.put_nowait(Answered(move, board))
+                self._events.put_nowait(BoardAnswered(move, board))
             else:
                 error = OperationError(503, result.error, f"Board {board}: {result.message}")
-                self._events.put_nowait(Answered(move, board, error))
+                self._events.put_nowait(BoardAnswered(move, board, error))
 
     def _summed(self, board: str, result: BoardResult) -> BoardResult:
         """Return a board's answer with what earlier moves did to requests there counted in."""
-        before = self._course.operation.results.get(board)
+        before = self._run.operation.results.get(board)
         if before is None or result.details.get("switched") is None:
             return result
         both = {}
@@ -323,17 +329,17 @@ class Rolling:
     async def _observe(self) -> None:
         """Judge the candidate at every round of reports until somebody ends this task."""
         plan = self._plan
-        assert isinstance(plan, Plan)  # base weights are not observed
-        version, line = plan.version, self._desk.book.desired.line(plan.model, plan.name)
+        assert isinstance(plan, AdapterRolloutPlan)  # base weights are not observed
+        version, line = plan.version, self._context.state.desired.line(plan.model, plan.name)
         assert version is not None  # a rollback is not observed
         assert line is not None  # it has just been offered
         active = None if line.active is None else line.active.ref.label
-        watch, limits = Watch(), Limits(**self._desk.config.canary.model_dump())
+        watch, limits = CanaryWatch(), CanaryLimits(**self._context.config.canary.model_dump())
         while True:
-            watch = watch.saw(self._desk.roster.reports(self._plan.model))
+            watch = watch.saw(self._context.roster.reports(self._plan.model))
             judgement = watch.judge(version.ref.label, active, limits)
-            self._events.put_nowait(Judged(judgement))
-            await asyncio.sleep(self._desk.config.report_s)
+            self._events.put_nowait(CanaryAssessed(judgement))
+            await asyncio.sleep(self._context.config.report_s)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -345,4 +351,4 @@ class Rolling:
         if not task.cancelled() and (exc := task.exception()) is not None:
             log.error("rollout %s broke down", self._plan.operation, exc_info=exc)
             error = OperationError(500, "internal_error", f"{type(exc).__name__}: {exc}")
-            self._events.put_nowait(Cancelled(error))
+            self._events.put_nowait(RolloutCancelled(error))

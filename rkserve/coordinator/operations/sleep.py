@@ -1,7 +1,7 @@
 """Operations that put boards to sleep and wake them: what a pause and a resumption are, and more,
 for an engine ends or a model is loaded.
 
-Each takes its ``Course``, as those of ``halting`` do: up to ``begin`` it checks and awaits nothing.
+Each takes its ``OperationRun``, as those of ``halting`` do: up to ``begin`` it checks and awaits nothing.
 Who asks, an operator, a request or nobody's interest, is all the same here.
 """
 
@@ -25,7 +25,7 @@ from rkserve.control.operations import (
 from rkserve.control.params import Json, Params
 from rkserve.control.sleep import SleepPolicy
 from rkserve.coordinator.boards.roster import Replies
-from rkserve.coordinator.operations.operation_run import Course, Desk, Handler
+from rkserve.coordinator.operations.operation_run import Handler, OperationContext, OperationRun
 from rkserve.coordinator.operations.pause import end_hold, going_on, halt
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import ActivePause, Adoption, Desired, PauseMode, Scope, SleepLevel
@@ -36,7 +36,7 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 KEPT_SHARE = 0.99
 
 
-class Sleeping:
+class SleepOperations:
     """The handlers. ``policies`` say by model how its boards are configured to sleep."""
 
     def __init__(self, policies: Mapping[str, SleepPolicy]) -> None:
@@ -47,103 +47,105 @@ class Sleeping:
         """Return how a model's boards sleep."""
         return self._policies.get(model, SleepPolicy())
 
-    async def sleep(self, desk: Desk, course: Course) -> None:
+    async def sleep(self, context: OperationContext, run: OperationRun) -> None:
         """Put boards to sleep; it is done when every one of them sleeps, and undone otherwise."""
-        asked = course.operation.params
+        asked = run.operation.params
         scope = read.scope(asked)
-        desk.check(scope)
-        before = desk.book.desired
-        models = scope.models or tuple(desk.roster.models)
+        context.check(scope)
+        before = context.state.desired
+        models = scope.models or tuple(context.roster.models)
         lease_s = None if asked.get("lease_s") is None else read.number(asked, "lease_s")
         desired = sleep_changes.sleep(
             before,
-            course.operation.id,
+            run.operation.id,
             scope,
             read.choice(asked, "mode", PauseMode, PauseMode.KEEP),
             read.level(asked, "level", SleepLevel.UNLOADED),
-            now_s=desk.now_s(),
+            now_s=context.now_s(),
             lease_s=lease_s,
             wakes=read.flag(
                 asked, "wakes", default=all(self.policy(model).wakes for model in models)
             ),
             models=models,
-            running=going_on(desk),
+            running=going_on(context),
         )
-        course.applied = desired is not before
-        course.allow(self._load_s(desk, scope))
-        renewal = self.renews(desk, course.operation)
-        course.begin(Phase.SLEEPING, desired)
+        run.applied = desired is not before
+        run.allow(self._load_s(context, scope))
+        renewal = self.renews(context, run.operation)
+        run.begin(Phase.SLEEPING, desired)
         if renewal:
-            self._renewing.add(course.operation.id)
+            self._renewing.add(run.operation.id)
         try:
-            replies = await self._move(desk, course, scope, Phase.SLEEPING)
+            replies = await self._move(context, run, scope, Phase.SLEEPING)
         finally:
-            self._renewing.discard(course.operation.id)
-        done = "no board is left asleep by it" if course.applied else "an earlier sleep goes on"
-        await end_hold(desk, course, scope, replies, done)
+            self._renewing.discard(run.operation.id)
+        done = "no board is left asleep by it" if run.applied else "an earlier sleep goes on"
+        await end_hold(context, run, scope, replies, done)
 
-    async def wake(self, desk: Desk, course: Course) -> None:
+    async def wake(self, context: OperationContext, run: OperationRun) -> None:
         """Take sleeps back, and answer once the models are loaded; what is late comes yet."""
-        asked = course.operation.params
+        asked = run.operation.params
         scope = read.scope(asked)
-        desk.check(Scope(models=scope.models))  # a board that is gone may be all that is asleep
-        desired, woken = _woken(desk, asked, scope)
-        course.applied = bool(woken)
-        course.allow(self._load_s(desk, scope))
-        course.begin(Phase.WAKING, desired)
-        replies = await self._move(desk, course, scope, Phase.WAKING)
+        context.check(Scope(models=scope.models))  # a board that is gone may be all that is asleep
+        desired, woken = _woken(context, asked, scope)
+        run.applied = bool(woken)
+        run.allow(self._load_s(context, scope))
+        run.begin(Phase.WAKING, desired)
+        replies = await self._move(context, run, scope, Phase.WAKING)
         # A board that died of it is not awake; that which takes its place will be.
         died = any(one.status is ResultStatus.GONE for one in replies.results.values())
         late = replies.behind or died
-        course.end(OperationState.PARTIAL if late else OperationState.SUCCEEDED)
+        run.end(OperationState.PARTIAL if late else OperationState.SUCCEEDED)
         if woken and asked.get("requested"):
-            state = course.operation.state.value
-            desk.metrics.requested_wakes.labels(scope.models[0], state).inc()
+            state = run.operation.state.value
+            context.metrics.requested_wakes.labels(scope.models[0], state).inc()
 
-    def renews(self, desk: Desk, operation: Operation) -> bool:
+    def renews(self, context: OperationContext, operation: Operation) -> bool:
         """Whether it is a sleep of what sleeps like that already: only its end may change."""
         if operation.kind is not OperationKind.SLEEP:
             return False
         asked = operation.params
         return sleep_changes.renews(
-            desk.book.desired,
+            context.state.desired,
             read.scope(asked),
             read.choice(asked, "mode", PauseMode, PauseMode.KEEP),
             read.level(asked, "level", SleepLevel.UNLOADED),
-            desk.roster.models,
+            context.roster.models,
         )
 
-    def in_the_way(self, desk: Desk, kind: OperationKind) -> tuple[Operation, ...]:
+    def in_the_way(self, context: OperationContext, kind: OperationKind) -> tuple[Operation, ...]:
         """Return the operations that go on and may have to end before one of a kind begins.
 
         While a lease is renewed what sleeps may be changed: neither waits for the other.
         """
-        running = desk.book.running
+        running = context.state.running
         if kind not in ROLLOUTS:
             return running
         return tuple(one for one in running if one.id not in self._renewing)
 
-    def _load_s(self, desk: Desk, scope: Scope) -> float:
-        models = scope.models or tuple(desk.roster.models)
+    def _load_s(self, context: OperationContext, scope: Scope) -> float:
+        models = scope.models or tuple(context.roster.models)
         return max((self.policy(model).load_s for model in models), default=0.0)
 
-    async def _move(self, desk: Desk, course: Course, scope: Scope, phase: Phase) -> Replies:
+    async def _move(
+        self, context: OperationContext, run: OperationRun, scope: Scope, phase: Phase
+    ) -> Replies:
         """Have boards unload or load, which takes long enough to be watched."""
-        watch = asyncio.get_running_loop().create_task(_watch(desk, course, scope))
+        watch = asyncio.get_running_loop().create_task(_watch(context, run, scope))
         try:
-            replies = await halt(desk, course, scope, phase)
+            replies = await halt(context, run, scope, phase)
         finally:
             watch.cancel()
-            course.forget_waiting()
-        self._note(course, replies)
+            run.forget_waiting()
+        self._note(run, replies)
         return replies
 
-    def _note(self, course: Course, replies: Replies) -> None:
+    def _note(self, run: OperationRun, replies: Replies) -> None:
         """Record of each board how deep it sleeps, and what became of its KV cache."""
         for board, said in replies.said.items():
             result: BoardResult = replies.results[board]
             if isinstance(said, Adoption) and said.level is not None:
-                course.heard({board: replace(result, details=asleep(said, said.level))})
+                run.heard({board: replace(result, details=asleep(said, said.level))})
 
     @property
     def handlers(self) -> dict[OperationKind, Handler]:
@@ -151,19 +153,19 @@ class Sleeping:
         return {OperationKind.SLEEP: self.sleep, OperationKind.WAKE: self.wake}
 
 
-async def _watch(desk: Desk, course: Course, scope: Scope) -> None:
+async def _watch(context: OperationContext, run: OperationRun, scope: Scope) -> None:
     """Show in the operation's record which boards are where they shall be, by their reports."""
     while True:
-        reports = {report.board_id: report for report in desk.roster.reports()}
-        course.show(
+        reports = {report.board_id: report for report in context.roster.reports()}
+        run.show(
             {
                 seat.board_id: _ARRIVED
-                if _is_there(desk.book.desired, reports.get(seat.board_id))
+                if _is_there(context.state.desired, reports.get(seat.board_id))
                 else _ON_ITS_WAY
-                for seat in desk.roster.seats(scope)
+                for seat in context.roster.seats(scope)
             }
         )
-        await asyncio.sleep(desk.config.report_s)
+        await asyncio.sleep(context.config.report_s)
 
 
 _ARRIVED, _ON_ITS_WAY = BoardResult(ResultStatus.OK), BoardResult(ResultStatus.WAITING)
@@ -172,13 +174,15 @@ _ARRIVED, _ON_ITS_WAY = BoardResult(ResultStatus.OK), BoardResult(ResultStatus.W
 def _is_there(desired: Desired, report: BoardReport | None) -> bool:
     if report is None or report.epoch != desired.epoch:
         return False
-    level = desired.duty(report.board_id, report.model).level
+    level = desired.target(report.board_id, report.model).level
     unloaded = level is not None and level > SleepLevel.PAUSED
     return report.state is (BoardState.ASLEEP if unloaded else BoardState.READY)
 
 
-def _woken(desk: Desk, asked: Params, scope: Scope) -> tuple[Desired, tuple[ActivePause, ...]]:
-    desired = desk.book.desired
+def _woken(
+    context: OperationContext, asked: Params, scope: Scope
+) -> tuple[Desired, tuple[ActivePause, ...]]:
+    desired = context.state.desired
     if read.flag(asked, "requested", default=False):
         if len(scope.models) != 1:
             raise RequestError("A request is for one model.", "models")
@@ -189,7 +193,7 @@ def _woken(desk: Desk, asked: Params, scope: Scope) -> tuple[Desired, tuple[Acti
     return sleep_changes.wake(
         desired,
         scope,
-        going_on(desk),
+        going_on(context),
         only_weights=tags == {WEIGHTS},
         only_kv=tags == {KV_CACHE},
     )

@@ -1,7 +1,7 @@
 """Operations on weights: a trainer's update, of an adapter or of base weights, everywhere at one
 instant; and other base weights board by board.
 
-Each takes its ``Course``, as those of ``halting`` do: up to ``begin`` it checks and awaits nothing.
+Each takes its ``OperationRun``, as those of ``halting`` do: up to ``begin`` it checks and awaits nothing.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import replace
 from rkserve.api.admin.weights import own_digest
 from rkserve.control import params as read
 from rkserve.control import weight_changes
-from rkserve.control.artifact_metadata import FoundWeights
+from rkserve.control.artifact_metadata import StoredArtifact
 from rkserve.control.operations import Operation, OperationKind, OperationState, Phase
 from rkserve.control.params import Params
-from rkserve.control.rollout_plan import Plan, Planned, Strategy
-from rkserve.control.weight_changes import FOLDER_LABEL, RebasePlan
-from rkserve.coordinator.boards.delivery import Store
+from rkserve.control.rollout_plan import AdapterRolloutPlan, RolloutPlan, Strategy
+from rkserve.control.weight_changes import FOLDER_LABEL, WeightsRolloutPlan
+from rkserve.coordinator.boards.delivery import FileStore
 from rkserve.coordinator.boards.roster import Roster
 from rkserve.coordinator.operations.garbage_collection import base_of
-from rkserve.coordinator.operations.operation_run import Course, Desk, Handler
-from rkserve.coordinator.operations.rollout import LOAD_S, Rolling
+from rkserve.coordinator.operations.operation_run import Handler, OperationContext, OperationRun
+from rkserve.coordinator.operations.rollout import LOAD_S, RolloutRunner
 from rkserve.core.desired_state import (
     AdapterVersion,
     Artifact,
@@ -42,14 +42,14 @@ log = logging.getLogger(__name__)
 SPARE_S = 60.0
 
 
-class Rebasing:
+class WeightOperations:
     """The handlers. Use it from one event loop."""
 
-    def __init__(self, store: Store, roster: Roster) -> None:
+    def __init__(self, store: FileStore, roster: Roster) -> None:
         self._store = store
         self._roster = roster
 
-    def find(self, desired: Desired, model: str, artifact: str) -> FoundWeights:
+    def find(self, desired: Desired, model: str, artifact: str) -> StoredArtifact:
         """Return what ``<adapter>@<version>`` or ``<model>@<version>`` is. It may read a file.
 
         Raises:
@@ -69,7 +69,7 @@ class Rebasing:
         facts = self._store.facts(found.digest)
         self.learn(model)
         self.require_base(desired, model, facts.base_digest)
-        return FoundWeights(found, facts.parameters)
+        return StoredArtifact(found, facts.parameters)
 
     def learn(self, model: str) -> None:
         """Compute the digest of the file in the model's folder, once; it may read all of it."""
@@ -133,45 +133,45 @@ class Rebasing:
         """Who carries out which kind."""
         return {OperationKind.WEIGHT_UPDATE: self.update, OperationKind.REBASE: self.rebase}
 
-    async def update(self, desk: Desk, course: Course) -> None:
+    async def update(self, context: OperationContext, run: OperationRun) -> None:
         """Have a trainer's weights served by all boards from one instant on."""
-        asked = course.operation.params
+        asked = run.operation.params
         if read.optional_text(asked, "name") is None:
-            await self._rebase(desk, course, at_once=True)
+            await self._rebase(context, run, at_once=True)
             return
         model = read.text(asked, "model")
-        boards = _boards(desk, model)
+        boards = _boards(context, model)
         in_flight = read.choice(asked, "in_flight", InFlight, InFlight.SWITCH)
-        planned = Plan(
-            operation=course.operation.id,
+        planned = AdapterRolloutPlan(
+            operation=run.operation.id,
             model=model,
             name=read.text(asked, "name"),
-            version=_staged(desk.book.desired, model, asked),
+            version=_staged(context.state.desired, model, asked),
             boards=boards,
             strategy=Strategy.ATOMIC,
             in_flight=in_flight,
-            keep=desk.config.keep_versions,
+            keep=context.config.keep_versions,
             step=read.whole(asked, "step", low=0),
             held_first=in_flight is not InFlight.PIN,
         )
-        planned.check(desk.book.desired)
-        self.require_fit(desk.book.desired, model, planned.version)
-        _begin(course)
-        course.allow(desk.config.stage_timeout_s + LOAD_S)
-        await _roll(desk, course, replace(planned, hold_s=course.limit_s + SPARE_S))
+        planned.check(context.state.desired)
+        self.require_fit(context.state.desired, model, planned.version)
+        _begin(run)
+        run.allow(context.config.stage_timeout_s + LOAD_S)
+        await _roll(context, run, replace(planned, hold_s=run.limit_s + SPARE_S))
 
-    async def rebase(self, desk: Desk, course: Course) -> None:
+    async def rebase(self, context: OperationContext, run: OperationRun) -> None:
         """Have other base weights loaded board by board."""
-        await self._rebase(desk, course, at_once=False)
+        await self._rebase(context, run, at_once=False)
 
-    async def _rebase(self, desk: Desk, course: Course, *, at_once: bool) -> None:
-        asked, before = course.operation.params, desk.book.desired
+    async def _rebase(self, context: OperationContext, run: OperationRun, *, at_once: bool) -> None:
+        asked, before = run.operation.params, context.state.desired
         model = read.text(asked, "model")
-        boards = _boards(desk, model)
-        version = base_of(course.operation)
+        boards = _boards(context, model)
+        version = base_of(run.operation)
         in_flight = InFlight.SWITCH if at_once else InFlight.PIN
-        planned = RebasePlan(
-            operation=course.operation.id,
+        planned = WeightsRolloutPlan(
+            operation=run.operation.id,
             model=model,
             version=version,
             label=_label(asked, before.weights_of(model), version),
@@ -182,36 +182,36 @@ class Rebasing:
             step=read.whole(asked, "step", low=0) if at_once else None,
         )
         if planned.holds(before):
-            course.applied = False
-            course.begin(Phase.RELEASING)
-            course.end(OperationState.SUCCEEDED)
+            run.applied = False
+            run.begin(Phase.RELEASING)
+            run.end(OperationState.SUCCEEDED)
             return
         _require_possible(planned)
         planned.check(before)
-        _begin(course)
+        _begin(run)
         loads = 1 if at_once else -(-len(boards) // planned.max_unavailable)
-        course.allow(desk.config.stage_timeout_s + loads * desk.config.load_timeout_s)
+        run.allow(context.config.stage_timeout_s + loads * context.config.load_timeout_s)
         if version is not None:
-            with course.timed("checking"):
+            with run.timed("checking"):
                 await asyncio.to_thread(self._store.check, version)
-        await _roll(desk, course, replace(planned, hold_s=course.limit_s + SPARE_S))
+        await _roll(context, run, replace(planned, hold_s=run.limit_s + SPARE_S))
 
 
-def _begin(course: Course) -> None:
+def _begin(run: OperationRun) -> None:
     """From here on nobody else changes what the model serves."""
-    course.spent("locking", course.limit_s - course.left_s)
-    course.begin(Phase.ACCEPTED)
+    run.spent("locking", run.limit_s - run.left_s)
+    run.begin(Phase.ACCEPTED)
 
 
-async def _roll(desk: Desk, course: Course, planned: Planned) -> None:
-    finish = await Rolling(desk, course, planned).run()
-    course.end(finish.state, finish.error)
+async def _roll(context: OperationContext, run: OperationRun, planned: RolloutPlan) -> None:
+    finish = await RolloutRunner(context, run, planned).run()
+    run.end(finish.state, finish.error)
 
 
-def _boards(desk: Desk, model: str) -> tuple[str, ...]:
+def _boards(context: OperationContext, model: str) -> tuple[str, ...]:
     scope = Scope(models=(model,))
-    desk.check(scope)
-    return tuple(sorted({seat.board_id for seat in desk.roster.seats(scope)}))
+    context.check(scope)
+    return tuple(sorted({seat.board_id for seat in context.roster.seats(scope)}))
 
 
 def _staged(desired: Desired, model: str, asked: Params) -> AdapterVersion:
@@ -226,7 +226,7 @@ def _staged(desired: Desired, model: str, asked: Params) -> AdapterVersion:
     return version
 
 
-def _require_possible(planned: RebasePlan) -> None:
+def _require_possible(planned: WeightsRolloutPlan) -> None:
     if planned.at_once and planned.in_flight is InFlight.PIN:
         raise RequestError(
             "Requests that run cannot keep base weights that no board has any more: 'in_flight' is "

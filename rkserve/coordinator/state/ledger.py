@@ -30,7 +30,7 @@ from rkserve.control.codec import (
     write_operation,
 )
 from rkserve.control.operations import Operation, OperationKind, OperationState
-from rkserve.core.desired_state import Desired, KeptCache
+from rkserve.core.desired_state import Desired, DesiredCache
 from rkserve.core.durable_files import FULL, free_bytes, open_private, private_folder
 from rkserve.core.errors import LedgerFailed
 
@@ -65,7 +65,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class AuditLine:
+class AuditEntry:
     """Who did what when, and what became of it; never a key and never a prompt.
 
     ``at_s`` is in seconds since 1970. ``status`` is the HTTP status that the call was answered
@@ -153,7 +153,7 @@ class Ledger:
         *,
         desired: Desired | None = None,
         operations: Iterable[Operation] = (),
-        audit: Iterable[AuditLine] = (),
+        audit: Iterable[AuditEntry] = (),
     ) -> None:
         """Write all of it or, when that fails, nothing of it.
 
@@ -188,12 +188,14 @@ class Ledger:
             "DELETE FROM audit WHERE number <= (SELECT max(number) FROM audit) - ?", (self._limit,)
         )
 
-    def caches(self) -> list[KeptCache]:
+    def caches(self) -> list[DesiredCache]:
         """Return the named prompt caches that are kept, and those that were deleted."""
         rows = self._rows("SELECT value FROM caches ORDER BY model, name")
         return [read_cache(value) for (value,) in rows]
 
-    def write_caches(self, kept: Iterable[KeptCache], forgotten: Iterable[KeptCache] = ()) -> None:
+    def write_caches(
+        self, kept: Iterable[DesiredCache], forgotten: Iterable[DesiredCache] = ()
+    ) -> None:
         """Write named prompt caches down, and forget others. Raises ``LedgerFailed``."""
         with self._transaction() as database:
             for one in kept:
@@ -235,10 +237,10 @@ class Ledger:
         """Return the one that was made with that idempotency key."""
         return next(iter(self._operations("WHERE key = ?", key)), None)
 
-    def audit(self, limit: int = 100) -> list[AuditLine]:
+    def audit(self, limit: int = 100) -> list[AuditEntry]:
         """Return the latest lines, the last one first. Call it in any thread."""
         rows = self._read("SELECT value FROM audit ORDER BY number DESC LIMIT ?", limit)
-        return [AuditLine(**json.loads(value)) for (value,) in rows]
+        return [AuditEntry(**json.loads(value)) for (value,) in rows]
 
     def _operations(self, which: str, *values: Any) -> list[Operation]:
         rows = self._rows(f"SELECT value FROM operations {which}", *values)
@@ -395,5 +397,5 @@ def _atomic(database: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def _write_line(line: AuditLine) -> str:
+def _write_line(line: AuditEntry) -> str:
     return json.dumps(plain(line), separators=(",", ":"), allow_nan=False)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from rkserve.control.operations import UPDATES, Operation, OperationKind
-from rkserve.coordinator.state.ledger import AuditLine, Ledger
+from rkserve.coordinator.state.ledger import AuditEntry, Ledger
 from rkserve.core.desired_state import Desired
 from rkserve.core.errors import LedgerFailed
 
@@ -25,7 +25,7 @@ LEAP = 100
 _BRINGING = (OperationKind.ADAPTER_STAGE, *sorted(UPDATES))
 
 
-class Book:
+class StateStore:
     """The Coordinator's memory. Use it from one event loop, but for what says otherwise; nothing
     in it waits but ``after``.
     """
@@ -36,7 +36,7 @@ class Book:
         self._going_on = {one.id: one for one in ledger.running()}
         self._turned = asyncio.Event()
         self._owes = False  # what is desired is not in the ledger yet
-        self._owed: list[AuditLine] = []
+        self._owed: list[AuditEntry] = []
         self._unwritten: dict[str, Operation] = {}  # that ended, and could not be written down
 
     @property
@@ -53,7 +53,7 @@ class Book:
         self,
         desired: Desired | None = None,
         *operations: Operation,
-        audit: Iterable[AuditLine] = (),
+        audit: Iterable[AuditEntry] = (),
     ) -> None:
         """Write it down; then it holds.
 
@@ -75,7 +75,7 @@ class Book:
                 self._going_on[one.id] = one
         self._turn(now)
 
-    def derive(self, desired: Desired, *ended: Operation, audit: Iterable[AuditLine] = ()) -> None:
+    def derive(self, desired: Desired, *ended: Operation, audit: Iterable[AuditEntry] = ()) -> None:
         """Have what follows from the ledger and the time alone hold, also where it cannot be
         written: a full disk keeps nobody paused. It is written with the next thing that can be.
         """
@@ -159,6 +159,6 @@ class Book:
         """Return the operation that was made with that idempotency key."""
         return self._ledger.by_key(key)
 
-    def audit(self, limit: int) -> list[AuditLine]:
+    def audit(self, limit: int) -> list[AuditEntry]:
         """Return the latest lines of the audit log, the last one first. Call it in any thread."""
         return self._ledger.audit(limit)

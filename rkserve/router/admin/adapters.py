@@ -23,8 +23,8 @@ from rkserve.api.admin.operations import REFUSED, envelope
 from rkserve.api.admin.pause import CallOptions
 from rkserve.api.admin.query import ControlRequest, ParameterKind
 from rkserve.api.json.body import JsonObject
-from rkserve.control.artifact_metadata import Claim
-from rkserve.control.calls import Outcome
+from rkserve.control.artifact_metadata import DeclaredArtifact
+from rkserve.control.calls import OperationOutcome
 from rkserve.control.operations import Operation, OperationKind, OperationState
 from rkserve.core.desired_state import AdapterVersion
 from rkserve.core.errors import AdapterExists, AdapterNotFound, RequestError
@@ -40,11 +40,11 @@ class _Pushed:
 
     version: AdapterVersion
     model: str
-    staged: Outcome
-    rolled: Outcome | None
+    staged: OperationOutcome
+    rolled: OperationOutcome | None
 
     @property
-    def last(self) -> Outcome:
+    def last(self) -> OperationOutcome:
         """The outcome that is answered."""
         return self.rolled or self.staged
 
@@ -105,7 +105,9 @@ class Adapters:
         outcome = await self._retire(model, name, None, terms, asked)
         return _worded(f"Success: LoRA adapter '{name}' removed successfully.", outcome)
 
-    async def _rolled_before(self, push: NewAdapter, asked: ControlRequest) -> Outcome | None:
+    async def _rolled_before(
+        self, push: NewAdapter, asked: ControlRequest
+    ) -> OperationOutcome | None:
         """Return what an earlier call with the same key came to; its file is not read again."""
         earlier = await self._earlier(asked.key)
         if earlier is None:
@@ -114,7 +116,7 @@ class Adapters:
         version = push.version or earlier.params.get("version")
         return await self._roll_out(push, str(model), str(version), asked)
 
-    async def _loaded(self, call: LoadAdapterCall, asked: ControlRequest) -> Outcome:
+    async def _loaded(self, call: LoadAdapterCall, asked: ControlRequest) -> OperationOutcome:
         name, model = call.push.name, self._model_for(call.push)
         # One that got no further than staging goes on.
         again = call.again or await self._earlier(_staging_key(asked)) is not None
@@ -161,7 +163,7 @@ class Adapters:
 
     async def _roll_out(
         self, push: NewAdapter, model: str, version: str, asked: ControlRequest
-    ) -> Outcome:
+    ) -> OperationOutcome:
         params = {"model": model, "name": push.name, "version": version, **push.rollout.params()}
         # The epoch that the caller expected was that before the staging.
         terms = replace(push.terms, epoch=None)
@@ -205,7 +207,7 @@ class Adapters:
 
     async def _retire(
         self, model: str, name: str, version: str | None, terms: CallOptions, asked: ControlRequest
-    ) -> Outcome:
+    ) -> OperationOutcome:
         params = {"model": model, "name": name, "version": version}
         return await self._operations.perform(_K.ADAPTER_RETIRE, params, terms, asked)
 
@@ -252,8 +254,8 @@ def _staging_key(asked: ControlRequest) -> str | None:
     return None if asked.key is None else f"{asked.key}:stage"
 
 
-def _claim(push: NewAdapter, model: str, size: int | None = None) -> Claim:
-    return Claim(
+def _claim(push: NewAdapter, model: str, size: int | None = None) -> DeclaredArtifact:
+    return DeclaredArtifact(
         push.name,
         push.version,
         model,
@@ -282,7 +284,7 @@ def _told(pushed: _Pushed) -> AdminAnswer:
     return made(body, pushed.last)
 
 
-def _worded(text: str, outcome: Outcome) -> AdminAnswer:
+def _worded(text: str, outcome: OperationOutcome) -> AdminAnswer:
     """Return vLLM's text where all went well, and all there is to say where not."""
     if outcome.status != OK:
         return made({"message": text if outcome.status < REFUSED else ""}, outcome)

@@ -40,7 +40,7 @@ from rkserve.api.admin.query import ControlRequest, ParameterKind
 from rkserve.api.json.body import JsonObject
 from rkserve.api.json.fields import Range
 from rkserve.api.json.limits import MAX_LISTED
-from rkserve.control.calls import Call, Outcome
+from rkserve.control.calls import OperationOutcome, OperationRequest
 from rkserve.control.operations import OperationKind
 from rkserve.core.desired_state import Scope
 from rkserve.core.errors import AdapterNotFound, BoardNotFound, ModelNotFound, RequestError
@@ -103,7 +103,7 @@ class Operations:
         reports = self._fleet.reports(model)
         return AdminAnswer(OK, is_paused_entry(self._cluster.desired, reports, model))
 
-    async def _paused(self, call: PauseCall, asked: ControlRequest) -> Outcome:
+    async def _paused(self, call: PauseCall, asked: ControlRequest) -> OperationOutcome:
         scope = await self.scope(call.terms, call.adapter)
         params = {
             **places(scope),
@@ -119,7 +119,7 @@ class Operations:
                 self._fleet.forget_prompts(scope.covers, files=False)
         return outcome
 
-    async def _resumed(self, call: ResumeBody, asked: ControlRequest) -> Outcome:
+    async def _resumed(self, call: ResumeBody, asked: ControlRequest) -> OperationOutcome:
         scope = await self.scope(call.terms, call.adapter)
         return await self.perform(_K.RESUME, places(scope), call.terms, asked)
 
@@ -223,10 +223,10 @@ class Operations:
         *,
         key: str | None = None,
         background: bool | None = None,
-    ) -> Outcome:
+    ) -> OperationOutcome:
         """Have it done. ``key`` stands in for the call's own, ``background`` for what it says."""
         return await self._cluster.perform(
-            Call(
+            OperationRequest(
                 kind=kind,
                 params=params,
                 who=asked.who,
@@ -291,7 +291,7 @@ class Operations:
         return tuple(chosen)
 
 
-def made(body: JsonObject, outcome: Outcome) -> AdminAnswer:
+def made(body: JsonObject, outcome: OperationOutcome) -> AdminAnswer:
     """Return the answer of a changing call."""
     told = changed(body, outcome.operation, applied=outcome.applied)
     return AdminAnswer(outcome.status, told)

@@ -17,7 +17,7 @@ from rkserve.api.admin.sleep import (
     parse_unload,
     parse_wake,
 )
-from rkserve.control.calls import Outcome
+from rkserve.control.calls import OperationOutcome
 from rkserve.control.operations import OperationKind
 from rkserve.core.desired_state import Scope
 from rkserve.router.admin.operations import AT_REST_S, OK, AdminAnswer, Operations, made, places
@@ -71,7 +71,7 @@ class SleepControl:
         status = "ready" if outcome.status == OK else "loading"
         return made({**_model(call), "status": status}, outcome)
 
-    async def _slept(self, call: SleepCall, asked: ControlRequest) -> Outcome:
+    async def _slept(self, call: SleepCall, asked: ControlRequest) -> OperationOutcome:
         scope = await self._operations.scope(call.terms, None)
         params = {
             **_places(scope),
@@ -86,7 +86,7 @@ class SleepControl:
             await self._service.flows.at_rest(scope, AT_REST_S)
         return outcome
 
-    async def _woken(self, call: WakeCall, asked: ControlRequest) -> Outcome:
+    async def _woken(self, call: WakeCall, asked: ControlRequest) -> OperationOutcome:
         scope = await self._operations.scope(call.terms, None)
         params = {**_places(scope), "tags": list(call.tags)}
         return await self._operations.perform(OperationKind.WAKE, params, call.terms, asked)

@@ -23,8 +23,8 @@ from rkserve.api.admin.weights import (
     update_body,
 )
 from rkserve.api.json.body import JsonObject
-from rkserve.control.artifact_metadata import Claim
-from rkserve.control.calls import Outcome
+from rkserve.control.artifact_metadata import DeclaredArtifact
+from rkserve.control.calls import OperationOutcome
 from rkserve.control.operations import Operation, OperationKind
 from rkserve.core.desired_state import BaseVersion, Scope
 from rkserve.core.errors import ArtifactNotFound, RequestError
@@ -125,7 +125,7 @@ class WeightsControl:
         if place == OWN:
             return None
         if "/" in place:
-            claim = Claim(model, None, model, base=True)
+            claim = DeclaredArtifact(model, None, model, base=True)
             return await self._cluster.register_model("path", place, claim)
         if place.rpartition("@")[0] != model:
             raise ArtifactNotFound(
@@ -183,8 +183,8 @@ def _content(earlier: Operation) -> JsonObject:
     return {name: earlier.params.get(name) for name in ("digest", "size_bytes")}
 
 
-def _claim(new: NewWeights, model: str) -> Claim:
-    return Claim(
+def _claim(new: NewWeights, model: str) -> DeclaredArtifact:
+    return DeclaredArtifact(
         model, new.version, model, new.size, new.sha256, base=True, parameters=new.parameters
     )
 
@@ -193,7 +193,7 @@ def _taken(new: NewWeights, model: str, base: BaseVersion | None) -> AdminAnswer
     return AdminAnswer(OK, taken_entry(model, base, {"parameters": len(new.parameters)}))
 
 
-def _in_sglangs_words(outcome: Outcome) -> AdminAnswer:
+def _in_sglangs_words(outcome: OperationOutcome) -> AdminAnswer:
     """Return SGLang's body also where it failed: its clients look at ``success``."""
     operation = outcome.operation
     body = disk_body(operation, outcome.status, total_of(operation, "stopped"))

@@ -12,8 +12,8 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from rkserve.core.board_report import AtRouter, BoardState, GenerationInfo, GenerationState
-from rkserve.core.desired_state import Scope, Served
+from rkserve.core.board_report import BoardState, GenerationInfo, GenerationState, RouterGenerations
+from rkserve.core.desired_state import Scope, ServedWeights
 from rkserve.core.errors import (
     AdapterBroken,
     BoardAsleep,
@@ -155,7 +155,7 @@ class _RequestLocation:
         self.course = course
         self.id = course.asked.request_id
         self.ended = False  # aborted, with or without a board
-        self.held: tuple[float, Served] | None = (
+        self.held: tuple[float, ServedWeights] | None = (
             None  # by the cluster: since when, and what it served
         )
         self.failures = 0  # the boards that rejected it or were lost
@@ -255,7 +255,9 @@ class Dispatch:
         """
         return [_waiting(home) for home in self._homes.values() if _is_waiting(home)]
 
-    def control(self, generation: str, action: ControlAction, choice: int | None) -> AtRouter:
+    def control(
+        self, generation: str, action: ControlAction, choice: int | None
+    ) -> RouterGenerations:
         """Apply ``action`` to those choices of a generation that no board has.
 
         A request that waits for its first board can only be aborted. An abort also ends a choice
@@ -272,7 +274,7 @@ class Dispatch:
             if waits:
                 (done if fits else refused).append(_waiting(home))
         ended = [info for name, info in self._ended.items() if _is_of(name, generation, choice)]
-        return AtRouter(tuple(done), tuple(refused), tuple(ended), known=bool(homes))
+        return RouterGenerations(tuple(done), tuple(refused), tuple(ended), known=bool(homes))
 
     def abort_all(self, scope: Scope, request_ids: Collection[str] | None) -> int:
         """Abort requests that no board has, all or by ID; return their number.

@@ -23,18 +23,18 @@ from rkserve.core.errors import (
 from rkserve.core.messages import (
     Accepted,
     Bound,
-    Continued,
     Delta,
     Event,
+    FailoverState,
     Finished,
     FinishReason,
     GenerateRequest,
-    Kind,
     Kv,
     Paused,
-    Slot,
     Splice,
     Timings,
+    TokenOrigin,
+    TranscriptToken,
     Usage,
     VersionSpan,
 )
@@ -80,7 +80,7 @@ class GenerationProgress:
         self.asked = request
         self._limit = limit
         self._prompt_ids: tuple[int, ...] | None = None
-        self._slots: list[Slot] = []  # without what ``_news`` has
+        self._slots: list[TranscriptToken] = []  # without what ``_news`` has
         self._text: list[str] = []
         self._tokens = 0  # of the answer, also those of ``_news``
         self._news: list[Delta] = []  # that only add to it
@@ -219,7 +219,7 @@ class GenerationProgress:
             grown = bool(delta.token_ids)
         else:
             grown = self._splice(delta.splice)
-        self._tokens = sum(slot.kind is not Kind.INJECTED for slot in self._slots)
+        self._tokens = sum(slot.kind is not TokenOrigin.INJECTED for slot in self._slots)
         if delta.retract:
             self._text = ["".join(self._text)[: -delta.retract]]
         self._text.append(delta.text)
@@ -232,7 +232,7 @@ class GenerationProgress:
         self._slots[splice.keep :] = splice.slots
         if splice.prompt_ids is not None:
             self._prompt_ids = splice.prompt_ids
-        return any(slot.kind is Kind.GENERATED for slot in splice.slots)
+        return any(slot.kind is TokenOrigin.GENERATED for slot in splice.slots)
 
     def _merge(self) -> None:
         """Keep what came as one delta: it takes a fraction of the memory."""
@@ -276,7 +276,7 @@ class GenerationProgress:
         self._settle()
         text = "".join(self._text)
         self._text = [text]
-        continued = Continued(
+        continued = FailoverState(
             slots=tuple(self._slots),
             text=text,
             prompt_ids=self._prompt_ids,
@@ -292,12 +292,12 @@ class GenerationProgress:
         return replace(self.asked, continued=continued, use_cache=cache)
 
 
-def _slots(delta: Delta) -> list[Slot]:
+def _slots(delta: Delta) -> list[TranscriptToken]:
     """Return the tokens of a delta without a splice."""
     if len(delta.token_ids) == 1:
-        return [Slot(delta.token_ids[0], delta.text.encode())]
+        return [TranscriptToken(delta.token_ids[0], delta.text.encode())]
     slots, at = [], 0
     for token_id, length in zip(delta.token_ids, delta.parts, strict=True):
-        slots.append(Slot(token_id, delta.text[at : at + length].encode()))
+        slots.append(TranscriptToken(token_id, delta.text[at : at + length].encode()))
         at += length
     return slots

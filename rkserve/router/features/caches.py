@@ -28,7 +28,7 @@ from rkserve.api.admin.generations import EditCall
 from rkserve.api.admin.query import ControlRequest
 from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.api.json.body import JsonObject
-from rkserve.core.desired_state import SYSTEM_PROMPT, Desired, KeptCache
+from rkserve.core.desired_state import SYSTEM_PROMPT, Desired, DesiredCache
 from rkserve.core.errors import (
     BoardNotFound,
     BoardSilent,
@@ -105,7 +105,7 @@ class Caches:
         made = built(call, model, len(ids), list(answers.said.values()), answers.failed)
         return _status(answers), {**made, "kept": kept}
 
-    async def _keep(self, cache: KeptCache) -> bool:
+    async def _keep(self, cache: DesiredCache) -> bool:
         """Have boards that join build it, too; False where the Coordinator cannot be reached.
 
         Raises ``RequestError`` where the cache must not be kept: then no board holds it.
@@ -198,9 +198,11 @@ class Caches:
         return await self._service.fleet.ask(seats, method, *args, timeout_s=limit_s)
 
 
-def _to_keep(name: str, ids: tuple[int, ...], meant: ResolvedModel, desired: Desired) -> KeptCache:
+def _to_keep(
+    name: str, ids: tuple[int, ...], meant: ResolvedModel, desired: Desired
+) -> DesiredCache:
     """Return what is to be kept of a cache: for the bare name of an adapter, no version."""
-    made = KeptCache(meant.model, name, ids, at_s=time.time())
+    made = DesiredCache(meant.model, name, ids, at_s=time.time())
     adapter = meant.adapter_name
     if adapter is None or desired.line(meant.model, adapter) is None:
         return replace(made, ref=meant.adapter)  # the base model, or an adapter in its folder

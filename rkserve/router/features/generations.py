@@ -27,7 +27,7 @@ from rkserve.api.admin.generations import (
 )
 from rkserve.api.admin.query import ControlRequest
 from rkserve.api.json.body import JsonObject
-from rkserve.core.board_report import AtRouter, GenerationInfo, GenerationState
+from rkserve.core.board_report import GenerationInfo, GenerationState, RouterGenerations
 from rkserve.core.errors import (
     BoardFailed,
     GenerationNotFound,
@@ -65,7 +65,7 @@ class GenerationPeers(Protocol):
 
     async def control_homeless(
         self, generation: str, action: ControlAction, choice: int | None
-    ) -> AtRouter:
+    ) -> RouterGenerations:
         """Control the choices of a generation that all of them have and no board.
 
         Raises:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
-from rkserve.core.desired_state import Served
+from rkserve.core.desired_state import ServedWeights
 from rkserve.core.errors import DeadlineUnreachable, QueueTimeout, RkserveError
 from rkserve.core.messages import GenerateRequest
 from rkserve.fleet.load import Candidate, ModelBoards, PauseEffect
@@ -50,7 +50,7 @@ class Waiter:
     let_in: bool = False
     barred: Collection[str] = ()
     shed: bool = False
-    held: tuple[float, Served] | None = (
+    held: tuple[float, ServedWeights] | None = (
         None  # since when the cluster pauses it, and what it served before
     )
     ticket: QueueEntry[Waiter] | None = None

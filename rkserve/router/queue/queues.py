@@ -103,7 +103,7 @@ def prospect(
 
 
 def _mode(desired: Desired, board: Candidate, model: str, name: str) -> PauseMode | None:
-    hold = desired.duty(board.board_id, model).held(name)
+    hold = desired.target(board.board_id, model).held(name)
     return None if hold is None else hold.mode
 
 

@@ -29,12 +29,12 @@ from rkserve.control.operations import (
 )
 from rkserve.core.board_report import HASHING, UNREADABLE, BoardReport, BoardState
 from rkserve.core.desired_state import (
-    AdapterLine,
     AdapterVersion,
+    AdapterVersions,
     BaseVersion,
+    BaseWeightsChange,
     Desired,
     InFlight,
-    Rebase,
     Weights,
 )
 from rkserve.core.errors import ArtifactRefused, RequestError, UnsupportedParameter
@@ -394,7 +394,7 @@ REST = {"adapter_digests": {}, "epoch": 3, "state": "ready"}
 
 
 def test_what_each_board_has_loaded_is_told_by_its_label() -> None:
-    weights = Weights("m", "step-6", 6, None, Rebase(BASE, "step-7", ("b",)))
+    weights = Weights("m", "step-6", 6, None, BaseWeightsChange(BASE, "step-7", ("b",)))
     boards = [
         BoardReport(name, model, BoardState.READY, base=base, own_digest=OWN, own_bytes=9, epoch=3)
         for name, model, base in (
@@ -454,7 +454,7 @@ def test_the_model_folder_s_file_has_the_digest_that_its_boards_report(
 
 def test_adapters_digests_stand_beside_the_base_weights() -> None:
     active = AdapterVersion(AdapterRef("tone", "v1", "a" * 64), 7)
-    lines = (AdapterLine("m", "tone", active), AdapterLine("m", "other"))
+    lines = (AdapterVersions("m", "tone", active), AdapterVersions("m", "other"))
     board = BoardReport("a", "m", BoardState.READY, serving=(("tone", "a" * 64),))
     entry = weight_info(Desired(lines=lines), ["m"], None, [board])["models"]["m"]
     assert entry["adapters"] == {"tone": "v1", "other": None}

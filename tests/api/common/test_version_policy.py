@@ -14,7 +14,7 @@ from rkserve.api.common.version_policy import (
     find_line,
     read_policy,
 )
-from rkserve.core.desired_state import AdapterLine, Desired
+from rkserve.core.desired_state import AdapterVersions, Desired
 from rkserve.core.errors import RequestError, VersionUnavailable
 from tests.support.cluster.fake_head import line, version
 
@@ -79,7 +79,7 @@ def test_other_policies_are_refused(header: str) -> None:
     ],
 )
 def test_what_a_bare_name_gets(
-    serving: AdapterLine, policy: VersionPolicy, meant: str | None
+    serving: AdapterVersions, policy: VersionPolicy, meant: str | None
 ) -> None:
     found = bind(serving, None, policy)
     if meant is None:
@@ -115,13 +115,13 @@ def test_a_policy_that_nothing_meets_says_what_there_is(least: str) -> None:
     ],
 )
 def test_names_find_their_line(asked: str, found: tuple[str, str | None] | None) -> None:
-    lines = (line(), line("other"), AdapterLine("unserved", "gone", OLD))
+    lines = (line(), line("other"), AdapterVersions("unserved", "gone", OLD))
     got = find_line(asked, MODELS, Desired(1, lines=lines))
     assert (None if got is None else (got[0].model, got[1])) == found
 
 
 def test_a_name_that_two_models_have_is_asked_back() -> None:
-    lines = (line(), AdapterLine("other", "tone", OLD))
+    lines = (line(), AdapterVersions("other", "tone", OLD))
     with pytest.raises(RequestError, match="'sim-chat:tone', 'other:tone'"):
         find_line("tone", MODELS, Desired(1, lines=lines))
 

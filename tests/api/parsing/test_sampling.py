@@ -27,10 +27,10 @@ from rkserve.core.messages import (
     Finished,
     FinishReason,
     GenerateRequest,
-    Kind,
-    Slot,
     Splice,
     Timings,
+    TokenOrigin,
+    TranscriptToken,
     Usage,
 )
 from rkserve.core.run_params import Sampling, Scored, Stepwise
@@ -380,7 +380,10 @@ def test_streamed_logprobs_travel_in_the_chunk_of_their_text() -> None:
 
 def test_logprobs_of_text_that_is_held_back_wait_for_it() -> None:
     held = Delta(
-        "", (3,), logprobs=(scored(3),), splice=Splice(0, (Slot(3, b" is", scored=scored(3)),))
+        "",
+        (3,),
+        logprobs=(scored(3),),
+        splice=Splice(0, (TranscriptToken(3, b" is", scored=scored(3)),)),
     )
     got = streamed(chat_answer(EOS), held, replace(REST, text=" is€", lengths=(3, 0, 1, 0)))
     texts = [c["choices"][0]["delta"].get("content") for c in got]
@@ -427,7 +430,11 @@ def test_streamed_ids_come_with_their_text_and_the_last_with_the_end() -> None:
 
 def test_a_stream_tells_how_many_ids_an_edit_takes_back() -> None:
     answer = chat_answer(logprobs=None, top_logprobs=None, return_token_ids=True)
-    put_in = (Slot(3, b" is"), Slot(9, b"", Kind.INJECTED), Slot(2, b" sea", Kind.APPENDED))
+    put_in = (
+        TranscriptToken(3, b" is"),
+        TranscriptToken(9, b"", TokenOrigin.INJECTED),
+        TranscriptToken(2, b" sea", TokenOrigin.APPENDED),
+    )
     edit = Delta(" sea", (2,), retract=5, splice=Splice(0, put_in))
     got = streamed(answer, HALF, Delta(" wide", (7,)), edit, Delta("The", (1,)))
     ids: list[int] = []
@@ -479,7 +486,7 @@ def test_special_tokens_stand_at_their_place_and_go_with_the_text_around_them() 
     marks = Vocabulary((*PIECES, b"<tool>"), frozenset({0, 8}))
     shown = SpecialTokens(marks, EOS)
     assert shown.named(Delta(" is wide", (3, 8, 7), lengths=(3, 0, 5))).text == " is<tool> wide"
-    back = shown.named(Delta("!", (2,), retract=7, splice=Splice(1, (Slot(2, b"!"),))))
+    back = shown.named(Delta("!", (2,), retract=7, splice=Splice(1, (TranscriptToken(2, b"!"),))))
     assert (back.text, back.retract) == ("!", 7 + len("<tool>"))
     assert shown.tail(0) == "<end>"
     assert shown.tail(8) == ""
@@ -488,7 +495,11 @@ def test_special_tokens_stand_at_their_place_and_go_with_the_text_around_them() 
 def test_what_an_edit_takes_back_has_no_logprobs_and_what_it_puts_in_neither() -> None:
     answer = chat_answer()
     answer.add(0, HALF)
-    put_in = (Slot(1, b"The", Kind.APPENDED), Slot(9, b"", Kind.INJECTED), Slot(2, b" sea"))
+    put_in = (
+        TranscriptToken(1, b"The", TokenOrigin.APPENDED),
+        TranscriptToken(9, b"", TokenOrigin.INJECTED),
+        TranscriptToken(2, b" sea"),
+    )
     answer.add(0, Delta("The sea", (1, 2), retract=3, splice=Splice(0, put_in)))
     answer.add(0, Delta(" wide", (7,), logprobs=(scored(7),)))
     answer.end(0, finished(3))

@@ -9,13 +9,13 @@ import pytest
 from rkserve.board.answer.builtin_hooks import ReasoningBlock, ReasoningSpan, reasoning_span
 from rkserve.board.answer.generation import Generation, RunSignal
 from rkserve.core.messages import (
-    Continued,
     Edit,
+    FailoverState,
     FinishReason,
     GenerateRequest,
-    Kind,
-    Slot,
     Thinking,
+    TokenOrigin,
+    TranscriptToken,
 )
 
 EOS = 2
@@ -30,8 +30,8 @@ THINK = Thinking(
 OPENED = replace(THINK, begun=True)
 
 
-def slots(text: str, kind: Kind = Kind.GENERATED) -> list[Slot]:
-    return [Slot(byte, bytes([byte]), kind) for byte in text.encode()]
+def slots(text: str, kind: TokenOrigin = TokenOrigin.GENERATED) -> list[TranscriptToken]:
+    return [TranscriptToken(byte, bytes([byte]), kind) for byte in text.encode()]
 
 
 def made(thinking: Thinking | None, max_tokens: int = 99) -> Generation:
@@ -74,7 +74,7 @@ def test_tokens_of_thoughts_are_counted(
 
 
 def test_what_was_injected_is_no_thought() -> None:
-    injected = slots("abc", Kind.INJECTED)
+    injected = slots("abc", TokenOrigin.INJECTED)
     assert reasoning_span([*slots("<t>a"), *injected, *slots("</t>")], THINK) == ReasoningSpan(8)
 
 
@@ -188,7 +188,7 @@ def test_any_other_run_that_ends_is_the_answers_end(
 def test_another_board_ends_the_same_thoughts_at_the_same_place(at: int) -> None:
     """Also where the first one was lost right after the token that was one too many."""
     said, ended = "<t>abcdef", f"<t>abcd{CLOSING}"
-    continued = Continued(tuple(slots(said[:at])), said[:at])
+    continued = FailoverState(tuple(slots(said[:at])), said[:at])
     request = GenerateRequest(
         "r", "m", (7, 8), 99, thinking=replace(THINK, max_tokens=4), continued=continued
     )

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from rkserve.board.answer.generation import Generation, RunSignal
 from rkserve.core.errors import ContextOverflow, RequestError, RkserveError
 from rkserve.core.messages import (
-    Continued,
     Delta,
     Edit,
+    FailoverState,
     FinishReason,
     GenerateRequest,
-    Kind,
-    Slot,
     Splice,
+    TokenOrigin,
+    TranscriptToken,
 )
 
 EOS = 2
@@ -152,8 +152,8 @@ def test_an_answer_that_a_stop_id_ended_is_complete_on_another_board(include: bo
     made.accept(11, b"b")
     delta = made.take()
     assert delta is not None
-    slots = (Slot(10, b"a"), Slot(11, b"b" if include else b""))
-    before = Continued(slots=slots, text=delta.text)
+    slots = (TranscriptToken(10, b"a"), TranscriptToken(11, b"b" if include else b""))
+    before = FailoverState(slots=slots, text=delta.text)
     after = generation(stop_ids=(11,), include_stop=include, continued=before)
     assert after.complete
     assert (after.take(), after.token_ids) == (None, [10, 11])
@@ -273,7 +273,7 @@ def test_tokens_that_wait_are_given_out_at_the_end() -> None:
     assert made.want is RunSignal.STOP
     assert made.ended(context_full=False) is FinishReason.LENGTH
     # The second one has no text of its own, and never will.
-    slots = (Slot(10, b"a"), Slot(11, b"", waiting=True))
+    slots = (TranscriptToken(10, b"a"), TranscriptToken(11, b"", waiting=True))
     assert made.take() == Delta("a", (10, 11), splice=Splice(0, slots))
 
 
@@ -314,7 +314,7 @@ def test_an_aborted_answer_takes_no_more() -> None:
     assert not made.accept(11, b"x")
     assert made.ended(context_full=False) is FinishReason.ABORT
     # What was held back is the answer's, and all of the token's own.
-    assert made.take() == Delta("ab", (10,), splice=Splice(0, (Slot(10, b"ab"),)))
+    assert made.take() == Delta("ab", (10,), splice=Splice(0, (TranscriptToken(10, b"ab"),)))
 
 
 def test_an_abort_after_the_end_changes_nothing() -> None:
@@ -546,7 +546,7 @@ def test_text_that_was_given_out_and_then_taken_back_is_retracted_once() -> None
     assert made.take() == Delta("abcd", (A, B, C, D), lengths=(1, 1, 1, 1))
     apply(made, Edit(replace_last=2, ids=(40,), text="cX"))
     apply(made, Edit(replace_last=1, ids=(41,), text="ce"))
-    put_in = Slot(41, b"ce", Kind.APPENDED)
+    put_in = TranscriptToken(41, b"ce", TokenOrigin.APPENDED)
     assert made.take() == Delta("e", (41,), retract=1, splice=Splice(2, (put_in,)))
     assert made.take() is None
     apply(made, Edit(replace_last=1))
@@ -556,7 +556,11 @@ def test_text_that_was_given_out_and_then_taken_back_is_retracted_once() -> None
 def test_nothing_is_retracted_of_what_nobody_has_read() -> None:
     made = paused("abcd")
     apply(made, Edit(replace_last=2, ids=(40,), text="X"))
-    slots = (Slot(A, b"a"), Slot(B, b"b"), Slot(40, b"X", Kind.APPENDED))
+    slots = (
+        TranscriptToken(A, b"a"),
+        TranscriptToken(B, b"b"),
+        TranscriptToken(40, b"X", TokenOrigin.APPENDED),
+    )
     assert made.take() == Delta("abX", (A, B, 40), splice=Splice(0, slots))
 
 

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from rkserve.core.block_hashes import BLOCK, STRIDE, Chain, Holdings, seed_of, unpack
+from rkserve.core.block_hashes import BLOCK, STRIDE, BlockHashes, CachedPrefixes, seed_of, unpack
 from rkserve.core.messages import Delta, Finished
 from rkserve.fleet.load import BoardStatus, ModelBoards
 from rkserve.fleet.prefix_index import PrefixIndex
@@ -41,7 +41,7 @@ class Told:
         self.now_s += 1
         board = self.boards.get("a")
         assert board is not None
-        ask = RoutingRequest("r", "m", len(ids), 20, Chain(ids, seed_of(None)))
+        ask = RoutingRequest("r", "m", len(ids), 20, BlockHashes(ids, seed_of(None)))
         return InFlightRequest(self.boards, board, ask, self.now_s)
 
     def end(self, stay: InFlightRequest, said: tuple[int, ...], finished: Finished) -> None:
@@ -56,7 +56,7 @@ def bench_of(folder: Path, **extra: object) -> CacheBench:
     return CacheBench(folder, limits=limits, **extra)
 
 
-def holdings(bench: CacheBench) -> Holdings:
+def holdings(bench: CacheBench) -> CachedPrefixes:
     held = unpack(bench.board.report().holdings)
     assert held is not None
     return held
@@ -97,7 +97,7 @@ def test_what_the_live_context_is_is_said_exactly(tmp_path: Path) -> None:
         bench = bench_of(tmp_path)
         await bench.board.start()
         try:
-            assert holdings(bench) == Holdings(appends=True, park_min=2 * BLOCK)
+            assert holdings(bench) == CachedPrefixes(appends=True, park_min=2 * BLOCK)
             prompt = SHARED[:50]
             await bench.ask(prompt)
             live = holdings(bench).live
@@ -107,7 +107,7 @@ def test_what_the_live_context_is_is_said_exactly(tmp_path: Path) -> None:
             assert ids[: len(prompt)] == prompt
             assert (live.tokens, live.tail) == (
                 len(ids),
-                Chain(ids, seed_of(None)).tail(len(ids)),
+                BlockHashes(ids, seed_of(None)).tail(len(ids)),
             )
             assert bench.board.report().holdings is bench.board.report().holdings, "made once"
         finally:
@@ -138,14 +138,16 @@ def test_an_engine_that_has_gone_holds_files_and_nothing_live(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
-        pytest.param({"n_batch": 2}, Holdings(), id="batches keep no context"),
+        pytest.param({"n_batch": 2}, CachedPrefixes(), id="batches keep no context"),
         pytest.param(
-            {"per_run_sampling": False}, Holdings(appends=True), id="nothing ends a run that parks"
+            {"per_run_sampling": False},
+            CachedPrefixes(appends=True),
+            id="nothing ends a run that parks",
         ),
     ],
 )
 def test_what_cannot_be_used_again_is_not_promised(
-    facts: dict[str, object], expected: Holdings, tmp_path: Path
+    facts: dict[str, object], expected: CachedPrefixes, tmp_path: Path
 ) -> None:
     async def main() -> None:
         bench = bench_of(tmp_path)

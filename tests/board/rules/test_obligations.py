@@ -11,8 +11,8 @@ from rkserve.board.rules.obligations import RETRY_AFTER_S, Obligations, adapter_
 from rkserve.core.board_report import BoardState
 from rkserve.core.desired_state import (
     ActivePause,
-    AdapterLine,
     AdapterVersion,
+    AdapterVersions,
     Desired,
     PauseMode,
     Scope,
@@ -47,8 +47,8 @@ def charge(
     return made
 
 
-def line(active: AdapterVersion | None = ONE, **more: object) -> AdapterLine:
-    return AdapterLine("m", LINE, active, **more)  # type: ignore[arg-type]
+def line(active: AdapterVersion | None = ONE, **more: object) -> AdapterVersions:
+    return AdapterVersions("m", LINE, active, **more)  # type: ignore[arg-type]
 
 
 def paused(mode: PauseMode, adapter: str | None = None, expires_s: float | None = None) -> Desired:
@@ -178,7 +178,7 @@ def test_a_request_for_a_line_is_bound_by_its_session() -> None:
     "lines",
     [pytest.param((), id="no line"), pytest.param((line(None, kept=(ONE,)),), id="none active")],
 )
-def test_a_line_of_which_nothing_is_served_is_not_found(lines: tuple[AdapterLine, ...]) -> None:
+def test_a_line_of_which_nothing_is_served_is_not_found(lines: tuple[AdapterVersions, ...]) -> None:
     with pytest.raises(ModelNotFound):
         charge(ONE, desired=Desired(1, lines=lines)).bind(asked(LINE))
 

@@ -17,12 +17,12 @@ from rkserve.core.messages import (
     Finished,
     FinishReason,
     GenerateRequest,
-    Kind,
     Kv,
     Paused,
-    Slot,
     Splice,
     Timings,
+    TokenOrigin,
+    TranscriptToken,
     Usage,
 )
 from tests.support.boards.own_time import run_loop
@@ -113,7 +113,7 @@ def test_who_reads_late_hears_of_each_pause_where_it_was() -> None:
         resume(made)
         made.token(8, b" more", waiting=False)
         second = pause(made)
-        edit = Splice(1, (Slot(9, b"!", Kind.APPENDED),))
+        edit = Splice(1, (TranscriptToken(9, b"!", TokenOrigin.APPENDED),))
         expected: list[Event] = [
             Delta("word", (7,)),
             first,

@@ -20,7 +20,7 @@ from rkserve.board.storage.partial_files import PART_AGE_S, RESERVE_BYTES
 from rkserve.core.desired_state import AdapterVersion
 from rkserve.core.errors import AdapterBroken, ConfigError, StageFailed
 from rkserve.core.messages import AdapterRef
-from rkserve.models.adapters import Shelf, open_adapter
+from rkserve.models.adapters import AdapterFolder, open_adapter
 from tests.support.paths import PROJECT
 
 CONTENT = bytes(range(256)) * 64
@@ -414,7 +414,7 @@ def test_a_staged_version_goes_before_that_of_the_model_folder_if_it_is_the_one_
     place.mkdir(parents=True)
     (place / "adapter.rkllm").write_bytes(b"older")
     assert staged.shelf is not None
-    shelves = [staged.shelf, Shelf.of_model(tmp_path / "qwen")]
+    shelves = [staged.shelf, AdapterFolder.of_model(tmp_path / "qwen")]
     assert open_adapter(shelves, V1.ref).path == tmp_path / "own" / WHOLE[0]
     older = version_of(b"older").ref
     assert open_adapter(shelves, older).path == place / "adapter.rkllm"

@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from rkserve.control.artifact_metadata import FOLDER, Claim, Facts, FactsFolder
+from rkserve.control.artifact_metadata import (
+    FOLDER,
+    ArtifactMetadata,
+    DeclaredArtifact,
+    MetadataFolder,
+)
 from rkserve.coordinator.artifacts.store import ArtifactRules, ArtifactStore
 from rkserve.core.desired_state import BaseVersion
 from rkserve.core.errors import ArtifactNotFound, ArtifactRefused, BodyTooLarge
@@ -24,8 +29,10 @@ DIGEST = hashlib.sha256(OTHER).hexdigest()
 PARAMETERS = (Parameter("lm_head", (4, 8), "bfloat16"),)
 
 
-def claim(**said: Any) -> Claim:
-    return Claim(**{"name": MODEL, "version": None, "model": MODEL, "base": True, **said})
+def claim(**said: Any) -> DeclaredArtifact:
+    return DeclaredArtifact(
+        **{"name": MODEL, "version": None, "model": MODEL, "base": True, **said}
+    )
 
 
 def store_in(folder: Path, *allowed: Path, **rules: Any) -> ArtifactStore:
@@ -143,7 +150,7 @@ def test_they_can_be_sent_as_well(store: ArtifactStore) -> None:
     store.upload_part(upload, half, OTHER[half:])
     base = store.upload_end_model(upload, {"base_model": MODEL})
     assert base == BaseVersion(MODEL, "step-7", DIGEST, len(OTHER))
-    assert store.facts(DIGEST) == Facts(PARAMETERS, None, (f"{MODEL}@step-7",))
+    assert store.facts(DIGEST) == ArtifactMetadata(PARAMETERS, None, (f"{MODEL}@step-7",))
 
 
 def test_what_was_said_of_a_content_outlives_a_restart_and_goes_with_it(
@@ -154,7 +161,7 @@ def test_what_was_said_of_a_content_outlives_a_restart_and_goes_with_it(
     assert again.model(MODEL, "step-7").digest == DIGEST
     assert again.facts(DIGEST).parameters == PARAMETERS
     assert again.remove(DIGEST)
-    assert again.facts(DIGEST) == Facts()
+    assert again.facts(DIGEST) == ArtifactMetadata()
     with pytest.raises(ArtifactNotFound, match="send them anew"):
         again.model(MODEL, "step-7")
     assert list((tmp_path / "store" / FOLDER).iterdir()) == []
@@ -171,13 +178,13 @@ def test_a_name_stands_for_one_content(store: ArtifactStore, shelf: Path) -> Non
 
 
 def test_what_is_said_of_an_adapter_is_kept_beside_it(store: ArtifactStore) -> None:
-    said = Claim("tone", "v1", MODEL, parameters=PARAMETERS, base_digest="c" * 64)
+    said = DeclaredArtifact("tone", "v1", MODEL, parameters=PARAMETERS, base_digest="c" * 64)
     upload = store.upload_begin(said)
     store.upload_part(upload, 0, b"an adapter")
     version = store.upload_end(upload)
-    assert store.facts(version.digest) == Facts(PARAMETERS, "c" * 64)
+    assert store.facts(version.digest) == ArtifactMetadata(PARAMETERS, "c" * 64)
     with pytest.raises(ArtifactRefused, match="base_digest"):
-        store.upload_begin(Claim("tone", "v1", MODEL, base_digest="short"))
+        store.upload_begin(DeclaredArtifact("tone", "v1", MODEL, base_digest="short"))
 
 
 @pytest.mark.parametrize(
@@ -190,14 +197,14 @@ def test_facts_that_cannot_be_read_are_forgotten(tmp_path: Path, content: str) -
     (folder / f"{DIGEST}.json").write_text(content)
     (folder / f"{'e' * 64}.json").write_text("{}")  # of a file that is gone
     (folder / "torn.new").write_text("{")
-    facts = FactsFolder(folder)
+    facts = MetadataFolder(folder)
     facts.open((DIGEST,))
-    assert facts.of(DIGEST) == Facts()
+    assert facts.of(DIGEST) == ArtifactMetadata()
     assert list(folder.iterdir()) == []
-    facts.add(DIGEST, Facts(PARAMETERS))
-    reread = FactsFolder(folder)
+    facts.add(DIGEST, ArtifactMetadata(PARAMETERS))
+    reread = MetadataFolder(folder)
     reread.open((DIGEST,))
-    assert reread.of(DIGEST) == Facts(PARAMETERS)
+    assert reread.of(DIGEST) == ArtifactMetadata(PARAMETERS)
 
 
 def test_a_damaged_file_of_facts_stops_neither_the_start_nor_their_end(tmp_path: Path) -> None:
@@ -205,19 +212,19 @@ def test_a_damaged_file_of_facts_stops_neither_the_start_nor_their_end(tmp_path:
     for digest in (DIGEST, other, "f" * 64):
         (folder / f"{digest}.json" / "in").mkdir(parents=True)
     (folder / f"{'a' * 64}.json").write_text("[" * 100_000)  # deeper than a parser goes
-    facts = FactsFolder(folder)
+    facts = MetadataFolder(folder)
     facts.open((DIGEST, "a" * 64))
     assert list(folder.iterdir()) == []
-    facts.add(DIGEST, Facts(PARAMETERS))
+    facts.add(DIGEST, ArtifactMetadata(PARAMETERS))
     (folder / f"{DIGEST}.json").unlink()
     (folder / f"{DIGEST}.json").mkdir()  # by a hand, or a file system's repair
     facts.forget(DIGEST)
-    assert facts.of(DIGEST) == Facts()
+    assert facts.of(DIGEST) == ArtifactMetadata()
     assert list(folder.iterdir()) == []
 
 
 def test_facts_are_added_up() -> None:
-    first = Facts(PARAMETERS, None, ("m@1",))
-    assert first.with_more(Facts(base_digest="c" * 64, labels=("m@2",))) == Facts(
-        PARAMETERS, "c" * 64, ("m@1", "m@2")
-    )
+    first = ArtifactMetadata(PARAMETERS, None, ("m@1",))
+    assert first.with_more(
+        ArtifactMetadata(base_digest="c" * 64, labels=("m@2",))
+    ) == ArtifactMetadata(PARAMETERS, "c" * 64, ("m@1", "m@2"))

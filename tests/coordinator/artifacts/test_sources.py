@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rkserve.coordinator.artifacts.sources import Fetching
+from rkserve.coordinator.artifacts.sources import DownloadPool
 from rkserve.core.errors import ArtifactNotFound, ArtifactRefused
 from tests.support.boards.fake_boards import eventually
 from tests.support.boards.fakes import run_loop
@@ -29,7 +29,7 @@ def slow(gate: threading.Event, name: str) -> str:
 
 def test_slow_fetches_leave_the_shared_threads_to_others(gate: threading.Event) -> None:
     async def main() -> None:
-        fetching = Fetching(at_once=40)  # more than asyncio's shared threads on any small head
+        fetching = DownloadPool(at_once=40)  # more than asyncio's shared threads on any small head
         going_on = [asyncio.create_task(fetching.run(slow, gate, "a")) for _ in range(40)]
         await asyncio.sleep(0)
         assert await asyncio.wait_for(asyncio.to_thread(lambda: "chunk"), 30.0) == "chunk"
@@ -42,7 +42,7 @@ def test_slow_fetches_leave_the_shared_threads_to_others(gate: threading.Event) 
 
 def test_one_more_than_the_limit_is_refused_until_one_has_ended(gate: threading.Event) -> None:
     async def main() -> None:
-        fetching = Fetching(at_once=2)
+        fetching = DownloadPool(at_once=2)
         going_on = [asyncio.create_task(fetching.run(slow, gate, "a")) for _ in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(ArtifactRefused, match="2 files are being fetched"):
@@ -65,7 +65,7 @@ def test_what_a_fetch_raises_is_told(gate: threading.Event) -> None:
         raise ArtifactNotFound("There is no such file (test).")
 
     async def main() -> None:
-        fetching = Fetching(at_once=1)
+        fetching = DownloadPool(at_once=1)
         for _ in range(2):
             with pytest.raises(ArtifactNotFound, match="no such file"):
                 await fetching.run(missing)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.control.artifact_metadata import Claim
+from rkserve.control.artifact_metadata import DeclaredArtifact
 from rkserve.coordinator.artifacts.sources import allows
 from rkserve.coordinator.artifacts.store import ArtifactRules, ArtifactStore
 from rkserve.core.desired_state import AdapterVersion
@@ -64,7 +64,7 @@ def left(store: ArtifactStore, folder: Path) -> list[str]:
 
 
 def upload(store: ArtifactStore, content: bytes = CONTENT, **said: Any) -> str:
-    key = store.upload_begin(Claim("legal", "v1", "qwen", **said))
+    key = store.upload_begin(DeclaredArtifact("legal", "v1", "qwen", **said))
     for offset in range(0, len(content), 1000):
         there = store.upload_part(key, offset, content[offset : offset + 1000])
     assert there == len(content)
@@ -88,7 +88,7 @@ def test_an_upload_is_kept_under_the_digest_of_its_content(
 
 
 def test_without_a_version_the_content_is_the_version(store: ArtifactStore) -> None:
-    key = store.upload_begin(Claim("legal", None, "qwen"))
+    key = store.upload_begin(DeclaredArtifact("legal", None, "qwen"))
     store.upload_part(key, 0, CONTENT)
     made = store.upload_end(key, {"scale": 2})
     assert made.ref == AdapterRef("legal", DIGEST[:12], DIGEST, 2.0)
@@ -139,18 +139,20 @@ def test_what_cannot_be_is_refused_before_anything_comes(
     store: ArtifactStore, said: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ArtifactRefused, match=words):
-        store.upload_begin(Claim(**{"name": "legal", "version": "v1", "model": "qwen"} | said))
+        store.upload_begin(
+            DeclaredArtifact(**{"name": "legal", "version": "v1", "model": "qwen"} | said)
+        )
 
 
 def test_a_file_that_is_announced_too_large_is_not_begun(store: ArtifactStore) -> None:
     with pytest.raises(BodyTooLarge, match="max_adapter_bytes"):
-        store.upload_begin(Claim("legal", "v1", "qwen", 2 * len(CONTENT) + 1))
+        store.upload_begin(DeclaredArtifact("legal", "v1", "qwen", 2 * len(CONTENT) + 1))
 
 
 def test_a_file_that_turns_out_too_large_is_removed_at_once(
     store: ArtifactStore, tmp_path: Path
 ) -> None:
-    key = store.upload_begin(Claim("legal", "v1", "qwen"))
+    key = store.upload_begin(DeclaredArtifact("legal", "v1", "qwen"))
     store.upload_part(key, 0, CONTENT)
     store.upload_part(key, len(CONTENT), CONTENT)
     with pytest.raises(BodyTooLarge):
@@ -161,7 +163,7 @@ def test_a_file_that_turns_out_too_large_is_removed_at_once(
 def test_more_than_was_announced_is_refused_and_removed(
     store: ArtifactStore, tmp_path: Path
 ) -> None:
-    key = store.upload_begin(Claim("legal", "v1", "qwen", 10))
+    key = store.upload_begin(DeclaredArtifact("legal", "v1", "qwen", 10))
     with pytest.raises(ArtifactRefused, match="More bytes come than the 10"):
         store.upload_part(key, 0, CONTENT)
     assert left(store, tmp_path) == []
@@ -169,13 +171,13 @@ def test_more_than_was_announced_is_refused_and_removed(
 
 def test_an_empty_upload_is_refused(store: ArtifactStore) -> None:
     with pytest.raises(ArtifactRefused, match="is empty"):
-        store.upload_end(store.upload_begin(Claim("legal", "v1", "qwen")))
+        store.upload_end(store.upload_begin(DeclaredArtifact("legal", "v1", "qwen")))
 
 
 def test_a_part_that_does_not_follow_is_refused_and_the_upload_goes_on(
     store: ArtifactStore,
 ) -> None:
-    key = store.upload_begin(Claim("legal", "v1", "qwen"))
+    key = store.upload_begin(DeclaredArtifact("legal", "v1", "qwen"))
     store.upload_part(key, 0, CONTENT[:100])
     for offset in (0, 99, 101):
         with pytest.raises(ArtifactRefused, match=f"begins at byte {offset}, and 100 are there"):
@@ -187,7 +189,9 @@ def test_a_part_that_does_not_follow_is_refused_and_the_upload_goes_on(
 def test_uploads_that_were_abandoned_are_removed_and_busy_ones_are_not(tmp_path: Path) -> None:
     clock = Clock()
     store = store_in(tmp_path, clock=clock, upload_idle_s=60)
-    gone, busy = (store.upload_begin(Claim(name, "v1", "qwen")) for name in ("gone", "busy"))
+    gone, busy = (
+        store.upload_begin(DeclaredArtifact(name, "v1", "qwen")) for name in ("gone", "busy")
+    )
     clock.now_s += 59
     store.upload_part(busy, 0, b"x")
     clock.now_s += 2
@@ -224,7 +228,7 @@ def test_an_upload_that_is_given_up_while_a_part_is_written_leaves_nothing(tmp_p
 
     made = ArtifactStore(tmp_path, ArtifactRules(max_bytes=2 * len(CONTENT)), free=free)
     made.open()
-    begun.append(made.upload_begin(Claim("legal", "v1", "qwen")))
+    begun.append(made.upload_begin(DeclaredArtifact("legal", "v1", "qwen")))
     with pytest.raises(ArtifactNotFound, match="begin again"):
         made.upload_part(begun[0], 0, CONTENT)
     assert left(made, tmp_path) == []
@@ -232,11 +236,11 @@ def test_an_upload_that_is_given_up_while_a_part_is_written_leaves_nothing(tmp_p
 
 def test_only_so_many_uploads_come_in_at_once(tmp_path: Path) -> None:
     store = store_in(tmp_path, max_uploads=2)
-    keys = [store.upload_begin(Claim("legal", "v1", "qwen")) for _ in range(2)]
+    keys = [store.upload_begin(DeclaredArtifact("legal", "v1", "qwen")) for _ in range(2)]
     with pytest.raises(ArtifactRefused, match="which is the limit"):
-        store.upload_begin(Claim("legal", "v1", "qwen"))
+        store.upload_begin(DeclaredArtifact("legal", "v1", "qwen"))
     store.upload_abort(keys[0])
-    store.upload_begin(Claim("legal", "v1", "qwen"))
+    store.upload_begin(DeclaredArtifact("legal", "v1", "qwen"))
 
 
 def test_parts_of_several_uploads_at_once_are_not_mixed_up(tmp_path: Path) -> None:
@@ -261,13 +265,15 @@ def test_parts_of_several_uploads_at_once_are_not_mixed_up(tmp_path: Path) -> No
 
 def test_what_does_not_fit_on_the_disk_is_refused_before_it_comes(tmp_path: Path) -> None:
     store = store_in(tmp_path, free=MIB, reserve_bytes=MIB - 6000)
-    first = store.upload_begin(Claim("legal", "v1", "qwen", 5000))
+    first = store.upload_begin(DeclaredArtifact("legal", "v1", "qwen", 5000))
     with pytest.raises(ArtifactRefused, match="The head's disk is full: 1 MiB are free"):
         store.upload_begin(
-            Claim("legal", "v2", "qwen", 5000)
+            DeclaredArtifact("legal", "v2", "qwen", 5000)
         )  # the first one has a claim to the rest
     with pytest.raises(ArtifactRefused, match="disk is full"):
-        store.upload_part(store.upload_begin(Claim("legal", "v2", "qwen")), 0, b"x" * 1001)
+        store.upload_part(
+            store.upload_begin(DeclaredArtifact("legal", "v2", "qwen")), 0, b"x" * 1001
+        )
     assert left(store, tmp_path) == [first]
 
 
@@ -275,7 +281,7 @@ def test_a_disk_that_fills_up_meanwhile_costs_that_upload_alone(
     store: ArtifactStore, tmp_path: Path
 ) -> None:
     kept = upload(store)
-    key = store.upload_begin(Claim("legal", "v2", "qwen"))
+    key = store.upload_begin(DeclaredArtifact("legal", "v2", "qwen"))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
     try:
@@ -390,7 +396,9 @@ def shop(tmp_path: Path) -> Path:
 def test_a_file_of_an_allowed_folder_is_copied(tmp_path: Path, shop: Path, asked: str) -> None:
     (shop / "link").symlink_to(shop / "legal.rkllm")  # within the folder a link is fine
     store = store_in(tmp_path / "store", allowed_paths=(shop,))
-    made = store.register_path(str(shop / asked), Claim("legal", "v1", "qwen", sha256=DIGEST))
+    made = store.register_path(
+        str(shop / asked), DeclaredArtifact("legal", "v1", "qwen", sha256=DIGEST)
+    )
     assert made == V1
     (shop / "legal.rkllm").write_bytes(b"changed later")
     store.check(V1)
@@ -424,7 +432,7 @@ def test_nothing_else_is_taken_from_this_machine(
     os.mkfifo(shop / "pipe")
     store = store_in(tmp_path / "store", allowed_paths=(shop,))
     with pytest.raises(error, match=words) as caught:
-        store.register_path(str(tmp_path / asked), Claim("legal", "v1", "qwen"))
+        store.register_path(str(tmp_path / asked), DeclaredArtifact("legal", "v1", "qwen"))
     assert type(caught.value) is error
     assert left(store, tmp_path / "store") == []
 
@@ -433,20 +441,20 @@ def test_nothing_else_is_taken_from_this_machine(
 def test_a_path_must_be_absolute(tmp_path: Path, shop: Path, asked: str) -> None:
     store = store_in(tmp_path / "store", allowed_paths=(shop,))
     with pytest.raises(ArtifactRefused, match="must be absolute"):
-        store.register_path(asked, Claim("legal", "v1", "qwen"))
+        store.register_path(asked, DeclaredArtifact("legal", "v1", "qwen"))
 
 
 def test_without_an_allow_list_nothing_is_taken(store: ArtifactStore, shop: Path) -> None:
     with pytest.raises(ArtifactRefused, match=r"coordinator\.allowed_paths"):
-        store.register_path(str(shop / "legal.rkllm"), Claim("legal", "v1", "qwen"))
+        store.register_path(str(shop / "legal.rkllm"), DeclaredArtifact("legal", "v1", "qwen"))
     with pytest.raises(ArtifactRefused, match=r"coordinator\.allowed_urls"):
-        store.register_url("http://127.0.0.1/x", Claim("legal", "v1", "qwen"))
+        store.register_url("http://127.0.0.1/x", DeclaredArtifact("legal", "v1", "qwen"))
 
 
 def test_a_path_to_a_file_that_is_too_large_is_not_copied(tmp_path: Path, shop: Path) -> None:
     store = store_in(tmp_path / "store", allowed_paths=(shop,), max_bytes=100)
     with pytest.raises(BodyTooLarge):
-        store.register_path(str(shop / "legal.rkllm"), Claim("legal", "v1", "qwen"))
+        store.register_path(str(shop / "legal.rkllm"), DeclaredArtifact("legal", "v1", "qwen"))
     assert left(store, tmp_path / "store") == []
 
 
@@ -525,7 +533,10 @@ def site() -> Iterator[str]:
 @pytest.mark.parametrize("asked", ["/shop/file", "/shop/inside"])
 def test_a_file_below_an_allowed_url_is_fetched(tmp_path: Path, site: str, asked: str) -> None:
     store = store_in(tmp_path, allowed_urls=(f"{site}/shop/",))
-    assert store.register_url(f"{site}{asked}", Claim("legal", "v1", "qwen", sha256=DIGEST)) == V1
+    assert (
+        store.register_url(f"{site}{asked}", DeclaredArtifact("legal", "v1", "qwen", sha256=DIGEST))
+        == V1
+    )
     store.check(V1)
 
 
@@ -550,7 +561,7 @@ def test_nothing_else_is_fetched(
     limit_s = 1.0 if asked == "/shop/slow" else 60.0
     store = store_in(tmp_path, allowed_urls=(f"{site}/shop/",), fetch_timeout_s=limit_s)
     with pytest.raises(error, match=words) as caught:
-        store.register_url(f"{site}{asked}", Claim("legal", "v1", "qwen"))
+        store.register_url(f"{site}{asked}", DeclaredArtifact("legal", "v1", "qwen"))
     assert type(caught.value) is error
     assert "/secret" not in Site.asked
     assert left(store, tmp_path) == []
@@ -559,7 +570,7 @@ def test_nothing_else_is_fetched(
 def test_a_server_that_is_not_there_is_said(tmp_path: Path) -> None:
     store = store_in(tmp_path, allowed_urls=("http://127.0.0.1:1/",))
     with pytest.raises(ArtifactRefused, match="did not send the file"):
-        store.register_url("http://127.0.0.1:1/x", Claim("legal", "v1", "qwen"))
+        store.register_url("http://127.0.0.1:1/x", DeclaredArtifact("legal", "v1", "qwen"))
 
 
 PREFIXES = ("https://host/shop/", "http://other:8080/one")

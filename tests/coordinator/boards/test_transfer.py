@@ -13,7 +13,7 @@ import pytest
 
 from rkserve.board.storage.adapters import StagedAdapters
 from rkserve.board.storage.base_weights import Intake, StagedWeights
-from rkserve.coordinator.boards.transfer import ALIVE, Delivery, Pace, stage
+from rkserve.coordinator.boards.transfer import ALIVE, TransferLimits, TransferResult, stage
 from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion
 from rkserve.core.errors import (
     ArtifactNotFound,
@@ -32,7 +32,7 @@ CHUNKS = 10
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 V1 = AdapterVersion(AdapterRef("legal", "v1", DIGEST), len(CONTENT))
 W1 = BaseVersion("qwen", "w1", DIGEST, len(CONTENT))
-QUICK = Pace(
+QUICK = TransferLimits(
     chunk_bytes=CHUNK,
     call_timeout_s=5.0,
     patience_s=5.0,
@@ -111,8 +111,10 @@ class House:
         digest, _, payload = args
         return staged.chunk(digest, offset, self.spoil(board_id, offset, payload.data))
 
-    def run(self, boards: list[str] = BOARDS, pace: Pace = QUICK) -> dict[str, Delivery]:
-        async def main() -> dict[str, Delivery]:
+    def run(
+        self, boards: list[str] = BOARDS, pace: TransferLimits = QUICK
+    ) -> dict[str, TransferResult]:
+        async def main() -> dict[str, TransferResult]:
             return await asyncio.wait_for(
                 stage(self.version, boards, self.read, self.put, self.ask, pace=pace), 60
             )
@@ -132,7 +134,7 @@ def house(tmp_path: Path, request: pytest.FixtureRequest) -> House:
     return House(tmp_path, request.param)
 
 
-def failed(deliveries: dict[str, Delivery]) -> dict[str, type[RkserveError]]:
+def failed(deliveries: dict[str, TransferResult]) -> dict[str, type[RkserveError]]:
     return {board: type(one.error) for board, one in deliveries.items() if one.error is not None}
 
 

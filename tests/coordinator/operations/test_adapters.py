@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rkserve.control.calls import Outcome
+from rkserve.control.calls import OperationOutcome
 from rkserve.control.operations import OperationKind, OperationState, Phase, ResultStatus
-from rkserve.coordinator.operations.garbage_collection import Reclaim
+from rkserve.coordinator.operations.garbage_collection import GarbageCollector
 from rkserve.coordinator.state.ledger import Ledger
 from rkserve.core.board_report import VersionFigures
 from rkserve.core.errors import (
@@ -32,8 +32,8 @@ K, S = OperationKind, OperationState
 
 def served(it: Control, board: str = "a") -> str | None:
     """Return the version that a board gives to a request by the bare name."""
-    duty = it.cluster[board].duty
-    line = None if duty is None else duty.line("tone")
+    target = it.cluster[board].target
+    line = None if target is None else target.line("tone")
     ref = None if line is None else line.serves(board, "session")
     return None if ref is None else ref.version
 
@@ -231,7 +231,7 @@ def joins(it: Control, name: str) -> None:
     it.cluster[name].restart()
 
 
-async def rolls_while_one_joins(it: Control, name: str) -> asyncio.Task[Outcome]:
+async def rolls_while_one_joins(it: Control, name: str) -> asyncio.Task[OperationOutcome]:
     """Return an atomic rollout in which a board has joined, and serves, while others load."""
     for board in "ac":
         it.cluster[board].slow_s["load_adapter"] = 0.3
@@ -437,7 +437,7 @@ def test_a_paused_cluster_resumes_while_engines_are_renewed_for_a_retirement(
     async def main() -> None:
         async with serving(tmp_path, "v1") as it:
             await it.pause()
-            await eventually(lambda: all(one.adapters for one in it.it._desk.roster.reports()))
+            await eventually(lambda: all(one.adapters for one in it.it._context.roster.reports()))
             it.cluster["a"].slow_s["renew"] = 1.0
             retiring = asyncio.create_task(it.call(K.ADAPTER_RETIRE, model=MODEL, name="tone"))
             await eventually(lambda: it.cluster["a"].asked["renew"])
@@ -761,15 +761,15 @@ def test_files_that_no_line_names_are_removed_after_a_while_from_boards_and_stor
         async with serving(tmp_path, "v1", "v2") as it:
             await it.call(K.ADAPTER_RETIRE, model=MODEL, name="tone", version="v2")
             await it.heard()
-            await it.it._reclaim.look()  # of which requests that run may still have need
+            await it.it._garbage_collector.look()  # of which requests that run may still have need
             assert len(it.store.files) == 2
-            reclaim = Reclaim(it.it._desk, it.store, grace_s=0.0)
-            reclaim.remember(it.it.operations(100))
-            await reclaim.look()
+            garbage_collector = GarbageCollector(it.it._context, it.store, grace_s=0.0)
+            garbage_collector.remember(it.it.operations(100))
+            await garbage_collector.look()
             assert len(it.store.files) == 1
             assert [len(board.whole) for board in it.cluster.boards.values()] == [1, 1, 1]
             await it.heard()
-            await reclaim.look()  # and that is all there is to do
+            await garbage_collector.look()  # and that is all there is to do
             assert [board.asked["unstage"] for board in it.cluster.boards.values()] == [1, 1, 1]
 
     run_loop(main())
@@ -781,10 +781,10 @@ def test_a_version_that_is_staged_again_while_it_is_being_removed_stays(tmp_path
             version = it.store.add("v2", CONTENT["v2"])
             await it.call(K.ADAPTER_RETIRE, model=MODEL, name="tone", version="v2")
             await it.heard()
-            reclaim = Reclaim(it.it._desk, it.store, grace_s=0.0)
-            reclaim.remember(it.it.operations(100))
-            async with it.it._desk.stager.at("b"):
-                removing = asyncio.create_task(reclaim.look())
+            garbage_collector = GarbageCollector(it.it._context, it.store, grace_s=0.0)
+            garbage_collector.remember(it.it.operations(100))
+            async with it.it._context.stager.at("b"):
+                removing = asyncio.create_task(garbage_collector.look())
                 staging = asyncio.create_task(it.stage(version))
                 await eventually(lambda: it.it.operations(1)[0].kind is K.ADAPTER_STAGE)
             await removing

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rkserve.control.operations import OperationKind
-from rkserve.coordinator.operations.garbage_collection import Reclaim
+from rkserve.coordinator.operations.garbage_collection import GarbageCollector
 from rkserve.core.desired_state import AdapterVersion
 from rkserve.core.errors import StageFailed, StaleEpoch
 from tests.support.boards.fake_boards import eventually
@@ -19,9 +19,9 @@ from tests.support.cluster.fake_cluster import CONTENT, MODEL, Control, serving
 K = OperationKind
 
 
-def reclaim(it: Control, grace_s: float = 0.0) -> Reclaim:
+def garbage_collector(it: Control, grace_s: float = 0.0) -> GarbageCollector:
     """One that knows what a Coordinator that has just started knows."""
-    made = Reclaim(it.it._desk, it.store, grace_s=grace_s)
+    made = GarbageCollector(it.it._context, it.store, grace_s=grace_s)
     made.remember(it.it.operations(100))
     return made
 
@@ -45,9 +45,9 @@ def test_a_file_stays_while_another_version_with_that_content_is_being_staged(
             again = asyncio.create_task(it.stage(another(version, "v2b", 2.0), scale=2.0))
             await eventually(lambda: it.cluster["a"].asked["stage_commit"] > asked)
             assert not again.done()
-            await reclaim(it).look()
+            await garbage_collector(it).look()
             assert (await again).status == 200
-            await reclaim(it).look()
+            await garbage_collector(it).look()
             assert version.ref.digest in it.store.files
             it.cluster["a"].restart(disk=False)
             await eventually(lambda: it.cluster["a"].serves)
@@ -61,7 +61,7 @@ def test_a_file_stays_while_a_line_names_its_content_though_no_record_does(tmp_p
             (version,) = it.cluster["a"].whole.values()
             assert isinstance(version, AdapterVersion)
             assert (await it.stage(another(version, "same"))).status == 200
-            forgetful = Reclaim(it.it._desk, it.store, grace_s=0.0)
+            forgetful = GarbageCollector(it.it._context, it.store, grace_s=0.0)
             latest = it.it.operations(1)
             assert latest[0].params["version"] == "same"
             forgetful.remember(latest)
@@ -79,7 +79,7 @@ def test_a_version_that_no_record_names_is_removed_from_boards_once_it_is_retire
 ) -> None:
     async def main() -> None:
         async with serving(tmp_path, "v1") as it:
-            forgetful = Reclaim(it.it._desk, it.store, grace_s=0.0)
+            forgetful = GarbageCollector(it.it._context, it.store, grace_s=0.0)
             await forgetful.look()
             await it.call(K.ADAPTER_RETIRE, model=MODEL, name="tone")
             await it.heard()
@@ -95,7 +95,7 @@ def test_a_file_that_has_just_come_again_is_not_removed_before_it_is_staged(
 ) -> None:
     async def main() -> None:
         async with serving(tmp_path, "v1", "v2") as it:
-            made = reclaim(it, grace_s=0.2)
+            made = garbage_collector(it, grace_s=0.2)
             await it.call(K.ADAPTER_RETIRE, model=MODEL, name="tone", version="v2")
             await it.heard()
             await made.look()  # the time of grace begins
@@ -113,7 +113,7 @@ def test_a_board_is_free_as_soon_as_it_has_a_file_that_others_still_wait_for(
 ) -> None:
     async def main() -> None:
         async with serving(tmp_path, "v1") as it:
-            stager = it.it._desk.stager
+            stager = it.it._context.stager
             it.cluster["c"].slow_s["stage_commit"] = 5.0
             asked = it.cluster["c"].asked["stage_commit"]
             staging = asyncio.create_task(it.stage(it.store.add("v2", CONTENT["v2"])))
@@ -131,7 +131,7 @@ def test_a_board_that_somebody_holds_keeps_no_other_from_getting_a_file(tmp_path
     async def main() -> None:
         async with serving(tmp_path, "v1") as it:
             version = it.store.add("v2", CONTENT["v2"])
-            async with it.it._desk.stager.at("b"):
+            async with it.it._context.stager.at("b"):
                 staging = asyncio.create_task(it.stage(version))
                 others = [it.cluster["a"], it.cluster["c"]]
                 await eventually(lambda: all(version.ref.key in one.whole for one in others))
@@ -147,7 +147,7 @@ def test_a_silent_board_holds_up_no_removal_elsewhere_and_is_asked_when_it_answe
 ) -> None:
     async def main() -> None:
         async with serving(tmp_path, "v1", "v2") as it:
-            made = reclaim(it)
+            made = garbage_collector(it)
             await it.call(K.ADAPTER_RETIRE, model=MODEL, name="tone", version="v2")
             it.cluster["b"].frozen = True
             await it.heard()
@@ -167,9 +167,9 @@ def test_a_version_is_removed_from_a_board_that_was_away_when_it_was_dropped(
 ) -> None:
     async def main() -> None:
         async with serving(tmp_path, "v1", "v2") as it:
-            made = reclaim(it)
+            made = garbage_collector(it)
             it.cluster["c"].dead = True
-            roster = it.it._desk.roster
+            roster = it.it._context.roster
             await eventually(lambda: all(one.board_id != "c" for one in roster.reports()))
             await it.call(K.ADAPTER_RETIRE, model=MODEL, name="tone", version="v2")
             await it.heard()
@@ -188,7 +188,7 @@ def test_a_version_is_removed_from_a_board_that_was_away_when_it_was_dropped(
 def test_what_was_forgotten_long_ago_is_what_nobody_has(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path, "v1", "v2", "v3") as it:
-            made = Reclaim(it.it._desk, it.store, grace_s=0.0, most=1)
+            made = GarbageCollector(it.it._context, it.store, grace_s=0.0, most=1)
             made.remember(it.it.operations(100))
             it.cluster["c"].refuses["unstage"] = StageFailed("c", "its disk fails")
             for version in ("v2", "v3"):
@@ -222,9 +222,9 @@ def test_a_file_that_nobody_staged_is_removed_after_a_while(tmp_path: Path) -> N
                     size_bytes=pushed.size_bytes,
                     expected_epoch=1,
                 )
-            await reclaim(it, grace_s=60.0).look()
+            await garbage_collector(it, grace_s=60.0).look()
             assert len(it.store.files) == 2
-            await reclaim(it).look()
+            await garbage_collector(it).look()
             assert pushed.ref.digest not in it.store.files
             assert len(it.store.files) == 1
 

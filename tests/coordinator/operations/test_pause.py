@@ -108,7 +108,7 @@ def test_a_successor_that_does_not_know_what_boards_were_told_moves_them_all_on(
             await it.roll("v1")
             rolling = asyncio.create_task(it.roll("v2", strategy="canary", auto=False))
             await eventually(
-                lambda: any(one.phase is Phase.OBSERVING for one in it.it._book.running)
+                lambda: any(one.phase is Phase.OBSERVING for one in it.it._state.running)
             )
             await it.pause(lease_s=LEASE_S)
             disk.full = True

@@ -12,7 +12,7 @@ import pytest
 
 from rkserve.config.serve_config import RkserveConfig
 from rkserve.coordinator.operations.prompt_caches import MAX_CACHES
-from rkserve.core.desired_state import SYSTEM_PROMPT, KeptCache
+from rkserve.core.desired_state import SYSTEM_PROMPT, DesiredCache
 from rkserve.core.errors import CacheUnsupported, RequestError
 from rkserve.core.file_digests import ids_digest
 from rkserve.deployments.coordinator import system_prompts
@@ -23,8 +23,8 @@ from tests.support.cluster.fake_cluster import MODEL, Control, FakeBoard, FakeCl
 from tests.support.paths import PROJECT
 
 FOLDER = PROJECT / "models" / "sim-chat"
-DOC = KeptCache(MODEL, "doc", (1, 2, 3), at_s=1.0)
-SYSTEM = KeptCache(MODEL, SYSTEM_PROMPT, (7, 8, 9, 10))
+DOC = DesiredCache(MODEL, "doc", (1, 2, 3), at_s=1.0)
+SYSTEM = DesiredCache(MODEL, SYSTEM_PROMPT, (7, 8, 9, 10))
 
 
 @asynccontextmanager
@@ -47,7 +47,7 @@ def have(it: Control, name: str = "doc") -> dict[str, str]:
     }
 
 
-def everywhere(it: Control, cache: KeptCache) -> bool:
+def everywhere(it: Control, cache: DesiredCache) -> bool:
     return have(it, cache.name) == dict.fromkeys(it.cluster.boards, ids_digest(cache.ids))
 
 
@@ -76,7 +76,7 @@ def test_another_content_takes_the_place_of_the_first_on_boards_that_were_away(
             it.it.caches.keep(DOC)
             await eventually(lambda: everywhere(it, DOC))
             away = it.cluster.boards.pop("c")
-            other = KeptCache(MODEL, "doc", (4, 5, 6, 7), at_s=2.0)
+            other = DesiredCache(MODEL, "doc", (4, 5, 6, 7), at_s=2.0)
             it.it.caches.keep(other)
             await eventually(lambda: everywhere(it, other))
             away.restart()
@@ -127,8 +127,8 @@ def test_an_adapter_s_cache_follows_its_active_version(tmp_path: Path) -> None:
             versions = {name: it.store.add(name, name.encode() * 40) for name in ("v1", "v2")}
             for version in versions.values():
                 assert (await it.stage(version)).status == 200
-            it.it.caches.keep(KeptCache(MODEL, "doc", (1, 2), line="tone"))
-            it.it.caches.keep(KeptCache(MODEL, "old", (1, 2), line="tone", version="v1"))
+            it.it.caches.keep(DesiredCache(MODEL, "doc", (1, 2), line="tone"))
+            it.it.caches.keep(DesiredCache(MODEL, "old", (1, 2), line="tone", version="v1"))
             await asyncio.sleep(0.3)
             assert have(it) == {}, "no version is served yet"
 
@@ -167,7 +167,7 @@ def test_the_configured_system_prompt_is_on_every_board_from_its_start(tmp_path:
             (told,) = it.it.caches.told(MODEL)
             assert (told["cache_name"], told["configured"]) == (SYSTEM_PROMPT, True)
             for refused in (
-                lambda: it.it.caches.keep(KeptCache(MODEL, SYSTEM_PROMPT, (1,))),
+                lambda: it.it.caches.keep(DesiredCache(MODEL, SYSTEM_PROMPT, (1,))),
                 lambda: it.it.caches.drop(MODEL, SYSTEM_PROMPT),
             ):
                 with pytest.raises(RequestError, match=r"prompt_cache\.system_prompt"):
@@ -182,10 +182,10 @@ def test_a_model_has_so_many_named_caches_at_most(tmp_path: Path) -> None:
             for board in it.cluster.boards.values():
                 board.refuses["caches"] = CacheUnsupported("none here")
             for number in range(MAX_CACHES):
-                it.it.caches.keep(KeptCache(MODEL, f"doc-{number}", (1,)))
+                it.it.caches.keep(DesiredCache(MODEL, f"doc-{number}", (1,)))
             with pytest.raises(RequestError, match=f"the limit is {MAX_CACHES}"):
                 it.it.caches.keep(DOC)
-            it.it.caches.keep(KeptCache(MODEL, "doc-1", (2,)))
+            it.it.caches.keep(DesiredCache(MODEL, "doc-1", (2,)))
             assert it.it.caches.drop(MODEL, "doc-2")
             it.it.caches.keep(DOC)
 

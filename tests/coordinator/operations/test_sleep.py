@@ -376,7 +376,7 @@ def test_boards_on_their_way_to_sleep_are_not_woken_before_they_arrive(tmp_path:
             with pytest.raises(OperationConflict, match="waking up"):
                 await it.sleep()
             again = asyncio.create_task(it.wake(timeout_s=60))
-            await eventually(lambda: len(it.it._book.running) == 2)
+            await eventually(lambda: len(it.it._state.running) == 2)
             assert not again.done()  # it changes nothing, and waits for the same boards
             it.cluster["b"].frozen = False
             outcomes = [await going, await again]
@@ -412,8 +412,8 @@ def test_an_adapter_is_rolled_out_to_boards_that_sleep_without_a_trial(
                 assert it.cluster[name].asked["load_adapter"] == before[name]
                 assert second.ref.key in it.cluster[name].whole
             for board in it.cluster.boards.values():
-                assert board.duty is not None
-                line = board.duty.line("tone")
+                assert board.target is not None
+                line = board.target.line("tone")
                 assert line is not None
                 assert line.active == second
             assert (await it.wake()).status == 200
@@ -443,7 +443,7 @@ def test_a_model_does_not_sleep_while_it_changes_but_a_lease_is_renewed(tmp_path
             await served(it)
             assert (await it.sleep(boards=["b"], lease_s=5)).status == 200
             rolling = asyncio.create_task(it.roll("v2", strategy="canary", auto=False))
-            await eventually(lambda: any(o.phase is Phase.OBSERVING for o in it.it._book.running))
+            await eventually(lambda: any(o.phase is Phase.OBSERVING for o in it.it._state.running))
             with pytest.raises(OperationConflict, match="changes what the model serves"):
                 await it.sleep()
             renewed = await it.sleep(boards=["b"], lease_s=50)
@@ -464,7 +464,7 @@ def test_a_lease_that_is_being_renewed_keeps_no_change_of_the_model_from_beginni
             assert (await it.sleep(lease_s=5)).status == 200
             it.cluster["b"].slow_s["adopt"] = 0.4
             renewing = asyncio.create_task(it.sleep(lease_s=50))
-            await eventually(lambda: it.it._book.running)
+            await eventually(lambda: it.it._state.running)
             assert (await it.roll("v2")).status == 200
             assert (await renewing).status == 200
             it.now_s += 6
@@ -716,7 +716,7 @@ def test_an_idle_model_sleeps_on_when_the_coordinator_is_replaced(tmp_path: Path
     async def main() -> None:
         async with control(tmp_path, policy=POLICY) as it:
             idle(it)
-            await eventually(lambda: it.asleep == ["a", "b", "c"] and not it.it._book.running)
+            await eventually(lambda: it.asleep == ["a", "b", "c"] and not it.it._state.running)
             await it.again()
             await eventually(lambda: it.follows)
             assert it.asleep == ["a", "b", "c"]

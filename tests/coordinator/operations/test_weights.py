@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rkserve.control.artifact_metadata import Facts
+from rkserve.control.artifact_metadata import ArtifactMetadata
 from rkserve.control.operations import OperationKind, OperationState, Phase, ResultStatus
-from rkserve.coordinator.operations.garbage_collection import Reclaim
+from rkserve.coordinator.operations.garbage_collection import GarbageCollector
 from rkserve.core.desired_state import BaseVersion
 from rkserve.core.errors import (
     ArtifactNotFound,
@@ -59,7 +59,7 @@ def bases(it: Control) -> list[str]:
 
 def served(it: Control) -> set[str]:
     """Return the versions of the adapter that the boards give to requests by the bare name."""
-    lines = {board.duty.line("tone") for board in it.cluster.boards.values() if board.duty}
+    lines = {board.target.line("tone") for board in it.cluster.boards.values() if board.target}
     return {one.active.ref.version for one in lines if one is not None and one.active is not None}
 
 
@@ -73,7 +73,7 @@ def phases(outcome: Any) -> list[str]:
 
 async def reaches(it: Control, phase: Phase) -> None:
     """Wait until an operation is at a phase."""
-    await eventually(lambda: any(one.phase is phase for one in it.it._book.running))
+    await eventually(lambda: any(one.phase is phase for one in it.it._state.running))
 
 
 # -- a trainer's updates -----------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_two_at_once_are_refused(tmp_path: Path, first: str, second: str) -> Non
             }
             it.cluster["b"].frozen = True
             going_on = asyncio.create_task(calls[first]())
-            await eventually(lambda: it.it._book.running)
+            await eventually(lambda: it.it._state.running)
             with pytest.raises(OperationConflict):
                 await calls[second]()
             it.cluster["b"].frozen = False
@@ -201,7 +201,7 @@ def test_base_weights_cannot_be_pinned_everywhere_at_once(tmp_path: Path) -> Non
         async with control(tmp_path) as it:
             with pytest.raises(RequestError, match="in_flight"):
                 await it.update(base(it), 7, in_flight="pin")
-            assert not it.it._book.running
+            assert not it.it._state.running
 
     run_loop(main())
 
@@ -273,7 +273,7 @@ def test_a_board_that_joins_while_others_load_has_the_new_weights_before_it_serv
             one = base(it)
 
             def before(board: FakeBoard, method: str) -> None:
-                switching = any(o.phase is Phase.SWITCHING for o in it.it._book.running)
+                switching = any(o.phase is Phase.SWITCHING for o in it.it._state.running)
                 if method == "adopt" and switching and "d" not in it.cluster.boards:
                     it.cluster.boards["d"] = FakeBoard("d")
 
@@ -405,7 +405,7 @@ def test_a_board_that_is_silent_at_the_commit_follows_later(tmp_path: Path) -> N
             one = base(it)
 
             def before(board: FakeBoard, method: str) -> None:
-                committed = any(o.phase is Phase.RELEASING for o in it.it._book.running)
+                committed = any(o.phase is Phase.RELEASING for o in it.it._state.running)
                 if method == "adopt" and committed and board.board_id == "b":
                     board.frozen = True
 
@@ -536,11 +536,11 @@ def test_files_of_weights_that_nobody_names_any_more_are_removed(tmp_path: Path)
             one, two = base(it), base(it, "two", TWO)
             assert (await it.rebase(one)).status == 200
             assert (await it.rebase(two)).status == 200
-            reclaim = Reclaim(it.it._desk, it.store, grace_s=0.0)
-            reclaim.remember(await asyncio.to_thread(it.it._book.stagings))
+            garbage_collector = GarbageCollector(it.it._context, it.store, grace_s=0.0)
+            garbage_collector.remember(await asyncio.to_thread(it.it._state.stagings))
 
             async def gone() -> bool:
-                await reclaim.look()
+                await garbage_collector.look()
                 await asyncio.sleep(0.02)
                 keys = {key for board in it.cluster.boards.values() for key in board.whole}
                 return one.key not in keys and one.digest not in it.store.files
@@ -562,7 +562,7 @@ def test_an_artifact_is_found_by_its_name_with_what_was_said_of_it(tmp_path: Pat
     async def main() -> None:
         async with control(tmp_path) as it:
             version, one = v2(it), base(it)
-            it.store.said[version.digest] = Facts(PARAMETERS)
+            it.store.said[version.digest] = ArtifactMetadata(PARAMETERS)
             found = await it.it.find_weights(MODEL, "tone@v2")
             assert (found.version, found.parameters) == (version, PARAMETERS)
             assert (await it.it.find_weights(MODEL, f"{MODEL}@one")).version == one
@@ -578,7 +578,7 @@ def test_a_later_rollout_compares_base_digest_with_the_weights_of_then(tmp_path:
         async with control(tmp_path) as it:
             version, one = v2(it), base(it)
             it.store.own = "f" * 64
-            it.store.said[version.digest] = Facts(base_digest=it.store.own)
+            it.store.said[version.digest] = ArtifactMetadata(base_digest=it.store.own)
             assert (await it.stage(version)).status == 200
             assert (await it.rebase(one)).status == 200
             why = f"tone@v2 does not fit.*{'f' * 12}.* has {one.digest[:12]}"
@@ -605,7 +605,7 @@ def test_what_was_trained_on_other_base_weights_does_not_fit(tmp_path: Path) -> 
     async def main() -> None:
         async with control(tmp_path) as it:
             version, one = v2(it), base(it)
-            it.store.said[version.digest] = Facts(base_digest=one.digest)
+            it.store.said[version.digest] = ArtifactMetadata(base_digest=one.digest)
             with pytest.raises(ArtifactRefused, match="have told the sha256 of its file"):
                 await it.it.find_weights(MODEL, "tone@v2")
             it.store.own = "f" * 64

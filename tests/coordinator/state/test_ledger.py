@@ -28,7 +28,7 @@ from rkserve.coordinator.state.ledger import (
     MIGRATIONS,
     RESERVE,
     RESERVE_BYTES,
-    AuditLine,
+    AuditEntry,
     Ledger,
 )
 from rkserve.core.desired_state import Desired, PauseMode, Scope
@@ -49,7 +49,7 @@ DONE = Operation(
 
 
 def test_what_was_written_is_there_after_it_is_opened_again(tmp_path: Path) -> None:
-    line = AuditLine(1.0, "trainer", "pause", {"models": ["m"]}, "succeeded", 200, "op-1", 1)
+    line = AuditEntry(1.0, "trainer", "pause", {"models": ["m"]}, "succeeded", 200, "op-1", 1)
     with closing(Ledger.open(tmp_path)) as ledger:
         assert ledger.desired() == Desired()
         ledger.write(desired=PAUSED, operations=[DONE], audit=[line])
@@ -66,7 +66,7 @@ def test_what_is_long_to_read_is_read_in_other_threads_and_holds_up_no_write(
     tmp_path: Path,
 ) -> None:
     stagings = [Operation(f"op-s{n}", OperationKind.ADAPTER_STAGE) for n in range(3)]
-    line = AuditLine(1.0, "trainer", "label")
+    line = AuditEntry(1.0, "trainer", "label")
     with closing(Ledger.open(tmp_path)) as ledger, ThreadPoolExecutor(4) as threads:
         ledger.write(operations=[DONE, *stagings], audit=[line])
         asked = [threads.submit(ledger.operations, 100) for _ in range(20)]
@@ -174,7 +174,7 @@ def test_an_older_schema_is_migrated_with_all_it_holds(tmp_path: Path) -> None:
     with closing(Ledger.open(tmp_path)) as ledger:
         assert ledger._database.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
         assert ledger.operations() == [replace(DONE, key="old key")]
-        ledger.write(audit=[AuditLine(1.0, "w", "pause")])
+        ledger.write(audit=[AuditEntry(1.0, "w", "pause")])
         assert len(ledger.audit()) == 1
 
 
@@ -243,7 +243,7 @@ def test_the_oldest_records_are_forgotten_but_never_what_goes_on(tmp_path: Path)
         ledger.write(operations=[going_on])
         for number in range(6):
             one = replace(DONE, id=f"op-{number}", key=f"k{number}")
-            ledger.write(operations=[one], audit=[AuditLine(float(number), "w", "pause")])
+            ledger.write(operations=[one], audit=[AuditEntry(float(number), "w", "pause")])
         assert [one.id for one in ledger.operations()] == ["op-5", "op-4", "op-3", "op-first"]
         assert ledger.by_key("k0") is None
         assert [line.at_s for line in ledger.audit()] == [5.0, 4.0, 3.0]

@@ -8,7 +8,7 @@ import pytest
 
 from rkserve.core.errors import LoadFailed
 from rkserve.core.messages import Delta
-from rkserve.models.folder import WeightsFacts, WeightsUnfit, weights_facts
+from rkserve.models.folder import UnfitWeights, WeightsMetadata, weights_facts
 from rkserve.native.sim.models import reseed
 from tests.support.boards.fakes import run_loop
 from tests.support.boards.rebased import BROKEN, CONTENT
@@ -69,11 +69,11 @@ def test_a_simulated_model_tells_what_it_is_and_a_real_one_nothing(tmp_path: Pat
     file = tmp_path / "m.rkllm"
     file.write_bytes(reseed(CONTENT, 3, model_id="other", platform="RK3576"))
     facts = weights_facts(file)
-    assert facts == WeightsFacts(
+    assert facts == WeightsMetadata(
         file.stat().st_size, True, "other", "RK3576", "1.2.3", FOLDER.settings.context_length
     )
     file.write_bytes(b"\x01\x02RKLLM-of-the-vendor" * 100)
-    assert weights_facts(file) == WeightsFacts(2100)
+    assert weights_facts(file) == WeightsMetadata(2100)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_simulated_model_tells_what_it_is_and_a_real_one_nothing(tmp_path: Pat
 def test_what_is_certainly_no_model_is_refused(tmp_path: Path, content: bytes, why: str) -> None:
     file = tmp_path / "m.rkllm"
     file.write_bytes(content)
-    with pytest.raises(WeightsUnfit, match=why):
+    with pytest.raises(UnfitWeights, match=why):
         weights_facts(file)
 
 

@@ -41,7 +41,7 @@ from rkserve.core.messages import (
     GenerateRequest,
     Kv,
     Paused,
-    Slot,
+    TranscriptToken,
 )
 from rkserve.fleet.fleet import Fleet
 from rkserve.router.dispatch.circuit_breaker import Circuit
@@ -149,7 +149,7 @@ def test_another_board_goes_on_with_an_answer(loss: RkserveError, word: str) -> 
         first, second = (request for _, request in talk.boards.opened)
         assert first == REQUEST
         assert second.continued is not None
-        assert second.continued.slots == (Slot(100, b"Hel"),)
+        assert second.continued.slots == (TranscriptToken(100, b"Hel"),)
         assert (second.continued.text, second.continued.times) == ("Hel", 1)
         assert talk.counted.words == [word]
         assert len(talk.counted.took_s) == 1

@@ -21,15 +21,15 @@ from rkserve.core.messages import (
     Accepted,
     AdapterRef,
     Bound,
-    Continued,
     Delta,
+    FailoverState,
     Finished,
     GenerateRequest,
-    Kind,
     Kv,
     Paused,
-    Slot,
     Splice,
+    TokenOrigin,
+    TranscriptToken,
     merged,
 )
 from rkserve.core.run_params import Scored
@@ -49,7 +49,7 @@ def course(*deltas: Delta | Paused, limit: int = 9) -> GenerationProgress:
     return made
 
 
-def told(made: GenerationProgress) -> Continued:
+def told(made: GenerationProgress) -> FailoverState:
     assert made.lost("a", GONE, 0.0) is None
     assert made.request.continued is not None
     return made.request.continued
@@ -62,8 +62,12 @@ def test_before_anything_is_lost_the_request_is_what_was_asked() -> None:
 def test_ids_and_their_text_are_all_that_the_next_board_needs() -> None:
     made = course(Delta("Hé", (10,)), Delta("lo!", (11, 12), lengths=(2, 1)))
     continued = told(made)
-    assert continued == Continued(
-        slots=(Slot(10, "Hé".encode()), Slot(11, b"lo"), Slot(12, b"!")),
+    assert continued == FailoverState(
+        slots=(
+            TranscriptToken(10, "Hé".encode()),
+            TranscriptToken(11, b"lo"),
+            TranscriptToken(12, b"!"),
+        ),
         text="Hélo!",
         bound=Bound(((0, "tone@1"),), TAKEN.adapter),
     )
@@ -73,19 +77,19 @@ def test_ids_and_their_text_are_all_that_the_next_board_needs() -> None:
 
 def test_what_has_no_token_yet_is_bound_anew_and_keeps_its_cache() -> None:
     made = course()
-    assert told(made) == Continued()
+    assert told(made) == FailoverState()
     assert made.request.use_cache == "persona"
 
 
 def test_a_splice_is_what_the_board_says_that_it_has_become() -> None:
-    put_in = Slot(40, b"X", Kind.APPENDED)
-    hidden = Slot(41, b"", Kind.INJECTED)
+    put_in = TranscriptToken(40, b"X", TokenOrigin.APPENDED)
+    hidden = TranscriptToken(41, b"", TokenOrigin.INJECTED)
     made = course(
         Delta("abc", (10, 11, 12), lengths=(1, 1, 1)),
         Delta("X", (40,), retract=2, splice=Splice(1, (put_in, hidden), (1, 3))),
     )
     continued = told(made)
-    assert continued.slots == (Slot(10, b"a"), put_in, hidden)
+    assert continued.slots == (TranscriptToken(10, b"a"), put_in, hidden)
     assert (continued.text, continued.prompt_ids, continued.tokens) == ("aX", (1, 3), 2)
     assert made.tokens == 2
 
@@ -101,7 +105,9 @@ def test_the_weights_are_those_that_were_told_last() -> None:
 
 PAUSE = Paused("a hook", 1, Kv.KEPT)
 HELD = replace(PAUSE, by="cluster")
-EDITED = Delta("X", (40,), splice=Splice(1, (Slot(40, b"X", Kind.APPENDED),)), paused=True)
+EDITED = Delta(
+    "X", (40,), splice=Splice(1, (TranscriptToken(40, b"X", TokenOrigin.APPENDED),)), paused=True
+)
 RESUMED = Delta("", ())
 
 

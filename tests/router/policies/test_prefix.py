@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rkserve.core.block_hashes import Chain, seed_of
+from rkserve.core.block_hashes import BlockHashes, seed_of
 from rkserve.core.messages import (
     Accepted,
     AdapterRef,
@@ -83,7 +83,7 @@ def test_a_run_that_ends_otherwise_leaves_nothing(events: list[Event], left: boo
         stay.heard(event)
     stay.ended(1.0, left=left)
     assert known.index is not None
-    assert known.index.holders(Chain(TALK, seed_of(None))) == {}
+    assert known.index.holders(BlockHashes(TALK, seed_of(None))) == {}
 
 
 @pytest.mark.parametrize(

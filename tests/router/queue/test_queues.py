@@ -24,7 +24,15 @@ from rkserve.core.errors import (
     QueueTimeout,
     RkserveError,
 )
-from rkserve.core.messages import AdapterRef, Continued, Delta, GenerateRequest, Kv, Paused, Timings
+from rkserve.core.messages import (
+    AdapterRef,
+    Delta,
+    FailoverState,
+    GenerateRequest,
+    Kv,
+    Paused,
+    Timings,
+)
 from rkserve.fleet.fleet import Fleet
 from rkserve.fleet.load import ModelBoards
 from rkserve.fleet.requests import RoutingRequest
@@ -324,7 +332,7 @@ def test_the_urgent_go_first_owners_in_turn_and_what_is_continued_before_all() -
         of = await hall("a", limit=99)
         (place,) = await of.busy(1)
         waiting = [of.ask(QueueTerms(*claim)) for claim in (("x",), ("x",), ("y",), ("x", 1.0, -1))]
-        waiting.append(of.ask(continued=Continued()))
+        waiting.append(of.ask(continued=FailoverState()))
         waiting.append(of.ask(tried={"replica of z": BoardFailed("z", "gone")}))
         await of.settle()
         while waiting:
@@ -345,7 +353,7 @@ def test_what_is_continued_waits_where_the_queue_is_full() -> None:
         (place,) = await of.busy(1)
         with pytest.raises(QueueFull):
             await of.ask()
-        goes_on = of.ask(QueueTerms(deadline_s=0.0), continued=Continued())
+        goes_on = of.ask(QueueTerms(deadline_s=0.0), continued=FailoverState())
         await of.settle()
         place.heard(finished())
         await goes_on

@@ -16,8 +16,8 @@ from rkserve.board.board import Board
 from rkserve.core.board_report import GenerationState
 from rkserve.core.desired_state import (
     ActivePause,
-    AdapterLine,
     AdapterVersion,
+    AdapterVersions,
     Adoption,
     Desired,
     InFlight,
@@ -81,7 +81,7 @@ class Governed:
     async def serve(
         self, active: str, in_flight: InFlight = InFlight.PIN, **changes: Any
     ) -> Adoption:
-        line = AdapterLine(
+        line = AdapterVersions(
             FOLDER.id,
             LINE,
             self.versions[active],

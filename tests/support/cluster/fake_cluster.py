@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from rkserve.config.serve_config import CoordinatorConfig
-from rkserve.control.artifact_metadata import Facts
-from rkserve.control.calls import Call, Outcome
+from rkserve.control.artifact_metadata import ArtifactMetadata
+from rkserve.control.calls import OperationOutcome, OperationRequest
 from rkserve.control.operations import OperationKind
 from rkserve.control.sleep import SleepPolicy
-from rkserve.coordinator.boards.transfer import Pace
-from rkserve.coordinator.coordinator import Coordinator, Outside
-from rkserve.coordinator.operations.prompt_caches import Times
+from rkserve.coordinator.boards.transfer import TransferLimits
+from rkserve.coordinator.coordinator import Coordinator, CoordinatorPorts
+from rkserve.coordinator.operations.prompt_caches import CacheTimes
 from rkserve.coordinator.state.ledger import Ledger
 from rkserve.core.board_report import BoardReport, BoardState, CacheEntry
 from rkserve.core.board_report import VersionFigures as Figures
@@ -33,9 +33,9 @@ from rkserve.core.desired_state import (
     Adoption,
     Artifact,
     BaseVersion,
+    BoardTarget,
     Desired,
-    Duty,
-    KeptCache,
+    DesiredCache,
     PauseMode,
     Probe,
     SleepLevel,
@@ -58,7 +58,9 @@ from tests.support.boards.fake_boards import eventually
 MODEL = "sim-chat"
 CONTENT = {"v1": b"one" * 100, "v2": b"two" * 150, "v3": b"three" * 200}
 # So that a board that is gone, or cannot, is given up in the time of a test.
-PACE = Pace(chunk_bytes=64, patience_s=0.3, tries=2, first_rest_s=0.01, longest_rest_s=0.05)
+PACE = TransferLimits(
+    chunk_bytes=64, patience_s=0.3, tries=2, first_rest_s=0.01, longest_rest_s=0.05
+)
 
 
 class Killed(BaseException):
@@ -99,35 +101,35 @@ class FakeBoard:
         return f"{self.board_id}/{self.life}"
 
     @property
-    def duty(self) -> Duty | None:
-        return None if self.desired is None else self.desired.duty(self.board_id, self.model)
+    def target(self) -> BoardTarget | None:
+        return None if self.desired is None else self.desired.target(self.board_id, self.model)
 
     @property
     def missing(self) -> tuple[AdapterVersion, ...]:
-        wanted = () if self.duty is None else self.duty.versions
+        wanted = () if self.target is None else self.target.versions
         return tuple(version for version in wanted if version.key not in self.whole)
 
     @property
     def wanted_base(self) -> str:
         """The sha256 of the weights that it shall load."""
-        base = None if self.duty is None else self.duty.base
+        base = None if self.target is None else self.target.base
         return "" if base is None else base.digest
 
     @property
     def missing_base(self) -> BaseVersion | None:
-        base = None if self.duty is None else self.duty.base
+        base = None if self.target is None else self.target.base
         return None if base is None or base.key in self.whole else base
 
     @property
     def serves(self) -> bool:
         """Whether it would emit a token for a request by the bare name now."""
-        obeys = self.duty is not None and not self.missing and not self.is_held
+        obeys = self.target is not None and not self.missing and not self.is_held
         obeys = obeys and self.base == self.wanted_base
         return not self.dead and obeys and not self.asleep
 
     @property
     def is_held(self) -> bool:
-        return self.duty is not None and self.duty.held("tone") is not None
+        return self.target is not None and self.target.held("tone") is not None
 
     def restart(self, *, disk: bool = True) -> None:
         """Another replica takes its place: it knows nothing but what is on its disk."""
@@ -140,9 +142,9 @@ class FakeBoard:
     def report(self) -> BoardReport:
         lacking = len(self.missing) + (self.missing_base is not None)
         ready = self.desired is not None and not lacking and self.base == self.wanted_base
-        held = None if self.duty is None else self.duty.hold
+        held = None if self.target is None else self.target.hold
         state = BoardState.READY if ready else BoardState.JOINING
-        level = None if self.duty is None else self.duty.level
+        level = None if self.target is None else self.target.level
         return BoardReport(
             self.board_id,
             self.model,
@@ -163,7 +165,7 @@ class FakeBoard:
     def adopt(self, desired: Desired) -> Adoption:
         if self.desired is None or desired.epoch > self.desired.epoch:
             self.desired = desired
-        level = self.desired.duty(self.board_id, self.model).level
+        level = self.desired.target(self.board_id, self.model).level
         fell_asleep = not self.asleep and level is not None and level > SleepLevel.PAUSED
         self.asleep = level is not None and level > SleepLevel.PAUSED
         stopped = self.stops if self.is_held or self.base != self.wanted_base else 0
@@ -328,7 +330,7 @@ class FakeStore:
 
     files: dict[str, bytes] = field(default_factory=dict)
     kept_s: dict[str, float] = field(default_factory=dict)
-    said: dict[str, Facts] = field(default_factory=dict)
+    said: dict[str, ArtifactMetadata] = field(default_factory=dict)
     bases: dict[str, BaseVersion] = field(default_factory=dict)
     own: str | None = None
 
@@ -345,8 +347,8 @@ class FakeStore:
         self.bases[f"{MODEL}@{version}"] = base
         return base
 
-    def facts(self, digest: str) -> Facts:
-        return self.said.get(digest, Facts())
+    def facts(self, digest: str) -> ArtifactMetadata:
+        return self.said.get(digest, ArtifactMetadata())
 
     def model(self, model: str, version: str) -> BaseVersion:
         try:
@@ -387,7 +389,7 @@ class Control:
     settings: Mapping[str, Any] = field(default_factory=dict)
     policies: Mapping[str, SleepPolicy] = field(default_factory=dict)
     routers: Any = None
-    system_prompts: Mapping[str, KeptCache] = field(default_factory=dict)
+    system_prompts: Mapping[str, DesiredCache] = field(default_factory=dict)
     wrap_link: Callable[[FakeCluster], Any] = lambda link: link
     wrap_ledger: Callable[[Ledger], Any] = lambda ledger: ledger
 
@@ -399,7 +401,7 @@ class Control:
         """Start a Coordinator on the ledger that there is."""
         self.ledger = Ledger.open(self.folder)
         links = {"only": self.wrap_link(self.cluster)}
-        outside = Outside(
+        outside = CoordinatorPorts(
             Fleet(links, {"only": MODEL}),
             self.wrap_ledger(self.ledger),
             self.store,
@@ -408,7 +410,7 @@ class Control:
             PACE,
             self.policies,
             system_prompts=self.system_prompts,
-            cache_times=Times(again_s=0.2, differs_s=0.1),
+            cache_times=CacheTimes(again_s=0.2, differs_s=0.1),
             routers=self.routers,
         )
         self.it = Coordinator(self.config, outside)
@@ -427,39 +429,39 @@ class Control:
 
     async def call(
         self, kind: OperationKind, /, *, key: str | None = None, **params: Any
-    ) -> Outcome:
+    ) -> OperationOutcome:
         """Make one call."""
         options = {
             name: params.pop(name)
             for name in ("timeout_s", "expected_epoch", "background", "who")
             if name in params
         }
-        return await self.it.perform(Call(kind, params, key=key, **options))
+        return await self.it.perform(OperationRequest(kind, params, key=key, **options))
 
-    async def pause(self, **params: Any) -> Outcome:
+    async def pause(self, **params: Any) -> OperationOutcome:
         return await self.call(OperationKind.PAUSE, **{"mode": PauseMode.KEEP.value, **params})
 
-    async def resume(self, **params: Any) -> Outcome:
+    async def resume(self, **params: Any) -> OperationOutcome:
         return await self.call(OperationKind.RESUME, **params)
 
-    async def sleep(self, **params: Any) -> Outcome:
+    async def sleep(self, **params: Any) -> OperationOutcome:
         return await self.call(OperationKind.SLEEP, **params)
 
-    async def wake(self, **params: Any) -> Outcome:
+    async def wake(self, **params: Any) -> OperationOutcome:
         return await self.call(OperationKind.WAKE, **params)
 
-    async def stage(self, version: AdapterVersion, **params: Any) -> Outcome:
+    async def stage(self, version: AdapterVersion, **params: Any) -> OperationOutcome:
         ref = version.ref
         known = {"model": MODEL, "name": ref.name, "version": ref.version, "digest": ref.digest}
         return await self.call(
             OperationKind.ADAPTER_STAGE, **{**known, "size_bytes": version.size_bytes, **params}
         )
 
-    async def roll(self, version: str, **params: Any) -> Outcome:
+    async def roll(self, version: str, **params: Any) -> OperationOutcome:
         known = {"model": MODEL, "name": "tone", "version": version}
         return await self.call(OperationKind.ADAPTER_ROLLOUT, **{**known, **params})
 
-    async def rebase(self, base: BaseVersion | None, **params: Any) -> Outcome:
+    async def rebase(self, base: BaseVersion | None, **params: Any) -> OperationOutcome:
         """Have other base weights loaded board by board."""
         known = {
             "model": MODEL,
@@ -469,7 +471,7 @@ class Control:
         }
         return await self.call(OperationKind.REBASE, **{**known, **params})
 
-    async def update(self, what: Artifact, step: int, **params: Any) -> Outcome:
+    async def update(self, what: Artifact, step: int, **params: Any) -> OperationOutcome:
         """Make a trainer's update."""
         known: dict[str, Any] = {"model": MODEL, "step": step}
         if isinstance(what, BaseVersion):

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rkserve.control.artifact_metadata import Claim
-from rkserve.control.calls import Call, Outcome
+from rkserve.control.artifact_metadata import DeclaredArtifact
+from rkserve.control.calls import OperationOutcome, OperationRequest
 from rkserve.control.operations import (
     BoardResult,
     Operation,
@@ -18,7 +18,7 @@ from rkserve.control.operations import (
     OperationState,
     ResultStatus,
 )
-from rkserve.core.desired_state import AdapterLine, AdapterVersion, Desired, KeptCache
+from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired, DesiredCache
 from rkserve.core.errors import CoordinatorAway, OperationNotFound
 from rkserve.core.messages import AdapterRef
 
@@ -31,10 +31,10 @@ def version(name: str = "tone", called: str = "v1", size_bytes: int = 7) -> Adap
     return AdapterVersion(AdapterRef(name, called, digest), size_bytes)
 
 
-def line(name: str = "tone", active: str | None = "v1", **rest: Any) -> AdapterLine:
+def line(name: str = "tone", active: str | None = "v1", **rest: Any) -> AdapterVersions:
     """A line of the simulated model's."""
     found = None if active is None else version(name, active)
-    return AdapterLine("sim-chat", name, found, **{"epoch": 3, **rest})
+    return AdapterVersions("sim-chat", name, found, **{"epoch": 3, **rest})
 
 
 @dataclass
@@ -64,11 +64,13 @@ class FakeHead:
         return await found if asyncio.iscoroutine(found) else found
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[OperationRequest]:
         """The changes that were asked for."""
         return [args[0] for method, args in self.asked if method == "perform"]
 
-    def outcome(self, call: Call, status: int = 200, **changes: Any) -> Outcome:
+    def outcome(
+        self, call: OperationRequest, status: int = 200, **changes: Any
+    ) -> OperationOutcome:
         """What a call that went well came to."""
         known: dict[str, Any] = {
             "state": OperationState.SUCCEEDED,
@@ -80,14 +82,14 @@ class FakeHead:
             "phases": (("stopping", 12.0), ("stopping", 0.5)),
         }
         operation = Operation(f"op-{len(self.calls)}", call.kind, **{**known, **changes})
-        return Outcome(status, operation)
+        return OperationOutcome(status, operation)
 
     async def _desired(self, after_epoch: int, wait_s: float) -> Desired:
         if self.desired.epoch == after_epoch:
             await asyncio.sleep(min(wait_s, 0.01))
         return self.desired
 
-    def _perform(self, call: Call) -> Outcome:
+    def _perform(self, call: OperationRequest) -> OperationOutcome:
         if call.background:
             return self.outcome(call, 202, state=OperationState.RUNNING, results={})
         return self.outcome(call)
@@ -101,7 +103,7 @@ class FakeHead:
     def _operation_by_key(self, _key: str) -> Operation | None:
         return None
 
-    def _keep_cache(self, _cache: KeptCache) -> None:
+    def _keep_cache(self, _cache: DesiredCache) -> None:
         pass
 
     def _drop_cache(self, _model: str, _name: str) -> bool:
@@ -116,7 +118,7 @@ class FakeHead:
     def _metrics(self) -> bytes:
         return b"rkserve_desired_epoch 3.0\n"
 
-    def _upload_begin(self, _claim: Claim) -> str:
+    def _upload_begin(self, _claim: DeclaredArtifact) -> str:
         return "upload-1"
 
     def _upload_part(self, _upload: str, offset: int, data: bytes) -> int:
@@ -130,7 +132,7 @@ class FakeHead:
     def _upload_abort(self, _upload: str) -> None:
         self.parts.clear()
 
-    def _register_path(self, _path: str, claim: Claim, _scale: float) -> AdapterVersion:
+    def _register_path(self, _path: str, claim: DeclaredArtifact, _scale: float) -> AdapterVersion:
         return version(claim.name, claim.version or "dddddddddddd")
 
     _register_url = _register_path

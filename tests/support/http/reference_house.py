@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rkserve.api import gradio
 from rkserve.api.responses.stored import StoredResponse
 from rkserve.config.router import RouterConfig
-from rkserve.control.artifact_metadata import FoundWeights
+from rkserve.control.artifact_metadata import StoredArtifact
 from rkserve.control.operations import Operation, OperationKind
 from rkserve.core.board_report import CacheEntry, GenerationInfo, GenerationState, KvReport
 from rkserve.core.desired_state import BaseVersion, Desired
@@ -85,9 +85,9 @@ def talking_head() -> FakeHead:
     return FakeHead(desired=Desired(lines=(line(),)), says=says)
 
 
-def found_weights(_model: str, artifact: str) -> FoundWeights:
+def found_weights(_model: str, artifact: str) -> StoredArtifact:
     if artifact == f"{CHAT}@step-7":
-        return FoundWeights(BASE)
+        return StoredArtifact(BASE)
     raise ArtifactNotFound("There are no such weights.", "artifact")
 
 

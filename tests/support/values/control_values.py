@@ -18,13 +18,13 @@ from rkserve.control.operations import (
 from rkserve.control.params import Json
 from rkserve.core.desired_state import (
     ActivePause,
-    AdapterLine,
     AdapterVersion,
+    AdapterVersions,
     BaseVersion,
+    BaseWeightsChange,
     Desired,
     InFlight,
     PauseMode,
-    Rebase,
     Scope,
     SleepLevel,
     Weights,
@@ -68,7 +68,7 @@ pauses = st.builds(
     st.booleans(),
 )
 lines = st.builds(
-    AdapterLine,
+    AdapterVersions,
     models,
     names,
     st.none() | versions,
@@ -84,7 +84,7 @@ lines = st.builds(
 bases = st.none() | st.builds(
     BaseVersion, models, labels, st.sampled_from(("a" * 64, "b" * 64)), st.integers(1, 1 << 40)
 )
-rebases = st.none() | st.builds(Rebase, bases, labels, some_boards, st.booleans())
+rebases = st.none() | st.builds(BaseWeightsChange, bases, labels, some_boards, st.booleans())
 weights = st.builds(
     Weights,
     models,

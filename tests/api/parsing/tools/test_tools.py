@@ -25,11 +25,11 @@ from rkserve.core.messages import (
     Delta,
     Finished,
     FinishReason,
-    Kind,
-    Slot,
     Splice,
     Thinking,
     Timings,
+    TokenOrigin,
+    TranscriptToken,
     Usage,
 )
 from tests.support.http.wire_folders import CHATML
@@ -358,7 +358,7 @@ def test_a_call_that_was_answered_in_mid_stream_asks_for_nothing() -> None:
     speech = AnswerParser(ParserOptions(form=FORMATS["hermes"], names=NAMES))
     speech.feed(Delta(HERMES_CALL, (1,)))
     assert speech.reason(finished()) == "tool_calls"
-    injected = Splice(1, (Slot(9, b"", Kind.INJECTED),))
+    injected = Splice(1, (TranscriptToken(9, b"", TokenOrigin.INJECTED),))
     speech.feed(Delta("", (), splice=injected))
     assert speech.feed(Delta("It snows.", (1,))) == [TextPart("It snows.")]
     assert speech.reason(finished()) == "stop"
