@@ -34,9 +34,9 @@ SUFFIX = ".json"
 
 @dataclass(frozen=True, slots=True)
 class ArtifactMetadata:
-    """What is known of one content. An empty tuple, or None, was not said.
+    """The metadata of one content. An empty tuple, or None, means not stated.
 
-    ``labels`` are the ``<model>@<version>`` under which it is base weights.
+    ``labels`` are the ``<model>@<version>`` names under which it is base weights.
     """
 
     parameters: tuple[Parameter, ...] = ()
@@ -44,7 +44,7 @@ class ArtifactMetadata:
     labels: tuple[str, ...] = ()
 
     def with_more(self, other: ArtifactMetadata) -> ArtifactMetadata:
-        """Return it with what was said later, which stands where both say something."""
+        """Return it with later statements, which take precedence."""
         return ArtifactMetadata(
             other.parameters or self.parameters,
             other.base_digest or self.base_digest,
@@ -54,7 +54,7 @@ class ArtifactMetadata:
 
 @dataclass(frozen=True, slots=True)
 class StoredArtifact:
-    """An artifact that can be served: its content, and the tensors that are said to be in it."""
+    """An artifact that can be served: its content, and the declared tensors in it."""
 
     version: Artifact
     parameters: tuple[Parameter, ...] = ()
@@ -62,17 +62,19 @@ class StoredArtifact:
 
 @dataclass
 class MetadataFolder:
-    """The facts of all contents, in ``folder``. Any thread may use it; looking costs no disk."""
+    """The metadata of all contents, in ``folder``. Any thread may use it; reading costs no disk
+    access.
+    """
 
     folder: Path
     _known: dict[str, ArtifactMetadata] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def open(self, present: tuple[str, ...]) -> None:
-        """Read what is known of the contents that are there, and forget the rest.
+        """Read the metadata of the present contents, and delete the rest.
 
-        Raises ``OSError`` where the folder cannot be used. A file in it that cannot be read is
-        logged and forgotten, so that a damaged one stops nothing: its sender tells its facts again.
+        Raises ``OSError`` if the folder cannot be used. An unreadable file in it is logged and
+        deleted; the sender states its metadata again.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for file in self.folder.iterdir():
@@ -83,11 +85,11 @@ class MetadataFolder:
             try:
                 self._known[digest] = _read(json.loads(file.read_text(encoding="utf-8")))
             except (OSError, RecursionError, ValueError, KeyError, TypeError, RequestError) as exc:
-                log.warning("%s is not what was written, and is forgotten: %s", file, exc)
+                log.warning("%s is damaged and is deleted: %s", file, exc)
                 _discard(file)
 
     def of(self, digest: str) -> ArtifactMetadata:
-        """Return what is known of a content."""
+        """Return the metadata of a content."""
         return self._known.get(digest, ArtifactMetadata())
 
     def labelled(self, label: str) -> str | None:
@@ -96,11 +98,11 @@ class MetadataFolder:
         return next((digest for digest, facts in known if label in facts.labels), None)
 
     def add(self, digest: str, said: ArtifactMetadata) -> None:
-        """Remember what was said of a content.
+        """Store statements about a content.
 
         Raises:
             ArtifactRefused: a label stands for another content.
-            OSError: it cannot be written down, and is not remembered.
+            OSError: it cannot be written, and is not stored.
         """
         with self._lock:
             for label in said.labels:
@@ -118,7 +120,7 @@ class MetadataFolder:
             self._known[digest] = facts
 
     def forget(self, digest: str) -> None:
-        """The content is gone, and so is what was said of it, also where its file is damaged."""
+        """Delete the metadata of a removed content, also if its file is damaged."""
         with self._lock:
             self._known.pop(digest, None)
             _discard(self.folder / f"{digest}{SUFFIX}")
@@ -133,7 +135,7 @@ class MetadataFolder:
 
 
 def _discard(file: Path) -> None:
-    """Remove a file; one that cannot be removed is left, and is of no content that is there."""
+    """Remove a file; if that fails it stays, and belongs to no present content."""
     try:
         if file.is_dir() and not file.is_symlink():
             shutil.rmtree(file)
@@ -156,7 +158,7 @@ def _read(content: Any) -> ArtifactMetadata:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredArtifact:
-    """What a sender says of a file before it comes; None is not said.
+    """A sender's declaration of a file before its upload; None is not declared.
 
     It is an adapter of ``model``, or with ``base`` other base weights of it, whose ``name`` is the
     model's. ``parameters`` are the tensors in it, and ``base_digest`` is the sha256 of the base
@@ -174,18 +176,18 @@ class DeclaredArtifact:
 
     @property
     def what(self) -> str:
-        """What to call it in words to people."""
+        """Its kind in messages."""
         return "model" if self.base else "adapter"
 
     def require_size(self, size_bytes: int) -> None:
-        """Raise ``ArtifactRefused`` where more has come than was announced."""
+        """Raise ``ArtifactRefused`` if more bytes arrived than declared."""
         if self.size_bytes is not None and size_bytes > self.size_bytes:
             raise ArtifactRefused(
                 f"More bytes come than the {self.size_bytes} that were announced.", "size_bytes"
             )
 
     def compare(self, said: Manifest, size_bytes: int, digest: str) -> None:
-        """Raise ``ArtifactRefused`` unless what came is what was said, before or after."""
+        """Raise ``ArtifactRefused`` unless the file is as declared, before or after its upload."""
         if size_bytes == 0:
             raise ArtifactRefused(f"The {self.what} is empty.", "size_bytes")
         for key, claimed, found in (
@@ -200,7 +202,7 @@ class DeclaredArtifact:
 
 
 def checked(claim: DeclaredArtifact) -> DeclaredArtifact:
-    """Return what a sender says if it can be."""
+    """Return a valid declaration. Raises ``ArtifactRefused``."""
     named = (("name", None if claim.base else claim.name), ("version", claim.version))
     for param, word in named:
         if word is not None and not NAME.fullmatch(word):
@@ -218,7 +220,7 @@ def checked(claim: DeclaredArtifact) -> DeclaredArtifact:
 
 
 def read_manifest(given: Mapping[str, Any] | None) -> Manifest:
-    """Return what is said at the end. Raises ``ArtifactRefused``."""
+    """Return the manifest sent at the end. Raises ``ArtifactRefused``."""
     try:
         return Manifest.model_validate(dict(given or {}))
     except ValidationError as exc:

@@ -1,16 +1,14 @@
-"""What a Router asks of the Coordinator, and the answer: values that cross a process by pickle.
+"""Calls from a Router to the Coordinator and their results: values that are sent by pickle.
 
-It knows which parameters there are by kind, and nothing of HTTP bodies or of how a call is made.
+``params`` by kind; all keys may be absent or null if a default is given:
 
-``params`` by kind; all keys may be absent or null where a default is given:
-
-- ``pause``: ``models``, ``boards`` (lists of ids, empty = all), ``adapter`` (name, null = the
+- ``pause``: ``models``, ``boards`` (lists of IDs, empty = all), ``adapter`` (name, null = the
   boards as a whole), ``mode`` (keep | wait | abort), ``clear_cache``, ``lease_s`` (seconds, null =
   none); ``resume``: ``models``, ``boards``, ``adapter``, none of them = everything.
 - ``sleep``: ``models``, ``boards``, ``mode``, ``level`` (0 | 1 | 2, 1), ``lease_s``, ``wakes``
   (whether a request for the model ends it; null = as its boards' group is configured); ``wake``:
   ``models``, ``boards``, ``tags`` (of ``weights``, ``kv_cache``; none = both), ``requested`` (only
-  what a request ends, and without refusing the rest, false).
+  sleeps that a request ends, and without refusing the rest, false).
 - ``cache_reset``: ``models``, ``boards``, ``reset_running_requests``; ``abort``: ``request_ids``
   (null = all), ``models``, ``boards``.
 - ``adapter_stage``: ``model``, ``name``, ``version``, ``digest`` (sha256, hexadecimal), ``scale``,
@@ -42,12 +40,12 @@ from rkserve.control.params import Params
 
 @dataclass(frozen=True, slots=True)
 class OperationRequest:
-    """One call that changes the cluster.
+    """A call that changes the cluster.
 
-    ``who`` names the caller without any secret. ``key`` is its idempotency key. After ``timeout_s``
-    seconds (None: the Coordinator's own) what is not done is undone. With ``expected_epoch`` the
-    call is refused (``StaleEpoch``) unless that is the epoch now. ``background`` answers at once,
-    with an operation that goes on.
+    ``who`` names the caller without any secret. ``key`` is its idempotency key. Parts not done
+    after ``timeout_s`` seconds (None: the Coordinator's own limit) are undone. With
+    ``expected_epoch`` the call is refused (``StaleEpoch``) unless that is the current epoch.
+    ``background`` answers at once, with a running operation.
     """
 
     kind: OperationKind
@@ -60,7 +58,7 @@ class OperationRequest:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of what is asked: a key that comes back with another one is a mistake."""
+        """A digest of the call: a key that is reused with another one is an error."""
         content = json.dumps(
             {"kind": self.kind.value, "params": self.params, "epoch": self.expected_epoch},
             sort_keys=True,
@@ -74,9 +72,8 @@ class OperationRequest:
 class OperationOutcome:
     """The answer. ``status`` is HTTP's: 200, 202, 207, or that of ``operation.error``.
 
-    ``applied`` is False where nothing was changed by this call: it repeats an earlier one, or what
-    it asks for held already. ``emitted`` says of generations that were stopped, by the request's
-    id, how many tokens they have.
+    ``applied`` is False if this call changed nothing: it repeats an earlier one, or its change was
+    already in effect. ``emitted`` has the token counts of stopped generations by request ID.
     """
 
     status: int

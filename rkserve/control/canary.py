@@ -1,7 +1,4 @@
-"""Whether a canary is good enough: what boards did with two versions, compared.
-
-It knows counters and limits, and nothing of what happens to the version after the verdict.
-"""
+"""Comparison of a canary with the active version, from the boards' counters. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from rkserve.core.board_report import BoardReport, VersionFigures
 
 
 class CanaryVerdict(str, Enum):
-    """What is known of a canary."""
+    """The state of the comparison."""
 
     WAIT = "wait"
     GOOD = "good"
@@ -22,7 +19,7 @@ class CanaryVerdict(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class CanaryAssessment:
-    """A verdict and the sentence that says why."""
+    """A verdict and a sentence with its reason."""
 
     verdict: CanaryVerdict
     reason: str
@@ -30,11 +27,11 @@ class CanaryAssessment:
 
 @dataclass(frozen=True, slots=True)
 class CanaryLimits:
-    """What a canary must show, and by how much it may be worse than the active version.
+    """The requirements on a canary, and how much worse than the active version it may be.
 
-    ``requests`` that ended and ``tokens`` that it must have generated before it can be good;
-    ``failures`` is by how much its part of failed requests (0 to 1) may be above the active
-    version's, ``speed`` which part of its decode tokens/s it must reach.
+    It can be good only after ``requests`` ended requests and ``tokens`` generated tokens. Its share
+    of failed requests (0 to 1) may exceed the active version's by ``failures``, and its decode
+    tokens/s must reach the fraction ``speed`` of the active version's.
     """
 
     requests: int = 20
@@ -45,10 +42,10 @@ class CanaryLimits:
 
 @dataclass(frozen=True, slots=True)
 class CanaryWatch:
-    """What boards did with versions since the watch began; it outlives replicas that do not.
+    """The boards' counters per version since the watch began; it survives replaced replicas.
 
     ``seen`` are the last counters by (replica, version), which run since a replica's start;
-    ``gained`` by (board id, version) is what has come on top since a board's first report.
+    ``gained`` by (board ID, version) is the increase since a board's first report.
     """
 
     seen: Mapping[tuple[str, str], VersionFigures] = field(default_factory=dict, hash=False)
@@ -56,7 +53,7 @@ class CanaryWatch:
     boards: frozenset[str] = frozenset()
 
     def saw(self, reports: Sequence[BoardReport]) -> CanaryWatch:
-        """Return it with what boards report now. A board's first report is where it counts from."""
+        """Return it with the boards' reports added. A board's first report is its zero point."""
         seen, gained = dict(self.seen), dict(self.gained)
         for report in reports:
             for now in report.versions:
@@ -69,7 +66,7 @@ class CanaryWatch:
     def judge(
         self, candidate: str, active: str | None, limits: CanaryLimits | None = None
     ) -> CanaryAssessment:
-        """Return the verdict of one version against another, by their labels (None: no other)."""
+        """Return the verdict of one version against another, by their names (None: no other)."""
         return judge(self._of(candidate), self._of(active), limits or CanaryLimits())
 
     def _of(self, version: str | None) -> dict[str, VersionFigures]:
@@ -77,7 +74,7 @@ class CanaryWatch:
 
 
 def _gain(before: VersionFigures | None, now: VersionFigures) -> VersionFigures:
-    # The first of a replica counts whole: it was not there before, so it has done all of it since.
+    # The first report of a new replica counts in full: it started after the watch began.
     if before is None:
         return now
     return VersionFigures(
@@ -106,11 +103,11 @@ def judge(
     active: Mapping[str, VersionFigures],
     limits: CanaryLimits,
 ) -> CanaryAssessment:
-    """Return the verdict by what each board did with the candidate and the active version.
+    """Return the verdict from each board's counters for the candidate and the active version.
 
-    Failures count at once: it is bad as soon as the rest of the requests that it must show could
-    not mend its rate. Speed is compared board by board, because boards differ among themselves by
-    more than versions do; boards that ran only one of the two say nothing of it.
+    Failures count at once: the verdict is bad as soon as successes of all remaining required
+    requests could not restore the rate. Speed is compared board by board, because boards differ
+    more than versions do; boards that ran only one of the two are left out.
     """
     requests, failed = _totals(candidate)
     allowed = _rate(*_totals(active)) + limits.failures

@@ -1,9 +1,9 @@
-"""Desired state and operations as JSON text, to be kept: written with a version, read strictly.
+"""Desired state and operations as JSON text for storage: written with a schema number, read
+strictly.
 
-Reading refuses what writing would not have written: another schema, an unknown or missing field, a
-value of another type, a key twice, a number that is not finite. It knows the fields from the
-values' own types, and nothing of where the text is kept. Lists in free JSON (``params``,
-``details``) come back as lists, whatever sequences they were.
+Reading refuses anything that writing would not produce: another schema, an unknown or missing
+field, a value of another type, a duplicate key, a number that is not finite. The fields come from
+the types of the values. Sequences in free JSON (``params``, ``details``) are read back as lists.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from rkserve.control.operations import Operation
 from rkserve.core.desired_state import Desired, DesiredCache
 from rkserve.core.errors import LedgerFailed
 
-# Rises with every change of a field in what is kept; whoever raises it adds how the old is read.
+# Raised with every change of a stored field, together with a conversion of the previous schema.
 SCHEMA = 2
 
 T = TypeVar("T")
 
 
 class _Free:
-    """Stands for any JSON value among the types of fields."""
+    """Marks a field that holds any JSON value."""
 
 
 def write_desired(desired: Desired) -> str:
-    """Return a desired state as text. Raises ``LedgerFailed`` for what JSON cannot hold."""
+    """Return a desired state as text. Raises ``LedgerFailed`` for values that JSON cannot hold."""
     return _write("desired", desired)
 
 
 def read_desired(text: str) -> Desired:
-    """Return the desired state that was written. Raises ``LedgerFailed`` that says why not."""
+    """Return the desired state of a text. Raises ``LedgerFailed`` with the reason."""
     return _parse("desired", Desired, text)
 
 
 def write_operation(operation: Operation) -> str:
-    """Return an operation as text. Raises ``LedgerFailed`` for what JSON cannot hold."""
+    """Return an operation as text. Raises ``LedgerFailed`` for values that JSON cannot hold."""
     return _write("operation", operation)
 
 
 def read_operation(text: str) -> Operation:
-    """Return the operation that was written. Raises ``LedgerFailed`` that says why not."""
+    """Return the operation of a text. Raises ``LedgerFailed`` with the reason."""
     return _parse("operation", Operation, text)
 
 
@@ -58,12 +58,12 @@ def write_cache(cache: DesiredCache) -> str:
 
 
 def read_cache(text: str) -> DesiredCache:
-    """Return the prompt cache that was written. Raises ``LedgerFailed`` that says why not."""
+    """Return the prompt cache of a text. Raises ``LedgerFailed`` with the reason."""
     return _parse("cache", DesiredCache, text)
 
 
 def plain(value: object) -> Any:
-    """Return a value as what JSON is made of: for answers, which show it as it is kept."""
+    """Return a value as JSON data, for answers that show it in its stored form."""
     if is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):
@@ -104,7 +104,7 @@ def _parse(what: str, kind: type[T], text: str) -> T:
 
 
 def _of_schema_1(what: str, value: Any) -> Any:
-    """Nothing slept then, and each base model was the file in its folder."""
+    """Convert schema 1, which had no sleep and no base weights other than the model folder's."""
     if what != "desired" or not isinstance(value, dict):
         return value
     return {
@@ -115,13 +115,13 @@ def _of_schema_1(what: str, value: Any) -> Any:
 
 
 def _with(entries: Any, **added: Any) -> Any:
-    """Return objects with what they did not have; what is none is refused where it is read."""
+    """Return objects with added fields; a value that is no object is refused later."""
     if not isinstance(entries, list):
         return entries
     return [{**one, **added} if isinstance(one, dict) else one for one in entries]
 
 
-# How a value of an older schema becomes one of the next.
+# Conversions of each older schema to the next one.
 _OLDER = {1: _of_schema_1}
 
 
@@ -138,7 +138,7 @@ def _never(constant: str) -> float:
 
 @cache
 def _hints(kind: type) -> dict[str, Any]:
-    # `Json` is recursive, which no reader of types needs to follow: it stands for anything.
+    # `Json` is recursive; the reader of types treats it as any JSON value.
     free = {"Json": _Free, "Params": Mapping[str, _Free]}
     return get_type_hints(kind, localns=free)
 
@@ -194,7 +194,7 @@ def _read_mapping(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
 
 
 def _read_choice(kind: type[Enum], value: Any, where: str) -> Enum:
-    # By type as well: true, and 1.0, are equal to a choice that is 1.
+    # By type as well: true and 1.0 are equal to an enum value of 1.
     for one in kind:
         if type(one.value) is type(value) and one.value == value:
             return one
@@ -210,7 +210,7 @@ _READERS = {
 
 
 def _finite(value: Any, where: str) -> Any:
-    # Python reads 1e999 as infinity, which it would not write again.
+    # Python reads 1e999 as infinity, which JSON cannot represent.
     if isinstance(value, float) and not math.isfinite(value):
         raise _wrong(where, "the number is not finite")
     if isinstance(value, list):

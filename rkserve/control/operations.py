@@ -1,7 +1,4 @@
-"""What was asked of the cluster and became of it: a record, its states, and who excludes whom.
-
-It knows nothing of how an operation is carried out, and of desired state only scopes.
-"""
+"""Records of operations, their states, and the rules for concurrent operations. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from rkserve.core.errors import OperationConflict, RkserveError
 
 
 class OperationKind(str, Enum):
-    """What can be asked of the cluster."""
+    """The kinds of operations."""
 
     PAUSE = "pause"
     RESUME = "resume"
@@ -36,10 +33,10 @@ class OperationKind(str, Enum):
 
 
 class OperationState(str, Enum):
-    """Where an operation is.
+    """The state of an operation.
 
-    ``partial``: what it asked for holds, but some boards have not followed yet. ``failed``: it
-    ended before it changed anything that is served. ``undone``: what it had changed was taken back.
+    ``partial``: the change is in effect, but some boards have not followed yet. ``failed``: it
+    ended before it changed anything served. ``undone``: its changes were reverted.
     """
 
     RUNNING = "running"
@@ -50,7 +47,7 @@ class OperationState(str, Enum):
 
 
 _S = OperationState
-# A partial one succeeds when the last board has followed. Nothing else leaves an end state.
+# A partial operation succeeds when the last board has followed. All other end states are final.
 TRANSITIONS: frozenset[tuple[OperationState, OperationState]] = frozenset(
     {
         (_S.RUNNING, _S.SUCCEEDED),
@@ -63,12 +60,12 @@ TRANSITIONS: frozenset[tuple[OperationState, OperationState]] = frozenset(
 
 
 class Phase(str, Enum):
-    """What a running operation is at.
+    """The phase of a running operation.
 
     Those of a pause: ``stopping`` (boards are told), ``undoing``; of a sleep ``sleeping``,
-    ``undoing``, and of a wake-up ``waking``. Those of a rollout: ``staging``,
-    ``loading``, ``stopping``, ``switching``, ``observing``, ``releasing`` (committed, boards go
-    on), ``undoing``; the last before the end says where it ended: ``done``.
+    ``undoing``, and of a wake-up ``waking``. Those of a rollout: ``staging``, ``loading``,
+    ``stopping``, ``switching``, ``observing``, ``releasing`` (committed, boards continue),
+    ``undoing``; the last before the end tells where it ended: ``done``.
     """
 
     ACCEPTED = "accepted"
@@ -84,14 +81,14 @@ class Phase(str, Enum):
     DONE = "done"
 
 
-# In this one an atomic rollout holds boards; what ends it, a commit or an undo, takes the hold away
-# in the same epoch, so that nothing is held any more while boards still follow.
+# An atomic rollout holds boards in this phase; a commit or an undo removes the hold in the same
+# epoch, so that nothing is held while boards still follow.
 HOLDING = frozenset({Phase.STOPPING})
 
 
 class ResultStatus(str, Enum):
-    """What one board did of an operation; ``gone`` boards have no replica any more. While the
-    operation goes on, ``waiting`` is for those that were told and have not answered.
+    """The result of an operation on one board; ``gone`` boards have no replica any more. While the
+    operation runs, ``waiting`` boards were told and have not answered.
     """
 
     WAITING = "waiting"
@@ -103,10 +100,10 @@ class ResultStatus(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class BoardResult:
-    """What one board answered. ``latency_ms`` is from the call to its answer.
+    """One board's answer. ``latency_ms`` is from the call to its answer.
 
-    ``error`` is an error code such as ``stage_failed`` and empty where all is well; ``details`` are
-    figures that go into the answer as they are (``stopped``, ``kept``, ``load_ms``, ...).
+    ``error`` is an error code such as ``stage_failed``, and empty on success; ``details`` are
+    figures that go into the answer unchanged (``stopped``, ``kept``, ``load_ms``, ...).
     """
 
     status: ResultStatus
@@ -117,13 +114,13 @@ class BoardResult:
 
     @property
     def good(self) -> bool:
-        """Whether nothing of what was asked is left to do there: it is done, or the board gone."""
+        """Whether nothing is left to do on the board: it succeeded, or is gone."""
         return self.status in (ResultStatus.OK, ResultStatus.GONE)
 
 
 @dataclass(frozen=True, slots=True)
 class OperationError:
-    """Why an operation did not succeed, as it was answered: HTTP status, code and sentence."""
+    """The reason for an operation's failure, as answered: HTTP status, code and message."""
 
     status: int
     code: str
@@ -131,7 +128,7 @@ class OperationError:
 
     @classmethod
     def of(cls, error: RkserveError) -> OperationError:
-        """Return how an error is answered."""
+        """Return the answer to an error."""
         return cls(error.http_status, error.code or "internal_error", error.message)
 
 
@@ -141,7 +138,7 @@ class Operation:
 
     ``params`` are those of its call, ``who`` names the caller without any secret. ``epoch`` is the
     last one that it made (0: none). ``key`` and ``fingerprint`` are those of the call, so that a
-    repeat finds it. ``results`` go by board id. ``error`` is None while all is well.
+    repeated call finds it. ``results`` are by board ID. ``error`` is None on success.
     """
 
     id: str
@@ -161,17 +158,17 @@ class Operation:
 
     @property
     def over(self) -> bool:
-        """Whether nothing of it goes on."""
+        """Whether it has ended."""
         return self.state is not OperationState.RUNNING
 
     @property
     def succeeded(self) -> int:
-        """How many boards did what was asked, or are gone."""
+        """The number of boards that succeeded or are gone."""
         return sum(result.good for result in self.results.values())
 
     @property
     def status(self) -> int:
-        """The HTTP status that tells how it stands."""
+        """The HTTP status of its state."""
         if self.error is not None:
             return self.error.status
         return {_S.RUNNING: 202, _S.PARTIAL: 207}.get(self.state, 200)
@@ -183,17 +180,19 @@ class Operation:
         return replace(self, phase=phase, epoch=self.epoch if epoch is None else epoch)
 
     def heard(self, board_id: str, result: BoardResult) -> Operation:
-        """Return it with what one board answered last."""
+        """Return it with one board's latest answer."""
         return replace(self, results={**self.results, board_id: result})
 
     def spent(self, phase: str, ms: float) -> Operation:
-        """Return it with the milliseconds that a phase took."""
+        """Return it with the duration of a phase in milliseconds."""
         return replace(self, phases=(*self.phases, (phase, ms)))
 
     def end(
         self, state: OperationState, now_s: float, error: OperationError | None = None
     ) -> Operation:
-        """Return it ended. Raises ``OperationConflict`` for what ``TRANSITIONS`` does not list."""
+        """Return it ended. Raises ``OperationConflict`` for a transition that ``TRANSITIONS``
+        lacks.
+        """
         if (self.state, state) not in TRANSITIONS:
             raise OperationConflict(
                 f"Operation '{self.id}' is {self.state.value} and cannot become {state.value}."
@@ -201,7 +200,7 @@ class Operation:
         return replace(self, state=state, phase=Phase.DONE, finished_s=now_s, error=error)
 
 
-# These hold boards for a moment, unless they come in board by board or for some sessions.
+# These hold boards briefly, unless their strategy is rolling or canary.
 _HOLDERS = frozenset(
     {
         OperationKind.ADAPTER_ROLLOUT,
@@ -209,7 +208,7 @@ _HOLDERS = frozenset(
         OperationKind.WEIGHT_UPDATE,
     }
 )
-# These change what a model serves.
+# These change the versions that a model serves.
 ROLLOUTS = frozenset(
     {
         OperationKind.ADAPTER_ROLLOUT,
@@ -220,9 +219,9 @@ ROLLOUTS = frozenset(
         OperationKind.REBASE,
     }
 )
-# Of these, those that may bring other base weights in.
+# Those of them that may change base weights.
 UPDATES = frozenset({OperationKind.WEIGHT_UPDATE, OperationKind.REBASE})
-# What these ask boards to hold was promised to nobody before they are answered.
+# Their effect is not promised to the caller before they are answered.
 HOLDS = frozenset({OperationKind.PAUSE, OperationKind.SLEEP})
 _PAUSING = frozenset({OperationKind.PAUSE, OperationKind.RESUME, OperationKind.WAKE})
 _RESTING = frozenset({OperationKind.SLEEP, OperationKind.WAKE})
@@ -230,10 +229,10 @@ _K = OperationKind
 
 
 def conflict(running: Iterable[Operation], kind: OperationKind, params: Params) -> str | None:
-    """Say which of the operations that go on must not meet the one that is asked for, and why.
+    """Return why a running operation excludes the requested one; None if none does.
 
-    None: it may begin. ``promote`` and ``rollback`` of an adapter whose canary is being observed
-    may: they are then told to that rollout (``deciding``) instead of beginning something new.
+    ``promote`` and ``rollback`` of an adapter whose canary is being observed are allowed: that
+    rollout (``deciding``) receives them instead of a new operation.
     """
     for one in running:
         if not one.over and (why := _excludes(one, kind, params)):
@@ -242,7 +241,7 @@ def conflict(running: Iterable[Operation], kind: OperationKind, params: Params) 
 
 
 def deciding(running: Iterable[Operation], kind: OperationKind, params: Params) -> Operation | None:
-    """Return the canary that a ``promote`` or ``rollback`` decides, if one is being observed."""
+    """Return the observed canary that a ``promote`` or ``rollback`` decides, if any."""
     if kind not in (_K.ADAPTER_PROMOTE, _K.ADAPTER_ROLLBACK):
         return None
     return next((one for one in running if _is_observed(one) and _same_line(one, params)), None)
@@ -262,7 +261,7 @@ def _excludes(one: Operation, kind: OperationKind, params: Params) -> str | None
 
 
 def _stops(one: Operation) -> bool:
-    """Whether it stops boards; a reset that interrupts what runs does so for a moment."""
+    """Return whether it stops boards; a reset that interrupts running requests does so briefly."""
     resets = one.kind is _K.CACHE_RESET
     return one.kind is _K.PAUSE or (
         resets and read.flag(one.params, "reset_running_requests", default=False)
@@ -270,7 +269,7 @@ def _stops(one: Operation) -> bool:
 
 
 def _beside_rest(one: Operation, kind: OperationKind, params: Params) -> str | None:
-    """A board that is on its way to sleep, or awake, is no place to change what it serves."""
+    """Exclude changes of the served versions on boards that are going to sleep or waking up."""
     if kind in ROLLOUTS:
         meant = Scope(models=(read.text(params, "model"),))
     elif kind in _RESTING and kind is not one.kind:
@@ -319,13 +318,13 @@ def _pause_against_rollout(one: Operation, params: Params) -> str | None:
 
 
 def _holds_now(one: Operation) -> bool:
-    """Whether boards are held, also while they load, where they do that under the hold."""
+    """Return whether boards are held, also during a load under the hold."""
     loads = one.phase in (Phase.LOADING, Phase.SWITCHING)
     return one.phase in HOLDING or (loads and _is_held_first(one))
 
 
 def _is_held_first(one: Operation) -> bool:
-    """Whether it holds the whole model before boards load."""
+    """Return whether it holds the whole model before boards load."""
     return one.kind is _K.WEIGHT_UPDATE and one.params.get("in_flight") != InFlight.PIN.value
 
 

@@ -1,7 +1,4 @@
-"""The parameters of a call: JSON by name, read strictly.
-
-It knows JSON types and scopes, and not which call has which parameters.
-"""
+"""Strict readers of a call's JSON parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ E = TypeVar("E", bound=Enum)
 
 
 def text(params: Params, name: str, default: str | None = None) -> str:
-    """Return a non-empty string. Raises ``RequestError`` where it is none, or absent."""
+    """Return a non-empty string. Raises ``RequestError`` for anything else, and if it is absent."""
     value = params.get(name)
     if value is None and default is not None:
         return default
@@ -29,12 +26,12 @@ def text(params: Params, name: str, default: str | None = None) -> str:
 
 
 def optional_text(params: Params, name: str) -> str | None:
-    """Return a non-empty string, or None where it is absent or null. Raises ``RequestError``."""
+    """Return a non-empty string, or None if absent or null. Raises ``RequestError``."""
     return None if params.get(name) is None else text(params, name)
 
 
 def texts(params: Params, name: str) -> tuple[str, ...]:
-    """Return a list of non-empty strings, empty where absent or null. Raises ``RequestError``."""
+    """Return a list of non-empty strings, empty if absent or null. Raises ``RequestError``."""
     value = params.get(name)
     if value is None:
         return ()
@@ -54,7 +51,9 @@ def number(
     low: float = -math.inf,
     high: float = math.inf,
 ) -> float:
-    """Return a finite number from ``low`` to ``high``. Raises ``RequestError`` for all else."""
+    """Return a finite number from ``low`` to ``high``. Raises ``RequestError`` for anything
+    else.
+    """
     value = params.get(name)
     if value is None and default is not None:
         return default
@@ -66,7 +65,7 @@ def number(
 
 
 def whole(params: Params, name: str, default: int | None = None, *, low: float = -math.inf) -> int:
-    """Return a whole number, at least ``low``. Raises ``RequestError`` for all else."""
+    """Return a whole number, at least ``low``. Raises ``RequestError`` for anything else."""
     value = params.get(name)
     if value is not None and not isinstance(value, int):
         raise RequestError(f"'{name}' must be a whole number.", name)
@@ -78,7 +77,7 @@ def _range(low: float, high: float) -> str:
 
 
 def choice(params: Params, name: str, kind: type[E], default: E) -> E:
-    """Return one of an enum's values. Raises ``RequestError`` that lists them for all else."""
+    """Return one of an enum's values. Raises ``RequestError`` that lists them for anything else."""
     value = params.get(name)
     if value is None:
         return default
@@ -90,11 +89,11 @@ def choice(params: Params, name: str, kind: type[E], default: E) -> E:
 
 
 def level(params: Params, name: str, default: SleepLevel) -> SleepLevel:
-    """Return how deep a sleep shall be, 0 to 2. Raises ``RequestError`` for anything else."""
+    """Return a sleep level, 0 to 2. Raises ``RequestError`` for anything else."""
     value = params.get(name)
     if value is None:
         return default
-    # True is a number to Python, and 1.0 is one to an enum.
+    # Python treats True as a number, and an enum accepts 1.0.
     if type(value) is not int or value not in tuple(SleepLevel):
         raise RequestError(f"'{name}' must be 0, 1 or 2.", name)
     return SleepLevel(value)
@@ -111,7 +110,7 @@ def flag(params: Params, name: str, *, default: bool) -> bool:
 
 
 def scope(params: Params) -> Scope:
-    """Return the scope that ``models``, ``boards`` and ``adapter`` name: absent is all."""
+    """Return the scope of ``models``, ``boards`` and ``adapter``; absent means all."""
     return Scope(
         tuple(sorted(set(texts(params, "models")))),
         tuple(sorted(set(texts(params, "boards")))),

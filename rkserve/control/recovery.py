@@ -1,8 +1,7 @@
-"""What a Coordinator that starts makes of what it finds: nothing half-done is left.
+"""Recovery at the Coordinator's start: every unfinished operation is completed or undone.
 
-It knows the last desired state and the operations as they were written down, both in the same
-transaction. What boards do it need not know: they are brought to what it returns, like any board
-that comes back.
+Its input is the last desired state and the operations from the ledger, stored in one transaction.
+Boards are brought to the result like any board that returns.
 """
 
 from __future__ import annotations
@@ -27,21 +26,20 @@ _FAILED = "The Coordinator was restarted before it had changed anything; ask aga
 _UNKNOWN = "The Coordinator was restarted; which boards have done it is not known: ask again."
 
 _K, _S = OperationKind, OperationState
-# One change of the desired state is all that these do: once it is written, it stands.
+# These make a single change of the desired state, which stands once it is stored.
 _ONE_CHANGE = frozenset({_K.RESUME, _K.WAKE, _K.LABEL, _K.ADAPTER_STAGE, _K.ADAPTER_RETIRE})
 
 
 def recover(
     desired: Desired, operations: Iterable[Operation], now_s: float
 ) -> tuple[Desired, tuple[Operation, ...]]:
-    """Return what the cluster shall be now, and the operations that have changed.
+    """Return the recovered desired state, and the operations that have changed.
 
-    ``operations`` are all that are not over, and those that made a pause that is there.
-    ``now_s`` is in seconds since 1970. Pauses that were not acknowledged yet, those whose lease has
-    ended and all that rollouts made are taken back, and so is every candidate, and base weights
-    that were on their way: a rollout that had not committed is undone, one that had stands,
-    ``partial`` until all boards have followed. It is at most one epoch later; a second time it
-    changes nothing.
+    ``operations`` are all that are not over, and those that made a current pause. ``now_s`` is in
+    seconds since 1970. Pauses that were not acknowledged, those whose lease has ended and all those
+    of rollouts are removed, and so are candidates and changes of base weights in progress: an
+    uncommitted rollout is undone, a committed one stands, ``partial`` until all boards have
+    followed. The result is at most one epoch later; a second call changes nothing.
     """
     known = {one.id: one for one in operations}
     ended = {one.id: _ended(desired, one, now_s) for one in known.values() if not one.over}
@@ -61,7 +59,7 @@ def recover(
 def _is_dead(pause: ActivePause, operations: dict[str, Operation]) -> bool:
     made_by = operations.get(pause.operation)
     if made_by is None:
-        return False  # an old one, whose record was forgotten: it was acknowledged long ago
+        return False  # an old one, whose record has expired: it was acknowledged long ago
     return made_by.kind in ROLLOUTS or made_by.state in (_S.FAILED, _S.UNDONE)
 
 
@@ -76,10 +74,10 @@ def _ended(desired: Desired, one: Operation, now_s: float) -> Operation:
 
 
 def stands(desired: Desired, one: Operation) -> bool:
-    """Whether what it asks for is desired by now, so that boards need only follow.
+    """Return whether its change is already part of the desired state, so that boards need only
+    follow.
 
-    A pause or a sleep never does before it is acknowledged: whoever asked for it was not told that
-    it holds.
+    Never for a pause or a sleep that was not acknowledged: the caller was not told that it holds.
     """
     if not one.epoch or one.kind in HOLDS:
         return False

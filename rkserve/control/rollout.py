@@ -1,16 +1,13 @@
-"""The course of one change of what an adapter serves: events in, what to do next out.
+"""The state machine of a rollout: events in, steps out. Pure.
 
-It decides and does nothing itself: whoever carries a ``Step`` out tells what came of it as an
-``Event``, in any order, also late or twice. It knows no board but by name, and time only as what
-it is told, in seconds of the caller's clock.
+The caller executes each ``Step`` and reports its result as an ``Event``, in any order, also late or
+twice. Boards are known by name only, and times are those of the caller's clock, in seconds.
 
-The rule that it keeps: until the commit is asked for, a failure on a board that is there takes
-everything back; from then on the new version stands, and a board that has not followed is brought
-there later by whoever compares what boards are with what they shall be. Boards that die are left
-out. Boards that join, or come back, get the desired state of the moment, like any board, and have
-what it names before they serve; but a hold and a commit are for all that are there by then: whoever
-carries these out asks the newcomers too and tells of them (``BoardJoined``), so that none goes on with
-what it was told before.
+Invariant: until the commit is requested, a failure on a present board undoes everything; after it
+the new version stands, and reconciliation brings boards that have not followed to it. Boards that
+die are left out. Boards that join or return get the current desired state, like any board, and have
+its files before they serve. A hold and a commit include all boards present by then: the caller asks
+newcomers too and reports them (``BoardJoined``), so that none continues with an older state.
 
 ::
 
@@ -21,9 +18,8 @@ what it was told before.
               observe until there is a verdict, COMMIT
     rollback  HOLD all, COMMIT (the previous version is back, hold released)
 
-Base weights come in the same way; see ``rebasing`` for their courses. Boards load the whole model
-in their turn then: one that dies in its turn is no accident, and takes everything back; one that
-joins while others have their turns gets one too.
+Base weights use the same stages; see ``weight_changes``. Boards then load the whole model in their
+turn: one that dies in its turn undoes everything, and one that joins meanwhile gets a turn too.
 """
 
 from __future__ import annotations
@@ -37,22 +33,24 @@ from rkserve.control.canary import CanaryAssessment, CanaryVerdict
 from rkserve.control.operations import OperationError, OperationState, Phase
 from rkserve.control.rollout_plan import Move, MoveRequest, RolloutPlan, RolloutStage
 
-# An observation without a verdict goes on for so many times what was asked for, and then so many
-# seconds at least, before the version is taken back: a quiet cluster proves nothing.
+# An observation without a verdict continues for this multiple of the requested time, and at least
+# for this many seconds, before the version is undone: an idle cluster proves nothing.
 PATIENCE = 10
 PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class ObserveCanary:
-    """Judge the candidate again and again, and tell each ``CanaryAssessment`` (``CanaryAssessed``), to the end."""
+    """Assess the candidate repeatedly and report each assessment (``CanaryAssessed``), until the
+    end.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class FinishRollout:
-    """It is over: nothing more is to be done. ``lagging`` boards have not followed the commit.
+    """The rollout is over. ``lagging`` boards have not followed the commit.
 
-    ``error`` says why where the version did not come in.
+    ``error`` is the reason if the version did not come in.
     """
 
     state: OperationState
@@ -65,7 +63,7 @@ Step: TypeAlias = MoveRequest | ObserveCanary | FinishRollout
 
 @dataclass(frozen=True, slots=True)
 class BoardAnswered:
-    """A board answered a move, or did not in time; ``error`` of None is good."""
+    """A board's answer to a move, or its timeout; ``error`` of None is success."""
 
     move: Move
     board_id: str
@@ -74,18 +72,18 @@ class BoardAnswered:
 
 @dataclass(frozen=True, slots=True)
 class BoardLeft:
-    """A board is not there any more: it died or left. What it is asked for is asked in vain."""
+    """A board died or left; requests to it have no effect."""
 
     board_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class BoardJoined:
-    """A board that was no part of it is asked for the move of the moment like the others.
+    """A board that was not part of the rollout, and is asked for the current move like the others.
 
-    It comes before its answer. Other moves than a hold, a commit and an undo are none of its
-    business: it loads the version when it needs it; but one that would load the whole model then
-    waits for its turn like the others.
+    It comes before the board's answer. It matters for a hold, a commit and an undo only: the board
+    loads the version when it needs it. A board that would load the whole model then waits for its
+    turn like the others.
     """
 
     board_id: str
@@ -93,9 +91,9 @@ class BoardJoined:
 
 @dataclass(frozen=True, slots=True)
 class ChangeRefused:
-    """A change could not be made or written down, and no board was told of it.
+    """A change could not be made or stored, and no board received it.
 
-    An ``UNDO`` is never refused: whoever cannot write it down tries again, or starts anew.
+    An ``UNDO`` is never refused: a caller that cannot store it tries again, or restarts.
     """
 
     move: Move
@@ -104,14 +102,14 @@ class ChangeRefused:
 
 @dataclass(frozen=True, slots=True)
 class CanaryAssessed:
-    """What was found of the candidate that is being observed."""
+    """An assessment of the observed candidate."""
 
     judgement: CanaryAssessment
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryDecided:
-    """Someone promotes the candidate that is being observed, or rolls it back. ``who`` says who."""
+    """A manual promotion or rollback of the observed candidate, by ``who``."""
 
     promote: bool
     who: str = ""
@@ -119,7 +117,7 @@ class CanaryDecided:
 
 @dataclass(frozen=True, slots=True)
 class RolloutCancelled:
-    """It shall end now: its time is up, or someone stops it."""
+    """The rollout must end now: its time is up, or it was stopped."""
 
     error: OperationError
 
@@ -137,7 +135,7 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Where a rollout is. Made by ``start``, and by nobody else than ``advance`` changed."""
+    """The state of a rollout, made by ``start`` and changed only by ``advance``."""
 
     plan: RolloutPlan
     boards: tuple[str, ...]
@@ -152,7 +150,7 @@ class Rollout:
 
     @property
     def phase(self) -> Phase:
-        """What to record of it."""
+        """The phase for the operation's record."""
         return Phase.DONE if self.ended else _PHASES[self.at]
 
 
@@ -167,7 +165,7 @@ _PHASES: dict[Move | RolloutStage, Phase] = {
     Move.COMMIT: Phase.RELEASING,
     Move.UNDO: Phase.UNDOING,
 }
-# These are for every board that is there, whether it was when the rollout began or not.
+# Moves for every present board, including those that joined after the rollout began.
 EVERYWHERE = frozenset({Move.HOLD, Move.COMMIT, Move.UNDO})
 _CHANGING = frozenset({Move.HOLD, Move.OFFER, Move.SWITCH, Move.COMMIT})
 NO_BOARD = OperationError(503, "no_board", "No board is left that could show the version good.")
@@ -175,16 +173,16 @@ Next: TypeAlias = tuple[Rollout, tuple[Step, ...]]
 
 
 def start(plan: RolloutPlan, now_s: float) -> Next:
-    """Begin: return where it is and what to do first, in this order."""
+    """Return the initial state and the first steps, in order."""
     rollout = Rollout(plan, plan.boards, plan.stages[0])
     return _go_on(rollout, now_s) if plan.boards else _take_back(rollout, NO_BOARD)
 
 
 def advance(rollout: Rollout, event: Event, now_s: float) -> Next:
-    """Return where it is after an event, and what to do next, in this order.
+    """Return the state after an event, and the next steps, in order.
 
-    ``now_s`` is in seconds of the same clock as ever. What comes too late, or twice, or for a board
-    that is gone, changes nothing.
+    ``now_s`` is in seconds of the clock passed to ``start``. Events that are late, repeated, or
+    about a board that is gone change nothing.
     """
     if rollout.ended:
         return rollout, ()
@@ -227,7 +225,7 @@ def _gone(rollout: Rollout, board_id: str, now_s: float) -> Next:
         return rollout, ()
     boards = tuple(one for one in rollout.boards if one != board_id)
     died_of_it = _in_turn(rollout, board_id)
-    # What it was asked for is forgotten with it: if it comes back, nothing of it is waited for.
+    # Its pending moves are dropped with it: if it returns, the rollout does not wait for them.
     rollout = replace(
         rollout,
         boards=boards,
@@ -243,7 +241,7 @@ def _gone(rollout: Rollout, board_id: str, now_s: float) -> Next:
 
 
 def _in_turn(rollout: Rollout, board_id: str) -> bool:
-    """Whether a board is loading the model in a turn of its own."""
+    """Return whether a board is loading the model in a turn of its own."""
     turn = (Move.SWITCH, board_id)
     return (
         rollout.plan.heavy
@@ -267,7 +265,7 @@ def _joined(rollout: Rollout, board_id: str, now_s: float) -> Next:
 def _refused(rollout: Rollout, event: ChangeRefused) -> Next:
     if rollout.at is Move.UNDO or event.move not in _CHANGING:
         return rollout, ()
-    # Each course begins its changes with one of these: without it there is nothing to undo.
+    # Every rollout begins its changes with one of these: before it there is nothing to undo.
     changed = event.move not in (Move.HOLD, Move.OFFER)
     return _take_back(replace(rollout, changed=changed), event.error)
 
@@ -301,7 +299,7 @@ def _decided(rollout: Rollout, event: CanaryDecided, now_s: float) -> Next:
 
 
 def _take_back(rollout: Rollout, error: OperationError) -> Next:
-    """Undo what was changed; where nothing was, it has failed and that is all."""
+    """Undo the changes; if there are none, the rollout has failed without effects."""
     rollout = replace(rollout, error=error)
     if not rollout.changed:
         return _finish(rollout)
@@ -335,7 +333,7 @@ def _ask(rollout: Rollout, move: Move, boards: Iterable[str]) -> tuple[Rollout, 
 
 
 def _go_on(rollout: Rollout, now_s: float) -> Next:
-    """Ask for what can be asked now; go on to the next part where this one is complete."""
+    """Request all moves that are possible now; enter the next stage when this one is complete."""
     if rollout.at is RolloutStage.OBSERVE:
         return rollout, ()
     if _complete(rollout):
@@ -363,7 +361,7 @@ def _complete(rollout: Rollout) -> bool:
 
 
 def _due(rollout: Rollout) -> list[tuple[Move, tuple[str, ...]]]:
-    """Return what is to be asked of which boards now."""
+    """Return the move requests that are due now."""
     if turn := rollout.plan.turn(rollout.at):
         return _due_in_turn(rollout, turn)
     move = Move(rollout.at)
@@ -372,8 +370,8 @@ def _due(rollout: Rollout) -> list[tuple[Move, tuple[str, ...]]]:
 
 
 def _due_in_turn(rollout: Rollout, turn: tuple[Move, ...]) -> list[tuple[Move, tuple[str, ...]]]:
-    """Let ``max_unavailable`` boards be away at a time, from the first move of their turn on until
-    the last one is done.
+    """Return the next turns: ``max_unavailable`` boards at a time, from the first move of their
+    turn until its last one is done.
     """
     asked, done = rollout.asked, rollout.done
     first, last = turn[0], turn[-1]

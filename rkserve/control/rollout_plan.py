@@ -1,7 +1,6 @@
-"""What a rollout is to do, and what each of its moves makes of the desired state.
+"""Plans of rollouts: their stages, and the change of the desired state by each move.
 
-It knows the parameters of a rollout and the changes; in which order moves come, and what answers
-mean, is ``rollout``'s.
+The order of moves and the meaning of answers are those of ``rollout``.
 """
 
 from __future__ import annotations
@@ -28,7 +27,9 @@ from rkserve.core.errors import OperationConflict, RequestError
 
 
 class Strategy(str, Enum):
-    """How a version comes in: everywhere at one instant, board by board, or for some sessions."""
+    """The strategy of a rollout: everywhere at one instant, board by board, or for some
+    sessions.
+    """
 
     ATOMIC = "atomic"
     ROLLING = "rolling"
@@ -36,7 +37,7 @@ class Strategy(str, Enum):
 
 
 class Move(str, Enum):
-    """What can be asked of boards. All but the first two are changes of the desired state."""
+    """A request to boards. All but the first two are changes of the desired state."""
 
     STAGE = "stage"
     LOAD = "load"
@@ -48,7 +49,7 @@ class Move(str, Enum):
 
 
 class RolloutStage(Enum):
-    """The parts of a course that are not one move of all boards."""
+    """The stages of a rollout that are not one move of all boards."""
 
     ROLL = "roll"
     OBSERVE = "observe"
@@ -62,17 +63,17 @@ _STAGES: dict[Strategy, Stages] = {
     Strategy.CANARY: (Move.STAGE, Move.LOAD, Move.OFFER, RolloutStage.OBSERVE, Move.COMMIT),
 }
 _BACK: Stages = (Move.HOLD, Move.COMMIT)
-# Boards load between two runs, which may take minutes: those that are held load at once.
+# Boards load between two runs, which may take minutes; held boards load at once.
 _HELD_FIRST: Stages = (Move.STAGE, Move.HOLD, Move.LOAD, Move.COMMIT)
 
 
 @dataclass(frozen=True, slots=True)
 class MoveRequest:
-    """Ask boards for a move and tell what each answers (``Answered``, ``Gone``).
+    """Ask boards for a move and report each answer (``BoardAnswered``, ``BoardLeft``).
 
-    A change is applied (``AdapterRolloutPlan.apply``) and written down first, once, also where ``boards`` is
-    empty; what prevents it (``Refused``) is told before any other event. Whoever is not in
-    ``boards`` may be told too, and its answer is nobody's business.
+    A change is applied (``RolloutPlan.apply``) and stored first, once, also if ``boards`` is empty;
+    a failure of that (``ChangeRefused``) is reported before any other event. Boards that are not in
+    ``boards`` may be told too, and their answers are ignored.
     """
 
     move: Move
@@ -80,7 +81,7 @@ class MoveRequest:
 
 
 class RolloutPlan(Protocol):
-    """What the course of a rollout must know of its plan; and whoever carries it out.
+    """The interface of a rollout's plan.
 
     ``heavy``: a switch makes boards load the whole model.
     """
@@ -105,22 +106,24 @@ class RolloutPlan(Protocol):
     def heavy(self) -> bool: ...
 
     def turn(self, at: Move | RolloutStage) -> tuple[Move, ...]:
-        """Return what boards do one after the other in that part; nothing where all go at once."""
+        """Return the moves that boards make one after the other in that stage; none if all go at
+        once.
+        """
 
     def apply(self, move: MoveRequest, desired: Desired, now_s: float) -> Desired:
-        """Return what the cluster shall be by a move."""
+        """Return the desired state after a move."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRolloutPlan:
-    """What a rollout of an adapter shall do.
+    """The plan of a rollout of an adapter.
 
-    ``boards`` are those that are there when it begins. ``version`` is None for a rollback by hand.
-    ``weight`` (0 to 1) is the canary's part of the sessions; it is observed for ``observe_s``
-    seconds, and without ``auto`` until someone decides. ``hold_s`` is the lease of its own pause in
-    seconds: more than boards may take to stop and to go on. ``keep`` is how many versions stay
-    beside the active one and the one before it. ``step`` is a trainer's, which the commit notes.
-    ``held_first``: an atomic one holds all requests of the model before boards load, instead of
+    ``boards`` are those present at the start. ``version`` is None for a manual rollback. ``weight``
+    (0 to 1) is the canary's share of the sessions; it is observed for ``observe_s`` seconds, and
+    without ``auto`` until a manual decision. ``hold_s`` is the lease of its own pause in seconds:
+    more than boards may take to stop and to continue. ``keep`` is the number of versions kept
+    beside the active and the previous one. The commit records ``step``, a trainer's.
+    ``held_first``: an atomic rollout holds all requests of the model before boards load, instead of
     those of the adapter afterwards.
     """
 
@@ -142,7 +145,7 @@ class AdapterRolloutPlan:
 
     @property
     def stages(self) -> Stages:
-        """Its parts, in their order."""
+        """Its stages, in order."""
         if self.held_first and self.version is not None:
             return _HELD_FIRST
         return _BACK if self.version is None else _STAGES[self.strategy]
@@ -153,31 +156,31 @@ class AdapterRolloutPlan:
         return False
 
     def turn(self, at: Move | RolloutStage) -> tuple[Move, ...]:
-        """Return what boards do one after the other; see ``RolloutPlan``."""
+        """Return the moves that boards make one after the other; see ``RolloutPlan``."""
         if at is RolloutStage.ROLL:
             return (Move.LOAD, Move.SWITCH)
         canary = at is Move.LOAD and self.strategy is Strategy.CANARY
         return (Move.LOAD,) if canary else ()
 
     def apply(self, move: MoveRequest, desired: Desired, now_s: float) -> Desired:
-        """Return what the cluster shall be by a move; for ``STAGE`` and ``LOAD`` what it was.
+        """Return the desired state after a move; ``STAGE`` and ``LOAD`` do not change it.
 
-        It is one epoch later, or the same value where there is nothing to change. ``now_s`` is in
-        seconds since 1970. Raises what ``changes`` raises, and ``OperationConflict`` for a commit
-        whose hold has ended: tell it as ``Cancelled``.
+        The result is one epoch later, or the same value if there is nothing to change. ``now_s`` is
+        in seconds since 1970. Raises the errors of ``state_changes``, and ``OperationConflict`` for
+        a commit whose hold has ended, to be reported as ``RolloutCancelled``.
         """
         return _CHANGES[move.move](self, move, desired, now_s)
 
     def check(self, desired: Desired) -> None:
-        """Raise what the commit would raise, before anything is staged or stopped for it."""
+        """Raise the errors of the commit, before anything is staged or stopped for it."""
         self.noted(self.committed(desired))
 
     def holds(self, desired: Desired) -> bool:
-        """Whether the version is the active one already, and nothing else is to be noted."""
+        """Return whether the version is already the active one, with nothing else to record."""
         return self.step is None and self._serves(desired)
 
     def noted(self, desired: Desired) -> Desired:
-        """Return it with the trainer's step, where there is one."""
+        """Return the state with the trainer's step, if there is one."""
         if self.step is None:
             return desired
         return state_changes.set_step(desired, self.model, self.step)
@@ -187,7 +190,9 @@ class AdapterRolloutPlan:
         return self.version is not None and line is not None and line.active == self.version
 
     def committed(self, desired: Desired) -> Desired:
-        """Return it with the new version in, whether it was offered before or not."""
+        """Return the state with the new version active, whether it was a candidate before or
+        not.
+        """
         if self.version is None:
             return state_changes.rollback(
                 desired, self.model, self.name, in_flight=self.in_flight, keep=self.keep
@@ -200,7 +205,7 @@ class AdapterRolloutPlan:
         return state_changes.commit(desired, self.model, self.name, self.keep)
 
     def offered(self, desired: Desired, weight: float) -> Desired:
-        """Return it with the new version as a candidate."""
+        """Return the state with the new version as a candidate."""
         if self.version is None:
             raise OperationConflict("A rollback brings in no version.")
         return state_changes.begin(
@@ -280,7 +285,7 @@ def plan(
     hold_s: float = 60.0,
     keep: int = state_changes.KEEP_VERSIONS,
 ) -> AdapterRolloutPlan:
-    """Read a plan from a call's parameters. Raises ``RequestError`` for what they may not be."""
+    """Return the plan of a call's parameters. Raises ``RequestError`` for invalid ones."""
     strategy = read.choice(params, "strategy", Strategy, Strategy.ATOMIC)
     if kind is OperationKind.ADAPTER_ROLLBACK:
         strategy, version = Strategy.ATOMIC, None

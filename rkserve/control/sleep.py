@@ -14,9 +14,12 @@ from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import ActivePause, Desired, PauseMode, Scope, SleepLevel
 from rkserve.core.errors import OperationConflict, RequestError
 
-IDLE, REQUEST = "idle", "request"  # the callers of sleep and wake-up operations of our own
+IDLE, REQUEST = (
+    "idle",
+    "request",
+)  # the callers of the Coordinator's own sleep and wake-up operations
 DEFAULT_LOAD_S = 180.0
-# Such a board may yet serve, or be woken; others are not counted on.
+# Boards in these states may yet serve or be woken.
 ALIVE = frozenset(
     {
         BoardState.READY,
@@ -30,10 +33,10 @@ ALIVE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class SleepPolicy:
-    """How a model's boards are configured to sleep.
+    """The configured sleep of a model's boards.
 
-    After ``idle_s`` seconds in which nobody asked for it the model is unloaded (None: never). With
-    ``wakes`` the next request ends that. Its file takes ``load_s`` seconds to load at most.
+    After ``idle_s`` seconds without a request the model is unloaded (None: never). With ``wakes``
+    the next request wakes it. Its file takes at most ``load_s`` seconds to load.
     """
 
     idle_s: float | None = None
@@ -42,7 +45,7 @@ class SleepPolicy:
 
     @classmethod
     def of(cls, groups: Iterable[SleepPolicy]) -> SleepPolicy:
-        """Return that of a model which several groups serve: the most cautious of theirs."""
+        """Return the policy of a model served by several groups: the most cautious of theirs."""
         known = list(groups)
         idle = [one.idle_s for one in known if one.idle_s is not None]
         return cls(
@@ -58,21 +61,21 @@ def sleeps(desired: Desired, board_id: str, model: str) -> list[ActivePause]:
 
 
 def wakeable(desired: Desired, model: str, boards: Iterable[BoardReport]) -> bool:
-    """Whether a request for the model finds no board awake, and wakes one.
+    """Return whether no board of the model is awake and a request wakes one.
 
-    ``boards`` are the model's. Where there is none, it is as if there were one.
+    ``boards`` are the model's; none counts as one.
     """
     if not any(one.wakes for one in desired.pauses):
-        return False  # at once: every request asks
+        return False  # early, because every request calls this
     names = [one.board_id for one in boards if one.state in ALIVE]
     covering = [sleeps(desired, name, model) for name in names or [""]]
     return all(covering) and any(all(one.wakes for one in each) for each in covering)
 
 
 def unused(desired: Desired, model: str, boards: Iterable[BoardReport], idle_s: float) -> bool:
-    """Whether all of a model's boards are awake, well, and nobody asked them for anything lately.
+    """Return whether all boards of a model are awake, healthy and without requests for ``idle_s``.
 
-    What somebody paused, as a whole or for an adapter, is in use: they will come back to it.
+    Paused boards and adapters count as used: their callers will resume them.
     """
     known = list(boards)
     held = any(pause.scope.covers(one.board_id, model) for pause in desired.pauses for one in known)
@@ -90,7 +93,7 @@ def of_model(model: str) -> Scope:
 
 
 def requested(model: str) -> dict[str, Json]:
-    """Return the parameters of a wake-up operation that a request for a model needs."""
+    """Return the parameters of the wake-up operation for a request."""
     return {"models": list(of_model(model).models), "requested": True}
 
 
@@ -110,9 +113,9 @@ def sleep(
     """Put a part of the cluster to sleep, for ``lease_s`` seconds at most (None: until woken).
 
     It is a pause that also unloads, and the same rules hold; a deeper sleep includes a lighter one.
-    ``models`` are all that are served: a sleep that ends with a request is one for each model, so
-    that a request wakes no more than its own. Raises as ``pause`` does, and ``RequestError`` for an
-    adapter, which boards have no way to unload.
+    ``models`` are all served ones: a sleep that ends with a request becomes one for each model, so
+    that a request wakes only its own. Raises as ``pause`` does, and ``RequestError`` for an
+    adapter, which boards cannot unload.
     """
     if scope.adapter is not None:
         raise RequestError("An adapter cannot sleep, only boards can: pause it.", "adapter")
@@ -132,7 +135,8 @@ def sleep(
 def renews(
     desired: Desired, scope: Scope, mode: PauseMode, level: SleepLevel, models: Sequence[str]
 ) -> bool:
-    """Whether it sleeps like that already, and another sleep would change no more than its end.
+    """Return whether the scope already sleeps in that way, so that another sleep changes only its
+    end.
 
     ``models`` are all that are served.
     """
@@ -149,12 +153,12 @@ def wake(
     only_weights: bool = False,
     only_kv: bool = False,
 ) -> tuple[Desired, tuple[ActivePause, ...]]:
-    """Take back every sleep that lies within ``scope`` (None: all); return these too. No pause is.
+    """Remove every sleep within ``scope`` (None: all); return these too. Pauses stay.
 
-    To wake what is not asleep changes nothing. With ``only_weights`` the models are loaded and
-    boards stay paused, which ends once ``only_kv`` is asked for as well. Raises
-    ``OperationConflict`` where a sleep of more than the scope would go on, for what was answered to
-    be awake would not be; and for ``only_kv`` of what has no weights yet.
+    Waking an awake part changes nothing. With ``only_weights`` the models are loaded and boards
+    stay paused, until ``only_kv`` is requested as well. Raises ``OperationConflict`` if a sleep of
+    a wider scope would continue to cover a part of the scope, and for ``only_kv`` before the
+    weights are loaded.
     """
     within = Scope() if scope is None else scope
     asleep = [p for p in desired.pauses if p.level is not None and p.operation not in running]
@@ -177,7 +181,7 @@ def wake(
 
 
 def wake_for_request(desired: Desired, model: str) -> tuple[Desired, tuple[ActivePause, ...]]:
-    """Take back every sleep of a model that ends with a request for it; return these too."""
+    """Remove every sleep of a model that ends with a request for it; return these too."""
     within = Scope(models=(model,))
     gone = tuple(p for p in desired.pauses if p.wakes and p.scope.within(within))
     return state_changes.without(desired, gone), gone

@@ -1,9 +1,7 @@
-"""Every change that can be made to what the cluster shall be: old value in, new value out.
+"""All changes of the desired state: old value in, new value out. Pure.
 
-Each returns a value of the next epoch, or the very value that it was given where what is asked for
-holds already; a change that may not be made raises and nothing has happened. It knows nothing of
-boards, of what they answer, or of who may ask. Times are in seconds since 1970, by the caller's
-clock.
+Each returns a value of the next epoch, or its argument if the change is already in effect; an
+invalid change raises. Times are in seconds since 1970, by the caller's clock.
 """
 
 from __future__ import annotations
@@ -30,18 +28,18 @@ from rkserve.core.errors import (
     StaleWeights,
 )
 
-# A line remembers so many versions that it has served, beside the active one and the one before.
+# Versions kept of those served earlier, beside the active and the previous one.
 KEEP_VERSIONS = 2
-# Each board has them on its disk; whoever stages more than that has forgotten the earlier ones.
+# Each board has them on its disk; a caller that stages more has lost track of the earlier ones.
 MAX_WAITING = 64
-# Each is sent to every board with every change; a caller that needs more forgets to resume.
+# Each is sent to every board with every change; a caller that needs more never resumes.
 MAX_PAUSES = 64
 
 
 def expect(desired: Desired, epoch: int | None) -> None:
     """Raise ``StaleEpoch`` unless ``epoch`` is None or the epoch now."""
     if epoch is not None and epoch != desired.epoch:
-        raise StaleEpoch(f"The epoch is {desired.epoch}, and not {epoch}.", "epoch")
+        raise StaleEpoch(f"Stale epoch: expected {epoch}, current is {desired.epoch}.", "epoch")
 
 
 def pause(
@@ -57,24 +55,24 @@ def pause(
 ) -> Desired:
     """Pause a part of the cluster, for ``lease_s`` seconds at most (None: until it is resumed).
 
-    Nothing changes where a pause of the same kind holds already for as long. Pauses of the same
-    kind that end sooner than another are forgotten, but never those of operations in ``running``:
-    these may yet be undone, and must not take an older pause with them. Raises ``RequestError`` for
-    a lease that is not positive, and ``OperationConflict`` for one pause too many.
+    Nothing changes if a pause of the same kind already holds for at least as long. Pauses of the
+    same kind that end sooner than another are dropped, except those of operations in ``running``:
+    they may yet be undone, and must not remove an older pause with them. Raises ``RequestError``
+    for a lease that is not positive, and ``OperationConflict`` above the limit of pauses.
     """
     expires_s = lease_end(lease_s, now_s)
     return add(desired, ActivePause(operation, scope, mode, clear_cache, now_s, expires_s), running)
 
 
 def lease_end(lease_s: float | None, now_s: float) -> float | None:
-    """Return when a lease ends. Raises ``RequestError`` for one that is not positive."""
+    """Return the end of a lease. Raises ``RequestError`` if it is not positive."""
     if lease_s is not None and not lease_s > 0:
         raise RequestError("'lease_s' must be more than 0.", "lease_s")
     return None if lease_s is None else now_s + lease_s
 
 
 def add(desired: Desired, asked: ActivePause, running: Collection[str]) -> Desired:
-    """Add a pause unless it adds nothing, and forget those that others outlast; see ``pause``."""
+    """Add a pause unless it is redundant, and drop those that others outlast; see ``pause``."""
     settled = [one for one in desired.pauses if one.operation not in running]
     if any(_outlasts(one, asked) for one in settled):
         return desired
@@ -90,9 +88,9 @@ def add(desired: Desired, asked: ActivePause, running: Collection[str]) -> Desir
 
 
 def hold(desired: Desired, asked: ActivePause) -> Desired:
-    """Add a pause, whatever holds already: who made it can rely on its own.
+    """Add a pause even if it is redundant, so that its operation can rely on its own.
 
-    Raises ``OperationConflict`` for one pause too many.
+    Raises ``OperationConflict`` above the limit of pauses.
     """
     if len(desired.pauses) >= MAX_PAUSES:
         raise OperationConflict(
@@ -102,7 +100,7 @@ def hold(desired: Desired, asked: ActivePause) -> Desired:
 
 
 def _outlasts(one: ActivePause, other: ActivePause) -> bool:
-    """Whether ``one`` does all that ``other`` does, for as long."""
+    """Return whether ``one`` has all effects of ``other``, for at least as long."""
     same = (one.scope, one.mode, one.clear_cache) == (other.scope, other.mode, other.clear_cache)
     same = same and _sleeps_like(one, other)
     if not same or one.expires_s is None:
@@ -111,8 +109,8 @@ def _outlasts(one: ActivePause, other: ActivePause) -> bool:
 
 
 def _sleeps_like(one: ActivePause, other: ActivePause) -> bool:
-    """Whether ``one`` is at least as deep a sleep, which no more than ``other`` ends; or neither
-    is one: a sleep is no pause, for no resume takes it back.
+    """Return whether ``one`` is at least as deep a sleep with no more ways to end it, or neither is
+    a sleep: a resume ends pauses only.
     """
     if one.level is None or other.level is None:
         return one.level is other.level
@@ -122,12 +120,11 @@ def _sleeps_like(one: ActivePause, other: ActivePause) -> bool:
 def resume(
     desired: Desired, scope: Scope | None = None, running: Collection[str] = ()
 ) -> tuple[Desired, tuple[ActivePause, ...]]:
-    """Take back every pause that lies within ``scope`` (None: all); return these too. No sleep is.
+    """Remove every pause within ``scope`` (None: all); return these too. Sleeps stay.
 
-    To resume what is not paused changes nothing. What operations in ``running`` hold is theirs: it
-    stays, and they take it back. Raises ``OperationConflict`` where nothing was
-    taken back because what holds the scope is a pause of more than it: half of that cannot be
-    resumed.
+    Pauses of operations in ``running`` stay: these operations remove them. Raises
+    ``OperationConflict`` if nothing was removed because a pause of a wider scope covers this one:
+    it cannot be resumed in part.
     """
     within = Scope() if scope is None else scope
     settled = [one for one in desired.pauses if one.level is None and one.operation not in running]
@@ -143,25 +140,25 @@ def resume(
 
 
 def expire(desired: Desired, now_s: float) -> tuple[Desired, tuple[ActivePause, ...]]:
-    """Take back every pause whose lease has ended by ``now_s``; return these too."""
+    """Remove every pause whose lease has ended by ``now_s``; return these too."""
     gone = tuple(p for p in desired.pauses if p.expires_s is not None and p.expires_s <= now_s)
     return without(desired, gone), gone
 
 
 def withdraw(desired: Desired, operation: str) -> Desired:
-    """Take back the pauses that one operation made."""
+    """Remove the pauses of one operation."""
     return without(desired, [one for one in desired.pauses if one.operation == operation])
 
 
 def without(desired: Desired, gone: Collection[ActivePause]) -> Desired:
-    """Return it without these pauses."""
+    """Return the state without these pauses."""
     if not gone:
         return desired
     return follow_up(desired, pauses=tuple(one for one in desired.pauses if one not in gone))
 
 
 def overlap(one: Scope, other: Scope) -> bool:
-    """Whether something may be in both; which board serves which model is not known here."""
+    """Return whether a board may be in both; the models of boards are not known here."""
     models = not one.models or not other.models or bool({*one.models} & {*other.models})
     boards = not one.boards or not other.boards or bool({*one.boards} & {*other.boards})
     adapters = one.adapter is None or other.adapter is None or one.adapter == other.adapter
@@ -169,7 +166,7 @@ def overlap(one: Scope, other: Scope) -> bool:
 
 
 def describe(scope: Scope) -> str:
-    """Say for a person what a scope is."""
+    """Return a scope in words, for messages."""
     parts = [
         f"{what} {', '.join(names)}"
         for what, names in (
@@ -183,7 +180,7 @@ def describe(scope: Scope) -> str:
 
 
 def check_version(desired: Desired, model: str, version: AdapterVersion) -> None:
-    """Raise ``AdapterExists`` where that version's name stands for another content or scale."""
+    """Raise ``AdapterExists`` if the version's name stands for another content or scale."""
     line = desired.line(model, version.ref.name)
     known = None if line is None else line.version(version.ref.version)
     if known is not None and known != version:
@@ -196,11 +193,11 @@ def check_version(desired: Desired, model: str, version: AdapterVersion) -> None
 
 
 def add_version(desired: Desired, model: str, version: AdapterVersion) -> Desired:
-    """Make a version addressable as ``name@version``; what the bare name gets stays as it is.
+    """Make a version addressable as ``name@version``; the bare name is not affected.
 
-    From then on every board must have it on its disk before it serves, so it comes after staging.
-    Raises ``AdapterExists`` where the name of the version is taken by another content, and
-    ``OperationConflict`` where too many wait for their turn.
+    Every board then needs it on its disk before it serves, so staging comes first. Raises
+    ``AdapterExists`` if the version's name is taken by another content, and ``OperationConflict``
+    above the limit of versions that were staged and never served.
     """
     check_version(desired, model, version)
     line = desired.line(model, version.ref.name) or AdapterVersions(model, version.ref.name)
@@ -222,11 +219,11 @@ def begin(
     weight: float = 0.0,
     in_flight: InFlight = InFlight.PIN,
 ) -> Desired:
-    """Bring in a candidate that sessions get with the probability ``weight`` (0 to 1).
+    """Add a candidate that sessions get with the probability ``weight`` (0 to 1).
 
-    Nothing changes where that version is the active one. Raises ``AdapterExists`` where the name of
-    the version is taken by another content, ``RequestError`` for another weight, and
-    ``OperationConflict`` where there is a candidate already.
+    Nothing changes if that version is the active one. Raises ``AdapterExists`` if the version's
+    name is taken by another content, ``RequestError`` for another weight, and ``OperationConflict``
+    if there is a candidate already.
     """
     if not 0 <= weight <= 1:
         raise RequestError("'weight' must be from 0 to 1.", "weight")
@@ -245,18 +242,18 @@ def begin(
 
 
 def switch(desired: Desired, model: str, name: str, board_ids: Iterable[str]) -> Desired:
-    """Let these boards too give the candidate to all. Raises as ``commit`` does."""
+    """Make these boards too serve the candidate to all requests. Raises as ``commit`` does."""
     line = _rolled_out(desired, model, name)
     switched = tuple(sorted({*line.switched, *board_ids}))
     return desired if switched == line.switched else _put(desired, replace(line, switched=switched))
 
 
 def commit(desired: Desired, model: str, name: str, keep: int = KEEP_VERSIONS) -> Desired:
-    """Make the candidate the active version and remember ``keep`` others beside the one before.
+    """Make the candidate the active version and keep ``keep`` others beside the previous one.
 
-    Versions that were staged and never served are all remembered. What was active becomes what a
-    rollback returns to. Raises ``OperationConflict`` where there is no candidate, and
-    ``AdapterNotFound`` where there is no such adapter.
+    Versions that were staged and never served are all kept. The active version becomes the target
+    of a rollback. Raises ``OperationConflict`` if there is no candidate, and ``AdapterNotFound`` if
+    there is no such adapter.
     """
     line = _rolled_out(desired, model, name)
     previous = line.active or line.previous
@@ -277,7 +274,7 @@ def promote(desired: Desired, model: str, name: str, keep: int = KEEP_VERSIONS) 
 
 
 def drop(desired: Desired, model: str, name: str) -> Desired:
-    """Take the candidate back: the line is what it was before ``begin``. Raises as ``commit``."""
+    """Remove the candidate, as if ``begin`` had not been called. Raises as ``commit``."""
     line = _rolled_out(desired, model, name)
     tried = line.candidate
     line = _settled(line)
@@ -298,12 +295,11 @@ def rollback(
     in_flight: InFlight = InFlight.PIN,
     keep: int = KEEP_VERSIONS,
 ) -> Desired:
-    """Return to the version that was active before; the one that is left stays addressable.
+    """Return to the previously active version; the current one stays addressable.
 
-    It goes back one step and then there is none to go back to, so that a call that is sent twice
-    does not bring the bad version back. Raises ``OperationConflict`` where there is no previous
-    version, or a candidate (which is to be dropped instead), and ``AdapterNotFound`` where there is
-    no such adapter.
+    Only one step back is possible, so that a repeated call does not restore the bad version. Raises
+    ``OperationConflict`` if there is no previous version, or a candidate (which must be dropped
+    instead), and ``AdapterNotFound`` if there is no such adapter.
     """
     line = _line(desired, model, name)
     if line.candidate is not None:
@@ -322,7 +318,7 @@ def _kept(
     keep: int,
     but: tuple[AdapterVersion | None, ...],
 ) -> AdapterVersions:
-    """Return a line that keeps what it left as well, but no more than ``keep`` of such."""
+    """Return the versions with the replaced one kept too, limited to ``keep``."""
     others = [
         one for one in dict.fromkeys((left, *line.kept)) if one is not None and one not in but
     ]
@@ -336,10 +332,10 @@ def _kept(
 
 
 def retire(desired: Desired, model: str, name: str, version: str | None = None) -> Desired:
-    """Forget a version, or the whole adapter; what runs with it goes on with it to its end.
+    """Remove a version, or the whole adapter; running requests keep it to their end.
 
-    Raises ``AdapterNotFound`` where there is none of that name, and ``OperationConflict`` where it
-    is being rolled out, or is the active one of several.
+    Raises ``AdapterNotFound`` if there is none of that name, and ``OperationConflict`` if it is
+    being rolled out, or is the active one of several.
     """
     line = _line(desired, model, name)
     if line.candidate is not None and version in (None, line.candidate.ref.version):
@@ -376,13 +372,13 @@ def set_label(desired: Desired, model: str, label: str) -> Desired:
 
 
 def forget_step(desired: Desired, model: str) -> Desired:
-    """Have a trainer begin anew: any step is later than none."""
+    """Reset the training step, so that a trainer can start again at any step."""
     return weigh(desired, replace(desired.weights_of(model), step=None))
 
 
 def set_step(desired: Desired, model: str, step: int) -> Desired:
-    """Note the last step that a trainer applied. Raises ``StaleWeights`` for an earlier one, and
-    for the same.
+    """Record the last step that a trainer applied. Raises ``StaleWeights`` unless it is a later
+    one.
     """
     last = desired.weights_of(model).step
     if last is not None and step <= last:
@@ -394,7 +390,7 @@ def set_step(desired: Desired, model: str, step: int) -> Desired:
 
 
 def as_one(before: Desired, *changes: Callable[[Desired], Desired]) -> Desired:
-    """Make several changes in one epoch, which nobody sees half of."""
+    """Make several changes in one epoch."""
     after = before
     for change in changes:
         after = change(after)
@@ -414,7 +410,7 @@ def follow_up(
     lines: tuple[AdapterVersions, ...] | None = None,
     weights: tuple[Weights, ...] | None = None,
 ) -> Desired:
-    """Return what follows with the next epoch: all that is not given stays."""
+    """Return the state of the next epoch; fields that are not given are unchanged."""
     return Desired(
         epoch=desired.epoch + 1,
         pauses=desired.pauses if pauses is None else pauses,
@@ -424,7 +420,9 @@ def follow_up(
 
 
 def _put(desired: Desired, line: AdapterVersions) -> Desired:
-    """Return it with a line, whose epoch rises if the bare name gets something else from now on."""
+    """Return the state with an adapter's versions, whose epoch rises if the bare name is
+    affected.
+    """
     before = desired.line(line.model, line.name)
     names = {one.ref.version for one in line.kept}
     line = replace(line, left=tuple(name for name in line.left if name in names))
@@ -436,7 +434,7 @@ def _put(desired: Desired, line: AdapterVersions) -> Desired:
 
 
 def _served(line: AdapterVersions) -> tuple[object, ...]:
-    """All that decides what a request for the bare name gets."""
+    """Return everything that determines the version of a request for the bare name."""
     offered = line.candidate if line.weight or line.switched else None
     return (line.active, offered, line.switched, line.weight if offered else 0.0)
 
@@ -452,7 +450,7 @@ def _forget(desired: Desired, line: AdapterVersions) -> Desired:
 
 
 def weigh(desired: Desired, weights: Weights) -> Desired:
-    """Return it with other weights of a model."""
+    """Return the state with other weights of a model."""
     if weights == desired.weights_of(weights.model):
         return desired
     others = [one for one in desired.weights if one.model != weights.model]

@@ -1,14 +1,13 @@
-"""Other base weights for a model: what each change makes of the desired state, and their plan.
+"""Changes of a model's base weights in the desired state, and the plan of their rollout.
 
-It knows weights by content, and nothing of files, boards or time. In which order moves come, and
-what answers mean, is ``rollout``'s.
+Weights are known by content. The order of moves is that of ``rollout``.
 
 ::
 
     in turn   STAGE all, OFFER (to nobody), SWITCH each board, ``max_unavailable`` at a time, COMMIT
     at once   STAGE all, HOLD all, SWITCH all, COMMIT (new weights, hold released)
 
-Back to the file in the model folder there is nothing to stage.
+The file in the model folder needs no staging.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from rkserve.core.desired_state import (
 )
 from rkserve.core.errors import OperationConflict, RequestError
 
-FOLDER_LABEL = "default"  # of the file in the model folder, until somebody names it
+FOLDER_LABEL = "default"  # of the file in the model folder, until it is given a name
 
 
 def begin(
@@ -42,11 +41,11 @@ def begin(
     *,
     everywhere: bool = False,
 ) -> Desired:
-    """Have other weights on their way: to no board yet, or to all of them (``everywhere``).
+    """Begin a change of base weights: on no board yet, or on all of them (``everywhere``).
 
     ``to`` of None is the model folder's file.
 
-    Raises ``OperationConflict`` where others are on their way, and ``RequestError`` for an empty
+    Raises ``OperationConflict`` if a change is in progress, and ``RequestError`` for an empty
     label.
     """
     if not label:
@@ -59,7 +58,7 @@ def begin(
 
 
 def switch(desired: Desired, model: str, board_ids: Iterable[str]) -> Desired:
-    """Let these boards too load them. Raises as ``commit`` does."""
+    """Make these boards too load them. Raises as ``commit`` does."""
     weights, rebase = _on_their_way(desired, model)
     switched = tuple(sorted({*rebase.switched, *board_ids}))
     return state_changes.weigh(desired, replace(weights, rebase=replace(rebase, switched=switched)))
@@ -68,7 +67,7 @@ def switch(desired: Desired, model: str, board_ids: Iterable[str]) -> Desired:
 def commit(desired: Desired, model: str) -> Desired:
     """Make them the model's weights, for every board.
 
-    Raises ``OperationConflict`` where none are on their way.
+    Raises ``OperationConflict`` if no change is in progress.
     """
     weights, rebase = _on_their_way(desired, model)
     return state_changes.weigh(
@@ -77,12 +76,12 @@ def commit(desired: Desired, model: str) -> Desired:
 
 
 def undo(desired: Desired, model: str) -> Desired:
-    """Have every board load again what it had; nothing changes where none are on their way."""
+    """Return every board to its previous weights; nothing changes if no change is in progress."""
     return state_changes.weigh(desired, replace(desired.weights_of(model), rebase=None))
 
 
 def is_same(one: BaseVersion | None, other: BaseVersion | None) -> bool:
-    """Whether both are the same content, whatever it is called."""
+    """Return whether both have the same content, whatever their names."""
     return (None if one is None else one.digest) == (None if other is None else other.digest)
 
 
@@ -95,11 +94,11 @@ def _on_their_way(desired: Desired, model: str) -> tuple[Weights, BaseWeightsCha
 
 @dataclass(frozen=True, slots=True)
 class WeightsRolloutPlan:
-    """What an update of base weights shall do; see ``plan.Planned``.
+    """The plan of an update of base weights; see ``RolloutPlan``.
 
-    ``version`` of None is the file in the model folder. ``boards`` are those that are there when it
-    begins. ``at_once`` holds all of them meanwhile, with a lease of ``hold_s`` seconds, so that
-    nothing is answered with a mixture. ``step`` is a trainer's, which the commit notes.
+    ``version`` of None is the file in the model folder. ``boards`` are those present at the start.
+    ``at_once`` holds all of them meanwhile, with a lease of ``hold_s`` seconds, so that no answer
+    mixes versions. The commit records ``step``, a trainer's.
     """
 
     operation: str
@@ -115,7 +114,7 @@ class WeightsRolloutPlan:
 
     @property
     def stages(self) -> Stages:
-        """Its parts, in their order."""
+        """Its stages, in order."""
         stage: Stages = () if self.version is None else (Move.STAGE,)
         if self.at_once:
             return (*stage, Move.HOLD, Move.SWITCH, Move.COMMIT)
@@ -128,42 +127,42 @@ class WeightsRolloutPlan:
 
     @property
     def observe_s(self) -> float:
-        """Nothing is observed: a board says itself whether it could load the weights and run."""
+        """Always 0: a board itself reports a failed load or trial run."""
         return 0.0
 
     @property
     def auto(self) -> bool:
-        """Nobody decides."""
+        """Always true: there is nothing to decide by hand."""
         return True
 
     def turn(self, at: Move | RolloutStage) -> tuple[Move, ...]:
-        """Return what boards do one after the other."""
+        """Return the moves that boards make one after the other."""
         return (Move.SWITCH,) if at is RolloutStage.ROLL else ()
 
     def apply(self, move: MoveRequest, desired: Desired, now_s: float) -> Desired:
-        """Return what the cluster shall be by a move, as ``Plan.apply`` does."""
+        """Return the desired state after a move, as ``AdapterRolloutPlan.apply`` does."""
         return _CHANGES[move.move](self, move, desired, now_s)
 
     def check(self, desired: Desired) -> None:
-        """Raise what the commit would raise, before anything is staged or stopped for it."""
+        """Raise the errors of the commit, before anything is staged or stopped for it."""
         self.noted(commit(self.begun(desired), self.model))
 
     def holds(self, desired: Desired) -> bool:
-        """Whether these are the model's weights already, under that label, and nothing else is to
-        be noted.
+        """Return whether the model already has these weights under that name, with nothing else to
+        record.
         """
         weights = desired.weights_of(self.model)
         same = is_same(weights.base, self.version) and weights.label == self.label
         return same and self.step is None and weights.rebase is None
 
     def begun(self, desired: Desired) -> Desired:
-        """Return it with the new weights on their way."""
+        """Return the state with the change begun."""
         to, label = self.version, self.label
         return begin(desired, self.model, to, label, self.in_flight, everywhere=self.at_once)
 
     def noted(self, desired: Desired) -> Desired:
-        """Return it with the trainer's step; weights that no trainer brought have none, so that one
-        may begin again.
+        """Return the state with the trainer's step; without one the step is reset, so that a
+        trainer may start again.
         """
         if self.step is None:
             return state_changes.forget_step(desired, self.model)

@@ -1,8 +1,8 @@
-"""The one owner of what the cluster shall be: takes calls, carries them out, keeps boards to it.
+"""The owner of the desired state: accepts calls, executes them, and keeps boards in that state.
 
-It knows boards through a ``Fleet``, the disk through a ``Ledger`` and a store of files, and no Ray.
-Losing it stops no token; whoever follows finds in the ledger what was begun, and finishes or undoes
-it.
+It reaches boards through a ``Fleet`` and the disk through a ``Ledger`` and a file store; Ray is
+elsewhere. Generations continue without it; its successor finds unfinished operations in the ledger,
+and completes or undoes them.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ TURN_S = 0.05
 
 @dataclass(frozen=True)
 class CoordinatorPorts:
-    """What the Coordinator works with and does not own. ``now_s`` reads seconds since 1970.
+    """The Coordinator's interfaces to the outside. ``now_s`` reads seconds since 1970.
 
-    ``policies`` say by model how its boards are configured to sleep, and ``system_prompts`` by
-    group which prompt its boards hold from their start.
+    ``policies`` are the configured sleep by model, and ``system_prompts`` by group the prompt that
+    its boards cache from their start.
     """
 
     fleet: Fleet
@@ -151,14 +151,16 @@ class Coordinator:
     # -- life ----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Finish or undo what a predecessor left, look for boards, and keep them to it from now on.
+        """Complete or undo a predecessor's operations, find the boards, and start the periodic
+        work.
 
-        Also while the disk is full: what was found holds, and is written down once it can be.
+        A full disk does not prevent it: the recovered state is in effect, and is stored once it can
+        be.
         """
         desired, ended = recover(self._state.desired, self._state.unsettled(), self._now_s())
         lines = [_recovered(self._now_s(), one) for one in ended]
         if ended or desired != self._state.desired:
-            # A full disk keeps it from no board: a successor would come to the same.
+            # A full disk does not matter: a successor would come to the same result.
             self._state.derive(desired, *ended, audit=lines)
         for one in ended:
             log.warning("operation %s (%s) is %s now", one.id, one.kind.value, one.state.value)
@@ -174,7 +176,7 @@ class Coordinator:
         ]
 
     async def stop(self) -> None:
-        """Leave off; what goes on is left in the ledger for whoever follows."""
+        """Stop; running operations stay in the ledger for the successor."""
         tasks = [*self._loops, *self._going_on, *self._idling.tasks]
         for task in tasks:
             task.cancel()
@@ -193,13 +195,13 @@ class Coordinator:
                     await work()
                     said = ""
                 except RkserveError as exc:
-                    # A full disk, say: it lasts, and one line tells all.
+                    # A persistent error such as a full disk is logged once.
                     if exc.message != said:
                         said = exc.message
                         log.warning("%s failed, and is tried again: %s", work.__name__, said)
                     await asyncio.sleep(AGAIN_S)
                 except Exception:
-                    # A loop that ended would leave boards and leases to nobody, unseen.
+                    # If this loop ended, boards and leases would be unattended.
                     log.exception("a round of the Coordinator failed; it goes on")
                     await asyncio.sleep(AGAIN_S)
                 await asyncio.sleep(every_s)
@@ -207,7 +209,7 @@ class Coordinator:
         return asyncio.get_running_loop().create_task(loop(), name=work.__qualname__)
 
     async def _round(self) -> None:
-        """Hear all boards, bring back those that do not follow, and note who has."""
+        """Collect reports, bring back boards that do not follow, and record those that have."""
         await self._roster.refresh()
         self._reconciler.look()
         self._settling.look()
@@ -220,9 +222,9 @@ class Coordinator:
         self._metrics.running.set(len(self._state.running))
 
     async def _expire(self) -> None:
-        """Resume, or wake, what a lease has ended for: whoever asked is gone, or has forgotten.
+        """End pauses and sleeps whose lease has ended.
 
-        Also where that cannot be written down: whoever reads the ledger comes to the same.
+        Also if that cannot be stored: any reader of the ledger comes to the same result.
         """
         desired, ended = state_changes.expire(self._state.desired, self._now_s())
         if not ended:
@@ -249,7 +251,7 @@ class Coordinator:
     # -- calls ---------------------------------------------------------------------------------
 
     async def perform(self, call: OperationRequest) -> OperationOutcome:
-        """Carry a call out; return when it is over, or at once where it goes on in background.
+        """Execute a call; return when it is over, or at once if it runs in the background.
 
         Raises:
             RkserveError: it was refused before it began, and nothing was changed.
@@ -266,7 +268,7 @@ class Coordinator:
         return run.outcome
 
     async def _repeated(self, call: OperationRequest) -> OperationOutcome | None:
-        """Return what an earlier call with the same key was, or is, answered."""
+        """Return the answer to an earlier call with the same key."""
         if call.key is None:
             return None
         known = self._courses.get(call.key)
@@ -284,7 +286,7 @@ class Coordinator:
     async def _until(
         self, run: OperationRun, task: asyncio.Task[None], call: OperationRequest
     ) -> None:
-        """Wait for the end, or for the beginning only; a caller that leaves ends nothing."""
+        """Wait for the end, or for the beginning only; a cancelled caller ends nothing."""
         begun = asyncio.get_running_loop().create_task(run.has_begun.wait())
         try:
             waiting = [task, begun] if call.background else [task]
@@ -317,10 +319,10 @@ class Coordinator:
         if call.key is not None:
             self._courses.pop(call.key, None)
         if not task.cancelled():
-            task.exception()  # who asked was told; nobody else needs to hear that nobody did
+            task.exception()  # the caller has the error; asyncio must not log it as never retrieved
 
     async def _carry_out(self, run: OperationRun) -> None:
-        """Check the call and do what it asks; whatever happens, the record gets its end.
+        """Check and execute a call; its record is ended in every case.
 
         Raises:
             RkserveError: it was refused before it began.
@@ -329,7 +331,7 @@ class Coordinator:
         state_changes.expect(self._state.desired, run.call.expected_epoch)
         await self._rebasing.prepare(self._state.desired, operation)
         await self._turn(run)
-        if operation.kind not in _FREEING:  # nothing may keep boards from going on
+        if operation.kind not in _FREEING:  # boards must be released in every case
             self._roster.require_known()
         try:
             await self._handlers[operation.kind](self._context, run)
@@ -358,10 +360,10 @@ class Coordinator:
         self._garbage_collector.remember([ended])
 
     async def _turn(self, run: OperationRun) -> None:
-        """Refuse what must not meet what goes on; what a request waits for waits its turn.
+        """Refuse a call that a running operation excludes; a wake-up by a request waits instead.
 
         Raises:
-            OperationConflict: the two must not meet.
+            OperationConflict: a running operation excludes it.
         """
         operation = run.operation
         if self._sleeping.renews(self._context, operation):
@@ -373,10 +375,10 @@ class Coordinator:
             await asyncio.sleep(TURN_S)
 
     async def _take_back(self, run: OperationRun, error: OperationError) -> None:
-        """End an operation that broke down: nobody stays paused and no candidate stays offered.
+        """End a failed operation: no pause and no candidate of it remains.
 
-        Where only its end could not be written down, or what it asked for stands already, it ends
-        as what it came to: its record must not deny what is served.
+        If only its end could not be stored, or its change is in effect already, it ends with that
+        result: its record must not contradict what is served.
         """
         came_to = run.unwritten
         while not run.operation.over:
@@ -420,11 +422,13 @@ class Coordinator:
     # -- questions -----------------------------------------------------------------------------
 
     async def desired(self, after_epoch: int, wait_s: float) -> Desired:
-        """Return what the cluster shall be as soon as that is not of ``after_epoch``."""
+        """Return the desired state as soon as its epoch is not ``after_epoch``."""
         return await self._state.after(after_epoch, wait_s)
 
     def operations(self, limit: int) -> list[Operation]:
-        """Return the latest operations, the last one first. Many take a while: call it anywhere."""
+        """Return the latest operations, the last one first. It is slow for many: any thread may
+        call it.
+        """
         return self._state.operations(limit)
 
     def operation(self, name: str) -> Operation:
@@ -435,26 +439,28 @@ class Coordinator:
         return found
 
     def operation_by_key(self, key: str) -> Operation | None:
-        """Return the operation that a call with that idempotency key became."""
+        """Return the operation of the call with that idempotency key."""
         return self._state.by_key(key)
 
     def audit(self, limit: int) -> list[AuditEntry]:
-        """Return the latest lines of the audit log, the last one first. Call it anywhere."""
+        """Return the latest entries of the audit log, the last one first. Any thread may call
+        it.
+        """
         return self._state.audit(limit)
 
     async def find_weights(self, model: str, artifact: str) -> StoredArtifact:
-        """Return what can be served under a name; see ``WeightOperations.find``."""
+        """Return the artifact of a name; see ``WeightOperations.find``."""
         self._context.check(Scope(models=(model,)))
         desired = self._state.desired
         return await asyncio.to_thread(self._rebasing.find, desired, model, artifact)
 
     def learn(self, models: Iterable[str]) -> None:
-        """Compute the digests of the models' own files. It reads these; call it in a thread."""
+        """Compute the digests of the models' own files, which it reads; call it in a thread."""
         for model in models:
             self._rebasing.learn(model)
 
     async def require_base(self, claim: DeclaredArtifact) -> None:
-        """Raise ``ArtifactRefused`` for what was trained on other base weights than there are."""
+        """Raise ``ArtifactRefused`` for an artifact that was trained on other base weights."""
         if claim.base_digest is not None:
             await asyncio.to_thread(self._rebasing.learn, claim.model)
             self._rebasing.require_base(self._state.desired, claim.model, claim.base_digest)
@@ -474,17 +480,19 @@ def _check_repeat(call: OperationRequest, operation: Operation) -> None:
 
 
 def _is_pause(operation: Operation, state: OperationState) -> bool:
-    """Whether it is a pause that nobody was told to hold: it does not wait for the disk."""
+    """Return whether it is a pause that was not acknowledged: its removal does not wait for the
+    disk.
+    """
     return operation.kind in HOLDS and state is OperationState.SUCCEEDED
 
 
 def _without(desired: Desired, operation: Operation) -> Desired:
-    """Return the desired state without what an operation holds or offers."""
+    """Return the desired state without the pauses and candidates of an operation."""
     undo = [lambda now: state_changes.withdraw(now, operation.id)]
     asked = operation.params
     line = desired.line(str(asked.get("model")), str(asked.get("name")))
     offered = None if line is None else line.candidate
-    # A promotion or a rollback may only decide about the candidate of another operation.
+    # A promotion or a rollback may only decide the candidate of another operation.
     if operation.kind is OperationKind.ADAPTER_ROLLOUT and line is not None and offered is not None:
         model, name = line.model, line.name
         if offered.ref.version == asked.get("version"):

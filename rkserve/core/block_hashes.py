@@ -1,8 +1,12 @@
-"""Token ids as chains of block hashes: what a prompt begins with, said in a few numbers. Pure.
+"""Token IDs as chains of block hashes: the prefix of a prompt in a few numbers. Pure.
 
-A link is the hash of one block and of the link before it, so that equal links mean equal beginnings
-under equal keys. It knows neither boards nor what is done with a chain. Nothing here is a secret or
-proves anything: a board compares ids themselves before it uses what it holds.
+A link is the hash of one block and of the link before it, so that equal links mean equal prefixes
+under equal keys. Hashes are neither secret nor proof: a board compares token IDs before it reuses a
+context.
+
+The key, or origin, is the adapter's key and the client's ``cache_salt``: another adapter computes
+other positions, and a salt keeps other clients from detecting a prompt by the time to its first
+token (as vLLM's parameter of that name does).
 """
 
 from __future__ import annotations
@@ -12,12 +16,12 @@ import struct
 from dataclasses import dataclass
 from functools import lru_cache
 
-BLOCK = 32  # tokens of a link: half of it is lost on average where a prefix ends within a block
-FILES = 64  # of a board, the last used, are told of: reports should not grow with the disk
-STRIDE = 8  # every so many links, and the last one, stand for what is on a disk (256 tokens)
+BLOCK = 32  # tokens of a link; a prefix that ends within a block loses half a block on average
+FILES = 64  # the last used files of a board that are reported: reports must not grow with the disk
+STRIDE = 8  # every 8th link (256 tokens), and the last one, are reported for a context on a disk
 
 # Hashes of tuples of ints are the same in every process of one build of Python, which Ray demands
-# of a cluster anyhow, and cost half of what a digest does. This says which hash it was.
+# of a cluster anyway, at half the cost of a digest. This value identifies the hash function.
 SCHEME = hash((1 << 40, -7, 65_537, 3)) & 0xFFFF_FFFF
 
 # Scheme, park_min; tokens, leaf, tail and number of marks of the live one; flags; number of files.
@@ -28,18 +32,18 @@ _APPENDS, _LIVE = 1, 2
 
 @lru_cache(maxsize=4096)
 def seed_of(origin: str | None) -> int:
-    """Return where chains begin that were computed under it; other origins never share a link."""
+    """Return the start of chains of that origin; different origins share no link."""
     content = (origin or "").encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big")
 
 
 class BlockHashes:
-    """The ids of one context, with its links."""
+    """The IDs of one context, with its links."""
 
     __slots__ = ("ids", "links", "seed")
 
     def __init__(self, ids: tuple[int, ...], seed: int, links: tuple[int, ...] = ()) -> None:
-        """``links`` are those that are known already."""
+        """``links`` are those already known."""
         self.ids = ids
         self.seed = seed
         self.links = _continue(ids, seed, links)
@@ -48,7 +52,7 @@ class BlockHashes:
         return len(self.ids)
 
     def extended(self, more: tuple[int, ...]) -> BlockHashes:
-        """Return the chain with more ids at its end; only what is new is hashed."""
+        """Return the chain with more IDs at its end; only new blocks are hashed."""
         return BlockHashes(self.ids + more, self.seed, self.links)
 
     @property
@@ -64,7 +68,9 @@ class BlockHashes:
 
     @property
     def marks(self) -> tuple[int, ...]:
-        """The links by which others are recognised that begin alike; the last one is the leaf."""
+        """The links by which chains with the same prefix are recognised; the last one is the
+        leaf.
+        """
         links = self.links
         return (*links[STRIDE - 1 : len(links) - 1 : STRIDE], *links[-1:])
 
@@ -81,7 +87,7 @@ def _continue(ids: tuple[int, ...], seed: int, known: tuple[int, ...]) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class LivePrefix:
-    """A context that can be extended, and only as a whole: its length, last link and exact end."""
+    """A context that can be extended only as a whole: its length, last link and exact end."""
 
     tokens: int
     leaf: int
@@ -90,13 +96,13 @@ class LivePrefix:
 
     @classmethod
     def of(cls, chain: BlockHashes) -> LivePrefix:
-        """Return what is held after a run over that chain."""
+        """Return the context that a run over that chain leaves."""
         return cls(len(chain), chain.leaf, chain.tail(len(chain)), chain.marks)
 
 
 @dataclass(frozen=True, slots=True)
 class FilePrefix:
-    """A context on a disk, used as far as it agrees; ``tokens`` are all of its own."""
+    """A context on a disk, usable as far as it matches; ``tokens`` are all of its own."""
 
     tokens: int
     marks: tuple[int, ...]
@@ -109,10 +115,10 @@ class FilePrefix:
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefixes:
-    """What a board holds and can use again.
+    """The reusable contexts of a board.
 
-    ``appends``: the live context may be extended. Contexts of ``park_min`` tokens go to its disk
-    when another one takes the board; 0: they are lost.
+    ``appends``: the live context may be extended. Contexts of at least ``park_min`` tokens are
+    saved to disk when another one replaces them; 0: they are lost.
     """
 
     appends: bool = False
@@ -122,7 +128,7 @@ class CachedPrefixes:
 
 
 def pack(holdings: CachedPrefixes) -> bytes:
-    """Return them as a report carries them."""
+    """Return the contexts as a report carries them."""
     live, files = holdings.live, holdings.files
     flags = _APPENDS * holdings.appends | _LIVE * (live is not None)
     exact = (0, 0, 0, 0) if live is None else (live.tokens, live.leaf, live.tail, len(live.marks))
@@ -140,7 +146,7 @@ def pack(holdings: CachedPrefixes) -> bytes:
 
 
 def unpack(data: bytes) -> CachedPrefixes | None:
-    """Return what ``pack`` was given; None where another build of Python or rkserve wrote it."""
+    """Return the argument of ``pack``; None if another build of Python or rkserve wrote it."""
     if len(data) < _HEAD.size:
         return None
     scheme, park_min, long, leaf, tail, own, flags, count = _HEAD.unpack_from(data)
@@ -166,7 +172,7 @@ _DIGEST_BYTES = 16
 
 
 def salted(cache_salt: str) -> str:
-    """Return what stands for a client's salt, in hexadecimal; it says nothing of the salt."""
+    """Return an identifier of a client's salt, in hexadecimal, that does not reveal the salt."""
     return hashlib.blake2b(
         cache_salt.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES
     ).hexdigest()
@@ -178,5 +184,5 @@ def origin_of(adapter: str | None, salt: str = "") -> str | None:
 
 
 def adapter_of(origin: str | None) -> str | None:
-    """Return the key of the adapter in it; None is the base model."""
+    """Return the adapter's key in an origin; None is the base model."""
     return None if origin is None else origin.partition(_BETWEEN)[0] or None

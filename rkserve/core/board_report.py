@@ -1,6 +1,6 @@
-"""Frozen values in which a board says how it is, and what it holds.
+"""Frozen values in which a board reports its state and the contents of its caches.
 
-Nothing here knows how a value travels.
+Transport is elsewhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ UNREADABLE = "unreadable"
 
 
 class GenerationState(str, Enum):
-    """Where a generation on a board is, as whoever controls it sees it."""
+    """The state of a generation on a board, as request control sees it."""
 
     QUEUED = "queued"
     PREFILLING = "prefilling"
@@ -30,7 +30,7 @@ class GenerationState(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """How many tokens each generation that a board holds has so far, by the request's id."""
+    """The token count so far of each generation on a board, by request ID."""
 
     board_id: str
     tokens: tuple[tuple[str, int], ...]
@@ -38,13 +38,13 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True)
 class GenerationInfo:
-    """One generation that a board holds, now.
+    """One generation on a board, now.
 
-    ``tokens`` are those of the answer so far, ``context_tokens`` those of the whole context: the
-    prompt, the answer and what edits injected. ``kv_positions`` are the leading
-    ones that a range may be cleared in: those in the KV cache, or all where it will be recomputed.
-    ``partial_output`` is the answer's text so far. ``kv`` is known while it is paused. ``paused_s``
-    is the time that it has been paused, all pauses together.
+    ``tokens`` are those of the answer so far, ``context_tokens`` those of the whole context:
+    prompt, answer and injected tokens. A range may be cleared within the first ``kv_positions``:
+    those in the KV cache, or all if the cache will be recomputed. ``partial_output`` is the
+    answer's text so far. ``kv`` is known while it is paused. ``paused_s`` is the total time of all
+    its pauses.
     """
 
     request_id: str
@@ -66,11 +66,11 @@ class GenerationInfo:
 
 @dataclass(frozen=True, slots=True)
 class RouterGenerations:
-    """The choices of a generation that a Router knows and no board has, after a control call.
+    """The choices of a generation that a Router holds and no board does, after a control call.
 
-    ``done`` are those that the call changed, ``refused`` those that it cannot be done to without a
-    board, and ``ended`` those that an earlier abort has ended here. ``known``: the Router has some
-    choice of it, here or on a board.
+    ``done`` were changed by the call, ``refused`` need a board for it, and ``ended`` were ended
+    here by an earlier abort. ``known``: the Router holds some choice of the generation, here or on
+    a board.
     """
 
     done: tuple[GenerationInfo, ...] = ()
@@ -82,7 +82,7 @@ class RouterGenerations:
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
     """One prompt cache file of a board. ``name`` is None for a parked conversation; ``digest`` is
-    that of the token ids of a named one.
+    that of the token IDs of a named one.
     """
 
     board_id: str
@@ -98,13 +98,12 @@ class CacheEntry:
 
 @dataclass(frozen=True, slots=True)
 class KvReport:
-    """What the KV cache of a board holds, in positions over all entries of a batch.
+    """The contents of a board's KV cache, in positions over all entries of a batch.
 
-    ``entries`` are the positions of each entry. ``position_bytes`` is None where the model folder
-    does not say what a position takes. ``status`` is ``ok``, or after a clear ``cleared`` or
-    ``pending`` (it is done when the run that is going on has ended). ``at_resume``: the run that is
-    paused in there was edited, and so many of its positions stay when it is resumed; None where
-    nothing is going to be cut out.
+    ``entries`` are the positions of each entry. ``position_bytes`` is None if the model folder does
+    not state the size of a position. ``status`` is ``ok``, or after a clear ``cleared`` or
+    ``pending`` (done when the current run has ended). ``at_resume``: the paused run was edited and
+    keeps this many of its positions when it resumes; None if nothing will be removed.
     """
 
     board_id: str
@@ -117,7 +116,7 @@ class KvReport:
 
 
 class BoardState(str, Enum):
-    """What a board is doing, as operators see it."""
+    """The state of a board, as operators see it."""
 
     LOADING = "loading"
     READY = "ready"
@@ -126,17 +125,18 @@ class BoardState(str, Enum):
     QUARANTINED = "quarantined"
     FAILED = "failed"
     STOPPED = "stopped"
-    ASLEEP = "asleep"  # its model is unloaded, by the operator's wish or because nobody used it
-    JOINING = "joining"  # it is well, and waits to be told, or to be given, what it shall serve
-    LOST = "lost"  # the Router's word for a board that no longer answers
+    ASLEEP = "asleep"  # its model is unloaded, by an operator or because it was unused
+    JOINING = "joining"  # healthy; it waits for its desired state or for files
+    LOST = "lost"  # set by a Router for a board that no longer answers
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What a board's kernel says of its hardware now; None or empty is unknown, ``notes`` say why.
+    """A reading of a board's hardware from its kernel; None or empty is unknown, with the reasons
+    in ``notes``.
 
-    ``npu_load`` has one percentage per core, and ``ddr_load`` is one too. ``npu_max_hz`` is the
-    highest clock that the NPU can be set to. ``temperature_c`` is the NPU's, or the SoC's where
+    ``npu_load`` has one percentage per core; ``ddr_load`` is a percentage too. ``npu_max_hz`` is
+    the highest clock that the NPU can be set to. ``temperature_c`` is the NPU's, or the SoC's if
     the NPU has no sensor of its own.
     """
 
@@ -156,9 +156,9 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class VersionFigures:
-    """What a board did with one version of the weights; counters run since its replica's start.
+    """A board's counters for one version of the weights, since the start of its replica.
 
-    ``version`` is ``name@version`` of an adapter, or the label of the base model.
+    ``version`` is ``name@version`` of an adapter, or the version name of the base weights.
     """
 
     version: str
@@ -170,26 +170,26 @@ class VersionFigures:
 
 @dataclass(frozen=True, slots=True)
 class BoardReport:
-    """What a board says of itself; counters run since the replica's start.
+    """A board's report; counters run since the start of its replica.
 
-    ``replica`` addresses the replica that wrote it and changes when that is replaced; ``board_id``
-    changes only if the board's node is named anew. ``kv_positions`` of ``context_len`` hold the
-    live context. ``paused`` generations are paused now, ``pauses`` there were; conversations were
-    ``parked`` in and ``restored`` from prompt cache files; ``adapters`` are the keys of those that
-    are loaded, whose files have ``adapter_bytes``. Of the ``engine_starts``, ``engine_renewals``
-    replaced an engine that was well. A run of a batch holds ``batch_entries`` / ``batch_runs``
-    generations on average; ``batch_tail_ms`` is how long finished ones kept their places while a
-    run went on. ``reason`` says why a board that is not ready is not, and what it last recovered
-    from otherwise. ``epoch`` is that of what it obeys, None before it was told; ``hold`` is the
-    mode in which it is paused as a whole, or empty; ``missing`` versions of adapters it still
-    needs, and those in ``staged`` (keys) it has on its disk. ``versions`` are what it has generated
-    with. It sleeps at ``level``, None where it is awake, and has had no request for ``idle_s``, nor
-    was its model loaded in that time. ``base`` is the sha256 of the model's file that it has loaded
-    instead of that in its model folder, or empty. ``holdings`` are the contexts that it holds and
-    can use again, as ``chains`` packs them. ``own_digest`` is the sha256 of the file in its model
-    folder, ``HASHING`` until that is computed, ``UNREADABLE`` where the file cannot be read, or
-    empty where the board has no such file; ``own_bytes`` is that file's size. ``serving`` has the
-    name and the sha256 of each adapter as a request without a version gets it on this board.
+    ``replica`` addresses the replica that wrote it and changes with the replica; ``board_id``
+    changes only if the board's node is renamed. The live context takes ``kv_positions`` of
+    ``context_len``. ``paused`` generations are paused now, ``pauses`` counts all pauses;
+    conversations were ``parked`` in and ``restored`` from prompt cache files; ``adapters`` are the
+    keys of the loaded ones, whose files have ``adapter_bytes``. Of the ``engine_starts``,
+    ``engine_renewals`` replaced a healthy engine. A batched run holds ``batch_entries`` /
+    ``batch_runs`` generations on average; ``batch_tail_ms`` is the time that finished generations
+    kept their batch entries while the run continued. ``reason`` explains why a board is not ready,
+    and otherwise its last recovery. ``epoch`` is that of the desired state that it obeys, None
+    before the first one; ``hold`` is the mode of a pause of the whole board, or empty; ``missing``
+    is the number of adapter versions that it still needs; ``staged`` are the keys of those on its
+    disk. ``versions`` are those that it has generated with. ``level`` is the depth of its sleep,
+    None when awake; ``idle_s`` is the time since its last request or model load. ``base`` is the
+    sha256 of a loaded model file other than the one in its model folder, or empty. ``holdings`` are
+    its reusable contexts, packed by ``block_hashes``. ``own_digest`` is the sha256 of the file in
+    its model folder, ``HASHING`` until it is computed, ``UNREADABLE`` if the file cannot be read,
+    or empty if there is none; ``own_bytes`` is that file's size. ``serving`` has the name and the
+    sha256 of each adapter as served to requests without a version.
     """
 
     board_id: str

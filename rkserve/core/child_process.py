@@ -1,9 +1,8 @@
-"""A child process on pipes, for whose start nothing of this process runs between fork and exec.
+"""A child process on pipes, started without running any code between fork and exec.
 
-Ray's event loop is uvloop, and that forks: Python's handlers and its own run in the child before it
-executes the program. A replica has dozens of threads. Where one of them holds a lock at that moment
-the child waits for it for ever, and the whole replica waits for the child. ``subprocess`` takes
-vfork, which knows no such moment.
+Ray's event loop is uvloop, which forks: Python's handlers and its own run in the child before exec.
+A replica has dozens of threads. If one of them holds a lock at that moment, the child waits for it
+forever, and the whole replica waits for the child. ``subprocess`` uses vfork, which avoids this.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import asyncio
 import subprocess
 from collections.abc import Mapping, Sequence
 
-# An end shows in the pipes first, so that it is mostly there when somebody asks.
+# The pipes close first, so that the first poll usually finds the process ended.
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.1
 
 
@@ -34,15 +33,15 @@ class ChildProcess:
         err: asyncio.Protocol | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> ChildProcess:
-        """Start a program in a session of its own: Ctrl-C in a terminal is not for it.
+        """Start a program in a session of its own, so that Ctrl-C in a terminal does not reach it.
 
-        ``out`` gets what it writes to stdout, ``err`` what it writes to stderr, which is this
-        process's own without one. Nothing else of what is open here is handed down.
+        ``out`` receives its stdout, ``err`` its stderr, which is inherited without one. No other
+        open file is inherited.
 
         Raises:
             OSError: it cannot be started.
         """
-        # The loop waits for its exec: milliseconds, for the program that runs here already.
+        # The loop waits for its exec: milliseconds, because the program is in the page cache.
         process = _vfork(command, subprocess.PIPE if err is not None else None, environ)
         child = cls(process)
         try:
@@ -62,22 +61,22 @@ class ChildProcess:
         self._inlet, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self._process.stdin)
 
     def write(self, data: bytes) -> None:
-        """Hand ``data`` to its stdin; what it does not live to read is lost with it."""
+        """Write ``data`` to its stdin; data that it does not read before it ends is lost."""
         if self._inlet is not None and not self._inlet.is_closing():
             self._inlet.write(data)
 
     def close_stdin(self) -> None:
-        """Say that nothing more will come."""
+        """Close its stdin."""
         if self._inlet is not None:
             self._inlet.close()
 
     def close_stdout(self) -> None:
-        """Listen no more to what it writes there."""
+        """Close its stdout."""
         if self._outlet is not None:
             self._outlet.close()
 
     def close(self) -> None:
-        """Say nothing more, and listen no more."""
+        """Close all pipes."""
         process = self._process
         transports = (self._inlet, self._outlet, self._errors)
         for transport, pipe in zip(
@@ -97,8 +96,10 @@ class ChildProcess:
         self._process.kill()
 
     async def wait(self) -> int:
-        """Return its exit code once it has ended, or the signal that ended it, negated."""
-        # Not in a thread: nothing ends a process that is stuck in a driver, nor would that thread.
+        """Wait for its end; return its exit code, or the negated number of the signal that ended
+        it.
+        """
+        # Not in a thread: a process stuck in a driver never ends, and nor would that thread.
         pause_s = _FIRST_LOOK_S
         while (code := self._process.poll()) is None:
             await asyncio.sleep(pause_s)

@@ -1,8 +1,8 @@
-"""What the cluster shall be, as one frozen value, and what that makes of one board.
+"""The desired state of the cluster as one frozen value, and its derivation for one board.
 
-The Coordinator alone changes it, each time with the next epoch; every board and every Router gets
-it whole and derives its own part here, so that a board that joins late knows no less than one that
-heard every call. It knows nothing of how it travels, is stored or is carried out.
+Only the Coordinator changes it, each time with the next epoch. Every board and every Router
+receives the whole value and derives its own part here, so that a board that joins late knows as
+much as one that received every call. Transport, storage and execution are elsewhere.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from rkserve.core.messages import FIRST_LABEL, AdapterRef
 
 
 class PauseMode(str, Enum):
-    """What becomes of requests under a pause.
+    """Treatment of requests during a pause.
 
-    ``keep``: streams stay open, new requests queue. ``wait``: what was accepted runs to its end.
-    ``abort``: it ends now. New requests are refused under the last two.
+    ``keep``: streams stay open, new requests queue. ``wait``: accepted requests run to their end.
+    ``abort``: they end now. New requests are refused under the last two.
     """
 
     KEEP = "keep"
@@ -31,7 +31,7 @@ _SEVERITY = (PauseMode.KEEP, PauseMode.WAIT, PauseMode.ABORT)
 
 
 class InFlight(str, Enum):
-    """What becomes of requests that run with the version that a switch replaces."""
+    """Treatment of running requests when a switch replaces their version."""
 
     PIN = "pin"
     SWITCH = "switch"
@@ -39,11 +39,11 @@ class InFlight(str, Enum):
 
 
 class SleepLevel(IntEnum):
-    """How deep boards sleep; a deeper sleep includes what a lighter one does.
+    """The depth of a sleep; a deeper sleep includes the effects of a lighter one.
 
-    ``PAUSED``: nothing runs, model and KV cache stay. ``UNLOADED``: the engine has ended, requests
-    are kept as transcripts, and conversations as prompt cache files where the runtime allows that.
-    ``DROPPED``: of the KV caches nothing is kept, on no disk either.
+    ``PAUSED``: nothing runs, model and KV cache stay. ``UNLOADED``: the engine process has ended;
+    requests are kept as transcripts, and conversations as prompt cache files where the runtime
+    allows it. ``DROPPED``: KV caches are not kept, on disk neither.
     """
 
     PAUSED = 0
@@ -53,10 +53,10 @@ class SleepLevel(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """A part of the cluster: an empty tuple or None restricts nothing.
+    """A part of the cluster; an empty tuple or None restricts nothing.
 
-    ``models`` are model ids, ``boards`` board ids. With ``adapter`` only generations with that
-    adapter (its name) are meant, and not the boards as a whole.
+    ``models`` are model IDs, ``boards`` board IDs. With ``adapter`` (a name) it means only
+    generations with that adapter, not the boards as a whole.
     """
 
     models: tuple[str, ...] = ()
@@ -64,13 +64,13 @@ class Scope:
     adapter: str | None = None
 
     def covers(self, board_id: str, model: str) -> bool:
-        """Whether the board is in it."""
+        """Return whether the board is part of it."""
         return (not self.models or model in self.models) and (
             not self.boards or board_id in self.boards
         )
 
     def within(self, other: Scope) -> bool:
-        """Whether all of it is a part of ``other``."""
+        """Return whether it is contained in ``other``."""
         return (
             _narrower(self.models, other.models)
             and _narrower(self.boards, other.boards)
@@ -84,12 +84,12 @@ def _narrower(inner: tuple[str, ...], outer: tuple[str, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ActivePause:
-    """A part of the cluster that shall be paused, or asleep.
+    """A pause or a sleep of a part of the cluster.
 
-    ``operation`` is the id of what asked for it. With ``clear_cache`` KV caches are dropped once it
-    holds. Times are in seconds since 1970; ``expires_s`` of None has no lease. With a ``level`` it
-    is a sleep, which no resume takes back but a wake-up; with ``wakes`` the next request for its
-    model is one.
+    ``operation`` is the ID of the operation that made it. ``clear_cache`` drops KV caches once it
+    is in effect. Times are in seconds since 1970; ``expires_s`` of None means no lease. With a
+    ``level`` it is a sleep: only a wake-up ends it, not a resume. With ``wakes`` the next request
+    for the model wakes it.
     """
 
     operation: str
@@ -104,7 +104,7 @@ class ActivePause:
 
 @dataclass(frozen=True, slots=True)
 class AdapterVersion:
-    """One version of an adapter, which is its content: what boards must have on their disks."""
+    """One version of an adapter, identified by its content; boards need it on their disks."""
 
     ref: AdapterRef
     size_bytes: int
@@ -121,21 +121,21 @@ class AdapterVersion:
 
     @property
     def title(self) -> str:
-        """What to call it in words to people."""
+        """Its name in messages."""
         return f"adapter {self.ref.name}@{self.ref.version}"
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterVersions:
-    """Which versions of one adapter a model serves.
+    """The versions of one adapter that a model serves.
 
-    Requests that name the adapter without a version get ``active``; None where only named
-    versions are served. A rollout brings in ``candidate``: on the boards in ``switched`` it is
-    what they get, elsewhere with the probability ``weight`` per session. ``previous`` is what a
-    rollback returns to, ``kept`` are others that stay addressable as ``name@version``. ``epoch`` is
-    that of the last change of what is served, and ``in_flight`` says what that change meant for
-    requests that ran. ``left`` names those of ``kept`` that were served before: newer ones push
-    them out, and never one that was staged and waits for its turn.
+    Requests that name the adapter without a version get ``active``; None means that only named
+    versions are served. A rollout brings in ``candidate``: boards in ``switched`` serve it, the
+    others with probability ``weight`` per session. A rollback returns to ``previous``; ``kept`` are
+    other versions that stay addressable as ``name@version``. ``epoch`` is that of the last change
+    of the served versions, and ``in_flight`` its treatment of running requests. ``left`` names
+    those of ``kept`` that were served before: newer ones push them out, but never a version that
+    was staged and not yet rolled out.
     """
 
     model: str
@@ -152,18 +152,18 @@ class AdapterVersions:
 
     @property
     def versions(self) -> tuple[AdapterVersion, ...]:
-        """Every version that a request may get, without repeats."""
+        """Every version that a request may get, without duplicates."""
         named = (self.active, self.candidate, self.previous, *self.kept)
         return tuple(dict.fromkeys(version for version in named if version is not None))
 
     def version(self, version: str) -> AdapterVersion | None:
-        """Return the one that is called ``version``."""
+        """Return the version named ``version``, if any."""
         return next((one for one in self.versions if one.ref.version == version), None)
 
     def serves(self, board_id: str, session: str) -> AdapterRef | None:
-        """Return what a request for the bare name gets on that board.
+        """Return the version that a request for the bare name gets on a board.
 
-        The same session gets the same on all boards as long as the line stays what it is.
+        A session gets the same version on all boards as long as these versions do not change.
         """
         chosen = self.active
         if self.candidate is not None:
@@ -174,15 +174,15 @@ class AdapterVersions:
 
 
 def _lot(*parts: str) -> float:
-    """Return a number in [0, 1) that depends on the parts alone."""
+    """Return a number in [0, 1) that depends on the parts only."""
     content = "".join(f"{len(part)}:{part}" for part in parts)
     return int.from_bytes(hashlib.sha256(content.encode()).digest()[:7], "big") / (1 << 56)
 
 
 @dataclass(frozen=True, slots=True)
 class BaseVersion:
-    """One version of a base model, which is its content: what boards load instead of the file in
-    their model folder. ``version`` is its label in answers.
+    """One version of a base model, identified by its content: the file that boards load instead of
+    the one in their model folder. ``version`` is its name in answers.
     """
 
     model: str
@@ -192,23 +192,25 @@ class BaseVersion:
 
     @property
     def key(self) -> str:
-        """The name under which boards report it as staged: its content, whatever it is called."""
+        """The name under which boards report it as staged: by content, independent of the version
+        name.
+        """
         return f"{self.model}-{self.digest[:12]}"
 
     @property
     def title(self) -> str:
-        """What to call it in words to people."""
+        """Its name in messages."""
         return f"model {self.model}@{self.version}"
 
 
-# A file that boards are sent: all that staging needs is its digest and its size.
+# A file that is sent to boards; staging needs only its digest and size.
 Artifact: TypeAlias = AdapterVersion | BaseVersion
 
 
 @dataclass(frozen=True, slots=True)
 class BaseWeightsChange:
-    """A base model on its way to the boards of a model: those in ``switched`` load it, or all,
-    those that join included, where it comes ``everywhere``.
+    """A change of base weights in progress: boards in ``switched`` load them, or with
+    ``everywhere`` all boards, including those that join.
 
     ``to`` of None is the file in the model folder.
     """
@@ -219,17 +221,17 @@ class BaseWeightsChange:
     everywhere: bool = False
 
     def meets(self, board_id: str) -> bool:
-        """Whether a board shall load it."""
+        """Return whether a board must load them."""
         return self.everywhere or board_id in self.switched
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What a model's base weights are: their label, their file (None: that in the model folder),
-    and the last step that a trainer applied to the model, to an adapter of it included.
+    """A model's base weights: their version name, their file (None: the one in the model folder),
+    and the last training step applied to the model or one of its adapters.
 
-    ``in_flight`` says what the last change of the file, also one that goes on or was undone, means
-    for requests that run on a board when its turn comes.
+    ``in_flight`` is the treatment of running requests when a board's turn comes in the last change
+    of the file, including one in progress or undone.
     """
 
     model: str
@@ -240,7 +242,7 @@ class Weights:
     in_flight: InFlight = InFlight.PIN
 
     def on(self, board_id: str) -> tuple[BaseVersion | None, str]:
-        """Return the file that a board shall load, and its label."""
+        """Return the file that a board must load, and its version name."""
         if self.rebase is not None and self.rebase.meets(board_id):
             return self.rebase.to, self.rebase.label
         return self.base, self.label
@@ -248,7 +250,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """What the cluster shall be from ``epoch`` on, until there is a later one."""
+    """The desired state of the cluster from ``epoch`` on."""
 
     epoch: int = 0
     pauses: tuple[ActivePause, ...] = ()
@@ -256,18 +258,18 @@ class Desired:
     weights: tuple[Weights, ...] = ()
 
     def line(self, model: str, name: str) -> AdapterVersions | None:
-        """Return the line of an adapter, if there is one."""
+        """Return the versions of an adapter, if it has any."""
         for one in self.lines:
             if (one.model, one.name) == (model, name):
                 return one
         return None
 
     def weights_of(self, model: str) -> Weights:
-        """Return the label and the step of a model."""
+        """Return a model's base weights."""
         return next((one for one in self.weights if one.model == model), Weights(model))
 
     def served(self, model: str) -> ServedWeights:
-        """Return what boards of a model serve, to tell later whether that has changed."""
+        """Return the weights that a model's boards serve, for a later comparison."""
         lines = tuple(line for line in self.lines if line.model == model)
         return ServedWeights(self.weights_of(model), lines, self._sleeps(model))
 
@@ -278,7 +280,7 @@ class Desired:
         )
 
     def target(self, board_id: str, model: str) -> BoardTarget:
-        """Return what it makes of one board."""
+        """Return the desired state of one board."""
         mine = [pause for pause in self.pauses if pause.scope.covers(board_id, model)]
         whole = [pause for pause in mine if pause.scope.adapter is None]
         named: dict[str, list[ActivePause]] = {}
@@ -302,14 +304,18 @@ class Desired:
 
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
-    """The weights that a model's boards serve at one moment, and whether some of them sleep."""
+    """The weights that a model's boards serve at one moment, and whether some of the boards
+    sleep.
+    """
 
     weights: Weights
     lines: tuple[AdapterVersions, ...]
     sleeps: bool
 
     def held_by(self, later: ServedWeights) -> str:
-        """Return what held the model from then until now: ``update``, ``sleep`` or ``pause``."""
+        """Return the reason for the hold between then and ``later``: ``update``, ``sleep`` or
+        ``pause``.
+        """
         if (self.weights, self.lines) != (later.weights, later.lines):
             return "update"
         return "sleep" if self.sleeps else "pause"
@@ -317,7 +323,7 @@ class ServedWeights:
 
 @dataclass(frozen=True, slots=True)
 class EffectivePause:
-    """How a board, or one adapter on it, is paused; ``expires_s`` is the last lease's end."""
+    """The pause of a board, or of one adapter on it; ``expires_s`` is the end of the last lease."""
 
     mode: PauseMode
     clear_cache: bool = False
@@ -326,11 +332,11 @@ class EffectivePause:
 
 @dataclass(frozen=True, slots=True)
 class BoardTarget:
-    """What one board shall be. ``label`` is that of its base model's weights.
+    """The desired state of one board. ``label`` is the version name of its base weights.
 
-    ``level`` is how deep it sleeps, None where it is awake; its hold says what becomes of requests
-    then. ``base`` is the model's file that it has loaded, None for that in the model folder, and
-    ``rebase`` what becomes of requests that run while another one is loaded.
+    ``level`` is the depth of its sleep, None when awake; ``hold`` then defines the treatment of
+    requests. ``base`` is the model file to load, None for the one in the model folder, and
+    ``rebase`` the treatment of running requests while another file is loaded.
     """
 
     epoch: int
@@ -343,18 +349,18 @@ class BoardTarget:
     rebase: InFlight = InFlight.PIN
 
     def held(self, adapter: str | None) -> EffectivePause | None:
-        """Return what holds a request with that adapter (its name), the stricter of two."""
+        """Return the pause of requests with that adapter (a name), the stricter of two."""
         own = [hold for name, hold in self.adapter_holds if name == adapter]
         holds = [*own, *([] if self.hold is None else [self.hold])]
         return max(holds, key=lambda hold: _SEVERITY.index(hold.mode), default=None)
 
     def line(self, name: str) -> AdapterVersions | None:
-        """Return the line of an adapter, if there is one."""
+        """Return the versions of an adapter, if it has any."""
         return next((one for one in self.lines if one.name == name), None)
 
     @property
     def versions(self) -> tuple[AdapterVersion, ...]:
-        """Every version that the board must have on its disk before it serves."""
+        """Every adapter version that the board needs on its disk before it serves."""
         return tuple(dict.fromkeys(v for line in self.lines for v in line.versions))
 
 
@@ -371,18 +377,17 @@ def _hold(pauses: list[ActivePause]) -> EffectivePause:
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """A board's answer to what it shall be.
+    """A board's answer to a new desired state.
 
-    ``epoch`` is the one that it now obeys: a later one than it was sent where it had heard that
-    already. It serves once ``missing`` is empty. ``stopped`` generations were stopped by this call,
-    of which ``kept`` have their KV cache still; the last token was emitted ``latency_ms`` after the
-    call at the latest. ``switched`` generations go on with another version. ``emitted`` has the
-    request's id of every generation that has not ended, and how many tokens it has. It sleeps at
-    ``level``, None where it is awake: of the contexts that this call put to sleep, ``kept_tokens``
-    can be restored from its memory or disk and ``dropped_tokens`` are computed again.
-    ``missing_base`` is the model's file that it shall load and has not on its disk: it serves
-    nothing before that. ``refused`` says why it has gone back from these to those of before, where
-    an earlier call has seen that, or is empty.
+    ``epoch`` is the one that it obeys now: later than the one sent if it already received a later
+    one. It serves once ``missing`` is empty. This call stopped ``stopped`` generations, ``kept`` of
+    them with their KV cache; their last token came at most ``latency_ms`` after the call.
+    ``switched`` generations continue with another version. ``emitted`` has the request ID and the
+    token count of every generation that has not ended. ``level`` is the depth of its sleep, None
+    when awake; of the contexts put to sleep by this call, ``kept_tokens`` can be restored from
+    memory or disk and ``dropped_tokens`` must be recomputed. ``missing_base`` is the model file
+    that it must load and does not have; it serves nothing before that. ``refused`` is the reason
+    why it returned to the previous file after an earlier call, or empty.
     """
 
     board_id: str
@@ -403,7 +408,7 @@ class Adoption:
 
     @property
     def lacking(self) -> tuple[Artifact, ...]:
-        """Every file that it has to be sent."""
+        """Every file that must be sent to it."""
         return (*self.missing, *(() if self.missing_base is None else (self.missing_base,)))
 
 
@@ -412,11 +417,11 @@ SYSTEM_PROMPT = "system-prompt"  # the name of the prompt cache of the configure
 
 @dataclass(frozen=True, slots=True)
 class DesiredCache:
-    """A named prompt cache that every board of a model is to hold; without ``ids`` none is.
+    """A named prompt cache that every board of a model must hold; none without ``ids``.
 
-    It is computed with the base model, with the version of the adapter ``line`` that is active at
-    the time (or the one called ``version``), or with ``ref``, an adapter of the model folder.
-    ``at_s`` is when it was asked for, in seconds since 1970.
+    It is computed with the base model, with the version of the adapter ``line`` active at the time
+    (or the one named ``version``), or with ``ref``, an adapter of the model folder. ``at_s`` is the
+    time of the request for it, in seconds since 1970.
     """
 
     model: str
@@ -430,7 +435,7 @@ class DesiredCache:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a board found of an adapter that it has loaded: times in ms, tokens of a trial run."""
+    """Measurements of a loaded adapter on one board: times in ms, tokens of a trial run."""
 
     board_id: str
     key: str

@@ -1,7 +1,4 @@
-"""Files on disks: durable writes, full disks, and folders that no other account can prepare.
-
-It knows files and folders, and nothing of what they are for.
-"""
+"""Files on disks: durable writes, full disks, and folders that no other account can prepare."""
 
 from __future__ import annotations
 
@@ -12,19 +9,19 @@ import shutil
 import stat
 from pathlib import Path
 
-# What a disk, a quota or a limit of the process says when no more can be written.
+# Errors of a full disk, an exhausted quota, or a file size limit of the process.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 PRIVATE = 0o700
 
 
 def free_bytes(folder: Path) -> int:
-    """Return what can be written on the disk of ``folder``. Raises ``OSError``."""
+    """Return the free bytes of the disk of ``folder``. Raises ``OSError``."""
     return shutil.disk_usage(folder).free
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold a file or a folder, whatever happens to the power. Raises ``OSError``.
+    """Flush a file or a folder to the disk. Raises ``OSError``.
 
     It follows no link.
     """
@@ -40,10 +37,10 @@ class UnsafeFolder(OSError):
 
 
 def private_folder(folder: Path) -> None:
-    """Create a folder with mode 0700, or make sure that an existing one is this account's alone.
+    """Create a folder with mode 0700, or check that an existing one belongs to this account alone.
 
-    A folder of this account that others may only read gets mode 0700. Nothing in it was written by
-    others then: they could never write there.
+    A folder of this account that others may only read gets mode 0700. Its contents are trustworthy:
+    others could never write there.
 
     Raises:
         UnsafeFolder: it is a symbolic link or no folder, belongs to another account, may be written
@@ -106,7 +103,7 @@ def write_private(path: Path, text: str) -> None:
         OSError: it cannot be written.
     """
     with os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT), "w", encoding="utf-8") as file:
-        file.truncate(0)  # not before it is known whose it is
+        file.truncate(0)  # not before its owner is checked
         file.write(text)
 
 

@@ -1,7 +1,7 @@
-"""Digests of large files, computed once for as long as a file stays what it was.
+"""Digests of large files, cached until the file changes.
 
-It knows files and sha256, and nothing of what the files are for. A file counts as unchanged while
-its device, inode, size and both of its times are: whoever can forge those can forge more.
+A file counts as unchanged while its device, inode, size and both of its times are. An account that
+can forge those can replace the file anyway.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ def file_digest(path: Path) -> str:
 def content_digest(path: Path) -> str:
     """Return a digest of a file's size and of blocks spread evenly over it, both ends included.
 
-    It tells files of gigabytes apart without reading them: models differ from end to end, or by
-    their size. It is no protection against someone who changes a file between the blocks.
-    Raises ``OSError``.
+    It distinguishes files of gigabytes without reading them whole: models differ everywhere, or in
+    size. It does not protect against changes between the blocks. Raises ``OSError``.
     """
     return _of_unchanged(path, _sampled)
 
@@ -54,7 +53,7 @@ def _of_unchanged(path: Path, digest: Callable[[str, Stamp], str]) -> str:
 
 
 def stamp(path: Path) -> Stamp:
-    """Return what tells a file from a changed one. Raises ``OSError`` where it is no file."""
+    """Return a value that changes with the file. Raises ``OSError`` if it is no regular file."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise OSError(f"{path} is not a regular file")
@@ -67,10 +66,10 @@ def ids_digest(ids: Iterable[int]) -> str:
 
 
 class CachedDigest:
-    """The sha256 of one large file, kept in ``record`` across processes while the file stays as it
-    was; without a record it is kept in memory only.
+    """The sha256 of one large file, cached in ``record`` across processes while the file is
+    unchanged; without a record it is cached in memory only.
 
-    Any thread may use it; callers that come during the computation wait for its result.
+    Any thread may use it; concurrent callers share one computation.
     """
 
     def __init__(self, file: Path, record: Path | None) -> None:
@@ -82,11 +81,11 @@ class CachedDigest:
 
     @property
     def known(self) -> str | None:
-        """The digest as it was computed last; None before that. It reads nothing."""
+        """The digest as last computed; None before that. It reads nothing."""
         return None if self._known is None else self._known[1]
 
     def get(self) -> str:
-        """Return the digest of the file as it is now; a changed file is read anew.
+        """Return the digest of the file as it is now; a changed file is read again.
 
         Raises ``OSError``: the file cannot be read, or ``stop`` was called.
         """
@@ -103,7 +102,7 @@ class CachedDigest:
             return self._known[1]
 
     def stop(self) -> None:
-        """End a computation that is going on: its process is about to end."""
+        """Cancel a running computation, because the process is about to end."""
         self._stopped.set()
 
     def _read(self) -> tuple[Stamp, str] | None:
@@ -149,7 +148,7 @@ def _hash(path: str, stopped: threading.Event | None = None) -> str:
     with Path(path).open("rb") as file:
         while piece := file.read(1 << 20):
             if stopped is not None and stopped.is_set():
-                raise OSError(f"reading {path} was given up, because the process ends")
+                raise OSError(f"reading {path} was cancelled because the process is ending")
             digest.update(piece)
     return digest.hexdigest()
 

@@ -1,6 +1,6 @@
-"""Frozen values that cross a process: requests, the events of an answer, what controls it.
+"""Frozen values that cross process borders: requests, events of an answer, and its control.
 
-Nothing here knows how a value travels (pickle between replicas, frames to the engine process).
+Transport (pickle between replicas, frames to the engine process) is elsewhere.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from rkserve.core.run_params import (
 
 
 class FinishReason(str, Enum):
-    """Why an answer ended, in OpenAI's words."""
+    """The reason for an answer's end, in OpenAI's terms."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
 
 
-FIRST_LABEL = "default"  # of a base model's weights, until somebody names them
+FIRST_LABEL = "default"  # of a base model's weights, until they are given a name
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
-    """One version of a LoRA adapter of the model folder, by its content.
+    """One version of a LoRA adapter, identified by its content.
 
-    ``digest`` is the sha256 of ``adapters/<name>/<version>/adapter.rkllm``, in hexadecimal: a board
-    whose file differs refuses it. ``scale`` is what the adapter is loaded with.
+    ``digest`` is the sha256 of ``adapters/<name>/<version>/adapter.rkllm``, in hexadecimal; a board
+    whose file differs refuses it. ``scale`` is the scale that the adapter is loaded with.
     """
 
     name: str
@@ -45,20 +45,20 @@ class AdapterRef:
 
     @property
     def label(self) -> str:
-        """The name by which a request asks for exactly this one, and answers say it."""
+        """The name by which requests address exactly this version; answers contain it."""
         return f"{self.name}@{self.version}"
 
     @property
     def key(self) -> str:
-        """The name under which the runtime holds it: two contents or scales never share one."""
+        """Its name in the runtime; two contents or scales never share one."""
         return f"{self.label}-{self.digest[:12]}-{self.scale:g}"
 
 
 class TokenOrigin(str, Enum):
-    """Where a token after the prompt comes from."""
+    """The origin of a token after the prompt."""
 
     GENERATED = "generated"  # by the model
-    APPENDED = "appended"  # the answer's own words, by an edit or a hook
+    APPENDED = "appended"  # part of the answer, by an edit or a hook
     INJECTED = "injected"  # context that is not part of the answer
 
 
@@ -66,9 +66,9 @@ class TokenOrigin(str, Enum):
 class TranscriptToken:
     """One token after the prompt.
 
-    ``waiting``: its text comes with that of the tokens behind it. ``cleared``: a range clear took
-    it out of the context; what it says in the answer stays. ``scored`` is there where logprobs were
-    asked for and the model has chosen it.
+    ``waiting``: its text comes with that of later tokens. ``cleared``: a range clear removed it
+    from the context; its text in the answer stays. ``scored`` is set if log-probabilities were
+    requested and the model chose the token.
     """
 
     token_id: int
@@ -80,15 +80,15 @@ class TranscriptToken:
 
     @property
     def unfinished(self) -> bool:
-        """The model's beginning of a character, of which nothing was shown."""
+        """Whether it is the model's beginning of a character that has not been emitted."""
         return self.waiting and self.kind is TokenOrigin.GENERATED
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The weights of an answer so far: from which token on it is which version, by labels.
+    """The weights that generated an answer so far: token index and version name of each change.
 
-    ``adapter`` is the one that its runs have now, bound by a line of ``line_epoch``.
+    ``adapter`` is the current one, chosen at epoch ``line_epoch`` of its versions.
     """
 
     marks: tuple[tuple[int, str], ...] = ()
@@ -98,14 +98,14 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class FailoverState:
-    """What boards before have made of a generation, which another one goes on with.
+    """The progress of a generation on earlier boards, from which another board continues.
 
-    ``slots`` come after the prompt, which is ``prompt_ids`` where an edit has changed it. The
-    client has ``text`` of the answer, and all ids of the slots that belong to it. ``bound`` of None
-    has no token yet. ``paused`` is how it rests; with ``pause_over`` the last token's own pause, if
-    it asks for one, was made already. It goes on for the ``times``-th time. One that is a
-    ``suspect`` had the run that a board was lost in: it shares its next one with nobody. The
-    client has the logprobs of the prompt if it was ``scored``.
+    ``slots`` follow the prompt, which is ``prompt_ids`` if an edit changed it. The client has
+    ``text`` of the answer and all its IDs. ``bound`` of None means no token yet. ``paused`` is its
+    pause; with ``pause_over`` the pause requested by the last token is already over. This is
+    continuation number ``times``. A ``suspect`` was in the run during which a board was lost, and
+    shares its next run with no other generation. With ``scored`` the client already has the
+    log-probabilities of the prompt.
     """
 
     slots: tuple[TranscriptToken, ...] = ()
@@ -126,12 +126,11 @@ class FailoverState:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How a model marks what it thinks before it answers, at the beginning of an answer.
+    """The marks around a model's reasoning at the beginning of an answer.
 
-    ``begun``: the prompt has opened the block already. After ``max_tokens`` within it
-    ``closing_ids`` end it, which say ``closing``; None lets the model think for as long as it
-    likes. ``mark_ids`` are those of the mark ``close`` alone. In text mode nobody knows ids, and
-    both are empty.
+    ``begun``: the prompt already contains the opening mark. After ``max_tokens`` of reasoning it is
+    ended with ``closing_ids``, whose text is ``closing``; None means no limit. ``mark_ids`` are
+    those of the mark ``close`` alone. In text mode the IDs are unknown, and both are empty.
     """
 
     open: str
@@ -145,43 +144,43 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One generation: a transcript to continue and how.
+    """One generation: a transcript to continue and its options.
 
-    ``prompt_ids`` are token ids of the model's vocabulary, at least one. A model folder without a
-    tokenizer is served in text mode: ``prompt_ids`` is empty then and ``prompt_text`` is the whole
-    rendered prompt, tokenized by the runtime. ``sampling`` is complete;
-    ``sampling_asked`` names the fields that the client set itself, so that a runtime which cannot
-    change them says so. ``max_tokens`` counts generated tokens; it is 0 where only the prompt's
-    logprobs are wanted. ``stop`` holds non-empty strings.
+    ``prompt_ids`` are token IDs of the model's vocabulary, at least one. A model folder without a
+    tokenizer is served in text mode: ``prompt_ids`` is empty and ``prompt_text`` is the whole
+    rendered prompt, tokenized by the runtime. ``sampling`` is complete; ``sampling_asked`` names
+    the fields set by the client, so that a runtime that cannot change them can report it.
+    ``max_tokens`` counts generated tokens; it is 0 if only the prompt's log-probabilities are
+    wanted. ``stop`` holds non-empty strings.
 
-    ``stepwise`` is there where the runtime's own sampling cannot do what was asked for: the answer
-    is then made of single steps, with all of ``sampling`` but mirostat, on every release.
+    ``stepwise`` is set if the runtime's own sampling cannot serve the request: the answer is then
+    generated in single steps, with all of ``sampling`` except mirostat, on every release.
 
     ``adapter`` of None is the base model. ``native_pause`` starts the run so that the runtime
-    itself can pause it with its KV cache kept, at the price of no reuse of the live context. It
-    pauses by itself after text that completes one of ``pause_on_text``, or after one of
-    ``pause_on_ids``. ``use_cache`` names a prompt cache to begin from.
+    itself can pause it with its KV cache kept, at the price of no reuse of the live context. The
+    run pauses itself after text that completes one of ``pause_on_text``, or after one of
+    ``pause_on_ids``. ``use_cache`` names a prompt cache to start from.
 
     With ``line`` (the name of an adapter) ``adapter`` is None until the board binds the request to
-    the version that it serves, by the ``session`` it belongs to; a board that has not adopted
-    ``min_epoch`` refuses it. ``keep_version`` forbids to switch it to another version later. One
-    that is not ``patient`` is refused by a board that sleeps: another one is awake.
+    the version that it serves, by the request's ``session``; a board that has not adopted
+    ``min_epoch`` refuses it. ``keep_version`` forbids a later switch to another version. A sleeping
+    board refuses a request that is not ``patient``: another board is awake.
 
-    A prompt with ``images`` is one in text mode too, also of a model with a tokenizer: its text has
-    one ``<image>`` for each of them, in their order. ``counted`` tokens are what it should have.
+    A prompt with ``images`` is in text mode too, also for a model with a tokenizer: its text has
+    one ``<image>`` for each of them, in their order. ``counted`` is its expected number of tokens.
 
-    With ``embeds`` they are the prompt, and ``prompt_text`` is empty. Such an answer is generated
-    in one go: there are no embeddings of its own tokens to continue from.
+    ``embeds`` replace the prompt, and ``prompt_text`` is empty. Such an answer cannot be continued:
+    there are no embeddings of its own tokens.
 
     With the states of an ``encoder`` the prompt is ``decoder_ids`` and ``prompt_text`` is empty, or
-    in text mode the prompt is ``prompt_text``. Such an answer is generated in one go too: the KV
-    cache depends on these states, and token ids do not tell it from others.
+    in text mode the prompt is ``prompt_text``. Such an answer cannot be continued either: the KV
+    cache depends on these states, which token IDs do not identify.
 
-    ``once``: nobody will go on from the answer, so that its KV cache is not worth a file. It shares
-    none with requests of another ``salt``; see ``origins``.
+    ``once``: the answer will not be continued, so its KV cache is not saved to a file. It shares no
+    KV cache with requests of another ``salt``; see ``block_hashes``.
 
-    ``thinking`` is there where the model may think before it answers. ``continued`` is what was
-    generated of it elsewhere. All limits and counts are those of the whole answer.
+    ``thinking`` is set if the model may reason before it answers. ``continued`` is the part
+    generated elsewhere. All limits and counts are those of the whole answer.
 
     One of ``stop_ids`` ends the answer as an EOS token does. With ``include_stop`` the text that
     ended it, of a stop string or of one of ``stop_ids``, is part of the answer.
@@ -221,15 +220,15 @@ class GenerateRequest:
 
     @property
     def in_one_go(self) -> bool:
-        """Return whether the answer cannot go on from what was generated before."""
+        """Whether the answer cannot be continued after an interruption."""
         return self.embeds is not None or self.encoder is not None
 
 
 @dataclass(frozen=True, slots=True)
 class EmbedRequest(GenerateRequest):
-    """Vectors of texts instead of an answer; it is sent, queued and bound as a generation is.
+    """A request for vectors of texts; sent, queued and bound like a generation.
 
-    Each of ``inputs`` has at least one token id. In text mode ``texts`` are there in their place.
+    Each of ``inputs`` has at least one token ID. In text mode ``texts`` replace them.
     ``prompt_ids`` are empty, and ``max_tokens`` is 0.
     """
 
@@ -242,7 +241,7 @@ class EmbedRequest(GenerateRequest):
 class Usage:
     """Token counts of one generation. ``cached_tokens`` of the prompt were not prefilled again.
 
-    ``reasoning_tokens`` of the answer are what the model thought first, with the marks around it.
+    ``reasoning_tokens`` of the answer are those of the reasoning, including its marks.
     """
 
     prompt_tokens: int
@@ -253,16 +252,16 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """What the board measured, in milliseconds; prefill and decode are the runtime's own figures.
+    """The board's measurements, in milliseconds; prefill and decode are the runtime's own figures.
 
-    ``queue_ms`` is the wait for the board, ``paused_ms`` the time between pauses and resumptions.
-    ``encode_ms`` went into images before the prefill. ``prefill_tokens`` were really prefilled. A
-    generation that was interrupted adds up its runs; the runtime says nothing of a run that it
-    paused, so that one is measured by the board's clock.
-    ``batch`` is how many generations shared the run at most (all times are the board's then), and
-    ``batch_wait_ms`` what this one waited for the batch to fill. Of one that was ``continued`` so
-    many times on other boards, or on the same one after it had failed, the figures are those of the
-    last board, and ``lost_ms`` is the time from each loss to the next event of the answer.
+    ``queue_ms`` is the wait for the board, ``paused_ms`` the total time of pauses. Images took
+    ``encode_ms`` before the prefill. ``prefill_tokens`` were actually prefilled. An interrupted
+    generation adds up its runs; the runtime reports nothing for a run that it paused, so that one
+    is measured by the board's clock. ``batch`` is the largest number of generations that shared the
+    run (all times are the board's then), and ``batch_wait_ms`` the wait of this one for the batch
+    to fill. ``continued`` counts failovers, to other boards or to the same one after a failure; the
+    figures are then those of the last board, and ``lost_ms`` is the time from each loss to the next
+    event of the answer.
     """
 
     queue_ms: float
@@ -281,12 +280,12 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """First event of an answer: the board has taken the request, started or queued it.
+    """First event of an answer: the board has started or queued the request.
 
-    ``sampling_ignored`` names the asked-for fields that this runtime cannot change per run.
-    ``version`` is that of the weights that it would start with now: ``name@version`` of an adapter,
-    or the label of the base model. ``epoch`` is the one that the board obeys. ``adapter`` is that
-    version, as a line of ``line_epoch`` has chosen it.
+    ``sampling_ignored`` names the requested fields that this runtime cannot change per run.
+    ``version`` is that of the weights it would start with now: ``name@version`` of an adapter, or
+    the version name of the base weights. ``epoch`` is the one that the board obeys. ``adapter`` is
+    that version, chosen at ``line_epoch`` of the adapter's versions.
     """
 
     board_id: str
@@ -301,9 +300,10 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Splice:
-    """What comes after the prompt is changed: ``slots`` follow the first ``keep`` of before.
+    """A replacement of tokens after the prompt: ``slots`` follow the first ``keep`` of the previous
+    ones.
 
-    ``prompt_ids`` are the prompt's own as an edit has left them; None where it did not touch them.
+    ``prompt_ids`` are the prompt's own after an edit; None if it left them unchanged.
     """
 
     keep: int
@@ -313,20 +313,19 @@ class Splice:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Text that is certain, with the ids generated since the last delta (text may be empty).
+    """Final text, with the IDs generated since the last delta (text may be empty).
 
-    An edit may take back what was given out: ``retract`` characters at the end of the answer so
-    far are void, before ``text`` is added.
+    An edit may retract emitted text: the last ``retract`` characters of the answer so far are void,
+    before ``text`` is appended.
 
-    Whoever has all deltas can let another board go on. Mostly each id has its own part of ``text``:
-    a single one all of it, several so many characters each as ``lengths`` say. Where that is not so
-    (hooks, text that is held back, characters of several tokens, edits) ``splice`` says what the
-    transcript has become. ``bound`` is there where the weights have changed. A delta that is made
-    while the generation is ``paused``, by an edit, does not end the pause; any other one does, also
-    an empty one.
+    All deltas together suffice to continue on another board. Usually each ID has its own part of
+    ``text``: a single one all of it, several the numbers of characters in ``lengths``. Otherwise
+    (hooks, held-back text, characters of several tokens, edits) ``splice`` has the new transcript.
+    ``bound`` is set if the weights have changed. A delta made while the generation is ``paused``,
+    by an edit, does not end the pause; any other one does, also an empty one.
 
-    ``logprobs`` were asked for: one for each id, None for one that the model has not chosen.
-    ``prompt`` has those of the prompt's ids from its second on, once.
+    ``logprobs``, if requested: one for each ID, None for one that the model did not choose.
+    ``prompt`` has those of the prompt's IDs from its second on, once.
     """
 
     text: str
@@ -341,19 +340,19 @@ class Delta:
 
     @property
     def plain(self) -> bool:
-        """Whether it only adds ids, each with its own part of the text."""
+        """Whether it only appends IDs, each with its own part of the text."""
         return not (self.retract or self.splice or self.bound or self.paused or self.prompt)
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """How many characters of the text each id of one without a ``splice`` has."""
+        """The number of characters of each ID's text in a delta without a ``splice``."""
         if self.lengths or not self.token_ids:
             return self.lengths
         return (len(self.text), *[0] * (len(self.token_ids) - 1))
 
 
 def merged(first: Delta, second: Delta) -> Delta | None:
-    """Return two deltas that follow each other as one; None where that would lose something."""
+    """Return two consecutive deltas as one; None if that would lose information."""
     if not (first.plain and second.plain):
         return None
     if any(delta.text and not delta.token_ids for delta in (first, second)):
@@ -368,7 +367,7 @@ def merged(first: Delta, second: Delta) -> Delta | None:
 class Paused:
     """The generation has paused; nothing follows until it is resumed or ends.
 
-    ``by`` is the reason of the hook or the entry of ``pause_on`` that paused it, and None for a
+    ``by`` is the reason given by the hook, or the entry of ``pause_on`` that matched; None for a
     call. ``tokens`` are those of the answer so far.
     """
 
@@ -388,9 +387,9 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Last event of an answer that ended well. ``versions`` cover all of its tokens, in order.
+    """Last event of a successful answer. ``versions`` cover all of its tokens, in order.
 
-    ``stopped_by`` is the stop string that ended it, None where something else did.
+    ``stopped_by`` is the stop string that ended it, None if something else did.
     """
 
     reason: FinishReason
@@ -402,8 +401,8 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """One vector per text of an ``EmbedRequest``, in their order: float32 raw bytes, pooled, and
-    otherwise as they were computed. ``Finished`` follows.
+    """One vector per text of an ``EmbedRequest``, in their order: float32 raw bytes, pooled,
+    otherwise as computed. ``Finished`` follows.
     """
 
     vectors: tuple[bytes, ...]
@@ -413,7 +412,7 @@ Event = Accepted | Delta | Paused | Embedded | Finished
 
 
 class Kv(str, Enum):
-    """What became, or will become, of the KV cache of an interrupted generation."""
+    """The fate of an interrupted generation's KV cache."""
 
     KEPT = "kept"
     RECOMPUTED = "recomputed"
@@ -424,9 +423,9 @@ class Edit:
     """A change to a paused generation, applied in this order.
 
     ``clear`` removes the half-open ranges of context positions ``[start, end)`` from the KV cache;
-    the answer's text stays. ``replace_last`` takes back so many tokens of the answer. ``ids`` are
-    then appended: as the answer's own words, given out as ``text``; or with ``injected`` as context
-    that is not part of the answer, such as the result of a tool.
+    the answer's text stays. ``replace_last`` removes that many tokens of the answer. ``ids`` are
+    then appended: as part of the answer, emitted as ``text``, or with ``injected`` as context that
+    is not part of the answer, such as the result of a tool.
     """
 
     replace_last: int = 0
@@ -437,7 +436,7 @@ class Edit:
 
 
 class ControlAction(str, Enum):
-    """What can be asked of a generation."""
+    """A control call on a generation."""
 
     PAUSE = "pause"
     EDIT = "edit"

@@ -26,7 +26,7 @@ TTFT_BUCKETS_S = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.2, 2, 4, 8, 15, 30, 60, 
 DURATION_BUCKETS_S = (0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
 # Published rows decode 2.5 to 45 tokens/s and prefill 28 to 946.
 DECODE_RATE_BUCKETS = (0.5, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 75, 100)
-# From a few boards to a thousand, and one that was held up.
+# From a few boards to a thousand, and one that was delayed.
 DECISION_BUCKETS_S = (2e-5, 5e-5, 1e-4, 2e-4, 4e-4, 1e-3, 5e-3, 0.02, 0.1)
 # From a free board to the longest wait that a queue allows.
 WAIT_BUCKETS_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
@@ -94,7 +94,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[BoardReport], float]], ...] = (
     ),
 )
 
-# What a board's kernel tells; a figure that it does not tell has no sample.
+# Readings of a board's kernel; a figure that is unknown has no sample.
 _HARDWARE: tuple[tuple[str, str, Callable[[Hardware], float | None]], ...] = (
     ("rkserve_npu_frequency_hertz", "Clock of the NPU now.", lambda h: h.npu_hz),
     (
@@ -123,7 +123,7 @@ _HARDWARE: tuple[tuple[str, str, Callable[[Hardware], float | None]], ...] = (
 
 
 class RouterMetrics:
-    """What the Router itself sees."""
+    """Metrics of one Router."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
@@ -265,34 +265,34 @@ class RouterMetrics:
         )
 
     def continued(self, word: str) -> None:
-        """A generation lost its board and goes on; ``word`` says how it was lost."""
+        """Count a failover of a generation; ``word`` is the kind of loss."""
         self.continuations.labels(word).inc()
 
     def opened(self) -> None:
-        """A board is left alone for a while."""
+        """Count an opened circuit breaker."""
         self.circuits.inc()
 
     def held(self, model: str, by: str, held_s: float) -> None:
-        """A generation goes on after the cluster has held it for so long."""
+        """Observe the duration of a hold of a generation by the cluster."""
         self.held_time.labels(model, by).observe(held_s)
 
     def back(self, took_s: float) -> None:
-        """So long after that its next token has come."""
+        """Observe the time from the end of a hold to the next token."""
         self.continuation.observe(took_s)
 
     def waited(self, model: str, waited_s: float) -> None:
-        """A request got a place at a board after so long."""
+        """Observe the wait of a request for a reservation."""
         self.queue_wait.labels(model).observe(waited_s)
 
     def refused(self, model: str, reason: str) -> None:
-        """A request got none."""
+        """Count a request without a reservation."""
         self.turned_away.labels(model, reason).inc()
 
     def observe(self, model: str, timings: Timings) -> None:
-        """Count what the board measured of one finished generation.
+        """Record the board's measurements of one finished generation.
 
-        A phase that did not happen, or that the runtime did not time, is no sample: a rate of 0
-        would say that the board is slow.
+        A phase that did not happen, or that the runtime did not time, gives no sample: a rate of 0
+        would suggest a slow board.
         """
         prefill_s, decode_s = timings.prefill_ms / 1e3, timings.decode_ms / 1e3
         if timings.prefill_tokens > 0 and prefill_s > 0:
@@ -303,7 +303,7 @@ class RouterMetrics:
 
 
 class CoordinatorMetrics:
-    """What the Coordinator does to the cluster. Kinds and phases are those of operations."""
+    """Metrics of the Coordinator. Kinds and phases are those of operations."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.operations = Counter(
@@ -401,13 +401,13 @@ class CoordinatorMetrics:
 
 
 class QueueCollector(Collector):
-    """Exports how many wait at this Router; that is counted when it is scraped."""
+    """Exports the queue lengths of this Router, counted at each scrape."""
 
     def __init__(self, depths: Callable[[], Mapping[str, Mapping[int, int]]]) -> None:
         self._depths = depths
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield one figure for each model and priority that is waited with."""
+        """Yield one figure for each model and priority with waiting requests."""
         waiting = GaugeMetricFamily(
             "rkserve_queue_depth",
             "Generations that wait at the Router for a place at a board, by priority.",
@@ -420,7 +420,7 @@ class QueueCollector(Collector):
 
 
 class StreamCollector(Collector):
-    """Exports how tokens get from boards to this Router."""
+    """Exports the transport of tokens from boards to this Router."""
 
     def __init__(self, counts: Callable[[], tuple[Mapping[str, int], int]]) -> None:
         self._counts = counts
@@ -443,7 +443,7 @@ class StreamCollector(Collector):
 
 
 class BoardCollector(Collector):
-    """Exports the boards' latest reports; the figures cost no call when they are scraped."""
+    """Exports the boards' latest reports; a scrape makes no call to a board."""
 
     def __init__(self, reports: Callable[[], Iterable[BoardReport]]) -> None:
         self._reports = reports

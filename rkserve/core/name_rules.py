@@ -1,7 +1,4 @@
-"""What adapters, their versions and prompt caches may be called: these names become parts of paths.
-
-It knows the one rule and no folder.
-"""
+"""The rule for names of adapters, their versions and prompt caches, which become parts of paths."""
 
 from __future__ import annotations
 
@@ -9,13 +6,13 @@ import re
 
 from rkserve.core.errors import RequestError
 
-# No ':', '@' or '/': the first two have a meaning in a request's model, and none leads elsewhere.
+# No ':', '@' or '/': the first two are separators in a request's model, the last one in paths.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 QUOTED_CHARACTERS = 40
 
 
 def check_cache_name(name: str, param: str = "cache_name") -> str:
-    """Return a name that a prompt cache may have. Raises ``RequestError`` that says the rule."""
+    """Return a valid prompt cache name. Raises ``RequestError`` with the rule."""
     if not NAME.fullmatch(name):
         shown = repr(name if len(name) <= QUOTED_CHARACTERS else f"{name[:QUOTED_CHARACTERS]}...")
         raise RequestError(

@@ -1,4 +1,4 @@
-"""Ports of this machine for servers that somebody else starts a while later."""
+"""Free ports of this machine for servers that start later."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ FIRST, LAST = 20_000, 29_999
 
 
 def free_ports(rng: random.Random | None = None) -> Iterator[int]:
-    """Yield ports on which nobody listens, each of them once.
+    """Yield ports on which nothing listens, each of them once.
 
-    None is of those that a kernel gives to whoever asks for any, or connects, from 32768 where
-    nobody has changed that: until the server starts it would give them away again, and a starting
-    Ray takes hundreds.
+    None is in the range from which a kernel assigns ports to outgoing connections and to servers
+    that do not choose one (from 32768 by default): such a port could be assigned before the server
+    starts, and a starting Ray takes hundreds.
 
     Raises:
         OSError: none is left.
@@ -36,7 +36,7 @@ def free_port() -> int:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        # As servers do: what was closed a moment ago does not keep a port.
+        # As servers do: a recently closed connection does not block a port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))

@@ -1,7 +1,7 @@
-"""Frozen values that an engine process knows, too: how a run draws, and what it is shown.
+"""Frozen values that engine processes use too: sampling and inputs of a run.
 
-Apart from the other messages, because an engine is to start fast: whatever it imports, it imports
-while somebody waits for a board to come back.
+They are apart from the other messages to keep the imports of a starting engine few: requests wait
+while it starts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import Enum
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling values of one generation; ranges are checked at the API's border.
+    """Sampling values of one generation, with ranges checked by the API.
 
     ``temperature`` 0 means greedy. ``repeat_penalty`` is RKLLM's (1.0 = off); the two OpenAI
     penalties are additive (0.0 = off).
@@ -31,20 +31,20 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What the model gave a token: the natural logarithm of its probability.
+    """A token's log-probability (natural logarithm).
 
-    ``top`` are the likeliest ids at that position with theirs, the likeliest first.
+    ``top`` are the likeliest IDs at that position with theirs, the likeliest first.
     """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
-NEVER_ENDS = 2**31 - 1  # tokens, more than any answer has: the model does not end it
+NEVER_ENDS = 2**31 - 1  # more tokens than any answer has: the model does not end the answer
 
 
 class GuideKind(str, Enum):
-    """How a grammar is written."""
+    """The notation of a grammar."""
 
     JSON_SCHEMA = "json_schema"  # the schema as JSON
     REGEX = "regex"
@@ -54,14 +54,16 @@ class GuideKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """A grammar that an answer has to follow."""
+    """A grammar that the answer must follow."""
 
     kind: GuideKind
     text: str
 
 
 class Guided(str, Enum):
-    """How answers are made that follow a grammar and need nothing else."""
+    """The generation method for answers that follow a grammar and need no other step-by-step
+    feature.
+    """
 
     AUTO = "auto"  # optimistic where a step would send the whole context again
     STEPS = "steps"
@@ -70,13 +72,13 @@ class Guided(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Stepwise:
-    """What a generation needs that the runtime's own sampling does not have.
+    """Features of a generation that the runtime's own sampling does not have.
 
-    ``seed``, ``choice`` and the place of a token in the answer decide every draw. Logprobs come
-    with the tokens where ``top_logprobs`` is a number: those of the chosen ones, of so many of the
-    likeliest, and of all in ``also``; ``prompt_logprobs`` are those of the prompt as well. The
-    whole answer follows ``guide``. ``free``: nothing but the guide asks for it, so that the
-    runtime's own draws will do where they follow it. The model does not end an answer before it has
+    ``seed``, ``choice`` and the index of a token in the answer determine every draw. If
+    ``top_logprobs`` is a number, tokens come with log-probabilities: of the chosen ones, of that
+    many of the likeliest, and of all in ``also``; ``prompt_logprobs`` are those of the prompt as
+    well. The whole answer follows ``guide``. ``free``: only the guide requires steps, so the
+    runtime's own draws suffice as long as they follow it. The model does not end an answer before
     ``least`` tokens.
     """
 
@@ -94,7 +96,7 @@ class Stepwise:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An image of a prompt as the model's encoder takes it: RGB, a byte per channel, row by row."""
+    """An image in the format of the model's encoder: RGB, one byte per channel, row by row."""
 
     width: int
     height: int
@@ -112,7 +114,7 @@ class Embeds:
 
 @dataclass(frozen=True, slots=True)
 class EncoderShape:
-    """Sizes of the cross-attention of an encoder-decoder model's decoder."""
+    """Dimensions of the cross-attention of an encoder-decoder model's decoder."""
 
     layers: int
     kv_heads: int
@@ -147,9 +149,9 @@ class EncoderStates:
 
 
 class Pooling(str, Enum):
-    """How hidden states of all positions become one vector of a text."""
+    """The reduction of the hidden states of all positions to one vector."""
 
-    LAST = "last"  # that of the last token, which has seen all others
+    LAST = "last"  # that of the last token, which attends to all others
     MEAN = "mean"
     CLS = "cls"  # that of the first token
     ALL = "all"  # none: the hidden state of every token, row by row

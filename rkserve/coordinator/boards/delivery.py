@@ -1,7 +1,6 @@
-"""Bringing files of weights from the head's store to boards' disks, for whoever needs them there.
+"""Delivery of weight files from the head's store to boards' disks.
 
-It knows the store, the boards' names and which of them is being changed now; how bytes travel is
-``staging``'s to know, and what they are for nobody's here.
+It owns the boards' locks; the transfer itself is in ``transfer``.
 """
 
 from __future__ import annotations
@@ -24,29 +23,31 @@ Put = Callable[[bytes], Any]
 
 
 class FileStore(Protocol):
-    """The part of the head's store of files that is needed here; its calls block."""
+    """The required part of the head's file store; its calls block."""
 
     def check(self, version: Artifact) -> None:
-        """Raise ``ArtifactNotFound`` or ``ArtifactRefused`` unless the file is there, whole."""
+        """Raise ``ArtifactNotFound`` or ``ArtifactRefused`` unless the file is complete."""
 
     def facts(self, digest: str) -> ArtifactMetadata:
-        """Return what was said of a content."""
+        """Return the metadata of a content."""
 
     def model(self, model: str, version: str) -> BaseVersion:
         """Return the base weights of that name. Raises ``ArtifactNotFound``."""
 
     def own_digest(self, model: str) -> str | None:
-        """Return the sha256 of the file in a model's own folder, None where it is not here."""
+        """Return the sha256 of the file in a model's own folder, None if it is not on this
+        machine.
+        """
 
     def known_own_digest(self, model: str) -> str | None:
-        """Return the same where it was computed before; it reads nothing."""
+        """Return the same if it was computed before; it reads nothing."""
 
     def digests(self) -> tuple[str, ...]:
-        """Return what is there."""
+        """Return the digests of all stored files."""
 
     def remove(self, digest: str, idle_s: float = 0.0) -> bool:
-        """Remove a file that nobody needs any more, unless it came within ``idle_s``. It is quick,
-        so that nothing need come between a look at who needs it and its end.
+        """Remove an unneeded file, unless it arrived within ``idle_s``. It does not block for long,
+        so the caller need not yield between its check and the removal.
         """
 
     def read(self, digest: str, offset: int, size: int) -> bytes:
@@ -54,7 +55,7 @@ class FileStore(Protocol):
 
 
 class Stager:
-    """Brings files to boards. Use it from one event loop."""
+    """Delivers files to boards. Use it from one event loop."""
 
     def __init__(
         self,
@@ -66,7 +67,9 @@ class Stager:
         timeout_s: float,
         pace: TransferLimits,
     ) -> None:
-        """``put`` makes of a chunk what boards are sent: a reference that is fetched by each."""
+        """``put`` turns a chunk into the value sent to boards: a reference that each of them
+        fetches.
+        """
         self._pace = pace
         self._roster = roster
         self._store = store
@@ -76,14 +79,14 @@ class Stager:
         self._locks: dict[str, asyncio.Lock] = {}
 
     def at(self, board_id: str) -> asyncio.Lock:
-        """Return the lock of a board: whoever holds it alone brings files or loads there."""
+        """Return the lock of a board: only its holder delivers files or loads there."""
         return self._locks.setdefault(board_id, asyncio.Lock())
 
     async def bring(self, version: Artifact, board_id: str) -> None:
-        """Bring a version to one board that the caller holds.
+        """Deliver a version to one board, whose lock the caller holds.
 
         Raises:
-            RkserveError: it is not there.
+            RkserveError: it was not delivered.
         """
         # The board's own lock is held by the caller.
         held = asyncio.Lock()
@@ -94,7 +97,7 @@ class Stager:
     async def spread(
         self, version: Artifact, board_ids: Iterable[str], timeout_s: float | None = None
     ) -> dict[str, BoardResult]:
-        """Bring a version to boards, to each as soon as nobody holds it; return how it went."""
+        """Deliver a version to boards, to each as soon as its lock is free; return the results."""
         boards = sorted(set(board_ids))
         began_s = time.monotonic()
         ended = await self._stage(version, boards, self.at, timeout_s)

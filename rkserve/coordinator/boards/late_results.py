@@ -1,7 +1,4 @@
-"""Operations that some boards had not followed when they were answered: when they have.
-
-It knows reports and records; bringing the boards along is the reconcile loop's.
-"""
+"""Partial operations: those answered before all boards had followed, and their later success."""
 
 from __future__ import annotations
 
@@ -21,36 +18,36 @@ from rkserve.coordinator.state.state_store import StateStore
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import Desired, SleepLevel
 
-# These ask boards for something once; that they follow says nothing of it.
+# Single requests to boards; an obeyed epoch says nothing about their success.
 _ERRANDS = frozenset({OperationKind.CACHE_RESET, OperationKind.ABORT})
-# Boards obey these before they have loaded what they are to load.
+# Boards obey these before they have loaded the weights.
 _LOADING = frozenset({OperationKind.WAKE, *UPDATES})
 
 
 class LateResults:
-    """Partial operations that will yet succeed. Use it from one event loop."""
+    """Partial operations that may yet succeed. Use it from one event loop."""
 
     def __init__(self, state: StateStore, roster: Roster, now_s: Callable[[], float]) -> None:
         self._state = state
         self._roster = roster
         self._now_s = now_s
-        self._partial: dict[str, tuple[Operation, int]] = {}  # and the epoch that they wait for
+        self._partial: dict[str, tuple[Operation, int]] = {}  # with the epoch that they wait for
 
     def add(self, operation: Operation) -> None:
-        """Watch an operation, if it is one that boards can still follow."""
+        """Watch a partial operation that boards can still follow."""
         if operation.state is OperationState.PARTIAL and operation.kind not in _ERRANDS:
-            # One that found nothing to change is followed like what was desired already.
+            # An operation that changed nothing is complete with the current epoch.
             epoch = operation.epoch or self._state.desired.epoch
             self._partial[operation.id] = (operation, epoch)
 
     def look(self) -> None:
-        """End those that every board follows by now. Raises ``LedgerFailed``."""
+        """End the operations that every board follows by now. Raises ``LedgerFailed``."""
         if not self._partial or not self._roster.is_known:
             return
         reports = {report.board_id: report for report in self._roster.reports()}
         there = {seat.board_id for seat in self._roster.seats()}
         for one, epoch in list(self._partial.values()):
-            # What recovery found may have none: which boards were told died with it.
+            # A recovered operation may have none: the list of boards was lost with its Coordinator.
             waited = [board for board, result in one.results.items() if not result.good]
             behind = waited or sorted(there)
             if all(
@@ -71,7 +68,7 @@ class LateResults:
         return not any(_is_left(key, one, self._state.desired) for key in report.adapters)
 
     def _is_up(self, report: BoardReport) -> bool:
-        """Whether a board has loaded its model, or shall not: it obeys before it has."""
+        """Return whether a board has loaded its model, or need not: it obeys before it loads."""
         target = self._state.desired.target(report.board_id, report.model)
         if target.level is not None and target.level > SleepLevel.PAUSED:
             return True
@@ -80,7 +77,9 @@ class LateResults:
 
 
 def _is_left(key: str, retirement: Operation, desired: Desired) -> bool:
-    """Whether an adapter in an engine's memory, by its key, is of what was retired."""
+    """Return whether an adapter in an engine's memory, by its key, belongs to the retired
+    version.
+    """
     name, version = retirement.params.get("name"), retirement.params.get("version")
     begins = f"{name}@" if version is None else f"{name}@{version}-"
     named = {v.ref.key for line in desired.lines for v in line.versions}

@@ -1,8 +1,8 @@
-"""Telling boards what the cluster shall be, and bringing those back that do not follow.
+"""Reconciliation: sends the desired state to boards, and brings back those that do not follow.
 
-The broadcast is the fast path; what boards report is the truth. A board that joins, comes back or
-was left behind is told again, and gets what it lacks, until it obeys: never more than one such
-attempt on a board at a time, and each time later if it fails.
+The broadcast is the fast path; reports are the truth. A board that joins, returns or was missed
+gets the state again, and the files that it lacks, until it obeys: one attempt at a time per board,
+with a growing delay after failures.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REST_S, LONGEST_REST_S = 0.5, 30.0
 
 @dataclass
 class RetryDelay:
-    """A board that failed to follow: until when it is left alone, and what was logged of it."""
+    """The delay after a board's failure to follow, and the last logged reason."""
 
     failures: int = 0
     until_s: float = 0.0
@@ -39,7 +39,7 @@ class RetryDelay:
 
 
 class Reconciler:
-    """Moves every board to what is desired. Use it from one event loop."""
+    """Moves every board to the desired state. Use it from one event loop."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Reconciler:
         self._metrics = metrics
         self._timeout_s = timeout_s
         self._telling: Counter[str] = Counter()
-        self._heard_s: dict[str, float] = {}  # by replica: when it last said what it obeys
+        self._heard_s: dict[str, float] = {}  # by replica: the time of its last known epoch
         self._rests: dict[str, RetryDelay] = {}
         self._bringing: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -63,10 +63,10 @@ class Reconciler:
     async def tell(
         self, scope: Scope, timeout_s: float, boards: Collection[str] | None = None
     ) -> Replies:
-        """Tell all boards what the cluster shall be now; return once those in ``scope`` answered.
+        """Send the desired state to all boards; return once those in ``scope`` have answered.
 
-        Of these only those in ``boards``, where that is given. The others are waited for by nobody:
-        an operation is not held up by what it does not touch.
+        ``boards``, if given, restricts them further. The others are not waited for: an operation is
+        not delayed by boards that it does not affect.
         """
         seats = self._roster.seats()
         covered = [
@@ -81,9 +81,9 @@ class Reconciler:
         return await self._tell(covered, timeout_s)
 
     def announce(self) -> None:
-        """Tell all boards what the cluster shall be now; nobody waits for their answers.
+        """Send the desired state to all boards without waiting for their answers.
 
-        Those that do not answer are told again when they report.
+        Boards that do not answer get it again after their next report.
         """
         seats = self._roster.seats()
         if seats:
@@ -97,7 +97,9 @@ class Reconciler:
             latest = max((said.epoch for said in replies.said.values()), default=0)
             if latest <= self._state.desired.epoch or time.monotonic() >= deadline_s:
                 break
-            self._state.jump(latest)  # they obey what this ledger never heard of: tell them again
+            self._state.jump(
+                latest
+            )  # they obey an epoch that this ledger does not know: send again
         return replies
 
     async def _adopt(self, seats: Sequence[BoardAddress], timeout_s: float) -> Replies:
@@ -122,10 +124,10 @@ class Reconciler:
     # -- those that do not follow --------------------------------------------------------------
 
     def look(self) -> None:
-        """Compare what boards reported with what is desired, and begin to move those that differ.
+        """Compare reports with the desired state, and begin to move boards that differ.
 
         Raises:
-            LedgerFailed: a board is ahead of the ledger, and that could not be written down.
+            LedgerFailed: a board is ahead of the ledger, and that could not be stored.
         """
         reports = self._roster.reports()
         self._state.jump(max((report.epoch or 0 for report in reports), default=0))
@@ -151,7 +153,7 @@ class Reconciler:
         desired = self._state.desired
         if report.epoch != desired.epoch or report.missing > 0:
             return True
-        # One that sleeps as it shall follows. An engine may have failed to end, or to load, since.
+        # A board that sleeps as desired follows; its engine may have failed to end or load since.
         target = desired.target(report.board_id, report.model)
         sleeps = target.level is not None and target.level > SleepLevel.PAUSED
         if report.state is (BoardState.READY if sleeps else BoardState.ASLEEP):
@@ -176,16 +178,16 @@ class Reconciler:
         except RkserveError as exc:
             self._rest(seat.board_id, exc.message)
         except Exception:
-            # Nobody waits for this task: it says so here, and the next round tries again.
-            log.exception("board %s could not be brought to what it shall be", seat.board_id)
+            # No caller awaits this task: the error is logged here, and the next round tries again.
+            log.exception("board %s could not be reconciled", seat.board_id)
             self._rest(seat.board_id, "")
         else:
             self._rests.pop(seat.board_id, None)
             self._metrics.reconciled.inc()
-            log.info("board %s follows: it obeys epoch %d", seat.board_id, epoch)
+            log.info("board %s obeys epoch %d", seat.board_id, epoch)
 
     async def _bring_once(self, seat: BoardAddress) -> int:
-        """Tell it, give it what it lacks, and tell it again; return the epoch that it obeys.
+        """Send the state, deliver missing files, and send it again; return the epoch that it obeys.
 
         Raises:
             RkserveError: it does not follow.
@@ -219,7 +221,7 @@ class Reconciler:
         rest.until_s = time.monotonic() + rest_s
         if why and why != rest.said:
             rest.said = why
-            log.warning("board %s does not follow, and is told again and again: %s", board, why)
+            log.warning("board %s does not follow; retrying: %s", board, why)
 
     # -- tasks ---------------------------------------------------------------------------------
 
@@ -231,10 +233,10 @@ class Reconciler:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (exc := task.exception()) is not None:
-            log.error("telling the other boards failed: %s", exc, exc_info=exc)
+            log.error("the broadcast to the other boards failed: %s", exc, exc_info=exc)
 
     async def stop(self) -> None:
-        """Leave off. Boards stay as they are."""
+        """Stop. Boards stay as they are."""
         tasks = [*self._tasks, *self._bringing.values()]
         for task in tasks:
             task.cancel()

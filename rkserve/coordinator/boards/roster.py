@@ -1,7 +1,7 @@
-"""The boards as the Coordinator sees them: none is forgotten before it is known to be gone.
+"""The Coordinator's list of boards; a board stays in it until it is certainly gone.
 
-A Router may drop a board that falls silent; here a frozen one still counts, because it may wake up
-and go on with what it was told last. It knows how to ask boards, and not what.
+A Router may drop a silent board; here a frozen one still counts, because it may wake up and
+continue with an old state.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 # Between tries of a call that may not have reached the board at all.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
-TRIES = 100  # the time limit ends them before
-# A board that answers with an error of its own is asked so often: it says the same again, mostly.
+TRIES = 100  # the time limit ends the retries earlier
+# Tries of a call to which a board answers with an error of its own, which rarely changes.
 REFUSALS = 3
 PROBE_S = 2.0
 
@@ -42,19 +42,19 @@ Failed = Callable[[str, RkserveError], None]  # method and error, for the metric
 
 @dataclass
 class Replies:
-    """What boards answered: values of those that did it, and for each board how it went."""
+    """The boards' answers: values of those that succeeded, and a result for each board."""
 
     said: dict[str, Any] = field(default_factory=dict)
     results: dict[str, BoardResult] = field(default_factory=dict)
 
     @property
     def behind(self) -> dict[str, BoardResult]:
-        """The boards that did not do it, and are not gone."""
+        """The boards that did not succeed, and are not gone."""
         return {board: result for board, result in self.results.items() if not result.good}
 
     @property
     def skew_ms(self) -> float:
-        """From the first board's answer to the last one's."""
+        """The time from the first board's answer to the last one's."""
         took = [self.results[board].latency_ms for board in self.said]
         return max(took) - min(took) if took else 0.0
 
@@ -82,13 +82,13 @@ class Roster:
 
     @property
     def is_known(self) -> bool:
-        """Whether every board was heard once: until then one that is not known may be at work."""
+        """Whether every board has reported once: until then an unknown one may be running."""
         return not self._fleet.unknown
 
     def require_known(self) -> None:
-        """Raise ``CoordinatorAway`` before every board was heard once.
+        """Raise ``CoordinatorAway`` until every board has reported once.
 
-        Until then nobody could say that all have stopped.
+        Before that a stop of all boards cannot be confirmed.
         """
         if unknown := self._fleet.unknown:
             raise CoordinatorAway(
@@ -97,7 +97,7 @@ class Roster:
             )
 
     async def refresh(self) -> None:
-        """Collect the boards' reports, and look after those that gave none."""
+        """Collect the boards' reports, and check those that gave none."""
         began_s = time.monotonic()
         await self._fleet.refresh()
         self.asked_s = began_s
@@ -105,7 +105,7 @@ class Roster:
         self._known |= present
         for key, seat in self._known.items():
             if (key not in present or present[key].silent) and key not in self._looked_after:
-                # Beside the rounds: one that is frozen must not hold them up.
+                # Beside the rounds: a frozen board must not delay them.
                 task = asyncio.get_running_loop().create_task(self._look_after(seat))
                 self._looked_after[key] = task
                 task.add_done_callback(partial(self._looked, key))
@@ -116,11 +116,11 @@ class Roster:
             log.error("a silent board could not be looked after: %s", exc, exc_info=exc)
 
     async def _look_after(self, seat: BoardAddress) -> None:
-        """Forget a board that is gone; one that only fell silent stays."""
+        """Remove a board that is gone; a silent one stays."""
         await self._one(seat, ("report", ()), RetryPolicy(time.monotonic() + PROBE_S, 1), Replies())
 
     async def stop(self) -> None:
-        """Leave off looking after boards."""
+        """Stop checking boards."""
         tasks = list(self._looked_after.values())
         for task in tasks:
             task.cancel()
@@ -153,18 +153,18 @@ class Roster:
         timeout_s: float,
         tries: int = TRIES,
     ) -> Replies:
-        """Ask boards at the same time, again and again where a call may not have arrived.
+        """Call a method of boards at the same time, with retries if a call may not have arrived.
 
-        ``method`` must be one that does no harm when it is repeated.
+        ``method`` must be harmless when repeated.
         """
         return await self._ask_each(seats, (method, args), timeout_s, tries, Replies())
 
     async def tell(
         self, seats: Collection[BoardAddress], method: str, *args: Any, timeout_s: float
     ) -> Replies:
-        """Ask as ``ask`` does, by one call to all boards first; answers say whose they are.
+        """Call as ``ask`` does, first with one broadcast to all boards; answers name their board.
 
-        Boards that are not meant hear it as well.
+        Boards outside the selection receive it as well.
         """
         replies, began_s = Replies(), time.monotonic()
         answers = await self._fleet.ask_together(seats, method, *args, timeout_s=timeout_s)
@@ -190,9 +190,9 @@ class Roster:
         return replies
 
     async def ask_one(self, seat: BoardAddress, method: str, *args: Any, timeout_s: float) -> Any:
-        """Ask one board once; raises ``RkserveError`` only."""
+        """Call a method of one board once; raises ``RkserveError`` only."""
         try:
-            # Its silence in the last round of reports is no reason not to ask.
+            # A board that was silent in the last round of reports is asked as well.
             asked = [replace(seat, silent=False)]
             answers = await self._fleet.ask(asked, method, *args, timeout_s=timeout_s)
             if seat.board_id in answers.failed:
@@ -238,34 +238,34 @@ class Roster:
 
 @dataclass
 class RetryPolicy:
-    """How long one board is asked again."""
+    """The limits of retries of a call to one board."""
 
     deadline_s: float
     tries: int
     refusals: int = REFUSALS
 
     def is_over(self, exc: RkserveError, pause_s: float) -> bool:
-        """Whether to leave it at that error."""
+        """Return whether to stop after that error."""
         self.tries -= 1
         self.refusals -= is_own(exc)
         late = time.monotonic() + pause_s >= self.deadline_s
-        # Each load of a whole model keeps the board from serving: that one said no is enough.
+        # Each load of a whole model keeps the board from serving: one refusal is enough.
         final = isinstance(exc, BoardGone | RebaseFailed)
         return final or late or self.tries <= 0 or self.refusals <= 0
 
 
 def good(said: Any, took_ms: float) -> BoardResult:
-    """Return the record of a board that did what it was asked."""
+    """Return the result of a board that succeeded."""
     return BoardResult(ResultStatus.OK, took_ms, details=_details_of(said))
 
 
 def is_own(exc: RkserveError) -> bool:
-    """Whether the board itself said so, and the call did arrive."""
+    """Return whether the board itself raised the error, so that the call did arrive."""
     return type(exc) is not BoardFailed and not isinstance(exc, BoardSilent | BoardGone)
 
 
 def result_of(exc: RkserveError, took_ms: float) -> BoardResult:
-    """Return a board's failure as the record of an operation has it."""
+    """Return a board's failure as a result."""
     if isinstance(exc, BoardGone):
         return BoardResult(ResultStatus.GONE, took_ms, message=exc.message)
     silent = isinstance(exc, BoardSilent) or type(exc) is BoardFailed

@@ -1,8 +1,8 @@
-"""Sending one file to many boards: which chunk goes when, who is told again, and who is given up.
+"""Transfer of one file to many boards: chunk order, retries and limits.
 
-The boards that keep up share every chunk: it is read and put once, and let go when the last of them
-has it. One that hangs or fails goes on by itself, at its own pace and cost. It knows neither Ray
-nor disks: what reads, puts and asks is passed in.
+Boards that keep up share every chunk: it is read and put once, and released when the last of them
+has it. A slow or failing board continues alone, at its own pace and cost. Reading, putting and
+calling boards are passed in.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ ALIVE = 4
 
 # Return a part of the file, from an offset; called in a thread.
 Read = Callable[[int, int], bytes]
-# Return what boards are sent instead of a chunk, a reference say; called in a thread.
+# Return the value sent to boards in place of a chunk, such as a reference; called in a thread.
 Put = Callable[[bytes], Any]
-# Return the lock of a board, which is held while anything is sent there.
+# Return the lock of a board, which is held during a transfer.
 LockOf = Callable[[str], asyncio.Lock]
 
 
 class CallBoard(Protocol):
-    """Calls a method of the replica that a board has at the moment."""
+    """Calls a method of a board's current replica."""
 
     def __call__(
         self, board_id: str, method: str, /, *args: Any, timeout_s: float
     ) -> Awaitable[Any]:
-        """Return the answer. Raises ``RkserveError``, ``BoardFailed`` where none can come."""
+        """Return the answer. Raises ``RkserveError``; ``BoardFailed`` if none can come."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
-    """How a staging goes. Times in seconds.
+    """The limits of a transfer. Times in seconds.
 
-    A board whose calls fail for ``patience_s`` without a gain is given up; until then its replica
-    may be replaced. One that says itself that it cannot is asked ``tries`` times,
-    ``first_rest_s`` and then twice as long apart. One whose call takes ``lag_s`` is no longer
-    waited for by the others. After ``limit_s`` every board that is not done is given up.
+    A board whose calls fail for ``patience_s`` without progress is given up; until then its replica
+    may be replaced. A board that itself reports an error is asked ``tries`` times, ``first_rest_s``
+    and then twice as long apart. A board whose call takes ``lag_s`` no longer delays the others.
+    After ``limit_s`` every unfinished board is given up.
     """
 
     chunk_bytes: int = CHUNK_BYTES
@@ -62,9 +62,9 @@ class TransferLimits:
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """How it went at one board. ``error`` of None: the version is there, verified.
+    """The result of a transfer to one board. ``error`` of None: the version is there, verified.
 
-    Of the file ``resumed_bytes`` were there at first. ``tries`` are the times that it was begun.
+    ``resumed_bytes`` of the file were already there. ``tries`` counts the attempts.
     """
 
     board_id: str
@@ -85,12 +85,13 @@ async def stage(
     lock_of: LockOf = lambda _board_id: asyncio.Lock(),
     pace: TransferLimits = TransferLimits(),
 ) -> dict[str, TransferResult]:
-    """Bring a version to boards, and return how it went at each.
+    """Deliver a version to boards, and return each one's result.
 
-    A board is locked from its own beginning to its own end only, and one that somebody else has
-    locked is no longer waited for by the others.
+    A board is locked only during its own transfer, and a board locked by another task does not
+    delay the others.
 
-    Cancelling it stops it everywhere; what boards have by then is where the next one goes on.
+    Cancellation stops the transfer everywhere; the next one continues from the bytes that boards
+    have.
 
     Raises:
         OSError, RkserveError: the file cannot be read here.
@@ -115,7 +116,7 @@ async def stage(
             await asyncio.wait(tasks, timeout=pace.limit_s, return_when=asyncio.FIRST_EXCEPTION)
             for task in tasks:
                 if task.done():
-                    task.result()  # of a lane that ended in order it is None
+                    task.result()  # None for a lane that ended in order
     finally:
         for task in tasks:
             task.cancel()
@@ -126,17 +127,17 @@ async def stage(
 
 @dataclass
 class _Chunk:
-    """One chunk that is alive: its payload comes, or is there, and so many calls send it."""
+    """One live chunk: its payload, pending or ready, and the number of calls that send it."""
 
     payload: asyncio.Task[Any]
     users: int = 0
 
 
 class _Chunks:
-    """The chunks that are alive: at most ``ALIVE``, one of them for boards that do not keep up.
+    """The live chunks: at most ``ALIVE``, one of them for boards that do not keep up.
 
-    The boards that do are never further apart than the others' number, so that each chunk is read
-    once for all of them.
+    Boards that keep up stay within the remaining number of chunks, so that each chunk is read once
+    for all of them.
     """
 
     def __init__(self, size_bytes: int, read: Read, put: Put, chunk_bytes: int) -> None:
@@ -149,23 +150,23 @@ class _Chunks:
         self._moved = asyncio.Condition()
 
     def enter(self, lane: _Lane) -> None:
-        """The others wait for that one now."""
+        """Add a board that the others wait for."""
         self._in_step.add(lane)
 
     async def leave(self, lane: _Lane) -> None:
-        """They do not wait for it any more, whatever becomes of it."""
+        """Stop waiting for a board."""
         if lane in self._in_step:
             self._in_step.discard(lane)
             await self.moved()
 
     async def moved(self) -> None:
-        """Some lane has another position."""
+        """Update the chunks after a board's change of position."""
         async with self._moved:
             self._sweep()
             self._moved.notify_all()
 
     async def take(self, lane: _Lane, index: int) -> Any:
-        """Return a chunk's payload once there is room for it; give it back."""
+        """Return a chunk's payload once there is room for it; return it with ``give_back``."""
         async with self._moved:
             await self._moved.wait_for(lambda: self._may(lane, index))
             if index not in self._alive:
@@ -173,19 +174,19 @@ class _Chunks:
             chunk = self._alive[index]
             chunk.users += 1
         try:
-            # One lane that is cancelled takes the chunk from none of the others.
+            # A cancelled lane must not cancel the chunk for the others.
             return await asyncio.shield(chunk.payload)
         except BaseException:
             await self.give_back(index)
             raise
 
     async def give_back(self, index: int) -> None:
-        """A call that sent the chunk is over."""
+        """Release a chunk after a call."""
         self._alive[index].users -= 1
         await self.moved()
 
     async def close(self) -> None:
-        """Let go of all."""
+        """Release all chunks."""
         payloads = [chunk.payload for chunk in self._alive.values()]
         self._alive.clear()
         for payload in payloads:
@@ -203,14 +204,14 @@ class _Chunks:
         return all(one in window for one in self._alive)
 
     def _window(self) -> range:
-        """The chunks that the boards that keep up may have now."""
+        """Return the chunks that boards that keep up may use now."""
         if not self._in_step:
             return range(0)
         start = min(lane.index for lane in self._in_step)
         return range(start, start + ALIVE - 1)
 
     def _sweep(self) -> None:
-        """Forget the chunks that nobody sends and no board that keeps up will want."""
+        """Release the chunks that are not being sent and that no board that keeps up will need."""
         window = self._window()
         for index in [i for i, one in self._alive.items() if not one.users and i not in window]:
             self._alive.pop(index).payload.cancel()
@@ -228,7 +229,7 @@ class _Chunks:
 
 
 class _Refused(Exception):
-    """A call to a board failed with ``error``; what fails on this side is no such thing."""
+    """A call to a board failed with ``error``; local failures are other exceptions."""
 
     def __init__(self, error: RkserveError) -> None:
         super().__init__(error)
@@ -236,7 +237,7 @@ class _Refused(Exception):
 
 
 class _Lane:
-    """The way to one board. ``index`` is the chunk that it needs next."""
+    """The transfer to one board. ``index`` is the chunk that it needs next."""
 
     def __init__(
         self,
@@ -265,7 +266,7 @@ class _Lane:
         self._resumed_bytes: int | None = None
 
     async def go(self) -> None:
-        """Bring the version there, as often as it takes and as long as it may."""
+        """Deliver the version, within the limits of retries and time."""
         try:
             if self._lock.locked():
                 await self._chunks.leave(self)
@@ -288,7 +289,7 @@ class _Lane:
         self._done = True
 
     def delivery(self) -> TransferResult:
-        """Return how it went, or that it did not come to an end."""
+        """Return the result, or that the transfer did not end in time."""
         error = self._error
         if error is None and not self._done:
             took_s = self._ended_s - self._began_s
@@ -303,7 +304,7 @@ class _Lane:
         )
 
     async def _tried(self) -> RkserveError | None:
-        """Try once; return what a call to the board failed with."""
+        """Try once; return the error of a failed call to the board."""
         try:
             await self._once()
         except _Refused as refused:
@@ -311,7 +312,7 @@ class _Lane:
         return None
 
     async def _once(self) -> None:
-        """Bring what is not there yet. Raises ``_Refused``."""
+        """Deliver the missing part. Raises ``_Refused``."""
         size, pace = self._version.size_bytes, self._pace
         self._tries += 1
         there = await self._call("stage_begin", self._version, timeout_s=pace.call_timeout_s)
@@ -352,7 +353,9 @@ class _Lane:
         return now
 
     async def _call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Ask the board; if that takes long, the others go on without it. Raises ``_Refused``."""
+        """Call the board; during a slow call the others continue without it. Raises
+        ``_Refused``.
+        """
         call = asyncio.ensure_future(self._ask(self.board_id, method, *args, timeout_s=timeout_s))
         try:
             done, _ = await asyncio.wait({call}, timeout=self._pace.lag_s)
@@ -360,7 +363,7 @@ class _Lane:
                 await self._chunks.leave(self)
             answer = await call
         except RkserveError as exc:
-            # An error is kept to be told, and its frames would keep the chunk alive with it.
+            # The error is kept for the result; its frames would keep the chunk alive.
             exc.__cause__ = exc.__context__ = None
             raise _Refused(exc.with_traceback(None)) from None
         finally:

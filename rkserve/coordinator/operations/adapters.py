@@ -1,6 +1,6 @@
-"""Operations on versions of adapters: staging, rollout, rollback, promotion and retirement.
+"""Operations on adapter versions: staging, rollout, rollback, promotion and retirement.
 
-Each takes its ``OperationRun``, as those of ``halting`` do: up to ``begin`` it checks and awaits nothing.
+Each takes its ``OperationRun`` and awaits nothing before ``begin``; see ``pause``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RequireFit = Callable[[Desired, str, AdapterVersion | None], None]
 
 
 class AdapterOperations:
-    """The handlers, and the rollouts that go on. Use it from one event loop."""
+    """The handlers, and the running rollouts. Use it from one event loop."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class AdapterOperations:
     # -- staging -------------------------------------------------------------------------------
 
     async def stage(self, context: OperationContext, run: OperationRun) -> None:
-        """Bring a version to every board of its model; then it is served as ``name@version``."""
+        """Deliver a version to every board of its model; it is then served as ``name@version``."""
         model, version = read.text(run.operation.params, "model"), version_of(run.operation)
         scope = Scope(models=(model,))
         context.check(scope)
@@ -77,7 +77,7 @@ class AdapterOperations:
         run.note(Phase.RELEASING, state_changes.add_version(context.state.desired, model, version))
         with run.timed(Phase.RELEASING.value):
             replies = await context.reconciler.tell(scope, run.left_s)
-        # What staging said of a board is worth more than that it was told.
+        # A board's staging result is more informative than its adoption.
         run.heard(replies.behind)
         run.end(OperationState.PARTIAL if replies.behind else OperationState.SUCCEEDED)
 
@@ -94,7 +94,7 @@ class AdapterOperations:
     # -- rollouts ------------------------------------------------------------------------------
 
     async def roll(self, context: OperationContext, run: OperationRun) -> None:
-        """Roll a version out, or back to the one before."""
+        """Roll a version out, or back to the previous one."""
         asked, operation = run.operation.params, run.operation
         observed = deciding(context.state.running, operation.kind, asked)
         if observed is not None:
@@ -132,7 +132,7 @@ class AdapterOperations:
             over.set_result(None)
 
     async def promote(self, context: OperationContext, run: OperationRun) -> None:
-        """Make the canary that is being observed the active version now."""
+        """Make the observed canary the active version now."""
         asked = run.operation.params
         observed = deciding(context.state.running, run.operation.kind, asked)
         if observed is not None:
@@ -146,7 +146,7 @@ class AdapterOperations:
     async def _decide(
         self, context: OperationContext, run: OperationRun, observed: Operation, *, promote: bool
     ) -> None:
-        """Tell the rollout that observes the canary; it is done when that one is."""
+        """Pass the decision to the rollout that observes the canary; it ends with that rollout."""
         if observed.id not in self._rolling:
             raise OperationConflict("That rollout is just ending; look at what became of it.")
         rolling, over = self._rolling[observed.id]
@@ -155,7 +155,7 @@ class AdapterOperations:
         with run.timed(Phase.SWITCHING.value):
             await asyncio.shield(over)
         ended = context.state.operation(observed.id)
-        assert ended is not None  # it is the latest that the ledger has
+        assert ended is not None  # the latest one in the ledger
         run.heard(ended.results)
         came_in = ended.state in (OperationState.SUCCEEDED, OperationState.PARTIAL)
         if came_in is promote:
@@ -170,7 +170,7 @@ class AdapterOperations:
     # -- retirement ----------------------------------------------------------------------------
 
     async def retire(self, context: OperationContext, run: OperationRun) -> None:
-        """Forget a version, or an adapter, and give its memory and its place on disks back."""
+        """Remove a version, or an adapter, and free its memory and files."""
         asked = run.operation.params
         model, name = read.text(asked, "model"), read.text(asked, "name")
         scope = Scope(models=(model,))
@@ -190,7 +190,7 @@ class AdapterOperations:
 
 
 def handlers(versions: AdapterOperations) -> dict[OperationKind, Handler]:
-    """Return who carries out which kind."""
+    """Return the handler of each kind."""
     return {
         OperationKind.ADAPTER_STAGE: versions.stage,
         OperationKind.ADAPTER_ROLLOUT: versions.roll,
@@ -201,7 +201,7 @@ def handlers(versions: AdapterOperations) -> dict[OperationKind, Handler]:
 
 
 def _served_then(desired: Desired, made: AdapterRolloutPlan) -> AdapterVersion | None:
-    """Return the version that is served after a rollout; after a rollback the one before."""
+    """Return the version that is served after a rollout; after a rollback the previous one."""
     line = desired.line(made.model, made.name)
     return made.version or (None if line is None else line.previous)
 

@@ -1,10 +1,9 @@
-"""Giving back what versions of adapters and of base weights took that nothing names any more: files
-on boards and on the head, and memory of engines.
+"""Removal of unused adapter versions and base weights: files on boards and on the head, and memory
+of engines.
 
-It compares, again and again, what boards and the head have with what is desired; nothing else
-tells it that a version was dropped. Boards keep files by version; the head keeps them by content,
-which several versions may share. The memory of engines it gives back at a retirement only:
-otherwise each board renews its engine itself when the adapters in it become too many.
+It compares, repeatedly, the files of boards and head with the desired state. Boards keep files by
+version; the head keeps them by content, which several versions may share. Engine memory is freed at
+a retirement only: otherwise each board renews its engine itself when it holds too many adapters.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from rkserve.core.messages import AdapterRef
 
 log = logging.getLogger(__name__)
 
-# Requests that run keep the version that they began with, and may load it once more after a pause.
+# Running requests keep their version, and may load it again after a pause.
 GRACE_S = 300.0
 UNSTAGE_S = 10.0
-# As many as a ledger remembers stagings of, by default; each is a few hundred bytes.
+# The number of stagings that a ledger keeps by default; each takes a few hundred bytes.
 MAX_KNOWN = 10_000
 RENEW_S = 120.0  # a board loads a model within this, between two requests
 
@@ -43,28 +42,28 @@ class GarbageCollector:
         grace_s: float = GRACE_S,
         most: int = MAX_KNOWN,
     ) -> None:
-        """Of versions that nobody needs or has, no more than ``most`` are remembered."""
+        """At most ``most`` versions that are neither needed nor present are remembered."""
         self._context = context
         self._store = store
         self._grace_s = grace_s
         self._most = most
         self._known: dict[str, Artifact] = {}
-        self._unnamed_s: dict[str, float] = {}  # since when no line names it
+        self._unnamed_s: dict[str, float] = {}  # the time since which it is not desired
 
     def remember(self, operations: Iterable[Operation]) -> None:
-        """Learn which versions were staged: boards report them by their keys only."""
+        """Learn the staged versions: boards report them by key only."""
         for one in operations:
             version = brought_by(one)
             if version is not None:
                 self._known[version.key] = version
 
     async def look(self) -> None:
-        """Remove the files that nobody has needed for a while."""
+        """Remove the files that have not been needed for a while."""
         await self._look_at_boards()
         await self._look_at_store()
 
     async def _look_at_boards(self) -> None:
-        # Also those of which no record is left: the ledger keeps so many operations only.
+        # Also versions without a record: the ledger keeps a limited number of operations.
         self._known |= {version.key: version for version in self._needed()}
         named = self._wanted()
         now_s = time.monotonic()
@@ -77,7 +76,7 @@ class GarbageCollector:
         self._forget(named)
 
     async def _remove(self, version: Artifact) -> None:
-        """Take it off the boards that have it. It stays known: one that is away may come back with
+        """Remove it from the boards that have it. It stays known: an absent board may return with
         it on its disk.
         """
         there = [
@@ -90,7 +89,7 @@ class GarbageCollector:
             log.info("%s is removed: nothing names it any more", version.title)
 
     def _forget(self, named: set[str]) -> None:
-        """Forget the oldest of too many that nobody has."""
+        """Forget the oldest of too many versions that no board has."""
         held = {key for report in self._context.roster.reports() for key in report.staged}
         for key in list(self._known)[: -self._most]:
             if key not in named and key not in held:
@@ -98,11 +97,11 @@ class GarbageCollector:
                 self._unnamed_s.pop(key, None)
 
     async def _look_at_store(self) -> None:
-        """Remove the head's files that nothing is served from, nor will be: also what was sent and
-        never staged.
+        """Remove the head's files that no current or pending version needs, including those that
+        were sent and never staged.
         """
         for digest in await asyncio.to_thread(self._digests):
-            # On the loop, and each time anew: no staging can begin between look and removal.
+            # On the event loop, and each time anew: no staging can begin between check and removal.
             versions = [*self._needed(), *self._recent()]
             if digest in {version.digest for version in versions}:
                 continue
@@ -113,7 +112,7 @@ class GarbageCollector:
                 log.warning("the file %s stays in the store: %s", digest[:12], exc)
 
     def _recent(self) -> list[Artifact]:
-        """Return the versions that were needed until a moment ago."""
+        """Return the versions that were needed until recently."""
         since_s = time.monotonic() - self._grace_s
         return [
             version
@@ -129,8 +128,8 @@ class GarbageCollector:
             return ()
 
     def _needed(self, but: str = "") -> list[Artifact]:
-        """Return the versions that are named, or that an operation other than ``but`` is bringing
-        now.
+        """Return the versions that are desired, or being delivered by an operation other than
+        ``but``.
         """
         running = [one for one in self._context.state.running if one.id != but]
         return [*_named(self._context.state.desired), *_coming(running)]
@@ -141,7 +140,7 @@ class GarbageCollector:
     async def _unstage(
         self, version: Artifact, boards: Iterable[str], but: str = ""
     ) -> dict[str, BoardResult]:
-        """Take it off boards, unless it is wanted again by the time that nobody brings it there."""
+        """Remove it from boards, unless it is needed again once the boards' locks are free."""
         results = await asyncio.gather(*(self._unstage_at(version, one, but) for one in boards))
         return {board: result for one in results for board, result in one.items()}
 
@@ -214,7 +213,7 @@ def base_of(operation: Operation) -> BaseVersion | None:
 
 
 def brought_by(operation: Operation) -> Artifact | None:
-    """Return what an operation brings to boards' disks, if it does such a thing."""
+    """Return the artifact that an operation delivers to boards, if any."""
     if operation.kind is OperationKind.ADAPTER_STAGE:
         return version_of(operation)
     return base_of(operation)

@@ -1,7 +1,6 @@
-"""Models that nobody uses are put to sleep, and woken where a request waits for them.
+"""Automatic sleep of unused models, and their wake-up for waiting requests.
 
-It knows what boards report and what the configuration says; how a model goes to sleep it leaves to
-the operation that it asks for, like any operator.
+Sleep and wake-up are ordinary operations, as an operator would request them.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from rkserve.core.errors import RkserveError
 
 log = logging.getLogger(__name__)
 
-AGAIN_S = 30.0  # after a model that could not be put to sleep, or woken
+AGAIN_S = 30.0  # after a failed sleep or wake-up of a model
 
 
 @dataclass
 class _Sleeper:
-    """A replica that sleeps. ``jobs`` it had when it fell asleep; what is more came since."""
+    """A sleeping replica. ``jobs`` is its number of jobs when it fell asleep; more came since."""
 
     operations: frozenset[str]
     jobs: int
 
 
 class IdleModels:
-    """Looks at all models in turn. Use it from one event loop."""
+    """Checks all models in turn. Use it from one event loop."""
 
     def __init__(
         self,
@@ -52,11 +51,11 @@ class IdleModels:
 
     @property
     def tasks(self) -> tuple[asyncio.Task[None], ...]:
-        """What goes on."""
+        """The running tasks."""
         return tuple(self._going_on.values())
 
     def look(self) -> None:
-        """Begin what is due, by the boards' latest reports."""
+        """Begin due operations, by the boards' latest reports."""
         for model in self._context.roster.models:
             reports = self._context.roster.reports(model)
             waited_for = self._is_waited_for(model, reports)
@@ -76,7 +75,7 @@ class IdleModels:
         desired, state = self._context.state.desired, self._context.state
         if not unused(desired, model, reports, policy.idle_s):
             return False
-        # One that was not heard may be at work.
+        # A board without a report may be at work.
         heard = {report.board_id for report in reports}
         seats = [seat for seat in self._context.roster.seats() if seat.model == model]
         if any(seat.silent or seat.board_id not in heard for seat in seats):
@@ -84,9 +83,9 @@ class IdleModels:
         return conflict(state.running, OperationKind.SLEEP, self._unload(model)) is None
 
     def _unload(self, model: str) -> dict[str, Json]:
-        """Return how a model sleeps that nobody uses.
+        """Return the parameters of an idle model's sleep.
 
-        Where no request ends that, none may wait for it either: it is told at once.
+        If requests do not end it, none may wait for it either: they are refused at once.
         """
         wakes = self._policies[model].wakes
         mode = PauseMode.KEEP if wakes else PauseMode.WAIT
@@ -96,10 +95,10 @@ class IdleModels:
     # -- somebody -------------------------------------------------------------------------------
 
     def _is_waited_for(self, model: str, reports: list[BoardReport]) -> bool:
-        """Whether a request came to a board that sleeps until one does.
+        """Return whether a request reached a board that sleeps until one does.
 
-        A Router wakes a model that it knows to be asleep; a request that it had sent a moment
-        before waits on a board where nobody else would know of it.
+        A Router wakes a model that it knows to be asleep; a request sent a moment before waits on a
+        board without any Router's attention.
         """
         desired, found = self._context.state.desired, False
         for report in reports:
@@ -120,7 +119,7 @@ class IdleModels:
         return found
 
     def _had_none(self, operations: frozenset[str]) -> bool:
-        """Whether boards had no work when they fell asleep: nobody used them."""
+        """Return whether boards had no work when they fell asleep, because the model was unused."""
         found = [self._context.state.operation(name) for name in operations]
         return any(one is not None and one.who == IDLE for one in found)
 

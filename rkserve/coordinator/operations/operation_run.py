@@ -1,7 +1,4 @@
-"""One operation while it goes on: what is written of it at each step, and how it ends.
-
-It knows the ledger's book and the metrics, and not what the operation does.
-"""
+"""The execution of one operation: its record at each step, and its end."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ from rkserve.core.metrics import CoordinatorMetrics
 
 log = logging.getLogger(__name__)
 
-# Releasing boards that answer takes milliseconds; one that does not answer is told again later.
+# Boards that answer are released in milliseconds; the others are reconciled later.
 UNDO_S = 5.0
 
 
@@ -47,7 +44,7 @@ class Routers(Protocol):
     """All Routers of the application."""
 
     async def abort(self, scope: Scope, request_ids: list[str] | None, timeout_s: float) -> int:
-        """Have them end their requests that no board has, and return how many these were.
+        """Have them abort their requests without a board, and return the number of these.
 
         Raises:
             RkserveError: not all of them answered.
@@ -56,7 +53,7 @@ class Routers(Protocol):
 
 @dataclass(frozen=True)
 class OperationContext:
-    """Everything that an operation works with. ``now_s`` reads seconds since 1970."""
+    """The shared services of all operations. ``now_s`` reads seconds since 1970."""
 
     config: CoordinatorConfig
     state: StateStore
@@ -68,7 +65,7 @@ class OperationContext:
     routers: Routers | None = None
 
     def check(self, scope: Scope) -> None:
-        """Raise ``ModelNotFound`` or ``BoardNotFound`` for what is not there."""
+        """Raise ``ModelNotFound`` or ``BoardNotFound`` for unknown ones."""
         for model in scope.models:
             if model not in self.roster.models:
                 raise ModelNotFound(model)
@@ -80,7 +77,7 @@ class OperationContext:
 
 
 class OperationRun:
-    """The record of one operation. Nothing is on the disk before ``begin``."""
+    """The record of one operation. Nothing is stored before ``begin``."""
 
     def __init__(
         self, context: OperationContext, operation: Operation, call: OperationRequest
@@ -90,8 +87,8 @@ class OperationRun:
         self.call = call
         self.has_begun = asyncio.Event()
         self.applied = True
-        self.emitted: dict[str, int] = {}  # tokens of what was stopped, by the request's id
-        # What it has come to, where that could not be written down.
+        self.emitted: dict[str, int] = {}  # tokens of stopped generations, by request ID
+        # Its end, if that could not be stored.
         self.unwritten: tuple[OperationState, OperationError | None] | None = None
         limit_s = context.config.operation_timeout_s if call.timeout_s is None else call.timeout_s
         self._limit_s = limit_s
@@ -100,36 +97,36 @@ class OperationRun:
 
     @property
     def begun(self) -> bool:
-        """Whether it is on the disk, so that it must be ended there."""
+        """Whether it is stored, so that its end must be stored too."""
         return self.has_begun.is_set()
 
     @property
     def limit_s(self) -> float:
-        """How long the whole operation may take."""
+        """The time limit of the whole operation."""
         return self._limit_s
 
     @property
     def left_s(self) -> float:
-        """Seconds until it has taken too long; never quite none, so that what is due is tried."""
+        """Seconds until the time limit; never quite zero, so that due steps are tried."""
         return max(0.001, self._deadline_s - time.monotonic())
 
     def allow(self, limit_s: float) -> None:
-        """Give it more time, where the caller did not say how much."""
+        """Extend the time limit, unless the caller set it."""
         if self.call.timeout_s is None:
             self._limit_s += limit_s
             self._deadline_s += limit_s
 
     def rest(self, rested_s: float) -> None:
-        """So many seconds passed in which nothing was to be done: they do not count."""
+        """Exclude a time without work from the time limit."""
         self._deadline_s += rested_s
 
     def begin(self, phase: Phase, desired: Desired | None = None) -> None:
-        """Write the first of it down, with what it changes. Raises ``LedgerFailed``."""
+        """Store the beginning, with its change of the desired state. Raises ``LedgerFailed``."""
         self.note(phase, desired)
         self.has_begun.set()
 
     def note(self, phase: Phase, desired: Desired | None = None) -> None:
-        """Write down what it is at, with what that changes. Raises ``LedgerFailed``."""
+        """Store a phase, with its change of the desired state. Raises ``LedgerFailed``."""
         changed = desired is not None and desired != self._context.state.desired
         epoch = desired.epoch if changed and desired is not None else None
         operation = self.operation.at(phase, epoch=epoch)
@@ -137,19 +134,19 @@ class OperationRun:
         self.operation = operation
 
     def heard(self, results: Mapping[str, BoardResult]) -> None:
-        """Remember what boards answered last, and all figures; it is written with the next step."""
+        """Add the boards' latest answers, with all figures; they are stored with the next step."""
         for board, result in results.items():
             before = self.operation.results.get(board)
             details = {**({} if before is None else before.details), **result.details}
             self.operation = self.operation.heard(board, replace(result, details=details))
 
     def show(self, results: Mapping[str, BoardResult]) -> None:
-        """Let whoever looks see how far boards are; what they answer takes the place of that."""
+        """Show the boards' progress to readers; the boards' answers replace it."""
         self.operation = replace(self.operation, results=results)
         self._context.state.show(self.operation)
 
     def forget_waiting(self) -> None:
-        """Nobody is waited for any more."""
+        """Remove the boards that are still waited for."""
         answered = {
             board: result
             for board, result in self.operation.results.items()
@@ -167,7 +164,7 @@ class OperationRun:
             self.spent(name, time.monotonic() - began_s)
 
     def spent(self, name: str, took_s: float) -> None:
-        """A phase took so long."""
+        """Record the duration of a phase."""
         self.operation = self.operation.spent(name, round(took_s * 1e3, 3))
         self._context.metrics.phase.labels(self.operation.kind.value, name).observe(took_s)
 
@@ -177,7 +174,7 @@ class OperationRun:
         error: OperationError | None = None,
         desired: Desired | None = None,
     ) -> None:
-        """It is over: write that down. Raises ``LedgerFailed``."""
+        """Store the end. Raises ``LedgerFailed``."""
         ended = self.operation.end(state, self._context.now_s(), error)
         if desired is not None and desired != self._context.state.desired:
             ended = replace(ended, epoch=desired.epoch)
@@ -205,7 +202,7 @@ class OperationRun:
 
     @property
     def outcome(self) -> OperationOutcome:
-        """What to answer now."""
+        """The answer now."""
         return OperationOutcome(self.operation.status, self.operation, self.applied, self.emitted)
 
     def _audit(self, ended: Operation) -> AuditEntry:
@@ -225,7 +222,7 @@ Handler = Callable[[OperationContext, OperationRun], Awaitable[None]]
 
 
 def shortfall(results: Mapping[str, BoardResult], done: str, limit_s: float) -> OperationError:
-    """Say which boards did not do it; 504 where the time ran out, 503 where one refused."""
+    """Return the error for boards that failed: 504 if the time ran out, 503 if one refused."""
     bad = {board: result for board, result in sorted(results.items()) if not result.good}
     silent = [board for board, one in bad.items() if one.status is ResultStatus.SILENT]
     if silent:

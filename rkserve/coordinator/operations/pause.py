@@ -1,8 +1,8 @@
 """Operations that stop, release or clear boards: pause, resume, reset of caches, abort; and the
-label of the weights, which goes the same way.
+label of the weights, which is set in the same way.
 
-Each is a coroutine that takes its ``OperationRun``: up to ``begin`` it checks and awaits nothing, so that
-nothing can come between the check and what it changes.
+Each is a coroutine that takes its ``OperationRun`` and awaits nothing before ``begin``, so that
+nothing comes between its check and its change.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from rkserve.core.errors import RkserveError
 
 RESET_LEASE_S = 120.0
 ROUTERS_S = 10.0
-# They stand where a board's name would, for requests that no board has.
+# Used in place of a board's name, for requests without a board.
 QUEUE, ROUTERS = "queue", "Routers"
-SAFE_TRIES = 100  # of calls that may be repeated: the time limit ends them
+SAFE_TRIES = 100  # of repeatable calls: the time limit ends them
 
 
 async def pause(context: OperationContext, run: OperationRun) -> None:
-    """Stop boards; it is done when every one of them has stopped, and undone otherwise."""
+    """Stop boards; it succeeds when all of them have stopped, and is undone otherwise."""
     asked = run.operation.params
     scope = read.scope(asked)
     context.check(scope)
@@ -68,12 +68,14 @@ LEASE_OVER = OperationError(
 
 
 def going_on(context: OperationContext) -> tuple[str, ...]:
-    """Return the operations that are not over: what they hold is theirs to take back."""
+    """Return the running operations, which remove their own pauses."""
     return tuple(one.id for one in context.state.running)
 
 
 def holds(context: OperationContext, run: OperationRun) -> bool:
-    """Whether the pause is still there: its lease may have ended while boards stopped."""
+    """Return whether the pause is still in effect: its lease may have ended while boards
+    stopped.
+    """
     pauses = (one.operation for one in context.state.desired.pauses)
     return not run.applied or run.operation.id in pauses
 
@@ -81,7 +83,7 @@ def holds(context: OperationContext, run: OperationRun) -> bool:
 async def halt(
     context: OperationContext, run: OperationRun, scope: Scope, phase: Phase = Phase.STOPPING
 ) -> Replies:
-    """Have boards do what is written down, and return what they answered."""
+    """Have boards adopt the desired state, and return their answers."""
     with run.timed(phase.value):
         replies = await context.reconciler.tell(scope, run.left_s)
     run.heard(replies.results)
@@ -92,7 +94,7 @@ async def halt(
 async def end_hold(
     context: OperationContext, run: OperationRun, scope: Scope, replies: Replies, done: str
 ) -> None:
-    """It holds where every board did what it was asked, and is undone otherwise."""
+    """End the operation successfully if every board followed, and undo it otherwise."""
     behind = replies.behind
     if not behind and holds(context, run):
         run.end(OperationState.SUCCEEDED)
@@ -104,7 +106,7 @@ async def end_hold(
 async def undo(
     context: OperationContext, run: OperationRun, scope: Scope, error: OperationError
 ) -> None:
-    """Take the pause back, and answer once the boards that had stopped have been released."""
+    """Remove the pause, and answer once the stopped boards have been released."""
     run.note(Phase.UNDOING, state_changes.withdraw(context.state.desired, run.operation.id))
     stopped = {board for board, one in run.operation.results.items() if one.good}
     with run.timed(Phase.UNDOING.value):
@@ -113,7 +115,7 @@ async def undo(
 
 
 async def resume(context: OperationContext, run: OperationRun) -> None:
-    """Take pauses back; boards that do not answer are released as soon as they do."""
+    """Remove pauses; boards that do not answer are released later."""
     scope = read.scope(run.operation.params)
     desired, removed = state_changes.resume(context.state.desired, scope, going_on(context))
     run.applied = bool(removed)
@@ -141,13 +143,13 @@ async def label(context: OperationContext, run: OperationRun) -> None:
 
 
 async def spread(context: OperationContext, run: OperationRun, scope: Scope) -> None:
-    """Have boards do what stands already; those that did not yet will."""
+    """Have boards adopt a change that stands; those that do not answer follow later."""
     replies = await halt(context, run, scope, Phase.RELEASING)
     run.end(OperationState.PARTIAL if replies.behind else OperationState.SUCCEEDED)
 
 
 async def reset_caches(context: OperationContext, run: OperationRun) -> None:
-    """Clear KV caches; requests that run keep theirs unless they are stopped for it as well."""
+    """Clear KV caches; running requests keep theirs unless they are stopped for it as well."""
     asked = run.operation.params
     scope = read.scope(asked)
     context.check(scope)
@@ -159,7 +161,7 @@ async def reset_caches(context: OperationContext, run: OperationRun) -> None:
 
 
 async def _reset_running(context: OperationContext, run: OperationRun, scope: Scope) -> None:
-    """Stop everything, drop every cache, and go on: what runs is computed again."""
+    """Stop all requests, drop every cache, and continue: running requests are recomputed."""
     desired = state_changes.pause(
         context.state.desired,
         run.operation.id,
@@ -181,7 +183,7 @@ async def _reset_running(context: OperationContext, run: OperationRun, scope: Sc
 
 
 async def abort(context: OperationContext, run: OperationRun) -> None:
-    """End requests: those that are named, or all."""
+    """Abort requests: the named ones, or all."""
     asked = run.operation.params
     scope = read.scope(asked)
     context.check(scope)
@@ -191,7 +193,7 @@ async def abort(context: OperationContext, run: OperationRun) -> None:
     # request that leaves its board from here on finds that it has been aborted.
     with run.timed(Phase.STOPPING.value):
         waiting = await _abort_waiting(context, run, scope, ids)
-    # Whoever asks again for all may meet requests that came after an answer that was lost.
+    # A repeated call for all may meet requests that arrived after a lost answer.
     tries = 1 if ids is None else SAFE_TRIES
     replies = await _ask(context, run, scope, "abort_all", ids, tries=tries)
     for board, ended in replies.said.items():
@@ -206,7 +208,7 @@ async def abort(context: OperationContext, run: OperationRun) -> None:
 async def _abort_waiting(
     context: OperationContext, run: OperationRun, scope: Scope, ids: Collection[str] | None
 ) -> dict[str, BoardResult]:
-    """End the requests that no board has, and return the Routers' result, where there is one."""
+    """Abort the requests without a board, and return the Routers' result, if any."""
     if context.routers is None:
         return {}
     began_s = time.monotonic()
@@ -228,7 +230,7 @@ async def _ask(
     *args: object,
     tries: int = SAFE_TRIES,
 ) -> Replies:
-    """Ask every board for what changes nothing that the cluster shall be."""
+    """Ask every board for something that does not change the desired state."""
     seats = context.roster.seats(scope)
     with run.timed(Phase.STOPPING.value):
         replies = await context.roster.ask(seats, method, *args, timeout_s=run.left_s, tries=tries)

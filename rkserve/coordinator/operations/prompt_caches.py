@@ -1,9 +1,8 @@
-"""Named prompt caches as desired state: every board of a model builds what it lacks, also a board
-that joins late or lost its files.
+"""Named prompt caches as desired state: every board of a model builds those that it lacks,
+including boards that join late or lost their files.
 
-It compares, again and again, what boards have on their disks with what is kept in the ledger and
-what the configuration asks for. A board that cannot build a cache is left alone for a while, which
-is told in lists and in the log, and stops nothing else.
+It compares, repeatedly, the boards' files with the ledger and the configuration. After a failure a
+board is retried later; the failure is shown in lists and in the log, and delays nothing else.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ FIRST_REST_S, LONGEST_REST_S = 2.0, 60.0
 
 @dataclass(frozen=True)
 class CacheTimes:
-    """Time limits, in seconds. A board is looked at again after ``again_s``; one whose file
-    is of another content is left to the call that may be building it for ``differs_s``.
+    """Time limits, in seconds. A board is checked again after ``again_s``; a file of another
+    content is left for ``differs_s`` to the call that may be building it.
     """
 
     again_s: float = 30.0
@@ -49,11 +48,13 @@ class _Board:
 
     replica: str
     looked_s: float = float("-inf")
-    settled: object = None  # what it was compared with last, where nothing was to be done
+    settled: object = None  # the caches of the last comparison that found no difference
     failures: int = 0
     rest_until_s: float = 0.0
-    problems: dict[str, str] = field(default_factory=dict)  # by cache name: why it is not built
-    differs_s: dict[str, float] = field(default_factory=dict)  # by cache name: since when
+    problems: dict[str, str] = field(
+        default_factory=dict
+    )  # by cache name: the reason why it is not built
+    differs_s: dict[str, float] = field(default_factory=dict)  # by cache name: the time since then
 
 
 class PromptCacheKeeper:
@@ -82,7 +83,7 @@ class PromptCacheKeeper:
 
         Raises:
             RequestError: the name is the configuration's, or the model has too many.
-            LedgerFailed: it cannot be written down.
+            LedgerFailed: it cannot be stored.
         """
         self._check_free(cache.model, cache.name)
         there = [one for one in self._of(cache.model) if one.ids and one.name != cache.name]
@@ -95,17 +96,17 @@ class PromptCacheKeeper:
         self._write(cache)
 
     def drop(self, model: str, name: str) -> bool:
-        """Have no board hold it any more; False where it was not kept.
+        """Have no board hold it any more; False if it was not kept.
 
         Raises:
-            RequestError: the configuration asks for it.
-            LedgerFailed: it cannot be written down.
+            RequestError: the configuration requires it.
+            LedgerFailed: it cannot be stored.
         """
         self._check_free(model, name)
         known = self._kept.get((model, name))
         if known is None or not known.ids:
             return False
-        # A board that is away may come back with the file: what is deleted stays known.
+        # An absent board may return with the file: deleted names stay known.
         self._write(DesiredCache(model, name, at_s=self._context.now_s()))
         return True
 
@@ -129,7 +130,7 @@ class PromptCacheKeeper:
         return [one for one in self._kept.values() if one.model == model]
 
     def told(self, model: str) -> list[dict[str, object]]:
-        """Return the caches that are kept for a model, and the boards that could not build them."""
+        """Return a model's desired caches, and the boards that could not build them."""
         configured = {one.name: one for one in self._configured.values() if one.model == model}
         kept = {one.name: one for one in self._of(model) if one.ids}
         return [
@@ -150,7 +151,7 @@ class PromptCacheKeeper:
     # -- what boards have ----------------------------------------------------------------------
 
     def look(self) -> None:
-        """Begin to compare and to build on every board that could do so now."""
+        """Begin to compare and to build on every board that is free."""
         reports = {one.replica: one for one in self._context.roster.reports() if one.replica}
         seats = self._context.roster.seats()
         there = {seat.board_id for seat in seats}
@@ -178,7 +179,9 @@ class PromptCacheKeeper:
         return known.settled != compared or now_s - known.looked_s >= self._times.again_s
 
     def _wanted(self, seat: BoardAddress) -> list[DesiredCache]:
-        """Return what the board is to hold, and as caches without ids what it is not to hold."""
+        """Return the caches that the board must hold and, without IDs, those that it must not
+        hold.
+        """
         kept = [one for one in self._of(seat.model) if one.name != SYSTEM_PROMPT]
         configured = self._configured.get(seat.group)
         if configured is not None:
@@ -188,7 +191,7 @@ class PromptCacheKeeper:
     def _with_refs(
         self, wanted: Iterable[DesiredCache]
     ) -> tuple[tuple[DesiredCache, str | None], ...]:
-        """Return caches with the adapters' keys under which they are computed now."""
+        """Return caches with the keys of the adapters with which they are computed now."""
         found = []
         for one in wanted:
             ref = self._ref(one)
@@ -196,7 +199,7 @@ class PromptCacheKeeper:
         return tuple(found)
 
     def _ref(self, cache: DesiredCache) -> AdapterRef | None:
-        """Return the adapter of a cache: for the bare name of one, its active version."""
+        """Return the adapter of a cache: for a bare name, its active version."""
         if cache.line is None:
             return cache.ref
         line = self._context.state.desired.line(cache.model, cache.line)
@@ -206,7 +209,7 @@ class PromptCacheKeeper:
         return None if version is None else version.ref
 
     async def _bring(self, seat: BoardAddress, known: _Board, report: BoardReport) -> None:
-        """Compare one board with what it is to hold, and build or delete what differs."""
+        """Compare one board with its desired caches, and build or delete the differences."""
         known.looked_s, wanted = time.monotonic(), self._wanted(seat)
         compared = (report.base, self._with_refs(wanted))
         known.problems = {}
@@ -236,10 +239,10 @@ class PromptCacheKeeper:
     async def _even(
         self, seat: BoardAddress, known: _Board, cache: DesiredCache, entry: CacheEntry | None
     ) -> bool:
-        """Build or delete one cache where that is due; return whether it is still to be done."""
+        """Build or delete one cache if due; return whether it is still to be done."""
         ref = self._ref(cache)
         if cache.line is not None and ref is None:
-            return False  # its adapter serves no version now: there is nothing to compute it with
+            return False  # its adapter has no active version to compute it with
         key = None if ref is None else ref.key
         held = None if entry is None else (entry.adapter, entry.digest)
         if held == ((key, ids_digest(cache.ids)) if cache.ids else None):
@@ -273,7 +276,7 @@ class PromptCacheKeeper:
             "build_cache", exc.code or "internal_error"
         ).inc()
         if isinstance(exc, CacheUnsupported):
-            known.failures = max(known.failures, 8)  # it takes a change of the board, not time
+            known.failures = max(known.failures, 8)  # waiting does not help; the board must change
         log.warning(
             "board %s has not built the prompt cache '%s': %s",
             seat.board_id,
@@ -287,7 +290,7 @@ class PromptCacheKeeper:
         known.rest_until_s = time.monotonic() + rest_s
 
     async def stop(self) -> None:
-        """Leave off; boards keep what they have."""
+        """Stop; boards keep their files."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

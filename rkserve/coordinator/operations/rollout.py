@@ -1,5 +1,5 @@
-"""One rollout while it goes on: carries out what ``control.rollout`` decides, and tells it what
-came of that. It knows boards, the ledger's book and time; it decides nothing.
+"""The execution of one rollout: runs the steps that ``control.rollout`` decides, and reports their
+results to it.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ from rkserve.core.errors import (
 
 log = logging.getLogger(__name__)
 
-# A trial generation: ids that every vocabulary has, and enough tokens to time a few steps.
+# A trial generation: IDs that every vocabulary has, and enough tokens to time a few steps.
 PROBE_IDS = tuple(range(1, 9))
 PROBE_TOKENS = 8
-# A board loads between two runs, so that a long answer of somebody's comes first.
+# A board loads between two runs, so that it first finishes a long answer.
 LOAD_S = 300.0
-# One that sleeps has nothing to load it into: it does so when the first request needs it.
+# A sleeping board has no engine to load it into: it loads it for the first request.
 _LATER = {"loaded": "asleep"}
 ASLEEP = BoardResult(ResultStatus.OK, details=_LATER)
-AGAIN_S = 1.0  # between tries to write down that something is taken back
+AGAIN_S = 1.0  # between tries to store an undo
 MARGIN = 0.95
-# What each move may do to requests on a board: the record has it of the whole rollout.
+# Effects of moves on a board's requests, which the record sums up for the whole rollout.
 ADDED = ("stopped", "kept", "aborted", "switched")
 
 
 def _untried(replies: Replies) -> dict[str, BoardResult]:
-    """Return the records of boards that sleep: they load the weights, and try them, at the wake."""
+    """Return the results of sleeping boards: they load and try the weights when they wake."""
     return {
         board: replace(replies.results[board], details={**replies.results[board].details, **_LATER})
         for board, said in replies.said.items()
@@ -72,12 +72,12 @@ def _untried(replies: Replies) -> dict[str, BoardResult]:
 
 
 def _no(board: str, said: Adoption) -> BoardResult | None:
-    """Return the record of a board that has tried these base weights before, and does not again."""
+    """Return the result of a board that refuses these base weights after a failed trial."""
     return result_of(RebaseFailed(board, said.refused), 0.0) if said.refused else None
 
 
 class RolloutRunner:
-    """One rollout, or rollback, that goes on. Use it from one event loop."""
+    """One running rollout or rollback. Use it from one event loop."""
 
     def __init__(self, context: OperationContext, run: OperationRun, plan: RolloutPlan) -> None:
         self._context = context
@@ -91,15 +91,15 @@ class RolloutRunner:
         self._undone_by_s: float | None = None
 
     def decide(self, promote: bool, who: str) -> None:
-        """Someone promotes the canary or rolls it back."""
+        """Promote the canary or roll it back by hand."""
         self._events.put_nowait(CanaryDecided(promote, who))
 
     async def run(self) -> FinishRollout:
-        """Carry it out to its end.
+        """Execute it to its end.
 
         Raises:
-            LedgerFailed: what it is at could not be written down, where nothing changes by that;
-                the caller ends it, as what it came to. Changes are undone here.
+            LedgerFailed: a phase without a change could not be stored; the caller ends the
+                operation with its result. Changes are undone here.
         """
         try:
             await self._carry_out_all(self._steps)
@@ -113,7 +113,7 @@ class RolloutRunner:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _note_lagging(self, finish: FinishRollout) -> None:
-        """Record who has not followed; it is what the operation is partial for."""
+        """Record the boards that have not followed, for which the operation is partial."""
         results = self._run.operation.results
         for board in finish.lagging:
             if board not in results or results[board].good:
@@ -136,7 +136,7 @@ class RolloutRunner:
         self._entered_s = now_s
 
     async def _next_event(self) -> Event:
-        """Wait for what happens next; the time limit does not run while a canary is observed."""
+        """Wait for the next event; the time limit does not run while a canary is observed."""
         if self._rollout.at is RolloutStage.OBSERVE:
             return await self._events.get()
         left_s = self._run.left_s
@@ -153,12 +153,12 @@ class RolloutRunner:
     # -- steps ---------------------------------------------------------------------------------
 
     async def _carry_out_all(self, steps: tuple[Step, ...]) -> None:
-        """Carry steps out in their order; after one that is refused, what is to be done instead."""
+        """Execute steps in order; after a refused one, the steps that follow from the refusal."""
         pending = list(steps)
         while pending:
             refused = await self._carry_out(pending.pop(0))
             if refused is not None:
-                # Before anything else that may have happened meanwhile.
+                # Before any other event that has arrived meanwhile.
                 pending = list(self._advance(refused))
 
     async def _carry_out(self, step: Step) -> ChangeRefused | None:
@@ -183,7 +183,7 @@ class RolloutRunner:
             self._run.note(self._rollout.phase)
 
     async def _change(self, step: MoveRequest) -> ChangeRefused | None:
-        """Write a change down and tell the boards; one that cannot be written is refused."""
+        """Store a change and tell the boards; a change that cannot be stored is refused."""
         while True:
             try:
                 desired = self._plan.apply(step, self._context.state.desired, self._context.now_s())
@@ -198,9 +198,9 @@ class RolloutRunner:
         return None
 
     async def _tell(self, step: MoveRequest) -> None:
-        """Tell the boards of a step, and for a hold or a commit all that are there by now.
+        """Tell the boards of a step, and for a hold or a commit all present boards.
 
-        What joined meanwhile may serve what it was told before, and may not have answered.
+        Boards that joined meanwhile may serve an older state, and may not have answered.
         """
         scope = Scope(models=(self._plan.model,), boards=step.boards)
         if step.move in EVERYWHERE:
@@ -219,7 +219,7 @@ class RolloutRunner:
             replies.results |= {board: one for board, one in refused.items() if one is not None}
             if self._plan.heavy and step.move is Move.SWITCH:
                 replies.results |= _untried(replies)
-            # One that lacks anything else is brought that by reconciliation.
+            # Reconciliation delivers anything else that a board lacks.
             lacking = [
                 board
                 for board, said in replies.said.items()
@@ -240,9 +240,9 @@ class RolloutRunner:
     async def _equip(
         self, scope: Scope, boards: list[str], deadline_s: float
     ) -> dict[str, BoardResult]:
-        """Bring base weights to boards that joined after they were staged, and tell these again."""
+        """Deliver base weights to boards that joined after the staging, and tell these again."""
         version = self._plan.version
-        assert version is not None  # what is in every board's model folder is missing nowhere
+        assert version is not None  # the file in the model folder is on every board
         left_s = max(0.001, deadline_s - time.monotonic())
         staged = await self._context.stager.spread(version, boards, left_s)
         ready = [board for board, one in staged.items() if one.good]
@@ -251,19 +251,19 @@ class RolloutRunner:
         return {**staged, **replies.results}
 
     def _newcomers(self) -> list[str]:
-        """Return the boards that are there by now, and wait for no turn yet."""
+        """Return the boards that have joined and wait for no turn yet."""
         seats = self._context.roster.seats(Scope(models=(self._plan.model,)))
         return [seat.board_id for seat in seats if seat.board_id not in self._rollout.boards]
 
     @property
     def _undo_s(self) -> float:
-        """How long boards may take to be what they were: some load the whole model again."""
+        """Return the time limit of an undo: some boards load the whole model again."""
         return self._context.config.operation_timeout_s if self._plan.heavy else UNDO_S
 
     def _tell_s(self, move: Move) -> float:
-        """Return how long boards may take: a little less than the time that there is.
+        """Return the time limit of the boards' answers: a little less than the time left.
 
-        Those that have answered by then are known; when time runs out nobody is.
+        Boards that have answered by then are known; at the operation's own limit none would be.
         """
         left_s = self._undo_s if move is Move.UNDO else self._run.left_s
         config = self._context.config
@@ -316,7 +316,7 @@ class RolloutRunner:
                 self._events.put_nowait(BoardAnswered(move, board, error))
 
     def _summed(self, board: str, result: BoardResult) -> BoardResult:
-        """Return a board's answer with what earlier moves did to requests there counted in."""
+        """Return a board's answer with the effects of earlier moves on its requests added."""
         before = self._run.operation.results.get(board)
         if before is None or result.details.get("switched") is None:
             return result
@@ -327,7 +327,7 @@ class RolloutRunner:
         return replace(result, details={**result.details, **both})
 
     async def _observe(self) -> None:
-        """Judge the candidate at every round of reports until somebody ends this task."""
+        """Assess the candidate at every round of reports until this task is cancelled."""
         plan = self._plan
         assert isinstance(plan, AdapterRolloutPlan)  # base weights are not observed
         version, line = plan.version, self._context.state.desired.line(plan.model, plan.name)

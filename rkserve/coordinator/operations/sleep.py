@@ -1,8 +1,8 @@
-"""Operations that put boards to sleep and wake them: what a pause and a resumption are, and more,
-for an engine ends or a model is loaded.
+"""Operations that put boards to sleep and wake them: a pause and a resume that also end the engine
+or load the model.
 
-Each takes its ``OperationRun``, as those of ``halting`` do: up to ``begin`` it checks and awaits nothing.
-Who asks, an operator, a request or nobody's interest, is all the same here.
+Each takes its ``OperationRun`` and awaits nothing before ``begin``; see ``pause``. The caller (an
+operator, a request, the idle timer) makes no difference.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from rkserve.core.desired_state import ActivePause, Adoption, Desired, PauseMode
 from rkserve.core.errors import RequestError
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
-# Of the tokens that were in KV caches so many must come back, or they count as lost.
+# The fraction of the tokens in KV caches that must be restorable, or they count as lost.
 KEPT_SHARE = 0.99
 
 
 class SleepOperations:
-    """The handlers. ``policies`` say by model how its boards are configured to sleep."""
+    """The handlers. ``policies`` are the configured sleep by model."""
 
     def __init__(self, policies: Mapping[str, SleepPolicy]) -> None:
         self._policies = policies
-        self._renewing: set[str] = set()  # operations by which nothing sleeps that did not before
+        self._renewing: set[str] = set()  # operations that only renew an existing sleep
 
     def policy(self, model: str) -> SleepPolicy:
-        """Return how a model's boards sleep."""
+        """Return the configured sleep of a model's boards."""
         return self._policies.get(model, SleepPolicy())
 
     async def sleep(self, context: OperationContext, run: OperationRun) -> None:
-        """Put boards to sleep; it is done when every one of them sleeps, and undone otherwise."""
+        """Put boards to sleep; it succeeds when all of them sleep, and is undone otherwise."""
         asked = run.operation.params
         scope = read.scope(asked)
         context.check(scope)
@@ -83,16 +83,16 @@ class SleepOperations:
         await end_hold(context, run, scope, replies, done)
 
     async def wake(self, context: OperationContext, run: OperationRun) -> None:
-        """Take sleeps back, and answer once the models are loaded; what is late comes yet."""
+        """Remove sleeps, and answer once the models are loaded; late boards follow."""
         asked = run.operation.params
         scope = read.scope(asked)
-        context.check(Scope(models=scope.models))  # a board that is gone may be all that is asleep
+        context.check(Scope(models=scope.models))  # the only sleeping board may be one that is gone
         desired, woken = _woken(context, asked, scope)
         run.applied = bool(woken)
         run.allow(self._load_s(context, scope))
         run.begin(Phase.WAKING, desired)
         replies = await self._move(context, run, scope, Phase.WAKING)
-        # A board that died of it is not awake; that which takes its place will be.
+        # A board that died in it is not awake; its replacement will be.
         died = any(one.status is ResultStatus.GONE for one in replies.results.values())
         late = replies.behind or died
         run.end(OperationState.PARTIAL if late else OperationState.SUCCEEDED)
@@ -101,7 +101,7 @@ class SleepOperations:
             context.metrics.requested_wakes.labels(scope.models[0], state).inc()
 
     def renews(self, context: OperationContext, operation: Operation) -> bool:
-        """Whether it is a sleep of what sleeps like that already: only its end may change."""
+        """Return whether it renews an existing sleep: only its end may change."""
         if operation.kind is not OperationKind.SLEEP:
             return False
         asked = operation.params
@@ -114,9 +114,9 @@ class SleepOperations:
         )
 
     def in_the_way(self, context: OperationContext, kind: OperationKind) -> tuple[Operation, ...]:
-        """Return the operations that go on and may have to end before one of a kind begins.
+        """Return the running operations that may have to end before one of a kind begins.
 
-        While a lease is renewed what sleeps may be changed: neither waits for the other.
+        During the renewal of a lease the sleeping part may be changed: neither waits for the other.
         """
         running = context.state.running
         if kind not in ROLLOUTS:
@@ -130,7 +130,7 @@ class SleepOperations:
     async def _move(
         self, context: OperationContext, run: OperationRun, scope: Scope, phase: Phase
     ) -> Replies:
-        """Have boards unload or load, which takes long enough to be watched."""
+        """Have boards unload or load, with their progress shown in the record."""
         watch = asyncio.get_running_loop().create_task(_watch(context, run, scope))
         try:
             replies = await halt(context, run, scope, phase)
@@ -141,7 +141,7 @@ class SleepOperations:
         return replies
 
     def _note(self, run: OperationRun, replies: Replies) -> None:
-        """Record of each board how deep it sleeps, and what became of its KV cache."""
+        """Record each board's depth of sleep and the fate of its KV cache."""
         for board, said in replies.said.items():
             result: BoardResult = replies.results[board]
             if isinstance(said, Adoption) and said.level is not None:
@@ -154,7 +154,7 @@ class SleepOperations:
 
 
 async def _watch(context: OperationContext, run: OperationRun, scope: Scope) -> None:
-    """Show in the operation's record which boards are where they shall be, by their reports."""
+    """Show in the operation's record which boards have arrived, by their reports."""
     while True:
         reports = {report.board_id: report for report in context.roster.reports()}
         run.show(
@@ -200,7 +200,7 @@ def _woken(
 
 
 def asleep(said: Adoption, level: SleepLevel) -> dict[str, Json]:
-    """Return what the record says of a board that sleeps."""
+    """Return the record's details of a sleeping board."""
     contexts = said.kept_tokens + said.dropped_tokens
     if level is SleepLevel.PAUSED:
         kv = "kept"

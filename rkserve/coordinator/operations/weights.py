@@ -1,7 +1,7 @@
 """Operations on weights: a trainer's update, of an adapter or of base weights, everywhere at one
 instant; and other base weights board by board.
 
-Each takes its ``OperationRun``, as those of ``halting`` do: up to ``begin`` it checks and awaits nothing.
+Each takes its ``OperationRun`` and awaits nothing before ``begin``; see ``pause``.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from rkserve.core.file_digests import DIGEST
 
 log = logging.getLogger(__name__)
 
-# A hold outlives the operation that made it by so many seconds: the operation takes it back, and
-# the lease is for a Coordinator that is gone for good.
+# Seconds by which the lease of a hold outlasts its operation, which normally removes the hold
+# itself: the lease is for a Coordinator that never returns.
 SPARE_S = 60.0
 
 
@@ -50,7 +50,8 @@ class WeightOperations:
         self._roster = roster
 
     def find(self, desired: Desired, model: str, artifact: str) -> StoredArtifact:
-        """Return what ``<adapter>@<version>`` or ``<model>@<version>`` is. It may read a file.
+        """Return the artifact named ``<adapter>@<version>`` or ``<model>@<version>``. It may read a
+        file.
 
         Raises:
             ArtifactNotFound: nothing of that name is staged, or in the head's store.
@@ -79,8 +80,8 @@ class WeightOperations:
             log.warning("the file of model %s cannot be read on the head: %s", model, exc)
 
     async def prepare(self, desired: Desired, operation: Operation) -> None:
-        """Compute the digest that a rollout's ``require_fit`` compares, where that is to be done:
-        a handler reads no file.
+        """Compute the digest that a rollout's ``require_fit`` compares, if needed: a handler reads
+        no file.
         """
         model = str(operation.params.get("model"))
         line = desired.line(model, str(operation.params.get("name")))
@@ -90,8 +91,8 @@ class WeightOperations:
             await asyncio.to_thread(self.learn, model)
 
     def require_base(self, desired: Desired, model: str, digest: str | None) -> None:
-        """Raise ``ArtifactRefused`` unless the model's base weights have that sha256, or None is
-        said. What ``learn`` has not found out is taken from the boards' reports.
+        """Raise ``ArtifactRefused`` unless the model's base weights have that sha256; None always
+        passes. A digest that ``learn`` has not computed is taken from the boards' reports.
         """
         if digest is None:
             return
@@ -130,11 +131,11 @@ class WeightOperations:
 
     @property
     def handlers(self) -> dict[OperationKind, Handler]:
-        """Who carries out which kind."""
+        """Return the handler of each kind."""
         return {OperationKind.WEIGHT_UPDATE: self.update, OperationKind.REBASE: self.rebase}
 
     async def update(self, context: OperationContext, run: OperationRun) -> None:
-        """Have a trainer's weights served by all boards from one instant on."""
+        """Have all boards serve a trainer's weights from one instant on."""
         asked = run.operation.params
         if read.optional_text(asked, "name") is None:
             await self._rebase(context, run, at_once=True)
@@ -161,7 +162,7 @@ class WeightOperations:
         await _roll(context, run, replace(planned, hold_s=run.limit_s + SPARE_S))
 
     async def rebase(self, context: OperationContext, run: OperationRun) -> None:
-        """Have other base weights loaded board by board."""
+        """Have boards load other base weights one by one."""
         await self._rebase(context, run, at_once=False)
 
     async def _rebase(self, context: OperationContext, run: OperationRun, *, at_once: bool) -> None:
@@ -198,7 +199,7 @@ class WeightOperations:
 
 
 def _begin(run: OperationRun) -> None:
-    """From here on nobody else changes what the model serves."""
+    """Begin the operation, after which no other one may change the model's served versions."""
     run.spent("locking", run.limit_s - run.left_s)
     run.begin(Phase.ACCEPTED)
 
@@ -236,7 +237,7 @@ def _require_possible(planned: WeightsRolloutPlan) -> None:
 
 
 def _label(asked: Params, now: Weights, version: BaseVersion | None) -> str:
-    """Return what the weights are called: as they say, or as they are called already."""
+    """Return the name of the weights: the given one, or the current one."""
     said = read.optional_text(asked, "label")
     if said is not None:
         return said

@@ -1,7 +1,7 @@
-"""What the cluster shall be and what is being done about it: on the disk first, then in memory.
+"""The desired state and the running operations: on disk first, then in memory.
 
-Nothing is believed, sent or answered before the ledger has it, but for what any successor would
-read out of the ledger as well: that a lease has ended. It knows no boards.
+Nothing is used, sent or answered before it is in the ledger, except for what any successor would
+derive from the ledger too: the end of a lease.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from rkserve.core.errors import LedgerFailed
 
 log = logging.getLogger(__name__)
 
-# What could not be written down is so many epochs later than the ledger. A successor that does not
-# know of it makes a few epochs before it hears boards; none may be the same with another content.
+# A state that could not be stored is this many epochs later than the ledger. A successor without it
+# makes a few epochs before it hears from boards; none may reuse a number with another content.
 LEAP = 100
 # Operations that bring files to boards.
 _BRINGING = (OperationKind.ADAPTER_STAGE, *sorted(UPDATES))
 
 
 class StateStore:
-    """The Coordinator's memory. Use it from one event loop, but for what says otherwise; nothing
-    in it waits but ``after``.
+    """The Coordinator's memory. Use it from one event loop unless stated otherwise; only ``after``
+    waits.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -35,18 +35,18 @@ class StateStore:
         self._desired = ledger.desired()
         self._going_on = {one.id: one for one in ledger.running()}
         self._turned = asyncio.Event()
-        self._owes = False  # what is desired is not in the ledger yet
+        self._owes = False  # the desired state is not in the ledger yet
         self._owed: list[AuditEntry] = []
-        self._unwritten: dict[str, Operation] = {}  # that ended, and could not be written down
+        self._unwritten: dict[str, Operation] = {}  # ended operations that could not be stored
 
     @property
     def desired(self) -> Desired:
-        """What the cluster shall be now."""
+        """The current desired state."""
         return self._desired
 
     @property
     def running(self) -> tuple[Operation, ...]:
-        """Operations that are not over, in the order in which they began."""
+        """The running operations, in the order of their beginning."""
         return tuple(self._going_on.values())
 
     def write(
@@ -55,10 +55,10 @@ class StateStore:
         *operations: Operation,
         audit: Iterable[AuditEntry] = (),
     ) -> None:
-        """Write it down; then it holds.
+        """Store a change; then it is in effect.
 
         Raises:
-            LedgerFailed: nothing was written, and everything is as it was.
+            LedgerFailed: nothing was stored, and nothing has changed.
         """
         now = self._desired if desired is None else desired
         changed = self._owes or now != self._desired
@@ -76,8 +76,8 @@ class StateStore:
         self._turn(now)
 
     def derive(self, desired: Desired, *ended: Operation, audit: Iterable[AuditEntry] = ()) -> None:
-        """Have what follows from the ledger and the time alone hold, also where it cannot be
-        written: a full disk keeps nobody paused. It is written with the next thing that can be.
+        """Put a consequence of the ledger and the time into effect, even if it cannot be stored: a
+        full disk must not keep requests paused. It is stored with the next successful write.
         """
         lines = list(audit)
         try:
@@ -92,7 +92,7 @@ class StateStore:
                 self._turn(replace(desired, epoch=desired.epoch + LEAP))
 
     def catch_up(self) -> None:
-        """Write down what could not be so far. Raises ``LedgerFailed``."""
+        """Store pending changes. Raises ``LedgerFailed``."""
         if self._owes:
             self.write()
 
@@ -103,15 +103,14 @@ class StateStore:
             self._turned = asyncio.Event()
 
     def show(self, operation: Operation) -> None:
-        """Remember how an operation that goes on stands, for whoever asks; nothing rests on it."""
+        """Update a running operation in memory, for readers only."""
         if operation.id in self._going_on:
             self._going_on[operation.id] = operation
 
     def jump(self, epoch: int) -> None:
-        """Go past an epoch that somebody has heard of already: the ledger was lost or is old.
+        """Skip to the epoch after one that is in use already: the ledger was lost or is old.
 
-        Boards refuse what is older than what they obey, so that the cluster would never change
-        again.
+        Boards refuse states older than the one they obey, so the cluster could never change again.
         """
         if epoch > self._desired.epoch:
             log.warning(
@@ -123,7 +122,7 @@ class StateStore:
             self.write(replace(self._desired, epoch=epoch + 1))
 
     async def after(self, epoch: int, wait_s: float) -> Desired:
-        """Return what the cluster shall be once that is not of ``epoch``, or after ``wait_s``."""
+        """Return the desired state once its epoch is not ``epoch``, or after ``wait_s``."""
         self.jump(epoch)
         if self._desired.epoch == epoch:
             try:
@@ -133,21 +132,23 @@ class StateStore:
         return self._desired
 
     def unsettled(self) -> list[Operation]:
-        """Return what recovery must know: operations that are not over, and those that paused."""
+        """Return the operations for recovery: those that are not over, and those with a current
+        pause.
+        """
         made = [self._ledger.operation(pause.operation) for pause in self._desired.pauses]
         known = {one.id: one for one in (*made, *self._going_on.values()) if one is not None}
         return list(known.values())
 
     def stagings(self) -> list[Operation]:
-        """Return all stagings that are remembered. Call it in any thread: they may be many."""
+        """Return all recorded stagings. Call it in any thread: they may be many."""
         return [one for kind in _BRINGING for one in self._ledger.of_kind(kind)]
 
     def partial(self) -> list[Operation]:
-        """Return those that some boards had yet to follow."""
+        """Return the operations that some boards have yet to follow."""
         return self._ledger.partial()
 
     def operation(self, name: str) -> Operation | None:
-        """Return the operation of that id, also one that is over."""
+        """Return the operation of that ID, also one that is over."""
         unwritten = self._going_on.get(name) or self._unwritten.get(name)
         return unwritten or self._ledger.operation(name)
 
@@ -156,9 +157,9 @@ class StateStore:
         return self._ledger.operations(limit)
 
     def by_key(self, key: str) -> Operation | None:
-        """Return the operation that was made with that idempotency key."""
+        """Return the operation with that idempotency key."""
         return self._ledger.by_key(key)
 
     def audit(self, limit: int) -> list[AuditEntry]:
-        """Return the latest lines of the audit log, the last one first. Call it in any thread."""
+        """Return the latest entries of the audit log, the last one first. Call it in any thread."""
         return self._ledger.audit(limit)
