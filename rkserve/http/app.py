@@ -1,7 +1,4 @@
-"""The Router's routes: HTTP in, HTTP out, every failure as its dialect's error object.
-
-It knows FastAPI and a ``Service``; no Ray, so that it is tested in process.
-"""
+"""The Router's FastAPI application: routes, error handlers and middleware, without Ray."""
 
 from __future__ import annotations
 
@@ -42,15 +39,15 @@ def make_app(
     hosts: HostAllowList | None = None,
     gradio: GradioCalls | None = None,
 ) -> ASGIApp:
-    """Return the ASGI application of one Router; weights alone may be longer than other bodies.
+    """Return the ASGI application of one Router.
 
-    ``peers`` are all Routers of the application, where there are several, and ``responses`` what
-    they keep. ``hosts`` are the names by which they are reached, and ``gradio`` holds the posted
-    calls of Gradio's clients.
+    ``peers`` are all Routers of the application, if there are several; ``responses`` are the stored
+    responses, ``hosts`` the allowed host names, and ``gradio`` the posted calls of Gradio's
+    clients. Adapters and base weights have length limits of their own.
     """
-    # Without redirects a trailing slash is a 404 in OpenAI's shape and not an empty 307.
-    # The framework's own pages about the API would load scripts from elsewhere, and its document
-    # knows no bodies: rkserve.reference has both.
+    # Without redirects a trailing slash is a 404 in OpenAI's format instead of an empty 307.
+    # The framework's API pages would load scripts from elsewhere, and its document would lack the
+    # bodies: rkserve.reference has both.
     app = FastAPI(
         title="rkserve",
         version=__version__,
@@ -109,9 +106,9 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
 
 class _Counted:
-    """Counts answers by route: its pattern, never what a client typed.
+    """Counts answers by the pattern of their route, never by the client's path.
 
-    Plain ASGI: the framework's own middleware class would pass every token through a queue more.
+    Plain ASGI: the framework's middleware class would pass every token through another queue.
     """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
@@ -135,13 +132,13 @@ def _refusal(request: Request, exc: RkserveError) -> ASGIApp:
 
 
 async def _on_error(request: Request, exc: Exception) -> JSONResponse:
-    # What is not ours is raised once more by the framework after this answer, and logged there.
+    # The framework raises other exceptions again after this answer, and logs them.
     status, headers, body = error_of(request)(exc)
     return JSONResponse(body, status, headers)
 
 
 async def _on_http_error(request: Request, exc: Exception) -> JSONResponse:
-    """Translate what the framework itself refuses: unknown paths, methods and the like."""
+    """Translate errors of the framework itself, such as unknown paths and methods."""
     assert isinstance(exc, HTTPException)
     path = request.url.path
     refusal: RkserveError = RequestError(str(exc.detail))
@@ -156,9 +153,9 @@ async def _on_http_error(request: Request, exc: Exception) -> JSONResponse:
 
 
 def _methods(request: Request) -> list[str]:
-    """Return what a path can be asked; the framework names the methods of one route only.
+    """Return the allowed methods of a path; the framework names those of one route only.
 
-    Where a path is one of its own and might be somebody's name as well, it is the former.
+    Of several matching routes, the one with the fewest path parameters counts.
     """
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     found = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]

@@ -27,17 +27,17 @@ from rkserve.router.auth import ClientKey, Keys
 
 log = logging.getLogger(__name__)
 
-# What tells of another machine behind a local connection: a proxy in front of the Router, or a
-# browser in which some page makes the call.
+# Headers that show another origin behind a local connection: a proxy in front of the Router, or
+# a browser in which a page makes the call.
 _FROM_ELSEWHERE = ("forwarded", "x-forwarded-for", "x-real-ip", "origin")
 _ANTHROPIC = "x-api-key"
-# Suffixes under which resolvers of private networks know a machine; none is a public domain.
+# Suffixes of machine names in private networks; none is a public domain.
 _PRIVATE_SUFFIXES = ("local", "lan", "home", "home.arpa", "internal", "localdomain")
 _HOST = re.compile(r"(?:(?P<name>[A-Za-z0-9_.-]+)|\[(?P<v6>[0-9A-Fa-f:.]+)\])(?::[0-9]{0,5})?")
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
-# Machines join and leave; an unknown name is looked up anew this often at most.
+# Machines join and leave; for unknown names the list is renewed at most this often.
 _NAMES_AGE_S = 30.0
-# What links of other sites may lead to: nothing there acts or tells a secret.
+# Pages that other sites may link to: they neither act nor contain secrets.
 _LINKED = ("/", "/openapi.json")
 _LINKED_BELOW = "/page/"
 
@@ -53,18 +53,18 @@ def machine_names() -> list[str]:
 class HostAllowList:
     """The host names that requests may be addressed to.
 
-    IP addresses always are: DNS rebinding needs a name whose address an attacker chooses.
+    IP addresses are always allowed: DNS rebinding needs a name whose address an attacker chooses.
     """
 
     def __init__(self, configured: Collection[str], names: Names = machine_names) -> None:
-        """``names`` returns those of the cluster's machines; it may block, and is called late."""
+        """``names`` returns the names of the cluster's machines; it may block."""
         self._configured = configured
         self._names = names
         self._known: frozenset[str] = frozenset(("localhost",))
         self._looked_s: float | None = None
 
     async def check(self, host: str) -> None:
-        """Raise ``RequestError`` for a malformed Host header, ``HostNotAllowed`` for another's."""
+        """Raise ``RequestError`` for a malformed Host header, ``HostNotAllowed`` for others."""
         found = _HOST.fullmatch(host)
         if found is None:
             raise RequestError("The Host header is malformed.")
@@ -123,7 +123,7 @@ class BrowserGuard:
         hosts = headers.getlist("host")
         if len(hosts) > 1 or (not hosts and scope.get("http_version") == "1.1"):
             raise RequestError("A request has exactly one Host header.")
-        if hosts:  # HTTP/1.0 has none, and no browser speaks that
+        if hosts:  # HTTP/1.0 has no Host header, and no browser uses it
             await self._hosts.check(hosts[0])
         self._check_origin(scope, headers, "".join(hosts).lower())
 
@@ -131,7 +131,7 @@ class BrowserGuard:
         site, origins = headers.get("sec-fetch-site"), headers.getlist("origin")
         if origins and all(self._is_allowed(origin) for origin in origins):
             return
-        if site == "same-origin":  # the browser's word, which no page can forge
+        if site == "same-origin":  # set by the browser; pages cannot forge it
             return
         if any(_authority(origin) != _without_port(host) for origin in origins):
             raise OriginNotAllowed(origins[0])
@@ -169,7 +169,7 @@ def _with_suffixes(names: Iterable[str]) -> frozenset[str]:
 
 
 def _authority(origin: str) -> str | None:
-    """Return host and port of an origin as the Host header has them; None: it has none."""
+    """Return the host and port of an origin as in a Host header; None without any."""
     scheme, sign, rest = origin.lower().partition("://")
     return rest.removesuffix(_DEFAULT_PORTS.get(scheme, " ")) if sign else None
 
@@ -182,7 +182,7 @@ def _without_port(host: str) -> str:
 
 
 def _is_link(scope: Scope, headers: Headers) -> bool:
-    """Return whether somebody followed a link of another site to a page of ours."""
+    """Return whether the request follows a link of another site to a public page."""
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     return (
         scope.get("method") in ("GET", "HEAD")
@@ -201,12 +201,12 @@ def _is_address(name: str) -> bool:
 
 
 def check_operator(request: Request, keys: Keys) -> str:
-    """Let the operator pass: by the admin key where there is one, else by coming from this machine.
+    """Check that the caller is the operator: by the admin key if configured, else by address.
 
-    Returns what the audit calls the caller.
+    Returns the caller's name for the audit log.
 
     Raises:
-        Forbidden: it is somebody else; the message says what to do.
+        Forbidden: the caller is not the operator; the message explains the remedy.
     """
     if keys.admin is None:
         if _is_local(request):
@@ -222,16 +222,16 @@ def check_operator(request: Request, keys: Keys) -> str:
 
 
 def check_client(request: Request, keys: Keys) -> ClientKey | None:
-    """Let a client pass: by an API key, or the admin key, where API keys are configured.
+    """Check the caller's API key, or the admin key, if API keys are configured.
 
-    Returns its key; None is the operator, or anybody where no keys are configured.
+    Returns the API key; None for the operator, or for anybody without configured keys.
 
     Raises:
-        InvalidApiKey: it sent none of those.
+        InvalidApiKey: the request has none of those keys.
     """
     if keys.clients is None:
         return None
-    # Anthropic's clients have a header of their own for it.
+    # Anthropic's clients use a header of their own.
     sent = _sent(request) or request.headers.get(_ANTHROPIC, "").strip().encode("latin-1")
     client = keys.client(sent)
     if client is None and not keys.is_admin(sent):

@@ -1,7 +1,7 @@
-"""The routes that change the cluster, and that show it as a whole; it knows FastAPI and no Ray.
+"""Routes of cluster operations and of the cluster's status.
 
-The names and bodies are vLLM's and SGLang's where they have one. What changes the cluster, and who
-did so, is for the operator; looking at it is for every client.
+Names and bodies are vLLM's and SGLang's where they have one. Operations and their audit log are for
+the operator; the status is for every client.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def add_cluster(
 
 
 class _Door:
-    """Lets callers in, and reads what they ask."""
+    """Access checks and request parsing for the routes."""
 
     def __init__(self, service: Service) -> None:
         self._keys = service.keys
@@ -198,7 +198,7 @@ def _add_adapters(app: FastAPI, door: _Door, adapters: Adapters) -> None:
         """Serve an adapter no more."""
         return _answer(await adapters.delete(await door.asked(request), name, None))
 
-    # A path, so that a version that would lead elsewhere is told the rule.
+    # A path parameter, so that a version with slashes gets the error of the naming rule.
     @app.delete("/v1/lora_adapters/{name}/{version:path}")
     async def delete_version(request: Request, name: str, version: str) -> Response:
         """Serve a version no more."""
@@ -225,7 +225,7 @@ def _add_weights(app: FastAPI, door: _Door, weights: WeightsControl, max_model_b
 
 
 def _is_file(request: Request) -> bool:
-    """Whether the body is a file, and not JSON."""
+    """Return whether the body is a file instead of JSON."""
     return request.headers.get("content-type", "").partition(";")[0].strip().lower() == OCTETS
 
 

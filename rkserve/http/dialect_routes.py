@@ -1,7 +1,4 @@
-"""Routes of Anthropic's, Ollama's and the vendor's APIs. The words are in ``wire/dialects``.
-
-Errors on these routes, also those of the framework, are that API's own: ``error_of`` knows which.
-"""
+"""Routes of the Anthropic, Ollama, SGLang and vendor APIs, with errors in each API's own format."""
 
 from __future__ import annotations
 
@@ -44,8 +41,8 @@ _ERRORS: dict[str, ErrorOf] = {
 
 
 def error_of(request: Request) -> ErrorOf:
-    """Return what makes status, headers and body of an exception of a request."""
-    # The application may stand below a prefix, which is no part of its routes.
+    """Return the function that makes status, headers and body of an exception."""
+    # The application may be mounted below a prefix, which is not part of its routes.
     path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
     for root, made in _ERRORS.items():
         if path == root or path.startswith(f"{root}/"):

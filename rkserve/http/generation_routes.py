@@ -1,7 +1,7 @@
-"""The routes that control generations, caches and boards; it knows FastAPI and no Ray.
+"""Routes that control generations, caches and boards.
 
-Who knows a generation's id may control it, as its client does. Lists of everybody's generations,
-and what changes everybody's caches, are for the operator.
+The client that knows a generation's ID may control it. Lists of all generations, and changes of
+shared caches, are for the operator.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rkserve.router.service import Service
 
 
 def add_control(app: FastAPI, service: Service, peers: GenerationPeers | None = None) -> None:
-    """Add the routes to the Router's application; ``peers`` are all Routers, if several."""
+    """Add the routes to the application; ``peers`` are all Routers, if there are several."""
     generations = Generations(service, peers)
     _add_generations(app, service.config, service.keys, generations)
     caches = Caches(service, generations)
@@ -100,7 +100,7 @@ def _add_prompt_caches(app: FastAPI, config: RouterConfig, keys: Keys, caches: C
         check_client(request, keys)
         return JSONResponse(await caches.listed(model))
 
-    # A path, so that a name that would lead elsewhere is told the rule.
+    # A path parameter, so that a name with slashes gets the error of the naming rule.
     @app.delete("/v1/cache/{model}/{cache_name:path}")
     async def delete(request: Request, model: str, cache_name: str) -> JSONResponse:
         """Delete a named prompt cache."""

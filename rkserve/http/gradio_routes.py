@@ -1,6 +1,7 @@
 """Routes of Gradio's API: a call is posted in one request, and its events are read in another.
 
-The two may reach different Routers: a posted call is shared with all of them until one streams it.
+The two requests may reach different Routers, so a posted call is shared with all Routers until one
+of them streams it.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from rkserve.router.auth import Caller
 from rkserve.router.service import Service, read_call
 from rkserve.router.stored_responses.store import owner_of
 
-# A client reads the events of a call at once; one that has not after this long has gone.
+# A client reads the events of a call at once; after this long it must have gone.
 PENDING_S = 60.0
 MAX_PENDING = 256
 MAX_PENDING_BYTES = 32 * 1024 * 1024
-# A session's stream without calls: its client ends it, and opens another one with its next call.
+# A session's stream without calls ends, and the client opens another one with its next call.
 LINGER_S = 5.0
-# Events that a client has not read yet; then its calls wait for it.
+# Unread events of a client, beyond which its calls wait.
 MAX_UNREAD = 64
 _RETRY_S = 5
 
 
 @dataclass(frozen=True)
 class PendingCall:
-    """A posted call whose events are not read yet. ``size`` is its body's in bytes."""
+    """A posted call whose events have not been read. ``size`` is its body's length in bytes."""
 
     event_id: str
     owner: str
@@ -62,12 +63,12 @@ class GradioPeers(Protocol):
 
 
 class GradioCalls:
-    """The posted and the running calls of one Router. Use it from one event loop."""
+    """The posted and the running calls of one Router. Use from one event loop."""
 
     def __init__(
         self, peers: GradioPeers | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """``peers`` are all Routers, where there are several."""
+        """``peers`` are all Routers, if there are several."""
         self._peers, self._clock = peers, clock
         self._pending: dict[str, tuple[float, PendingCall]] = {}
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
@@ -81,10 +82,10 @@ class GradioCalls:
             await self._peers.share_gradio(pending)
 
     def keep(self, pending: PendingCall) -> None:
-        """Keep a call on this Router, or begin it where its session's stream is open here.
+        """Keep a call, or start it if its session's stream is open at this Router.
 
         Raises:
-            QueueFull: too many calls are waiting for their clients.
+            QueueFull: too many calls wait for their clients.
         """
         self._forget_old()
         waiting = [one.size for _, one in self._pending.values()]
@@ -96,7 +97,7 @@ class GradioCalls:
             stream.arrived(pending)
 
     def drop(self, owner: str, event_id: str, *, cancel: bool) -> bool:
-        """Remove a call from this Router; False where it is not here."""
+        """Remove a call from this Router; False if it is not here."""
         _, pending = self._pending.get(event_id, (0.0, None))
         if pending is not None and pending.owner == owner:
             del self._pending[event_id]
@@ -105,7 +106,7 @@ class GradioCalls:
         return running is not None and running.cancel()
 
     async def claim(self, owner: str, event_id: str) -> PendingCall | None:
-        """Return a posted call and remove it everywhere; None where there is none of that id."""
+        """Remove a posted call from all Routers and return it; None if there is none."""
         self._forget_old()
         _, pending = self._pending.get(event_id, (0.0, None))
         if pending is None or pending.owner != owner:
@@ -116,7 +117,7 @@ class GradioCalls:
         return pending
 
     async def cancel(self, owner: str, event_id: str) -> bool:
-        """End a call, posted or running, wherever it is; False where it is nowhere."""
+        """End a call, posted or running, on any Router; False if there is none."""
         if self._peers is None:
             return self.drop(owner, event_id, cancel=True)
         return await self._peers.claim_gradio(owner, event_id, cancel=True)
@@ -128,16 +129,16 @@ class GradioCalls:
         return [one for one in found if (one.owner, one.call.session) == (owner, session)]
 
     def opened(self, key: tuple[str, str], stream: _SessionStream) -> None:
-        """Take note of a session's stream; a second one takes the place of the first."""
+        """Register a session's stream, which replaces an earlier one."""
         self._streams[key] = stream
 
     def closed(self, key: tuple[str, str], stream: _SessionStream) -> None:
-        """Forget a session's stream."""
+        """Unregister a session's stream."""
         if self._streams.get(key) is stream:
             del self._streams[key]
 
     def runs(self, owner: str, event_id: str, task: asyncio.Task[None]) -> None:
-        """Take note of the task that carries a call out."""
+        """Register the task that runs a call."""
         self._running[owner, event_id] = task
         task.add_done_callback(lambda _: self._running.pop((owner, event_id), None))
 
@@ -151,7 +152,7 @@ _Events = Callable[[PendingCall, gradio.EventFraming], AsyncGenerator[bytes, Non
 
 
 class _SessionStream:
-    """The events of all calls of one session, merged in the order in which they come."""
+    """The events of all calls of one session, merged in order of arrival."""
 
     def __init__(self, calls: GradioCalls, owner: str, session: str, events: _Events) -> None:
         self._calls, self._events = calls, events
@@ -161,14 +162,14 @@ class _SessionStream:
         self._open = True
 
     def arrived(self, pending: PendingCall) -> None:
-        """Begin a call."""
+        """Start a call."""
         task = asyncio.get_running_loop().create_task(self._run(pending))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         self._calls.runs(pending.owner, pending.event_id, task)
 
     async def chunks(self, ping_s: float) -> AsyncGenerator[bytes, None]:
-        """Yield events until no call is left, or the client leaves."""
+        """Yield events until no call is left or the client leaves."""
         self._calls.opened(self._key, self)
         loop = asyncio.get_running_loop()
         getting = loop.create_task(self._chunks.get())
@@ -319,7 +320,7 @@ def add_gradio(app: FastAPI, service: Service, calls: GradioCalls) -> None:
 
     @app.get(f"{gradio.PREFIX}/call/{{name}}/{{event_id}}")
     @app.get("/call/{name}/{event_id}")
-    # The event alone tells the function; the name is only a part of the path.
+    # The event ID identifies the call; the function's name is only part of the path.
     async def events(request: Request, name: str, event_id: str) -> Response:  # noqa: ARG001
         """Stream the events of a call."""
         return await routes.one(request, event_id)

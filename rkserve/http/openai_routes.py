@@ -101,7 +101,7 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
 
 
 def visit_of(service: Service, request: Request) -> CallContext:
-    """Let a client in. Raises ``InvalidApiKey``, ``RequestError``."""
+    """Authenticate a client. Raises ``InvalidApiKey``, ``RequestError``."""
     client = check_client(request, service.keys)
     return CallContext(
         service.callers.of(client),
@@ -112,7 +112,7 @@ def visit_of(service: Service, request: Request) -> CallContext:
 
 
 async def body_of(service: Service, request: Request) -> bytes:
-    """Read the body within its limits."""
+    """Read the body within the configured limits."""
     config = service.config
     return await read_body(request, config.max_body_bytes, config.body_timeout_s)
 

@@ -14,7 +14,7 @@ from rkserve.page import FRONT, PageFile, page_files
 
 
 def add_page(app: FastAPI) -> None:
-    """Add the routes. The files are read once."""
+    """Add the page's routes. The files are read once."""
     found = page_files()
 
     @app.api_route("/", methods=["GET", "HEAD"])
@@ -49,10 +49,10 @@ def _accepts_gzip(accepted: str) -> bool:
 
 
 def add_reference(app: FastAPI, *, page: bool) -> None:
-    """Add the route; ``page`` says whether there is a chat page.
+    """Add the route of the OpenAPI document; ``page``: the chat page is served, too.
 
-    The document is written when somebody asks for it first: declaring it all takes longer than a
-    Router may take for its start, or its loop for anything.
+    The document is built on first use, because that takes longer than a Router's start or its event
+    loop may be blocked.
     """
 
     @app.get("/openapi.json")

@@ -1,6 +1,6 @@
-"""Request bodies within limits of length and time, the threads that read long ones, and queries.
+"""Reading request bodies within limits of length and time, and parsing query strings.
 
-Serve itself sets no limits.
+Ray Serve itself has no such limits.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from rkserve.api.json.fields import quoted
 from rkserve.core.errors import BodyTooLarge, BodyTooSlow, RequestError, UnsupportedMediaType
 from rkserve.http.auth import is_browser
 
-# Types that HTTP libraries set when the caller names none: curl's ``-d`` the first, aiohttp the
-# second for a body of bytes.
+# Defaults of HTTP clients for callers that name no type: the first is that of curl's ``-d``, the
+# second that of aiohttp for bytes.
 _UNNAMED = ("", "application/x-www-form-urlencoded", "application/octet-stream")
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    """Return the whole body, which is JSON.
+    """Return the whole body, which must be JSON.
 
     Raises:
-        UnsupportedMediaType: its headers call it something else.
+        UnsupportedMediaType: its headers name another type.
         BodyTooLarge: as soon as it is known to be longer than ``max_bytes``.
         BodyTooSlow: it did not arrive within ``timeout_s``.
         RequestError: the Content-Length header is not a number, or the client left.
@@ -42,12 +42,12 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
 async def read_parts(
     request: Request, max_bytes: int, timeout_s: float, part_bytes: int
 ) -> AsyncIterator[bytes]:
-    """Yield a long body in parts of one size, the last one shorter; one is in memory at a time.
+    """Yield a long body in parts of equal size, the last one shorter, one in memory at a time.
 
-    It may take as long as it takes, while something of it comes within each ``timeout_s``.
+    The total time is not limited, but each part of the stream must arrive within ``timeout_s``.
 
     Raises:
-        BodyTooLarge, BodyTooSlow, RequestError: as ``read_body``; nothing else is yielded then.
+        BodyTooLarge, BodyTooSlow, RequestError: as ``read_body``; the iteration ends.
     """
     chunks = request.stream()
     part, found = bytearray(), 0
@@ -72,12 +72,12 @@ async def read_parts(
 
 
 def query_of(request: Request) -> tuple[tuple[str, str], ...]:
-    """Return the pairs of the query string, decoded, in their order."""
+    """Return the decoded pairs of the query string, in order."""
     return tuple(request.query_params.multi_items())
 
 
 def announced(request: Request, max_bytes: int) -> int | None:
-    """Return how long a body says that it is. Raises ``BodyTooLarge``, ``RequestError``."""
+    """Return the Content-Length, if any. Raises ``BodyTooLarge``, ``RequestError``."""
     length = request.headers.get("content-length")
     if length is None:
         return None
@@ -100,8 +100,8 @@ async def _collect(request: Request, max_bytes: int) -> bytes:
 def _check_type(request: Request) -> None:
     """Require JSON, which pages of other origins cannot send without a preflight.
 
-    Many programs name no type, and their libraries send none or a default; these pass unless a
-    browser sends them. A page of another origin cannot hide that it is one: its POST has an Origin.
+    Many programs send no type or their library's default; these pass unless a browser sends them. A
+    page of another origin is recognized by the Origin header of its POST.
     """
     headers = request.headers
     if headers.get("content-length") == "0":

@@ -29,7 +29,11 @@ log = logging.getLogger(__name__)
 async def stream_late(
     service: Service, opening: asyncio.Task[Opened], dialect: Dialect, call: AnyCall
 ) -> AsyncGenerator[bytes, None]:
-    """Yield pings while a call is being opened, and then its answer. Closes the call."""
+    """Yield pings while a call is being opened, and then its answer. Closes the call.
+
+    Proxies and clients drop connections without data. After the headers, errors are events of the
+    stream.
+    """
     try:
         while not opening.done():
             yield dialect.ping(call)
@@ -46,7 +50,7 @@ async def stream_late(
 
 
 async def give_up(service: Service, opening: asyncio.Task[Opened]) -> None:
-    """End a call that nobody waits for any more, opened or not; once more does no harm."""
+    """End an abandoned call, opened or not; idempotent."""
     opening.cancel()
     await asyncio.wait({opening})
     if not opening.cancelled() and opening.exception() is None:
@@ -55,7 +59,7 @@ async def give_up(service: Service, opening: asyncio.Task[Opened]) -> None:
 
 Remember = Callable[[ClientKey | None], ResponseMemory]
 Aside = Callable[[bytes, Caller], Awaitable[Response | None]]
-DIRECT = "rkserve.send"  # in a scope: the server's own ``send``, past all layers
+DIRECT = "rkserve.send"  # the key of the server's own ``send`` in a scope
 
 
 async def respond(
@@ -65,10 +69,10 @@ async def respond(
     aside: Aside | None = None,
     remember: Remember | None = None,
 ) -> Response:
-    """Answer a call of a dialect: whole, or as a stream.
+    """Answer a call of a dialect, whole or as a stream.
 
-    ``aside`` answers bodies that do not want anything generated, and returns None of others.
-    ``remember`` makes the memory of a call from whose it is.
+    ``aside`` answers calls that generate nothing, and returns None for others. ``remember`` returns
+    the stored conversation for a client's key.
     """
     client = check_client(request, service.keys)
     policy = read_policy(request.headers.get(POLICY))
@@ -92,7 +96,7 @@ async def respond(
         if opened.call.stream:
             events, end = service.stream(opened), partial(service.close, opened)
             return StreamedAnswer(events, end, {**dialect.headers, **opened.headers})
-        answer = await service.whole(opened)  # only then it is known what it was generated with
+        answer = await service.whole(opened)  # the headers are complete only after this
     except BaseException:
         await give_up(service, opening)
         raise
@@ -100,10 +104,10 @@ async def respond(
 
 
 class StreamedAnswer(StreamingResponse):
-    """A streamed answer that ends with its exchange, also where that never came to a first byte.
+    """A streamed answer whose call ends with the exchange, even before its first byte.
 
-    The framework leaves a generator that it stopped reading to the garbage collector; the board
-    would go on until then.
+    The framework leaves an unfinished generator to the garbage collector; until then the board
+    would go on generating.
     """
 
     def __init__(
@@ -127,9 +131,9 @@ class StreamedAnswer(StreamingResponse):
             await self._end()
 
     async def stream_response(self, send: Send) -> None:
-        """Send the answer; the framework hears of its start and of its end.
+        """Send the answer; the framework's layers see only its start and its end.
 
-        Each layer of it would pass every token on, and none has anything to do with them.
+        Each layer would cost time for every token.
         """
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})

@@ -1,7 +1,6 @@
-"""Control calls in the words of trainers: SGLang's and vLLM's names of what other routes do.
+"""Routes of trainers: SGLang's and vLLM's names for operations that other routes perform.
 
-Each is translated to the operation behind it. What makes no sense on a board is refused with what
-to use instead.
+Calls that a board cannot support are rejected with the alternative.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ REFUSED = (
 
 
 class Trainers:
-    """The calls of trainers as operations."""
+    """Trainers' calls, translated to operations."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class Trainers:
     # -- changes ------------------------------------------------------------------------------
 
     async def flush_cache(self, asked: ControlRequest) -> AdminAnswer:
-        """Drop KV caches, as SGLang does: with ``timeout`` once no request runs."""
+        """Clear KV caches, in SGLang's form: with ``timeout`` once no request runs."""
         call = asked.read(FlushBody)
         wait_s = call.timeout
         if wait_s and not await self._idle(wait_s):
@@ -71,7 +70,7 @@ class Trainers:
         return await self._operations.drop_caches(call, asked)
 
     async def _idle(self, wait_s: float) -> bool:
-        """Wait until no board has a request; False where that was not in time."""
+        """Wait until no board has a request; return False on timeout."""
         until_s = time.monotonic() + wait_s
         while True:
             await self._operations.look()
@@ -82,27 +81,27 @@ class Trainers:
             await asyncio.sleep(IDLE_LOOK_S)
 
     async def release(self, asked: ControlRequest) -> AdminAnswer:
-        """Unload models, as SGLang frees its memory."""
+        """Unload models, in SGLang's form."""
         return await self._rest.sleep(asked)
 
     async def occupy(self, asked: ControlRequest) -> AdminAnswer:
-        """Load models again, as SGLang takes its memory back."""
+        """Load models, in SGLang's form."""
         return await self._rest.wake(asked)
 
     async def abort(self, asked: ControlRequest) -> AdminAnswer:
-        """End one request, or all, as SGLang does."""
+        """Abort one request, or all, in SGLang's form."""
         return await self._operations.end_requests(parse_abort_one(asked), asked)
 
     async def load_adapter(self, asked: ControlRequest) -> AdminAnswer:
-        """Serve an adapter, as SGLang answers it."""
+        """Serve an adapter, in SGLang's form."""
         return _sglang(await self._adapters.load(asked))
 
     async def unload_adapter(self, asked: ControlRequest) -> AdminAnswer:
-        """Serve an adapter no more, as SGLang answers it."""
+        """Retire an adapter, in SGLang's form."""
         return _sglang(await self._adapters.unload(asked))
 
     async def update_weights(self, asked: ControlRequest) -> AdminAnswer:
-        """Load base weights from the head's disk, as prime-rl and vLLM ask for them."""
+        """Load base weights from the head's disk, in prime-rl's and vLLM's form."""
         body = parse_object(asked.body) if asked.body.strip() else {}
         fields = Fields(body)
         place = fields.text("weight_dir")
@@ -118,25 +117,25 @@ class Trainers:
         return await self._weights.from_disk(replace(asked, body=found))
 
     async def refuse(self, asked: ControlRequest) -> AdminAnswer:
-        """Refuse weights that come in another way than as a file."""
+        """Reject weights that are not sent as a file."""
         del asked
         raise RequestError(f"Weights cannot be sent so. {_BY_FILE}")
 
     # -- looking ------------------------------------------------------------------------------
 
     async def weight_version(self, asked: ControlRequest) -> AdminAnswer:
-        """Say which weights a model has, as SGLang does."""
+        """Return the weight version of a model, in SGLang's form."""
         made = await self._operations.weights(asked)
         assert isinstance(made.body, dict)
         return AdminAnswer(OK, {name: made.body[name] for name in ("weight_version", "model")})
 
     async def world_size(self, asked: ControlRequest) -> AdminAnswer:
-        """Say how many boards serve, which vLLM counts as its workers."""
+        """Return the number of boards, in vLLM's form."""
         asked.fields({"include_dp": ParameterKind.FLAG})
         return AdminAnswer(OK, {"world_size": len(self._service.fleet.reports())})
 
     async def load(self, asked: ControlRequest) -> AdminAnswer:
-        """Say how many requests this Router serves now, as vLLM does."""
+        """Return the number of requests in flight at this Router, in vLLM's form."""
         asked.fields({})
         return AdminAnswer(OK, {"server_load": self._service.in_flight})
 
@@ -148,7 +147,7 @@ def add_trainers(
     change: Callable[[Request, Change], Awaitable[Response]],
     look: Callable[[Request, Change], Awaitable[Response]],
 ) -> None:
-    """Add the routes; ``change`` lets an operator in, ``look`` a client."""
+    """Add the routes; ``change`` admits operators, ``look`` clients."""
     changes: dict[str, tuple[Change, tuple[str, ...]]] = {
         "/flush_cache": (trainers.flush_cache, ("GET", "POST")),
         "/release_memory_occupation": (trainers.release, ("POST",)),

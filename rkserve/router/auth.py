@@ -27,10 +27,9 @@ MINUTE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class CallerLimits:
-    """What one key may; None is without limit. ``weight`` is its share where boards are scarce.
+    """The limits of one key; None is unlimited. ``weight`` is its share of scarce boards.
 
-    Its requests must not be more urgent than ``min_priority``, which is a number that others may
-    go below.
+    Its requests must not be more urgent than ``min_priority``; a lower number is more urgent.
     """
 
     requests_per_minute: int | None = None
@@ -57,12 +56,12 @@ class _Bucket:
         self.seen_s = now_s
 
     def wait_s(self, level: float) -> int:
-        """Seconds until it has reached a level."""
+        """Return the seconds until the bucket reaches a level."""
         return max(1, math.ceil((level - self.level) * MINUTE_S / self.per_minute))
 
 
 class Meter:
-    """What the owner of one key does."""
+    """The usage of one key."""
 
     def __init__(self, limits: CallerLimits, now_s: float) -> None:
         self.limits = limits
@@ -72,7 +71,7 @@ class Meter:
         self._board = _Bucket.full(limits.board_seconds_per_minute, now_s)
 
     def enter(self, now_s: float) -> None:
-        """Let a call in. Raises ``RateLimited``; then nothing was counted."""
+        """Admit a call. Raises ``RateLimited``; then nothing was counted."""
         concurrent = self.limits.concurrent
         if concurrent is not None and self.running >= concurrent:
             raise RateLimited(f"{concurrent} calls at once", 1)
@@ -95,19 +94,19 @@ class Meter:
         self.running += 1
 
     def spend(self, tokens: int, now_s: float) -> None:
-        """That many tokens were read or generated."""
+        """Count tokens read or generated."""
         if self._tokens is not None:
             self._tokens.fill(now_s)
             self._tokens.level -= tokens
 
     def use_board(self, seconds: float, now_s: float) -> None:
-        """Count time for which one of its requests had a board, also while it was paused there."""
+        """Count board time of a request, including pauses on the board."""
         if self._board is not None:
             self._board.fill(now_s)
             self._board.level -= seconds
 
     def leave(self) -> None:
-        """A call that was let in is over."""
+        """End an admitted call."""
         self.running -= 1
 
 
@@ -117,7 +116,7 @@ _FIRST_PRINTABLE, _DELETE = 0x20, 0x7F
 
 @dataclass(frozen=True, slots=True)
 class ClientKey:
-    """One API key: its digest, what logs and limits call its owner, and what that may."""
+    """One API key: its digest, its owner's name, and the owner's limits."""
 
     digest: bytes
     name: str
@@ -132,27 +131,27 @@ class Keys:
     clients: tuple[ClientKey, ...] | None = None
 
     def is_admin(self, key: bytes) -> bool:
-        """Whether it is the admin key."""
+        """Return whether it is the admin key."""
         return self.admin is not None and hmac.compare_digest(_digest(key), self.admin)
 
     def is_client(self, key: bytes) -> bool:
-        """Whether it opens the inference routes: any API key does, and the admin key."""
+        """Return whether it opens the inference routes: any API key or the admin key."""
         return self.client(key) is not None or self.is_admin(key)
 
     def client(self, key: bytes) -> ClientKey | None:
-        """Return the API key that it is."""
+        """Return the matching API key, if any."""
         sent = _digest(key)
-        # All of them are compared, whichever fits: the time says nothing.
+        # All keys are compared, so that the time does not depend on the match.
         fits = [one for one in self.clients or () if hmac.compare_digest(sent, one.digest)]
         return fits[0] if fits else None
 
 
 def open_keys(config: RouterConfig) -> Keys:
-    """Read the keys of the configuration, and the files that it names.
+    """Read the keys of the configuration and of its key files.
 
     Raises:
-        ConfigError: a file cannot be read, or there is no key where one should be, or one that no
-            header can bring: nobody, or everybody, would get in.
+        ConfigError: a file cannot be read or has no key, or a key cannot be sent in a header. The
+            service would be open to nobody, or to everybody.
     """
     admin = clients = None
     if config.admin_key is not None:
@@ -177,9 +176,9 @@ def open_keys(config: RouterConfig) -> Keys:
 
 
 def _client(line: bytes, number: int, usual: Mapping[str, Any]) -> ClientKey:
-    """Read a line: the key, and behind it what its owner may. Errors show neither key nor words.
+    """Parse a line: the key, then its owner's settings. Errors contain neither.
 
-    ``usual`` are limits of keys that do not set them.
+    ``usual`` are the limits of keys without their own.
     """
     key, *words = line.split()
     where = f"router.api_keys_file: key number {number}"
@@ -254,30 +253,30 @@ def _digest(key: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose a call is: all without an API key are one owner, without limits."""
+    """The owner of a call. All calls without an API key have one owner, without limits."""
 
     name: str
     meter: Meter
 
     def enter(self) -> None:
-        """Let a call in, which ``leave`` ends. Raises ``RateLimited``; then it is not in."""
+        """Admit a call until ``leave``. Raises ``RateLimited``; then it is not admitted."""
         self.meter.enter(time.monotonic())
 
     def spend(self, tokens: int) -> None:
-        """That many tokens were read or generated for it."""
+        """Count tokens read or generated for the caller."""
         self.meter.spend(tokens, time.monotonic())
 
     def use_board(self, seconds: float) -> None:
-        """Count time for which one of its requests had a board."""
+        """Count board time of one of the caller's requests."""
         self.meter.use_board(seconds, time.monotonic())
 
     def leave(self) -> None:
-        """A call is over."""
+        """End a call."""
         self.meter.leave()
 
 
 class Callers:
-    """The owners of all keys, as one Router counts what they do."""
+    """The owners of all keys, with their usage at one Router."""
 
     def __init__(self, keys: Keys) -> None:
         now_s = time.monotonic()
@@ -287,20 +286,20 @@ class Callers:
         }
 
     def of(self, key: ClientKey | None) -> Caller:
-        """Return the owner of a key; None is nobody's."""
+        """Return the owner of a key; None is the anonymous one."""
         return self.anybody if key is None else self._known[key.name]
 
 
 class Urgency(Protocol):
-    """What a call says of its urgency."""
+    """The urgency of a call."""
 
     @property
     def priority(self) -> int | None:
-        """Lower goes first."""
+        """The priority; lower goes first."""
 
     @property
     def timeout_s(self) -> float | None:
-        """How long its answer is of use."""
+        """The time after which the answer is useless."""
 
 
 def claim_of(
@@ -310,13 +309,13 @@ def claim_of(
     config: RouterConfig,
     arrived_s: float,
 ) -> QueueTerms:
-    """Return what the requests of a call may ask; ``timeout_s`` is what its headers say.
+    """Return the queue terms of a call's requests; ``timeout_s`` is from its headers.
 
-    Of several timeouts the shortest counts. A call that does not say is as urgent as most are, or
-    as it may be.
+    The shortest of several timeouts counts. Without a priority, a call gets the usual one, or the
+    most urgent that its key allows.
 
     Raises:
-        RequestError: it may not be as urgent as it says, or is less so than anything.
+        RequestError: the priority is outside of the allowed range.
     """
     limits = caller.meter.limits
     least = config.priority_min

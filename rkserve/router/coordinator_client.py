@@ -19,27 +19,27 @@ from rkserve.fleet.fleet import Fleet
 log = logging.getLogger(__name__)
 
 
-POLL_S = 20.0  # how long the Coordinator holds a question for what is newer
-GRACE_S = 5.0  # for the way there and back
+POLL_S = 20.0  # how long the Coordinator holds a request for a newer state
+GRACE_S = 5.0  # added for the round trip
 TRY_AGAIN_S = 0.5
 LOOKUP_S = 10.0
-METRICS_S = 2.0  # a scrape should not wait
-# A changing call has a limit of its own, kept by the Coordinator, which undoes what it must. This
-# one is for a Coordinator that is gone without Ray's noticing; a canary may be observed for a day.
+METRICS_S = 2.0  # a scrape must not wait
+# Operations have time limits of their own, which the Coordinator enforces. This one is for a
+# Coordinator whose loss Ray does not notice; a canary may be observed for a day.
 CHANGE_S = 2 * 24 * 3600.0
 HEAR_OF_IT_S = 2.0
 STORE_S = 3600.0  # gigabytes may be copied or fetched, and are hashed
 
 
 class CoordinatorLink(Protocol):
-    """How a Router reaches the Coordinator."""
+    """The connection to the Coordinator."""
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Call one of its methods; raises ``RkserveError`` only, ``CoordinatorAway`` unreached."""
+        """Call a method; raises ``RkserveError`` only, ``CoordinatorAway`` if unreachable."""
 
 
 class CoordinatorClient:
-    """What the cluster shall be, as one Router has heard. Use it from one event loop."""
+    """The desired state as last received, and calls to the Coordinator. One event loop."""
 
     def __init__(
         self, link: CoordinatorLink, on_change: Callable[[Desired], None] = lambda _desired: None
@@ -52,23 +52,23 @@ class CoordinatorClient:
 
     @property
     def desired(self) -> Desired:
-        """What the cluster shall be; nothing in particular as long as nothing was heard."""
+        """The latest desired state; empty until one was received."""
         return Desired() if self._desired is None else self._desired
 
     @property
     def known(self) -> bool:
-        """Whether the Coordinator has been heard at all."""
+        """Return whether a desired state was received."""
         return self._desired is not None
 
     @property
     def heard_s_ago(self) -> float | None:
-        """Seconds since the Coordinator was heard last."""
+        """The seconds since the Coordinator last answered."""
         return None if self._heard_s is None else time.monotonic() - self._heard_s
 
     # -- following ----------------------------------------------------------------------------
 
     async def follow(self) -> None:
-        """Hear of every change, forever; without the Coordinator try again and again."""
+        """Receive every change, forever; retry while the Coordinator is away."""
         while True:
             try:
                 await self._poll(POLL_S, POLL_S + GRACE_S)
@@ -78,12 +78,12 @@ class CoordinatorClient:
                 self.reachable = False
                 await asyncio.sleep(TRY_AGAIN_S)
             except Exception:
-                # A Router that stopped following would serve old versions for ever, unseen.
+                # A Router that stopped following would serve old versions forever, unnoticed.
                 log.exception("the Coordinator could not be asked; trying again")
                 await asyncio.sleep(TRY_AGAIN_S)
 
     async def find(self, timeout_s: float) -> None:
-        """Hear what the cluster shall be, before the first request; give up after ``timeout_s``."""
+        """Receive the desired state before the first request; give up after ``timeout_s``."""
         deadline_s = time.monotonic() + timeout_s
         while not self.known:
             try:
@@ -95,7 +95,7 @@ class CoordinatorClient:
                 await asyncio.sleep(min(TRY_AGAIN_S, timeout_s / 10))
 
     async def refresh(self, timeout_s: float = GRACE_S) -> None:
-        """Hear at once what the cluster shall be. Raises ``RkserveError``."""
+        """Get the desired state now. Raises ``RkserveError``."""
         await self._poll(0.0, timeout_s)
 
     async def _poll(self, wait_s: float, timeout_s: float) -> None:
@@ -105,16 +105,16 @@ class CoordinatorClient:
 
     def _take(self, found: Desired) -> None:
         self._heard_s, self.reachable = time.monotonic(), True
-        # Never back: an answer to an older question may come late.
+        # Epochs never go back: the answer to an older request may arrive late.
         if self._desired is not None and found.epoch <= self._desired.epoch:
             return
         self._desired = found
         self._on_change(found)
 
     async def catch_up(self) -> None:
-        """Know every epoch that the Coordinator has answered until now; without it, change nothing.
+        """Get every epoch published so far; keep the state if that fails.
 
-        One that is away is not waited for: ``follow`` asks it again and again.
+        A Coordinator that is away is not awaited: ``follow`` retries.
         """
         if not self.reachable:
             return
@@ -124,9 +124,9 @@ class CoordinatorClient:
             log.warning("answering from what was heard last: %s", exc)
 
     async def _hear_of(self, epoch: int) -> None:
-        """Know that epoch, so that what this Router says next fits what it answered.
+        """Get that epoch, so that later answers of this Router are consistent with it.
 
-        Mostly it has been heard by now: the Coordinator tells it before it tells the boards.
+        Usually it is known already, because the Coordinator informs Routers before boards.
         """
         if self.desired.epoch >= epoch:
             return
@@ -140,10 +140,10 @@ class CoordinatorClient:
     async def perform(self, call: OperationRequest) -> OperationOutcome:
         """Have the Coordinator change the cluster. Raises ``RkserveError``.
 
-        It goes on where the client leaves: half a change would be worse.
+        The call continues if the client leaves, because half a change would be worse.
         """
         if not self.reachable:
-            await self.refresh()  # Ray would wait for one that is gone as long as it takes
+            await self.refresh()  # Ray would wait without limit for one that is gone
         asked = asyncio.ensure_future(self._link.call("perform", call, timeout_s=CHANGE_S))
         asked.add_done_callback(_look_at_error)
         outcome: OperationOutcome = await asyncio.shield(asked)
@@ -158,12 +158,12 @@ class CoordinatorClient:
         return found
 
     async def operation(self, operation_id: str) -> Operation:
-        """Return one of them. Raises ``OperationNotFound``."""
+        """Return one operation. Raises ``OperationNotFound``."""
         found: Operation = await self._look("operation", operation_id)
         return found
 
     async def operation_by_key(self, key: str) -> Operation | None:
-        """Return the operation that a call with that idempotency key became, if there was one."""
+        """Return the operation with that idempotency key, if any."""
         found: Operation | None = await self._look("operation_by_key", key)
         return found
 
@@ -182,16 +182,16 @@ class CoordinatorClient:
     # -- prompt caches ------------------------------------------------------------------------
 
     async def keep_cache(self, cache: DesiredCache) -> None:
-        """Have every board hold a prompt cache, also those that join. Raises ``RkserveError``."""
+        """Have every board build a prompt cache, also later ones. Raises ``RkserveError``."""
         await self._look("keep_cache", cache)
 
     async def drop_cache(self, model: str, name: str) -> bool:
-        """Have no board hold it any more; False where it was not kept. Raises ``RkserveError``."""
+        """Stop keeping a prompt cache; False if it was not kept. Raises ``RkserveError``."""
         dropped: bool = await self._look("drop_cache", model, name)
         return dropped
 
     async def kept_caches(self, model: str) -> list[dict[str, object]]:
-        """Return what is kept for a model, and what boards could not build."""
+        """Return the kept caches of a model, and failures of boards to build them."""
         found: list[dict[str, object]] = await self._look("kept_caches", model)
         return found
 
@@ -203,11 +203,11 @@ class CoordinatorClient:
         claim: DeclaredArtifact,
         manifest: Mapping[str, Any],
     ) -> Artifact:
-        """Bring a file to the Coordinator part by part, of which one is in memory at a time.
+        """Upload a file to the Coordinator in parts, one of them in memory at a time.
 
-        What was brought is thrown away if it does not come to its end.
+        An incomplete upload is discarded.
         """
-        # Whether it was trained on the weights that are served may have to be read from these.
+        # Its base weights may have to be read, to compare their digest.
         upload: str = await self._store("upload_begin", claim)
         try:
             offset = 0
@@ -217,7 +217,7 @@ class CoordinatorClient:
             end = "upload_end_model" if claim.base else "upload_end"
             done: Artifact = await self._store(end, upload, dict(manifest))
         except BaseException:
-            # Also where the client has left, which cancels this; and nobody waits for it.
+            # Runs even if the client has left, which cancels this task; the result is not awaited.
             forgotten = asyncio.ensure_future(self._look("upload_abort", upload))
             forgotten.add_done_callback(_look_at_error)
             raise
@@ -226,19 +226,19 @@ class CoordinatorClient:
     async def register(
         self, kind: str, place: str, claim: DeclaredArtifact, scale: float
     ) -> AdapterVersion:
-        """Take a file that is at a ``path`` of the head, or behind a ``url``."""
+        """Register a file by its ``path`` on the head node or its ``url``."""
         done: AdapterVersion = await self._store(f"register_{kind}", place, claim, scale)
         return done
 
     async def register_model(
         self, kind: str, place: str, claim: DeclaredArtifact
     ) -> BaseVersion | None:
-        """Take base weights likewise; None is the file in the model's own folder."""
+        """Register base weights likewise; None is the model folder's own file."""
         done: BaseVersion | None = await self._store("register_model", kind, place, claim)
         return done
 
     async def find_weights(self, model: str, artifact: str) -> StoredArtifact:
-        """Return what can be served as ``<name>@<version>``. Raises ``ArtifactNotFound``."""
+        """Return weights by ``<name>@<version>``. Raises ``ArtifactNotFound``."""
         found: StoredArtifact = await self._store("find_weights", model, artifact)
         return found
 
@@ -246,25 +246,25 @@ class CoordinatorClient:
         return await self._link.call(method, *args, timeout_s=LOOKUP_S)
 
     async def _store(self, method: str, *args: Any) -> Any:
-        """It reads all of a file, or fetches it first."""
+        """Store the file, which reads all of it, or fetches it first."""
         return await self._link.call(method, *args, timeout_s=STORE_S)
 
 
 def _look_at_error(task: asyncio.Future[Any]) -> None:
-    """What nobody waits for any more is not to be logged as an error nobody looked at."""
+    """Retrieve the exception of an abandoned call, so that asyncio does not log it."""
     if not task.cancelled() and (exc := task.exception()) is not None:
         log.info("a call to the Coordinator ended with: %s", exc)
 
 
-# Whoever comes so soon after a wake-up that failed is told the same: each one is an operation.
+# Requests this soon after a failed wake-up get the same error, since each attempt is an operation.
 FAILED_S = 1.0
 
 
 class WakeOnRequest:
-    """Use it from one event loop."""
+    """Wakes sleeping models for requests, once for all waiting ones. Use from one event loop."""
 
     def __init__(self, cluster: CoordinatorClient, fleet: Fleet, limit_s: float) -> None:
-        """Waits ``limit_s`` for the Coordinator to say that boards are about to load."""
+        """``limit_s`` bounds the wait for the Coordinator's answer."""
         self._cluster = cluster
         self._fleet = fleet
         self._limit_s = limit_s
@@ -272,12 +272,12 @@ class WakeOnRequest:
         self._failed: dict[str, tuple[float, ModelAsleep]] = {}
 
     def needed(self, model: str) -> bool:
-        """Whether a request for the model finds no board awake, and wakes one."""
+        """Return whether no board of the model is awake, and a request wakes one."""
         desired = self._cluster.desired
         return bool(desired.pauses) and wakeable(desired, model, self._fleet.reports(model))
 
     async def ready(self, model: str) -> int:
-        """Return once the model's boards are awake or about to be: from which epoch on, or 0.
+        """Wake the model if needed; return the epoch that boards need, or 0.
 
         Raises:
             ModelAsleep: it cannot be woken now.
@@ -292,7 +292,7 @@ class WakeOnRequest:
             task = asyncio.get_running_loop().create_task(self._wake(model))
             self._going_on[model] = task
             task.add_done_callback(lambda done: self._ended(model, done))
-        # One client that leaves must not take the others' wake-up with it.
+        # A client that leaves must not cancel the wake-up of the others.
         return await asyncio.shield(task)
 
     async def _wake(self, model: str) -> int:

@@ -1,8 +1,8 @@
-"""Grammars that clients ask for, tried in processes of their own before any board gets them.
+"""Trial compilation of clients' grammars in separate processes, before a board gets them.
 
-Results are kept: clients send the same schema with every request, and a known one waits for
-nothing. New ones wait in a queue per key, served in turn by a small pool of processes, of which one
-key never has all, so that hostile grammars of one key do not keep those of another.
+Results are cached, because clients send the same schema with every request. New grammars wait in a
+queue per key for a small pool of processes, of which one key never gets all, so that hostile
+grammars of one key do not block those of another.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _LINE_BYTES = 16 * MAX_CHARS
 
 @dataclass(frozen=True, slots=True)
 class GrammarCheckRules:
-    """``processes`` try grammars, and so many new ones of one key may wait.
+    """The number of ``processes``, and of new grammars of one key that may wait.
 
-    Where there are keys, one of them has all processes but one at most.
+    With several keys, one key gets all processes but one at most.
     """
 
     processes: int = 2
@@ -41,13 +41,13 @@ class GrammarCheckRules:
 
     @property
     def per_key(self) -> int:
-        """Processes that one key may have at once."""
+        """The processes that one key may use at once."""
         return max(1, self.processes - 1) if self.keys else self.processes
 
 
 @dataclass(eq=False, slots=True)
 class _Trial:
-    """One grammar of one key that is tried, or waits for that; ``listeners`` requests need it."""
+    """One grammar of one key in trial or in the queue; ``listeners`` requests wait for it."""
 
     guide: Guide
     flow: str
@@ -57,7 +57,7 @@ class _Trial:
 
 
 class GrammarChecker:
-    """The grammars of one Router. Use it from one event loop."""
+    """The grammars of one Router. Use from one event loop."""
 
     def __init__(self, rules: GrammarCheckRules | None = None) -> None:
         self._rules = rules or GrammarCheckRules()
@@ -71,11 +71,11 @@ class GrammarChecker:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def check(self, guide: Guide, param: str, flow: str = ANONYMOUS) -> None:
-        """Hold a grammar of a key's owner to what can be followed.
+        """Check a grammar of a key's owner.
 
         Raises:
-            RequestError: it cannot be followed; names ``param``.
-            RateLimited: too many new ones of that key wait.
+            RequestError: it cannot be used; names ``param``.
+            RateLimited: too many new grammars of that key wait.
         """
         if (reason := too_long(guide)) is not None:
             refuse(reason, param)
@@ -88,7 +88,7 @@ class GrammarChecker:
             refuse(reason, param)
 
     async def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         self._queues.clear()
         for trial in self._trials.values():
             if trial.task is not None:
@@ -104,7 +104,7 @@ class GrammarChecker:
     # -- turns --------------------------------------------------------------------------------
 
     async def _result(self, guide: Guide, flow: str) -> str | None:
-        """Return what a trial says, in turn; a trial that no request waits for any more ends."""
+        """Return the result of a trial; cancel a trial that no request waits for."""
         trial = self._trials.get((flow, guide)) or self._queued(guide, flow)
         trial.listeners += 1
         try:
@@ -135,7 +135,7 @@ class GrammarChecker:
                 del self._queues[trial.flow]
 
     def _pump(self) -> None:
-        """Start what may start: one of each key after the other."""
+        """Start as many trials as allowed, one of each key in turn."""
         while self._running.total() < self._rules.processes:
             may = [flow for flow in self._queues if self._running[flow] < self._rules.per_key]
             if not may:
@@ -170,7 +170,7 @@ class GrammarChecker:
             self._pump()
 
     def _remember(self, trial: _Trial, reason: str | None) -> None:
-        """Keep a result; the key of which most are kept loses its longest unused one."""
+        """Cache a result; evict the least recently used one of the largest key."""
         self._known[trial.guide] = (trial.flow, reason)
         if len(self._known) > KEPT:
             counts = Counter(flow for flow, _ in self._known.values())
@@ -191,13 +191,13 @@ class GrammarChecker:
 
 @dataclass(eq=False, slots=True)
 class TrialProcess:
-    """A process that tries one grammar at a time; it starts with the first one."""
+    """A process that tries one grammar at a time; started on first use."""
 
     _child: ChildProcess | None = None
     _output: asyncio.StreamReader = field(init=False)
 
     async def tried(self, guide: Guide) -> str | None:
-        """Return what is wrong with a grammar. Raises ``RequestError``: it could not be tried."""
+        """Return the error in a grammar, if any. Raises ``RequestError`` if the trial failed."""
         try:
             child = self._child or await self._started()
             child.write(ask(guide).encode())
@@ -216,7 +216,7 @@ class TrialProcess:
         return "it takes too much memory to compile."
 
     async def close(self) -> None:
-        """End the process, if there is one."""
+        """Stop the process, if there is one."""
         child, self._child = self._child, None
         if child is not None:
             child.kill()
@@ -232,12 +232,12 @@ class TrialProcess:
         return child
 
     async def _line(self) -> bytes | None:
-        """Return its next line; None where it has ended."""
+        """Return the next line of output; None after the end."""
         line = await asyncio.wait_for(self._output.readline(), PATIENCE_S)
         return bytes(line) if line else None
 
     async def _ended(self, child: ChildProcess) -> int:
-        """Return its exit code, once it has ended."""
+        """Return the exit code, after the process has ended."""
         await self._output.read()  # to the end of its output: that is no matter of time
         code = await child.wait()
         child.close()

@@ -1,5 +1,5 @@
-"""What the model names of requests mean: the lines of adapters that the cluster shall serve, and
-this machine's model folders with the adapters in them.
+"""Resolution of model names: desired adapter lines, and adapters in this machine's model
+folders.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ LOOK_AGAIN_S = 1.0
 
 
 class ModelNames:
-    """The models of one Router and their adapters. Use it from one event loop.
+    """The models of one Router and their adapters. Use from one event loop.
 
-    A line goes before a folder of the same name: what was put into the cluster by a call is what
-    the cluster serves. The folders are looked through when a request names more than a model, so
-    that an adapter that was just copied there is found by the first request for it.
+    A line of the desired state takes precedence over a folder of the same name. Folders are scanned
+    when a request names more than a model, so that a newly copied adapter is found by its first
+    request.
     """
 
     def __init__(
         self, folders: Mapping[str, Path], desired: Callable[[], Desired] = Desired
     ) -> None:
-        """``folders`` are the model folders by model, ``desired`` tells what shall be served."""
+        """``folders`` are the model folders by model; ``desired`` returns the desired state."""
         self._folders = dict(folders)
         self._desired = desired
         self._known: dict[str, tuple[Adapter, ...]] = {}
@@ -48,11 +48,11 @@ class ModelNames:
         self._looking = asyncio.Lock()
 
     async def resolve(self, asked: str, policy: VersionPolicy = ANY) -> ResolvedModel:
-        """Return what the model's name of a request means.
+        """Return the model and adapter that a model name refers to.
 
         Raises:
-            ModelNotFound, AdapterBroken, RequestError: as ``adapterfolder.resolve`` does.
-            VersionUnavailable: the policy does not allow what would serve it.
+            ModelNotFound, AdapterBroken, RequestError: as ``models.adapters.resolve`` does.
+            VersionUnavailable: the policy does not allow the version in service.
         """
         desired = self._desired()
         if asked in self._folders:
@@ -66,7 +66,7 @@ class ModelNames:
         return _of_folder(resolve(asked, self._known), asked, policy)
 
     async def adapters(self, model: str) -> list[tuple[Adapter, ...]]:
-        """Return the adapters in a model's folder, each with its versions, the newest last."""
+        """Return the adapters in a model's folder, each with its versions, newest last."""
         await self._look()
         by_name: dict[str, tuple[Adapter, ...]] = {}
         for one in self._known.get(model, ()):
@@ -74,7 +74,7 @@ class ModelNames:
         return list(by_name.values())
 
     async def has_adapter(self, name: str, models: tuple[str, ...]) -> bool:
-        """Whether one of the models (none: any) has an adapter of that name, line or folder."""
+        """Return whether one of the models (none: any) has an adapter of that name."""
         among = models or tuple(self._folders)
         if any(line.name == name and line.model in among for line in self._desired().lines):
             return True
@@ -82,7 +82,7 @@ class ModelNames:
         return any(one.name == name for model in among for one in self._known.get(model, ()))
 
     async def _look(self) -> None:
-        """Look through the folders, at most once a second; requests that wait share a look."""
+        """Scan the folders at most once a second; concurrent requests share a scan."""
         async with self._looking:
             if time.monotonic() - self._looked_s < LOOK_AGAIN_S:
                 return

@@ -12,14 +12,14 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Shorter bodies are parsed and tokenized in about a millisecond: less than a thread's detour costs
-# the token streams of others.
+# Shorter bodies are parsed and tokenized in about a millisecond, less than the switch to a thread
+# costs the token streams of other requests.
 INLINE_BODY_BYTES = 8192
 # A tokenizer takes some 500 bytes for each character: few long bodies are worked on at once.
 _PROMPTS = ThreadPoolExecutor(2, thread_name_prefix="long bodies")
-# Counting is not in the way of prompts.
+# Counting has its own thread, so that it does not delay prompts.
 _COUNTS = ThreadPoolExecutor(1, thread_name_prefix="counting")
-# After longer bodies the allocator is told to give memory back: by itself it keeps all of it.
+# After longer bodies the allocator is told to return memory; by itself it keeps all of it.
 _TRIM_BYTES = 128 * 1024
 
 

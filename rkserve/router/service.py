@@ -1,4 +1,4 @@
-"""What the Router does with a call, without HTTP and without Ray: parse, plan, generate, answer."""
+"""The calls of the generation routes, without HTTP and Ray: parse, plan, generate, answer."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ from rkserve.router.streams import OpenStreams
 log = logging.getLogger(__name__)
 
 CallT = TypeVar("CallT")
-# The model's name in the vendor's demo client, whose server has one model and ignores it.
+# The model name of the vendor's demo client, whose server has a single model and ignores it.
 VENDOR_MODEL = "rkllm"
 
 
@@ -97,7 +97,7 @@ async def read_call(body: bytes, parse: Callable[[bytes], CallT]) -> CallT:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model as the Router needs it."""
+    """A model's folder and renderer, as the Router uses them."""
 
     folder: ModelFolder
     renderer: Renderer
@@ -111,9 +111,9 @@ class ServedModel:
 
 @dataclass
 class Opened:
-    """A call that boards have accepted, ready to be streamed or collected.
+    """A call that boards have accepted, to be streamed or collected.
 
-    ``model`` is the base model: metrics count by it, and never by what a client typed.
+    ``model`` is the base model: metrics are counted by it, never by the client's spelling.
     """
 
     call: AnyCall
@@ -132,13 +132,13 @@ class Opened:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Response headers that tell who answers, with which weights as far as that is known."""
+        """Response headers with the boards, and the weights as far as known."""
         headers = answer_headers(self.accepted, self.answer.versions)
         return {**headers, **tool_headers(self.call.left_out)}
 
 
 class Service:
-    """One Router. Use it from one event loop."""
+    """One Router. Use from one event loop."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Service:
         cluster: CoordinatorClient,
         metrics: RouterMetrics,
     ) -> None:
-        """Raises ``ConfigError``: a file of keys cannot be used."""
+        """Raises ``ConfigError``: a key file cannot be used."""
         self.config = config
         self.keys = open_keys(config)
         self.callers = Callers(self.keys)
@@ -179,7 +179,7 @@ class Service:
 
     @property
     def default_model(self) -> str:
-        """The model of calls that name none: the first one that generates text, if any."""
+        """The model of calls without one: the first that generates text, if any."""
         return next(iter([*self.generating, *self._models]))
 
     @property
@@ -202,7 +202,7 @@ class Service:
         if meant.adapter_name is None:
             return self._model_entry(meant.model)
         found = find_line(asked, self._models, self.cluster.desired)
-        # As a request for it is bound: what a line does not serve yet, a folder may.
+        # Resolved as for a request: what a line does not serve yet, a folder may.
         if found is not None and bind(*found, ANY) is not None:
             return line_entry(*self._ages(meant.model), *found)
         listed = await self.catalog.adapters(meant.model)
@@ -234,10 +234,10 @@ class Service:
         return models_list(entries)
 
     async def meant(self, asked: str, policy: VersionPolicy = ANY) -> ResolvedModel:
-        """Return what a model's name means.
+        """Return the model and adapter that a model name refers to.
 
         Raises:
-            CoordinatorAway: nobody of that name is known, and what the cluster shall serve neither.
+            CoordinatorAway: the name is unknown, and so is the desired state.
             RkserveError: as ``ModelNames.resolve``.
         """
         try:
@@ -253,11 +253,11 @@ class Service:
             ) from None
 
     def boards(self) -> JsonObject:
-        """Return what all boards said of themselves last."""
+        """Return the latest reports of all boards."""
         return boards_list((report, self._circuit(report)) for report in self.fleet.reports())
 
     def board(self, board_id: str) -> JsonObject:
-        """Return what one board said of itself last. Raises ``BoardNotFound``."""
+        """Return the latest report of one board. Raises ``BoardNotFound``."""
         for report in self.fleet.reports():
             if report.board_id == board_id:
                 return board_entry(report, self._circuit(report))
@@ -274,11 +274,11 @@ class Service:
         return model_entry(model_id, *ages, reports, desired, embedding=embedding, vision=vision)
 
     def position_bytes(self, model_id: str) -> int | None:
-        """Return the bytes of one position of the model's KV cache, where its folder says that."""
+        """Return the bytes of one KV cache position, if the model's folder says so."""
         return self._models[model_id].folder.settings.kv_bytes_per_token
 
     def _ages(self, model_id: str) -> tuple[int, int]:
-        """When the model was created, and how long its context is."""
+        """Return when the model was created, and its context length."""
         served = self._models[model_id]
         return served.created, served.folder.settings.context_length
 
@@ -289,15 +289,15 @@ class Service:
     def control_homeless(
         self, generation: str, action: ControlAction, choice: int | None
     ) -> RouterGenerations:
-        """Control what this Router has of a generation and no board; see ``Dispatch.control``."""
+        """Control this Router's choices without a board; see ``Dispatch.control``."""
         return self._dispatch.control(generation, action, choice)
 
     def abort_waiting(self, scope: Scope, request_ids: Collection[str] | None) -> int:
-        """End this Router's requests that no board has; see ``Dispatch.abort_all``."""
+        """Abort this Router's requests without a board; see ``Dispatch.abort_all``."""
         return self._dispatch.abort_all(scope, request_ids)
 
     def events(self, request: GenerateRequest, claim: QueueTerms) -> AsyncGenerator[Event, None]:
-        """Yield what boards make of one request; see ``Dispatch.generate``."""
+        """Yield the events of one request; see ``Dispatch.generate``."""
         return self._dispatch.generate(request, claim)
 
     # -- calls --------------------------------------------------------------------------------
@@ -315,8 +315,8 @@ class Service:
     ) -> Opened:
         """Read a call and have boards accept it. Raises ``RkserveError``; then nothing runs.
 
-        ``session`` and ``timeout_s`` are what the call's headers say of it. ``memory`` is what the
-        call may need of earlier answers, and where its own is kept.
+        ``session`` and ``timeout_s`` are from the call's headers. ``memory`` loads earlier answers
+        that the call refers to, and stores its own.
         """
         started_s = time.monotonic()
         caller = caller or self.callers.anybody
@@ -369,7 +369,7 @@ class Service:
         )
 
     async def _check_guide(self, param: str, guide: Guide, caller: Caller) -> None:
-        """Raise ``RequestError`` for a grammar that cannot be followed, or ``RateLimited``."""
+        """Raise ``RequestError`` for an unusable grammar, or ``RateLimited``."""
         try:
             await self.guiding.check(guide, param, caller.name)
         except RateLimited:
@@ -377,9 +377,9 @@ class Service:
             raise
 
     def _with_model(self, call: AnyCall) -> AnyCall:
-        """Return a call that names a model: the only one that generates text, where it names none.
+        """Return the call with a model: if it has none, the only one that generates text.
 
-        Raises ``RequestError`` where several do.
+        Raises ``RequestError`` if several do.
         """
         if call.model:
             return call
@@ -392,7 +392,7 @@ class Service:
         return replace(call, model=self.default_model)
 
     def _name(self, dialect: Dialect, call: AnyCall) -> str:
-        """Return the id of the answer to a call. Raises ``RequestError``: it is in use."""
+        """Return the ID of the answer to a call. Raises ``RequestError`` if it is in use."""
         if call.request_id is None:
             return f"{dialect.prefix}{uuid.uuid4().hex}"
         name = named_answer(call.request_id)
@@ -406,12 +406,12 @@ class Service:
     async def _woken(
         self, model: str, requests: list[GenerateRequest], claim: QueueTerms
     ) -> tuple[Choices, list[Accepted]]:
-        """Have boards take the requests of a call, which ends the sleep of a model."""
-        epoch = await self.waking.ready(model)  # only what can be served wakes it
+        """Have boards accept the requests of a call, waking a sleeping model."""
+        epoch = await self.waking.ready(model)  # only a valid request wakes the model
         try:
             return await self._accepted(requests, epoch, claim)
         except (EnginePaused, NoBoard, BoardAsleep):
-            # It may have gone to sleep a moment ago, and a request ends that.
+            # The model may have gone to sleep a moment ago; the request wakes it.
             if not self.waking.needed(model):
                 raise
         epoch = await self.waking.ready(model)
@@ -420,7 +420,7 @@ class Service:
     async def _accepted(
         self, requests: list[GenerateRequest], epoch: int, claim: QueueTerms
     ) -> tuple[Choices, list[Accepted]]:
-        """Have boards that are as late as ``epoch`` take all requests of a call, or none."""
+        """Have boards accept all requests of a call, or none; boards older than ``epoch`` wait."""
         if epoch:
             requests = [replace(one, min_epoch=max(one.min_epoch, epoch)) for one in requests]
         used: dict[str, float] = {}
@@ -436,7 +436,7 @@ class Service:
         metered = replace(claim, use=use)
         choices = Choices(partial(self._dispatch.generate, claim=metered), requests)
         if claim.deadline_s is not None:
-            # As it waits it may be told earlier, once it is certain; from here on it is stopped.
+            # The queue may reject it earlier; at the deadline it is stopped in any case.
             choices.fail_at(claim.deadline_s, DeadlineExceeded(claim.timeout_s))
         try:
             places = self._dispatch.places
@@ -447,7 +447,7 @@ class Service:
             raise
 
     async def close(self, opened: Opened) -> None:
-        """End a call, finished or not, and free its boards; once more does no harm."""
+        """End a call, finished or not, and free its boards; idempotent."""
         if opened.closed:
             return
         opened.closed = True
@@ -458,7 +458,7 @@ class Service:
         await opened.choices.aclose()
 
     async def whole(self, opened: Opened) -> JsonObject:
-        """Return the answer in one piece. Raises ``RkserveError``. Closes the call."""
+        """Return the whole answer. Raises ``RkserveError``. Closes the call."""
         answer = opened.answer
         try:
             while (item := await opened.choices.next()) is not None:
@@ -480,9 +480,9 @@ class Service:
             await self.close(opened)
 
     async def stream(self, opened: Opened) -> AsyncGenerator[bytes, None]:
-        """Yield the answer piece by piece, in its dialect's words. Closes the call.
+        """Yield the answer in chunks of its dialect. Closes the call.
 
-        An error after the headers were sent ends the stream, which says so.
+        After the headers, an error is sent as the last event of the stream.
         """
         answer = opened.answer
         for request in opened.requests:
@@ -497,14 +497,14 @@ class Service:
                     continue
                 if not events:
                     break
-                # What has piled up goes out at once.
+                # All pending events are sent in one chunk.
                 if chunk := b"".join([self._chunk(opened, *item) for item in events]):
                     yield chunk
-                # Whoever asks for the next chunk has sent this one.
+                # The generator resumes only after the chunk was sent.
                 for index, event in events:
                     self.flows.sent(opened.requests[index].request_id, event)
             self._done(opened)
-            # Before the client hears of the end: it may go on from there at once.
+            # Stored before the client sees the end, because its next call may refer to this answer.
             await opened.memory.keep(answer)
             yield answer.closing()
         except Exception as exc:
@@ -534,9 +534,9 @@ class Service:
     async def _lexicon(
         self, call: AnyCall, meant: ResolvedModel, requests: list[GenerateRequest]
     ) -> TokenTexts | None:
-        """Return what the tokens of the answer stand for, where it is to tell of them.
+        """Return the token strings for log-probabilities and echoes, if the answer needs them.
 
-        Raises ``RequestError``: nobody knows. It is asked before any board is.
+        Raises ``RequestError`` if the vocabulary is unknown, before any board gets the request.
         """
         raw = call if isinstance(call, CompletionCall) else None
         echo, ranked = raw is not None and raw.echo, raw is not None and raw.ranked
@@ -574,7 +574,7 @@ class Service:
         requests: list[GenerateRequest],
         read: ParserOptions,
     ) -> AnswerOrigin:
-        """Say what an answer comes from, in its boards' words."""
+        """Return the origin of an answer as its boards reported it."""
         return AnswerOrigin(
             meant.model,
             accepted[0].release,
@@ -588,14 +588,15 @@ class Service:
     def _sampling_in_force(
         self, model: str, accepted: Accepted, request: GenerateRequest
     ) -> Sampling:
-        """Return the sampling values of an answer; what its board ignored stays the model's own."""
+        """Return the sampling values used; those that the board ignored are defaults."""
         defaults = self._models[model].folder.settings.sampling.values()
         ignored = {name: getattr(defaults, name) for name in accepted.sampling_ignored}
         return replace(request.sampling, **ignored)
 
     def _key_of(self, meant: ResolvedModel) -> Callable[[str], str | None]:
-        """Return what finds the content of versions. What it found it keeps: a version may be
-        retired while an answer of it goes on.
+        """Return a lookup of versions' content keys.
+
+        It remembers what it found, because a version may be retired while an answer uses it.
         """
         found = {} if meant.adapter is None else {meant.adapter.label: meant.adapter.key}
 
@@ -616,10 +617,10 @@ class Service:
         return await self._sight.pictures(call.images, vision)
 
     def check_images(self, messages: Sequence[Message], model: str) -> None:
-        """Hold the images of a conversation to what a model may be shown, without decoding them.
+        """Check the number of images of a conversation, without decoding them.
 
         Raises:
-            RequestError: the model sees none, or there are too many.
+            RequestError: the model takes no images, or there are too many.
         """
         if images := images_of(messages):
             self._sight.check(images, self._models[model].folder.settings.vision)
@@ -647,7 +648,7 @@ class Service:
         )
 
     def _first_token(self, opened: Opened, delta: Delta) -> None:
-        """Record TTFT at the first delta that brings something."""
+        """Record TTFT at the first delta with text or tokens."""
         if opened.waits_for_first and (delta.text or delta.token_ids):
             opened.waits_for_first = False
             self.metrics.ttft.labels(opened.model).observe(time.monotonic() - opened.started_s)

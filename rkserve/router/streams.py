@@ -1,7 +1,7 @@
-"""The streams of one Router: how far each has come to its client, and whether that is all there is.
+"""The open streams of one Router, and the tokens that each has delivered to its client.
 
-A board that is paused has emitted its last token; on its way to the client that is still between
-the two. A pause is answered when it has arrived.
+When a board pauses, its last tokens may still be on the way to the client. A pause is answered
+after they have arrived.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from rkserve.fleet.fleet import Answers, Fleet
 
 log = logging.getLogger(__name__)
 
-# What a Router has handed over still passes Ray's proxy, on another way than an answer that is
-# given later and may overtake it: by up to 3 ms on a machine with three times the work of its
-# cores. Nobody says when it has passed.
+# Written tokens still pass Ray's proxy, and the answer to the pause call, on another connection,
+# may overtake them: by up to 3 ms on a machine loaded with three times its cores. There is no
+# acknowledgement, so a fixed time is added.
 PASSAGE_S = 0.02
 _NOTHING: Mapping[str, int] = {}
 
 
 @dataclass(slots=True)
 class _OpenStream:
-    """One choice of a streamed answer. ``tokens`` have been handed to the client's connection.
+    """One choice of a streamed answer. ``tokens`` have been written to the client's connection.
 
-    ``stopped_at`` is how many its board had at the latest pause that the stream tells of.
+    ``stopped_at`` is the board's token count at the latest pause event of the stream.
     """
 
     request_id: str
@@ -41,24 +41,24 @@ class _OpenStream:
 
 
 class OpenStreams:
-    """All streams of a Router. Use it from one event loop."""
+    """All open streams of a Router. Use from one event loop."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._flows: dict[str, _OpenStream] = {}
         self._moved = asyncio.Event()
-        self._sent_s = -math.inf  # when the latest text of any stream was handed over
+        self._sent_s = -math.inf  # the time of the latest write to any stream
 
     def __len__(self) -> int:
         return len(self._flows)
 
     def enter(self, request: GenerateRequest) -> None:
-        """A stream begins."""
+        """Add a stream."""
         name = request.line if request.adapter is None else request.adapter.name
         self._flows[request.request_id] = _OpenStream(request.request_id, name)
 
     def sent(self, request_id: str, event: Delta | Paused | Finished) -> None:
-        """An event was handed to the client's connection, with all before it."""
+        """Note that an event, and all before it, was written to the client's connection."""
         flow = self._flows.get(request_id)
         if flow is None:
             return
@@ -66,15 +66,15 @@ class OpenStreams:
             flow.tokens += len(event.token_ids)
             self._sent_s = asyncio.get_running_loop().time()
         elif isinstance(event, Paused):
-            # With those whose text is held back until it is certain: they come to nobody yet, and
-            # are in a later delta again.
+            # The count includes tokens whose text is held back until it is complete; a later delta
+            # brings them.
             flow.stopped_at = event.tokens
         else:
             del self._flows[request_id]
         self._moved.set()
 
     def leave(self, request_ids: Iterable[str]) -> None:
-        """Streams are over, however they ended."""
+        """Remove streams, however they ended."""
         for request_id in request_ids:
             self._flows.pop(request_id, None)
         self._moved.set()
@@ -82,11 +82,11 @@ class OpenStreams:
     async def at_rest(
         self, scope: Scope, timeout_s: float, known: Mapping[str, int] = _NOTHING
     ) -> bool:
-        """Wait until the streams of a part of the cluster have all that their boards emitted.
+        """Wait until the streams of a scope have delivered all tokens of their boards.
 
-        Those boards have stopped already, and ``known`` are the tokens that generations had then.
-        Boards are asked only of others, which have ended or just begun. A client that does not read
-        may keep a stream from bringing what is on its way: False after ``timeout_s``.
+        The boards have stopped; ``known`` are the token counts of generations at that time. Boards
+        are asked only for others, which have just begun or ended. Return False after ``timeout_s``,
+        for example because a client does not read.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
@@ -108,10 +108,10 @@ class OpenStreams:
     async def _goals(
         self, scope: Scope, timeout_s: float, known: Mapping[str, int]
     ) -> dict[str, int | None]:
-        """Return how many tokens each stream will have; None for one that has ended on its board.
+        """Return the final token count of each stream; None if it has ended on its board.
 
-        The board knows: of a pause no event tells where a generation has not begun, and an event
-        that came may be that of an earlier pause.
+        Only the board knows: a generation that has not begun has no pause event, and an event that
+        arrived may belong to an earlier pause.
         """
         meant = {
             flow.request_id: seats
@@ -127,7 +127,7 @@ class OpenStreams:
             asked.values(), "emitted", timeout_s=timeout_s, together=True
         )
         tokens = dict(pair for said in answers.said.values() for pair in said.tokens)
-        # Of a board that does not answer nothing is known, and nothing can be waited for.
+        # The count of a board that does not answer is unknown; its streams are not awaited.
         goals |= {
             request_id: tokens.get(request_id)
             for request_id, seats in meant.items()

@@ -1,6 +1,4 @@
-"""LoRA adapters as the Router takes them: files on their way to the Coordinator, and which of their
-versions shall be served. It knows no file's content and no route.
-"""
+"""Calls for LoRA adapters: uploads to the Coordinator, and the versions in service."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ _K = OperationKind
 
 @dataclass(frozen=True)
 class _Pushed:
-    """What became of a new version: staged everywhere, and then rolled out where that was asked."""
+    """The outcome of a new version: staged everywhere, and then rolled out if requested."""
 
     version: AdapterVersion
     model: str
@@ -45,7 +43,7 @@ class _Pushed:
 
     @property
     def last(self) -> OperationOutcome:
-        """The outcome that is answered."""
+        """The outcome to answer with."""
         return self.rolled or self.staged
 
 
@@ -58,7 +56,7 @@ class Adapters:
         self._operations = operations
 
     async def listed(self, asked: ControlRequest) -> AdminAnswer:
-        """Return every version of every line, and which boards have it."""
+        """Return every version of every line, with its boards."""
         model = asked.fields({"model": ParameterKind.TEXT}).text("model")
         self._operations.check_models([] if model is None else [model])
         models = self._service.fleet.models if model is None else [model]
@@ -71,7 +69,7 @@ class Adapters:
     async def upload(
         self, asked: ControlRequest, parts: AsyncIterator[bytes], announced: int | None
     ) -> AdminAnswer:
-        """Take a file as it comes; ``announced`` is how long the client says it is."""
+        """Store an uploaded file; ``announced`` is the length given by the client."""
         push = parse_upload(asked)
         model = self._model_for(push)
         if None not in (push.size, announced) and push.size != announced:
@@ -86,12 +84,12 @@ class Adapters:
         return _told(await self._bring(push, model, version, asked))
 
     async def register(self, asked: ControlRequest) -> AdminAnswer:
-        """Take a file that is there already, by its path or URL."""
+        """Register a file by path or URL."""
         push = parse_register(asked)
         return _told(await self._registered(push, self._model_for(push), asked))
 
     async def load(self, asked: ControlRequest) -> AdminAnswer:
-        """Take and serve a file, in vLLM's words."""
+        """Register and serve a file, in vLLM's form."""
         call = parse_load(asked)
         outcome = await self._rolled_before(call.push, asked)
         if outcome is None:
@@ -99,7 +97,7 @@ class Adapters:
         return _worded(f"Success: LoRA adapter '{call.push.name}' added successfully.", outcome)
 
     async def unload(self, asked: ControlRequest) -> AdminAnswer:
-        """Retire an adapter, in vLLM's words."""
+        """Retire an adapter, in vLLM's form."""
         terms, name = parse_unload(asked)
         model = await self._model_of(name, terms, asked)
         outcome = await self._retire(model, name, None, terms, asked)
@@ -108,7 +106,7 @@ class Adapters:
     async def _rolled_before(
         self, push: NewAdapter, asked: ControlRequest
     ) -> OperationOutcome | None:
-        """Return what an earlier call with the same key came to; its file is not read again."""
+        """Return the outcome of an earlier call with the same key, if any."""
         earlier = await self._earlier(asked.key)
         if earlier is None:
             return None
@@ -118,7 +116,7 @@ class Adapters:
 
     async def _loaded(self, call: LoadAdapterCall, asked: ControlRequest) -> OperationOutcome:
         name, model = call.push.name, self._model_for(call.push)
-        # One that got no further than staging goes on.
+        # An earlier call that got no further than staging is continued.
         again = call.again or await self._earlier(_staging_key(asked)) is not None
         if not again and await self._service.catalog.has_adapter(name, (model,)):
             raise AdapterExists(
@@ -137,7 +135,7 @@ class Adapters:
     async def _bring(
         self, push: NewAdapter, model: str, version: AdapterVersion, asked: ControlRequest
     ) -> _Pushed:
-        """Stage a version on every board, and have it served."""
+        """Stage a version on every board, and roll it out."""
         ref = version.ref
         params = {
             "model": model,
@@ -165,14 +163,14 @@ class Adapters:
         self, push: NewAdapter, model: str, version: str, asked: ControlRequest
     ) -> OperationOutcome:
         params = {"model": model, "name": push.name, "version": version, **push.rollout.params()}
-        # The epoch that the caller expected was that before the staging.
+        # The epoch that the caller expects was that before the staging.
         terms = replace(push.terms, epoch=None)
         return await self._operations.perform(_K.ADAPTER_ROLLOUT, params, terms, asked)
 
     # -- known versions -----------------------------------------------------------------------
 
     async def rollout(self, asked: ControlRequest, name: str) -> AdminAnswer:
-        """Have a staged version served."""
+        """Roll out a staged version."""
         terms, version, rollout = parse_rollout(asked)
         model = await self._model_of(name, terms, asked)
         params = {"model": model, "name": name, "version": version, **rollout.params()}
@@ -180,15 +178,15 @@ class Adapters:
         return made({"name": name, "version": version, "model": model}, outcome)
 
     async def rollback(self, asked: ControlRequest, name: str) -> AdminAnswer:
-        """Have the previous version served."""
+        """Roll back to the previous version."""
         return await self._decide(_K.ADAPTER_ROLLBACK, asked, name)
 
     async def promote(self, asked: ControlRequest, name: str) -> AdminAnswer:
-        """Have the version that is on trial served to everybody."""
+        """Promote the canary to all requests."""
         return await self._decide(_K.ADAPTER_PROMOTE, asked, name)
 
     async def delete(self, asked: ControlRequest, name: str, version: str | None) -> AdminAnswer:
-        """Serve a version, or a whole adapter, no more."""
+        """Retire a version, or a whole adapter."""
         terms = parse_named(asked)
         if version is not None:
             check_name(version, "version")
@@ -214,7 +212,7 @@ class Adapters:
     # -- names --------------------------------------------------------------------------------
 
     def _model_for(self, push: NewAdapter) -> str:
-        """Return the model that a new version is for. Raises ``RequestError``."""
+        """Return the model of a new version. Raises ``RequestError``."""
         if push.name in self._service.fleet.models:
             raise AdapterExists(f"'{push.name}' is the name of a model.", "name")
         known = self._models_of(push.name)
@@ -223,13 +221,13 @@ class Adapters:
         return self._operations.one_of(push.terms.models)
 
     async def _model_of(self, name: str, terms: CallOptions, asked: ControlRequest) -> str:
-        """Return the model that has the line. Raises ``AdapterNotFound``, ``RequestError``."""
+        """Return the model of a line. Raises ``AdapterNotFound``, ``RequestError``."""
         check_name(name, "name")
         self._operations.check_models(terms.models)
         earlier = await self._earlier(asked.key)
         had = None if earlier is None else earlier.params.get("model")
         if isinstance(had, str) and had in (terms.models or (had,)):
-            return had  # what the earlier call did may be why there is no such line any more
+            return had  # the earlier call may itself have removed the line
         known = [one for one in self._models_of(name) if one in (terms.models or (one,))]
         if not known:
             raise AdapterNotFound(name)
@@ -240,7 +238,7 @@ class Adapters:
         return known[0]
 
     async def _earlier(self, key: str | None) -> Operation | None:
-        """Return what an earlier call with the same idempotency key became, mostly nothing."""
+        """Return the operation of an earlier call with the same idempotency key, if any."""
         return None if key is None else await self._cluster.operation_by_key(key)
 
     def _models_of(self, name: str) -> list[str]:
@@ -250,7 +248,7 @@ class Adapters:
 
 
 def _staging_key(asked: ControlRequest) -> str | None:
-    """Return the key of the first of the two operations of one call: a repeat finds both."""
+    """Return the key of the staging operation, so that a repeated call finds both operations."""
     return None if asked.key is None else f"{asked.key}:stage"
 
 
@@ -285,7 +283,7 @@ def _told(pushed: _Pushed) -> AdminAnswer:
 
 
 def _worded(text: str, outcome: OperationOutcome) -> AdminAnswer:
-    """Return vLLM's text where all went well, and all there is to say where not."""
+    """Return vLLM's text on success, else the operation."""
     if outcome.status != OK:
         return made({"message": text if outcome.status < REFUSED else ""}, outcome)
     operation = outcome.operation

@@ -1,6 +1,4 @@
-"""What changes the cluster, as the Router takes it: calls in their peers' words to the
-Coordinator's, and outcomes back. It knows neither HTTP routes nor how anything is carried out.
-"""
+"""Operations on the cluster, from the API's calls to the Coordinator's operations and back."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ _K = OperationKind
 
 @dataclass(frozen=True)
 class AdminAnswer:
-    """An answer: its status and its body, which is text in the peer's words or JSON."""
+    """The answer of an administrative call: status and body, as text or JSON."""
 
     status: int
     body: JsonObject | str
@@ -62,7 +60,7 @@ class AdminAnswer:
 
 
 class Operations:
-    """Changes of the cluster as a whole."""
+    """Operations on the cluster as a whole."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -72,32 +70,32 @@ class Operations:
     # -- pause and resume ---------------------------------------------------------------------
 
     async def pause(self, asked: ControlRequest) -> AdminAnswer:
-        """Pause in vLLM's words."""
+        """Pause, in vLLM's form."""
         call = parse_pause(asked)
         outcome = await self._paused(call, asked)
         status = "pausing" if outcome.status == ACCEPTED else "paused"
         return made({"status": status, "mode": call.mode.value}, outcome)
 
     async def pause_generation(self, asked: ControlRequest) -> AdminAnswer:
-        """Pause in SGLang's words."""
+        """Pause, in SGLang's form."""
         call = parse_pause_generation(asked)
         outcome = await self._paused(call, asked)
         told = {"message": "Generation paused successfully.", "status": "ok"}
         return made({**told, "mode": call.mode.value}, outcome)
 
     async def resume(self, asked: ControlRequest) -> AdminAnswer:
-        """Let go on, in vLLM's words."""
+        """Resume, in vLLM's form."""
         outcome = await self._resumed(asked.read(ResumeBody), asked)
         status = "resuming" if outcome.status == ACCEPTED else "resumed"
         return made({"status": status}, outcome)
 
     async def continue_generation(self, asked: ControlRequest) -> AdminAnswer:
-        """Let go on, in SGLang's words."""
+        """Resume, in SGLang's form."""
         outcome = await self._resumed(asked.read(ResumeBody), asked)
         return made({"message": "Generation continued successfully.", "status": "ok"}, outcome)
 
     async def is_paused(self, asked: ControlRequest) -> AdminAnswer:
-        """Say whether any and all boards are paused, and each."""
+        """Return whether any, all and each of the boards are paused."""
         model = self.one_model(asked)
         await self.look()
         reports = self._fleet.reports(model)
@@ -126,7 +124,7 @@ class Operations:
     # -- requests, caches, labels -------------------------------------------------------------
 
     async def abort(self, asked: ControlRequest) -> AdminAnswer:
-        """End requests, all or those that are named."""
+        """Abort requests, all or by ID."""
         return await self.end_requests(parse_abort(asked), asked)
 
     async def end_requests(self, call: AbortCall, asked: ControlRequest) -> AdminAnswer:
@@ -139,7 +137,7 @@ class Operations:
         return made({"status": "aborted", "aborted": aborted}, outcome)
 
     async def reset(self, asked: ControlRequest) -> AdminAnswer:
-        """Drop KV caches, and what this Router believed to be in them."""
+        """Clear KV caches, and forget the cached prefixes."""
         return await self.drop_caches(asked.read(ResetBody), asked)
 
     async def drop_caches(self, call: CacheResetBody, asked: ControlRequest) -> AdminAnswer:
@@ -155,7 +153,7 @@ class Operations:
         return made({"success": outcome.status == OK}, outcome)
 
     async def label(self, asked: ControlRequest) -> AdminAnswer:
-        """Name a model's weights anew."""
+        """Set the version label of a model's weights."""
         call = asked.read(LabelBody)
         model = self.one_of(call.terms.models)
         params = {"model": model, "label": call.new_version, "reset_step": call.reset_step}
@@ -163,7 +161,7 @@ class Operations:
         return made({"success": True, "new_version": call.new_version, "model": model}, outcome)
 
     async def weights(self, asked: ControlRequest) -> AdminAnswer:
-        """Say which weights are served."""
+        """Return the weights in service."""
         model = self.one_model(asked)
         await self.look()
         reports = self._fleet.reports()
@@ -174,10 +172,10 @@ class Operations:
     # -- looking ------------------------------------------------------------------------------
 
     async def look(self) -> None:
-        """Ask the Coordinator and the boards how things are now.
+        """Refresh the desired state and the reports.
 
-        What was answered to any client, by any Router, before this call is in what is known after
-        it. Where the Coordinator cannot be reached, the desired state stays as it was heard last.
+        The result includes everything that any Router answered to a client before this call. If the
+        Coordinator is unreachable, the last desired state stays.
         """
         await asyncio.gather(self._cluster.catch_up(), self._fleet.refresh())
 
@@ -190,12 +188,12 @@ class Operations:
         return AdminAnswer(OK, operation_entry(await self._cluster.operation(operation_id[:80])))
 
     async def audit(self, asked: ControlRequest) -> AdminAnswer:
-        """List who called what lately."""
+        """List the latest entries of the audit log."""
         lines = await self._cluster.audit(_limit(asked))
         return AdminAnswer(OK, {"object": "list", "data": lines})
 
     async def glance(self, _asked: ControlRequest) -> AdminAnswer:
-        """Return the totals of the cluster, and of each board."""
+        """Return the totals of the cluster and of each board."""
         await self.look()
         rates = self._fleet.rates()
         boards = [
@@ -224,7 +222,7 @@ class Operations:
         key: str | None = None,
         background: bool | None = None,
     ) -> OperationOutcome:
-        """Have it done. ``key`` stands in for the call's own, ``background`` for what it says."""
+        """Perform an operation. ``key`` and ``background`` override those of the call."""
         return await self._cluster.perform(
             OperationRequest(
                 kind=kind,
@@ -238,10 +236,10 @@ class Operations:
         )
 
     def one_of(self, models: tuple[str, ...]) -> str:
-        """Return the model that is meant: named, the only one, or the only one that generates.
+        """Return the model of a call: the named, the only one, or the only generating one.
 
         Raises:
-            RequestError: several could be meant.
+            RequestError: several models are possible.
         """
         self.check_models(models)
         among = models or tuple(self._fleet.models)
@@ -259,13 +257,13 @@ class Operations:
                 raise ModelNotFound(model)
 
     def one_model(self, asked: ControlRequest) -> str | None:
-        """Return the model that a question names, None for all. Raises ``ModelNotFound``."""
+        """Return the model of a query, None for all. Raises ``ModelNotFound``."""
         model = asked.fields({"model": ParameterKind.TEXT}).text("model")
         self.check_models([] if model is None else [model])
         return model
 
     async def scope(self, terms: CallOptions, adapter: str | None) -> Scope:
-        """Return the part of the cluster that is meant; all of its names must be known."""
+        """Return the scope of a call. Raises an error for unknown names."""
         self.check_models(terms.models)
         if adapter is not None and not await self._service.catalog.has_adapter(
             adapter, terms.models
@@ -292,7 +290,7 @@ class Operations:
 
 
 def made(body: JsonObject, outcome: OperationOutcome) -> AdminAnswer:
-    """Return the answer of a changing call."""
+    """Return the answer of an operation."""
     told = changed(body, outcome.operation, applied=outcome.applied)
     return AdminAnswer(outcome.status, told)
 

@@ -1,7 +1,4 @@
-"""Sleep and wake-up, and models loaded and unloaded, as the Router takes them: calls in their
-peers' words to the Coordinator's, and outcomes back. It knows neither HTTP routes nor how boards
-go to sleep.
-"""
+"""Sleep and wake calls, and models loaded and unloaded, as operations of the Coordinator."""
 
 from __future__ import annotations
 
@@ -25,14 +22,14 @@ from rkserve.router.service import Service
 
 
 class SleepControl:
-    """Changes of what sleeps."""
+    """Sleep, wake, load and unload of models."""
 
     def __init__(self, service: Service, operations: Operations) -> None:
         self._service = service
         self._operations = operations
 
     async def sleep(self, asked: ControlRequest) -> AdminAnswer:
-        """Put boards to sleep, in vLLM's words."""
+        """Put boards to sleep, in vLLM's form."""
         call = parse_sleep(asked)
         outcome = await self._slept(call, asked)
         status = "falling_asleep" if outcome.status == ACCEPTED else "sleeping"
@@ -40,7 +37,7 @@ class SleepControl:
         return made(told, outcome)
 
     async def wake(self, asked: ControlRequest) -> AdminAnswer:
-        """Wake boards, in vLLM's words."""
+        """Wake boards, in vLLM's form."""
         call = parse_wake(asked)
         outcome = await self._woken(call, asked)
         status = "awake" if call.whole else "sleeping"
@@ -51,7 +48,7 @@ class SleepControl:
         return made(told, outcome)
 
     async def is_sleeping(self, asked: ControlRequest) -> AdminAnswer:
-        """Say whether any and all boards sleep, and each."""
+        """Return whether any, all and each of the boards sleep."""
         model = self._operations.one_model(asked)
         await self._operations.look()
         reports = self._service.fleet.reports(model)

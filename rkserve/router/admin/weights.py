@@ -1,6 +1,4 @@
-"""Weights as the Router takes them: a trainer's updates, other base weights from the head's disk,
-and base weights on their way to the head's store. It knows no file's content and no route.
-"""
+"""Weight updates by trainers, and base weights: upload, registration and loading."""
 
 from __future__ import annotations
 
@@ -45,11 +43,11 @@ class WeightsControl:
     # -- a trainer's updates ------------------------------------------------------------------
 
     async def receive(self, asked: ControlRequest) -> AdminAnswer:
-        """Have a trainer's weights served by all boards from one instant on, as PipelineRL asks.
+        """Switch all boards to a trainer's weights at one instant, in PipelineRL's form.
 
         Raises:
-            ArtifactRefused, ArtifactNotFound: what was sent is not what the trainer speaks of.
-            StaleWeights, OperationConflict: it comes too late, or in the middle of something.
+            ArtifactRefused, ArtifactNotFound: the artifact does not match the call.
+            StaleWeights, OperationConflict: the update is too old, or another operation is running.
         """
         update = parse_update(asked)
         model = self._model_of(update)
@@ -65,7 +63,7 @@ class WeightsControl:
         return made(update_body(outcome.operation), outcome)
 
     async def _meant(self, update: WeightUpdate, model: str, asked: ControlRequest) -> JsonObject:
-        """Return the parameters that name the artifact, once it is known to fit."""
+        """Return the parameters that name the artifact, after checking it."""
         earlier = await self._earlier(asked, _K.WEIGHT_UPDATE)
         name, _, version = update.artifact.rpartition("@")
         if name != model:
@@ -81,7 +79,7 @@ class WeightsControl:
         return {"version": version, "digest": base.digest, "size_bytes": base.size_bytes}
 
     def _model_of(self, update: WeightUpdate) -> str:
-        """Return the model that is meant: named, or the one that has such an adapter."""
+        """Return the model of a call: named, or the one with such an adapter."""
         name = update.artifact.rpartition("@")[0]
         served = self._service.fleet.models
         if not update.terms.models:
@@ -96,7 +94,7 @@ class WeightsControl:
     # -- from the head's disk -----------------------------------------------------------------
 
     async def from_disk(self, asked: ControlRequest) -> AdminAnswer:
-        """Have other base weights loaded board by board, as SGLang asks."""
+        """Load other base weights board by board, in SGLang's form."""
         update = parse_disk(asked)
         model = self._operations.one_of(update.terms.models)
         params = {
@@ -112,7 +110,7 @@ class WeightsControl:
         return _in_sglangs_words(outcome)
 
     async def _base(self, update: DiskUpdate, model: str, asked: ControlRequest) -> JsonObject:
-        """Return the parameters that name the content; none of it is the folder's own file."""
+        """Return the parameters that name the base weights; empty for the folder's file."""
         earlier = await self._earlier(asked, _K.REBASE)
         if earlier is not None:
             return _content(earlier)
@@ -140,7 +138,7 @@ class WeightsControl:
     # -- to the head's store ------------------------------------------------------------------
 
     async def register(self, asked: ControlRequest) -> AdminAnswer:
-        """Take base weights that are there already, by their path or URL."""
+        """Register base weights by path or URL."""
         new = parse_weights(asked, from_body=False)
         kind, place = ("url", new.url) if new.path is None else ("path", new.path)
         assert place is not None  # one of the two is there
@@ -152,7 +150,7 @@ class WeightsControl:
     async def upload(
         self, asked: ControlRequest, parts: AsyncIterator[bytes], announced: int | None
     ) -> AdminAnswer:
-        """Take base weights as they come; ``announced`` is how long the client says they are."""
+        """Store uploaded base weights; ``announced`` is the length given by the client."""
         new = parse_weights(asked, from_body=True)
         model = self._operations.one_of(new.terms.models)
         if None not in (new.size, announced) and new.size != announced:
@@ -166,8 +164,9 @@ class WeightsControl:
     # -- what all of them share ---------------------------------------------------------------
 
     async def _earlier(self, asked: ControlRequest, kind: OperationKind) -> Operation | None:
-        """Return what an earlier call with the same key became: its file is not looked at again,
-        and may be gone by now.
+        """Return the operation of an earlier call with the same key, if any.
+
+        Its file is not read again, and may be gone.
         """
         if asked.key is None:
             return None
@@ -175,7 +174,7 @@ class WeightsControl:
         return found if found is not None and found.kind is kind else None
 
     def _forget_prompts(self, model: str) -> None:
-        """No board has anything of the KV cache of other weights."""
+        """Forget cached prefixes, which other weights invalidate."""
         self._service.fleet.forget_prompts(Scope(models=(model,)).covers)
 
 
@@ -194,7 +193,7 @@ def _taken(new: NewWeights, model: str, base: BaseVersion | None) -> AdminAnswer
 
 
 def _in_sglangs_words(outcome: OperationOutcome) -> AdminAnswer:
-    """Return SGLang's body also where it failed: its clients look at ``success``."""
+    """Return SGLang's body also for failures, because its clients read ``success``."""
     operation = outcome.operation
     body = disk_body(operation, outcome.status, total_of(operation, "stopped"))
     told = changed({}, operation, applied=outcome.applied)

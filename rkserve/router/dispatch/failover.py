@@ -1,7 +1,8 @@
-"""One generation over all boards that work on it: what it has become, and whether another goes on.
+"""One generation over all boards that work on it: its progress, and its continuation after a loss.
+Pure.
 
-Pure. It is told what boards say and how they were lost, and says how the next one begins. Which one
-that is, and how long to wait for it, is not its business.
+It processes events and losses, and builds the request for the next board; the choice of that board
+and the wait for it are made elsewhere.
 """
 
 from __future__ import annotations
@@ -61,20 +62,20 @@ _OWN_RUN = (EngineDied, EngineHung, RunFailed)
 
 
 def why(exc: RkserveError) -> str:
-    """Return how a board was lost, in one word of a few; metrics have it as a label."""
+    """Return the reason of a loss as one of a few words, for a metric's label."""
     return next((word for kind, word in _WHY if isinstance(exc, kind)), "lacking")
 
 
 @dataclass(frozen=True, slots=True)
 class LostBoard:
-    """A board was lost in the run of this request."""
+    """The loss of a board during a run of this request."""
 
     board: str
     tokens: int  # of the answer then
 
 
 class GenerationProgress:
-    """What one Router knows of a generation. It may be continued ``limit`` times."""
+    """A Router's state of one generation. It may be continued ``limit`` times."""
 
     def __init__(self, request: GenerateRequest, limit: int) -> None:
         self.asked = request
@@ -101,16 +102,16 @@ class GenerationProgress:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the answer that were heard of."""
+        """The number of tokens of the answer so far."""
         return self._tokens
 
     @property
     def begun(self) -> bool:
-        """Whether anything was heard of the answer itself."""
+        """Return whether any part of the answer has arrived."""
         return bool(self._slots or self._news)
 
     def heard(self, event: Event) -> Event | None:
-        """Take over an event; return it as the client gets it, None where it knows that."""
+        """Process an event; return it as the client gets it, None if it gets nothing."""
         if isinstance(event, Delta):
             self._grow(event)
         elif isinstance(event, Paused):
@@ -129,11 +130,11 @@ class GenerationProgress:
 
     @property
     def rests(self) -> Paused | None:
-        """The pause that it is in, which the next board takes over; None while it goes on."""
+        """The pause in force, which the next board takes over; None if not paused."""
         return self._rest
 
     def pause(self) -> None:
-        """Pause it while no board has it: the next one keeps it paused."""
+        """Pause it while no board has it; the next board keeps it paused."""
         self._rest, self._over = Paused(None, self.tokens, Kv.RECOMPUTED), False
 
     def resume(self) -> None:
@@ -143,7 +144,7 @@ class GenerationProgress:
     def aborted(self, waited_ms: float) -> list[Event]:
         """Return the events that end it while no board has it.
 
-        ``waited_ms`` is the time since it was last with a board, or since it came.
+        ``waited_ms`` is the time since it last had a board, or since its arrival.
         """
         found: list[Event] = [] if self.accepted else [Accepted("", "", 0, version="")]
         prompt, marks = self.asked, () if self._bound is None else self._bound.marks
@@ -167,9 +168,9 @@ class GenerationProgress:
         return [*found, Finished(FinishReason.ABORT, usage, timings, tuple(spans))]
 
     def back(self, event: Event, now_s: float) -> float | None:
-        """Return how long after a loss the answer goes on with this event, the first of its kind.
+        """Return the time from a loss to this event, the first of the next board.
 
-        Call it before ``heard`` while ``waits``.
+        Call it before ``heard``, while ``waits``.
         """
         goes_on = isinstance(event, Finished) or (isinstance(event, Delta) and event.token_ids)
         if self._lost_s is None or not goes_on:
@@ -180,7 +181,7 @@ class GenerationProgress:
 
     @property
     def waits(self) -> bool:
-        """Whether its board was lost, and nothing has come of another one yet."""
+        """Return whether it has lost its board, and the next one has sent nothing."""
         return self._lost_s is not None
 
     def _taken(self, accepted: Accepted) -> Accepted | None:
@@ -191,7 +192,7 @@ class GenerationProgress:
         return None if known else accepted
 
     def _rested(self, paused: Paused) -> Paused | None:
-        """A board that takes over a paused one says so, and the client knows it."""
+        """Drop the next board's report of a pause that the client knows."""
         known = self._arrived and self._rest is not None
         self._arrived = False
         if paused.by == BY_CLUSTER:
@@ -228,14 +229,14 @@ class GenerationProgress:
             self._rest = None
 
     def _splice(self, splice: Splice) -> bool:
-        """Change the transcript; return whether the model has said more."""
+        """Apply an edit to the transcript; return whether new tokens were added."""
         self._slots[splice.keep :] = splice.slots
         if splice.prompt_ids is not None:
             self._prompt_ids = splice.prompt_ids
         return any(slot.kind is TokenOrigin.GENERATED for slot in splice.slots)
 
     def _merge(self) -> None:
-        """Keep what came as one delta: it takes a fraction of the memory."""
+        """Merge deltas: one large delta takes a fraction of the memory."""
         text = "".join([delta.text for delta in self._news])
         ids = tuple([token_id for delta in self._news for token_id in delta.token_ids])
         lengths = tuple([length for delta in self._news for length in delta.parts])
@@ -250,9 +251,9 @@ class GenerationProgress:
     # -- when a board is lost -----------------------------------------------------------------
 
     def lost(self, board: str, exc: RkserveError, now_s: float) -> RkserveError | None:
-        """A board that had accepted it is lost to it; return what it ends with, or None.
+        """Handle the loss of a board; return the final error, or None to continue.
 
-        One that rests, or waits elsewhere, is not what the board died of.
+        A board that is lost while the request is paused or waiting was not lost because of it.
         """
         self.times += 1
         if not isinstance(exc, QueueTimeout):
@@ -270,7 +271,7 @@ class GenerationProgress:
 
     @property
     def request(self) -> GenerateRequest:
-        """What the next board gets."""
+        """Return the request for the next board."""
         if self.times == 0:
             return self.asked
         self._settle()

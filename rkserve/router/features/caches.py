@@ -1,6 +1,6 @@
-"""KV caches and prompt caches over all boards: what they hold, clearing, building, deleting.
+"""KV caches and named prompt caches over all boards: listing, clearing, building, deleting.
 
-It knows the boards through a ``Fleet``; a board that fails hides nobody else's answer.
+The failure of one board does not hide the answers of others.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class Caches:
     # -- the KV cache -------------------------------------------------------------------------
 
     async def kv(self, asked: ControlRequest) -> JsonObject:
-        """Return what the boards hold, of one model or some boards where that is asked."""
+        """Return the contents of KV caches, optionally of one model or some boards."""
         seats = await self._seats(parse_size(asked))
         answers = await self._ask(seats, "kv", timeout_s=self._service.config.report_timeout_s)
         return kv_list(list(answers.said.values()), answers.failed)
 
     async def clear(self, asked: ControlRequest) -> tuple[int, JsonObject]:
-        """Clear the KV caches of boards, or ranges of a paused generation's."""
+        """Clear KV caches of boards, or ranges of a paused generation's cache."""
         call = parse_clear(asked)
         if call.generation is not None:
             edit = EditCall(choice=call.choice, clear=call.ranges)
@@ -86,7 +86,7 @@ class Caches:
     # -- prompt caches ------------------------------------------------------------------------
 
     async def build(self, model: str, asked: ControlRequest) -> tuple[int, JsonObject]:
-        """Build a named prompt cache on every board of a model that is there now."""
+        """Build a named prompt cache on every present board of a model."""
         call = await off_loop(len(asked.body), partial(parse_build, asked))
         meant = await self._service.meant(model)
         served = self._service.served(meant.model)
@@ -96,7 +96,7 @@ class Caches:
         answers = await self._ask(seats, "build_cache", call.cache_name, ids, meant.ref)
         for board, exc in answers.failed.items():
             if isinstance(exc, BoardSilent):
-                # The link has cancelled the call, which takes it out of the board's queue.
+                # The link has cancelled the call, which removes it from the board's queue.
                 reason = f"{exc.reason}, and the build was withdrawn; the board may be busy"
                 answers.failed[board] = BoardSilent(board, reason)
         answers.require_one()
@@ -106,9 +106,9 @@ class Caches:
         return _status(answers), {**made, "kept": kept}
 
     async def _keep(self, cache: DesiredCache) -> bool:
-        """Have boards that join build it, too; False where the Coordinator cannot be reached.
+        """Have boards that join later build it, too; False if the Coordinator is away.
 
-        Raises ``RequestError`` where the cache must not be kept: then no board holds it.
+        Raises ``RequestError`` if the cache must not be kept; then no board holds it.
         """
         try:
             await self._service.cluster.keep_cache(cache)
@@ -123,7 +123,7 @@ class Caches:
         return True
 
     async def listed(self, model: str) -> JsonObject:
-        """Return the prompt caches of a model, or only those of one adapter."""
+        """Return the prompt caches of a model, optionally of one adapter."""
         meant = await self._service.meant(model)
         answers = await self._ask(
             self._service.fleet.seats(meant.model),
@@ -137,7 +137,7 @@ class Caches:
         return {**listed, "kept": await self._kept(meant)}
 
     async def _kept(self, meant: ResolvedModel) -> list[dict[str, object]] | None:
-        """Return what boards that join will build; None while the Coordinator is away."""
+        """Return the caches that joining boards build; None while the Coordinator is away."""
         try:
             kept = await self._service.cluster.kept_caches(meant.model)
         except CoordinatorAway:
@@ -146,10 +146,10 @@ class Caches:
         return kept if name is None else [one for one in kept if one["adapter"] == name]
 
     async def delete(self, model: str, name: str, asked: ControlRequest) -> tuple[int, JsonObject]:
-        """Delete a named prompt cache wherever it is, and have no board build it again.
+        """Delete a named prompt cache everywhere, and stop keeping it.
 
-        Raises ``CacheNotFound``, and ``CoordinatorAway``, where nothing is deleted: boards that
-        join would build it again.
+        Raises ``CacheNotFound``, or ``CoordinatorAway`` before anything is deleted: joining boards
+        would build it again.
         """
         check_delete(asked)
         check_cache_name(name)
@@ -159,7 +159,7 @@ class Caches:
         had = sorted(board for board, deleted in answers.said.items() if deleted)
         if not had and not kept:
             if answers.failed:
-                raise min(answers.failed.items())[1]  # it may well have been there
+                raise min(answers.failed.items())[1]  # the cache may have existed there
             raise CacheNotFound(name, "cache_name")
         return _status(answers), {
             "cache_name": name,
@@ -201,7 +201,7 @@ class Caches:
 def _to_keep(
     name: str, ids: tuple[int, ...], meant: ResolvedModel, desired: Desired
 ) -> DesiredCache:
-    """Return what is to be kept of a cache: for the bare name of an adapter, no version."""
+    """Return the key of a cache to keep: for an adapter named without a version, no version."""
     made = DesiredCache(meant.model, name, ids, at_s=time.time())
     adapter = meant.adapter_name
     if adapter is None or desired.line(meant.model, adapter) is None:

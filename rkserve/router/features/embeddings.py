@@ -1,7 +1,7 @@
-"""Texts to vectors over all boards of a model: cut into requests, sent, collected, answered.
+"""Embeddings: texts split into requests, run on all boards of a model, and collected.
 
-A call has as many requests on their way as its model has boards, so that its batches use them all
-and leave the queue to others. It knows neither HTTP nor Ray.
+A call has as many requests in flight as its model has boards, which uses all of them and leaves the
+queue to other calls.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ from rkserve.router.service import Service
 
 T = TypeVar("T")
 RequestT = TypeVar("RequestT", bound=GenerateRequest)
-# The rest of a call that has begun waits so long before it asks again for a place in the queue.
+# The interval at which the rest of a call that has begun retries a full queue.
 QUEUE_FULL_S = 0.2
 EMBEDDING = "embd-"
-# Boards that make vectors now, or will when a request wakes them.
+# States of boards that serve now, or will when a request wakes them.
 AT_WORK = (BoardState.READY, BoardState.ASLEEP, BoardState.LOADING, BoardState.RECOVERING)
 
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """Whose call it is, and what its headers ask for."""
+    """The caller of a call, and the values of its headers."""
 
     caller: Caller
     policy: VersionPolicy = ANY
@@ -81,7 +81,7 @@ class CallContext:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingModel:
-    """A model that embeds, as one call means it."""
+    """The embedding model of a call."""
 
     meant: ResolvedModel
     settings: EmbeddingSettings
@@ -91,7 +91,7 @@ class EmbeddingModel:
 
 @dataclass(slots=True)
 class Collected:
-    """What the boards have made of a call: raw vectors in the order of its texts."""
+    """The results of a call: raw vectors in the order of its texts."""
 
     vectors: list[bytes]
     accepted: list[Accepted] = field(default_factory=list)
@@ -99,7 +99,7 @@ class Collected:
     tokens: int = 0
 
     def take(self, chunk: EmbeddingChunk, made: EmbeddingVectors) -> None:
-        """Add what one board has made."""
+        """Add the result of one board."""
         for at, vector in zip(chunk.at, made.vectors, strict=True):
             self.vectors[at] = vector
         self.accepted.append(made.accepted)
@@ -109,13 +109,13 @@ class Collected:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Response headers that tell who answered, with which weights."""
+        """Response headers with the boards and weights."""
         return answer_headers(self.accepted, self.versions)
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingVectors:
-    """One request, made."""
+    """The result of one request."""
 
     accepted: Accepted
     vectors: tuple[bytes, ...]
@@ -123,7 +123,7 @@ class EmbeddingVectors:
 
 
 class Embeddings:
-    """Use it from the Router's event loop."""
+    """The embedding calls of one Router. Use from its event loop."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -131,7 +131,7 @@ class Embeddings:
     async def create(
         self, body: bytes, visit: CallContext, form: EmbeddingDialect = OPENAI
     ) -> tuple[bytes, dict[str, str]]:
-        """Answer a call for vectors: the body and the headers. Raises ``RkserveError``."""
+        """Answer an embedding call: body and headers. Raises ``RkserveError``."""
         started_s = time.monotonic()
         with self.entered(visit):
             call = await beside(len(body), lambda: form.parse(body))
@@ -167,7 +167,7 @@ class Embeddings:
                 lambda: texts_of(call.inputs, call.paths, served.renderer, context_len),
             )
             tokens = sum(len(text.ids) for text in texts)
-            if tokens > context_len:  # what the answer may take in memory, too
+            if tokens > context_len:  # it bounds the memory of the answer, too
                 raise InputTooLong(tokens, context_len, "input")
             model = EmbeddingModel(meant, EmbeddingSettings(), served.renderer, context_len)
             made = await self.vectors(call.wanted, model, texts, visit, Pooling.ALL)
@@ -186,7 +186,7 @@ class Embeddings:
 
     @contextmanager
     def entered(self, visit: CallContext) -> Iterator[None]:
-        """Count a call from its beginning to its end. Raises ``RateLimited``."""
+        """Count a call while it runs. Raises ``RateLimited``."""
         metrics = self._service.metrics
         try:
             visit.caller.enter()
@@ -210,14 +210,14 @@ class Embeddings:
 
     @property
     def service(self) -> Service:
-        """The Router whose boards it asks."""
+        """The Router's service."""
         return self._service
 
     async def model(self, wanted: VectorOptions, visit: CallContext) -> EmbeddingModel:
-        """Return what a call's model means.
+        """Return the model of a call.
 
         Raises:
-            EmbeddingUnsupported: it makes no vectors.
+            EmbeddingUnsupported: it makes no embeddings.
             RkserveError: as ``Service.meant``.
         """
         meant = await self._service.meant(wanted.model, visit.policy)
@@ -241,11 +241,11 @@ class Embeddings:
         visit: CallContext,
         pooling: Pooling | None = None,
     ) -> Collected:
-        """Have boards make vectors of all texts.
+        """Compute the vectors of all texts.
 
         Raises:
             DeadlineExceeded: not in time.
-            RkserveError: what a request raised; none of them goes on then.
+            RkserveError: the error of one request; the others are cancelled.
         """
         service, name = self._service, model.meant.model
         claim = claim_of(wanted, visit.caller, visit.timeout_s, service.config, visit.started_s)
@@ -273,17 +273,17 @@ class Embeddings:
 
 
 class _Sending:
-    """The requests of one call, some of which are on their way."""
+    """The requests of one call, sent and unsent."""
 
     def __init__(
         self, service: Service, chunks: Sequence[EmbeddingChunk], claim: QueueTerms, made: Collected
     ) -> None:
         self._service, self._claim, self._made = service, claim, made
         self._left = deque(chunks)
-        self._begun = False  # some board has made something of it
+        self._begun = False  # some board has finished a request
 
     async def run(self, most: int) -> Collected:
-        """Send all, so many at a time. Raises what the first to fail raised."""
+        """Send all requests with limited concurrency. Raises the first error."""
         await side_by_side(self._work, min(most, len(self._left)))
         return self._made
 
@@ -313,7 +313,7 @@ class _Sending:
 
 
 async def side_by_side(work: Callable[[], Awaitable[None]], count: int) -> None:
-    """Do it so many times at once. Raises what the first to fail raised; the others end then."""
+    """Run so many workers at once. Raises the first error, after cancelling the others."""
     workers = [asyncio.ensure_future(work()) for _ in range(count)]
     try:
         await asyncio.gather(*workers)
@@ -329,9 +329,9 @@ async def awake(
     send: Callable[[RequestT], Awaitable[T]],
     begun: Callable[[], bool],
 ) -> T:
-    """Send one of a call's requests, which ends the sleep of its model.
+    """Send one request of a call, waking its model.
 
-    ``begun``: some board has made something of the call.
+    ``begun``: some board has finished another request of the call.
     """
     waking = service.waking
     request = _as_late_as(request, await waking.ready(request.model))
@@ -345,7 +345,7 @@ async def awake(
         except QueueFull:
             if not begun():
                 raise
-            # What was made of the others is not thrown away for that.
+            # The results of the other requests are not discarded for that.
             await asyncio.sleep(QUEUE_FULL_S)
 
 
@@ -354,5 +354,5 @@ def _as_late_as(request: RequestT, epoch: int) -> RequestT:
 
 
 async def beside(size: int, work: Callable[[], T]) -> T:
-    """Do work on so many bytes; beyond a few it would hold up the token streams of others."""
+    """Run work on so many bytes, in a thread if they are many, to keep token streams moving."""
     return await off_loop(size, work)

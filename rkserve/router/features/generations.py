@@ -1,6 +1,6 @@
-"""Finding a generation among all boards, and doing with it what a client asks for.
+"""Finding generations on boards and Routers, and controlling them.
 
-It knows the boards through a ``Fleet``. The board is the judge of what a generation's state allows.
+A board decides which actions the state of a generation allows.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from rkserve.router.service import Service
 log = logging.getLogger(__name__)
 
 OK, MULTI_STATUS = 200, 207
-# A generation may leave its board while it is asked there; it is looked for so often.
+# Attempts to find a generation, which may leave its board during the call.
 MOVES = 3
-# They stand where a board's name would: for choices that no board has, and for who may know them.
+# Used in place of a board's name, for choices without a board and for Routers.
 _QUEUE, ROUTERS = "queue", "other Routers"
 _NO_BOARD_YET = "It waits for a board; abort it, or try again once it has one."
-# As answers are named. Whatever else is in a path asks no board.
+# The format of answer IDs. Other paths are rejected without a call to the boards.
 _ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
 
 
@@ -57,7 +57,7 @@ class GenerationPeers(Protocol):
     """The Routers of one application."""
 
     async def homeless(self) -> list[GenerationInfo]:
-        """Return the generations of all of them that no board has.
+        """Return the generations of all Routers that no board has.
 
         Raises:
             BoardFailed: they did not answer.
@@ -66,7 +66,7 @@ class GenerationPeers(Protocol):
     async def control_homeless(
         self, generation: str, action: ControlAction, choice: int | None
     ) -> RouterGenerations:
-        """Control the choices of a generation that all of them have and no board.
+        """Control the choices of a generation that Routers have and no board.
 
         Raises:
             BoardFailed: they did not answer.
@@ -77,8 +77,8 @@ class GenerationPeers(Protocol):
 class _Found:
     """Boards that may hold a generation; ``failed`` are those that could not be asked.
 
-    Where nobody holds it, ``sure`` is False and the boards are all that answered: one of them may
-    remember that it has ended.
+    If no board holds it, ``sure`` is False and the boards are all that answered: one of them may
+    remember its end.
     """
 
     seats: list[BoardAddress]
@@ -88,7 +88,7 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class _AtRouters:
-    """The outcome for choices that no board has; ``here``: this Router has some choice itself."""
+    """The outcome for choices that no board has; ``here``: this Router has one of them."""
 
     done: tuple[GenerationInfo, ...] = ()
     refused: tuple[GenerationInfo, ...] = ()
@@ -98,28 +98,28 @@ class _AtRouters:
 
 @dataclass(frozen=True, slots=True)
 class _Others:
-    """What Routers said of generations that no board has, or why they did not."""
+    """The answers of other Routers about generations that no board has, or the failure."""
 
     homeless: list[GenerationInfo] = field(default_factory=list)
     failed: dict[str, RkserveError] = field(default_factory=dict)
 
     def of(self, generation: str, choice: int | None) -> list[GenerationInfo]:
-        """Return those of one generation."""
+        """Return the entries of one generation."""
         return [one for one in self.homeless if _is_of(one, generation, choice)]
 
 
 class Generations:
-    """The generations of all boards, also those that other Routers started."""
+    """The generations on all boards, including those of other Routers."""
 
     def __init__(self, service: Service, peers: GenerationPeers | None = None) -> None:
-        """``peers`` are all Routers, where there are several."""
+        """``peers`` are all Routers, if there are several."""
         self._service = service
         self._peers = peers
         self._fleet: Fleet = service.fleet
         self._config = service.config
 
     async def listed(self) -> JsonObject:
-        """Return all of them, without their words, also those that no board has."""
+        """Return all generations without their texts, including those without a board."""
         answers, others = await asyncio.gather(self._held(self._fleet.seats()), self._others())
         homeless = {one.request_id: one for one in [*others.homeless, *self._service.homeless()]}
         return {
@@ -128,7 +128,7 @@ class Generations:
         }
 
     async def one(self, generation: str) -> JsonObject:
-        """Return one of them. Raises ``GenerationNotFound``, ``BoardFailed``."""
+        """Return one generation. Raises ``GenerationNotFound``, ``BoardFailed``."""
         _check_id(generation)
         held, waiting = self._fleet.holders(generation), self._waiting(generation, None)
         failed: dict[str, RkserveError] = {}
@@ -152,12 +152,12 @@ class Generations:
         return await self._act(generation, action, read_choice(asked), None)
 
     async def edit(self, generation: str, asked: ControlRequest) -> tuple[int, JsonObject]:
-        """Edit a paused one; return status and answer. Raises ``RkserveError``."""
+        """Edit a paused generation; return status and answer. Raises ``RkserveError``."""
         call = await off_loop(len(asked.body), partial(parse_edit, asked))
         return await self.apply(generation, call)
 
     async def apply(self, generation: str, call: EditCall) -> tuple[int, JsonObject]:
-        """Apply an edit that was read already."""
+        """Apply a parsed edit."""
         return await self._act(generation, ControlAction.EDIT, call.choice, call)
 
     async def _act(
@@ -168,9 +168,9 @@ class Generations:
         for moves in range(MOVES):
             at, failed = await self._at_routers(generation, action, choice)
             if moves and action is ControlAction.ABORT:
-                at = replace(at, done=(*at.done, *at.ended))  # it left its board, and has ended
+                at = replace(at, done=(*at.done, *at.ended))  # it left its board and has ended
             if (at.here or at.ended) and not self._fleet.holders(generation, choice):
-                # All that is left of it is at this Router, and no board has any.
+                # All remaining choices are at this Router, without a board.
                 return _answered(action, at, began_s)
             found = await self._find(generation, choice)
             edit = None if call is None else await self._edit(found, call)
@@ -189,14 +189,14 @@ class Generations:
                 break
         if not done and not at.refused and not at.ended:
             raise _worst([*failed.values(), GenerationNotFound(generation)])
-        # Choices on other boards that have ended need nothing any more.
+        # Choices that have ended on other boards need no action.
         left = {board: exc for board, exc in answers.failed.items() if not _is_over(exc)}
         return _answered(action, replace(at, done=tuple(done)), began_s, left)
 
     async def _at_routers(
         self, generation: str, action: ControlAction, choice: int | None
     ) -> tuple[_AtRouters, dict[str, RkserveError]]:
-        """Control what no board has, at this Router, or else at all others."""
+        """Control choices without a board, at this Router or else at all others."""
         own = self._service.control_homeless(generation, action, choice)
         if self._peers is None or own.known or own.ended:
             return _AtRouters(own.done, own.refused, own.ended, here=own.known), {}
@@ -207,17 +207,17 @@ class Generations:
         return _AtRouters(found.done, found.refused, found.ended), {}
 
     async def _moved(self, generation: str, choice: int | None) -> bool:
-        """Return whether a Router has it again, without a board, which had one a moment ago."""
+        """Return whether a generation has just left its board and is at a Router."""
         if self._waiting(generation, choice):
             return True
         return bool((await self._others()).of(generation, choice))
 
     def _waiting(self, generation: str, choice: int | None) -> list[GenerationInfo]:
-        """Return what no board has: yet, or any more."""
+        """Return this Router's entries of a generation without a board."""
         return [one for one in self._service.homeless() if _is_of(one, generation, choice)]
 
     async def _others(self) -> _Others:
-        """Ask the other Routers for what no board has."""
+        """Ask the other Routers for generations that no board has."""
         if self._peers is None:
             return _Others()
         try:
@@ -226,7 +226,7 @@ class Generations:
             return _Others(failed={ROUTERS: exc})
 
     async def _find(self, generation: str, choice: int | None) -> _Found:
-        """Look in this Router's own table, and ask all boards where it knows nothing."""
+        """Look up the boards in this Router's table, or else ask all boards."""
         held = self._fleet.holders(generation, choice)
         if held:
             return _Found(held, True, {})
@@ -238,9 +238,9 @@ class Generations:
     async def _survey(
         self, generation: str, choice: int | None
     ) -> tuple[list[BoardAddress], Answers[list[GenerationInfo]]]:
-        """Ask all boards what they hold; once more if this Router has not heard of all of them.
+        """Ask all boards for their generations; repeat if some board has never reported.
 
-        A Router that has just started hears of boards a moment after those that serve already.
+        A newly started Router learns of boards a moment after the Routers that serve already.
         """
         seats = self._fleet.seats()
         answers = await self._held(seats)
@@ -254,8 +254,8 @@ class Generations:
 
     async def _edit(self, found: _Found, call: EditCall) -> Edit:
         if not found.sure:
-            return Edit()  # who holds nothing says so before it looks at the edit
-        if len(found.seats) > 1:  # on one board the board itself says the same
+            return Edit()  # a board without the generation answers that before it checks the edit
+        if len(found.seats) > 1:  # with a single board, its own error says the same
             raise RequestError("The answer has several choices; say which one to edit.", "choice")
         served = self._service.served(found.seats[0].model)
         work = partial(edit_of, call, served.renderer, served.folder.settings.context_length)
@@ -268,7 +268,7 @@ def _answered(
     began_s: float,
     failed: Mapping[str, RkserveError] = MappingProxyType({}),
 ) -> tuple[int, JsonObject]:
-    """Return status and answer. Raises ``StateConflict`` where nothing could be done to it."""
+    """Return status and answer. Raises ``StateConflict`` if no choice could be changed."""
     if not at.done:
         if not at.refused:
             raise StateConflict(action.value, GenerationState.ENDED.value)
@@ -288,7 +288,7 @@ def _answered(
 
 
 def _summary(info: GenerationInfo) -> str:
-    """A choice in the log: where it is, how far, and how old; none of its text."""
+    """Return a choice for the log: location, progress and age, without text."""
     where = info.board_id or "no board"
     choice = info.request_id.rpartition("/")[2]
     return (
@@ -330,11 +330,11 @@ def _is_over(exc: RkserveError) -> bool:
 
 
 def _worst(errors: list[RkserveError]) -> RkserveError:
-    """Return what matters most to whoever asked."""
+    """Return the most important error for the client."""
 
     def rank(exc: RkserveError) -> int:
         if isinstance(exc, GenerationNotFound):
-            return 3  # only if everybody has been asked
+            return 3  # only if all boards and Routers have answered
         if isinstance(exc, BoardFailed):
             return 2
         return 1 if _is_over(exc) else 0

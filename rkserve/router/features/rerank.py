@@ -48,16 +48,16 @@ _PREFIX = "rerank-"
 
 
 class RerankerModel:
-    """Use it from the Router's event loop."""
+    """Scores by a model that answers yes or no. Use from the Router's event loop."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def judge(self, wanted: VectorOptions, visit: CallContext) -> RerankModel | None:
-        """Return how the call's model judges; None where it compares vectors.
+        """Return the prompts and words of the call's model; None if it compares vectors.
 
         Raises:
-            UnsupportedParameter: its words are no tokens.
+            UnsupportedParameter: its words are not tokens of the vocabulary.
             RkserveError: as ``Service.meant``.
         """
         meant = await self._service.meant(wanted.model, visit.policy)
@@ -70,9 +70,10 @@ class RerankerModel:
     async def scores(
         self, judge: RerankModel, wanted: VectorOptions, pairs: Pairs, size: int, visit: CallContext
     ) -> tuple[list[float], int, dict[str, str]]:
-        """Return how well each pair fits, how many tokens that took, and headers.
+        """Return the score of each pair, the number of tokens, and headers.
 
-        ``size`` is that of the body. Raises ``RkserveError``; then no request goes on.
+        ``size`` is the length of the body. Raises ``RkserveError``, after cancelling the other
+        requests.
         """
         service, name = self._service, judge.meant.model
         claim = claim_of(wanted, visit.caller, visit.timeout_s, service.config, visit.started_s)
@@ -92,7 +93,7 @@ class RerankerModel:
 
 
 class _RerankRun:
-    """The requests of one call, some of which are on their way."""
+    """The requests of one call, sent and unsent."""
 
     def __init__(
         self,
@@ -110,11 +111,11 @@ class _RerankRun:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Response headers that tell who answered, with which weights."""
+        """Response headers with the boards and weights."""
         return answer_headers(self._accepted, self._versions)
 
     async def work(self) -> None:
-        """Ask one after the other, until none is left."""
+        """Send the remaining requests one after the other."""
         while self._left:
             at, request = self._left.popleft()
             begun = self._begun
@@ -151,7 +152,7 @@ Answer = tuple[JsonObject, dict[str, str]]  # and its headers
 
 
 class Reranking:
-    """Use it from the Router's event loop."""
+    """The rerank and score calls of one Router. Use from its event loop."""
 
     def __init__(self, embeddings: Embeddings) -> None:
         self._embeddings = embeddings
@@ -175,12 +176,12 @@ class Reranking:
     async def _scores(
         self, wanted: VectorOptions, pairs: Pairs, body: bytes, visit: CallContext
     ) -> tuple[list[float], int, dict[str, str]]:
-        """Return how near the texts of each pair are, and how many tokens that took."""
+        """Return the similarity of each pair, the number of tokens, and headers."""
         judge = await self._judging.judge(wanted, visit)
         if judge is not None:
             return await self._judging.scores(judge, wanted, pairs, len(body), visit)
         model = await self._embeddings.model(wanted, visit)
-        # The query of all pairs is computed once, and so is a document that comes twice.
+        # A query that is common to all pairs is computed once, and so is a repeated document.
         unique: dict[Key, RankedText] = {}
         for one in (text for pair in pairs for text in pair):
             unique.setdefault((one.text, one.query), one)
@@ -203,7 +204,7 @@ class Reranking:
 
 
 def _prompts(texts: Sequence[RankedText], model: EmbeddingModel) -> list[Prompt]:
-    """Return the texts as a board gets them."""
+    """Return the texts with their model's prefixes, as a board gets them."""
     settings = model.settings
     whole = [
         (settings.query_prefix if one.query else settings.document_prefix) + one.text

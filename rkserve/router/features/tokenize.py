@@ -31,7 +31,7 @@ from rkserve.router.service import ServedModel, Service, read_call
 
 @contextmanager
 def let_in(service: Service, caller: Caller) -> Iterator[None]:
-    """Count a call as one of its caller's. Raises ``RateLimited``."""
+    """Count a call of the caller. Raises ``RateLimited``."""
     try:
         caller.enter()
     except RateLimited:
@@ -44,10 +44,10 @@ def let_in(service: Service, caller: Caller) -> Iterator[None]:
 
 
 async def count_prompt(service: Service, body: bytes, parse: Callable[[bytes], ChatCall]) -> int:
-    """Return the tokens of the prompt that a chat's body becomes.
+    """Return the number of prompt tokens of a chat body.
 
     Raises:
-        RequestError: it is no such body, or the model cannot count without its board.
+        RequestError: the body is invalid, or the model has no tokenizer at the Router.
     """
     call = await read_call(body, parse)
     meant = await service.meant(call.model)
@@ -66,13 +66,13 @@ async def count_prompt(service: Service, body: bytes, parse: Callable[[bytes], C
 
 
 async def make_ready(service: Service, asked: str) -> None:
-    """Wake the model that a name means, if it sleeps. Raises as a request for it would."""
+    """Wake a model by name if it sleeps. Raises as a request for it would."""
     meant = await service.meant(asked)
     await service.waking.ready(meant.model)
 
 
 async def folder_facts(service: Service, model_ids: list[str]) -> dict[str, FolderFacts]:
-    """Return what the folders of models tell, by model."""
+    """Return the details of models' folders, by model."""
     served = {model_id: service.served(model_id) for model_id in model_ids}
     return await asyncio.to_thread(
         lambda: {model_id: _facts(one) for model_id, one in served.items()}
@@ -81,7 +81,7 @@ async def folder_facts(service: Service, model_ids: list[str]) -> dict[str, Fold
 
 def _facts(served: ServedModel) -> FolderFacts:
     folder, size, digest = served.folder, 0, ""
-    if folder.weights is not None:  # else only the boards have it
+    if folder.weights is not None:  # otherwise only the boards have the file
         size, digest = folder.weights.stat().st_size, folder.content_digest()
     return FolderFacts(
         size,
@@ -107,7 +107,7 @@ T = TypeVar("T")
 
 
 class Tokenization:
-    """Use it from the Router's event loop."""
+    """The tokenizer calls of one Router. Use from its event loop."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -140,9 +140,10 @@ class Tokenization:
         return tokenizer_info(served.folder.tokenizer_config, facts, settings.context_length)
 
     async def _model(self, asked: str | None) -> str:
-        """Return the model whose tokenizer is meant: an adapter's base, or the only one.
+        """Return the model of a call: an adapter's base model, or the only one.
 
-        Programs that name none mean the one that generates, not one beside it for vectors.
+        Without a name, the only model that generates is meant, even with embedding models beside
+        it.
         """
         service = self._service
         if asked is not None:
@@ -164,9 +165,9 @@ def _tokenize(served: ServedModel, call: TokenizeCall) -> JsonObject:
     if call.text is not None:
         ids = renderer.counted(call.text, special=call.special, context_len=length)
     else:
-        # In text mode that is a text, and asking for its ids says so.
+        # In text mode the prompt is a text, and taking its IDs raises the error for that.
         if call.tools.given:
-            renderer.form()  # a model that cannot be offered any is refused as by a chat
+            renderer.form()  # raises the same error as a chat if the model takes no tools
         header = PromptHeader(
             answer=call.answer, tools=call.tools.given, images=True, prefill=call.prefill
         )

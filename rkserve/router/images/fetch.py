@@ -1,9 +1,9 @@
-"""Fetches an image from a URL of a stranger's, without being sent where strangers must not go.
+"""Downloads of images from untrusted URLs, guarded against server-side request forgery.
 
-A host's addresses are looked up once, judged, and the connection goes to the very address that was
-judged, for every hop of a redirect anew. Whatever is not public is nobody's to reach through us:
-loopback, link-local (with the metadata services of clouds), private networks, and addresses that
-hide one of those in another form. It uses no proxy, sends no credentials and keeps no connection.
+A host's addresses are looked up once and checked, and the connection goes to the checked address,
+for every redirect anew. Only public addresses are allowed: no loopback, link-local (such as clouds'
+metadata services) or private networks, nor other forms of such addresses. No proxy is used, no
+credentials are sent, and no connection is kept.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _LAST_32 = 0xFFFF_FFFF
 
 
 class ImageUnavailable(Exception):
-    """Why an image was not fetched, for whoever asked."""
+    """The reason why an image was not fetched, for the client."""
 
 
 def is_public(address: Address) -> bool:
-    """Whether anybody may be sent there."""
+    """Return whether the address is in a public network."""
     if isinstance(address, ipaddress.IPv6Address):
         inner = _inner(address)
         if inner is not None:
@@ -50,7 +50,7 @@ def is_public(address: Address) -> bool:
 
 
 def _inner(address: ipaddress.IPv6Address) -> Address | None:
-    """The IPv4 address that an IPv6 address is another form of."""
+    """Return the IPv4 address that an IPv6 address embeds, if any."""
     if address in _NAT64:
         return ipaddress.IPv4Address(int(address) & _LAST_32)
     if address.teredo is not None:
@@ -66,7 +66,7 @@ async def look_up(host: str, port: int) -> Sequence[str]:
 
 
 class CheckedNetwork(httpcore.AsyncNetworkBackend):
-    """Connects to judged addresses only."""
+    """A network backend that connects to allowed addresses only."""
 
     def __init__(
         self, resolve: Resolve = look_up, allowed: Callable[[Address], bool] = is_public
@@ -82,7 +82,7 @@ class CheckedNetwork(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        """Connect to the first address of ``host``, if none of them is forbidden.
+        """Connect to the first address of ``host`` if all of them are allowed.
 
         Raises ``ImageUnavailable``.
         """
@@ -93,14 +93,14 @@ class CheckedNetwork(httpcore.AsyncNetworkBackend):
         if not found:
             raise ImageUnavailable("its host is not known")
         if not all(map(self._allowed, found)):
-            # Also where only one of several is: a name that has both kinds is no honest one.
+            # One forbidden address suffices: an honest name does not mix both kinds.
             raise ImageUnavailable("its host is in a network that images are not fetched from")
         return await self._inner.connect_tcp(
             str(found[0]), port, timeout, local_address, socket_options
         )
 
     async def connect_unix_socket(self, *_: Any, **__: Any) -> httpcore.AsyncNetworkStream:
-        """There is none."""
+        """Refuse: URLs must not lead to sockets of this machine."""
         raise ImageUnavailable("it leads to a socket of this machine")
 
     async def sleep(self, seconds: float) -> None:
@@ -109,7 +109,7 @@ class CheckedNetwork(httpcore.AsyncNetworkBackend):
 
 
 class ImageFetcher:
-    """Use it from the Router's event loop."""
+    """Downloads images for one Router. Use from its event loop."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class ImageFetcher:
         network: Callable[[], CheckedNetwork] = CheckedNetwork,
         ports: Callable[[str, int], bool] = lambda scheme, port: PORTS[scheme] == port,
     ) -> None:
-        """``ports`` says which port of a scheme may be reached."""
+        """``ports`` returns whether a port of a scheme may be reached."""
         self._config, self._network, self._ports = config, network, ports
         self._places = asyncio.Semaphore(AT_ONCE)
 
@@ -132,7 +132,7 @@ class ImageFetcher:
         except ImageUnavailable as exc:
             raise _refused(image, str(exc)) from exc
         except (OSError, httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException):
-            # Their words tell of networks that the client does not see.
+            # The original messages could reveal details of internal networks.
             raise _refused(image, "its server could not be spoken to") from None
 
     async def _within(self, url: str) -> bytes:
@@ -162,7 +162,7 @@ class ImageFetcher:
             raise ImageUnavailable("its host is none that images are fetched from")
 
     async def _get(self, url: str) -> bytes | str:
-        """Return the body, or where it is to be found instead."""
+        """Return the body, or the URL that it redirects to."""
         headers = [
             ("accept", "image/*"),
             ("accept-encoding", "identity"),
@@ -194,7 +194,7 @@ class ImageFetcher:
 
 
 def fetch_of(config: ImagesConfig) -> Callable[[ImagePart], Awaitable[bytes]] | None:
-    """Return what fetches images; None where nothing is to be fetched."""
+    """Return the download function; None if downloads are disabled."""
     return ImageFetcher(config).fetch if config.fetch else None
 
 

@@ -22,7 +22,7 @@ from rkserve.core.run_params import Picture
 from rkserve.models.vision import VisionSettings
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-# Each pass of a progressive JPEG goes over all of its pixels, and costs its sender a few bytes.
+# Each pass of a progressive JPEG processes all of its pixels and costs the sender a few bytes.
 # Encoders make about ten.
 MAX_SCANS = 64
 _JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
@@ -38,22 +38,22 @@ _TURNS = {
 }
 _14_BITS = 0x3FFF
 
-# The limit here is the caller's, and holds for every file before it is loaded; the library's own
-# would warn of some, and refuse others.
+# The configured limit is checked for every file before it is loaded; the library's own limit
+# would warn of some files and reject others.
 Image.MAX_IMAGE_PIXELS = None
 
 
 def picture_of(data: bytes, path: str, vision: VisionSettings, max_pixels: int) -> Picture:
-    """Return an image as its encoder takes it; of several frames the first.
+    """Return an image as its encoder takes it; of an animation the first frame.
 
     Raises:
-        RequestError: it is no image that can be read, or too large a one; ``path`` names it.
+        RequestError: the image cannot be read or is too large; names ``path``.
     """
     try:
         found = _read(data, path, vision, max_pixels)
     except RequestError:
         raise
-    except Exception as exc:  # decoders raise whatever they stumble over in a damaged file
+    except Exception as exc:  # decoders raise all kinds of errors for damaged files
         raise RequestError(
             f"Invalid '{path}': it is no PNG, JPEG, WebP or GIF image, or a damaged one.", path
         ) from exc
@@ -62,17 +62,19 @@ def picture_of(data: bytes, path: str, vision: VisionSettings, max_pixels: int) 
 
 def _read(data: bytes, path: str, vision: VisionSettings, max_pixels: int) -> Image.Image:
     if data[:4] == b"RIFF":
-        # Its decoder makes room for all pixels as soon as it is opened.
+        # The WebP decoder allocates all pixels when the file is opened.
         _hold_to(_webp_size(data), path, max_pixels)
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         _hold_to(image.size, path, max_pixels)
-        if data.startswith(_JPEG):  # the library calls photos with several pictures otherwise
+        if data.startswith(
+            _JPEG
+        ):  # the library has another format name for photos with several pictures
             if data.count(_SCAN) > MAX_SCANS:
                 raise RequestError(f"Invalid '{path}': its JPEG has too many passes.", path)
-            image.draft("RGB", (vision.size, vision.size))  # unpacks no more than is needed
+            image.draft("RGB", (vision.size, vision.size))  # decodes at a reduced size
         turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
         image.load()
-        # What is transparent becomes opaque when it is small: at full size that takes memory.
+        # Transparency is removed after shrinking, because that takes memory at full size.
         shrunk = _opaque(_shrunk(_plain(image), vision), vision.background)
     return _squared(shrunk if turn is None else shrunk.transpose(turn), vision.background)
 
@@ -88,7 +90,7 @@ def _hold_to(size: tuple[int, int], path: str, max_pixels: int) -> None:
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:
-    """What the header says. Raises ``ValueError``, ``struct.error``."""
+    """Return the size in the header. Raises ``ValueError``, ``struct.error``."""
     kind = data[12:16]
     if kind == b"VP8X":
         low, high, also_low, also_high = struct.unpack_from("<HBHB", data, 24)
@@ -103,8 +105,10 @@ def _webp_size(data: bytes) -> tuple[int, int]:
 
 
 def _plain(image: Image.Image) -> Image.Image:
-    """Return it in RGB, or in RGBA where it has transparent parts."""
-    if image.mode.startswith("I"):  # 16 bits a pixel; what is cut off no encoder would see
+    """Return the image in RGB, or in RGBA if it has transparent parts."""
+    if image.mode.startswith(
+        "I"
+    ):  # 16 bits per pixel; the lower bits make no difference to an encoder
         return image.convert("I").point(lambda value: value / 256).convert("L").convert("RGB")
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         return image.convert("RGBA")
@@ -112,7 +116,7 @@ def _plain(image: Image.Image) -> Image.Image:
 
 
 def _opaque(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
-    """Return it in RGB, with the background where it is transparent."""
+    """Return the image in RGB, with the background in transparent parts."""
     if image.mode == "RGB":
         return image
     below = Image.new("RGBA", image.size, (*background, 255))
@@ -120,7 +124,7 @@ def _opaque(image: Image.Image, background: tuple[int, int, int]) -> Image.Image
 
 
 def _shrunk(image: Image.Image, vision: VisionSettings) -> Image.Image:
-    """Return it in the size of the encoder: all of that, or as far as its proportions allow."""
+    """Return the image in the encoder's size, or fitted into it, as configured."""
     side = vision.size
     if vision.fit == "stretch":
         return image.resize((side, side), Image.Resampling.BILINEAR)
@@ -130,7 +134,7 @@ def _shrunk(image: Image.Image, vision: VisionSettings) -> Image.Image:
 
 
 def _squared(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
-    """Put it into the middle of a square."""
+    """Return the image centred in a square."""
     width, height = image.size
     if width == height:
         return image
@@ -140,19 +144,19 @@ def _squared(image: Image.Image, background: tuple[int, int, int]) -> Image.Imag
     return square
 
 
-# Threads of their own: in asyncio's shared ones a few large images would keep others from working.
+# Own threads: in asyncio's shared pool a few large images would block other work.
 AT_ONCE = 2
-# What one request may bring to a board: it crosses the channel in one frame of at most 64 MiB, as
-# base64, and all events of that connection wait for it.
+# The limit of one request: it is sent to the board in one frame of at most 64 MiB, as base64, and
+# delays all other events of that connection.
 MAX_PIXEL_BYTES = 32 * 1024 * 1024
 Fetch = Callable[[ImagePart], Awaitable[bytes]]
 
 
 class ImageInputs:
-    """Use it from the Router's event loop."""
+    """Decoder of a Router's images. Use from its event loop."""
 
     def __init__(self, config: ImagesConfig, fetch: Fetch | None = None) -> None:
-        """``fetch`` gets the file of an image at a URL; None where that is not allowed."""
+        """``fetch`` downloads the image at a URL; None if that is not allowed."""
         self._config, self._fetch = config, fetch
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="image")
 
@@ -162,20 +166,19 @@ class ImageInputs:
         """Return the images of a call as the encoder of its model takes them.
 
         Raises:
-            RequestError: one cannot be read, is too large, or may not be fetched; its ``param``
-                names it.
+            RequestError: one cannot be read, is too large, or may not be fetched; names its path.
         """
         if not images:
             return ()
         vision = self.check(images, vision)
-        # One after the other: a request with eight of them takes no more memory than one with one.
+        # Sequentially, so that a request with eight images takes no more memory than one with one.
         return tuple([await self._picture(image, vision) for image in images])
 
     def check(self, images: tuple[ImagePart, ...], vision: VisionSettings | None) -> VisionSettings:
-        """Hold the images of a call to what their model may be shown.
+        """Check that the model takes images, and this many.
 
         Raises:
-            RequestError: it sees none, or there are too many.
+            RequestError: it takes none, or there are too many.
         """
         if vision is None:
             raise UnsupportedParameter(

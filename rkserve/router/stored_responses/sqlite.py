@@ -1,8 +1,7 @@
-"""Responses that can be read again, on the disk of one node, for all Routers there.
+"""Storage of responses in one SQLite file per node, shared by all Routers there.
 
-One SQLite file. It knows how they are kept, whose they are and when they go, and nothing of HTTP or
-of what is in them. Every call blocks; ``Responses`` makes them in a thread of its own. A response
-is written once, when it is over, in one transaction: a crash before that leaves none.
+Every call blocks; ``Responses`` uses a thread of its own. A response is written once, after its
+end, in one transaction, so that a crash before that leaves nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _COLUMNS = "id, previous, items, response, bytes"
 
 
 class ResponseStore:
-    """The open file of a folder. Use it from one thread at a time."""
+    """The open file of a folder. Use from one thread at a time."""
 
     def __init__(
         self,
@@ -49,11 +48,11 @@ class ResponseStore:
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Open the folder's file, or make one. ``clock`` tells the time of day.
+        """Open or create the folder's file. ``clock`` returns the time of day.
 
         Raises:
-            ResponsesFailed: the folder is somebody else's or cannot be used, the file is damaged,
-                or a newer release made it.
+            ResponsesFailed: the folder has another owner or cannot be used, the file is damaged, or
+                it is of a newer release.
         """
         self._file, self._max_bytes, self._keep_s = folder / FILE, max_bytes, keep_s
         self._clock = clock
@@ -66,16 +65,16 @@ class ResponseStore:
             raise
 
     def close(self) -> None:
-        """Let go of the file. What was written stays."""
+        """Close the file."""
         self._database.close()
 
     def write(self, owner: str, kept: StoredResponse) -> None:
-        """Keep a response for its owner, and let go of what is too old or too much.
+        """Store a response for its owner, and remove expired and excess ones.
 
-        Raises ``ResponsesFailed``; then it is not kept.
+        Raises ``ResponsesFailed``; then it is not stored.
         """
         items, response = _text(list(kept.items)), _text(kept.response)
-        # What does not count towards the limit is a few hundred bytes of ids and overhead.
+        # A few hundred bytes of IDs and overhead do not count towards the limit.
         size = len(items.encode()) + len(response.encode())
         with self._transaction() as database:
             database.execute(
@@ -86,7 +85,7 @@ class ResponseStore:
             self._forget(database, spared=kept.id)
 
     def read(self, owner: str, response_id: str) -> StoredResponse | None:
-        """Return one, None where its owner has none of that id. Raises ``ResponsesFailed``."""
+        """Return a response, None if its owner has none of that ID. Raises ``ResponsesFailed``."""
         with self._told():
             row = self._database.execute(
                 f"SELECT {_COLUMNS} FROM responses WHERE id = ? AND owner = ? AND used_s > ?",
@@ -95,13 +94,13 @@ class ResponseStore:
             return None if row is None else _kept(row)
 
     def chain(self, owner: str, response_id: str, most_bytes: int | None) -> list[StoredResponse]:
-        """Return one and those that it goes on from, itself first, as far as they are here.
+        """Return a response and those it continues, itself first, as far as stored here.
 
-        They count as used now: a conversation that goes on is kept as a whole. Without
-        ``most_bytes`` it is that one only, and reading it is no use of it.
+        They count as used now, so that an active conversation is kept as a whole. Without
+        ``most_bytes`` only the response itself is returned, and does not count as used.
 
         Raises:
-            BodyTooLarge: they are longer than ``most_bytes`` together.
+            BodyTooLarge: together they are longer than ``most_bytes``.
             ResponsesFailed: the file cannot be used.
         """
         if most_bytes is None:
@@ -125,7 +124,7 @@ class ResponseStore:
         return found
 
     def delete(self, owner: str, response_id: str) -> bool:
-        """Remove one; False where its owner has none of that id. Raises ``ResponsesFailed``."""
+        """Remove a response; False if its owner has none of that ID. Raises ``ResponsesFailed``."""
         with self._transaction() as database:
             done = database.execute(
                 "DELETE FROM responses WHERE id = ? AND owner = ? AND used_s > ?",
@@ -134,7 +133,7 @@ class ResponseStore:
             return done.rowcount > 0
 
     def sweep(self) -> None:
-        """Remove what is too old. Raises ``ResponsesFailed``."""
+        """Remove expired responses. Raises ``ResponsesFailed``."""
         with self._transaction() as database:
             self._forget(database)
 
@@ -147,7 +146,7 @@ class ResponseStore:
         (total,) = database.execute("SELECT coalesce(sum(bytes), 0) FROM responses").fetchone()
         if total <= self._max_bytes:
             return
-        # Of a conversation that was used at one time the later part stays longer.
+        # Of a conversation last used at one time, the later part is kept longer.
         newest_first = "SELECT id, sum(bytes) OVER (ORDER BY used_s DESC, number DESC) AS total"
         database.execute(
             "DELETE FROM responses WHERE id != ? AND id IN "
@@ -158,7 +157,7 @@ class ResponseStore:
     # -- the file -------------------------------------------------------------------------------
 
     def _open(self, folder: Path) -> sqlite3.Connection:
-        # What people talk about is private. A Router may start before a board looks at state_dir.
+        # Conversations are private. A Router may start before a board has created state_dir.
         try:
             private_folder(folder.parent)
             private_folder(folder)
@@ -171,8 +170,8 @@ class ResponseStore:
                 "the reason. Set state_dir to a folder of Ray's user."
             ) from exc
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # of several Routers one makes it
-            # A new thread each time it is opened again; one at a time uses it.
+            fcntl.flock(lock, fcntl.LOCK_EX)  # several Routers may create it at once
+            # Reopening uses a new thread; one at a time uses the connection.
             database = sqlite3.connect(
                 self._file, timeout=BUSY_S, isolation_level=None, check_same_thread=False
             )
@@ -187,9 +186,9 @@ class ResponseStore:
 
     def _prepare(self, database: sqlite3.Connection) -> None:
         database.execute("PRAGMA journal_mode = WAL")
-        # A power cut may cost the last few; an answer does not wait for the disk's cache.
+        # A power cut may lose the last few responses; answers do not wait for the disk's cache.
         database.execute("PRAGMA synchronous = NORMAL")
-        database.execute("PRAGMA secure_delete = ON")  # what is deleted is not on the disk any more
+        database.execute("PRAGMA secure_delete = ON")  # deleted content is overwritten on disk
         (version,) = database.execute("PRAGMA user_version").fetchone()
         if version > SCHEMA:
             raise ResponsesFailed(
@@ -219,18 +218,18 @@ class ResponseStore:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Say in a sentence what is wrong with the file."""
+        """Return a sentence about what is wrong with the file."""
         try:
             yield
         except (sqlite3.Error, OSError, ValueError, RecursionError) as exc:  # also a damaged row
-            # Not the folder: whoever asks need not know it, and the log has it.
+            # Without the folder, which the client need not know; the log has it.
             log.warning("the stored responses in %s cannot be used: %s", self._file, exc)
             reason = exc.strerror if isinstance(exc, OSError) else exc
             raise ResponsesFailed(f"The stored responses cannot be used now: {reason}.") from exc
 
 
 def remove_all(folder: Path) -> None:
-    """Remove what was kept in a folder. What cannot be removed is told in the log."""
+    """Remove all responses in a folder, and log what cannot be removed."""
     for end in ("", "-wal", "-shm"):
         file = folder / f"{FILE}{end}"
         try:
@@ -240,7 +239,7 @@ def remove_all(folder: Path) -> None:
 
 
 def too_long(most_bytes: int) -> str:
-    """Say that more is to be read again than one request may bring."""
+    """Return the error for a conversation that exceeds one request."""
     return (
         "What the request takes from earlier responses is longer than the limit of "
         f"{most_bytes} bytes."

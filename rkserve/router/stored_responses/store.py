@@ -1,8 +1,8 @@
-"""The responses that a Router can read again: its node's own, and those of other nodes' Routers.
+"""The stored responses that a Router can read: those of its node, and those of other nodes'
+Routers.
 
-A response is on the disk of the node whose Router gave it. Who does not find one there asks the
-other Routers, so that it does not matter which of them a client meets. It knows calls and answers
-of ``/v1/responses``, and no HTTP.
+A response is on the disk of the node whose Router gave it. A Router asks the other Routers for
+responses that it does not have, so that a client may use any of them.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from rkserve.router.stored_responses.sqlite import ResponseStore, remove_all, to
 
 
 class ResponseMemory(Protocol):
-    """The memory of one call."""
+    """The stored conversation of one call."""
 
     @property
     def recalled(self) -> bool:
-        """Whether the call is longer than its body, by what was said before."""
+        """Return whether stored items were added to the call."""
 
     async def recall(self, call: AnyCall) -> AnyCall:
-        """Return the call with what it needs of earlier ones. Raises ``RkserveError``."""
+        """Return the call with the earlier items it refers to. Raises ``RkserveError``."""
 
     async def keep(self, answer: DialectAnswer, failure: BaseException | None = None) -> None:
-        """Keep an answer that is over, or what came of one that fails; the first time counts.
+        """Store a finished answer, or the part of a failed one; the first call counts.
 
-        Where that is not possible the answer is told so, and goes on.
+        A failure to store is noted in the answer, which continues.
         """
 
     def left(self, answer: DialectAnswer) -> None:
-        """Keep what came of an answer whose client has gone; nobody waits for that."""
+        """Store the part of an answer whose client has left, in the background."""
 
 
 class _NoMemory:
-    """Every call stands for itself."""
+    """The memory of calls that store nothing."""
 
     recalled = False
 
@@ -81,7 +81,7 @@ NO_MEMORY: ResponseMemory = _NoMemory()
 log = logging.getLogger(__name__)
 
 FORGET_S = 3600.0
-# Owners of calls without an API key of their own; digests of keys are longer.
+# The owners of calls without an API key; they cannot equal a digest, which is longer.
 _OPERATOR, _ANYBODY = "operator", "anybody"
 T = TypeVar("T")
 
@@ -92,26 +92,26 @@ class ResponsePeers(Protocol):
     async def kept_chain(
         self, owner: str, response_id: str, most_bytes: int | None
     ) -> list[StoredResponse]:
-        """Return what some Router has; see ``ResponseStore.chain``."""
+        """Return the chain of any Router that has it; see ``ResponseStore.chain``."""
 
     async def forget_response(self, owner: str, response_id: str) -> bool:
-        """Remove a response wherever it is; False where it is nowhere."""
+        """Remove a response from all Routers; False if none had it."""
 
 
 def owner_of(client: ClientKey | None, keys: Keys) -> str:
-    """Return whose responses a caller reads and makes: those of its key."""
+    """Return the owner of a caller's responses: its key."""
     if client is not None:
         return client.digest.hex()
     return _ANYBODY if keys.clients is None else _OPERATOR
 
 
 class Responses:
-    """The stored responses of one Router. Use it from one event loop."""
+    """The stored responses of one Router. Use from one event loop."""
 
     def __init__(
         self, config: RouterConfig, folder: Path, peers: ResponsePeers | None = None
     ) -> None:
-        """``peers`` are all Routers, where there are several."""
+        """``peers`` are all Routers, if there are several."""
         self._config, self._most_bytes = config.responses, config.max_body_bytes
         self._folder, self._peers = folder, peers
         # SQLite blocks, and one connection is used by one thread at a time.
@@ -124,13 +124,13 @@ class Responses:
         return CallMemory(self, owner)
 
     def stores(self, asked: bool | None) -> bool:
-        """Whether the response of a call is kept that says so, or does not say."""
+        """Return whether the response of a call with this ``store`` value is stored."""
         default = {"default": True, "asked": False, "never": False}[self._config.store]
         return self._config.store != "never" and (default if asked is None else asked)
 
     @property
     def keeps(self) -> bool:
-        """Whether any response is."""
+        """Return whether responses are stored at all."""
         return self._config.store != "never"
 
     async def one(self, owner: str, response_id: str) -> StoredResponse:
@@ -143,13 +143,13 @@ class Responses:
     async def conversation(
         self, owner: str, response_id: str, *, as_far: bool = False
     ) -> list[StoredResponse]:
-        """Return all that a response goes on from and itself, the first one first.
+        """Return the response and those before it, the oldest first.
 
-        ``as_far``: as far as they are still kept.
+        ``as_far``: as far as they are still stored.
 
         Raises:
-            PreviousResponseNotFound: one of them is not kept.
-            BodyTooLarge: they are longer together than a body may be.
+            PreviousResponseNotFound: one of them is not stored.
+            BodyTooLarge: together they are longer than a body may be.
         """
         chain: list[StoredResponse] = []
         wanted: str | None = response_id
@@ -190,21 +190,21 @@ class Responses:
             raise ResponseNotFound(response_id)
 
     async def write(self, owner: str, kept: StoredResponse) -> None:
-        """Keep a response on this node. Raises ``ResponsesFailed``."""
+        """Store a response on this node. Raises ``ResponsesFailed``."""
         await self._call(lambda store: store.write(owner, kept))
 
     async def chain_here(
         self, owner: str, response_id: str, most_bytes: int | None
     ) -> list[StoredResponse]:
-        """Return what this node has; see ``ResponseStore.chain``."""
+        """Return the chain on this node; see ``ResponseStore.chain``."""
         return await self._call(lambda store: store.chain(owner, response_id, most_bytes))
 
     async def forget_here(self, owner: str, response_id: str) -> bool:
-        """Remove a response from this node; False where it is not there."""
+        """Remove a response from this node; False if it is not there."""
         return await self._call(lambda store: store.delete(owner, response_id))
 
     async def forget_old(self) -> None:
-        """Remove for ever what gets too old; where nothing is kept, all that was."""
+        """Remove expired responses periodically; all of them if storage is disabled."""
         if not self.keeps:
             await asyncio.to_thread(remove_all, self._folder)
             return
@@ -216,13 +216,13 @@ class Responses:
             await asyncio.sleep(FORGET_S)
 
     def later(self, writing: Coroutine[Any, Any, None]) -> None:
-        """See that something is written although nobody waits for it."""
+        """Write in the background, and keep track of the task."""
         task = asyncio.get_running_loop().create_task(writing)
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
 
     def close(self) -> None:
-        """Let what is being written end, and let go of the file."""
+        """Finish pending writes and close the file."""
 
         def end() -> None:
             if self._store is not None:
@@ -260,7 +260,7 @@ class CallMemory:
     """The ``ResponseMemory`` of one call of ``/v1/responses``."""
 
     def __init__(self, responses: Responses, owner: str) -> None:
-        """``owner`` is whose responses it knows."""
+        """``owner`` is the owner of the responses."""
         self._responses, self._owner = responses, owner
         self._kept = False
         self.recalled = False
@@ -269,10 +269,10 @@ class CallMemory:
         """See ``ResponseMemory``.
 
         Raises:
-            PreviousResponseNotFound, ItemNotFound: what it goes on from is not kept.
-            UnsupportedParameter: nothing is kept here.
+            PreviousResponseNotFound, ItemNotFound: an item that the call refers to is not stored.
+            UnsupportedParameter: nothing is stored here.
             BodyTooLarge: it is more than one request may bring.
-            ResponsesFailed, BoardFailed: it cannot be read now.
+            ResponsesFailed, BoardFailed: storage failed.
         """
         if not isinstance(call, ResponseCall):
             return call
@@ -287,7 +287,7 @@ class CallMemory:
         said = [item for one in before for item in one.said]
         stored = self._responses.stores(call.store)
         whole = partial(remembered, call, said, referenced, stored=stored)
-        # A long conversation would hold up the tokens of others.
+        # Parsing a long conversation on the event loop would delay other streams.
         return await asyncio.to_thread(whole) if self.recalled else whole()
 
     async def keep(self, answer: DialectAnswer, failure: BaseException | None = None) -> None:
