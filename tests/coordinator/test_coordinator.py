@@ -551,7 +551,7 @@ def test_every_board_that_followed_late_is_one_line_of_the_log(
             it.cluster["b"].restart()
             await eventually(lambda: it.follows)
             await asyncio.sleep(0.1)
-            assert caplog.text.count("board b follows: it obeys epoch 1") == 1
+            assert caplog.text.count("board b obeys epoch 1") == 1
 
     run_loop(main())
 

@@ -111,8 +111,8 @@ def test_what_nobody_packed_here_is_not_believed(data: bytes) -> None:
 
 def test_other_processes_hash_alike() -> None:
     code = (
-        "from rkserve.core.block_hashes import Chain, SCHEME, seed_of;"
-        "print(SCHEME, Chain(tuple(range(70)), seed_of('a@1')).links)"
+        "from rkserve.core.block_hashes import BlockHashes, SCHEME, seed_of;"
+        "print(SCHEME, BlockHashes(tuple(range(70)), seed_of('a@1')).links)"
     )
     said = {
         subprocess.run(

@@ -88,12 +88,12 @@ def test_what_cannot_be_started_says_so() -> None:
 STUCK = """
 import asyncio, os, sys, time
 import uvloop
-from rkserve.core.child_process import Child
+from rkserve.core.child_process import ChildProcess
 os.register_at_fork(after_in_child=lambda: time.sleep(600))
 async def main():
     said = asyncio.StreamReader()
     out = asyncio.StreamReaderProtocol(said)
-    child = await Child.start((sys.executable, "-c", "print('here')"), out=out)
+    child = await ChildProcess.start((sys.executable, "-c", "print('here')"), out=out)
     print((await said.readline()).decode(), end="")
     child.close()
     await child.wait()

@@ -105,7 +105,7 @@ def test_a_kept_digest_outlives_its_process_and_not_a_change_of_the_file(tmp_pat
     assert second.get() == first.get()
     file.write_bytes(b"two")
     assert first.get() == hashlib.sha256(b"two").hexdigest()
-    with pytest.raises(OSError, match="given up"):
+    with pytest.raises(OSError, match="cancelled"):
         stopped(CachedDigest(file, None)).get()
 
 

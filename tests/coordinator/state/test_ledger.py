@@ -111,7 +111,7 @@ import sys
 from pathlib import Path
 from rkserve.control import state_changes as changes
 from rkserve.control.operations import Operation, OperationKind
-from rkserve.coordinator.state.ledger import AuditLine, Ledger
+from rkserve.coordinator.state.ledger import AuditEntry, Ledger
 ledger = Ledger.open(Path(sys.argv[1]))
 desired = ledger.desired()
 while True:
@@ -120,7 +120,7 @@ while True:
     ledger.write(
         desired=desired,
         operations=[Operation(name, OperationKind.LABEL, epoch=desired.epoch)],
-        audit=[AuditLine(0.0, "w", "label", operation=name, epoch=desired.epoch)],
+        audit=[AuditEntry(0.0, "w", "label", operation=name, epoch=desired.epoch)],
     )
     print(desired.epoch, flush=True)
 """
