@@ -1,6 +1,6 @@
-"""The settings of one group of boards, as frozen pydantic models; part of ``config``.
+"""The settings of one group of boards, as frozen pydantic models.
 
-It knows no other room. Units are in the names.
+Units are in the names.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SimulatedConfig(Settings):
 
 
 class PatienceConfig(Settings):
-    """How long the library may be silent before it counts as hung, in seconds."""
+    """Time limits, in seconds, after which a silent library counts as hung."""
 
     first_token_s: float = Field(
         30.0, gt=0, description="For the first token, besides the prompt's own time."

@@ -1,7 +1,4 @@
-"""Settings in words: what a pydantic model allows, and what is wrong with what was given.
-
-It knows pydantic and no setting.
-"""
+"""Pydantic settings and their validation errors in words."""
 
 from __future__ import annotations
 
@@ -21,19 +18,19 @@ LONGEST_QUOTE = 40
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """Say what is wrong and what would be right: one sentence for each wrong key of ``model``."""
+    """Return what is wrong and what is allowed: one sentence for each wrong key of ``model``."""
     problems = error.errors(include_url=False)
     places = [problem["loc"] for problem in problems]
     return " ".join(
         _sentence(problem, model)
         for problem in problems
-        # Pydantic leaves wrong entries out of a list, and then finds the list too short as well.
+        # Pydantic omits wrong entries from a list, and then reports the list as too short as well.
         if not (problem["type"] == "too_short" and _is_around(problem["loc"], places))
     )
 
 
 def allowed(field: FieldInfo) -> str:
-    """Return in words what a setting may be: ``a whole number from 1 to 256``."""
+    """Return the allowed values of a setting in words: ``a whole number from 1 to 256``."""
     return _allowed(field.annotation, field.metadata)
 
 
@@ -62,7 +59,7 @@ def _sentence(problem: ErrorDetails, model: type[BaseModel]) -> str:
 
 
 def _key(place: Sequence[Any]) -> str:
-    """Write a place as ``boards[0].simulated.release``."""
+    """Return a location as ``boards[0].simulated.release``."""
     return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place).removeprefix(".")
 
 
@@ -78,7 +75,7 @@ def _unknown_key(place: Sequence[Any], model: type[BaseModel]) -> str:
 
 
 def _own_words(problem: ErrorDetails) -> str:
-    """The words of a validator of ours; where it looked at a single value, that is quoted."""
+    """Return the message of a validator of ours; for a single value, with that value quoted."""
     said = str(problem["ctx"]["error"])
     if isinstance(problem["input"], Mapping):
         return f"{said}."
@@ -160,7 +157,7 @@ def _length(limits: Sequence[Any]) -> str:
 
 
 def _quote(value: Any) -> str:
-    """Show a value as the file has it, as far as that is short."""
+    """Return a value as in the file, shortened."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, Mapping):

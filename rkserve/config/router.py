@@ -24,7 +24,7 @@ _ORIGIN = re.compile(r"\*|[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@*]+")
 
 
 class ImagesConfig(Settings):
-    """Images in chats. Whatever is beyond these limits is a 400 before any board hears of it."""
+    """Limits of images in chats. A request beyond them is a 400 before it reaches a board."""
 
     max_count: int = Field(
         8, ge=1, le=64, description="Images of one request, those of earlier turns included."
@@ -59,7 +59,7 @@ class ImagesConfig(Settings):
 
 
 class ResponsesConfig(Settings):
-    """What Routers keep of the answers of `/v1/responses` ([api.md](api.md#stored-responses))."""
+    """Storage of the answers of `/v1/responses` ([api.md](api.md#stored-responses))."""
 
     store: Literal["default", "asked", "never"] = Field(
         "default",

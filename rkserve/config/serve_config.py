@@ -1,8 +1,8 @@
-"""Everything that ``serve_config.yaml`` may say under ``args``, as frozen pydantic models.
+"""All settings of ``serve_config.yaml`` under ``args``, as frozen pydantic models.
 
-It knows no other room. Units are in the names. It is the only reader of settings from the
-environment; besides it, the simulator's build reads CC and XDG_CACHE_HOME, and an engine process
-inherits its replica's environment.
+Units are in the names. This is the only reader of settings from the environment, except that the
+simulator's build reads CC and XDG_CACHE_HOME, and an engine process inherits its replica's
+environment.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rkserve.config.router import ADMIN_KEY_VARIABLE, ChannelConfig, RouterConfi
 from rkserve.core.errors import ConfigError
 
 PROJECT = Path(__file__).resolve().parents[2]
-ROUNDING = 1e-9  # three shares of a third, say
+ROUNDING = 1e-9  # such as that of three shares of a third
 
 
 def default_data_dir() -> Path:
-    """Where a user's programs keep what must outlive them."""
+    """Return the default folder for data that must survive restarts."""
     root = os.environ.get("XDG_DATA_HOME", "")
     # The specification wants a relative value ignored.
     return (Path(root) if Path(root).is_absolute() else Path("~/.local/share")) / "rkserve"
@@ -61,7 +61,7 @@ class CanaryConfig(Settings):
 
 
 class CoordinatorConfig(Settings):
-    """The keeper of what the cluster shall be."""
+    """Settings of the Coordinator, which keeps the desired state of the cluster."""
 
     data_dir: Path = Field(
         default_factory=default_data_dir,
@@ -121,7 +121,9 @@ class CoordinatorConfig(Settings):
 
 
 def default_state_dir() -> Path:
-    """A folder of each user's own: in the temporary one any account could prepare it."""
+    """Return a folder of the user's own: one in the temporary folder could be prepared by any
+    account.
+    """
     root = os.environ.get("XDG_STATE_HOME", "")
     # The specification wants a relative value ignored.
     return (Path(root) if Path(root).is_absolute() else Path("~/.local/state")) / "rkserve"
@@ -151,7 +153,7 @@ class RkserveConfig(Settings):
 
     @property
     def deployed(self) -> tuple[BoardGroupConfig, ...]:
-        """Every group as it is deployed, instances apart."""
+        """The deployed groups, one per instance."""
         return tuple(one for group in self.boards for one in group.deployed())
 
     @field_validator("channel", mode="before")
@@ -190,7 +192,9 @@ class RkserveConfig(Settings):
 
 
 def parse_config(args: Any) -> RkserveConfig:
-    """Return the settings. Raises ``ConfigError`` that names every wrong key and what it may be."""
+    """Return the settings. Raises ``ConfigError`` that names every wrong key and its allowed
+    values.
+    """
     if isinstance(args, RkserveConfig):
         return args
     try:
@@ -211,13 +215,13 @@ def _with_admin_key(config: RkserveConfig) -> RkserveConfig:
 
 
 def resolve_folder(path: Path, project: Path = PROJECT) -> Path:
-    """Return where a configured folder is on this machine.
+    """Return the path of a configured folder on this machine.
 
-    A checkout brings its own models, so that it runs from any working directory; an installed
+    A checkout contains its own models, so that it runs from any working directory; an installed
     package has nothing beside it.
 
     Raises:
-        ConfigError: a relative path leads to nothing; the message says where it was looked up.
+        ConfigError: a relative path leads to nothing; the message names the places of the search.
     """
     path = path.expanduser()
     if path.is_absolute():
@@ -236,7 +240,7 @@ def resolve_folder(path: Path, project: Path = PROJECT) -> Path:
 
 
 def engine_environ(group: BoardGroupConfig, board_id: str) -> dict[str, str]:
-    """Return what a board's engine process gets on top of the replica's environment."""
+    """Return the variables added to the replica's environment for a board's engine process."""
     # The library's own log level 1 prints the perf table; operators may raise it to 2.
     environ = {"RKLLM_LOG_LEVEL": os.environ.get("RKLLM_LOG_LEVEL", "0")}
     if group.simulated is None:

@@ -1,8 +1,8 @@
 """Ray's autoscaling policy for real boards: one replica for every node that has an NPU.
 
-Nodes that join or leave the Ray cluster change the target; no request and no edit does. It runs
-in Serve's controller several times a second, pickled by value with this module: so it imports Ray
-inside, blocks on nothing, and imports nothing of rkserve.
+Only nodes that join or leave the Ray cluster change the target. It runs in Serve's controller
+several times a second, pickled by value with this module: so it imports Ray inside functions, never
+blocks, and imports nothing of rkserve.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class FollowNodes:
         self._share = share
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """Return how many replicas there should be, and the state that Ray hands back."""
+        """Return the target number of replicas, and the state for Ray's next call."""
         import ray
 
         boards = sum(
@@ -36,9 +36,9 @@ class FollowNodes:
 def target(boards: int, current_target: int, running: int) -> int:
     """Return the new number of replicas for ``boards`` boards.
 
-    When a node dies, its replica counts as running until Serve notices. Lowering the target in
-    that moment would make Serve stop a healthy replica on another board; so the target waits
-    until the dead one no longer counts.
+    A replica of a dead node counts as running until Serve notices. Lowering the target before that
+    would make Serve stop a healthy replica on another board; so the target waits until the dead one
+    no longer counts.
     """
     if boards < current_target and running > boards:
         return current_target

@@ -1,4 +1,4 @@
-"""Ray's view of one board: a replica that owns a ``Board``, where everything worth testing is."""
+"""Ray's replica of one board; the logic is in ``Board``."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from rkserve.transport.server import ChannelAddress, ChannelServer
 log = logging.getLogger(__name__)
 
 MAX_REST_S = 30.0
-UNREADABLE_COUNT = 3  # where the count cannot be read: rest 4 s rather than not at all
+UNREADABLE_COUNT = 3  # if the count cannot be read: wait 4 s rather than not at all
 
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """Start-ups of this board that failed in a row, remembered across replicas in a file.
+    """Consecutive failed start-ups of this board, stored in a file across replicas.
 
-    Ray starts a failed replica again at once and without end; on a small board that alone would
-    keep a core busy, so each one rests before it tries.
+    Ray restarts a failed replica at once and endlessly, which would keep a core of a small board
+    busy; so each replica waits before it tries.
     """
 
     path: Path
@@ -58,17 +58,17 @@ class Failures:
         return max(0.0, min(2.0 ** (count - 1), MAX_REST_S) - (now_s - last_s))
 
     def add(self, now_s: float) -> None:
-        """One more."""
+        """Count a failure."""
         count, _ = self._read()
         fresh = self.path.with_suffix(".new")
         try:
             write_private(fresh, json.dumps({"count": count + 1, "time": now_s}))
             fresh.replace(self.path)
-        except OSError as exc:  # a full disk must not hide why the board failed
+        except OSError as exc:  # a full disk must not hide the reason of the board's failure
             log.warning("%s could not be written: %s", self.path, exc)
 
     def clear(self) -> None:
-        """It works again."""
+        """Reset the count after a successful start."""
         try:
             self.path.unlink(missing_ok=True)
         except OSError as exc:
@@ -136,7 +136,7 @@ class BoardReplica:
                 yield event
 
     async def channel(self) -> ChannelAddress | None:
-        """Return where Routers can connect to; None where they cannot."""
+        """Return the address for Routers' connections; None if there is none."""
         return self._outlet.address
 
     async def report(self) -> BoardReport:
@@ -146,15 +146,15 @@ class BoardReplica:
         return replace(report, replica=self._replica, hardware=hardware)
 
     async def forgive(self) -> None:
-        """The last loss of the engine does not count; see ``Board.forgive``."""
+        """Do not count the last loss of the engine; see ``Board.forgive``."""
         self._board.forgive()
 
     async def generations(self) -> list[GenerationInfo]:
-        """Return what the board holds; see ``Board.generations``."""
+        """Return the board's generations; see ``Board.generations``."""
         return self._board.generations()
 
     async def emitted(self) -> Emitted:
-        """Return how far the board's generations are; see ``Board.emitted``."""
+        """Return the token counts of the board's generations; see ``Board.emitted``."""
         return self._board.emitted()
 
     async def control(
@@ -162,7 +162,7 @@ class BoardReplica:
     ) -> list[GenerationInfo]:
         """Pause, edit, resume or abort; see ``Board.control``.
 
-        What was done, but for an abort, has left the board on return.
+        The effects, except those of an abort, have left the board on return.
         """
         done = await self._board.control(generation, action, edit, choice)
         if action is not ControlAction.ABORT:
@@ -170,7 +170,7 @@ class BoardReplica:
         return done
 
     async def kv(self) -> KvReport:
-        """Return what the KV cache holds."""
+        """Return the contents of the KV cache."""
         return await self._board.kv()
 
     async def clear_kv(self, keep_system_prompt: bool) -> KvReport:
@@ -188,11 +188,11 @@ class BoardReplica:
         return self._board.caches()
 
     async def delete_cache(self, name: str) -> bool:
-        """Delete a named prompt cache; False where there is none."""
+        """Delete a named prompt cache; False if there is none."""
         return await self._board.delete_cache(name)
 
     async def adopt(self, desired: Desired) -> Adoption:
-        """Be what the cluster shall be; see ``Board.adopt``."""
+        """Adopt the desired state; see ``Board.adopt``."""
         return await self._board.adopt(desired)
 
     async def load_adapter(
@@ -222,15 +222,15 @@ class BoardReplica:
         await asyncio.to_thread(self._board.intake.commit, version)
 
     async def unstage(self, version: Artifact) -> bool:
-        """Take a version that nothing names any more off the disk; see ``Intake.remove``."""
+        """Remove an unused version from the disk; see ``Intake.remove``."""
         return await asyncio.to_thread(self._board.intake.remove, version)
 
     async def check_health(self) -> None:
-        """Ray's question. Raises ``BoardFailed`` while the board cannot help itself."""
+        """Raise ``BoardFailed`` while the board cannot recover by itself. Called by Ray."""
         self._board.check()
 
     async def __del__(self) -> None:
-        """Ray's farewell: end the engine in order."""
+        """End the engine in order. Called by Ray before the replica ends."""
         if hasattr(self, "_outlet"):
             await self._outlet.drain(self._drain_s)
             await self._outlet.close()
@@ -243,7 +243,7 @@ def _on_this_node(path: Path) -> Path:
 
 
 async def _listen(board_id: str, config: ChannelConfig, board: BoardReplica) -> ChannelServer:
-    """Let Routers connect; where no port can be had, their calls come through Ray."""
+    """Listen for Routers; without a free port, their calls come through Ray."""
     outlet = ChannelServer(board_id, config, board)
     if config.enabled:
         try:
@@ -254,9 +254,9 @@ async def _listen(board_id: str, config: ChannelConfig, board: BoardReplica) -> 
 
 
 async def _claim(group: BoardGroupConfig, state_dir: Path, node: Node) -> NodeSlot:
-    """Claim a board of this node; a replaced replica may take a moment to let go of it."""
+    """Claim a board of this node; a replaced replica may take a moment to release it."""
     slots = group.simulated.boards if group.simulated is not None else 1
-    # A predecessor that is being redeployed may still be ending its answers.
+    # A predecessor that is being redeployed may still be finishing its answers.
     deadline_s = time.monotonic() + group.slot_timeout_s + group.drain_timeout_s
     while True:
         try:

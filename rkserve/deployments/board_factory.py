@@ -1,5 +1,5 @@
-"""From a group's settings to a ``Board``: which model, library, files and hooks it gets on this
-node. It knows configuration and folders; it starts nothing, and knows no Ray.
+"""Construction of a ``Board`` from a group's settings: its model, library, files and hooks on this
+node. It starts nothing, and does not use Ray.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WEIGHTS = "weights"
 
 @dataclass(frozen=True, slots=True)
 class BoardLocation:
-    """Where a board is: its name, its node's name, and the node's folder for state."""
+    """A board's name, its node's name, and the node's folder for state."""
 
     board_id: str
     node: str
@@ -43,7 +43,7 @@ def assemble(
 ) -> Board:
     """Return the board, not yet started. Raises ``ConfigError``, ``OSError``.
 
-    A ``governed`` board serves nothing before a Coordinator has told it the desired state.
+    A ``governed`` board serves nothing before it has received the desired state from a Coordinator.
     """
     folder = open_model_folder(resolve_folder(group.model))
     if group.n_batch > 1 and folder.tokenizer_file is None:
@@ -116,7 +116,7 @@ def assemble(
 
 
 def load_hook(path: str) -> HookFactory:
-    """Import ``package.module:factory``. Raises ``ConfigError`` that says what is missing."""
+    """Import ``package.module:factory``. Raises ``ConfigError`` with the missing part."""
     module_name, _, name = path.partition(":")
     try:
         found: Any = getattr(importlib.import_module(module_name), name)
@@ -161,7 +161,7 @@ def _spec(group: BoardGroupConfig, place: BoardLocation, folder: ModelFolder) ->
 
 
 def vision_params(group: BoardGroupConfig, folder: ModelFolder) -> VisionParams | None:
-    """Return what the group's engines see with; None where their model does not."""
+    """Return the vision settings of the group's engines; None for a model without vision."""
     settings = folder.settings.vision
     if settings is None:
         return None
@@ -184,7 +184,7 @@ def vision_params(group: BoardGroupConfig, folder: ModelFolder) -> VisionParams 
 
 def _library(group: BoardGroupConfig) -> Path:
     if group.simulated is None:
-        assert group.library is not None  # the configuration demands one of the two
+        assert group.library is not None  # the configuration requires one of the two
         return group.library.expanduser()
     from rkserve.native.sim.build import ensure_built
 
@@ -211,5 +211,5 @@ def _caches(
 
 
 def _digest_of(file: Path | None, digest: Callable[[Path], str]) -> str:
-    # A library that is not there is the engine's to explain, in its own words.
+    # The engine reports a missing library itself.
     return digest(file) if file is not None and file.is_file() else ""

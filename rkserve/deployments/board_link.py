@@ -1,8 +1,7 @@
-"""The token path: one group's boards behind a deployment handle, and what carries their tokens.
+"""Calls from Routers and the Coordinator to one group's boards, and the transport of their tokens.
 
-The only place that knows how requests and events travel between Router and Board, and that turns
-Ray's exceptions into ours. Generations and reports take a connection to their board
-(``channel_router``), and Ray's way where there is none. All other calls are Ray's.
+Generations and reports use a channel connection to their board (``transport``), and Ray if there is
+none. All other calls use Ray. Ray's exceptions become rkserve's here.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _T = TypeVar("_T")
 
 
 class _Unlisted(BoardFailed):
-    """The replica has left Ray's table: it is drained, or has ended."""
+    """The replica has left Ray's table: it is draining, or has ended."""
 
 
 class RayLink:
@@ -56,7 +55,7 @@ class RayLink:
 
     @property
     def complete(self) -> bool:
-        """Whether the last round of reports left nobody out; see ``BoardLink``."""
+        """Whether the last round of reports covered all boards; see ``BoardLink``."""
         return self._complete
 
     async def open(self, request: GenerateRequest, replica: str) -> AsyncGenerator[Event, None]:
@@ -69,7 +68,7 @@ class RayLink:
                 while (event := await inbox.next()) is not None:
                     yield event
             except BoardFailed as exc:
-                # What broke before a word was heard may be the connection alone.
+                # A failure before the first event may be of the connection only.
                 if inbox.heard or not inbox.lost or isinstance(exc, BoardSilent):
                     raise
             else:
@@ -92,7 +91,7 @@ class RayLink:
         # In a context of its own: Ray's request routers match waiting calls by the id of the HTTP
         # request, and the calls of one request for several choices would be mixed up.
         response = contextvars.Context().run(method.remote, request)
-        where = replica  # until the board says its name, which means more to whoever reads it
+        where = replica  # until the board sends its name, which is more readable
         try:
             while True:
                 try:
@@ -111,9 +110,9 @@ class RayLink:
     async def reports(self) -> list[BoardReport]:
         """Collect one report from every board that answers in time.
 
-        Whoever has a connection is asked there; where nobody has, one broadcast of Ray's asks them
-        all. Ray collects its answers as a whole: a single replica that is silent fails it. Then
-        every replica that Ray lists now is asked by itself, also one that was never heard.
+        Replicas with a connection are asked over it; without any connection, one Ray broadcast asks
+        them all. Ray collects its answers as a whole, so that a single silent replica fails it;
+        then every replica that Ray lists is asked alone, including those without an earlier report.
         """
         self._complete = False
         listed = self._replicas.listed()
@@ -136,7 +135,7 @@ class RayLink:
         return {replica: line for replica, line in found.items() if line is not None}
 
     async def _reported(self, line: BoardConnection) -> BoardReport | None:
-        """Return a report that came over a connection; None: Ray is to be asked for it."""
+        """Return a report over a connection; None if Ray must be used."""
         try:
             found: BoardReport = await asyncio.wait_for(line.ask("report"), self._report_timeout_s)
         except (ChannelLost, RkserveError, TimeoutError, asyncio.TimeoutError):  # two before 3.11
@@ -144,7 +143,7 @@ class RayLink:
         return found
 
     async def _reports_by_ray(self, known: frozenset[str]) -> list[BoardReport]:
-        """Collect the reports of all replicas but those that are ``known``."""
+        """Collect the reports of all replicas except ``known`` ones."""
         reports = [] if known else await self._broadcast()
         heard = known | {report.replica for report in reports}
         left = self._replicas.listed() - heard
@@ -153,7 +152,7 @@ class RayLink:
         return [*reports, *(answer for answer in later if isinstance(answer, BoardReport))]
 
     async def _broadcast(self) -> list[BoardReport]:
-        """Return what all replicas say at once; nothing where one of them is silent."""
+        """Return the answers of all replicas at once; nothing if one of them is silent."""
         broadcast = contextvars.Context().run(self._handle.broadcast, "report")
 
         async def collect() -> list[Any]:
@@ -174,7 +173,7 @@ class RayLink:
         return [answer for answer in answers if isinstance(answer, BoardReport)]
 
     def _seek(self, replica: str) -> None:
-        """Have a connection to that replica before a request needs it."""
+        """Open a connection to that replica before a request needs it."""
         if self._channels is None:
             return
 
@@ -220,7 +219,7 @@ class RayLink:
         except _Unlisted as exc:
             if await self._replicas.is_dead(replica):
                 raise BoardGone(replica, "its replica has ended") from exc
-            # To whoever asks it is one more board of which nothing is known now.
+            # The caller treats it as a board in an unknown state.
             raise BoardFailed(replica, exc.reason) from exc
         finally:
             with contextlib.suppress(RayError, RayServeException):
@@ -242,11 +241,13 @@ class RayLink:
         try:
             answers = await asyncio.wait_for(self._replicas.broadcast(method, *args), timeout_s)
         except (RayError, RayServeException, TimeoutError, asyncio.TimeoutError):
-            return  # nobody was heard; asked by itself, each says why
+            return  # no answer at all; a call to each replica alone shows why
         await self._wait([one(answer) for answer in answers], timeout_s)
 
     async def _wait(self, calls: Iterable[Coroutine[Any, Any, None]], timeout_s: float) -> None:
-        """Wait for calls, or for so long. Who fails is not heard; asked by itself, it says why."""
+        """Wait for calls with a time limit. Failed ones are left out; a call to the replica alone
+        shows why.
+        """
         waits_for = [asyncio.ensure_future(one) for one in calls]
         try:
             await asyncio.wait(waits_for, timeout=timeout_s)
@@ -256,20 +257,20 @@ class RayLink:
             await asyncio.gather(*waits_for, return_exceptions=True)
 
     async def start_failure(self) -> BoardStartFailed | None:
-        """Return the latest failure of a board of this group to start, from Serve's own status."""
+        """Return the latest start failure of a board of this group, from Serve's own status."""
         status = await asyncio.to_thread(serve.status)  # a blocking call to Serve's controller
         application = status.applications.get(self._handle.app_name)
         deployment = application and application.deployments.get(self._handle.deployment_name)
         return BoardStartFailed.parse(deployment.message) if deployment else None
 
     async def _translated(self, call: Callable[[], Awaitable[_T]], where: str) -> _T:
-        """Await a call to a board, with Ray's exceptions turned into ours.
+        """Await a call to a board, with Ray's exceptions translated.
 
         Raises:
-            RkserveError: what the board raised itself.
+            RkserveError: raised by the board itself.
             BoardGone: its replica has ended.
-            _Unlisted: Ray sends it nothing any more, though it may be at work still.
-            BoardFailed: Ray could not reach it; whether it goes on is not known.
+            _Unlisted: Ray sends it nothing any more, though it may still be at work.
+            BoardFailed: Ray could not reach it; whether it continues is unknown.
         """
         try:
             return await call()
@@ -288,7 +289,11 @@ class RayLink:
 
 
 class Replicas:
-    """The replicas that a handle routes to, and those that have left its table and may go on."""
+    """The replicas that a handle routes to, and those that have left its table and may still run.
+
+    This is the only reader of the handle's routing table, for which Ray has no public interface. A
+    draining replica leaves that table long before it stops generating.
+    """
 
     def __init__(self, handle: Any, timeout_s: float) -> None:
         self._handle = handle
@@ -296,7 +301,7 @@ class Replicas:
         self._met: dict[str, Any] = {}  # by unique id, Ray's own object
 
     def listed(self) -> frozenset[str]:
-        """Return the ids of those in the handle's routing table now; none before its first call."""
+        """Return the IDs of those in the handle's routing table now; none before its first call."""
         # Each of these may not be there before the handle's first call.
         router = self._handle._router  # noqa: SLF001 # no public way
         inner = None if router is None else router._asyncio_router  # noqa: SLF001 # no public way
@@ -309,10 +314,10 @@ class Replicas:
         return frozenset(found)
 
     async def broadcast(self, method: str, *args: Any) -> list[Awaitable[Any]]:
-        """Call a method of every replica that is listed now; return an answer to wait for of each.
+        """Call a method of every listed replica; return an awaitable for each answer.
 
         One broadcast costs half of as many single calls, which Ray lets each replica accept first.
-        Raises what Ray raises where there is no replica.
+        Raises Ray's error if there is no replica.
         """
         response = contextvars.Context().run(self._handle.broadcast, method, *args)
         # In public Ray only gives all answers at once, so that the slowest would hide the others.
@@ -320,15 +325,15 @@ class Replicas:
         return [result.get_async() for result in results]
 
     async def forget_dead(self) -> None:
-        """Forget those that have left the table and ended since."""
+        """Forget replicas that have left the table and ended since."""
         left = self._met.keys() - self.listed()
         await asyncio.gather(*(self.is_dead(replica) for replica in left))
 
     async def is_dead(self, replica: str) -> bool:
-        """Whether a replica has ended, which is certain only if Ray says so of its process."""
+        """Return whether a replica has ended, which only Ray's status of its process proves."""
         met = self._met.get(replica)
         if met is None:
-            return True  # it was found dead before: none is known that was not in the table once
+            return True  # it was found dead before: every known replica was in the table once
         try:
             await asyncio.wait_for(met.get_queue_len(deadline_s=self._timeout_s), self._timeout_s)
         except ActorDiedError:

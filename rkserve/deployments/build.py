@@ -1,4 +1,4 @@
-"""``build(args)``: the Ray Serve application from its configuration; it knows every part."""
+"""``build(args)``: the Ray Serve application from its configuration."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from rkserve.deployments.preflight import check_args, check_folders
 from rkserve.deployments.replica import HEAD, ROUTER
 from rkserve.deployments.router import RouterReplica
 
-# Requests beyond the board's own queue are turned away by the board, never by Serve.
+# Requests beyond the board's own queue are rejected by the board, never by Serve.
 BOARD_HEADROOM = 64
-# A farewell ends the engine, for which it has 12 s at most.
+# A graceful shutdown ends the engine, which takes 12 s at most.
 FAREWELL_S = 15.0
-# A Router that is replaced only ends its answers, and those end with their boards at the latest.
-# Cut off earlier it could tell no client why, and the boards would work on for nobody.
+# A replaced Router only finishes its answers, which end with their boards at the latest. Cut off
+# earlier, its clients would get no error, and the boards would continue without a reader.
 ROUTER_DRAIN_S = 3600.0
 # Every Router has a long poll there, and every control call waits for its end.
 COORDINATOR_CALLS = 1000
 COORDINATOR_DRAIN_S = 5.0
-MARKER_SHARE = 0.001  # of a resource that marks nodes, of which each has 1: a place, not a load
+MARKER_SHARE = 0.001  # the share of a resource that marks nodes, of which each has 1
 # How long the boards that Ray counts may differ from those that run before one is stopped: longer
 # than Serve takes to notice a dead replica, so that a dying node never costs a healthy one.
 DOWNSCALE_DELAY_S = 15.0

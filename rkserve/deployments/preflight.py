@@ -1,8 +1,8 @@
-"""The checks of ``serve_config.yaml`` before anything starts, and Ray's ``serve`` with them.
+"""Checks of ``serve_config.yaml`` before anything starts, and Ray's ``serve`` command with them.
 
-Ray reads the arguments of an application only in a task on the running cluster, tries that four
-times, and goes on waiting after it has failed. The package therefore installs Ray's command
-``serve`` once more, with these checks before ``serve run`` and ``serve deploy``.
+Ray reads an application's arguments only in a task on the running cluster, tries that four times,
+and keeps waiting after it has failed. The package therefore installs Ray's command ``serve`` again,
+with these checks before ``serve run`` and ``serve deploy``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rkserve.router.policies import POLICIES
 
 APPLICATION = "rkserve.app:build"
 YAML = (".yaml", ".yml")
-# Ray's own defaults, where the file leaves them out.
+# Ray's own defaults, if the file omits them.
 HOST, PORT = "0.0.0.0", 8000
 FAILED = 1
 
@@ -53,7 +53,7 @@ def check_args(args: Any) -> RkserveConfig:
 
 
 def check_folders(config: RkserveConfig) -> None:
-    """Open every group's model folder. Raises ``ConfigError`` where one cannot be served."""
+    """Open every group's model folder. Raises ``ConfigError`` if one cannot be served."""
     for group in config.deployed:
         check_folder(group)
 
@@ -84,7 +84,7 @@ def _unknown(key: str, name: str, known: Sequence[str]) -> ConfigError:
 
 
 def read(file: Path) -> Mapping[str, Any]:
-    """Return what a file for ``serve`` has. Raises ``ConfigError``."""
+    """Return the contents of a file for ``serve``. Raises ``ConfigError``."""
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as exc:
@@ -99,8 +99,8 @@ def read(file: Path) -> Mapping[str, Any]:
 def check_file(file: Path, *, starts: bool, ray: bool = True) -> None:
     """Check the applications of rkserve in a file, and with ``ray`` Ray's own keys beside them.
 
-    ``starts`` means that a new Ray starts on this machine: model folders have to be here, and the
-    configured port has to be free.
+    ``starts`` means that a new Ray starts on this machine: model folders must be here, and the
+    configured port must be free.
 
     Raises:
         ConfigError: the message names the key or the port.
@@ -124,7 +124,7 @@ def check_file(file: Path, *, starts: bool, ray: bool = True) -> None:
 
 
 def _check_schema(file: Path, content: Mapping[str, Any]) -> None:
-    """Have Ray judge its own keys, and refuse those that it would ignore.
+    """Validate Ray's own keys, and refuse those that it would ignore.
 
     Raises:
         ConfigError: a key is unknown to Ray, or has a value that it refuses.
@@ -158,11 +158,11 @@ def _check_keys(file: Path, where: str, given: Any, schema: Any) -> None:
 
 
 def check_port(file: Path, options: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` where the endpoint's port cannot be listened on."""
+    """Raise ``ConfigError`` if the endpoint's port is not free."""
     host, port = str(options.get("host", HOST)), int(options.get("port", PORT))
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
-        # As servers do: what was closed a moment ago does not keep a port.
+        # As servers do: a recently closed connection does not block a port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -183,7 +183,7 @@ def _no_port(file: Path, host: str, port: int, exc: OSError) -> str:
 
 
 def main() -> None:
-    """Run Ray's ``serve``; before ``run`` and ``deploy``, check the file that is given."""
+    """Run Ray's ``serve``; before ``run`` and ``deploy``, check the given file."""
     from ray.serve.scripts import cli
 
     name, *rest = sys.argv[1:] or [""]
@@ -213,7 +213,7 @@ def _check_given(name: str, file: Path, address: str | None) -> None:
 
 
 def _is_running(address: str | None) -> bool:
-    """Return whether ``serve run`` joins a Ray that is there, instead of starting one."""
+    """Return whether ``serve run`` joins a running Ray instead of starting one."""
     from ray._private.services import find_bootstrap_address
 
     return bool(address or os.environ.get("RAY_ADDRESS") or find_bootstrap_address(None))

@@ -19,7 +19,7 @@ ROUTER = "Router"  # the deployment
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """The node that a replica runs on. ``name`` is its host's, made unique in the cluster."""
+    """The node of a replica. ``name`` is its host name, made unique in the cluster."""
 
     name: str
     is_head: bool
@@ -28,7 +28,7 @@ class Node:
 def find_node(nodes: Sequence[Mapping[str, Any]], node_id: str) -> Node:
     """Return the node ``node_id`` of ``ray.nodes()``.
 
-    Freshly flashed boards often share a host name; there the address is added.
+    Freshly flashed boards often share a host name; the address is then appended.
     """
     alive = {node["NodeID"]: node for node in nodes if node["Alive"]}
     mine = alive[node_id]
@@ -46,14 +46,14 @@ def board_name(group: BoardGroupConfig, index: int, node: Node) -> str:
 
 
 class RefusalsInOneLine(logging.Filter):
-    """Turns Serve's traceback of a call that rkserve refused into a line of information.
+    """Replaces Serve's traceback of a refused call by one line at level INFO.
 
-    Serve logs whatever a replica's method raises as an error with its traceback. Ours are answers:
-    a client that asks for what cannot be would fill the log and bury the faults in it.
+    Serve logs every exception of a replica's method as an error with its traceback. Ours are
+    answers: a client with invalid requests would fill the log and hide real faults in it.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Keep every record, some of them shorter."""
+        """Keep every record, refusals shortened."""
         exc = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
         if isinstance(exc, RkserveError):
             record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
@@ -63,7 +63,9 @@ class RefusalsInOneLine(logging.Filter):
 
 
 def log_with_serve() -> None:
-    """Send the log of ``rkserve`` the way of Serve's, which configures no logger but its own."""
+    """Send the log of ``rkserve`` to the handlers of Serve, which configures only its own
+    logger.
+    """
     serve, ours = logging.getLogger("ray.serve"), logging.getLogger("rkserve")
     ours.handlers = list(serve.handlers)
     ours.setLevel(serve.level)

@@ -1,8 +1,7 @@
-"""Ray's request router for boards: sends a request to the replica that was chosen already.
+"""Ray's request router for boards: sends a request to the replica chosen by the Router.
 
-The choice is made by the Router deployment from figures that it holds (``routing/``); Ray's
-handle carries it as the session id. Ray pickles this module by value, so it imports nothing of
-rkserve at module level and shares no globals with it.
+Ray's handle carries the choice as the session ID. Ray pickles this module by value, so it imports
+nothing of rkserve at module level and shares no globals with it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 class ReplicaGone(RayServeException):
     """The chosen replica left between the choice and the call.
 
-    Whoever catches it knows the base class only: this one is pickled with its module.
+    Callers catch the base class: this one is pickled with its module.
     """
 
 
@@ -26,10 +25,10 @@ class PickReplica(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the one replica, or fail the request at once where it is gone.
+        """Return the chosen replica, or fail the request at once if it is gone.
 
-        The error goes into the request's future: one that is raised here is only logged by Ray,
-        and the request would wait forever.
+        The error goes into the request's future: Ray would only log an error raised here, and the
+        request would wait forever.
         """
         if pending_request is None:
             return [candidate_replicas]

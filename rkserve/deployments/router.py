@@ -1,4 +1,4 @@
-"""Ray's view of a Router: a replica that answers HTTP with a ``Service``."""
+"""Ray's replica of a Router, which answers HTTP with a ``Service``."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from rkserve.router.stored_responses.store import Responses
 from rkserve.transport.client import ChannelClient
 
 SWITCH_S = 0.001
-FIND_BOARDS_S = 3.0  # boards that are there answer at once; new ones may load for minutes
+FIND_BOARDS_S = 3.0  # running boards answer at once; new ones may load for minutes
 
 
 class _Handover:
-    """The ASGI application that Serve is given; pickled, so it finds the real one when asked."""
+    """The ASGI application passed to Serve; pickled, so it looks the real one up when called."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -54,9 +54,10 @@ class _Handover:
 
 
 def hides_clients() -> bool:
-    """Whether whoever calls looks like Ray's HAProxy, and so like a program of this machine.
+    """Return whether a caller may be Ray's HAProxy, and so looks like a program of this machine.
 
-    HAProxy says nothing of its clients. Where it listens to this machine only they are just that.
+    HAProxy does not forward its clients' addresses. If it listens to this machine only, they are
+    local.
     """
     if not RAY_SERVE_ENABLE_HA_PROXY:
         return False
@@ -65,7 +66,7 @@ def hides_clients() -> bool:
 
 
 def cluster_names() -> list[str]:
-    """Return the host names by which the application is reached, as far as Ray knows them."""
+    """Return the host names of the application, as far as Ray knows them."""
     names = machine_names()
     names += [node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]]
     client = _get_global_client()  # no public way
@@ -75,10 +76,10 @@ def cluster_names() -> list[str]:
 
 
 def _until_gone(receive: Receive) -> Receive:
-    """Return a ``receive`` that says a hang-up as ASGI does.
+    """Return a ``receive`` that reports a hang-up in ASGI's form.
 
     At a hang-up Serve cancels the call that waits for the client's messages. It raises that error
-    once; whoever asks again would wait forever.
+    once; a second call would wait forever.
     """
     gone: Message = {"type": "http.disconnect"}
     left = False
@@ -97,7 +98,7 @@ def _until_gone(receive: Receive) -> Receive:
 
 
 async def _acknowledge_lifespan(receive: Receive, send: Send) -> None:
-    """Serve starts the application before the replica exists; nothing here depends on that."""
+    """Acknowledge the start: Serve starts the application before the replica exists."""
     while True:
         message = await receive()
         await send({"type": f"{message['type']}.complete"})
@@ -161,39 +162,39 @@ class RouterReplica:
         ]
 
     async def homeless(self) -> list[GenerationInfo]:
-        """Return this Router's generations that no board has."""
+        """Return this Router's generations without a board."""
         return self._service.homeless()
 
     async def control_homeless(
         self, generation: str, action: ControlAction, choice: int | None
     ) -> RouterGenerations:
-        """Control what this Router has of a generation and no board."""
+        """Control this Router's part of a generation without a board."""
         return self._service.control_homeless(generation, action, choice)
 
     async def abort_waiting(self, scope: ClusterScope, request_ids: list[str] | None) -> int:
-        """End this Router's requests that no board has; return how many."""
+        """Abort this Router's requests without a board; return their number."""
         return self._service.abort_waiting(scope, request_ids)
 
     async def kept_chain(
         self, owner: str, response_id: str, most_bytes: int | None
     ) -> list[StoredResponse]:
-        """Return what is kept on this Router's node of a response and those before it."""
+        """Return a response and its predecessors stored on this Router's node."""
         return await self._responses.chain_here(owner, response_id, most_bytes)
 
     async def forget_response(self, owner: str, response_id: str) -> bool:
-        """Remove a response from this Router's node; False where it is not there."""
+        """Remove a response from this Router's node; False if it is not there."""
         return await self._responses.forget_here(owner, response_id)
 
     async def keep_gradio(self, pending: PendingCall) -> None:
-        """Keep a call that a client of Gradio's posted at one of the Routers."""
+        """Store a call that a Gradio client posted at one of the Routers."""
         self._gradio.keep(pending)
 
     async def drop_gradio(self, owner: str, event_id: str, cancel: bool) -> bool:
-        """Remove such a call from this Router; False where it is not here."""
+        """Remove such a call from this Router; False if it is not here."""
         return self._gradio.drop(owner, event_id, cancel=cancel)
 
     async def __del__(self) -> None:
-        """Ray's farewell, also after a constructor that failed."""
+        """Release everything. Called by Ray, also after a constructor that failed."""
         for task in getattr(self, "_follows", ()):
             task.cancel()
         if hasattr(self, "_responses"):

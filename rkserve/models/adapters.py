@@ -1,10 +1,10 @@
-"""The LoRA adapters of a model, and which one the model name of a request means.
+"""The LoRA adapters of a model, and the resolution of a request's model name.
 
-An adapter is ``<name>/<version>/adapter.rkllm`` on a shelf, where a ``manifest.json`` may stand
-beside it. A shelf is the folder ``adapters`` of a model folder, or a board's own folder of what was
-staged there. It reads and judges files, and loads none. An adapter is known by the sha256 of its
-file: a machine that has only the manifest (a head node) takes the word of that, and a board
-compares before it loads.
+An adapter is ``<name>/<version>/adapter.rkllm`` in an adapter folder, optionally with a
+``manifest.json``. An adapter folder is the folder ``adapters`` of a model folder, or a board's own
+folder of staged versions. Files are read and checked here, not loaded. An adapter is identified by
+the sha256 of its file: a machine that has only the manifest (a head node) uses the digest stated
+there, and a board compares before it loads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MANIFEST_MAX_BYTES = 64 * 1024
 
 
 class Manifest(BaseModel):
-    """What manifest.json says of the adapter beside it; every key is optional."""
+    """The contents of manifest.json; every key is optional."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
@@ -57,7 +57,7 @@ class Manifest(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """Where adapters of ``model`` lie; no link on it may lead out of ``within``."""
+    """A folder with adapters of ``model``; no link in it may lead out of ``within``."""
 
     folder: Path
     model: str
@@ -65,21 +65,23 @@ class AdapterFolder:
 
     @classmethod
     def of_model(cls, folder: Path) -> AdapterFolder:
-        """Return that of a model folder."""
+        """Return the adapter folder of a model folder."""
         return cls(folder / FOLDER, folder.name, folder)
 
     @classmethod
     def of_board(cls, folder: Path, model: str) -> AdapterFolder:
-        """Return that of a board, which has its adapters of one model in ``folder`` alone."""
+        """Return the adapter folder of a board, whose ``folder`` holds the adapters of one model
+        only.
+        """
         return cls(folder, model, folder)
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One version of an adapter, as it was found.
+    """One version of an adapter in a folder.
 
-    ``path`` is None where this machine has no more of it than its manifest. ``broken`` says why it
-    cannot be used; its digest is empty then.
+    ``path`` is None if this machine has only its manifest. ``broken`` is the reason why it cannot
+    be used; its digest is empty then.
     """
 
     name: str
@@ -92,11 +94,11 @@ class Adapter:
 
     @property
     def label(self) -> str:
-        """The name by which a request can ask for exactly this one."""
+        """The name by which a request can address exactly this version."""
         return f"{self.name}@{self.version}"
 
     def ref(self) -> AdapterRef:
-        """Return it as requests carry it. Raises ``AdapterBroken``."""
+        """Return its reference for requests. Raises ``AdapterBroken``."""
         if self.broken:
             raise AdapterBroken(self.label, self.broken)
         return AdapterRef(self.name, self.version, self.digest, self.scale)
@@ -104,9 +106,9 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterName:
-    """A model name of a request, taken to be that of an adapter; None is not said.
+    """The parts of a request's model name that names an adapter; None is absent.
 
-    ``title`` is the adapter's name, with the version where there is one.
+    ``title`` is the adapter's name, with the version if there is one.
     """
 
     base: str | None
@@ -115,7 +117,7 @@ class AdapterName:
     version: str | None
 
     def ambiguous(self, models: Iterable[str]) -> RequestError:
-        """Return the error where several models have an adapter of that name."""
+        """Return the error if several models have an adapter of that name."""
         choices = ", ".join(f"'{model}:{self.title}'" for model in models)
         return RequestError(
             f"Several models have an adapter '{self.title}': ask for {choices}.", "model"
@@ -124,7 +126,7 @@ class AdapterName:
 
 @dataclass(frozen=True, slots=True)
 class AdapterChoice:
-    """What the model name of a request means."""
+    """The model and the adapter of a request."""
 
     model: str
     adapter: AdapterRef | None
@@ -136,9 +138,9 @@ def adapters(folder: Path) -> tuple[Adapter, ...]:
 
 
 def shelved(shelf: AdapterFolder) -> tuple[Adapter, ...]:
-    """Return the adapters on a shelf, by name and then by version, the newest last.
+    """Return the adapters in a folder, by name and then by version, the newest last.
 
-    The first time it reads all of every file. What cannot be used is there too, ``broken``.
+    The first call reads every file in full. Unusable ones are included, ``broken``.
 
     Raises:
         ConfigError: the folder of adapters, or one in it, cannot be listed.
@@ -151,10 +153,10 @@ def shelved(shelf: AdapterFolder) -> tuple[Adapter, ...]:
 
 
 def open_adapter(shelves: Sequence[AdapterFolder], ref: AdapterRef) -> Adapter:
-    """Return the adapter of ``ref`` for loading: its file is here, and it is the one that is meant.
+    """Return the adapter of ``ref`` for loading: its file is present and has the right digest.
 
-    The first shelf goes first. The file may still change before the runtime has read it; that is
-    the operator's to avoid, by a new version for a new content.
+    The first folder takes precedence. The file may still change before the runtime has read it;
+    operators avoid that with a new version for new content.
 
     Raises:
         AdapterBroken: the file is missing, broken or another one, everywhere.
@@ -167,7 +169,7 @@ def open_adapter(shelves: Sequence[AdapterFolder], ref: AdapterRef) -> Adapter:
         reason = _unusable(found, ref)
         if not reason:
             return found
-        # What is wrong with a version that is there says more than that another place has none.
+        # A defect of a present version is more informative than its absence elsewhere.
         if (shelf.folder / ref.name / ref.version).is_dir():
             wrong = wrong or reason
         else:
@@ -176,7 +178,7 @@ def open_adapter(shelves: Sequence[AdapterFolder], ref: AdapterRef) -> Adapter:
 
 
 def _unusable(found: Adapter, ref: AdapterRef) -> str:
-    """Return why a board cannot load ``found`` for ``ref``, or nothing."""
+    """Return why a board cannot load ``found`` for ``ref``, or an empty string."""
     if found.broken:
         return found.broken
     if found.path is None:
@@ -190,7 +192,7 @@ def _unusable(found: Adapter, ref: AdapterRef) -> str:
 
 
 def parts_of(asked: str) -> AdapterName:
-    """Take ``adapter``, ``base:adapter``, ``adapter@version`` or ``base:adapter@version`` apart."""
+    """Parse ``adapter``, ``base:adapter``, ``adapter@version`` or ``base:adapter@version``."""
     base, colon, rest = asked.partition(":")
     title = rest if colon else asked
     name, at, version = title.partition("@")
@@ -198,16 +200,16 @@ def parts_of(asked: str) -> AdapterName:
 
 
 def resolve(asked: str, catalog: Mapping[str, Sequence[Adapter]]) -> AdapterChoice:
-    """Return what the model of a request means, where ``catalog`` has the adapters of each model.
+    """Return the model and adapter of a request; ``catalog`` has the adapters of each model.
 
-    The name of a model is understood, and what ``parts_of`` takes apart. A model goes before an
-    adapter of the same name. Without a version the newest one is meant; if that is broken the
-    request fails, rather than get an older answer unasked.
+    The name is that of a model, or of an adapter as ``parts_of`` parses it. A model takes
+    precedence over an adapter of the same name. Without a version the newest one is chosen; if that
+    is broken the request fails, rather than use an older version without notice.
 
     Raises:
         ModelNotFound: there is no such model.
-        AdapterNotFound: there is no such adapter of a model that there is.
-        AdapterBroken: it is there and cannot be used.
+        AdapterNotFound: there is no such adapter of an existing model.
+        AdapterBroken: it exists and cannot be used.
         RequestError: several models have an adapter of that name.
     """
     if asked in catalog:
@@ -236,13 +238,15 @@ def _matching(found: Sequence[Adapter], name: str, version: str | None) -> list[
 def version_order(version: str) -> tuple[tuple[tuple[bool, int, str], ...], str]:
     """Order ``v9`` before ``v10`` and ``1.9`` before ``1.10``. No suffix is a pre-release."""
     parts = re.findall(r"[0-9]+|[^0-9]+", version)
-    # 1.0 and 1.00 are equal as numbers; the text makes the order certain.
-    # Not isdigit: that is true of what is no number, such as a superscript two.
+    # 1.0 and 1.00 are equal as numbers; the text makes the order deterministic.
+    # Not isdigit: it accepts characters that int() refuses, such as a superscript two.
     return tuple((not p.isdecimal(), int(p) if p.isdecimal() else 0, p) for p in parts), version
 
 
 def _names(folder: Path) -> list[str]:
-    """The names of the folders in ``folder``, without hidden ones; other names are logged."""
+    """Return the names of the folders in ``folder``, without hidden ones; invalid names are
+    logged.
+    """
     try:
         found = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     except FileNotFoundError:
@@ -262,7 +266,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _judge(shelf: AdapterFolder, name: str, version: str) -> Adapter:
-    """Return one adapter as it stands on this machine, usable or broken."""
+    """Return one adapter on this machine, usable or broken."""
     place = shelf.folder / name / version
     try:
         manifest = _manifest(shelf, place / MANIFEST_FILE)
@@ -279,7 +283,7 @@ def _judge(shelf: AdapterFolder, name: str, version: str) -> Adapter:
 
 
 class _Unfit(Exception):
-    """Why an adapter cannot be used; it never leaves this module."""
+    """The reason why an adapter cannot be used; it never leaves this module."""
 
 
 def _announced(name: str, version: str, manifest: Manifest) -> Adapter:
@@ -289,10 +293,10 @@ def _announced(name: str, version: str, manifest: Manifest) -> Adapter:
 
 
 def _inside(shelf: AdapterFolder, file: Path) -> Path | None:
-    """Return where ``file`` really is; None if it is not there at all."""
+    """Return the resolved path of ``file``; None if it does not exist."""
     try:
         real = file.resolve()
-    except RuntimeError as exc:  # so says Python up to 3.12
+    except RuntimeError as exc:  # raised by Python up to 3.12
         raise _Unfit(f"{file.name} is a link to itself") from exc
     if not real.is_relative_to(shelf.within.resolve()):
         raise _Unfit(f"{file.name} leads out of {shelf.within.name}, its folder, to {real}")

@@ -1,6 +1,6 @@
 """A model folder as a frozen value: weights, tokenizer files, and the folder's own settings.
 
-It reads files and judges them; it neither tokenizes nor loads weights, and knows no other room.
+Files are read and checked here; tokenizing and loading are elsewhere.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ SETTINGS_FILE = "rkserve.yaml"
 CONTEXT_STEP = 32  # the vendor's converter demands a multiple of 32
 CONTEXT_MAX = 16384
 MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-# Families whose runtime says that it "does not support saving prompt cache", by their names.
+# Families, by name, whose runtime logs that it "does not support saving prompt cache".
 WITHOUT_PROMPT_CACHE = re.compile(r"qwen[-_ ]?3[._]?5(?!\d)", re.IGNORECASE)
 
-# What people have taken for a .rkllm: how such files begin, from which byte on, and what they are.
+# Files mistaken for a .rkllm: their first bytes, the offset of these, and their kind.
 FOREIGN = (
     (b"GGUF", 0, "a GGUF model, which has to be converted with rkllm-toolkit"),
     (b"RKNN", 0, "an RKNN model, which belongs to librknnrt and not to librkllmrt"),
@@ -55,13 +55,13 @@ FOREIGN = (
     (b'{"', 8, "a safetensors file, which has to be converted with rkllm-toolkit"),
     (b"version https://git-lfs", 0, "a pointer of Git LFS; fetch the file itself"),
 )
-# As rkserve.native.sim.models and the simulated runtime know it: magic, format, size, names.
+# The header of rkserve.native.sim.models and the simulated runtime: magic, format, size, names.
 SIM_MAGIC, SIM_FORMAT = b"RKSIMLLM", 1
 SIM_HEADER = struct.Struct("<8sII64s16s64s16s16s4I6I5i")
 
 
 class SamplingDefaults(BaseModel):
-    """What a request gets that does not say otherwise; on RKLLM 1.2.x, what every request gets."""
+    """Default sampling of requests; on RKLLM 1.2.x, the fixed sampling of every request."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -97,12 +97,12 @@ class SamplingDefaults(BaseModel):
     mirostat_eta: float = Field(0.1, gt=0, le=1, description="How fast Mirostat corrects itself.")
 
     def values(self) -> Sampling:
-        """Return them as the value that requests carry."""
+        """Return them as the value used in requests."""
         return Sampling(**self.model_dump())
 
 
 class ThinkingSettings(BaseModel):
-    """How a model thinks before it answers, where its template does not tell."""
+    """A model's reasoning marks, if its template does not show them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -141,7 +141,7 @@ class ThinkingSettings(BaseModel):
 
 
 class EmbeddingSettings(BaseModel):
-    """How a model's hidden states become the vector of a text."""
+    """The computation of embeddings from a model's hidden states."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -174,7 +174,7 @@ class EmbeddingSettings(BaseModel):
 
 
 class CrossAttentionSettings(BaseModel):
-    """Sizes of the decoder's cross-attention, as the model's config.json has them."""
+    """Dimensions of the decoder's cross-attention, as in the model's config.json."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -189,12 +189,12 @@ class CrossAttentionSettings(BaseModel):
 
     @property
     def shape(self) -> EncoderShape:
-        """The sizes that a request's caches must have."""
+        """The dimensions of the caches in requests."""
         return EncoderShape(self.layers, self.kv_heads, self.head_dim)
 
 
 class FolderSettings(BaseModel):
-    """What rkserve needs to know about a model beyond its files; every key is optional."""
+    """Settings of a model in rkserve.yaml; every key is optional."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -298,9 +298,9 @@ class FolderSettings(BaseModel):
 
 
 class ModelFolder(BaseModel):
-    """One servable model. ``id`` is the name that requests use: the folder's name.
+    """One servable model. ``id`` is its name in requests: the folder's name.
 
-    ``weights`` is None where the folder holds tokenizer files only, as on a head node.
+    ``weights`` is None if the folder holds tokenizer files only, as on a head node.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -311,13 +311,13 @@ class ModelFolder(BaseModel):
     settings: FolderSettings
 
     def require_weights(self) -> Path:
-        """Return the model's file. Raises ``ConfigError`` where this machine does not have it."""
+        """Return the model's file. Raises ``ConfigError`` if this machine does not have it."""
         if self.weights is None:
             raise ConfigError(f"{self.path} holds no *.rkllm file. Copy the converted model there.")
         return self.weights
 
     def content_digest(self) -> str:
-        """Return what tells this model's file from others, for whatever is only valid with it.
+        """Return a digest of this model's file, for data that is valid only with it.
 
         Raises:
             ConfigError: this machine does not have the file, or it cannot be read.
@@ -330,7 +330,9 @@ class ModelFolder(BaseModel):
 
     @property
     def prompt_cache(self) -> bool:
-        """Whether prompt caches may be kept: what the folder says, or else the family's name."""
+        """Whether prompt caches are allowed: by the folder's setting, or else by the family's
+        name.
+        """
         if self.settings.prompt_cache is not None:
             return self.settings.prompt_cache
         names = (self.id, self.weights.name if self.weights is not None else "")
@@ -344,7 +346,7 @@ class ModelFolder(BaseModel):
 
     @cached_property
     def tokenizer_config(self) -> dict[str, Any]:
-        """tokenizer_config.json as it stands, empty where there is none."""
+        """The contents of tokenizer_config.json, empty if there is none."""
         file = self.path / "tokenizer_config.json"
         if not file.is_file():
             return {}
@@ -366,7 +368,7 @@ class ModelFolder(BaseModel):
 
     @cached_property
     def tool_template(self) -> str | None:
-        """The folder's own template for conversations with tools, where that is another one."""
+        """The folder's own template for conversations with tools, if it is another one."""
         separate = self.path / "additional_chat_templates" / "tool_use.jinja"
         if separate.is_file():
             return separate.read_text(encoding="utf-8")
@@ -374,7 +376,7 @@ class ModelFolder(BaseModel):
         return self._named_template("tool_use") if several else None
 
     def _named_template(self, name: str) -> str | None:
-        """The template of tokenizer_config.json, or one of several there by its name."""
+        """Return the template of tokenizer_config.json, or one of several there by its name."""
         template = self.tokenizer_config.get("chat_template")
         if isinstance(template, list):
             named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
@@ -383,16 +385,16 @@ class ModelFolder(BaseModel):
 
 
 class UnfitWeights(ValueError):
-    """Why a file is certainly no model that RKLLM loads; whoever was given it says so."""
+    """The reason why a file certainly is no model for RKLLM; callers put it into their message."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsMetadata:
-    """What the beginning of a model's file tells; None is what it does not.
+    """The metadata in the header of a model file; None is unknown.
 
-    The vendor has not published the format of a ``.rkllm``, so that of a real one nothing is known
-    before it is loaded, and only what is certainly another kind of file is refused. ``platform`` is
-    the SoC that it was converted for (``any``: for all), ``max_context`` the longest context.
+    The vendor has not published the ``.rkllm`` format, so nothing is known about a real file before
+    it is loaded, and only files that certainly are something else are refused. ``platform`` is the
+    SoC that it was converted for (``any``: all), ``max_context`` the longest context.
     """
 
     size_bytes: int
@@ -404,10 +406,10 @@ class WeightsMetadata:
 
 
 def weights_facts(path: Path) -> WeightsMetadata:
-    """Return what can be told of a model's file without loading it.
+    """Return the metadata of a model's file without loading it.
 
     Raises:
-        WeightsUnfit: it is certainly no model for RKLLM, or a damaged one.
+        UnfitWeights: it certainly is no model for RKLLM, or is damaged.
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
@@ -466,7 +468,7 @@ def open_model_folder(path: Path) -> ModelFolder:
 
 
 def weights_in(path: Path) -> Path | None:
-    """Return the model's file in a folder. Raises ``ConfigError`` where it could be several."""
+    """Return the model's file in a folder. Raises ``ConfigError`` if there are several."""
     preferred = path / "model.rkllm"
     if preferred.is_file():
         return preferred

@@ -1,4 +1,4 @@
-"""What a model folder says of how its model judges documents; it knows no other room."""
+"""Settings of a model folder for reranking by a chat model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class RerankSettings(BaseModel):
-    """How a model judges a document: whether it would say yes or no next. The texts are those that
-    Qwen3-Reranker was trained with; they go through the model's own chat template."""
+    """Reranking by the probabilities of yes and no as the next token. The default texts are those
+    that Qwen3-Reranker was trained with; they go through the model's own chat template.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

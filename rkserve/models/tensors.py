@@ -1,7 +1,4 @@
-"""The tensors of a file of weights, as a trainer names them, and where two lists of them differ.
-
-It knows names, shapes and types, and no file's format.
-"""
+"""The tensors of a weight file, as a trainer lists them, and the difference of two lists."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """Which part of a tensor an entry is: number ``index`` of ``count``, cut along ``dim``."""
+    """The part of a tensor in an entry: number ``index`` of ``count``, cut along ``dim``."""
 
     index: int
     count: int | None = None
@@ -140,9 +137,9 @@ def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
 
 
 def difference(asked: Sequence[Parameter], known: Sequence[Parameter]) -> str | None:
-    """Say where ``asked`` is not ``known``, in one sentence; None where both are the same.
+    """Return the first difference between ``asked`` and ``known`` in one sentence; None if equal.
 
-    Their order says nothing.
+    Their order is irrelevant.
     """
     have = {one.name: one for one in known}
     for one in asked:

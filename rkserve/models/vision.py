@@ -1,7 +1,7 @@
-"""What a model folder says of the images that its model sees; values only.
+"""Settings of a model folder for images.
 
-Families are those for which the vendor, or a model's card, has published the numbers; what is not
-published is for the folder to say.
+Families are those with numbers published by the vendor or in a model card; other values come from
+the folder.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ MAX_SIDE = 2048  # an image crosses a pipe in one frame
 
 
 class VisionSettings(BaseModel):
-    """How images reach a model that sees.
+    """The image encoder and the image tags of a vision model.
 
-    `family` fills in what is published of it; what the folder says itself goes before that. All of
-    `size`, `tokens` and `tags` must be known in the end.
+    `family` provides published values; the folder's own values take precedence. All of `size`,
+    `tokens` and `tags` must be known in the end.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

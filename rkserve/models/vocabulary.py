@@ -1,8 +1,7 @@
-"""What the ids of a model stand for, in bytes, by its folder's tokenizer.json. It encodes nothing.
+"""The bytes of a model's token IDs, from its folder's tokenizer.json. It encodes nothing.
 
-A token is not a text: it may end inside a character, which is why this reads the vocabulary itself
-and does not ask for decoded text. It knows the two ways that vocabularies write bytes, and refuses
-any other.
+A token may end inside a character, so this reads the vocabulary itself instead of decoded text. It
+supports the two ways in which vocabularies write bytes, and refuses any other.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from typing import Any
 from rkserve.core.errors import ConfigError
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_BLANK = "\u2581"  # SentencePiece writes a space so
+_BLANK = "\u2581"  # SentencePiece's character for a space
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """``pieces`` by id, None where there is none; those in ``special`` are markup and not text."""
+    """``pieces`` by ID, None if there is none; those in ``special`` are markup and not text."""
 
     pieces: tuple[bytes | None, ...]
     special: frozenset[int]
@@ -31,21 +30,21 @@ class Vocabulary:
         return len(self.pieces)
 
     def piece(self, token_id: int) -> bytes:
-        """What the id stands for, also if that is markup; empty where it stands for nothing."""
+        """Return an ID's bytes, also if it is markup; empty for an ID without any."""
         if not 0 <= token_id < len(self.pieces):
             return b""
         return self.pieces[token_id] or b""
 
     def said(self, token_id: int) -> bytes:
-        """What the id adds to a text."""
+        """Return the bytes that an ID adds to a text."""
         return b"" if token_id in self.special else self.piece(token_id)
 
 
 def read_vocabulary(file: Path) -> Vocabulary:
-    """Read a tokenizer.json; that of 150,000 tokens takes some tenths of a second.
+    """Read a tokenizer.json; one with 150,000 tokens takes some tenths of a second.
 
     Raises:
-        ConfigError: it cannot be read, or writes bytes in a way that is not known here.
+        ConfigError: it cannot be read, or writes bytes in an unsupported way.
     """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -80,7 +79,7 @@ def _vocabulary(found: dict[str, Any], file: Path) -> Vocabulary:
 
 
 def _types(decoder: Any) -> frozenset[str]:
-    """The types of a decoder and of those that it is a sequence of."""
+    """Return the types of a decoder and of the decoders in its sequence."""
     if not isinstance(decoder, dict):
         return frozenset()
     inner = [_types(one) for one in decoder.get("decoders") or []]
@@ -88,7 +87,7 @@ def _types(decoder: Any) -> frozenset[str]:
 
 
 def _byte_alphabet() -> Mapping[str, int]:
-    """The printable character that stands for each byte in a byte-level vocabulary."""
+    """Return the printable character for each byte of a byte-level vocabulary."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = (byte for byte in range(256) if byte not in printable)
     shifted = {chr(256 + place): byte for place, byte in enumerate(hidden)}
@@ -96,7 +95,7 @@ def _byte_alphabet() -> Mapping[str, int]:
 
 
 def _byte_level(piece: str, alphabet: Mapping[str, int]) -> bytes:
-    # What is not written in the alphabet is a token that was put in as it is.
+    # A token outside the alphabet was added verbatim.
     if all(character in alphabet for character in piece):
         return bytes(alphabet[character] for character in piece)
     return piece.encode()

@@ -1,5 +1,5 @@
-"""Base weights on the head: whether a file can be a model for the same boards, and whether it is
-the one in the model's own folder. It knows files, and nothing of who sends or loads them.
+"""Base weights on the head: their compatibility with a model's boards, and identity with the file
+in the model's own folder.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from rkserve.models.folder import UnfitWeights, weights_facts, weights_in
 
 log = logging.getLogger(__name__)
 
-# What a file may tell of itself that has to be the same for the same boards and requests.
+# Metadata that must be equal for the same boards and requests.
 _ALIKE = ("simulated", "platform", "model_id")
-ANY = "any"  # a platform that is every one
+ANY = "any"  # the platform name that matches every platform
 
 
 @dataclass(frozen=True)
 class FolderModels:
     """The files in the models' own folders, by model, as far as this machine has them.
 
-    Their digests are kept in ``records``, so that a file of gigabytes is read once.
+    Their digests are cached in ``records``, so that a file of gigabytes is read once.
     """
 
     files: Mapping[str, Path]
@@ -39,27 +39,29 @@ class FolderModels:
             self._digests[model] = CachedDigest(file, self.records / f"{name}.json")
 
     def known(self, model: str) -> str | None:
-        """Return the sha256 of a model's own file as it was computed last; it reads nothing."""
+        """Return the sha256 of a model's own file as last computed; it reads nothing."""
         own = self._digests.get(model)
         return None if own is None else own.known
 
     def stop(self) -> None:
-        """End what is being computed: the process is about to end."""
+        """Cancel running computations, because the process is about to end."""
         for own in self._digests.values():
             own.stop()
 
     def digest(self, model: str) -> str | None:
-        """Return the sha256 of a model's own file; None where it is not here. Raises ``OSError``.
+        """Return the sha256 of a model's own file; None if it is not on this machine. Raises
+        ``OSError``.
 
-        The first time it reads all of the file.
+        The first call reads all of the file.
         """
         own = self._digests.get(model)
         return None if own is None else own.get()
 
     def require_alike(self, file: Path, model: str) -> None:
-        """Raise ``ArtifactRefused`` for what certainly is no model for the boards of ``model``.
+        """Raise ``ArtifactRefused`` for a file that certainly is no model for the boards of
+        ``model``.
 
-        Whether it is a good one only a board can tell, which loads it.
+        Only a board that loads it can tell whether it works.
         """
         try:
             found = weights_facts(file)
@@ -82,7 +84,7 @@ class FolderModels:
             )
 
     def leads_there(self, path: str, model: str) -> bool:
-        """Whether a path leads to the model's own file, or to its folder."""
+        """Return whether a path leads to the model's own file, or to its folder."""
         own = self.files.get(model)
         try:
             return own is not None and Path(path).resolve() in (own.resolve(), own.parent.resolve())

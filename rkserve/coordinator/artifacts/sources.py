@@ -1,7 +1,6 @@
-"""Where adapters may be taken from besides an upload: folders of this machine, and the web.
+"""Sources of adapters besides uploads: folders of this machine, and the web.
 
-It knows the allow-lists and keeps to them whatever a path, a link or a redirect says. What becomes
-of the bytes is the store's to know.
+The allow-lists hold for every path, link and redirect.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ NOT_FOUND = frozenset({404, 410})
 
 
 class Source:
-    """A file that is open for reading, once; ``size_bytes`` is None where nobody says it."""
+    """A file that is open for reading, once; ``size_bytes`` is None if unknown."""
 
     def __init__(self, blocks: Iterator[bytes], size_bytes: int | None, stack: ExitStack) -> None:
         self.blocks = blocks
@@ -51,7 +50,7 @@ class Source:
 
 
 def adapter_in(folder: Path) -> Path:
-    """Return where the file of an adapter's folder is."""
+    """Return the path of the adapter file in a folder."""
     return folder / ADAPTER_FILE
 
 
@@ -60,7 +59,7 @@ def open_path(
 ) -> Source:
     """Open a file, or the one in a folder, that lies in one of the allowed folders.
 
-    ``file_in`` says which file of a folder is meant: that of an adapter, or of a model.
+    ``file_in`` selects the file of a folder: that of an adapter, or of a model.
 
     Raises:
         ArtifactRefused: it lies elsewhere, is no regular file, or cannot be read.
@@ -87,18 +86,18 @@ def open_path(
 
 def _open_within(asked: Path, allowed: list[Path], file_in: Callable[[Path], Path]) -> Source:
     real = asked.resolve()
-    _require_within(real, allowed)  # first: what lies elsewhere is nobody's to find out
+    _require_within(real, allowed)  # first: callers must not learn anything about files elsewhere
     if real.is_dir():
         real = file_in(real).resolve()
         _require_within(real, allowed)
-    # O_NONBLOCK: opening a pipe that nobody writes would wait for ever.
+    # O_NONBLOCK: opening a pipe without a writer would wait forever.
     descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with ExitStack() as stack:
         file = stack.enter_context(os.fdopen(descriptor, "rb"))
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise ArtifactRefused(f"'{asked}' is not a regular file.", "path")
-        # A folder above it may have become a link since: what counts is what was opened.
+        # A parent folder may have become a link since: the opened file is checked.
         _require_within(Path(f"/proc/self/fd/{descriptor}").readlink(), allowed)
         blocks = iter(lambda: file.read(BLOCK_BYTES), b"")
         return Source(blocks, found.st_size, stack.pop_all())
@@ -125,7 +124,9 @@ def check_prefixes(prefixes: tuple[str, ...]) -> None:
 
 
 def allows(url: str, prefixes: tuple[str, ...]) -> bool:
-    """Whether a URL is below one of the prefixes. Raises ``ArtifactRefused`` for a strange one."""
+    """Return whether a URL is below one of the prefixes. Raises ``ArtifactRefused`` for a malformed
+    one.
+    """
     scheme, host, port, path = _parts(url)
     for prefix in prefixes:
         *origin, folder = _parts(prefix)
@@ -136,15 +137,15 @@ def allows(url: str, prefixes: tuple[str, ...]) -> bool:
 
 
 def open_url(url: str, prefixes: tuple[str, ...], limit_s: float) -> Source:
-    """Open what a URL leads to; redirects are followed as far as the prefixes allow.
+    """Open a URL; redirects are followed as far as the prefixes allow.
 
     Raises:
-        ArtifactRefused: it is not allowed, or the server does not answer as it should.
+        ArtifactRefused: it is not allowed, or the server's answer is unusable.
         ArtifactNotFound: the server has nothing there.
     """
     deadline_s = time.monotonic() + limit_s
     with ExitStack() as stack:
-        # No proxy and no credentials of this process' environment: the list is all that counts.
+        # No proxy and no credentials from this process' environment: only the list counts.
         client = stack.enter_context(httpx.Client(trust_env=False, timeout=min(SILENCE_S, limit_s)))
         try:
             response = _follow(client, stack, url, prefixes)
@@ -166,7 +167,7 @@ def _follow(
                 "`coordinator.allowed_urls` names.",
                 "url",
             )
-        # As it is: a file that unpacks itself on the way could have any size.
+        # Without compression: a compressed file could unpack to any size.
         request = client.build_request("GET", url, headers={"accept-encoding": "identity"})
         response = client.send(request, stream=True)
         if not response.has_redirect_location:
@@ -189,7 +190,9 @@ def _require_file(response: httpx.Response) -> None:
 
 def _blocks(response: httpx.Response, deadline_s: float) -> Iterator[bytes]:
     try:
-        for block in response.iter_raw():  # as it comes, so that a trickle meets its end too
+        for block in (
+            response.iter_raw()
+        ):  # in small pieces, so that a slow trickle meets the time limit too
             if time.monotonic() > deadline_s:
                 raise ArtifactRefused("The server of that URL took too long.", "url")
             yield block
@@ -203,7 +206,7 @@ def _no_answer(exc: httpx.HTTPError) -> ArtifactRefused:
 
 
 def _parts(url: str) -> tuple[str, str, int, str]:
-    """Return scheme, host, port and path. Raises ``ArtifactRefused`` for what hides any of them."""
+    """Return scheme, host, port and path. Raises ``ArtifactRefused`` for ambiguous URLs."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -214,7 +217,7 @@ def _parts(url: str) -> tuple[str, str, int, str]:
     if parts.username is not None or parts.password is not None:
         raise ArtifactRefused("A URL must not hold a user's name or password.", "url")
     path = unquote(parts.path)
-    # "%2e%2e", "%5c" and "%252e" too: servers differ in what they make of them.
+    # "%2e%2e", "%5c" and "%252e" too: servers interpret them differently.
     if re.search(r"[\x00-\x20\x7f\\]", url) or {"..", "."} & set(path.split("/")):
         raise ArtifactRefused("The path of a URL must lead straight to the file.", "url")
     if re.search(r"[%\\\x00-\x1f]", path):
@@ -229,7 +232,11 @@ AT_ONCE = 4
 
 
 class DownloadPool:
-    """So many blocking calls at once, and no more. Use it from one event loop."""
+    """A limited number of blocking calls in threads of their own. Use it from one event loop.
+
+    A slow server holds its thread for minutes. In asyncio's shared threads a few of them would keep
+    chunks from being read, and so every board from being staged.
+    """
 
     def __init__(self, at_once: int = AT_ONCE) -> None:
         self._at_once = at_once
@@ -237,10 +244,10 @@ class DownloadPool:
         self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="fetch")
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call it in one of the threads.
+        """Run a call in one of the threads.
 
         Raises:
-            ArtifactRefused: as many as may be are being fetched already.
+            ArtifactRefused: the limit of concurrent downloads is reached.
         """
         if self._going_on >= self._at_once:
             raise ArtifactRefused(
@@ -250,7 +257,7 @@ class DownloadPool:
         self._going_on += 1
         future = self._threads.submit(partial(call, *args, **kwargs))
         loop = asyncio.get_running_loop()
-        # Also when the caller has left: the thread is free only once the call has ended.
+        # Also when the caller was cancelled: the thread is free only once the call has ended.
         future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._ended))
         return await asyncio.wrap_future(future)
 
@@ -258,5 +265,5 @@ class DownloadPool:
         self._going_on -= 1
 
     def close(self) -> None:
-        """Begin nothing any more; what goes on ends by itself."""
+        """Start no more calls; running ones end by themselves."""
         self._threads.shutdown(wait=False, cancel_futures=True)

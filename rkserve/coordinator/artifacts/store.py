@@ -1,8 +1,6 @@
-"""The head's store of files of weights, each known by the sha256 of its content and written once:
-adapters, and base weights for models.
+"""The head's store of weight files, adapters and base weights, by the sha256 of their content.
 
-It knows files and what their senders say of them. What is served, and who may send something, is
-not its to know; boards get the files from ``staging``.
+Each file is written once. Boards get them by ``transfer``.
 """
 
 from __future__ import annotations
@@ -43,9 +41,9 @@ VERSION_DIGITS = 12
 
 @dataclass(frozen=True, slots=True)
 class ArtifactRules:
-    """What the store takes, and from where. Times in seconds.
+    """The limits of the store and its allowed sources. Times in seconds.
 
-    An upload that gets nothing for ``upload_idle_s`` is removed. ``reserve_bytes`` of the disk stay
+    An upload without data for ``upload_idle_s`` is removed. ``reserve_bytes`` of the disk stay
     free, for the Coordinator's own records.
     """
 
@@ -61,22 +59,22 @@ class ArtifactRules:
 
 @dataclass
 class _Upload:
-    """A file that is coming in."""
+    """A file that is being uploaded."""
 
     claim: DeclaredArtifact
     path: Path
     touched_s: float
     size_bytes: int = 0
     digest: Any = field(default_factory=hashlib.sha256)
-    # Held while it is written to; a part that comes twice at once must not be counted twice.
+    # Held during a write; a part that is sent twice at once must not be counted twice.
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class ArtifactStore:
     """The store in one folder, of one process. Its methods block; any thread may call them.
 
-    Files are ``<folder>/<sha256>``. Uploads do not survive the process: their senders hear of it
-    and begin again.
+    Files are ``<folder>/<sha256>``. Uploads do not survive the process: their senders get an error
+    and start again.
     """
 
     def __init__(
@@ -88,8 +86,8 @@ class ArtifactStore:
         free: Callable[[Path], int] = free_bytes,
         own: Mapping[str, Path] | None = None,
     ) -> None:
-        """``free`` says what the disk has left, and ``own`` where the file of a model's folder is,
-        as far as this machine has it.
+        """``free`` returns the disk's free bytes, and ``own`` the path of a model folder's file if
+        this machine has it.
         """
         self._folder = folder
         self._facts = MetadataFolder(folder / FACTS)
@@ -99,10 +97,10 @@ class ArtifactStore:
         self._free = free
         self._lock = threading.RLock()
         self._uploads: dict[str, _Upload] = {}
-        self._kept_s: dict[str, float] = {}  # when a file came last, or was found at the start
+        self._kept_s: dict[str, float] = {}  # the time of a file's last upload, or of the start
 
     def open(self) -> None:
-        """Make the folder ready. Raises ``ConfigError``: it, or an allow-list, cannot be used."""
+        """Prepare the folder. Raises ``ConfigError`` if it, or an allow-list, cannot be used."""
         check_prefixes(self._rules.allowed_urls)
         for allowed in self._rules.allowed_paths:
             if not allowed.expanduser().is_absolute():
@@ -124,26 +122,27 @@ class ArtifactStore:
     # -- uploads ------------------------------------------------------------------------------
 
     def upload_begin(self, claim: DeclaredArtifact) -> str:
-        """Return the id of an upload. Without a version the content names it.
+        """Return the ID of a new upload. The default version is derived from the content.
 
         Raises:
-            ArtifactRefused: what is said cannot be, the disk is full, or too many come in at once.
-            BodyTooLarge: it is said to be larger than allowed.
+            ArtifactRefused: the declaration is invalid, the disk is full, or there are too many
+                uploads.
+            BodyTooLarge: it is declared larger than allowed.
         """
         self.sweep()
         return self._begin(checked(claim))
 
     def upload_part(self, upload: str, offset: int, data: bytes) -> int:
-        """Write the next bytes; return how many are there then. Part for part, in order.
+        """Write the next bytes; return the total so far. Parts come in order.
 
         Raises:
-            ArtifactNotFound: the upload was given up, or there was a restart.
+            ArtifactNotFound: the upload was removed, or there was a restart.
             ArtifactRefused: the part does not follow, or the disk is full.
             BodyTooLarge: it is larger than allowed, and was removed.
         """
         coming = self._coming(upload)
         with coming.lock:
-            self._coming(upload)  # it may have been given up while somebody else wrote
+            self._coming(upload)  # it may have been removed while another thread wrote
             if offset != coming.size_bytes:
                 raise ArtifactRefused(
                     f"The part begins at byte {offset}, and {coming.size_bytes} are there.",
@@ -153,11 +152,12 @@ class ArtifactStore:
             return coming.size_bytes
 
     def upload_end(self, upload: str, manifest: Mapping[str, Any] | None = None) -> AdapterVersion:
-        """Keep the file, if it is what was said; see ``Manifest`` for what can be said now.
+        """Keep the file if it matches its declaration; ``Manifest`` has the fields that may be
+        added now.
 
         Raises:
-            ArtifactNotFound: the upload was given up, or there was a restart.
-            ArtifactRefused: it is something else, and was removed.
+            ArtifactNotFound: the upload was removed, or there was a restart.
+            ArtifactRefused: it differs from its declaration, and was removed.
         """
         return self._adapter(*self._end(upload, manifest))
 
@@ -166,10 +166,10 @@ class ArtifactStore:
         return self._model(*self._end(upload, manifest)[:2])
 
     def _end(self, upload: str, manifest: Mapping[str, Any] | None) -> tuple[_Upload, str, float]:
-        """Put the file in its place; return what came, its digest, and the scale that was said."""
+        """Store the file; return the declaration, its digest, and the declared scale."""
         coming = self._coming(upload)
         with coming.lock:
-            self._coming(upload)  # it may have been ended while somebody else wrote
+            self._coming(upload)  # it may have been ended while another thread wrote
             try:
                 said = read_manifest(manifest)
                 coming.claim.compare(said, coming.size_bytes, coming.digest.hexdigest())
@@ -178,7 +178,7 @@ class ArtifactStore:
                 self.upload_abort(upload)
 
     def upload_abort(self, upload: str) -> bool:
-        """Forget an upload; False where there is none."""
+        """Remove an upload; False if there is none."""
         with self._lock:
             coming = self._uploads.pop(upload, None)
         if coming is None:
@@ -187,7 +187,7 @@ class ArtifactStore:
         return True
 
     def sweep(self) -> int:
-        """Remove the uploads whose senders have gone; return how many. Call it now and then."""
+        """Remove abandoned uploads; return their number. Call it regularly."""
         before_s = self._now_s() - self._rules.upload_idle_s
         with self._lock:
             given_up = [key for key, one in self._uploads.items() if one.touched_s < before_s]
@@ -222,11 +222,11 @@ class ArtifactStore:
 
     def register_model(self, kind: str, place: str, claim: DeclaredArtifact) -> BaseVersion | None:
         """Copy base weights from a ``path``, or fetch them from a ``url``: a file, or the one in a
-        model's folder. None is the very file of the model's own folder, which is not copied.
+        model's folder. None is the model folder's own file, which is not copied.
 
         Raises:
-            ArtifactRefused, ArtifactNotFound, BodyTooLarge: as for an adapter; and for what is
-                certainly no model.
+            ArtifactRefused, ArtifactNotFound, BodyTooLarge: as for an adapter; and for a file that
+                certainly is no model.
         """
         checked(claim)
         rules = self._rules
@@ -241,16 +241,16 @@ class ArtifactStore:
     # -- what is there ------------------------------------------------------------------------
 
     def digests(self) -> tuple[str, ...]:
-        """Return what is there."""
+        """Return the digests of all files."""
         names = (file.name for file in self._folder.iterdir())
         return tuple(sorted(name for name in names if DIGEST.fullmatch(name)))
 
     def has(self, digest: str) -> bool:
-        """Whether a file is there."""
+        """Return whether a file is there."""
         return self._path(digest).is_file()
 
     def facts(self, digest: str) -> ArtifactMetadata:
-        """Return what was said of a content. It costs nothing."""
+        """Return the metadata of a content, without disk access."""
         return self._facts.of(digest)
 
     def model(self, model: str, version: str) -> BaseVersion:
@@ -263,25 +263,25 @@ class ArtifactStore:
         return BaseVersion(model, version, digest, self._path(digest).stat().st_size)
 
     def own_digest(self, model: str) -> str | None:
-        """Return the sha256 of the file in a model's own folder; None where that is not here.
+        """Return the sha256 of the file in a model's own folder; None if it is not on this machine.
 
-        It reads all of the file, the first time. Raises ``OSError``.
+        The first call reads all of the file. Raises ``OSError``.
         """
         return self._own.digest(model)
 
     def known_own_digest(self, model: str) -> str | None:
-        """Return the same where it was computed before; it reads nothing."""
+        """Return the same if it was computed before; it reads nothing."""
         return self._own.known(model)
 
     def stop(self) -> None:
-        """End what is being read: the process is about to end."""
+        """Cancel running reads, because the process is about to end."""
         self._own.stop()
 
     def check(self, version: Artifact) -> None:
-        """Read a file that is to be sent, once for as long as it is not touched.
+        """Verify a file before it is sent; an unmodified one is read once only.
 
         Raises:
-            ArtifactNotFound: it is not there, or not what it was; then it is removed.
+            ArtifactNotFound: it is not there, or was damaged and is now removed.
         """
         path = self._path(version.digest)
         try:
@@ -292,7 +292,7 @@ class ArtifactStore:
             ) from exc
         if not sound or path.stat().st_size != version.size_bytes:
             if not sound:
-                log.error("%s is not what it was, and is removed", path)
+                log.error("%s has a checksum mismatch, and is removed", path)
                 path.unlink(missing_ok=True)
             raise ArtifactNotFound(f"The head's file of {version.title} is damaged; send it anew.")
 
@@ -308,9 +308,9 @@ class ArtifactStore:
             os.close(descriptor)
 
     def remove(self, digest: str, idle_s: float = 0.0) -> bool:
-        """Remove a file that no version needs any more; False where that was not done.
+        """Remove a file that no version needs; False if it was not removed.
 
-        One that came within ``idle_s`` stays: whoever sent it is about to say what it is for.
+        A file that arrived within ``idle_s`` stays: its sender is about to use it.
         """
         path = self._path(digest)
         with self._lock:
@@ -358,7 +358,7 @@ class ArtifactStore:
     def _take(
         self, source: Source, claim: DeclaredArtifact, scale: float = 1.0
     ) -> tuple[_Upload, str, float]:
-        """Keep what comes from a source. It is an upload that this side sends."""
+        """Store the file of a source, as an upload by this process."""
         sized = replace(claim, size_bytes=source.size_bytes)
         key = self._begin(sized)
         try:
@@ -403,7 +403,7 @@ class ArtifactStore:
             )
 
     def _require_room(self, more: int) -> None:
-        """Raise unless ``more`` bytes fit besides what the open uploads announced."""
+        """Raise unless ``more`` bytes fit besides the announced bytes of open uploads."""
         with self._lock:
             awaited = sum(
                 max(0, (one.claim.size_bytes or 0) - one.size_bytes)
@@ -421,7 +421,7 @@ class ArtifactStore:
             )
 
     def _keep(self, coming: _Upload) -> str:
-        """Put a file in its place; return its digest."""
+        """Move a file to its final path; return its digest."""
         digest: str = coming.digest.hexdigest()
         claim = coming.claim
         try:

@@ -1,9 +1,9 @@
-"""What the Coordinator must not forget, on the head's disk: what the cluster shall be, the
-operations with their idempotency keys, and the audit log.
+"""The Coordinator's durable records on the head's disk: desired state, operations with their
+idempotency keys, and the audit log.
 
-One SQLite file, one writer. It knows how these are kept, and not what any of it means. Every call
-returns after the disk has it: nothing may be sent to a board that a power cut could make unsaid.
-The calls block for one synchronous write; the Coordinator could do nothing meanwhile anyway.
+One SQLite file with one writer. Every call returns after the data is on the disk: nothing may be
+sent to a board that a power cut could undo. Calls block for one synchronous write; the Coordinator
+could do nothing meanwhile anyway.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from rkserve.core.errors import LedgerFailed
 log = logging.getLogger(__name__)
 
 FILE, LOCK, RESERVE = "ledger.sqlite3", "lock", "reserve"
-# Set aside while there is room, and given back to open the ledger on a disk that is full: SQLite
-# needs some pages beside the file before it reads it.
+# Reserved while there is room, and released to open the ledger on a full disk: SQLite needs some
+# pages beside the file before it reads it.
 RESERVE_BYTES = 1 << 20
 BUSY_S = 5.0  # a backup or an operator's sqlite3 shell may hold it for a moment
 
-# Each entry takes the schema one version further. Entries are never edited: ledgers out there have
-# gone through them.
+# Each entry migrates the schema by one version. Entries are never edited: existing ledgers have
+# applied them.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         "CREATE TABLE desired (id INTEGER PRIMARY KEY CHECK (id = 1), value TEXT NOT NULL)",
@@ -66,10 +66,10 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """Who did what when, and what became of it; never a key and never a prompt.
+    """One entry of the audit log: caller, time and result, without keys or prompts.
 
-    ``at_s`` is in seconds since 1970. ``status`` is the HTTP status that the call was answered
-    with, ``outcome`` the operation's state or the error's code.
+    ``at_s`` is in seconds since 1970. ``status`` is the HTTP status of the answer, ``outcome`` the
+    operation's state or the error's code.
     """
 
     at_s: float
@@ -83,8 +83,8 @@ class AuditEntry:
 
 
 class Ledger:
-    """The one open ledger of a folder. Use it from one event loop; what may be long to read can be
-    asked for in any thread, and holds up no write.
+    """The one open ledger of a folder. Use it from one event loop; long reads may run in any
+    thread, and do not delay writes.
     """
 
     def __init__(
@@ -111,13 +111,13 @@ class Ledger:
         migrations: Sequence[Sequence[str]] = MIGRATIONS,
         free: Callable[[Path], int] = free_bytes,
     ) -> Ledger:
-        """Open the folder's ledger, or make one; older schemas are migrated.
+        """Open the folder's ledger, or create one; older schemas are migrated.
 
         Raises:
             LedgerFailed: another process uses the folder, the disk is full or not writable, the
                 file is damaged, or a newer release wrote it.
 
-        ``free`` tells how many bytes the disk has left. On a full one the reserve is given back.
+        ``free`` returns the free bytes of the disk. On a full disk the reserve is released.
         """
         lock = _claim(folder)
         try:
@@ -130,7 +130,7 @@ class Ledger:
         return cls(folder, lock, database, reading, max_operations)
 
     def close(self) -> None:
-        """Let go of the folder. What was written stays."""
+        """Release the folder. Written data stays."""
         with self._one_reads:
             self._reading.close()
         self._database.close()
@@ -138,13 +138,13 @@ class Ledger:
 
     @property
     def file(self) -> Path:
-        """Where it is."""
+        """The path of the database."""
         return self._folder / FILE
 
     # -- what the cluster shall be -------------------------------------------------------------
 
     def desired(self) -> Desired:
-        """Return what the cluster shall be: nothing at epoch 0 in a new ledger."""
+        """Return the desired state; in a new ledger it is empty at epoch 0."""
         rows = self._rows("SELECT value FROM desired")
         return read_desired(rows[0][0]) if rows else Desired()
 
@@ -155,10 +155,10 @@ class Ledger:
         operations: Iterable[Operation] = (),
         audit: Iterable[AuditEntry] = (),
     ) -> None:
-        """Write all of it or, when that fails, nothing of it.
+        """Write all of it in one transaction.
 
         Raises:
-            LedgerFailed: the disk is full, for example.
+            LedgerFailed: the disk is full, for example; nothing was written.
         """
         with self._transaction() as database:
             if desired is not None:
@@ -178,7 +178,7 @@ class Ledger:
                 self._forget(database)
 
     def _forget(self, database: sqlite3.Connection) -> None:
-        """Drop the oldest lines, and the oldest operations that are over, with their keys."""
+        """Delete the oldest audit entries, and the oldest ended operations with their keys."""
         database.execute(
             "DELETE FROM operations WHERE state != ? AND number <= "
             "(SELECT max(number) FROM operations) - ?",
@@ -189,14 +189,14 @@ class Ledger:
         )
 
     def caches(self) -> list[DesiredCache]:
-        """Return the named prompt caches that are kept, and those that were deleted."""
+        """Return the desired named prompt caches, and the deleted ones."""
         rows = self._rows("SELECT value FROM caches ORDER BY model, name")
         return [read_cache(value) for (value,) in rows]
 
     def write_caches(
         self, kept: Iterable[DesiredCache], forgotten: Iterable[DesiredCache] = ()
     ) -> None:
-        """Write named prompt caches down, and forget others. Raises ``LedgerFailed``."""
+        """Store named prompt caches, and delete others. Raises ``LedgerFailed``."""
         with self._transaction() as database:
             for one in kept:
                 database.execute(
@@ -212,33 +212,37 @@ class Ledger:
     # -- what was asked of it ------------------------------------------------------------------
 
     def operations(self, limit: int = 100) -> list[Operation]:
-        """Return the latest ones, the last one first. Call it in any thread."""
+        """Return the latest operations, the last one first. Call it in any thread."""
         return self._many("ORDER BY number DESC LIMIT ?", limit)
 
     def of_kind(self, kind: OperationKind) -> list[Operation]:
-        """Return all of a kind, in the order in which they began. Call it in any thread."""
+        """Return all operations of a kind, in the order of their beginning. Call it in any
+        thread.
+        """
         return self._many(
             "WHERE json_extract(value, '$.operation.kind') = ? ORDER BY number", kind.value
         )
 
     def running(self) -> list[Operation]:
-        """Return those that are not over, in the order in which they began."""
+        """Return the operations that are not over, in the order of their beginning."""
         return self._operations("WHERE state = ? ORDER BY number", OperationState.RUNNING.value)
 
     def partial(self) -> list[Operation]:
-        """Return those that some boards had yet to follow, in the order in which they began."""
+        """Return the operations that some boards have yet to follow, in the order of their
+        beginning.
+        """
         return self._operations("WHERE state = ? ORDER BY number", OperationState.PARTIAL.value)
 
     def operation(self, name: str) -> Operation | None:
-        """Return the one of that id."""
+        """Return the operation of that ID."""
         return next(iter(self._operations("WHERE id = ?", name)), None)
 
     def by_key(self, key: str) -> Operation | None:
-        """Return the one that was made with that idempotency key."""
+        """Return the operation with that idempotency key."""
         return next(iter(self._operations("WHERE key = ?", key)), None)
 
     def audit(self, limit: int = 100) -> list[AuditEntry]:
-        """Return the latest lines, the last one first. Call it in any thread."""
+        """Return the latest entries, the last one first. Call it in any thread."""
         rows = self._read("SELECT value FROM audit ORDER BY number DESC LIMIT ?", limit)
         return [AuditEntry(**json.loads(value)) for (value,) in rows]
 
@@ -280,9 +284,9 @@ class Ledger:
 
 
 def _claim(folder: Path) -> int:
-    """Return the descriptor of the folder's lock, which the kernel frees when this process ends."""
+    """Lock the folder; return the descriptor, which the kernel releases when this process ends."""
     try:
-        private_folder(folder)  # it has params of operations and uploaded weights
+        private_folder(folder)  # it contains params of operations and uploaded weights
         lock = open_private(folder / LOCK, os.O_RDWR | os.O_CREAT)
     except OSError as exc:
         raise LedgerFailed(
@@ -309,7 +313,7 @@ def _claim(folder: Path) -> int:
 
 
 def _provide(folder: Path, free: Callable[[Path], int]) -> None:
-    """Set the reserve aside where there is room for it, and give it back where there is none."""
+    """Create the reserve if there is room for it, and release it if the disk is full."""
     reserve = folder / RESERVE
     try:
         if free(folder) < RESERVE_BYTES:
@@ -353,7 +357,7 @@ def _connect(file: Path, migrations: Sequence[Sequence[str]]) -> sqlite3.Connect
 
 def _connect_to_read(file: Path, database: sqlite3.Connection) -> sqlite3.Connection:
     try:
-        # Whichever thread reads, one at a time does.
+        # Any thread may read, one at a time.
         reading = sqlite3.connect(
             file, timeout=BUSY_S, isolation_level=None, check_same_thread=False
         )
