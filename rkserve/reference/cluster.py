@@ -6,14 +6,12 @@ from dataclasses import replace
 
 from rkserve.api.admin import pause, sleep
 from rkserve.api.json import limits
+from rkserve.api.json.schemas import RequestModel
 from rkserve.control.operations import OperationKind, OperationState
 from rkserve.core.desired_state import PauseMode
 from rkserve.reference import failures
 from rkserve.reference.asked import (
     KEY,
-    KNOWN,
-    Changed,
-    Keys,
     body_of,
     query_of,
 )
@@ -44,6 +42,7 @@ from rkserve.reference.shapes import (
     maybe,
     obj,
     ref,
+    text,
     words,
 )
 
@@ -209,11 +208,9 @@ def change(
     path: str,
     summary: str,
     done: dict[str, Schema],
-    keys: Keys,
+    body: type[RequestModel],
     example: Example,
     *,
-    needed: tuple[str, ...] = (),
-    changed: Changed | None = None,
     tag: str = _CLUSTER,
     answers: tuple[EndpointAnswer, ...] | None = None,
 ) -> Endpoint:
@@ -226,15 +223,15 @@ def change(
         Access.OPERATOR,
         answers or changing(done, "It is done."),
         failures.CHANGE,
-        (KEY, *query_of(keys, changed)),
-        body_of(keys, needed, changed),
+        (KEY, *query_of(body)),
+        body_of(body),
         example,
     )
 
 
 def look(path: str, tag: str, summary: str, schema: str, says: str) -> Endpoint:
     """A question that a client may ask of one model, or of all."""
-    model = in_query("model", KNOWN["artifact"][0], "Only this model; all without it.")
+    model = in_query("model", text(1, limits.MAX_MODEL_CHARS), "Only this model; all without it.")
     return Endpoint(
         "GET",
         path,

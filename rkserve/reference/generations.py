@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from rkserve.api.admin.generations import AT_ONCE, AT_RESUME
+from rkserve.api.admin.pause import NAMES
 from rkserve.api.json import limits
 from rkserve.core.board_report import BoardState, GenerationState
 from rkserve.reference import failures
-from rkserve.reference.asked import TEXTS
 from rkserve.reference.asking import IDS, MODEL
 from rkserve.reference.endpoints import (
     Access,
@@ -52,8 +52,8 @@ _RANGES = array(
 )
 _PLACES = {
     "model": said(MODEL, "Only boards of this model."),
-    "boards": said(TEXTS, "Only these boards."),
-    "board": said(TEXTS, "Another name of `boards`."),
+    "boards": said(NAMES, "Only these boards."),
+    "board": said(NAMES, "Another name of `boards`."),
 }
 _CLEAR = {
     **_PLACES,

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+from rkserve.api.admin import lora, weights
+from rkserve.api.admin.pause import ControlBody
 from rkserve.core.desired_state import InFlight
 from rkserve.reference import failures
 from rkserve.reference.asked import (
-    COMMON,
     KEY,
-    REGISTER,
-    ROLLOUT,
-    STEP,
-    UPLOAD,
-    Changed,
     body_of,
     query_of,
 )
@@ -115,23 +111,6 @@ _TONE = {"name": "tone"}
 _HEADS_FILE = "that file on the head node, in a folder of `coordinator.allowed_paths`"
 _TAKE = (*failures.CHANGE,)
 _TRAINERS = "Trainers"
-_LOAD = (
-    *ROLLOUT,
-    *("lora_name", "lora_path", "load_inplace", "base_model_name", "version", "sha256", "scale"),
-    *("is_3d_lora_weight", "lora_int_id", "pinned"),
-)
-_UPDATE = (
-    *COMMON,
-    *("kind", "version", "parameters_info", "timestamp", "artifact", "in_flight"),
-)
-_DISK = (
-    *COMMON,
-    *("model_path", "load_format", "abort_all_requests", "weight_version", "flush_cache"),
-    *("keep_pause", "is_async", "torch_empty_cache", "recapture_cuda_graph", "token_step"),
-    *("max_unavailable", "in_flight"),
-)
-_TAKEN = (*COMMON, "version", "sha256", "size", "path", "url", "parameters")
-_STEPPED: Changed = {"version": STEP}
 
 
 def _pushed() -> tuple[EndpointAnswer, ...]:
@@ -158,8 +137,7 @@ def _success() -> tuple[EndpointAnswer, ...]:
 
 
 def _decide(method: str, path: str, summary: str, example: Example, **more: Schema) -> Endpoint:
-    names = (*ROLLOUT, "version") if path.endswith("/rollout") else COMMON
-    needed = ("version",) if path.endswith("/rollout") else ()
+    model = lora.NamedRolloutBody if path.endswith("/rollout") else ControlBody
     version = (in_path("version", "The version."),) if path.endswith("{version}") else ()
     return Endpoint(
         method,
@@ -169,8 +147,8 @@ def _decide(method: str, path: str, summary: str, example: Example, **more: Sche
         Access.OPERATOR,
         changing({**_NAMED, **more}, "It is done."),
         failures.CHANGE,
-        (KEY, _NAME, *version, *query_of(names)),
-        body_of(names, needed),
+        (KEY, _NAME, *version, *query_of(model)),
+        body_of(model),
         example,
     )
 
@@ -195,8 +173,8 @@ ENDPOINTS = (
         Access.OPERATOR,
         _pushed(),
         _TAKE,
-        (KEY, *query_of((*REGISTER, *UPLOAD))),
-        _with_file(body_of(REGISTER, ("name",))),
+        (KEY, *query_of(lora.RegisterBody, lora.UploadBody)),
+        _with_file(body_of(lora.RegisterBody)),
         Example(
             query={"name": "tone", "version": "v2", "model": SIM},
             headers={"content-type": OCTETS},
@@ -210,12 +188,11 @@ ENDPOINTS = (
         "/v1/load_lora_adapter",
         "Take and serve an adapter, in vLLM's words.",
         {},
-        _LOAD,
+        lora.LoadAdapterBody,
         Example(
             {"lora_name": "calm", "lora_path": "/srv/adapters/calm.rkllm", "base_model_name": SIM},
             needs=_HEADS_FILE,
         ),
-        needed=("lora_name", "lora_path"),
         tag=_ADAPTERS,
         answers=_worded(),
     ),
@@ -223,9 +200,8 @@ ENDPOINTS = (
         "/v1/unload_lora_adapter",
         "Serve an adapter no more, in vLLM's words.",
         {},
-        (*COMMON, "lora_name", "lora_int_id"),
+        lora.UnloadAdapterBody,
         Example({"lora_name": "tone"}, needs=PUSHED_ADAPTER),
-        needed=("lora_name",),
         tag=_ADAPTERS,
         answers=_worded(),
     ),
@@ -233,12 +209,11 @@ ENDPOINTS = (
         "/load_lora_adapter",
         "Take and serve an adapter, as SGLang answers it.",
         {},
-        _LOAD,
+        lora.LoadAdapterBody,
         Example(
             {"lora_name": "calm", "lora_path": "/srv/adapters/calm.rkllm", "base_model_name": SIM},
             needs=_HEADS_FILE,
         ),
-        needed=("lora_name", "lora_path"),
         tag=_TRAINERS,
         answers=_success(),
     ),
@@ -246,9 +221,8 @@ ENDPOINTS = (
         "/unload_lora_adapter",
         "Serve an adapter no more, as SGLang answers it.",
         {},
-        (*COMMON, "lora_name", "lora_int_id"),
+        lora.UnloadAdapterBody,
         Example({"lora_name": "tone"}, needs=PUSHED_ADAPTER),
-        needed=("lora_name",),
         tag=_TRAINERS,
         answers=_success(),
     ),
@@ -326,22 +300,19 @@ ENDPOINTS = (
                 )
             ),
         },
-        _UPDATE,
+        weights.UpdateBody,
         Example(
             {"version": 7, "artifact": f"{SIM}@step-7"},
             needs="weights that were uploaded as `step-7`: `POST /v1/weights`",
         ),
-        needed=("version",),
-        changed=_STEPPED,
         tag=_WEIGHTS,
     ),
     change(
         "/update_weights_from_disk",
         "Load other base weights, board by board.",
         {"success": FLAG, "message": TEXT, "num_paused_requests": COUNT, "untried": FLAG},
-        _DISK,
+        weights.DiskBody,
         Example({"model": SIM, "model_path": "/srv/models/other.rkllm"}, needs=_HEADS_FILE),
-        needed=("model_path",),
         tag=_WEIGHTS,
     ),
     Endpoint(
@@ -352,8 +323,8 @@ ENDPOINTS = (
         Access.OPERATOR,
         (told(ref("WeightsTaken"), says="They are on the head."),),
         _TAKE,
-        (KEY, *query_of(_TAKEN)),
-        _with_file(body_of(_TAKEN)),
+        (KEY, *query_of(weights.NewWeightsBody)),
+        _with_file(body_of(weights.NewWeightsBody)),
         Example({"model": SIM, "path": "/srv/models/other.rkllm"}, needs=_HEADS_FILE),
     ),
 )

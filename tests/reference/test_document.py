@@ -13,11 +13,9 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
-from rkserve.api.admin import caches, generations, lora, weights
-from rkserve.api.admin import pause as cluster
+from rkserve.api.admin import caches, generations
 from rkserve.config.router import RouterConfig
 from rkserve.core.errors import OperationConflict
-from rkserve.reference.asked import ARTIFACT, REGISTER, UPLOAD
 from rkserve.reference.document import document
 from rkserve.reference.endpoints import JSON, Access, Endpoint, ErrorShape
 from rkserve.reference.page import HOST, curl
@@ -214,14 +212,6 @@ def asked_by(method: str, path: str) -> set[str]:
 @pytest.mark.parametrize(
     ("path", "kinds"),
     [
-        ("/v1/lora_adapters", lora._REGISTER),
-        ("/v1/load_lora_adapter", lora._LOAD),
-        ("/v1/unload_lora_adapter", lora._UNLOAD),
-        ("/v1/lora_adapters/{name}/rollout", lora._NAMED),
-        ("/v1/lora_adapters/{name}/promote", cluster.COMMON),
-        ("/receive_weight_update", weights._UPDATE),
-        ("/update_weights_from_disk", weights._DISK),
-        ("/v1/weights", weights._WEIGHTS),
         ("/v1/cache/kv/clear", caches._CLEAR),
         ("/v1/cache/{model}", caches._BUILD),
         ("/v1/generations/{generation}/edit", generations._EDIT),
@@ -230,12 +220,6 @@ def asked_by(method: str, path: str) -> set[str]:
 )  # the very tables that refuse unknown keys are what the declaration is compared with
 def test_keys_of_changes_are_those_that_are_read(path: str, kinds: Any) -> None:
     assert asked_by("POST", path) == set(kinds)
-
-
-def test_shared_lists_of_keys_are_those_that_are_read() -> None:
-    assert set(ARTIFACT) == set(lora._ARTIFACT)
-    assert set(REGISTER) == set(lora._REGISTER)
-    assert set(UPLOAD) == set(lora._UPLOAD)
 
 
 @pytest.mark.parametrize("one", ENDPOINTS, ids=ident)

@@ -18,10 +18,10 @@ from pydantic import (
     model_validator,
 )
 
-from rkserve.api.admin.query import ControlRequest, ParameterKind, ParameterKinds
+from rkserve.api.admin.query import ControlRequest, ParameterKind
 from rkserve.api.common.calls import REQUEST_PREFIX, named_answer
 from rkserve.api.json.body import JsonObject
-from rkserve.api.json.fields import Fields, Range, wrong_type
+from rkserve.api.json.fields import Fields, wrong_type
 from rkserve.api.json.limits import (
     MAX_LABEL_CHARS,
     MAX_LEASE_S,
@@ -33,15 +33,6 @@ from rkserve.api.json.schemas import RequestModel
 from rkserve.core.desired_state import PauseMode
 from rkserve.core.errors import RequestError, UnsupportedParameter
 
-# Of calls whose bodies are not models yet.
-COMMON: ParameterKinds = {
-    "model": ParameterKind.TEXTS,
-    "models": ParameterKind.TEXTS,
-    "timeout_s": ParameterKind.NUMBER,
-    "async": ParameterKind.FLAG,
-    "epoch": ParameterKind.NUMBER,
-}
-
 _ANSWERS = ("chatcmpl-", "cmpl-", "resp_", "msg_", REQUEST_PREFIX)  # of ids that are no names
 
 # SGLang's modes: the mode, and whether the KV cache of running requests is dropped.
@@ -51,7 +42,7 @@ _SGLANG = {
     "in_place": (PauseMode.KEEP, False),
 }
 _NAME: JsonObject = {"type": "string", "minLength": 1, "maxLength": MAX_MODEL_CHARS}
-_NAMES: JsonObject = {"anyOf": [_NAME, {"type": "array", "items": _NAME, "maxItems": MAX_NAMED}]}
+NAMES: JsonObject = {"anyOf": [_NAME, {"type": "array", "items": _NAME, "maxItems": MAX_NAMED}]}
 
 
 def _names(value: object, info: ValidationInfo) -> tuple[str, ...]:
@@ -109,7 +100,7 @@ def refused(why: str) -> AfterValidator:
 
 ONLY_FALSE = WithJsonSchema({"const": False})
 Names = Annotated[
-    tuple[str, ...], BeforeValidator(_names), WithJsonSchema(_NAMES), ParameterKind.TEXTS
+    tuple[str, ...], BeforeValidator(_names), WithJsonSchema(NAMES), ParameterKind.TEXTS
 ]
 Label = Annotated[
     str, AfterValidator(_label), WithJsonSchema({**_NAME, "maxLength": MAX_LABEL_CHARS})
@@ -332,20 +323,6 @@ def abort_of(terms: CallOptions, given: tuple[str, ...]) -> AbortCall:
     """Return the call for IDs of answers, or for names that clients gave their requests."""
     named = (named_answer(name) for name in given if not name.startswith(_ANSWERS))
     return AbortCall(terms, (*given, *named) or None)
-
-
-def terms_of(fields: Fields) -> CallOptions:
-    """Read the parameters of every call. Raises ``RequestError``."""
-    models = texts(fields, "model")
-    also = texts(fields, "models")
-    if models and also:
-        raise RequestError("'model' and 'models' are two names of one value; send one.", "models")
-    return CallOptions(
-        models=models or also,
-        timeout_s=fields.number("timeout_s", Range(0, MAX_TIMEOUT_S, above=True)),
-        background=fields.flag("async"),
-        epoch=fields.integer("epoch", Range(0)),
-    )
 
 
 def texts(fields: Fields, name: str) -> tuple[str, ...]:

@@ -1,20 +1,45 @@
-"""Bodies and answers of the calls that bring other weights in, in PipelineRL's and SGLang's forms.
+"""Bodies and answers of the calls that replace weights, in PipelineRL's and SGLang's forms.
 
-It knows names, ranges and the peers' words, and no file.
+The models state names, ranges and meanings; files are not known here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from rkserve.api.admin.lora import check_name, read_digest, sent_parameters
+from pydantic import (
+    AfterValidator,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
+
+from rkserve.api.admin.lora import (
+    BOARDS_MEAN,
+    IN_FLIGHT_MEANS,
+    ONE_SOURCE,
+    PARAMETERS,
+    PATH_MEANS,
+    SHA_MEANS,
+    SIZE_MEANS,
+    TENSORS_MEAN,
+    URL_MEANS,
+    VERSION_MEANS,
+    ArtifactName,
+    Boards,
+    Digest,
+    Handling,
+    Parameters,
+    Place,
+)
 from rkserve.api.admin.operations import ACCEPTED, OperationRecord
-from rkserve.api.admin.pause import COMMON, CallOptions, check_label, terms_of
-from rkserve.api.admin.query import ControlRequest, ParameterKind, ParameterKinds
+from rkserve.api.admin.pause import ONLY_FALSE, CallOptions, ControlBody, Label, Name, refused
+from rkserve.api.admin.query import ControlRequest, ParameterKind
 from rkserve.api.json.body import JsonObject
-from rkserve.api.json.fields import Fields, Range
-from rkserve.api.json.limits import MAX_MODEL_CHARS, MAX_NAMED, MAX_PATH_CHARS
 from rkserve.core.board_report import HASHING, UNREADABLE, BoardReport
 from rkserve.core.desired_state import Artifact, BaseVersion, Desired, InFlight, Weights
 from rkserve.core.errors import ArtifactRefused, RequestError, UnsupportedParameter
@@ -26,42 +51,8 @@ WHOLE_FILE = "uint8"
 # board has told it.
 MIXED = "mixed"
 UNKNOWN = "unknown"
-KIND = "weight_update_request"
 MAX_STEP = 2**53 - 1  # what every JSON reader keeps whole
 
-_UPDATE: ParameterKinds = {
-    **COMMON,
-    "kind": ParameterKind.TEXT,
-    "version": ParameterKind.NUMBER,
-    "parameters_info": ParameterKind.TEXT,
-    "timestamp": ParameterKind.NUMBER,
-    "artifact": ParameterKind.TEXT,
-    "in_flight": ParameterKind.TEXT,
-}
-_DISK: ParameterKinds = {
-    **COMMON,
-    "model_path": ParameterKind.TEXT,
-    "load_format": ParameterKind.TEXT,
-    "abort_all_requests": ParameterKind.FLAG,
-    "weight_version": ParameterKind.TEXT,
-    "flush_cache": ParameterKind.FLAG,
-    "keep_pause": ParameterKind.FLAG,
-    "is_async": ParameterKind.FLAG,
-    "torch_empty_cache": ParameterKind.FLAG,
-    "recapture_cuda_graph": ParameterKind.FLAG,
-    "token_step": ParameterKind.NUMBER,
-    "max_unavailable": ParameterKind.NUMBER,
-    "in_flight": ParameterKind.TEXT,
-}
-_WEIGHTS: ParameterKinds = {
-    **COMMON,
-    "version": ParameterKind.TEXT,
-    "sha256": ParameterKind.TEXT,
-    "size": ParameterKind.NUMBER,
-    "path": ParameterKind.TEXT,
-    "url": ParameterKind.TEXT,
-    "parameters": ParameterKind.TEXT,
-}
 # What a trainer's clock says of the phases of an update, in PipelineRL's order.
 _TIMING = {
     "lock_ms": ("locking",),
@@ -70,6 +61,112 @@ _TIMING = {
     "pause_ms": ("stopping",),
     "resume_ms": ("releasing",),
 }
+
+
+def _parameters_info(given: object) -> tuple[Parameter, ...]:
+    return read_parameters(given, "parameters_info")
+
+
+def _true(value: bool, info: ValidationInfo) -> bool:
+    if not value:
+        raise UnsupportedParameter(
+            "Unsupported parameter: 'flush_cache' must be true. The KV cache was computed with the "
+            "weights that are replaced; with others it would be wrong.",
+            info.field_name,
+        )
+    return value
+
+
+def _auto(value: str, info: ValidationInfo) -> str:
+    if value != "auto":
+        raise UnsupportedParameter(
+            "Unsupported parameter: 'load_format'. A board loads an .rkllm file.", info.field_name
+        )
+    return value
+
+
+def _unused(value: float, info: ValidationInfo) -> float:
+    if value:
+        raise UnsupportedParameter(f"Unsupported parameter: '{info.field_name}'.", info.field_name)
+    return value
+
+
+GpuFlag = Annotated[bool, AfterValidator(_unused), ONLY_FALSE]
+
+
+class UpdateBody(ControlBody):
+    """POST /receive_weight_update in PipelineRL's form."""
+
+    kind: Literal["weight_update_request"] | None = Field(None, description="PipelineRL's.")
+    version: Annotated[int, Field(ge=0, le=MAX_STEP)] = Field(description="The trainer's step.")
+    parameters_info: Annotated[
+        tuple[Parameter, ...],
+        PlainValidator(_parameters_info),
+        WithJsonSchema(PARAMETERS),
+        ParameterKind.TEXT,
+    ] = Field((), description="The tensors that were sent.")
+    timestamp: float | None = Field(None, description="The trainer's clock.")
+    artifact: Name | None = Field(None, description="`<adapter>@<version>` or `<model>@<version>`.")
+    in_flight: Handling = Field(InFlight.SWITCH, description=IN_FLIGHT_MEANS)
+
+    @property
+    def weights(self) -> str:
+        """The name of the new weights. Raises ``RequestError``."""
+        parameters = self.parameters_info
+        if self.artifact is not None:
+            return self.artifact
+        if len(parameters) == 1 and "@" in parameters[0].name:
+            return parameters[0].name
+        raise RequestError(
+            "Say which weights it is about: 'artifact' is '<adapter>@<version>' or "
+            "'<model>@<version>', or that is the name of the one entry of 'parameters_info'.",
+            "artifact",
+        )
+
+
+class DiskBody(ControlBody):
+    """POST /update_weights_from_disk in SGLang's form, with its clients' defaults for GPUs."""
+
+    model_path: Place = Field(description="A path of the head, `default`, or `<model>@<version>`.")
+    load_format: Annotated[
+        str, AfterValidator(_auto), WithJsonSchema({"type": "string", "enum": ["auto"]})
+    ] = Field("auto", description="SGLang's; there is one format.")
+    abort_all_requests: bool = Field(False, description="Whether running requests are ended.")
+    weight_version: Label | None = Field(None, description="The label of the new weights.")
+    flush_cache: Annotated[bool, AfterValidator(_true), WithJsonSchema({"const": True})] = Field(
+        True, description="KV caches of other weights would be wrong."
+    )
+    keep_pause: Annotated[
+        bool, refused("'keep_pause'. What is paused stays paused in any case."), ONLY_FALSE
+    ] = Field(False, description="What is paused stays paused in any case.")
+    is_async: GpuFlag = Field(False, description="SGLang's.")
+    torch_empty_cache: GpuFlag = Field(False, description="SGLang's.")
+    recapture_cuda_graph: GpuFlag = Field(False, description="SGLang's.")
+    token_step: Annotated[float, AfterValidator(_unused)] = Field(
+        0.0, description="SGLang's; only 0."
+    )
+    max_unavailable: Boards = Field(1, description=BOARDS_MEAN)
+    in_flight: Handling | None = Field(None, description=IN_FLIGHT_MEANS)
+
+    @model_validator(mode="after")
+    def _check_in_flight(self) -> DiskBody:
+        if self.abort_all_requests and self.in_flight not in (None, InFlight.ABORT):
+            raise RequestError(
+                "'abort_all_requests' is 'in_flight': 'abort'; 'in_flight' says something else.",
+                "in_flight",
+            )
+        return self
+
+
+class NewWeightsBody(ControlBody):
+    """POST /v1/weights."""
+
+    version: ArtifactName | None = Field(None, description=VERSION_MEANS)
+    sha256: Digest | None = Field(None, description=SHA_MEANS)
+    size: Annotated[int, Field(ge=1)] | None = Field(None, description=SIZE_MEANS)
+    path: Place | None = Field(None, description=PATH_MEANS)
+    url: Place | None = Field(None, description=URL_MEANS)
+    parameters: Parameters = Field((), description=TENSORS_MEAN)
 
 
 @dataclass(frozen=True)
@@ -109,37 +206,10 @@ class NewWeights:
 
 def parse_update(asked: ControlRequest) -> WeightUpdate:
     """Read POST /receive_weight_update."""
-    fields = asked.fields(_UPDATE)
-    fields.choice("kind", KIND)
-    step = fields.integer("version", Range(0, MAX_STEP))
-    if step is None:
-        raise RequestError("Missing required parameter: 'version'.", "version")
-    fields.number("timestamp")  # the trainer's clock: checked, and of no use here
-    parameters = read_parameters(fields.get("parameters_info"), "parameters_info")
+    body = asked.read(UpdateBody)
     return WeightUpdate(
-        terms_of(fields),
-        step,
-        _artifact(fields, parameters),
-        parameters,
-        _in_flight(fields, InFlight.SWITCH),
+        body.terms, body.version, body.weights, body.parameters_info, body.in_flight
     )
-
-
-def _artifact(fields: Fields, parameters: tuple[Parameter, ...]) -> str:
-    named = fields.text("artifact")
-    if named is None and len(parameters) == 1 and "@" in parameters[0].name:
-        named = parameters[0].name
-    if named is None:
-        raise RequestError(
-            "Say which weights it is about: 'artifact' is '<adapter>@<version>' or "
-            "'<model>@<version>', or that is the name of the one entry of 'parameters_info'.",
-            "artifact",
-        )
-    if not 1 <= len(named) <= MAX_MODEL_CHARS:
-        raise RequestError(
-            f"Invalid 'artifact': it has 1 to {MAX_MODEL_CHARS} characters.", "artifact"
-        )
-    return named
 
 
 def check_fits(update: WeightUpdate, version: Artifact, known: tuple[Parameter, ...]) -> None:
@@ -160,77 +230,30 @@ def check_fits(update: WeightUpdate, version: Artifact, known: tuple[Parameter, 
 
 def parse_disk(asked: ControlRequest) -> DiskUpdate:
     """Read POST /update_weights_from_disk."""
-    fields = asked.fields(_DISK)
-    if fields.maybe_flag("flush_cache") is False:
-        raise UnsupportedParameter(
-            "Unsupported parameter: 'flush_cache' must be true. The KV cache was computed with the "
-            "weights that are replaced; with others it would be wrong.",
-            "flush_cache",
-        )
-    if fields.text("load_format") not in (None, "auto"):
-        raise UnsupportedParameter(
-            "Unsupported parameter: 'load_format'. A board loads an .rkllm file.", "load_format"
-        )
-    if fields.flag("keep_pause"):
-        raise UnsupportedParameter(
-            "Unsupported parameter: 'keep_pause'. What is paused stays paused in any case.",
-            "keep_pause",
-        )
-    # SGLang's clients send these with their defaults; what they ask for is a GPU's.
-    for name in ("is_async", "torch_empty_cache", "recapture_cuda_graph", "token_step"):
-        if fields.get(name):
-            raise UnsupportedParameter(f"Unsupported parameter: '{name}'.", name)
-    place = fields.required_text("model_path")
-    if len(place) > MAX_PATH_CHARS or "\0" in place:
-        raise RequestError(
-            f"Invalid 'model_path': it has 1 to {MAX_PATH_CHARS} characters.", "model_path"
-        )
-    label = fields.text("weight_version")
+    body = asked.read(DiskBody)
+    default = InFlight.ABORT if body.abort_all_requests else InFlight.PIN
     return DiskUpdate(
-        terms_of(fields),
-        place,
-        None if label is None else check_label(label, "weight_version"),
-        _disk_in_flight(fields),
-        fields.integer("max_unavailable", Range(1, MAX_NAMED)) or 1,
+        body.terms,
+        body.model_path,
+        body.weight_version,
+        body.in_flight or default,
+        body.max_unavailable,
     )
 
 
-def _disk_in_flight(fields: Fields) -> InFlight:
-    if not fields.flag("abort_all_requests"):
-        return _in_flight(fields, InFlight.PIN)
-    if _in_flight(fields, InFlight.ABORT) is not InFlight.ABORT:
-        raise RequestError(
-            "'abort_all_requests' is 'in_flight': 'abort'; 'in_flight' says something else.",
-            "in_flight",
-        )
-    return InFlight.ABORT
-
-
-def _in_flight(fields: Fields, default: InFlight) -> InFlight:
-    said = fields.choice("in_flight", *(one.value for one in InFlight))
-    return InFlight(said or default)
-
-
 def parse_weights(asked: ControlRequest, *, from_body: bool) -> NewWeights:
-    """Read POST /v1/weights, with the file as its body or with where it is."""
-    fields = (ControlRequest(asked.query) if from_body else asked).fields(_WEIGHTS)
-    path, url = fields.text("path"), fields.text("url")
-    if (path is None) + (url is None) != (2 if from_body else 1):
-        raise RequestError(
-            "Send either 'path' or 'url', or the file itself as application/octet-stream.", "path"
-        )
-    place = path or url
-    if place is not None and (len(place) > MAX_PATH_CHARS or "\0" in place):
-        raise RequestError(f"Invalid 'path': it has at most {MAX_PATH_CHARS} characters.", "path")
-    version = fields.text("version")
+    """Read POST /v1/weights, with the file as its body or with a path or URL."""
+    body = (ControlRequest(asked.query) if from_body else asked).read(NewWeightsBody)
+    if (body.path is None) + (body.url is None) != (2 if from_body else 1):
+        raise RequestError(ONE_SOURCE, "path")
     return NewWeights(
-        terms_of(fields),
-        None if version is None else check_name(version, "version"),
-        read_digest(fields, "sha256"),
-        fields.integer("size", Range(1)),
-        sent_parameters(fields),
-        path,
-        url,
+        body.terms,
+        body.version,
+        body.sha256,
+        body.size,
+        body.parameters,
+        body.path,
+        body.url,
     )
 
 

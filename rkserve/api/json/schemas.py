@@ -131,4 +131,7 @@ def _plain(schema: JsonObject, defs: Mapping[str, JsonObject]) -> JsonObject:
     if {"type": "null"} in options:
         (schema,) = (one for one in options if one != {"type": "null"})
         return _plain(schema, defs)
-    return {key: value for key, value in schema.items() if key not in ("$ref", "title", "default")}
+    found = {key: value for key, value in schema.items() if key not in ("$ref", "title", "default")}
+    if "type" in found and "const" in found:  # a literal of one string
+        found["enum"] = [found.pop("const")]
+    return found

@@ -37,6 +37,7 @@ class Body(RequestModel):
     mode: Literal["a", "b", "c"] = "a"
     colour: Annotated[Colour, Field(strict=False)] = Colour.RED
     many: list[int] = Field([])
+    only: Literal["x"] | None = None
 
 
 @pytest.mark.parametrize(
@@ -113,8 +114,8 @@ class Body(RequestModel):
         ),
         (
             {"flag": None},
-            "Unknown parameter: 'flag'. Known are: async, colour, free, many, mode, part, text, "
-            "whole.",
+            "Unknown parameter: 'flag'. Known are: async, colour, free, many, mode, only, part, "
+            "text, whole.",
             "flag",
         ),
     ],
@@ -143,6 +144,7 @@ def test_the_schema_of_each_key_has_its_bounds_and_its_description() -> None:
         "mode": {"type": "string", "enum": ["a", "b", "c"]},
         "colour": {"type": "string", "enum": ["red", "blue"]},
         "many": {"type": "array", "items": {"type": "integer"}},
+        "only": {"type": "string", "enum": ["x"]},
     }
 
 
