@@ -19,7 +19,7 @@ from benchmarks.scale.talk import Shape
 from benchmarks.scale.world import World
 from rkserve.control.rollout_plan import Strategy
 from rkserve.core.block_hashes import BlockHashes, CachedPrefixes, FilePrefix, pack, seed_of
-from rkserve.fleet.load import BoardStatus, ModelBoards
+from rkserve.fleet.load import ModelBoards, RoutingStatus
 from rkserve.fleet.prefix_index import PrefixIndex
 from rkserve.fleet.requests import RoutingRequest
 from rkserve.native.sim import profiles
@@ -226,7 +226,7 @@ def decide(seed: int, boards: int, tokens: int = 1500, samples: int = 2000) -> D
         return (*system, *range(session * 10_000, session * 10_000 + size - len(system)))
 
     def hear(number: int, packed: bytes) -> float:
-        standing = BoardStatus(running=int(number % 5 > 0), kind="RK3588", holdings=packed)
+        standing = RoutingStatus(running=int(number % 5 > 0), kind="RK3588", holdings=packed)
         board = known.get(str(number))
         if board is not None:
             board.asked(board.asked_s + 1 if board.asked_s > 0 else 1.0)
@@ -292,7 +292,7 @@ def remember(contexts: int, tokens: int) -> Remembered:
     before = tracemalloc.get_traced_memory()[0]
     for number, packed in enumerate(reports):
         mine = bytes(bytearray(packed))  # a Router keeps what it was told, and so that counts
-        boards.heard(str(number), MODEL, str(number), BoardStatus(kind="RK3588", holdings=mine))
+        boards.heard(str(number), MODEL, str(number), RoutingStatus(kind="RK3588", holdings=mine))
     gc.collect()
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()

@@ -12,7 +12,7 @@ from benchmarks.scale.router import Request, Spent
 from rkserve.core.block_hashes import BlockHashes, seed_of
 from rkserve.core.errors import RkserveError
 from rkserve.core.messages import Delta, Finished, FinishReason, Timings, Usage
-from rkserve.fleet.load import BoardStatus, ModelBoards
+from rkserve.fleet.load import ModelBoards, RoutingStatus
 from rkserve.fleet.prefix_index import PrefixIndex
 from rkserve.fleet.requests import InFlightRequest, RoutingRequest
 from rkserve.fleet.speeds import WorkCounters
@@ -174,7 +174,7 @@ class OwnRouter:
             board.decode_tokens,
             board.decode_ms,
         )
-        standing = BoardStatus(
+        standing = RoutingStatus(
             running=self._busy[board.name],
             kind=board.profile.platform,
             counters=counters,

@@ -14,7 +14,7 @@ from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import BoardTarget, Desired, PauseMode, SleepLevel
 from rkserve.core.errors import BoardStartFailed
 from rkserve.core.messages import GenerateRequest
-from rkserve.fleet.load import BoardStatus, Candidate, ModelBoards, PauseEffect
+from rkserve.fleet.load import Candidate, ModelBoards, PauseEffect, RoutingStatus
 from rkserve.fleet.prefix_index import PrefixIndex
 from rkserve.fleet.requests import RoutingRequest
 from rkserve.fleet.speeds import Rate, Rates, TokenCounts, WorkCounters
@@ -187,8 +187,8 @@ class BoardTable:
     def _of(self, group: str) -> list[Candidate]:
         return [one for one in self.boards[self._groups[group]] if one.group == group]
 
-    def _standing(self, report: BoardReport, *, ready: bool) -> BoardStatus:
-        return BoardStatus(
+    def _standing(self, report: BoardReport, *, ready: bool) -> RoutingStatus:
+        return RoutingStatus(
             ready=ready,
             loaded=report.state is BoardState.READY,
             held=_held(self._duty(report)),

@@ -42,7 +42,7 @@ class BoardWork(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class BoardStatus:
+class RoutingStatus:
     """The facts of one report that concern routing.
 
     ``running`` and ``queued`` count requests of all Routers; ``queue_limit`` may wait at the board.
@@ -280,7 +280,7 @@ class ModelBoards:
 
     # -- reports -----------------------------------------------------------------------------------
 
-    def heard(self, key: str, group: str, board_id: str, said: BoardStatus) -> Candidate:
+    def heard(self, key: str, group: str, board_id: str, said: RoutingStatus) -> Candidate:
         """Take over a board's report."""
         board = self._by_key.get(key)
         if board is None:

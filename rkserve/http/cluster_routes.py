@@ -17,8 +17,7 @@ from rkserve.http.auth import check_client, check_operator
 from rkserve.http.request_body import announced, query_of, read_body, read_parts
 from rkserve.http.trainer_routes import Trainers, add_trainers
 from rkserve.router.admin.adapters import Adapters
-from rkserve.router.admin.operations import AdminAnswer, Operations
-from rkserve.router.admin.sleep import SleepControl
+from rkserve.router.admin.operations import AdminAnswer, Operations, SleepControl
 from rkserve.router.admin.weights import WeightsControl
 from rkserve.router.service import Service
 

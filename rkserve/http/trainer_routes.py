@@ -22,8 +22,7 @@ from rkserve.api.json.body import parse_object
 from rkserve.api.json.fields import Fields
 from rkserve.core.errors import NoBoard, RequestError, UnsupportedParameter
 from rkserve.router.admin.adapters import Adapters
-from rkserve.router.admin.operations import OK, AdminAnswer, Operations
-from rkserve.router.admin.sleep import SleepControl
+from rkserve.router.admin.operations import OK, AdminAnswer, Operations, SleepControl
 from rkserve.router.admin.weights import WeightsControl
 from rkserve.router.service import Service
 

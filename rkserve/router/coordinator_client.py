@@ -74,7 +74,7 @@ class CoordinatorClient:
                 await self._poll(POLL_S, POLL_S + GRACE_S)
             except CoordinatorAway as exc:
                 if self.reachable:
-                    log.warning("what the cluster shall be stays as it was: %s", exc)
+                    log.warning("keeping the last desired state: %s", exc)
                 self.reachable = False
                 await asyncio.sleep(TRY_AGAIN_S)
             except Exception:
@@ -90,7 +90,7 @@ class CoordinatorClient:
                 await self.refresh(max(0.1, deadline_s - time.monotonic()))
             except RkserveError as exc:
                 if time.monotonic() >= deadline_s:
-                    log.warning("serving without knowing what the cluster shall be: %s", exc)
+                    log.warning("serving without a desired state: %s", exc)
                     return
                 await asyncio.sleep(min(TRY_AGAIN_S, timeout_s / 10))
 

@@ -45,7 +45,7 @@ class ChannelAddress:
     key: bytes = field(repr=False)  # must not be logged
 
 
-class BoardCalls(Protocol):
+class BoardMethods(Protocol):
     """The methods of a board that Routers and the Coordinator call; raise ``RkserveError``."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
@@ -67,7 +67,7 @@ class BoardCalls(Protocol):
 class RouterConnection:
     """The calls of one Router. Each is a task, cancelled when its reader leaves."""
 
-    def __init__(self, number: int, board_id: str, callee: BoardCalls) -> None:
+    def __init__(self, number: int, board_id: str, callee: BoardMethods) -> None:
         self.number = number
         self._board_id, self._callee = board_id, callee
         self._line: ChannelConnection | None = None
@@ -183,7 +183,7 @@ class RouterConnection:
         try:
             said = codec.pack_error(stream, exc)
         except TypeError:  # without an answer the Router would wait forever
-            log.exception("board %s raised what cannot be told", self._board_id)
+            log.exception("board %s raised an error that cannot be sent", self._board_id)
             said = codec.pack_error(stream, codec.internal(self._board_id))
         self._say(stream, said)
 
@@ -206,7 +206,7 @@ def _item(stream: int, said: Event | list[Any] | None) -> list[Any]:
 class ChannelServer:
     """The connections of all Routers to one board. Use from one event loop; close after use."""
 
-    def __init__(self, board_id: str, config: ChannelConfig, callee: BoardCalls) -> None:
+    def __init__(self, board_id: str, config: ChannelConfig, callee: BoardMethods) -> None:
         self._board_id, self._config, self._callee = board_id, config, callee
         self._pulse = Heartbeat(config.heartbeat_s, config.silence_s)
         self._key = new_key()
@@ -282,7 +282,7 @@ class _EnrolledConnection(RouterConnection):
     line: ChannelConnection
 
     def __init__(
-        self, outlet: ChannelServer, number: int, board_id: str, callee: BoardCalls
+        self, outlet: ChannelServer, number: int, board_id: str, callee: BoardMethods
     ) -> None:
         super().__init__(number, board_id, callee)
         self._outlet = outlet

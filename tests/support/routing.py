@@ -20,7 +20,7 @@ from rkserve.core.messages import (
     Timings,
     Usage,
 )
-from rkserve.fleet.load import BoardStatus, Candidate, ModelBoards
+from rkserve.fleet.load import Candidate, ModelBoards, RoutingStatus
 from rkserve.fleet.prefix_index import PrefixIndex
 from rkserve.fleet.requests import InFlightRequest, RoutingRequest
 from rkserve.fleet.speeds import WorkCounters
@@ -38,7 +38,7 @@ def boards(seed: int = 1) -> ModelBoards:
 def join(of: ModelBoards, key: str, running: int = 0, **said: Any) -> Candidate:
     """Add a board by its report; by default it runs one request, and two may wait."""
     known = {"queue_limit": 2, "running": running, **said}
-    return of.heard(key, "group", f"board {key}", BoardStatus(**known))
+    return of.heard(key, "group", f"board {key}", RoutingStatus(**known))
 
 
 def speed(key: str, prefill_ms: float, decode_ms: float) -> WorkCounters:

@@ -509,7 +509,7 @@ def test_a_router_that_talks_nonsense_is_cut_off(said: list[list[object]]) -> No
         pytest.param(ZeroDivisionError("secret"), "ZeroDivisionError: secret", id="of Python"),
         pytest.param(
             RequestError({"a": 1}),  # type: ignore[arg-type] # no plain value has such a form
-            "raised what cannot be told",
+            "raised an error that cannot be sent",
             id="of ours, with what is no text",
         ),
     ],

@@ -561,7 +561,7 @@ class Dispatch:
         try:
             await self.fleet.links[group].ask(replica, "forgive", timeout_s=FORGIVE_S)
         except RkserveError as exc:
-            log.info("board %s was not told that it is not to blame: %s", replica, exc)
+            log.info("the failure count of board %s was not corrected: %s", replica, exc)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -235,7 +235,7 @@ def remove_all(folder: Path) -> None:
         try:
             file.unlink(missing_ok=True)
         except OSError as exc:
-            log.warning("%s, which nobody reads any more, cannot be removed: %s", file, exc)
+            log.warning("unused file %s cannot be removed: %s", file, exc)
 
 
 def too_long(most_bytes: int) -> str:

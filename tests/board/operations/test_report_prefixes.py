@@ -10,7 +10,7 @@ import pytest
 
 from rkserve.core.block_hashes import BLOCK, STRIDE, BlockHashes, CachedPrefixes, seed_of, unpack
 from rkserve.core.messages import Delta, Finished
-from rkserve.fleet.load import BoardStatus, ModelBoards
+from rkserve.fleet.load import ModelBoards, RoutingStatus
 from rkserve.fleet.prefix_index import PrefixIndex
 from rkserve.fleet.requests import InFlightRequest, RoutingRequest
 from tests.board.run.test_prompt_caching import LENGTH, CacheBench
@@ -35,7 +35,7 @@ class Told:
         if known is not None:
             known.asked(self.now_s)
         held = bench.board.report().holdings
-        self.boards.heard("a", "g", "a", BoardStatus(queue_limit=1, holdings=held))
+        self.boards.heard("a", "g", "a", RoutingStatus(queue_limit=1, holdings=held))
 
     def begin(self, ids: tuple[int, ...]) -> InFlightRequest:
         self.now_s += 1
