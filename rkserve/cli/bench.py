@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from rkserve.bench.asked import PresetResult
 from rkserve.bench.trace import Trace, lines_of, read_trace, write_trace
 from rkserve.bench.trace_generator import TraceShape, make_trace
-from rkserve.cli.bench_options import Seed
-from rkserve.cli.bench_run import EXIT_CODES, LoadCommand, loading
-from rkserve.cli.shaping import shaped
+from rkserve.cli.bench_options import SHAPE_OPTIONS, Seed
+from rkserve.cli.bench_run import EXIT_CODES, LoadContext, LoadingCommand, TraceLoadingCommand
+from rkserve.cli.options import GroupedCommand
 
 bench = typer.Typer(
     name="bench",
@@ -36,13 +36,22 @@ Duration = Annotated[
 ]
 
 
-@bench.command()
-@loading
-@shaped
+class TraceCommand(GroupedCommand):
+    """A command that makes a trace and loads nothing."""
+
+    context_class = LoadContext
+    groups = (SHAPE_OPTIONS,)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Read the shape and run the command."""
+        ctx.shape = SHAPE_OPTIONS.take(ctx.params)
+        return super().invoke(ctx)
+
+
+@bench.command(cls=TraceLoadingCommand)
 def run(
-    load: LoadCommand,
+    context: LoadContext,
     *,
-    shape: TraceShape,
     trace: TraceFile = None,
     clients: Clients = None,
     duration: Duration = None,
@@ -69,43 +78,46 @@ def run(
     from rkserve.bench.presets import play_all
 
     plan = replace(
-        load.given.plan(),
+        context.load.given.plan(),
         time_factor=time_factor,
         duration_s=duration,
         warmup_s=warmup,
         deadline_s=deadline,
         capture=capture,
     )
-    if capture and load.given.out is None:
+    if capture and context.load.given.out is None:
         raise typer.BadParameter("--capture needs --out DIR, where it writes")
-    asked = replace(load.asked(clients=clients, runs=runs), plan=plan)
-    return play_all(load.bench, _trace(trace, shape, load.given.seed), asked, "Load")
+    asked = replace(context.load.asked(clients=clients, runs=runs), plan=plan)
+    return play_all(
+        context.load.bench, _trace(trace, context.shape, context.load.given.seed), asked, "Load"
+    )
 
 
-@bench.command()
-@loading
-def smoke(load: LoadCommand, *, sessions: Sessions = None, clients: Clients = None) -> PresetResult:
+@bench.command(cls=LoadingCommand)
+def smoke(
+    context: LoadContext, *, sessions: Sessions = None, clients: Clients = None
+) -> PresetResult:
     """Ask a few questions: seconds, to see that a server can be measured."""
     from rkserve.bench import presets
 
-    return presets.smoke(load.bench, load.asked(sessions=sessions, clients=clients))
+    return presets.smoke(context.load.bench, context.load.asked(sessions=sessions, clients=clients))
 
 
-@bench.command("multi-turn")
-@loading
+@bench.command("multi-turn", cls=LoadingCommand)
 def multi_turn(
-    load: LoadCommand, *, sessions: Sessions = None, clients: Clients = None
+    context: LoadContext, *, sessions: Sessions = None, clients: Clients = None
 ) -> PresetResult:
     """Play 200 conversations with shared system prompts; policies are compared on the same ones."""
     from rkserve.bench import presets
 
-    return presets.multi_turn(load.bench, load.asked(sessions=sessions, clients=clients))
+    return presets.multi_turn(
+        context.load.bench, context.load.asked(sessions=sessions, clients=clients)
+    )
 
 
-@bench.command()
-@loading
+@bench.command(cls=LoadingCommand)
 def overload(
-    load: LoadCommand,
+    context: LoadContext,
     *,
     seconds: Annotated[float, typer.Option(min=0.1, help="Of each of the two loads.")] = 60.0,
     sessions: Annotated[
@@ -120,19 +132,16 @@ def overload(
     """Measure the capacity, then ask that much and three times as much; compare the goodput."""
     from rkserve.bench import presets
 
-    asked = load.asked(
+    asked = context.load.asked(
         seconds=seconds, sessions=sessions, clients=clients, tell_deadline=tell_deadline
     )
-    return presets.overload(load.bench, asked)
+    return presets.overload(context.load.bench, asked)
 
 
-@bench.command()
-@loading
-@shaped
+@bench.command(cls=TraceLoadingCommand)
 def compare(
-    load: LoadCommand,
+    context: LoadContext,
     *,
-    shape: TraceShape,
     trace: TraceFile = None,
     clients: Clients = None,
     all_prompts: Annotated[
@@ -145,23 +154,22 @@ def compare(
     """Have several servers, models or adapters answer the same prompts; show where they differ."""
     from rkserve.bench import presets
 
-    played = _trace(trace, shape, load.given.seed)
-    asked = load.asked(clients=clients, whole=all_prompts)
-    return presets.side_by_side(load.bench, played, asked)
+    played = _trace(trace, context.shape, context.load.given.seed)
+    asked = context.load.asked(clients=clients, whole=all_prompts)
+    return presets.side_by_side(context.load.bench, played, asked)
 
 
-@bench.command("trace")
-@shaped
+@bench.command("trace", cls=TraceCommand)
 def make(
+    context: LoadContext,
     *,
-    shape: TraceShape,
     seed: Seed = 1,
     output: Annotated[
         Path | None, typer.Option("--output", dir_okay=False, help="Else it is printed.")
     ] = None,
 ) -> None:
     """Make a trace and save it; the same seed and options make the same one."""
-    made = make_trace(shape, seed)
+    made = make_trace(context.shape, seed)
     if output is None:
         for line in lines_of(made):
             typer.echo(line)

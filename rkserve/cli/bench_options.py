@@ -1,6 +1,6 @@
-"""Which servers or boards a command of ``rkserve bench`` loads, and how, as it was given.
+"""The options of ``rkserve bench``: the system to load, its limits, and the shape of made traces.
 
-It knows the command line; most of what it makes of that is imported only when a command runs.
+Most modules of ``rkserve.bench`` are imported only when a command runs.
 """
 
 from __future__ import annotations
@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from rkserve.bench.trace_generator import Arrivals, TraceShape
 from rkserve.cli.context import first_line
+from rkserve.cli.options import OptionGroup
 
 if TYPE_CHECKING:
     from rkserve.bench.player import PlayOptions
@@ -126,32 +128,32 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON.
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """The options that all commands have."""
+    """The options of all commands that load a system."""
 
-    url: list[str] | None = None
-    model: list[str] | None = None
-    all_models: bool = False
-    api: str = "chat"
-    key_file: Path | None = None
-    key_env: str | None = None
-    header: list[str] | None = None
-    body: str | None = None
-    watch: list[str] | None = None
-    boards: int | None = None
-    profile: str = PROFILE
-    time_scale: float = 1.0
-    policy: list[str] | None = None
-    slo: str | None = None
-    seed: int = 1
-    salt: str | None = None
-    timeout: float = 300.0
-    stall: float = 60.0
-    max_errors: float = 0.0
-    out: Path | None = None
-    as_json: bool = False
+    url: Urls = None
+    model: Models = None
+    all_models: AllModels = False
+    api: Api = "chat"
+    key_file: KeyFile = None
+    key_env: KeyEnv = None
+    header: Headers = None
+    body: Body = None
+    watch: Watches = None
+    boards: BoardCount = None
+    profile: ProfileName = PROFILE
+    time_scale: TimeScale = 1.0
+    policy: Policies = None
+    slo: Limits = None
+    seed: Seed = 1
+    salt: Salt = None
+    timeout: Timeout = 300.0
+    stall: Stall = 60.0
+    max_errors: MaxErrors = 0.0
+    out: Out = None
+    as_json: AsJson = False
 
     def plan(self) -> PlayOptions:
-        """Return how traces are played, as far as these options say."""
+        """Return the settings for playing traces that these options hold."""
         from rkserve.bench.player import ClientTimeouts as ClientLimits
         from rkserve.bench.player import PlayOptions
 
@@ -159,39 +161,14 @@ class LoadOptions:
         return PlayOptions(salt=self.salt or "", limits=limits)
 
     def limits(self) -> Slo | None:
-        """Return the limits that answers are held to, if there are any."""
+        """Return the service-level limits of answers, if any."""
         from rkserve.bench.slo import parse_slo
 
         return None if self.slo is None else usage(parse_slo, self.slo)
 
 
-ANNOTATIONS: Mapping[str, Any] = {
-    "url": Urls,
-    "model": Models,
-    "all_models": AllModels,
-    "api": Api,
-    "key_file": KeyFile,
-    "key_env": KeyEnv,
-    "header": Headers,
-    "body": Body,
-    "watch": Watches,
-    "boards": BoardCount,
-    "profile": ProfileName,
-    "time_scale": TimeScale,
-    "policy": Policies,
-    "slo": Limits,
-    "seed": Seed,
-    "salt": Salt,
-    "timeout": Timeout,
-    "stall": Stall,
-    "max_errors": MaxErrors,
-    "out": Out,
-    "as_json": AsJson,
-}
-
-
 def targets(given: LoadOptions) -> list[Target]:
-    """Return the servers that were named. Raises ``BadParameter``, ``BenchFailed``."""
+    """Return the servers of the command line. Raises ``BadParameter``, ``BenchFailed``."""
     from rkserve.bench.target import CHAT, COMPLETIONS, Target
 
     if given.api not in (CHAT, COMPLETIONS):
@@ -206,7 +183,7 @@ def targets(given: LoadOptions) -> list[Target]:
 
 
 def _asked(given: LoadOptions, key: str | None) -> list[tuple[str, str, str]]:
-    """Return the name, URL and model of each target; a server is asked for what was not named."""
+    """Return name, URL and model of each target; the server lists models that were not given."""
     from rkserve.bench.target import base_path, models_of
 
     paired = _paired(given.url or [], given.model or [])
@@ -263,9 +240,9 @@ def _body(text: str | None) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as exc:
-        raise typer.BadParameter(f"--body is no JSON: {exc}") from exc
+        raise typer.BadParameter(f"--body is not JSON: {exc}") from exc
     if not isinstance(value, dict):
-        raise typer.BadParameter("--body is no JSON object")
+        raise typer.BadParameter("--body is not a JSON object")
     return value
 
 
@@ -279,8 +256,56 @@ def known_profile(name: str) -> None:
 
 
 def usage(read: Callable[[_A], _B], given: _A) -> _B:
-    """Call something that raises ``ValueError`` for what was given wrongly."""
+    """Call ``read`` and turn its ``ValueError`` into a usage error."""
     try:
         return read(given)
     except ValueError as exc:
         raise typer.BadParameter(str(exc)) from exc
+
+
+def trace_shape(
+    *,
+    sessions: Annotated[int, typer.Option(min=1, help="So many sessions.")] = 100,
+    rate: Annotated[float, typer.Option(min=0.0001, help="Sessions per second.")] = 1.0,
+    arrivals: Annotated[Arrivals, typer.Option(help="How sessions arrive.")] = Arrivals.POISSON,
+    burst: Annotated[int, typer.Option(min=1, help="Sessions of one burst.")] = 8,
+    turns: Annotated[float, typer.Option(min=1, help="Of a session, mean.")] = 1.0,
+    most_turns: Annotated[int, typer.Option(min=1, help="Of the longest session.")] = 12,
+    think_s: Annotated[
+        float, typer.Option("--think", min=0, help="Seconds between turns, mean.")
+    ] = 0.0,
+    systems: Annotated[int, typer.Option(min=0, help="Shared system prompts.")] = 0,
+    system_words: Annotated[int, typer.Option(min=1, help="Words of each.")] = 200,
+    zipf: Annotated[
+        float, typer.Option(min=0, help="How unevenly they are used; 0 is evenly.")
+    ] = 1.0,
+    user_words: Annotated[int, typer.Option(min=1, help="Words of a question, mean.")] = 40,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="max_tokens, mean.")] = 64,
+    spread: Annotated[float, typer.Option(min=0, help="Sigma of these lengths, log-normal.")] = 0.5,
+    priorities: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--priority", help="Each session has one of these as its priority; repeatable."
+        ),
+    ] = None,
+) -> TraceShape:
+    """Return the shape of a trace to make; the options are named like its fields."""
+    return TraceShape(
+        sessions=sessions,
+        rate=rate,
+        arrivals=arrivals,
+        burst=burst,
+        turns=turns,
+        most_turns=most_turns,
+        think_s=think_s,
+        systems=systems,
+        system_words=system_words,
+        zipf=zipf,
+        user_words=user_words,
+        answer_tokens=answer_tokens,
+        spread=spread,
+        priorities=tuple(priorities or ()),
+    )
+
+
+LOAD_OPTIONS, SHAPE_OPTIONS = OptionGroup(LoadOptions), OptionGroup(trace_shape)

@@ -1,7 +1,6 @@
-"""What all commands of ``rkserve bench`` have: what is loaded, where results go, exit codes.
+"""The frame of ``rkserve bench``: open the system, run the command, write the results.
 
-It knows the command line and files; what is asked and measured is in ``rkserve.bench``, most
-of which is imported only when one of the commands runs: the others need none of it.
+Most modules of ``rkserve.bench`` are imported only when one of its commands runs.
 """
 
 from __future__ import annotations
@@ -15,15 +14,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from rkserve.cli.bench_options import ANNOTATIONS, LoadOptions, known_profile, targets, usage
+from rkserve.cli.bench_options import (
+    LOAD_OPTIONS,
+    SHAPE_OPTIONS,
+    LoadOptions,
+    known_profile,
+    targets,
+    usage,
+)
 from rkserve.cli.context import Exit
-from rkserve.cli.options import keyword, own_options, signed
+from rkserve.cli.options import GroupedCommand, OptionGroup
 from rkserve.core.errors import RkserveError
 
 if TYPE_CHECKING:
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
     from rkserve.bench.runner import Bench
     from rkserve.bench.slo import Slo
     from rkserve.bench.systems import SystemUnderTest
+    from rkserve.bench.trace_generator import TraceShape
 
 EXIT_CODES = (
     "Exit codes: 0 measured; 1 failed, or nothing was answered; 2 wrong usage; 3 measured, but a "
@@ -40,37 +47,58 @@ EXIT_CODES = (
     "130 Ctrl-C, after the figures of what there was."
 )
 ENDS = (signal.SIGINT, signal.SIGTERM)
-Command = Callable[..., "PresetResult"]
-
-
-def loading(command: Command) -> Callable[..., None]:
-    """Pass a ``LoadCommand`` to a command, and declare the options of ``LoadOptions``."""
-
-    def run(**options: Any) -> None:
-        given = LoadOptions(**{name: options.pop(name) for name in ANNOTATIONS})
-        raise typer.Exit(carry_out(given, lambda loaded: command(loaded, **options)))
-
-    options = [keyword(name, of, getattr(LoadOptions, name)) for name, of in ANNOTATIONS.items()]
-    return signed(run, command, [*own_options(command, without="load"), *options])
 
 
 @dataclass
 class LoadCommand:
-    """A command at work: its options, and what plays its traces."""
+    """A running command: its options, and the runner of its traces."""
 
     given: LoadOptions
     bench: Bench
 
     def asked(self, **own: Any) -> PresetOptions:
-        """Return what a preset is told: these options, and those of the command."""
+        """Return the options of a preset: the shared ones and those of the command."""
         from rkserve.bench.asked import PresetOptions
 
         given = self.given
         return PresetOptions(seed=given.seed, slo=given.limits(), plan=given.plan(), **own)
 
 
+class LoadContext(typer.Context):
+    """The context of a command that loads a system; ``shape`` is that of the trace to make."""
+
+    load: LoadCommand
+    shape: TraceShape
+
+
+class LoadingCommand(GroupedCommand):
+    """A command that loads a system; its function takes a ``LoadContext``."""
+
+    context_class = LoadContext
+    groups: ClassVar[tuple[OptionGroup[Any], ...]] = (LOAD_OPTIONS,)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Open the system, run the command, deliver its results and exit."""
+        if SHAPE_OPTIONS in self.groups:
+            ctx.shape = SHAPE_OPTIONS.take(ctx.params)
+        run = super().invoke
+
+        def command(load: LoadCommand) -> PresetResult:
+            ctx.load = load
+            found: PresetResult = run(ctx)
+            return found
+
+        raise typer.Exit(carry_out(LOAD_OPTIONS.take(ctx.params), command))
+
+
+class TraceLoadingCommand(LoadingCommand):
+    """A command that loads a system with a trace of the options' shape."""
+
+    groups: ClassVar[tuple[OptionGroup[Any], ...]] = (SHAPE_OPTIONS, LOAD_OPTIONS)
+
+
 def carry_out(given: LoadOptions, command: Callable[[LoadCommand], PresetResult]) -> Exit:
-    """Run a command, deliver what it found, and return the exit code."""
+    """Run a command, deliver its results, and return the exit code."""
     from rkserve.bench.runner import Bench
 
     err, limits = Console(stderr=True), given.limits() or _no_limits()
@@ -100,7 +128,7 @@ def carry_out(given: LoadOptions, command: Callable[[LoadCommand], PresetResult]
 def _attempt(
     command: Callable[[], PresetResult], bench: Bench
 ) -> tuple[PresetResult | None, RkserveError | None]:
-    """Return what a command found, or why it could not go on; what it had is in the bench."""
+    """Return the result of a command, or its failure; finished runs are in the bench."""
     try:
         return command(), None
     except RkserveError as exc:
@@ -118,7 +146,7 @@ def _failed(err: Console, exc: RkserveError) -> Exit:
 
 
 def exit_of(given: LoadOptions, results: BenchResults) -> Exit:
-    """Return what scripts can go by."""
+    """Return the exit code for these results."""
     if not results.complete:
         return Exit.INTERRUPTED
     if not results.answered:
@@ -128,7 +156,7 @@ def exit_of(given: LoadOptions, results: BenchResults) -> Exit:
 
 
 def results_of(bench: Bench, found: PresetResult | None) -> BenchResults:
-    """Put together what there is."""
+    """Collect the results of all runs."""
     from rkserve.bench.harness.machine import machine
     from rkserve.bench.results import BenchResults
 
@@ -148,7 +176,7 @@ def results_of(bench: Bench, found: PresetResult | None) -> BenchResults:
 
 
 def deliver(given: LoadOptions, results: BenchResults) -> None:
-    """Print the results, and write them where that was asked for."""
+    """Print the results, and write them to ``--out``."""
     from rkserve.bench.capture import exchange_lines, render_exchanges
     from rkserve.bench.charts import svg
     from rkserve.bench.plots import charts
@@ -178,14 +206,14 @@ def deliver(given: LoadOptions, results: BenchResults) -> None:
         (given.out / "captured.md").write_text(text, encoding="utf-8")
 
 
-# -- what is loaded -------------------------------------------------------------------------------
+# -- the system -------------------------------------------------------------------------------
 
 
 @contextmanager
 def opened(
     given: LoadOptions, folder: Path, say: Callable[[str], None]
 ) -> Iterator[SystemUnderTest]:
-    """Give what is loaded, and end what was started for it, also on Ctrl-C."""
+    """Open the system to load; stop everything started for it, also on Ctrl-C."""
     site = _site(given, folder, say)
     # A shell without job control starts its background jobs with Ctrl-C ignored.
     before = {number: signal.signal(number, _as_interrupt) for number in ENDS}
@@ -193,7 +221,7 @@ def opened(
         yield site
     finally:
         for number in ENDS:
-            signal.signal(number, signal.SIG_IGN)  # impatience must leave no cluster behind
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must leave no cluster behind
         try:
             site.close()
         finally:
@@ -244,10 +272,10 @@ def _as_interrupt(*_: object) -> None:
 
 
 class LoadProgress:
-    """How far a run is, and what else goes on; on a terminal only.
+    """The progress of runs and of the cluster, on a terminal only.
 
-    It draws when it is told to, from the thread that measures: a thread of its own would wake at
-    moments of its own.
+    It draws when called, from the measuring thread: a thread of its own would disturb the
+    measurement at random moments.
     """
 
     def __init__(self, err: Console) -> None:
@@ -269,13 +297,13 @@ class LoadProgress:
         self._bar.stop()
 
     def show(self, name: str, told: RunProgress) -> None:
-        """Show how far a run is."""
+        """Show the progress of a run."""
         failed = f", {told.failed} failed" if told.failed else ""
         count = f"{told.done} of {told.total}, {told.running} running{failed}"
         self._update(name, told.total, told.done, count)
 
     def say(self, text: str) -> None:
-        """Say what becomes of the cluster."""
+        """Show the state of the cluster."""
         self._update("cluster", None, 0, text)
 
     def _update(self, name: str, total: int | None, done: int, count: str) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rkserve.cli.context import CommandContext, Exit, connected, first_line
+from rkserve.cli.context import CommandContext, Exit, first_line
 from rkserve.client import ClientError, UnexpectedAnswer
 
 PATH = "/v1/chat/completions"
@@ -24,9 +24,8 @@ ModelName = Annotated[
 ]
 
 
-@connected
 def chat(
-    link: CommandContext,
+    context: CommandContext,
     *,
     prompt: Prompt = None,
     model: ModelName = None,
@@ -47,7 +46,7 @@ def chat(
     key = api_key if api_key_file is None else _key(api_key_file)
     settings = {"temperature": temperature, "max_tokens": max_tokens}
     body = {
-        "model": model or _first(link),
+        "model": model or _first(context),
         **{name: value for name, value in settings.items() if value is not None},
     }
     said: list[dict[str, str]] = []
@@ -57,14 +56,14 @@ def chat(
         if not question.strip():
             raise typer.BadParameter("there is nothing to ask: name a TEXT, or pipe one in")
         said = [*begin, {"role": "user", "content": question}]
-        _answer(link, {**body, "messages": said}, key)
+        _answer(context, {**body, "messages": said}, key)
         return
-    link.err.print(f"{body['model']}. {HELP}", highlight=False)
-    _converse(link, body, begin, key)
+    context.err.print(f"{body['model']}. {HELP}", highlight=False)
+    _converse(context, body, begin, key)
 
 
 def _converse(
-    link: CommandContext, body: dict[str, Any], begin: list[dict[str, str]], key: str | None
+    context: CommandContext, body: dict[str, Any], begin: list[dict[str, str]], key: str | None
 ) -> None:
     said = list(begin)
     while True:
@@ -80,32 +79,32 @@ def _converse(
         elif question:
             asked = [*said, {"role": "user", "content": question}]
             try:
-                answer = _answer(link, {**body, "messages": asked}, key)
+                answer = _answer(context, {**body, "messages": asked}, key)
             except KeyboardInterrupt:
                 typer.echo("\n(ended)", err=True)
                 continue
             except ClientError as exc:  # the conversation goes on without that question
-                link.failed(exc)
+                context.failed(exc)
                 continue
             said = [*asked, {"role": "assistant", "content": answer}]
 
 
-def _answer(link: CommandContext, body: dict[str, Any], key: str | None) -> str:
+def _answer(context: CommandContext, body: dict[str, Any], key: str | None) -> str:
     """Print an answer while it comes, and return it."""
     text, finish = "", None
-    for event in _events(link, body, key):
+    for event in _events(context, body, key):
         retract = event.get("rkserve", {}).get("retract", 0)
         text = text[: len(text) - retract] if retract else text
         for choice in event.get("choices", ()):
             piece = choice.get("delta", {}).get("content") or ""
             text, finish = text + piece, choice.get("finish_reason") or finish
-            if not link.as_json:
+            if not context.as_json:
                 typer.echo(piece, nl=False)
-    link.show(
+    context.show(
         {"model": body["model"], "content": text, "finish_reason": finish},
         lambda: "",  # it is there already, and ends its line now
     )
-    if finish == "length" and not link.as_json:
+    if finish == "length" and not context.as_json:
         typer.echo("(cut at the limit of tokens)", err=True)
     if finish == "abort":
         raise typer.Exit(Exit.FAILED)
@@ -113,13 +112,13 @@ def _answer(link: CommandContext, body: dict[str, Any], key: str | None) -> str:
 
 
 def _events(
-    link: CommandContext, body: dict[str, Any], key: str | None
+    context: CommandContext, body: dict[str, Any], key: str | None
 ) -> Iterator[dict[str, Any]]:
-    return link.client.stream(PATH, body, api_key=key)
+    return context.client.stream(PATH, body, api_key=key)
 
 
-def _first(link: CommandContext) -> str:
-    rows = link.client.models()
+def _first(context: CommandContext) -> str:
+    rows = context.client.models()
     if not rows:
         raise UnexpectedAnswer("No model is served")
     return str(rows[0]["id"])

@@ -1,4 +1,4 @@
-"""The commands: thin, each a call of the client and a line or a table for its answer."""
+"""The command ``rkserve``: its groups, and the commands of the cluster as a whole."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from rkserve import __version__
 from rkserve.cli import show
 from rkserve.cli.bench import bench
 from rkserve.cli.chat import chat
-from rkserve.cli.context import EXIT_CODES, CommandContext, Exit, connected
+from rkserve.cli.context import EXIT_CODES, ClusterCommand, CommandContext, Exit
 from rkserve.cli.generations import boards, caches, generations, kv
 from rkserve.cli.lora import lora
 from rkserve.cli.models import models, sleep, wake
 from rkserve.cli.options import Boards, Models, ModeOption, Modes, Timeout
 from rkserve.cli.progress import progress
-from rkserve.cli.sim import sim
 from rkserve.cli.weights import weights
 from rkserve.client.answers import PARTIAL, SUCCEEDED
 from rkserve.core.errors import ConfigError
 from rkserve.deployments.haproxy import default_folder, prepare
+from rkserve.native.sim import adapters
 
+sim = typer.Typer(help="Make files for simulated boards.", no_args_is_help=True)
 app = typer.Typer(
     name="rkserve",
     help=f"Look at a cluster of rkserve, and change it. {EXIT_CODES}",
@@ -62,18 +63,16 @@ Adapter = Annotated[str | None, typer.Option(help="Only generations with this ad
 Limit = Annotated[int, typer.Option(min=1, max=1000, help="How many, the newest first.")]
 
 
-@app.command()
-@connected
-def status(link: CommandContext) -> None:
+@app.command(cls=ClusterCommand)
+def status(context: CommandContext) -> None:
     """Show the cluster: boards, pauses, epoch."""
-    cluster = link.client.cluster()
-    link.show(cluster, lambda: show.status(cluster))
+    cluster = context.client.cluster()
+    context.show(cluster, lambda: show.status(cluster))
 
 
-@app.command()
-@connected
+@app.command(cls=ClusterCommand)
 def pause(
-    link: CommandContext,
+    context: CommandContext,
     *,
     mode: Modes = ModeOption.KEEP,
     model: Models = None,
@@ -84,7 +83,7 @@ def pause(
     timeout: Timeout = None,
 ) -> None:
     """Stop generating; done when no board that is meant emits tokens any more."""
-    one = link.client.pause(
+    one = context.client.pause(
         mode.value,
         models=model or None,
         boards=board or None,
@@ -93,13 +92,12 @@ def pause(
         clear_cache=clear_cache,
         timeout_s=timeout,
     )
-    link.done(one, "paused")
+    context.done(one, "paused")
 
 
-@app.command()
-@connected
+@app.command(cls=ClusterCommand)
 def resume(
-    link: CommandContext,
+    context: CommandContext,
     *,
     model: Models = None,
     board: Boards = None,
@@ -107,17 +105,17 @@ def resume(
     timeout: Timeout = None,
 ) -> None:
     """Take back a pause; without a scope every pause."""
-    one = link.client.resume(
+    one = context.client.resume(
         models=model or None, boards=board or None, adapter=adapter, timeout_s=timeout
     )
-    link.done(one, "resumed")
+    context.done(one, "resumed")
     if not (model or board or adapter):
-        link.note(lambda: show.still_held(link.client.cluster()["pauses"], asleep=True))
+        context.note(lambda: show.still_held(context.client.cluster()["pauses"], asleep=True))
 
 
-app.command()(chat)
-app.command()(sleep)
-app.command()(wake)
+app.command(cls=ClusterCommand)(chat)
+app.command(cls=ClusterCommand)(sleep)
+app.command(cls=ClusterCommand)(wake)
 
 
 @app.command()
@@ -140,18 +138,16 @@ def front(
         typer.echo(f"{name}={value}" if plain else f"export {name}={shlex.quote(value)}")
 
 
-@app.command()
-@connected
-def operations(link: CommandContext, limit: Limit = 20) -> None:
+@app.command(cls=ClusterCommand)
+def operations(context: CommandContext, limit: Limit = 20) -> None:
     """List what was changed, and what became of it."""
-    rows = link.client.operations(limit)
-    link.show([dict(one.body) for one in rows], lambda: show.operations(rows))
+    rows = context.client.operations(limit)
+    context.show([dict(one.body) for one in rows], lambda: show.operations(rows))
 
 
-@app.command()
-@connected
+@app.command(cls=ClusterCommand)
 def operation(
-    link: CommandContext,
+    context: CommandContext,
     operation_id: Annotated[str, typer.Argument(metavar="ID")],
     wait: Annotated[
         bool, typer.Option(help="Wait until it is over, and exit as it ended.")
@@ -159,18 +155,44 @@ def operation(
 ) -> None:
     """Show one operation, board by board."""
     if wait:
-        with progress(link) as tell:
-            one = link.client.wait(operation_id, on_progress=tell)
+        with progress(context) as tell:
+            one = context.client.wait(operation_id, on_progress=tell)
     else:
-        one = link.client.operation(operation_id)
-    link.show(dict(one.body), lambda: show.operation(one))
+        one = context.client.operation(operation_id)
+    context.show(dict(one.body), lambda: show.operation(one))
     if wait and one.state != SUCCEEDED:
         raise typer.Exit(Exit.PARTLY if one.state == PARTIAL else Exit.FAILED)
 
 
-@app.command()
-@connected
-def audit(link: CommandContext, limit: Limit = 50) -> None:
+@app.command(cls=ClusterCommand)
+def audit(context: CommandContext, limit: Limit = 50) -> None:
     """List who changed what."""
-    rows = link.client.audit(limit)
-    link.show(rows, lambda: show.audit(rows))
+    rows = context.client.audit(limit)
+    context.show(rows, lambda: show.audit(rows))
+
+
+@sim.callback()
+def files() -> None:
+    """Make files for simulated boards."""
+
+
+@sim.command()
+def adapter(
+    path: Annotated[Path, typer.Argument(dir_okay=False, help="The file to write.")],
+    *,
+    title: Annotated[
+        str, typer.Option(help="The name that the model gives itself with it, 1 to 63 bytes.")
+    ] = "Tone",
+    seed: Annotated[int, typer.Option(min=0, help="Another one, other answers.")] = 1,
+    base: Annotated[str, typer.Option(help="Id of the model that it is for.")] = "any",
+    mib: Annotated[int, typer.Option(min=0, max=4096, help="Size; zeros stand for weights.")] = 0,
+) -> None:
+    """Make a LoRA adapter that simulated boards load as real ones load the vendor's."""
+    size = max(mib << 20, adapters.HEADER_BYTES)
+    try:
+        adapters.write(path, title, seed=seed, base=base, size=size)
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc)) from exc
+    except OSError as exc:
+        raise typer.BadParameter(f"{path} cannot be written: {exc.strerror or exc}") from exc
+    typer.echo(f"wrote {path}: {size} bytes; rkserve lora push {path} --name {title.lower()}")

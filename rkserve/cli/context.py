@@ -1,11 +1,7 @@
-"""What every command has: where rkserve is, the key, how to answer, and exit codes.
-
-It knows errors of the client and exit codes; what is asked is in the commands.
-"""
+"""The context of commands that call a cluster: client, consoles, output, errors and exit codes."""
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +12,7 @@ from typing import Annotated, Any, TypeAlias
 import typer
 from rich.console import Console
 
-from rkserve.cli.options import keyword, own_options, signed
+from rkserve.cli.options import GroupedCommand, OptionGroup
 from rkserve.client import (
     CallError,
     Client,
@@ -31,7 +27,7 @@ from rkserve.client.connection import DEFAULT_URL
 
 
 class Exit(IntEnum):
-    """What scripts can go by."""
+    """The exit codes of all commands."""
 
     DONE = 0
     FAILED = 1
@@ -52,13 +48,12 @@ OpenClient: TypeAlias = Callable[[str, "str | None"], Client]
 
 
 def open_client(url: str, admin_key: str | None) -> Client:
-    """Return a client. Tests put another function in this one's place."""
+    """Return a client; tests replace this function."""
     return Client(url, admin_key=admin_key)
 
 
-@dataclass(frozen=True)
-class CommandContext:
-    """The cluster, and the terminal: results go to stdout, everything else to stderr."""
+class CommandContext(typer.Context):
+    """The cluster and the terminal: results go to stdout, everything else to stderr."""
 
     client: Client
     as_json: bool
@@ -66,7 +61,7 @@ class CommandContext:
     err: Console
 
     def show(self, body: Any, table: Callable[[], Any]) -> None:
-        """Print a result: the JSON that was answered, or what ``table`` makes of it."""
+        """Print a result: the JSON of the answer, or ``table``."""
         if self.as_json:
             typer.echo(json.dumps(body, ensure_ascii=False, indent=2))
             return
@@ -77,7 +72,7 @@ class CommandContext:
             self.out.print(shown)
 
     def done(self, operation: Operation, said: str) -> None:
-        """Say that an operation has succeeded."""
+        """Print that an operation has succeeded."""
         again = "" if operation.applied else ", as it was already"
         # Where nothing was to be done, it may have asked no board and made no epoch.
         where = f"{operation.succeeded} of {operation.total} boards, " if operation.total else ""
@@ -87,18 +82,18 @@ class CommandContext:
         )
 
     def note(self, lines: Callable[[], Sequence[str]]) -> None:
-        """Say beside the result what else is worth knowing, if that can be learnt."""
+        """Print notes on stderr beside the result; without them if the cluster does not answer."""
         if self.as_json:
             return
         try:
             found = lines()
-        except ClientError:  # what was asked for is done all the same
+        except ClientError:  # the command itself has succeeded
             return
         for line in found:
             self.err.print(line, soft_wrap=True, highlight=False)
 
     def failed(self, exc: ClientError) -> Exit:
-        """Say what went wrong, and return the exit code for it."""
+        """Print an error and return its exit code."""
         url = self.client.url
         if self.as_json:
             self.err.print_json(json.dumps(_error(exc, url)))
@@ -114,7 +109,7 @@ class CommandContext:
 
 
 def _sentence(exc: ClientError, url: str) -> str:
-    """Return the error for people, with the URL where that may be the mistake."""
+    """Return the error as a sentence, with the URL where that may be the cause."""
     if isinstance(exc, Unreachable):
         return f"{url} cannot be reached: {exc}. --url or RKSERVE_URL names another one."
     if isinstance(exc, UnexpectedAnswer):
@@ -132,68 +127,76 @@ def _error(exc: ClientError, url: str) -> dict[str, Any]:
     return {"error": said}
 
 
-Url = Annotated[str, typer.Option("--url", envvar="RKSERVE_URL", help="Where rkserve is.")]
-KeyFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--admin-key-file",
-        envvar="RKSERVE_ADMIN_KEY_FILE",
-        exists=True,
-        dir_okay=False,
-        help="File whose first line beside empty ones and comments (#) is the admin key; without "
-        "it RKSERVE_ADMIN_KEY has it.",
-    ),
-]
-# Hidden, for the environment: every user of the machine can read what is on a command line.
-Key = Annotated[str | None, typer.Option("--admin-key", envvar="RKSERVE_ADMIN_KEY", hidden=True)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
+@dataclass(frozen=True)
+class ClusterOptions:
+    """The options of all commands that call a cluster."""
+
+    url: Annotated[str, typer.Option("--url", envvar="RKSERVE_URL", help="Where rkserve is.")] = (
+        DEFAULT_URL
+    )
+    admin_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--admin-key-file",
+            envvar="RKSERVE_ADMIN_KEY_FILE",
+            exists=True,
+            dir_okay=False,
+            help="File whose first line beside empty ones and comments (#) is the admin key; "
+            "without it RKSERVE_ADMIN_KEY has it.",
+        ),
+    ] = None
+    # Hidden, for the environment: every user of the machine can read command lines.
+    admin_key: Annotated[
+        str | None, typer.Option("--admin-key", envvar="RKSERVE_ADMIN_KEY", hidden=True)
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False
+
+    def key(self) -> str | None:
+        """Return the admin key. Raises ``ValueError`` if its file has none."""
+        return self.admin_key if self.admin_key_file is None else first_line(self.admin_key_file)
 
 
-def connected(command: Callable[..., None]) -> Callable[..., None]:
-    """Pass a ``CommandContext`` to a command, and declare the options that all commands share."""
+CLUSTER_OPTIONS = OptionGroup(ClusterOptions)
 
-    def run(context: typer.Context, **given: Any) -> None:
-        url, key_file = given.pop("url"), given.pop("admin_key_file")
-        key, as_json = given.pop("admin_key"), given.pop("as_json")
+
+class ClusterCommand(GroupedCommand):
+    """A command that calls a cluster; its function takes a ``CommandContext``."""
+
+    context_class = CommandContext
+    groups = (CLUSTER_OPTIONS,)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Open the client, run the command, and turn the client's errors into exit codes."""
+        options = CLUSTER_OPTIONS.take(ctx.params)
         try:
-            client = context.obj(url, key if key_file is None else first_line(key_file))
+            client = ctx.obj(options.url, options.key())
         except ValueError as exc:
             raise typer.BadParameter(str(exc)) from exc
+        ctx.as_json, ctx.out, ctx.err = options.as_json, _page(), Console(stderr=True)
         with client:
-            link = CommandContext(client, as_json, _page(), Console(stderr=True))
+            ctx.client = client
             try:
-                command(link, **given)
+                return super().invoke(ctx)
             except ClientError as exc:
-                raise typer.Exit(link.failed(exc)) from exc
+                raise typer.Exit(ctx.failed(exc)) from exc
             except KeyboardInterrupt as exc:
-                link.err.print("Interrupted; what was begun goes on: see rkserve operations")
+                ctx.err.print("Interrupted; operations continue: see rkserve operations")
                 raise typer.Exit(Exit.INTERRUPTED) from exc
-
-    own = own_options(command, without="link")
-    added = [
-        keyword("context", typer.Context, inspect.Parameter.empty),
-        *own,
-        keyword("url", Url, DEFAULT_URL),
-        keyword("admin_key_file", KeyFile, None),
-        keyword("admin_key", Key, None),
-        keyword("as_json", AsJson, False),
-    ]
-    return signed(run, command, added)
 
 
 def _page() -> Console:
-    """Return stdout: as wide as the terminal is, and where there is none as lines need to be."""
+    """Return stdout's console: as wide as the terminal, or wide enough for a pipe."""
     page = Console(highlight=False)
     return page if page.is_terminal else Console(highlight=False, width=max(page.width, PIPED))
 
 
 def first_line(path: Path) -> str:
-    """Return the first line with a key in it. Raises ``ValueError``."""
+    """Return the first line that holds a key. Raises ``ValueError``."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as exc:
         raise ValueError(f"{path} cannot be read: {exc}") from exc
-    # As a Router reads the file that it is given.
+    # The same rules as for the key file of a Router.
     found = [line for one in lines if (line := one.strip()) and not line.startswith("#")]
     if not found:
         raise ValueError(f"there is no key in {path}")

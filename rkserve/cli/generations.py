@@ -9,9 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from rkserve.cli import show
-from rkserve.cli.context import EXIT_CODES, CommandContext, Exit, connected
-from rkserve.cli.groups import ListFirst
-from rkserve.cli.options import Boards, Model
+from rkserve.cli.context import EXIT_CODES, ClusterCommand, CommandContext, Exit
+from rkserve.cli.options import Boards, ListFirst, Model
 
 generations = typer.Typer(
     cls=ListFirst, help=f"Pause, edit, resume and abort what generates. {EXIT_CODES}"
@@ -32,48 +31,44 @@ CacheModel = Annotated[str, typer.Argument(metavar="MODEL", help="A model or an 
 CacheName = Annotated[str, typer.Argument(metavar="NAME", help="What the cache is called.")]
 
 
-def _told(link: CommandContext, body: dict[str, Any], said: str) -> None:
+def _told(context: CommandContext, body: dict[str, Any], said: str) -> None:
     """Print an answer, and exit with 3 where boards have not done their part."""
-    link.show(body, lambda: said)
+    context.show(body, lambda: said)
     if failed := body.get("failed"):
         for one in failed:
             line = f"{one.get('board')}: {one.get('message') or one.get('error')}"
-            link.err.print(line, markup=False, highlight=False, soft_wrap=True)
+            context.err.print(line, markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(Exit.PARTLY)
 
 
 # -- generations ----------------------------------------------------------------------------------
 
 
-@generations.command("list")
-@connected
-def list_generations(link: CommandContext) -> None:
+@generations.command("list", cls=ClusterCommand)
+def list_generations(context: CommandContext) -> None:
     """List what runs, waits or is paused."""
-    rows = link.client.generations()
-    link.show(rows, lambda: show.generations(rows))
+    rows = context.client.generations()
+    context.show(rows, lambda: show.generations(rows))
 
 
-@generations.command("show")
-@connected
-def show_generation(link: CommandContext, generation: Id) -> None:
+@generations.command("show", cls=ClusterCommand)
+def show_generation(context: CommandContext, generation: Id) -> None:
     """Show one, with what it has generated."""
-    one = link.client.generation(generation)
-    link.show(one, lambda: show.facts(one))
+    one = context.client.generation(generation)
+    context.show(one, lambda: show.facts(one))
 
 
-@generations.command("pause")
-@connected
-def pause_generation(link: CommandContext, generation: Id, choice: Choice = None) -> None:
+@generations.command("pause", cls=ClusterCommand)
+def pause_generation(context: CommandContext, generation: Id, choice: Choice = None) -> None:
     """Pause one; done when nothing more of it comes."""
-    one = link.client.pause_generation(generation, choice)
+    one = context.client.pause_generation(generation, choice)
     text = f" after {one.get('partial_output')!r}" if "partial_output" in one else ""
-    _told(link, one, f"paused {generation}{text}")
+    _told(context, one, f"paused {generation}{text}")
 
 
-@generations.command("edit")
-@connected
+@generations.command("edit", cls=ClusterCommand)
 def edit_generation(
-    link: CommandContext,
+    context: CommandContext,
     *,
     generation: Id,
     text: Annotated[str | None, typer.Option(help="Text to append.")] = None,
@@ -89,7 +84,7 @@ def edit_generation(
     """Change one that is paused."""
     if text is None and replace_last is None and not clear:
         raise typer.BadParameter("say --text, --replace-last or --clear")
-    one = link.client.edit_generation(
+    one = context.client.edit_generation(
         generation,
         choice=choice,
         replace_last=replace_last,
@@ -97,21 +92,19 @@ def edit_generation(
         role=role,
         clear=_ranges(clear),
     )
-    _told(link, one, f"edited {generation}: rkserve generations resume {generation}")
+    _told(context, one, f"edited {generation}: rkserve generations resume {generation}")
 
 
-@generations.command("resume")
-@connected
-def resume_generation(link: CommandContext, generation: Id, choice: Choice = None) -> None:
+@generations.command("resume", cls=ClusterCommand)
+def resume_generation(context: CommandContext, generation: Id, choice: Choice = None) -> None:
     """Let one that is paused go on."""
-    _told(link, link.client.resume_generation(generation, choice), f"resumed {generation}")
+    _told(context, context.client.resume_generation(generation, choice), f"resumed {generation}")
 
 
-@generations.command("abort")
-@connected
-def abort_generation(link: CommandContext, generation: Id, choice: Choice = None) -> None:
+@generations.command("abort", cls=ClusterCommand)
+def abort_generation(context: CommandContext, generation: Id, choice: Choice = None) -> None:
     """End one, whatever it does."""
-    _told(link, link.client.abort_generation(generation, choice), f"aborted {generation}")
+    _told(context, context.client.abort_generation(generation, choice), f"aborted {generation}")
 
 
 def _ranges(given: list[str] | None) -> list[tuple[int, int]] | None:
@@ -126,18 +119,16 @@ def _ranges(given: list[str] | None) -> list[tuple[int, int]] | None:
 # -- KV caches ------------------------------------------------------------------------------------
 
 
-@kv.command("size")
-@connected
-def kv_size(link: CommandContext, model: Model = None, board: Boards = None) -> None:
+@kv.command("size", cls=ClusterCommand)
+def kv_size(context: CommandContext, model: Model = None, board: Boards = None) -> None:
     """Show how many positions the KV caches hold, by board."""
-    found = link.client.kv_size(model=model, boards=board or None)
-    link.show(found, lambda: show.kv(found))
+    found = context.client.kv_size(model=model, boards=board or None)
+    context.show(found, lambda: show.kv(found))
 
 
-@kv.command("clear")
-@connected
+@kv.command("clear", cls=ClusterCommand)
 def kv_clear(
-    link: CommandContext,
+    context: CommandContext,
     *,
     model: Model = None,
     board: Boards = None,
@@ -155,7 +146,7 @@ def kv_clear(
         raise typer.BadParameter("say --model, --board, --generation or --all")
     if (generation is None) != (clear is None):
         raise typer.BadParameter("--generation and --clear FROM-TO belong together")
-    found = link.client.clear_kv(
+    found = context.client.clear_kv(
         model=model,
         boards=board or None,
         generation=generation,
@@ -164,30 +155,28 @@ def kv_clear(
         keep_system_prompt=None if generation else keep_system_prompt,
     )
     names = ", ".join(str(one["board"]) for one in found.get("data", ()))
-    _told(link, found, f"cleared {generation or names or 'nothing'}")
+    _told(context, found, f"cleared {generation or names or 'nothing'}")
 
 
 # -- prompt caches --------------------------------------------------------------------------------
 
 
-@caches.command("list")
-@connected
+@caches.command("list", cls=ClusterCommand)
 def list_caches(
-    link: CommandContext, model: Annotated[str | None, typer.Argument(metavar="[MODEL]")] = None
+    context: CommandContext, model: Annotated[str | None, typer.Argument(metavar="[MODEL]")] = None
 ) -> None:
     """List the prompt caches of a model, or of all."""
     if model is None:
-        models = [str(one["id"]) for one in link.client.models() if not one.get("parent")]
+        models = [str(one["id"]) for one in context.client.models() if not one.get("parent")]
     else:
         models = [model]
-    rows = [row for one in models for row in link.client.caches(one)]
-    link.show(rows, lambda: show.caches(rows))
+    rows = [row for one in models for row in context.client.caches(one)]
+    context.show(rows, lambda: show.caches(rows))
 
 
-@caches.command("build")
-@connected
+@caches.command("build", cls=ClusterCommand)
 def build_cache(
-    link: CommandContext,
+    context: CommandContext,
     *,
     model: CacheModel,
     name: CacheName,
@@ -207,37 +196,35 @@ def build_cache(
         except (OSError, UnicodeDecodeError) as exc:
             raise typer.BadParameter(f"{file} cannot be read: {exc}") from exc
     messages = None if system is None else [{"role": "system", "content": system}]
-    made = link.client.build_cache(model, name, prompt=prompt, messages=messages)
+    made = context.client.build_cache(model, name, prompt=prompt, messages=messages)
     wrong = [one for one in made["boards"] if "error" in one]
     done = len(made["boards"]) - len(wrong)
     total = len(made["boards"])
     said = f"built {name} of {made['tokens']} tokens on {done} of {total} boards"
-    _told(link, {**made, **({"failed": wrong} if wrong else {})}, said)
+    _told(context, {**made, **({"failed": wrong} if wrong else {})}, said)
 
 
-@caches.command("rm")
-@connected
-def delete_cache(link: CommandContext, model: CacheModel, name: CacheName) -> None:
+@caches.command("rm", cls=ClusterCommand)
+def delete_cache(context: CommandContext, model: CacheModel, name: CacheName) -> None:
     """Delete a prompt cache wherever it is."""
-    _told(link, link.client.delete_cache(model, name), f"deleted {name}")
+    _told(context, context.client.delete_cache(model, name), f"deleted {name}")
 
 
 # -- boards ---------------------------------------------------------------------------------------
 
 
-@boards.command("list")
-@connected
-def list_boards(link: CommandContext) -> None:
+@boards.command("list", cls=ClusterCommand)
+def list_boards(context: CommandContext) -> None:
     """List the boards: state, and what their hardware says."""
-    rows = link.client.boards()
-    link.show(rows, lambda: show.hardware(rows))
+    rows = context.client.boards()
+    context.show(rows, lambda: show.hardware(rows))
 
 
-@boards.command("show")
-@connected
+@boards.command("show", cls=ClusterCommand)
 def show_board(
-    link: CommandContext, board: Annotated[str, typer.Argument(metavar="ID", help="Such as sim-0.")]
+    context: CommandContext,
+    board: Annotated[str, typer.Argument(metavar="ID", help="Such as sim-0.")],
 ) -> None:
     """Show everything that one board says of itself."""
-    one = link.client.board(board)
-    link.show(one, lambda: show.facts(one))
+    one = context.client.board(board)
+    context.show(one, lambda: show.facts(one))

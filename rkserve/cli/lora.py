@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from rkserve.cli import show
-from rkserve.cli.context import EXIT_CODES, CommandContext, connected
+from rkserve.cli.context import EXIT_CODES, ClusterCommand, CommandContext
 from rkserve.cli.options import InFlightOption, Model, Running, Timeout
 from rkserve.cli.progress import progress
 from rkserve.client.upload import ADAPTER_FILE
@@ -38,18 +38,16 @@ Observe = Annotated[float, typer.Option(min=0, help="canary: seconds before the 
 Auto = Annotated[bool, typer.Option(help="canary: promote or roll back by itself.")]
 
 
-@lora.command("list")
-@connected
-def list_(link: CommandContext, model: Model = None) -> None:
+@lora.command("list", cls=ClusterCommand)
+def list_(context: CommandContext, model: Model = None) -> None:
     """List adapters and versions, and on how many boards they are."""
-    rows = link.client.adapters(model)
-    link.show(rows, lambda: show.adapters(rows))
+    rows = context.client.adapters(model)
+    context.show(rows, lambda: show.adapters(rows))
 
 
-@lora.command()
-@connected
+@lora.command(cls=ClusterCommand)
 def push(
-    link: CommandContext,
+    context: CommandContext,
     *,
     path: Annotated[Path, typer.Argument(exists=True, help="The file, or a folder with it.")],
     name: Annotated[str, typer.Option(help="What the adapter is called.")],
@@ -67,8 +65,8 @@ def push(
 ) -> None:
     """Upload an adapter, bring it to every board, and into use."""
     _look_at(path)
-    with progress(link) as tell:
-        pushed = link.client.push_adapter(
+    with progress(context) as tell:
+        pushed = context.client.push_adapter(
             path,
             name,
             version,
@@ -81,13 +79,12 @@ def push(
             on_progress=tell,
         )
     said = "staged" if pushed.rollout is None else "serving"
-    link.done(pushed.rollout or pushed.staging, f"{said} {pushed.label}")
+    context.done(pushed.rollout or pushed.staging, f"{said} {pushed.label}")
 
 
-@lora.command()
-@connected
+@lora.command(cls=ClusterCommand)
 def rollout(
-    link: CommandContext,
+    context: CommandContext,
     *,
     name: Name,
     version: Annotated[str, typer.Argument(help="One that is staged.")],
@@ -101,8 +98,8 @@ def rollout(
     timeout: Timeout = None,
 ) -> None:
     """Bring a version that is staged into use."""
-    with progress(link) as tell:
-        one = link.client.rollout(
+    with progress(context) as tell:
+        one = context.client.rollout(
             name,
             version,
             model=model,
@@ -111,33 +108,32 @@ def rollout(
             timeout_s=timeout,
             on_progress=tell,
         )
-    link.done(one, f"serving {name}@{version}")
+    context.done(one, f"serving {name}@{version}")
 
 
-@lora.command()
-@connected
+@lora.command(cls=ClusterCommand)
 def rollback(
-    link: CommandContext, name: Name, model: Model = None, timeout: Timeout = None
+    context: CommandContext, name: Name, model: Model = None, timeout: Timeout = None
 ) -> None:
     """Return to the version before, or end a canary."""
-    with progress(link) as tell:
-        one = link.client.rollback(name, model=model, timeout_s=timeout, on_progress=tell)
-    link.done(one, f"rolled back {name}")
+    with progress(context) as tell:
+        one = context.client.rollback(name, model=model, timeout_s=timeout, on_progress=tell)
+    context.done(one, f"rolled back {name}")
 
 
-@lora.command()
-@connected
-def promote(link: CommandContext, name: Name, model: Model = None, timeout: Timeout = None) -> None:
+@lora.command(cls=ClusterCommand)
+def promote(
+    context: CommandContext, name: Name, model: Model = None, timeout: Timeout = None
+) -> None:
     """Let everybody have what a canary tries."""
-    with progress(link) as tell:
-        one = link.client.promote(name, model=model, timeout_s=timeout, on_progress=tell)
-    link.done(one, f"promoted {name}")
+    with progress(context) as tell:
+        one = context.client.promote(name, model=model, timeout_s=timeout, on_progress=tell)
+    context.done(one, f"promoted {name}")
 
 
-@lora.command()
-@connected
+@lora.command(cls=ClusterCommand)
 def rm(
-    link: CommandContext,
+    context: CommandContext,
     name: Annotated[str, typer.Argument(metavar="NAME[@VERSION]")],
     every: Annotated[bool, typer.Option("--all", help="All versions of the adapter.")] = False,
     model: Model = None,
@@ -147,11 +143,11 @@ def rm(
     title, _, version = name.partition("@")
     if bool(version) == every:
         raise typer.BadParameter("say either NAME@VERSION, or NAME with --all")
-    with progress(link) as tell:
-        one = link.client.remove_adapter(
+    with progress(context) as tell:
+        one = context.client.remove_adapter(
             title, version or None, model=model, timeout_s=timeout, on_progress=tell
         )
-    link.done(one, f"retired {name}")
+    context.done(one, f"retired {name}")
 
 
 # Beginnings of files that are taken for adapters, and what they are.

@@ -8,9 +8,8 @@ from typing import Annotated, Literal, cast
 import typer
 
 from rkserve.cli import show
-from rkserve.cli.context import EXIT_CODES, CommandContext, connected
-from rkserve.cli.groups import ListFirst
-from rkserve.cli.options import Boards, LoadTimeout, Models, ModeOption, Modes, Timeout
+from rkserve.cli.context import EXIT_CODES, ClusterCommand, CommandContext
+from rkserve.cli.options import Boards, ListFirst, LoadTimeout, Models, ModeOption, Modes, Timeout
 from rkserve.cli.progress import progress
 
 models = typer.Typer(
@@ -47,9 +46,8 @@ Tags = Annotated[
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="As `rkserve models` names it.")]
 
 
-@connected
 def sleep(
-    link: CommandContext,
+    context: CommandContext,
     *,
     level: Level = 1,
     mode: Modes = ModeOption.KEEP,
@@ -62,8 +60,8 @@ def sleep(
     timeout: Timeout = None,
 ) -> None:
     """Unload models until they are woken; done when every board that is meant sleeps."""
-    with progress(link) as tell:
-        one = link.client.sleep(
+    with progress(context) as tell:
+        one = context.client.sleep(
             _level(level),
             mode.value,
             models=model or None,
@@ -73,12 +71,11 @@ def sleep(
             timeout_s=timeout,
             on_progress=tell,
         )
-    link.done(one, show.slept(one, f"asleep at level {level}"))
+    context.done(one, show.slept(one, f"asleep at level {level}"))
 
 
-@connected
 def wake(
-    link: CommandContext,
+    context: CommandContext,
     *,
     tag: Tags = None,
     model: Models = None,
@@ -86,8 +83,8 @@ def wake(
     timeout: LoadTimeout = None,
 ) -> None:
     """Load what sleeps, and go on; without a scope everything."""
-    with progress(link) as tell:
-        one = link.client.wake(
+    with progress(context) as tell:
+        one = context.client.wake(
             [one.value for one in tag] if tag else None,
             models=model or None,
             boards=board or None,
@@ -95,32 +92,29 @@ def wake(
             on_progress=tell,
         )
     held = tag is not None and set(tag) == {TagOption.WEIGHTS}
-    link.done(one, "loaded, and held until `rkserve wake`" if held else "awake")
+    context.done(one, "loaded, and held until `rkserve wake`" if held else "awake")
     if not (tag or model or board):
-        link.note(lambda: show.still_held(link.client.cluster()["pauses"], asleep=False))
+        context.note(lambda: show.still_held(context.client.cluster()["pauses"], asleep=False))
 
 
-@models.command("list")
-@connected
-def list_(link: CommandContext) -> None:
+@models.command("list", cls=ClusterCommand)
+def list_(context: CommandContext) -> None:
     """List the models and adapters that can be asked for, and which are loaded."""
-    rows = link.client.models()
-    link.show(rows, lambda: show.models(rows))
+    rows = context.client.models()
+    context.show(rows, lambda: show.models(rows))
 
 
-@models.command()
-@connected
-def load(link: CommandContext, model: ModelName, timeout: LoadTimeout = None) -> None:
+@models.command(cls=ClusterCommand)
+def load(context: CommandContext, model: ModelName, timeout: LoadTimeout = None) -> None:
     """Wake a model on all its boards."""
-    with progress(link) as tell:
-        one = link.client.load_model(model, timeout_s=timeout, on_progress=tell)
-    link.done(one, f"loaded {model}")
+    with progress(context) as tell:
+        one = context.client.load_model(model, timeout_s=timeout, on_progress=tell)
+    context.done(one, f"loaded {model}")
 
 
-@models.command()
-@connected
+@models.command(cls=ClusterCommand)
 def unload(
-    link: CommandContext,
+    context: CommandContext,
     *,
     model: ModelName,
     level: Depth = 1,
@@ -131,8 +125,8 @@ def unload(
     timeout: Timeout = None,
 ) -> None:
     """Put a model to sleep on all its boards, once what runs has ended."""
-    with progress(link) as tell:
-        one = link.client.unload_model(
+    with progress(context) as tell:
+        one = context.client.unload_model(
             model,
             _level(level),
             mode.value,
@@ -140,7 +134,7 @@ def unload(
             timeout_s=timeout,
             on_progress=tell,
         )
-    link.done(one, show.slept(one, f"unloaded {model}"))
+    context.done(one, show.slept(one, f"unloaded {model}"))
 
 
 def _level(level: int) -> Literal[0, 1, 2]:

@@ -1,17 +1,19 @@
-"""Options that several commands have, and what they say of themselves."""
+"""Options that several commands share, and command classes that add them."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+
+T = TypeVar("T")
 
 
 class ModeOption(str, Enum):
-    """What becomes of requests under a pause or a sleep."""
+    """The effect of a pause or a sleep on requests."""
 
     KEEP = "keep"
     WAIT = "wait"
@@ -19,7 +21,7 @@ class ModeOption(str, Enum):
 
 
 class InFlightOption(str, Enum):
-    """What becomes of requests that run when weights change."""
+    """The effect of a change of weights on running requests."""
 
     PIN = "pin"
     SWITCH = "switch"
@@ -47,25 +49,56 @@ Running = Annotated[
 ]
 
 
-def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    """Return an option, as a parameter of the function that is its command."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, annotation=annotation, default=default)
+class OptionGroup(Generic[T]):
+    """Options of several commands, declared once: the parameters of ``read``, which gets them."""
+
+    def __init__(self, read: Callable[..., T]) -> None:
+        app = typer.Typer(add_completion=False)
+        app.command()(read)
+        self._command = typer.main.get_command(app)
+
+    @property
+    def params(self) -> list[Any]:
+        """The options, as typer makes them for a command."""
+        return self._command.params
+
+    def take(self, given: dict[str, Any]) -> T:
+        """Remove the group's values from a command's parameters and pass them to ``read``."""
+        assert self._command.callback is not None
+        values = {one.name: given.pop(one.name) for one in self.params}
+        read: T = self._command.callback(**values)
+        return read
 
 
-def signed(
-    run: Callable[..., Any], command: Callable[..., Any], options: Sequence[inspect.Parameter]
-) -> Callable[..., Any]:
-    """Make ``run`` look to typer like ``command`` with these options."""
-    # What typer reads; typeshed knows the attribute on no function.
-    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined] # see above
-    run.__annotations__ = {one.name: one.annotation for one in options}
-    run.__doc__, run.__name__ = command.__doc__, command.__name__
-    return run
+class GroupedCommand(TyperCommand):
+    """A command with the options of ``groups`` behind its own."""
+
+    groups: ClassVar[tuple[OptionGroup[Any], ...]] = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params = [*self.params, *(one for group in self.groups for one in group.params)]
 
 
-def own_options(command: Callable[..., Any], without: str) -> list[inspect.Parameter]:
-    """Return the options that a command declares itself: its parameters but for one."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    declared = inspect.signature(command, eval_str=True).parameters.values()
-    return [one.replace(kind=kind) for one in declared if one.name != without]
+class DefaultCommandGroup(TyperGroup):
+    """A group with a default command: ``rkserve models`` is ``rkserve models list``."""
+
+    default: ClassVar[str]
+
+    # The context's class is typer's own copy of click's, or click's, by its version.
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Insert the default command before options or the end."""
+        named = bool(args) and (not args[0].startswith("-") or args[0] in ctx.help_option_names)
+        return super().parse_args(ctx, args if named else [self.default, *args])
+
+
+class ListFirst(DefaultCommandGroup):
+    """A group whose default command is ``list``."""
+
+    default = "list"
+
+
+class InfoFirst(DefaultCommandGroup):
+    """A group whose default command is ``info``."""
+
+    default = "info"

@@ -27,7 +27,7 @@ Look = Callable[[], Mapping[str, Any]]
 
 
 @contextmanager
-def progress(link: CommandContext) -> Iterator[Tell]:
+def progress(context: CommandContext) -> Iterator[Tell]:
     """Give something to tell progress to; it shows on a terminal only, and on stderr."""
     columns = (
         TextColumn("{task.description}"),
@@ -35,9 +35,13 @@ def progress(link: CommandContext) -> Iterator[Tell]:
         TextColumn("{task.fields[count]}"),
         TimeElapsedColumn(),
     )
-    hidden = link.as_json or not link.err.is_terminal
-    with Progress(*columns, console=link.err, disable=hidden) as shown:
-        yield (lambda _told: None) if hidden else OperationProgress(shown, link.client.cluster).tell
+    hidden = context.as_json or not context.err.is_terminal
+    with Progress(*columns, console=context.err, disable=hidden) as shown:
+        yield (
+            (lambda _told: None)
+            if hidden
+            else OperationProgress(shown, context.client.cluster).tell
+        )
 
 
 class OperationProgress:

@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from rkserve.cli import show
-from rkserve.cli.context import EXIT_CODES, CommandContext, connected
-from rkserve.cli.groups import InfoFirst
-from rkserve.cli.options import InFlightOption, Model, Running, Timeout
+from rkserve.cli.context import EXIT_CODES, ClusterCommand, CommandContext
+from rkserve.cli.options import InFlightOption, InfoFirst, Model, Running, Timeout
 from rkserve.cli.progress import progress
 
 weights = typer.Typer(
@@ -18,36 +17,33 @@ weights = typer.Typer(
 )
 
 
-@weights.command()
-@connected
-def info(link: CommandContext, model: Model = None) -> None:
+@weights.command(cls=ClusterCommand)
+def info(context: CommandContext, model: Model = None) -> None:
     """Show labels, steps and files of the weights, by model and board."""
-    found = link.client.weight_info(model)
-    link.show(found, lambda: show.weights(found))
+    found = context.client.weight_info(model)
+    context.show(found, lambda: show.weights(found))
 
 
-@weights.command()
-@connected
+@weights.command(cls=ClusterCommand)
 def push(
-    link: CommandContext,
+    context: CommandContext,
     *,
     path: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="The .rkllm file.")],
     version: Annotated[str | None, typer.Option(help="Else the digits of its sha256.")] = None,
     model: Model = None,
 ) -> None:
     """Upload a base model file to the head; no board loads it yet."""
-    with progress(link) as tell:
-        pushed = link.client.push_weights(path, version, model=model, on_progress=tell)
-    link.show(
+    with progress(context) as tell:
+        pushed = context.client.push_weights(path, version, model=model, on_progress=tell)
+    context.show(
         dict(pushed.body),
         lambda: f"{pushed.label} is on the head: rkserve weights update {pushed.label}",
     )
 
 
-@weights.command()
-@connected
+@weights.command(cls=ClusterCommand)
 def update(
-    link: CommandContext,
+    context: CommandContext,
     *,
     path: Annotated[
         str,
@@ -66,8 +62,8 @@ def update(
     timeout: Timeout = None,
 ) -> None:
     """Load another base model file on the boards, one after another."""
-    with progress(link) as tell:
-        one = link.client.update_weights(
+    with progress(context) as tell:
+        one = context.client.update_weights(
             path,
             version,
             model=model,
@@ -76,16 +72,15 @@ def update(
             timeout_s=timeout,
             on_progress=tell,
         )
-    link.done(one, f"serving {path}")
+    context.done(one, f"serving {path}")
 
 
-@weights.command()
-@connected
+@weights.command(cls=ClusterCommand)
 def label(
-    link: CommandContext,
+    context: CommandContext,
     version: Annotated[str, typer.Argument(help="What answers bear from now on.")],
     model: Model = None,
 ) -> None:
     """Name the weights anew; what is loaded stays."""
-    one = link.client.set_weight_version(version, model=model)
-    link.done(one, f"labelled {version}")
+    one = context.client.set_weight_version(version, model=model)
+    context.done(one, f"labelled {version}")

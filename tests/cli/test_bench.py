@@ -105,7 +105,7 @@ def test_without_a_url_it_loads_the_server_of_the_environment(server: FakeOpenAi
             id="two headers",
         ),
         pytest.param(("run", "--url", "http://a", "--body", "[]"), "JSON object", id="body"),
-        pytest.param(("run", "--url", "http://a", "--body", "{"), "no JSON", id="no JSON"),
+        pytest.param(("run", "--url", "http://a", "--body", "{"), "is not JSON", id="no JSON"),
         pytest.param(("run", "--url", "http://a", "--api", "x"), "completions", id="api"),
         pytest.param(("run", "--url", "http://a", "--watch", "x"), "name=pid", id="watch"),
         pytest.param(("run", "--url", "http://a", "--arrivals", "x"), "poisson", id="arrivals"),
