@@ -18,9 +18,9 @@ from benchmarks.control.measure import CASES, FULL, QUICK, ControlMeasurement, S
 from benchmarks.control.report import ControlResults, render
 from benchmarks.harness.growth import FEWEST_SAMPLES
 from benchmarks.harness.processes import BenchCrew
+from benchmarks.harness.progress import ProgressLine
 from benchmarks.serving.__main__ import interruptible
 from rkserve.bench.harness.processes import MODEL
-from rkserve.bench.harness.progress import ProgressLine
 from rkserve.config.serve_config import PROJECT, resolve_folder
 from rkserve.core.errors import RkserveError
 

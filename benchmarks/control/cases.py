@@ -23,9 +23,9 @@ from benchmarks.harness.prompts import messages_of_length
 from benchmarks.serving.cases import SETTLE_S
 from rkserve.bench.harness.child import Json, OnProgress, hold
 from rkserve.bench.harness.figures import CpuUse
-from rkserve.bench.harness.machine import cores
 from rkserve.bench.harness.processes import SimulatedDeployment, chat_body
 from rkserve.bench.harness.procfs import PROC
+from rkserve.bench.harness.report import cores
 from rkserve.native.sim import adapters
 
 BOARDS, STREAMS = 8, 64

@@ -14,8 +14,8 @@ from benchmarks.control.checks import Checked
 from benchmarks.harness.growth import Growth
 from rkserve.bench.harness.child import BenchFailed
 from rkserve.bench.harness.figures import Spread
+from rkserve.bench.harness.report import TargetVerdict
 from rkserve.bench.harness.stream import OK
-from rkserve.bench.harness.verdict import TargetVerdict
 
 AFTER_STEP_MS = 50.0
 SKEW_MS = 50.0

@@ -33,9 +33,16 @@ from benchmarks.control.figures import (
 from benchmarks.harness.pace import PROFILE
 from benchmarks.serving.report import noise_section
 from rkserve.bench.harness.figures import CpuUse, Spread
-from rkserve.bench.harness.machine import Machine, machine_line
-from rkserve.bench.harness.tables import MISSING, figure, megabytes, percent, table
-from rkserve.bench.harness.verdict import TargetVerdict
+from rkserve.bench.harness.report import (
+    MISSING,
+    Machine,
+    TargetVerdict,
+    figure,
+    machine_line,
+    megabytes,
+    percent,
+    table,
+)
 
 
 @dataclass(frozen=True)

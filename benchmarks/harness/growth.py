@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from rkserve.bench.harness.procfs import KIB, ProcessIdentity, snapshot
-from rkserve.bench.harness.verdict import TargetVerdict
+from rkserve.bench.harness.report import TargetVerdict
 
 WATCHED = ("coordinator", "router", "board replica", "engine", "proxy", "controller")
 OURS = ("coordinator", "router", "board replica", "engine")

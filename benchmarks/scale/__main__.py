@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.harness.progress import ProgressLine
 from benchmarks.scale.cases import (
     SESSIONS_PER_BOARD,
     Results,
@@ -21,7 +22,6 @@ from benchmarks.scale.cases import (
     rollouts,
 )
 from benchmarks.scale.report import render
-from rkserve.bench.harness.progress import ProgressLine
 from rkserve.config.serve_config import PROJECT
 
 REPORT = PROJECT / "docs" / "benchmarks" / "scale.md"

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import FrameType
 
 from benchmarks.harness.processes import BenchCrew
+from benchmarks.harness.progress import ProgressLine
 from benchmarks.serving.measure import CASES, FULL, QUICK, Measurement, Size
 from benchmarks.serving.report import Results, render
-from rkserve.bench.harness.progress import ProgressLine
 from rkserve.config.serve_config import PROJECT
 from rkserve.core.errors import RkserveError
 

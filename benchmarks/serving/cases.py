@@ -17,9 +17,9 @@ from benchmarks.harness.processes import BenchCrew
 from benchmarks.harness.prompts import messages_of_length
 from rkserve.bench.harness.child import CommandProcess, hold
 from rkserve.bench.harness.figures import CpuUse, flaws, flaws_of_hang_ups
-from rkserve.bench.harness.machine import cores
 from rkserve.bench.harness.processes import ANSWER_S, SLACK_S, SimulatedDeployment, chat_body
 from rkserve.bench.harness.procfs import PROC, ProcessMemory, memory
+from rkserve.bench.harness.report import cores
 from rkserve.bench.harness.stream import Exchange, HangUp
 
 PROMPTS = 16

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rkserve.bench.harness.figures import Spread
+from rkserve.bench.harness.report import TargetVerdict
 from rkserve.bench.harness.stream import InterruptedAnswer, PausedSpan
-from rkserve.bench.harness.verdict import TargetVerdict
 
 AFTER_STEP_MS = 20.0
 

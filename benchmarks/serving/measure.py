@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.harness.pace import SMALL_PROFILE, cycle_s, step_ms
 from benchmarks.harness.processes import BenchCrew
+from benchmarks.harness.progress import ProgressLine
 from benchmarks.serving import guided
 from benchmarks.serving.batches import Batches
 from benchmarks.serving.cases import CLIENTS_PER_BOARD, Bench, Load, Loaded, Pair
@@ -26,8 +27,7 @@ from benchmarks.serving.summary import (
 )
 from benchmarks.serving.tokenpath import TokenPath, TokenPaths, ways
 from benchmarks.serving.tokenpath_figures import WayFigures, path_figures, path_verdicts
-from rkserve.bench.harness.machine import machine
-from rkserve.bench.harness.progress import ProgressLine
+from rkserve.bench.harness.report import machine
 from rkserve.bench.harness.stream import HangUp, InterruptedAnswer
 
 CASES = "abcdefghi"

@@ -18,8 +18,8 @@ from benchmarks.serving.interrupted import flaws_of_interrupted
 from benchmarks.serving.parked import HISTORY_TOKENS, ParkedRound, flaws_of_parked
 from rkserve.bench.harness.child import CommandProcess, Json, hold
 from rkserve.bench.harness.figures import CpuUse, flaws
-from rkserve.bench.harness.machine import cores
 from rkserve.bench.harness.processes import ANSWER_S, SimulatedDeployment, chat_body
+from rkserve.bench.harness.report import cores
 from rkserve.bench.harness.stream import Exchange, InterruptedAnswer
 
 PARKED_ANSWER = 8  # tokens

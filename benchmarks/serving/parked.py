@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from rkserve.bench.harness.figures import SEED, Ratio, Spread, flaws, ratio, tail_ms, ttft_ms
+from rkserve.bench.harness.report import TargetVerdict
 from rkserve.bench.harness.stream import Exchange
-from rkserve.bench.harness.verdict import TargetVerdict
 
 HISTORY_TOKENS = 1000
 

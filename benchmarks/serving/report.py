@@ -21,11 +21,18 @@ from benchmarks.serving.summary import HangUpFigures, LoadFigures, PairFigures, 
 from benchmarks.serving.tokenpath import TokenPaths
 from benchmarks.serving.tokenpath_figures import WayFigures
 from rkserve.bench.harness.figures import CpuUse, Ratio, Spread
-from rkserve.bench.harness.machine import Machine, machine_line
 from rkserve.bench.harness.procfs import PARTS, ProcessMemory
+from rkserve.bench.harness.report import (
+    MISSING,
+    Machine,
+    TargetVerdict,
+    figure,
+    machine_line,
+    megabytes,
+    percent,
+    table,
+)
 from rkserve.bench.harness.stream import HangUp, InterruptedAnswer
-from rkserve.bench.harness.tables import MISSING, figure, megabytes, percent, table
-from rkserve.bench.harness.verdict import TargetVerdict
 
 
 @dataclass(frozen=True)

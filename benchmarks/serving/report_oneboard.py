@@ -9,7 +9,7 @@ from benchmarks.serving.batches import Batches
 from benchmarks.serving.interrupted import PauseFigures
 from benchmarks.serving.parked import HISTORY_TOKENS, ParkedFigures
 from rkserve.bench.harness.figures import Ratio, Spread
-from rkserve.bench.harness.tables import MISSING, figure, table
+from rkserve.bench.harness.report import MISSING, figure, table
 
 
 def parked_section(found: ParkedFigures) -> str:

@@ -27,8 +27,8 @@ from rkserve.bench.harness.figures import (
     ttft_ms,
     whole_rate,
 )
+from rkserve.bench.harness.report import TargetVerdict
 from rkserve.bench.harness.stream import Exchange, HangUp
-from rkserve.bench.harness.verdict import TargetVerdict
 
 TTFT_AT_MOST = 1.05
 RATE_AT_LEAST = 0.99

@@ -20,8 +20,8 @@ from benchmarks.serving.tokenpath import (
 )
 from rkserve.bench.harness.child import hold
 from rkserve.bench.harness.figures import Spread, complete, ttft_ms
+from rkserve.bench.harness.report import TargetVerdict
 from rkserve.bench.harness.stream import Exchange
-from rkserve.bench.harness.verdict import TargetVerdict
 
 PATH = ("proxy", "router", "board replica")  # whose CPU time a token costs
 COST_AT_MOST = 0.15  # of the plain way's

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from rkserve.bench.harness.child import Json
-from rkserve.bench.harness.tables import MISSING, figure, percent, table
+from rkserve.bench.harness.report import MISSING, figure, percent, table
 from rkserve.bench.monitors import BoardSample
 from rkserve.bench.outcome import CapturedExchange, RequestOutcome
 from rkserve.bench.player import NO_ANSWER
@@ -48,7 +48,7 @@ class Pair:
 
     @property
     def same(self) -> bool:
-        """Whether there are two answers, and they are the same one."""
+        """True if there are two answers and they are equal."""
         return self.first_at is None and not any(self.errors)
 
 

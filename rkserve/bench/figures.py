@@ -2,7 +2,7 @@
 
 Intervals are of 95 %: those of percentiles by the ranks between which the true one lies, without
 any assumption about the distribution; those of ratios by resampling sessions, because turns of one
-session depend on each other. What too few answers say nothing about is None.
+session depend on each other. Figures of too few answers are None.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Percentile:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How some durations are distributed."""
+    """The distribution of some durations."""
 
     count: int
     mean: float
@@ -69,9 +69,9 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class PrefixReuse:
-    """What the servers' caches saved, in tokens.
+    """The prefill that the servers' caches saved, in tokens.
 
-    ``told`` is how many answers say anything about it, ``reusable`` what the turn before has left.
+    ``told`` counts the answers that report it, ``reusable`` the tokens that previous turns left.
     """
 
     told: int
@@ -93,7 +93,7 @@ class PrefixReuse:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorFigures:
-    """How this program itself did. ``doubt`` says why it may be what was measured, or nothing."""
+    """The load of the generator itself; ``doubt`` warns if it may have limited the results."""
 
     cpu_share: float
     lag_p99_ms: float
@@ -103,7 +103,7 @@ class GeneratorFigures:
 
     @property
     def doubt(self) -> str:
-        """Return a sentence where the figures may be the load generator's."""
+        """Return a warning if the load generator may have limited the figures."""
         reasons = []
         if self.cpu_share > BUSY_SHARE:
             reasons.append(f"it used {self.cpu_share:.0%} of a core")
@@ -120,7 +120,7 @@ class GeneratorFigures:
 
 @dataclass(frozen=True, slots=True)
 class TraceFigures:
-    """What one run found. Rates are by second of the window, durations in milliseconds."""
+    """The figures of one run. Rates are per second of the window, durations in milliseconds."""
 
     target: str
     asked: int
@@ -198,7 +198,7 @@ def figures(played: PlayedRun, slo: Slo) -> TraceFigures:
 
 
 def prefix_hits(outcomes: Sequence[RequestOutcome], since_s: float = 0.0) -> PrefixReuse:
-    """Count what was not prefilled, over answers that say so."""
+    """Count the prompt tokens that were not prefilled, over answers that report it."""
     last: dict[str, int] = {}
     told = prompt = cached = reusable = hits = 0
     for one in sorted(outcomes, key=lambda one: (one.asked.session, one.asked.turn)):
@@ -227,7 +227,7 @@ def tokens_between(outcomes: Sequence[RequestOutcome], start_s: float, end_s: fl
 
 
 def generator(played: PlayedRun) -> GeneratorFigures:
-    """Say how the load generator did."""
+    """Return the load of the generator."""
     late = [one.late_ms for one in played.outcomes] or [0.0]
     events = sum(len(one.text_s) for one in played.outcomes)
     return GeneratorFigures(
@@ -253,7 +253,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class _Measure:
-    """A figure of many answers: what each of them brings to it, and what is made of that."""
+    """A figure over many answers: the contribution of each, and their aggregate."""
 
     each: Callable[[RequestOutcome], Pair | None]
     sum_up: Callable[[Sequence[Pair]], float | None]

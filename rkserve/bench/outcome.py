@@ -1,4 +1,4 @@
-"""How one request ended: when its text came, its cost, and the kind of error. Pure.
+"""The outcome of one request: arrival times of its text, its cost, and the kind of error. Pure.
 
 Whatever a server sends is read as one of ``OutcomeKind``, never raised as an exception.
 Times are seconds of one monotonic clock.
@@ -19,7 +19,7 @@ UNSPOKEN = ("reasoning_content", "reasoning", "tool_calls")  # tokens too, thoug
 
 
 class OutcomeKind(str, Enum):
-    """How a request ended."""
+    """The kinds of outcomes."""
 
     OK = "ok"
     REFUSED = "refused"  # by an HTTP status, which is the code
@@ -63,7 +63,7 @@ class CapturedExchange:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """A request and what became of it.
+    """A request and its outcome.
 
     ``text_s`` has one entry per event that brought text. ``end_s`` is the end of an answer that has
     one, ``over_s`` when the client was done with it either way. Token counts are the server's own;
@@ -96,7 +96,7 @@ class RequestOutcome:
 
     @property
     def ok(self) -> bool:
-        """Whether it was answered to the end."""
+        """True for a complete answer."""
         return self.kind is OutcomeKind.OK
 
     @property
@@ -117,7 +117,7 @@ class RequestOutcome:
 
     @property
     def late_ms(self) -> float:
-        """How late it was sent, which is this program's fault."""
+        """The delay of sending, caused by this program."""
         return (self.asked.sent_s - self.asked.due_s) * 1e3
 
     @property
@@ -149,9 +149,9 @@ def read_outcome(
     *,
     body: dict[str, Any] | None = None,
 ) -> RequestOutcome:
-    """Say what became of a request. ``broken`` is what ended it, where the server did not.
+    """Return the outcome of a request. ``broken`` is its kind if the client ended it.
 
-    ``body`` is what was sent, where the exchange is to be captured.
+    ``body`` is the request's body if the exchange is captured.
     """
     answer = _Answer(json_body=_is_json(incoming))
     try:
@@ -160,7 +160,7 @@ def read_outcome(
         # What came before the nonsense still counts: it is what a client would have seen.
         broken, detail = OutcomeKind.GARBAGE, str(exc)
     kind, code = (broken, _phase(incoming, answer)) if broken else _judge(incoming, answer)
-    # Whatever came after garbage was not read.
+    # Bytes after garbage were not read.
     ended = kind not in (
         OutcomeKind.CUT,
         OutcomeKind.STALLED,
@@ -288,12 +288,12 @@ class _Answer:
                 self.tool_calls[-1]["arguments"] += arguments
 
     def captured(self, body: dict[str, Any]) -> CapturedExchange:
-        """Return what is kept of it beside its text."""
+        """Return the captured exchange without its text."""
         thoughts, calls = "".join(self.thoughts), tuple(self.tool_calls)
         return CapturedExchange(body, thoughts, calls, self.usage, self.timings)
 
     def counts(self) -> dict[str, Any]:
-        """Return what the server says that it cost, as fields of an ``RequestOutcome``."""
+        """Return the costs reported by the server, as fields of a ``RequestOutcome``."""
         cached = _dict(self.usage.get("prompt_tokens_details")).get("cached_tokens")
         has_usage = _whole(self.usage.get("completion_tokens")) is not None
         return {

@@ -42,7 +42,7 @@ OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.E
 
 @dataclass(frozen=True, slots=True)
 class ClientTimeouts:
-    """How long a client waits before it hangs up, in seconds."""
+    """The time limits of a client, in seconds."""
 
     connect_s: float = 10.0
     stall_s: float = 60.0  # without a byte
@@ -51,12 +51,12 @@ class ClientTimeouts:
 
 @dataclass(frozen=True, slots=True)
 class PlayOptions:
-    """How a trace is played.
+    """The settings for playing a trace.
 
     ``clients`` makes it a closed loop. ``time_factor`` stretches all times of the trace. After
-    ``duration_s`` nothing new is asked; what runs is waited for. ``deadline_s`` is told to the
-    server with each request. ``salt`` keeps a server from reusing what another run has left.
-    ``keep_text`` keeps the text of answers, and ``capture`` all of the exchanges.
+    ``duration_s`` no request is sent; running ones are awaited. ``deadline_s`` is sent with each
+    request. ``salt`` keeps a server from reusing the caches of another run. ``keep_text`` keeps the
+    text of answers, and ``capture`` all of the exchanges.
     """
 
     clients: int | None = None
@@ -72,7 +72,7 @@ class PlayOptions:
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """How far it is."""
+    """The progress of a run."""
 
     done: int
     total: int
@@ -83,10 +83,10 @@ class RunProgress:
 
 @dataclass(frozen=True, slots=True)
 class PlayedRun:
-    """What came of it.
+    """A finished run.
 
-    The window is what rates are counted in: from the end of the warm-up to the last moment at which
-    something new was asked. ``lag_ms`` is how late the loop of this program came to what was due.
+    The window for rates reaches from the end of the warm-up to the time when the last request was
+    due. ``lag_ms`` are the delays of this program's event loop.
     """
 
     target: str

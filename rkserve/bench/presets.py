@@ -11,13 +11,11 @@ from dataclasses import replace
 from statistics import fmean, stdev
 
 from rkserve.bench import capture
-from rkserve.bench.asked import PresetOptions, PresetResult
 from rkserve.bench.figures import Comparison, Distribution, TraceFigures, compare
 from rkserve.bench.harness.child import BenchFailed, Json
-from rkserve.bench.harness.tables import MISSING, figure, percent, table
-from rkserve.bench.harness.verdict import TargetVerdict
+from rkserve.bench.harness.report import MISSING, TargetVerdict, figure, percent, table
 from rkserve.bench.player import PlayOptions
-from rkserve.bench.results import RunResult
+from rkserve.bench.results import PresetOptions, PresetResult, RunResult
 from rkserve.bench.runner import Bench
 from rkserve.bench.slo import Slo
 from rkserve.bench.target import Target

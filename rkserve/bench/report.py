@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rkserve.bench.charts import Chart
 from rkserve.bench.figures import Distribution, Percentile, TraceFigures
 from rkserve.bench.harness.figures import Ratio
-from rkserve.bench.harness.tables import MISSING, figure, megabytes, percent, table
-from rkserve.bench.harness.verdict import TargetVerdict
+from rkserve.bench.harness.report import MISSING, TargetVerdict, figure, megabytes, percent, table
 from rkserve.bench.results import BenchResults, RunResult
 
 

@@ -1,6 +1,6 @@
-"""What a benchmark of several runs found, and how it is kept: JSON and outcomes line by line. Pure.
+"""The results of a benchmark, as JSON and as lines of outcomes. Pure.
 
-It says nothing of when and where it was made: no date, no host's name, no path, no key.
+They name neither date, host, path nor key.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import Any
 from rkserve.bench.figures import Comparison, TraceFigures
 from rkserve.bench.harness.child import Json
 from rkserve.bench.harness.figures import CpuUse
-from rkserve.bench.harness.machine import Machine
 from rkserve.bench.harness.procfs import ProcessMemory
-from rkserve.bench.harness.verdict import TargetVerdict
+from rkserve.bench.harness.report import Machine, TargetVerdict
 from rkserve.bench.monitors import BoardSample
 from rkserve.bench.outcome import OutcomeKind, RequestOutcome
-from rkserve.bench.player import PlayedRun
+from rkserve.bench.player import PlayedRun, PlayOptions
 from rkserve.bench.slo import Slo
 
 
@@ -67,7 +66,7 @@ class BenchResults:
 
     @property
     def unreachable(self) -> bool:
-        """Whether not one request got as far as a server."""
+        """True if no request reached a server."""
         kinds = {one.kind for run in self.runs for one in run.played.outcomes}
         return kinds == {OutcomeKind.CONNECT}
 
@@ -89,6 +88,37 @@ class BenchResults:
             "targets": [{**asdict(one), "reached": one.reached} for one in self.verdicts],
             **self.more,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class PresetOptions:
+    """The options of a preset. ``sessions`` and ``seconds`` replace its own size.
+
+    For ``overload``, ``sessions`` is the number of requests that measure the capacity. Each target
+    is played ``runs`` times. For ``compare``, ``whole`` shows equal answers too.
+    """
+
+    seed: int = 1
+    sessions: int | None = None
+    seconds: float | None = None
+    clients: int | None = None
+    slo: Slo | None = None
+    tell_deadline: bool = True
+    runs: int = 1
+    whole: bool = False
+    plan: PlayOptions = field(default_factory=PlayOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class PresetResult:
+    """The result of a preset in addition to its runs."""
+
+    title: str
+    trace: str
+    comparisons: Sequence[Comparison] = ()
+    verdicts: Sequence[TargetVerdict] = ()
+    appendix: str = ""
+    more: Json = field(default_factory=dict)
 
 
 def outcome_lines(runs: Sequence[RunResult]) -> Iterator[str]:
@@ -136,7 +166,7 @@ def _outcome(one: RequestOutcome, played: PlayedRun) -> Json:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON can say."""
+    """Return the value as plain JSON types."""
     if isinstance(value, Mapping):
         return {str(name): _plain(one) for name, one in value.items()}
     return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value

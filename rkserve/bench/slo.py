@@ -1,4 +1,4 @@
-"""What an answer must hold to count as good, and how it is written: ``ttft=2000,itl=200``. Pure."""
+"""Service-level limits of an answer, written as ``ttft=2000,itl=200``. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Slo:
     e2e_ms: float | None = None
 
     def met(self, one: RequestOutcome) -> bool:
-        """Whether an answer was complete and within the limits."""
+        """Return True if an answer was complete and within the limits."""
         return one.ok and (
             _within(one.ttft_ms, self.ttft_ms)
             and _within(one.e2e_ms, self.e2e_ms)
@@ -30,7 +30,7 @@ class Slo:
         )
 
     def __str__(self) -> str:
-        """Say the limits."""
+        """Return the limits as text."""
         words = {"ttft_ms": "TTFT", "itl_ms": "per token", "gap_ms": "gap", "e2e_ms": "end-to-end"}
         limits = asdict(self).items()
         said = [f"{words[name]} ≤ {limit:g} ms" for name, limit in limits if limit is not None]
@@ -38,7 +38,7 @@ class Slo:
 
 
 def parse_slo(text: str) -> Slo:
-    """Read limits as they are given on a command line. Raises ``ValueError``."""
+    """Parse limits from the command line. Raises ``ValueError``."""
     limits: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")

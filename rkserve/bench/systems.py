@@ -1,7 +1,4 @@
-"""What is loaded: servers that run already, or simulated boards that are started for it.
-
-It knows how one comes to a target and what of its processes is measured; not what is asked.
-"""
+"""Systems under test: servers that run already, or a cluster of simulated boards."""
 
 from __future__ import annotations
 
@@ -31,32 +28,32 @@ class ProcessMonitor(Protocol):
 
 
 class SystemUnderTest(Protocol):
-    """Several things that are loaded one after the other, by name."""
+    """Targets that are loaded one after the other, by name."""
 
     @property
     def names(self) -> Sequence[str]:
-        """What they are called in the report."""
+        """The names of the targets in the report."""
 
     @property
     def about(self) -> Mapping[str, str]:
-        """What they are, in words for the report."""
+        """Descriptions for the report."""
 
     @property
     def time_factor(self) -> float:
-        """How much faster or slower than the trace says they are to be played."""
+        """The factor on all times of traces."""
 
     @property
     def clients(self) -> int:
-        """So many requests at once keep all of it busy."""
+        """The number of concurrent requests that keeps a target busy."""
 
     def enter(self, name: str) -> Target:
-        """Have it ready, and say where it is. Raises ``BenchFailed``."""
+        """Prepare a target and return its address. Raises ``BenchFailed``."""
 
     def watch(self) -> ProcessMonitor | None:
-        """Return what reads its processes."""
+        """Return a monitor of its processes."""
 
     def close(self) -> None:
-        """End what was started."""
+        """Stop everything that was started."""
 
 
 class RunningServers:
@@ -73,29 +70,29 @@ class RunningServers:
 
     @property
     def names(self) -> Sequence[str]:
-        """What they are called."""
+        """The names of the servers."""
         return list(self._targets)
 
     @property
     def about(self) -> Mapping[str, str]:
-        """Models and ways of asking; addresses are nobody's business."""
+        """Models and APIs; addresses stay out of reports."""
         return {name: f"{one.model}, {one.api}" for name, one in self._targets.items()}
 
     def enter(self, name: str) -> Target:
-        """Say where it is."""
+        """Return the target."""
         return self._targets[name]
 
     def watch(self) -> NamedProcessMonitor | None:
-        """Return what reads the processes that were named."""
+        """Return a monitor of the named processes."""
         return NamedProcessMonitor(self._watched) if self._watched else None
 
     def close(self) -> None:
-        """They were there before."""
+        """Do nothing: the servers were not started here."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedClusterConfig:
-    """Boards to start, once for each policy by which requests are given to them."""
+    """Boards to start, once for each routing policy."""
 
     boards: int
     profile: str
@@ -117,19 +114,19 @@ class SimulatedCluster:
 
     @property
     def about(self) -> Mapping[str, str]:
-        """How many there are, and how fast."""
+        """The number and speed of the boards."""
         one = self._wanted
         speed = f"{one.boards} simulated boards, {one.profile}, time scale {one.time_scale:g}"
         return {"boards": speed}
 
     @property
     def time_factor(self) -> float:
-        """Faster boards are asked faster."""
+        """The time scale of the boards."""
         return self._wanted.time_scale or 1.0
 
     @property
     def clients(self) -> int:
-        """A board has one answer at a time."""
+        """One request for each board."""
         return self._wanted.boards
 
     def enter(self, name: str) -> Target:
@@ -143,7 +140,7 @@ class SimulatedCluster:
         return Target(name, f"http://{host}:{port}", self._crew.model.id)
 
     def watch(self) -> ProcessMonitor:
-        """Return what reads the cluster's processes."""
+        """Return a monitor of the cluster's processes."""
         return _CrewWatch(self._crew)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Which server is asked, for which model and with which key; requests as bytes. No sockets here."""
+"""A server to load, with model and key, and its requests as bytes. No sockets."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ PORTS = {"http": 80, "https": 443}
 
 
 class ServerUnreachable(BenchFailed):
-    """Nobody answers at the address that was given."""
+    """No server answers at the given address."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server, and how it is asked.
+    """A server and the form of its requests.
 
-    ``url`` is what OpenAI's clients call the base URL; without a path ``/v1`` is added. ``body`` is
-    added to every request and wins over what the trace says.
+    ``url`` is the base URL as OpenAI's clients define it; without a path ``/v1`` is added. ``body``
+    is added to every request and overrides the trace.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Target:
 
     @property
     def tls(self) -> bool:
-        """Whether the server is asked over TLS."""
+        """True if the server uses TLS."""
         return urlsplit(self.url).scheme == "https"
 
     @property
@@ -79,7 +79,7 @@ class Target:
         return body
 
     def request(self, body: Json, headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
-        """Return a call as it goes over the wire."""
+        """Return a request as bytes."""
         path = "/chat/completions" if self.api == CHAT else "/completions"
         host, port = self.address
         host = f"[{host}]" if ":" in host else host
@@ -94,7 +94,7 @@ def base_path(url: str) -> str:
     """Return the path of a base URL. Raises ``ValueError`` where it is none of HTTP."""
     parts = urlsplit(url)
     if parts.scheme not in PORTS or not parts.hostname:
-        raise ValueError(f"{url!r} is no http:// or https:// URL")
+        raise ValueError(f"{url!r} is not an http:// or https:// URL")
     return parts.path.rstrip("/") or "/v1"
 
 
@@ -105,7 +105,7 @@ def plain(messages: Sequence[Json]) -> str:
 
 
 def models_of(url: str, key: str | None) -> list[str]:
-    """Ask a server for its models, adapters included, and return those that generate.
+    """Return the models and adapters that a server lists, without embedding models.
 
     Models that rkserve lists with an ``embedding`` section are left out.
 

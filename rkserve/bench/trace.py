@@ -1,8 +1,8 @@
-"""Conversations to be played: when each begins, what is asked, and the pauses for thought. Pure.
+"""Traces: sessions with start times, messages and think times. Pure.
 
 A trace is a file of JSON lines: one that says what it is and how it was made, then one for each
-session. It knows nothing of servers; what they answered is no part of it, unless a recorded answer
-shall stand in for the server's.
+session. It knows nothing of servers; their answers are not part of it, unless
+a recorded answer replaces the server's.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a user says, ``think_s`` after the answer before has ended.
+    """A user's message, sent ``think_s`` after the end of the previous answer.
 
-    ``answer`` is what the conversation goes on with; None takes what the server said.
+    ``answer`` continues the conversation; None takes the server's answer.
     """
 
     user: str
@@ -57,12 +57,12 @@ class Trace:
 
     @property
     def requests(self) -> int:
-        """How many requests it holds."""
+        """The number of requests."""
         return sum(len(one.turns) for one in self.sessions)
 
     @property
     def span_s(self) -> float:
-        """When the last session begins."""
+        """The start of the last session."""
         return self.sessions[-1].at_s if self.sessions else 0.0
 
     def first(self, sessions: int) -> Trace:

@@ -35,7 +35,7 @@ MOST = 4.0  # times the mean: lengths and pauses have long tails, and boards hav
 
 
 class Arrivals(str, Enum):
-    """How sessions arrive."""
+    """The arrival processes of sessions."""
 
     POISSON = "poisson"
     CONSTANT = "constant"
@@ -44,7 +44,7 @@ class Arrivals(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class TraceShape:
-    """What a trace is like; lengths in words, which are about as many tokens.
+    """The parameters of a trace; lengths in words, which are about as many tokens.
 
     ``rate`` is sessions per second. Bursts are ``burst`` sessions at one moment, at the same mean
     rate. Turns are spread over the sessions by Zipf's law, ``turns`` on average: a few sessions

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rkserve.bench.asked import PresetResult
+from rkserve.bench.results import PresetResult
 from rkserve.bench.trace import Trace, lines_of, read_trace, write_trace
 from rkserve.bench.trace_generator import TraceShape, make_trace
 from rkserve.cli.bench_options import SHAPE_OPTIONS, Seed

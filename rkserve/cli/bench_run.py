@@ -33,9 +33,8 @@ from rkserve.cli.options import GroupedCommand, OptionGroup
 from rkserve.core.errors import RkserveError
 
 if TYPE_CHECKING:
-    from rkserve.bench.asked import PresetOptions, PresetResult
     from rkserve.bench.player import RunProgress
-    from rkserve.bench.results import BenchResults
+    from rkserve.bench.results import BenchResults, PresetOptions, PresetResult
     from rkserve.bench.runner import Bench
     from rkserve.bench.slo import Slo
     from rkserve.bench.systems import SystemUnderTest
@@ -58,7 +57,7 @@ class LoadCommand:
 
     def asked(self, **own: Any) -> PresetOptions:
         """Return the options of a preset: the shared ones and those of the command."""
-        from rkserve.bench.asked import PresetOptions
+        from rkserve.bench.results import PresetOptions
 
         given = self.given
         return PresetOptions(seed=given.seed, slo=given.limits(), plan=given.plan(), **own)
@@ -157,7 +156,7 @@ def exit_of(given: LoadOptions, results: BenchResults) -> Exit:
 
 def results_of(bench: Bench, found: PresetResult | None) -> BenchResults:
     """Collect the results of all runs."""
-    from rkserve.bench.harness.machine import machine
+    from rkserve.bench.harness.report import machine
     from rkserve.bench.results import BenchResults
 
     title, trace = ("Interrupted", "") if found is None else (found.title, found.trace)
@@ -178,8 +177,7 @@ def results_of(bench: Bench, found: PresetResult | None) -> BenchResults:
 def deliver(given: LoadOptions, results: BenchResults) -> None:
     """Print the results, and write them to ``--out``."""
     from rkserve.bench.capture import exchange_lines, render_exchanges
-    from rkserve.bench.charts import svg
-    from rkserve.bench.plots import charts
+    from rkserve.bench.charts import charts, svg
     from rkserve.bench.report import render, summary
     from rkserve.bench.results import outcome_lines
 

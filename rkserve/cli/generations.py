@@ -1,4 +1,4 @@
-"""``rkserve generations``, ``kv``, ``caches`` and ``boards``: what boards do and hold."""
+"""``rkserve generations``, ``kv``, ``caches`` and ``boards``: generations, caches and reports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CacheName = Annotated[str, typer.Argument(metavar="NAME", help="What the cache i
 
 
 def _told(context: CommandContext, body: dict[str, Any], said: str) -> None:
-    """Print an answer, and exit with 3 where boards have not done their part."""
+    """Print an answer, and exit with 3 if some boards have failed."""
     context.show(body, lambda: said)
     if failed := body.get("failed"):
         for one in failed:

@@ -1,4 +1,4 @@
-"""``rkserve lora``: adapters, from the file to the last board and back."""
+"""``rkserve lora``: push, roll out and remove adapters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ lora = typer.Typer(help=f"Bring LoRA adapters to the boards. {EXIT_CODES}", no_a
 
 
 class StrategyOption(str, Enum):
-    """How a version comes into use."""
+    """The strategies of a rollout."""
 
     ATOMIC = "atomic"
     ROLLING = "rolling"
@@ -150,7 +150,7 @@ def rm(
     context.done(one, f"retired {name}")
 
 
-# Beginnings of files that are taken for adapters, and what they are.
+# Magic bytes of files that are mistaken for adapters.
 _KNOWN = (
     (b"PK\x03\x04", "a zip archive or a PyTorch checkpoint"),
     (b"GGUF", "a GGUF file"),
@@ -162,7 +162,7 @@ _CONVERT = "RKLLM loads adapters that rkllm-toolkit has converted (*.rkllm)"
 
 
 def _look_at(path: Path) -> None:
-    """Refuse before the upload what no board could load. Raises ``BadParameter``."""
+    """Refuse files that no board can load before the upload. Raises ``BadParameter``."""
     file = path / ADAPTER_FILE if path.is_dir() else path
     if not file.is_file():
         inside = ", ".join(sorted(one.name for one in path.iterdir())[:5]) or "nothing"
@@ -177,7 +177,7 @@ def _look_at(path: Path) -> None:
 
 
 def _wrong(file: Path, begin: bytes) -> str:
-    """Return what a file is instead of an adapter, or nothing."""
+    """Return the actual kind of a file that is not an adapter, or an empty string."""
     if not begin:
         return "empty"
     known = next((what for magic, what in _KNOWN if begin.startswith(magic)), "")
@@ -195,7 +195,7 @@ def _wrong(file: Path, begin: bytes) -> str:
 def _how(
     strategy: StrategyOption, max_unavailable: int, weight: float, observe: float, auto: bool
 ) -> dict[str, Any]:
-    """Return what the strategy takes: the others' parameters are left out."""
+    """Return the parameters of a strategy; those of others are left out."""
     own: dict[StrategyOption, dict[str, Any]] = {
         StrategyOption.ATOMIC: {},
         StrategyOption.ROLLING: {"max_unavailable": max_unavailable},

@@ -1,4 +1,4 @@
-"""``rkserve sleep``, ``rkserve wake`` and ``rkserve models``: which models are loaded."""
+"""``rkserve sleep``, ``rkserve wake`` and ``rkserve models``: load and unload models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ models = typer.Typer(
 
 
 class TagOption(str, Enum):
-    """What is woken."""
+    """The parts that a wake restores."""
 
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"

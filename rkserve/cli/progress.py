@@ -1,7 +1,7 @@
-"""Progress of long work on a terminal: bytes while a file leaves, boards while they are changed.
+"""Progress of uploads (bytes) and operations (boards) on a terminal.
 
-What a board is at is read from the cluster itself, for an operation lists boards when they are
-done. All of this is for looking at: what it cannot learn it leaves out.
+The states of boards are read from the cluster, because an operation lists boards only when they are
+done. If the cluster does not answer, its rows are left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Look = Callable[[], Mapping[str, Any]]
 
 @contextmanager
 def progress(context: CommandContext) -> Iterator[Tell]:
-    """Give something to tell progress to; it shows on a terminal only, and on stderr."""
+    """Return a progress callback that draws on stderr, on a terminal only."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -45,7 +45,7 @@ def progress(context: CommandContext) -> Iterator[Tell]:
 
 
 class OperationProgress:
-    """A bar for each step of the work, and below it one for each board that is meant."""
+    """A bar for each step, and below it one for each board in scope."""
 
     def __init__(self, shown: Progress, look: Look) -> None:
         self._shown = shown
@@ -53,11 +53,11 @@ class OperationProgress:
         self._tasks: dict[str, TaskID] = {}
 
     def tell(self, told: Told) -> None:
-        """Show how far it is."""
+        """Show the progress."""
         rows = {} if told.operation is None else self._rows(told.operation)
         done, total = told.done, told.total
         if told.operation is not None and not told.operation.over and done >= total:
-            # It lists no board yet, or those of the phase before.
+            # The operation lists no board yet, or those of the previous phase.
             done, total = sum(row.done for row in rows.values()), len(rows)
         step = told.operation.id if told.operation else told.step
         self._show(step, describe(told), done, total, count(told.step, done, total))
@@ -69,7 +69,7 @@ class OperationProgress:
     def _show(self, name: str, said: str, done: int, total: int, count: str) -> None:
         if name not in self._tasks:
             self._tasks[name] = self._shown.add_task(said, count="", total=None)
-        # Without a total a bar says that something goes on.
+        # A bar without a total shows activity.
         of = total or None
         self._shown.update(
             self._tasks[name], description=said, completed=done, total=of, count=escape(count)
@@ -86,7 +86,7 @@ class OperationProgress:
             }
         try:
             boards = self._look()["boards"]
-        except ClientError:  # the operation is what is waited for; this only shows it
+        except ClientError:  # progress is optional; the operation goes on
             return {}
         return {
             str(row["id"]): BoardRow(str(row["state"]), done=_is_there(row, one.kind, params))
@@ -97,14 +97,14 @@ class OperationProgress:
 
 @dataclass(frozen=True)
 class BoardRow:
-    """What a board is at in an operation."""
+    """The state of a board in an operation."""
 
     said: str
     done: bool
 
 
 def meant(row: Mapping[str, Any], params: Mapping[str, Any]) -> bool:
-    """Whether an operation with these parameters is about a board."""
+    """Return True if an operation with these parameters includes a board."""
     models, boards = params.get("models") or (), params.get("boards") or ()
     model = params.get("model") or row["model"]
     return (
@@ -125,12 +125,12 @@ def _base_of(row: Mapping[str, Any]) -> Any:
 
 
 def describe(told: Told) -> str:
-    """Say what is going on."""
+    """Return the description of a step."""
     return f"{told.step.replace('_', ' ')} {told.phase}".strip()
 
 
 def count(step: str, done: int, total: int) -> str:
-    """Say how far it is."""
+    """Return the count of a step as text."""
     if step == "upload":
         return f"{done / 2**20:.1f} of {total / 2**20:.1f} MiB"
     return f"{done} of {total} boards" if total else ""

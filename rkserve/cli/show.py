@@ -1,4 +1,4 @@
-"""Answers as tables for people. It knows the names in the answers, and no connection."""
+"""Answers as tables for people."""
 
 from __future__ import annotations
 

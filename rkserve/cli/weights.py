@@ -1,4 +1,4 @@
-"""``rkserve weights``: which weights are served, and other ones from the head's disk."""
+"""``rkserve weights``: show, push, update and label base weights."""
 
 from __future__ import annotations
 

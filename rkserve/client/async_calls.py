@@ -310,7 +310,7 @@ class AsyncWeightCalls(AsyncCalls):
         return await self._run(flows.perform(requests.label(model, version, key), self._retry))
 
 
-class AsyncBoardCalls(AsyncCalls):
+class AsyncGenerationCalls(AsyncCalls):
     """Calls on single generations, boards, KV caches and prompt caches.
 
     Changes have no idempotency key and are sent once.

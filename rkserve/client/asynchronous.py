@@ -18,7 +18,7 @@ import httpx
 
 from rkserve.client import answers, flows, requests
 from rkserve.client.answers import IsPaused, Operation, Pushed
-from rkserve.client.async_calls import AsyncBoardCalls, AsyncModelCalls, AsyncWeightCalls
+from rkserve.client.async_calls import AsyncGenerationCalls, AsyncModelCalls, AsyncWeightCalls
 from rkserve.client.connection import (
     CONNECT_S,
     DEFAULT_URL,
@@ -44,7 +44,7 @@ from rkserve.client.requests import (
 T = TypeVar("T")
 
 
-class AsyncClient(AsyncBoardCalls, AsyncModelCalls, AsyncWeightCalls):
+class AsyncClient(AsyncGenerationCalls, AsyncModelCalls, AsyncWeightCalls):
     """The control API of a cluster. Calls raise ``ClientError``; see docs/how-to/client.md.
 
     ``admin_key`` is never logged or shown. A call is retried for ``patience_s`` seconds after

@@ -38,12 +38,12 @@ from rkserve.client.requests import (
     ScopeParams,
     Strategy,
 )
-from rkserve.client.sync_calls import BoardCalls, ModelCalls, WeightCalls
+from rkserve.client.sync_calls import GenerationCalls, ModelCalls, WeightCalls
 
 T = TypeVar("T")
 
 
-class Client(BoardCalls, ModelCalls, WeightCalls):
+class Client(GenerationCalls, ModelCalls, WeightCalls):
     """The control API of a cluster. Calls raise ``ClientError``; see docs/how-to/client.md.
 
     ``admin_key`` is never logged or shown. A call is retried for ``patience_s`` seconds after

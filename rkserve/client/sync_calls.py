@@ -304,7 +304,7 @@ class WeightCalls(Calls):
         return self._run(flows.perform(requests.label(model, version, key), self._retry))
 
 
-class BoardCalls(Calls):
+class GenerationCalls(Calls):
     """Calls on single generations, boards, KV caches and prompt caches.
 
     Changes have no idempotency key and are sent once.

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from rkserve.bench import presets
-from rkserve.bench.asked import PresetOptions
 from rkserve.bench.player import RunProgress
+from rkserve.bench.results import PresetOptions
 from rkserve.bench.runner import Bench
 from rkserve.bench.slo import Slo
 from rkserve.bench.systems import RunningServers, SimulatedCluster, SimulatedClusterConfig

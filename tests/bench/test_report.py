@@ -13,14 +13,22 @@ from typing import Any
 import pytest
 
 from rkserve.bench.capture import marked, pairs, render, to_json, with_answers
-from rkserve.bench.charts import Chart, ChartLine, decades, svg, ticks
+from rkserve.bench.charts import (
+    Chart,
+    ChartLine,
+    charts,
+    decades,
+    events_over_time,
+    running,
+    shares,
+    svg,
+    ticks,
+)
 from rkserve.bench.figures import compare, figures
 from rkserve.bench.harness.child import BenchFailed
-from rkserve.bench.harness.machine import machine
-from rkserve.bench.harness.verdict import TargetVerdict
+from rkserve.bench.harness.report import TargetVerdict, machine
 from rkserve.bench.monitors import NamedProcesses, NamedProcessMonitor, parse_watched
 from rkserve.bench.player import NO_ANSWER, PlayedRun, PlayOptions
-from rkserve.bench.plots import charts, events_over_time, running, shares
 from rkserve.bench.report import render as render_report
 from rkserve.bench.report import summary
 from rkserve.bench.results import BenchResults, RunResult, outcome_lines

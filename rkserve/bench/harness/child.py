@@ -1,7 +1,6 @@
-"""Processes of the benchmark that are told what to do in JSON lines, from both ends.
+"""Child processes that execute commands in JSON lines: the parent's end and the child's.
 
-It knows pipes and process trees, and nothing of what is measured. A child ends when its stdin
-closes, so that nothing survives a benchmark that was killed.
+A child ends when its stdin closes, so that no process survives a killed benchmark.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from rkserve.bench.harness.procfs import PROC, ProcessIdentity, descendants, is_
 from rkserve.core.errors import RkserveError
 
 Json = dict[str, Any]
-OnProgress = Callable[[Json], None]  # of how far it is
+OnProgress = Callable[[Json], None]  # progress before the answer
 READ_SIZE = 1 << 16
 LAST_WORDS = 15
 GRACE_S = 45.0  # Serve ends its replicas one by one, and each of them its engine
@@ -33,7 +32,7 @@ class BenchFailed(RkserveError):
 
 
 def hold(flaws: Sequence[str]) -> None:
-    """Raise ``BenchFailed`` where there is something that makes measurements unfit."""
+    """Raise ``BenchFailed`` if there are flaws that invalidate measurements."""
     if flaws:
         raise BenchFailed(f"not fit for measuring: {'; '.join(flaws)}")
 
@@ -60,7 +59,7 @@ class CommandProcess:
 
     @property
     def pid(self) -> int:
-        """Root of the process tree that this child is."""
+        """The pid of the child, the root of its process tree."""
         return self._process.pid
 
     def ask(self, command: Json, timeout_s: float, heard: OnProgress = lambda _: None) -> Json:
@@ -89,7 +88,7 @@ class CommandProcess:
         return answer
 
     def close(self) -> None:
-        """End the child and all that it has started, in order where it can."""
+        """End the child and all its descendants; kill them after a time limit."""
         family = descendants(PROC, self.pid)
         with contextlib.suppress(BrokenPipeError):
             self._in.close()
@@ -116,7 +115,7 @@ class CommandProcess:
             raise self._failed("does not answer")
         chunk = os.read(self._out.fileno(), READ_SIZE)
         if not chunk:
-            # It says why once it has tidied up, which is what it does since it hung up.
+            # It has closed its end and cleans up; the reason is in the log when it has exited.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(GRACE_S)
             raise self._failed("has ended")
@@ -129,7 +128,7 @@ class CommandProcess:
 
 
 def _end_orphans(family: list[ProcessIdentity]) -> None:
-    """End what outlived its root, which takes a child that was killed or that crashed."""
+    """End processes that outlived the child, after it was killed or has crashed."""
     for number, patience_s in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 3.0)):
         left = [one for one in family if is_alive(PROC, one)]
         for one in left:
@@ -141,10 +140,10 @@ def _end_orphans(family: list[ProcessIdentity]) -> None:
 
 
 def serve_commands(carry_out: Callable[[Json, OnProgress], Json]) -> None:
-    """The child's side: answer each command of stdin, until it closes.
+    """Execute the commands from stdin until it closes: the child's end.
 
-    ``carry_out`` may tell how far it is before it returns the answer. What anyone prints goes to
-    stderr; an ``RkserveError`` is the answer to its command.
+    ``carry_out`` may report progress before it returns the answer. All prints go to stderr; an
+    ``RkserveError`` is the answer to its command.
     """
     answers = os.dup(1)
     os.dup2(2, 1)

@@ -35,7 +35,7 @@ TEXTS_BETWEEN = 2  # pauses: the first text is the resumption's, the second one 
 
 
 class ConnectionLost(BenchFailed):
-    """The server has closed in mid-answer, or before it: nothing was ``heard`` then."""
+    """The server closed the connection; ``heard`` is False if no byte of the answer had arrived."""
 
     heard = True
 
@@ -62,7 +62,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def closed(self) -> bool:
-        """Whether either side has hung up."""
+        """True if either side has closed the connection."""
         return self._transport is None or self._transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -139,7 +139,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def so_far(self) -> Incoming:
-        """What has arrived of the answer."""
+        """The part of the answer that has arrived."""
         assert self._incoming is not None
         return self._incoming
 
@@ -370,7 +370,7 @@ def _has_data_events(wanted: int, answer: Incoming) -> bool:
 
 
 def carry_out(command: Json, _: OnProgress) -> dict[str, Any]:
-    """Do what one command asks for and return what came of it."""
+    """Execute one command and return its result."""
     try:
         if command["do"] == "hang up":
             return asdict(asyncio.run(hang_up(command)))

@@ -31,7 +31,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How some durations or rates are distributed."""
+    """The distribution of some durations or rates."""
 
     count: int
     mean: float
@@ -219,7 +219,7 @@ def flaws_of_hang_ups(
 
 @dataclass
 class CpuUse:
-    """What the processes used over one or several stretches of time, all times in milliseconds."""
+    """The CPU use of processes over one or several intervals, in milliseconds."""
 
     cores: int
     wall_ms: float = 0.0

@@ -1,22 +1,22 @@
-"""The child processes of a benchmark: the cluster and its clients.
-
-It knows how each one is started and what it is told, and nothing of what is measured with them.
-"""
+"""The child processes of a benchmark, the cluster and its clients, and the calls to them."""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from rkserve.api.common.renderer import Renderer
-from rkserve.bench.harness.child import CommandProcess, Json
+from rkserve.bench.harness.child import BenchFailed, CommandProcess, Json
 from rkserve.bench.harness.procfs import PROC, ProcessReading, read
 from rkserve.bench.harness.stream import Exchange, InterruptedAnswer
-from rkserve.bench.harness.upload import post
 from rkserve.config.serve_config import resolve_folder
 from rkserve.core.ports import free_port, free_ports
 from rkserve.deployments.haproxy import FLAG, PATIENCE, available, environ
@@ -38,10 +38,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedDeployment:
-    """What the cluster serves. ``park`` is its boards' disk tier for conversations.
+    """The deployment of a cluster. ``park`` enables its boards' disk tier for conversations.
 
     ``queue_limit`` is how many requests may wait for one board; ``crash_limit`` crashes of its
-    engine quarantine it, and Ray waits ``health_check_timeout_s`` for it to say that it is well.
+    engine quarantine it, and ``health_check_timeout_s`` is Ray's limit for its health check.
     ``args`` are more of the application's arguments, ``{"router": {"policy": "prefix"}}`` say.
     """
 
@@ -56,7 +56,7 @@ class SimulatedDeployment:
 
 
 class BenchProcesses:
-    """Starts a child when it is first needed. Close it: that ends them all.
+    """Child processes, each started at its first use and ended by ``close``.
 
     ``folder`` takes all files, ``model`` is the folder of the model that the boards serve.
     """
@@ -78,12 +78,12 @@ class BenchProcesses:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where the cluster listens."""
+        """Host and port of the cluster."""
         return HOST, self._port
 
     @property
     def folder(self) -> Path:
-        """Where all files are."""
+        """The folder of all files."""
         return self._folder
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class BenchProcesses:
     # -- the cluster and its clients ----------------------------------------------------------
 
     def deploy(self, wanted: SimulatedDeployment) -> None:
-        """Have the cluster serve this and nothing else; returns when all boards are ready."""
+        """Replace the deployment of the cluster; return when all boards are ready."""
         if self._deployed == wanted:
             return
         self.say(f"deploying {wanted.boards} board{'s' if wanted.boards > 1 else ''}")
@@ -110,7 +110,7 @@ class BenchProcesses:
         self._deployed = wanted
 
     def send(self, bodies: Sequence[Json], **command: float) -> None:
-        """Set clients to work on ``bodies``; ``exchanges`` says what came of it."""
+        """Start clients on ``bodies``; ``exchanges`` returns their results."""
         self._client_child().send(self._to(do="load", bodies=list(bodies), **command))
 
     def exchanges(self, timeout_s: float) -> list[Exchange]:
@@ -119,12 +119,12 @@ class BenchProcesses:
         return [Exchange.from_json(value) for value in answer["exchanges"]]
 
     def answer(self, body: Json) -> tuple[Exchange, str]:
-        """Ask once and return the answer and its text. Raises ``BenchFailed``."""
+        """Send one request and return its exchange and text. Raises ``BenchFailed``."""
         found = self._ask_client(do="talk", body=body)
         return Exchange.from_json(found["exchange"]), found["text"]
 
     def hang_up(self, **command: Any) -> Json:
-        """Leave an answer; see ``client.hang_up``. Raises ``BenchFailed``."""
+        """Hang up during an answer; see ``client.hang_up``. Raises ``BenchFailed``."""
         return self._ask_client(do="hang up", **command)
 
     def interrupt(self, body: Json, pauses_s: Sequence[float], rest_s: float) -> InterruptedAnswer:
@@ -133,7 +133,7 @@ class BenchProcesses:
         return InterruptedAnswer.from_json(self._ask_client(do="interrupt", **command))
 
     def post(self, path: str, query: Json, content: bytes, timeout_s: float) -> Json:
-        """Send bytes to the cluster and return what it answers. Raises ``BenchFailed``."""
+        """Send bytes to the cluster and return its answer. Raises ``BenchFailed``."""
         return post((HOST, self._port), path, query, content, timeout_s)
 
     def read(self) -> ProcessReading:
@@ -141,12 +141,12 @@ class BenchProcesses:
         return read(PROC, self.pids())
 
     def pids(self) -> list[int]:
-        """Roots of the trees of processes that serve and ask."""
+        """Return the roots of the process trees of servers and clients."""
         children = (self._cluster, self._client, *self._others())
         return [child.pid for child in children if child is not None]
 
     def sleep_until(self, at_s: float, doing: str) -> None:
-        """Sleep, and say so."""
+        """Sleep, and show the time left."""
         while (left_s := at_s - time.monotonic()) > 0:
             self.say(f"{doing}, {left_s:.0f} s to go")
             time.sleep(min(left_s, 1.0))
@@ -154,7 +154,7 @@ class BenchProcesses:
     # -- the children -------------------------------------------------------------------------
 
     def _others(self) -> tuple[CommandProcess | None, ...]:
-        """Return children that a subclass has started, whose processes serve or ask, too."""
+        """Return further children, started by a subclass, that serve or send requests."""
         return ()
 
     def _to(self, **command: Any) -> Json:
@@ -200,3 +200,22 @@ def chat_body(model: str, messages: Sequence[Json], new_tokens: int, **more: Any
         "stream_options": {"include_usage": True},
         **more,
     }
+
+
+def post(
+    address: tuple[str, int], path: str, query: Json, content: bytes, timeout_s: float
+) -> Json:
+    """Send bytes and return the answer's JSON. Raises ``BenchFailed`` where it is not HTTP 200."""
+    connection = http.client.HTTPConnection(*address, timeout=timeout_s)
+    with contextlib.closing(connection):
+        try:
+            headers = {"content-type": "application/octet-stream"}
+            connection.request("POST", f"{path}?{urlencode(query)}", content, headers)
+            answer = connection.getresponse()
+            words = answer.read()
+        except (OSError, http.client.HTTPException) as exc:
+            raise BenchFailed(f"{path}: {exc!r}") from exc
+    if answer.status != http.client.OK:
+        raise BenchFailed(f"{path} was answered by HTTP {answer.status}: {words.decode()}")
+    found: Json = json.loads(words)
+    return found

@@ -39,7 +39,7 @@ _STAT_AFTER_NAME = 3  # the fields behind the name are counted from 3, as in man
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """A process for good: pids are used again, with another start time."""
+    """A process by pid and start time, because pids are reused."""
 
     pid: int
     started: int
@@ -47,7 +47,7 @@ class ProcessIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """What /proc/<pid>/stat says. Times in milliseconds of CPU."""
+    """The fields of /proc/<pid>/stat that are used; CPU time in milliseconds."""
 
     identity: ProcessIdentity
     parent: int
@@ -117,7 +117,7 @@ def parse_machine(text: str) -> MachineTimes:
 
 
 def part_of(command_line: str) -> str:
-    """Say which part of a cluster a process is."""
+    """Return the part of a cluster that a process is, by its command line."""
     return next((part for mark, part in _PARTS if mark in command_line), OTHER)
 
 
@@ -137,13 +137,13 @@ def read_named(root: Path, roots: Mapping[str, Iterable[int]]) -> ProcessReading
 
 
 def identity_of(root: Path, pid: int) -> ProcessIdentity | None:
-    """Return who has that pid now; None: nobody."""
+    """Return the identity of the process with this pid, or None."""
     stat = _stat(root, pid)
     return None if stat is None or stat.zombie else stat.identity
 
 
 def is_alive(root: Path, identity: ProcessIdentity) -> bool:
-    """Whether this very process still runs."""
+    """Return True while the process with this pid and start time runs."""
     return identity_of(root, identity.pid) == identity
 
 
@@ -180,9 +180,9 @@ def memory_of(
 
 
 def pids_with(root: Path, text: str) -> list[int]:
-    """All processes in whose command line there is ``text``.
+    """Return all processes with ``text`` in their command line.
 
-    But for this one and those above it: whose shell names the text only asks for it.
+    This process and its ancestors do not count: their command lines quote the option.
     """
     asking, pid = set(), os.getpid()
     while pid not in asking and (stat := _stat(root, pid)) is not None:

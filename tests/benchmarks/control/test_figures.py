@@ -40,7 +40,7 @@ from benchmarks.control.report import ControlResults, render
 from benchmarks.harness.growth import Belongings, Growth, Sample, growth, sample
 from rkserve.bench.harness.child import BenchFailed
 from rkserve.bench.harness.figures import CpuUse, Spread
-from rkserve.bench.harness.machine import Machine
+from rkserve.bench.harness.report import Machine
 from rkserve.bench.harness.stream import Exchange
 
 A, B = "tone@a", "tone@b"

@@ -18,7 +18,7 @@ from benchmarks.kills.figures import (
     quantile,
 )
 from benchmarks.kills.report import KillRun, render
-from rkserve.bench.harness.machine import Machine
+from rkserve.bench.harness.report import Machine
 from rkserve.bench.harness.stream import Exchange
 
 GOOD = Answer(

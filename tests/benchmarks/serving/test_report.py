@@ -12,10 +12,8 @@ from benchmarks.serving.parked import parked_figures
 from benchmarks.serving.report import Results, render
 from benchmarks.serving.summary import hang_up_figures, load_figures, pair_figures, verdicts
 from rkserve.bench.harness.figures import CpuUse, Spread
-from rkserve.bench.harness.machine import Machine
 from rkserve.bench.harness.procfs import ProcessMemory
-from rkserve.bench.harness.tables import figure, table
-from rkserve.bench.harness.verdict import TargetVerdict
+from rkserve.bench.harness.report import Machine, TargetVerdict, figure, table
 from tests.support.values.bench_answers import (
     answer,
     back_to_back,
