@@ -2,7 +2,7 @@
 
 ``gradio_client`` reads the configuration and the signatures, posts a call with positional
 arguments, and reads its outputs from an event stream in another request. The functions are
-``/chat``, and the two of the vendor's ``gradio_server.py``. It knows no routes and no models.
+``/chat``, and the two of the vendor's ``gradio_server.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rkserve.core.errors import RequestError, RouteNotFound
 from rkserve.core.messages import Delta, Finished, Paused
 
 PREFIX = "/gradio_api"
-# The release whose protocol this is; clients choose their code by it.
+# The release of this protocol, by which clients choose their code.
 GRADIO = "5.49.1"
 # The client closes its stream by itself once nothing is pending: no race with a close message.
 PROTOCOL = "sse_v2.1"
@@ -51,7 +51,7 @@ class GradioParameter:
 
 @dataclass(frozen=True)
 class GradioFunction:
-    """One function of the API; its number in the configuration is its place in ``FUNCTIONS``."""
+    """One function of the API; its number in the configuration is its index in ``FUNCTIONS``."""
 
     name: str
     inputs: tuple[GradioParameter, ...]
@@ -173,7 +173,7 @@ def _signature(of: GradioParameter) -> JsonObject:
 
 @dataclass(frozen=True)
 class GradioCall:
-    """A call as it was posted. ``data`` are its positional arguments."""
+    """A posted call. ``data`` holds its positional arguments."""
 
     function: GradioFunction
     data: tuple[Any, ...]
@@ -304,7 +304,7 @@ def _pair(entry: list[Any], path: str) -> list[JsonObject]:
 
 
 def _message(fields: Fields) -> JsonObject:
-    """Return a message without what Gradio's chatbot adds to it, such as ``metadata``."""
+    """Return a message without the keys of Gradio's chatbot, such as ``metadata``."""
     content, path = fields.get("content"), fields.path("content")
     if isinstance(content, list):
         parts = [_text(part, f"{path}[{index}]") for index, part in enumerate(content)]
@@ -324,7 +324,7 @@ class EventFraming(Protocol):
         """Return the first event."""
 
     def generating(self, value: Any, edit: list[Any]) -> bytes:
-        """Return the event of an output so far, and of the edit that made it of the last one."""
+        """Return the event of an output so far, or of the edit from the last one."""
 
     def completed(self, data: list[Any]) -> bytes:
         """Return the event with all outputs."""
@@ -403,7 +403,7 @@ class _Output(BaseAnswer):
         self._path: list[int | str] = []
 
     def framed(self, framing: EventFraming, history: list[JsonObject] | None) -> _Output:
-        """Set how events are sent and which history the answer is the end of; return itself."""
+        """Set the event framing and the history that the answer ends; return the answer."""
         self._framing, self._history = framing, history
         self._path = [] if history is None else [len(history), "content"]
         return self
@@ -417,11 +417,11 @@ class _Output(BaseAnswer):
         return self._told(self.add(index, delta))
 
     def paused(self, _index: int, _paused: Paused) -> bytes:
-        """Return a heartbeat: the protocol has no word for a pause."""
+        """Return a heartbeat: the protocol has no event for a pause."""
         return self._framing.ping
 
     def finish(self, index: int, finished: Finished) -> bytes:
-        """Return what was held back."""
+        """Return the parts that were held back."""
         return self._told(self.end(index, finished))
 
     def closing(self) -> bytes:
@@ -443,7 +443,7 @@ class _Output(BaseAnswer):
         return [*self._history, {"role": _ASSISTANT, "content": text}]
 
     def _told(self, parts: list[Part]) -> bytes:
-        """Return one event for the words among the parts; thoughts are no output."""
+        """Return one event for the text among the parts; reasoning is no output."""
         if any(isinstance(part, Retraction) for part in parts):
             edit = ["replace", self._path, self.speech(0).words]
             return self._framing.generating(self._value(), edit)

@@ -1,8 +1,8 @@
-"""The vendor's ``/rkllm_chat``, which its demo server had before it spoke OpenAI's API.
+"""The vendor's ``/rkllm_chat``, the API of its demo server before OpenAI's.
 
 Bodies are OpenAI's with ``enable_thinking``; ``model`` has no effect there, so a name that is not
-served is the default model here. Calls of tools stay in the text, where the vendor's client looks
-for them, and a stream is lines of JSON. It knows that API's words and no models.
+served is the default model here. Tool calls stay in the text, where the vendor's client parses
+them, and a stream is lines of JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAME = "rkllm_chat"
 HEADERS = {
     "content-type": "text/plain; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # nginx would hold the tokens back
+    "x-accel-buffering": "no",  # without it nginx buffers the tokens
 }
 # An empty line: the vendor's client skips those.
 PING = b"\n\n"
@@ -50,7 +50,7 @@ def parse_rkllm(body: bytes, served: Collection[str], default_model: str) -> Cha
 
 
 def _messages(given: list[Any]) -> list[Any]:
-    """Return messages with the calls of tools as OpenAI has them.
+    """Return messages with tool calls in OpenAI's form.
 
     The vendor's client sends one assistant message for each call, with its arguments as an object
     under ``function_call``; one message makes all calls of a turn.
@@ -91,7 +91,7 @@ def _as_text(arguments: Any) -> Any:
 
 
 class _RkllmAnswer(BaseAnswer):
-    """An answer in the vendor's words: one object, or a line for each piece of text."""
+    """An answer in the vendor's form: one object, or a line for each piece of text."""
 
     def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: AnswerOrigin) -> None:
         super().__init__(call, answer_id, created, stamp)
@@ -106,11 +106,11 @@ class _RkllmAnswer(BaseAnswer):
         return self._line(self._text(self.add(index, delta)))
 
     def paused(self, _index: int, _paused: Paused) -> bytes:
-        """Return an empty line: there is no word for a pause."""
+        """Return an empty line: the API has no event for a pause."""
         return PING
 
     def finish(self, index: int, finished: Finished) -> bytes:
-        """Return what was held back, the calls of tools, and the line that ends the stream."""
+        """Return held-back text, the tool calls, and the line that ends the stream."""
         text = self._text(self.end(index, finished)) + self._after_words()
         return self._line(text) + _framed(self._object("delta", "", self._reason()))
 
@@ -143,7 +143,7 @@ class _RkllmAnswer(BaseAnswer):
                 case TextPart(text=text):
                     found.append(_END_THINK + text if self._thinks else text)
                     self._thinks = False
-                case _:  # calls come at the end, and a line cannot take back what is sent
+                case _:  # calls come at the end, and sent lines cannot be retracted
                     pass
         return "".join(found)
 
@@ -153,7 +153,7 @@ class _RkllmAnswer(BaseAnswer):
         return ended + self._called()
 
     def _called(self) -> str:
-        """Return the calls of tools as Hermes and Qwen models write them."""
+        """Return the tool calls in the format of Hermes and Qwen models."""
         return "".join(
             f"<tool_call>\n{sse.dumps({'name': one.name, 'arguments': as_object(one.arguments)})}"
             "\n</tool_call>"

@@ -1,4 +1,4 @@
-"""SGLang's ``/generate``, which trainers speak: texts or token ids in, text and token ids out."""
+"""SGLang's ``/generate`` for trainers: texts or token IDs in, text and token IDs out."""
 
 from __future__ import annotations
 

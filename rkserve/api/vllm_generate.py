@@ -27,7 +27,7 @@ from rkserve.core.messages import Delta, Finished, Paused
 from rkserve.core.run_params import Scored
 
 DEFAULT_TOKENS = 16
-# The values of vLLM's SamplingParams: a trainer that leaves one out means these, not the model's.
+# Defaults of vLLM's SamplingParams, which apply instead of the model's.
 NEUTRAL: dict[str, Any] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -48,7 +48,7 @@ SAMPLING = (
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "ignore_eos"),
     *("max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "structured_outputs"),
 )
-# They change the text of an answer, which has none here, or nothing.
+# They only change the text of an answer, which has none here.
 _SILENT = (
     *("detokenize", "output_kind", "spaces_between_special_tokens", "skip_special_tokens"),
     *("include_stop_str_in_output", "flat_logprobs", "skip_clone"),
@@ -103,7 +103,7 @@ def parse_generate(body: bytes) -> CompletionCall:
 
 
 def read_ids(fields: Fields, name: str) -> tuple[int, ...]:
-    """Read a prompt of token ids, which must be there. Raises ``RequestError``."""
+    """Read a required prompt of token IDs. Raises ``RequestError``."""
     value = fields.get(name)
     if value is None:
         raise missing(fields.path(name))
@@ -143,7 +143,7 @@ class GenerateAnswer(BaseAnswer):
         return sse.data({**self._chunk([self._choice(index, found, None)]), **more})
 
     def paused(self, index: int, paused: Paused) -> bytes:
-        """Return what tells of a pause."""
+        """Return the events of a pause."""
         if not self._tells_of_pauses:
             return sse.PAUSED
         return sse.PAUSED + sse.data({**self._chunk([]), "rkserve": pause_status(index, paused)})

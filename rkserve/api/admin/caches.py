@@ -1,6 +1,6 @@
-"""Parameters and answers of the routes of KV caches and prompt caches; it knows shapes, no board.
+"""Parameters and answers of the calls about KV caches and prompt caches.
 
-Unknown keys are refused, as in every call that changes something.
+Unknown keys are refused, as in every call that changes the cluster.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def parse_size(asked: ControlRequest) -> KvScope:
 
 
 def parse_clear(asked: ControlRequest) -> ClearCall:
-    """Read POST /v1/cache/kv/clear, which clears nothing that it does not name.
+    """Read POST /v1/cache/kv/clear, which clears only the caches that it names.
 
     Raises:
         RequestError: with the ``param`` at fault.
@@ -161,9 +161,9 @@ def check_delete(asked: ControlRequest) -> None:
 
 
 def ids_of(call: BuildCall, renderer: Renderer, context_len: int) -> tuple[int, ...]:
-    """Return the ids that a prompt cache is to hold.
+    """Return the token IDs for a prompt cache.
 
-    Messages are rendered without the header of an answer: what comes next differs.
+    Messages are rendered without the header of an answer, since the continuations differ.
 
     Raises:
         RequestError: the model cannot take them.
@@ -185,9 +185,9 @@ def ids_of(call: BuildCall, renderer: Renderer, context_len: int) -> tuple[int, 
 
 
 def kv_list(reports: Sequence[KvReport], failed: Failures) -> JsonObject:
-    """Return what the KV caches hold, by board and together.
+    """Return the contents of the KV caches, by board and in total.
 
-    ``bytes`` are null where the model folder does not say what a position takes.
+    ``bytes`` is null if the model folder does not state the bytes of a position.
     """
     ordered = sorted(reports, key=lambda report: report.board_id)
     entries = [_kv_entry(report) for report in ordered]
@@ -245,7 +245,7 @@ def _cache(entry: CacheEntry) -> JsonObject:
 def built(
     call: BuildCall, model: str, tokens: int, made: Sequence[CacheEntry], failed: Failures
 ) -> JsonObject:
-    """Return what became of a prompt cache that boards were to build."""
+    """Return the result of building a prompt cache."""
     boards: list[JsonObject] = [
         {"board": entry.board_id, "tokens": entry.tokens, "bytes": entry.file_bytes}
         for entry in made
@@ -259,7 +259,7 @@ def built(
 
 
 def failures(failed: Failures) -> list[JsonObject]:
-    """Return what went wrong on which board."""
+    """Return the errors by board."""
     return [
         {"board": board, "error": exc.code or exc.kind, "message": told(exc)}
         for board, exc in sorted(failed.items())

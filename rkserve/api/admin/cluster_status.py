@@ -1,6 +1,6 @@
-"""The cluster at a glance: totals over boards, what is paused, and which weights are served.
+"""The status of the cluster: totals over boards, pauses, and served weights.
 
-It knows the boards' reports and what the cluster shall be; how both came here it does not.
+It is made from the boards' reports and the desired state.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rkserve.core.errors.base import without_folders
 
 @dataclass(frozen=True, slots=True)
 class BoardStatus:
-    """One board: its report, its tokens per second lately, and the bytes of one KV position."""
+    """One board: its report, its recent tokens per second, and the bytes of one KV position."""
 
     report: BoardReport
     prefill_tokens_per_s: float = 0.0
@@ -62,8 +62,8 @@ def is_paused_entry(
 ) -> JsonObject:
     """Return the answer of GET /is_paused: any and all boards, and each of them.
 
-    ``paused`` is what the cluster shall be, which holds once its pause was answered; ``reported``
-    is what the board said of itself last. A board that sleeps is paused as well, and has a level.
+    ``paused`` is the desired state, in force once its pause was answered; ``reported`` is the
+    board's latest report. A sleeping board is paused as well, and has a level.
     """
     told: dict[str, JsonObject] = {}
     adapters: dict[str, JsonObject] = {}
@@ -80,7 +80,7 @@ def is_paused_entry(
         adapters |= {name: {"mode": hold.mode.value} for name, hold in target.adapter_holds}
     paused = [entry["paused"] for entry in told.values()]
     whole = (pause for pause in desired.pauses if pause.scope.adapter is None)
-    # A pause holds also where no board is there to be held.
+    # A pause holds even without any board.
     meant = any(not pause.scope.models or model in (None, *pause.scope.models) for pause in whole)
     return {
         "is_paused": any(paused) or (not told and meant),
@@ -96,8 +96,8 @@ def is_sleeping_entry(
 ) -> JsonObject:
     """Return the answer of GET /is_sleeping: any and all boards, and each of them.
 
-    ``sleeping`` is what the cluster shall be, which holds once its sleep was answered; ``reported``
-    is the level that the board said of itself last.
+    ``sleeping`` is the desired state, in force once its sleep was answered; ``reported`` is the
+    level in the board's latest report.
     """
     told: dict[str, JsonObject] = {}
     for board in sorted(boards, key=lambda one: one.board_id):
@@ -111,7 +111,7 @@ def is_sleeping_entry(
         }
     sleeping = [entry["sleeping"] for entry in told.values()]
     sleeps = (pause for pause in desired.pauses if pause.level is not None)
-    # A sleep holds also where no board is there to be put to sleep.
+    # A sleep holds even without any board.
     meant = any(not pause.scope.models or model in (None, *pause.scope.models) for pause in sleeps)
     return {
         "is_sleeping": any(sleeping) or (not told and meant),
@@ -226,7 +226,7 @@ def _capacity(report: BoardReport) -> int:
 
 
 def _bytes(boards: Sequence[BoardStatus]) -> int | None:
-    """Bytes of the live KV caches; None where a model folder does not say what a position takes."""
+    """Return the bytes of the live KV caches; None if a model folder does not state them."""
     found = 0
     for one in boards:
         if one.position_bytes is None:

@@ -1,4 +1,4 @@
-"""Parameters and answers of the calls that control generations; it knows keys and shapes, no board.
+"""Parameters and answers of the calls that control generations.
 
 Unknown keys are refused: these calls change something, and a mistyped key must not be taken for one
 that was left out.
@@ -35,16 +35,16 @@ _STATUS = {
     ControlAction.RESUME: "resumed",
     ControlAction.ABORT: "aborted",
 }
-# When the KV cache follows what was asked for; the context of a generation follows at once.
+# When a change takes effect in the KV cache; a generation's context changes at once.
 AT_ONCE, AT_RESUME = "at_once", "at_resume"
 _SHOWS_TEXT = (ControlAction.PAUSE, ControlAction.EDIT)
 
 
 @dataclass(frozen=True)
 class EditCall:
-    """The body of an edit. ``tool`` says that it brings a tool's result, and no own words.
+    """The body of an edit. ``tool``: it inserts a tool's result instead of the model's text.
 
-    ``text`` and ``token_ids`` are never both there. ``choice`` of None means all of the answer's.
+    At most one of ``text`` and ``token_ids`` is set. ``choice`` of None means all choices.
     """
 
     choice: int | None = None
@@ -93,19 +93,19 @@ def _check_words(role: str | None, text: str | None, token_ids: tuple[int, ...] 
         raise RequestError("Send either 'text' or 'token_ids', not both.", "token_ids")
     if role is not None and text is None and token_ids is None:
         raise RequestError("'role' says whose 'text' or 'token_ids' it is; send one.", "role")
-    if text == "" and role != "tool":  # a tool may well have nothing to say
+    if text == "" and role != "tool":  # a tool's result may be empty
         raise RequestError("Invalid 'text': empty string.", "text")
     if token_ids == ():
         raise RequestError("Invalid 'token_ids': empty array.", "token_ids")
 
 
 def choice_of(fields: Fields) -> int | None:
-    """Read which choice of an answer is meant."""
+    """Read the index of a choice."""
     return fields.integer("choice", Range(0, MAX_CHOICES - 1))
 
 
 def ranges_of(fields: Fields, name: str) -> Ranges:
-    """Read half-open ranges of positions; how many there are is the board's to say."""
+    """Read half-open ranges of positions; the board checks their upper bound."""
     found, path = fields.items(name), fields.path(name)
     if len(found) > MAX_CLEAR_RANGES:
         raise RequestError(
@@ -130,11 +130,11 @@ def _range(value: object, path: str) -> tuple[int, int]:
 
 
 def edit_of(call: EditCall, renderer: Renderer, context_len: int) -> Edit:
-    """Return the edit that a call asks for, in the ids of the model.
+    """Return the edit of a call, in the model's token IDs.
 
     Raises:
-        RequestError: an id that is no token, or a tool's result that the template cannot say.
-        UnsupportedParameter: words for a model that is served without a tokenizer.
+        RequestError: an ID out of the vocabulary, or a tool's result that the template refuses.
+        UnsupportedParameter: text for a model without a tokenizer.
         ContextOverflow: the text is hopelessly long.
     """
     if call.token_ids is not None:
@@ -148,14 +148,14 @@ def edit_of(call: EditCall, renderer: Renderer, context_len: int) -> Edit:
     return Edit(
         replace_last=call.replace_last,
         ids=ids,
-        text="" if call.tool else text,  # what is injected is not part of the answer
+        text="" if call.tool else text,  # injected text is not part of the answer
         injected=call.tool,
         clear=call.clear,
     )
 
 
 def generations_list(found: Sequence[GenerationInfo]) -> JsonObject:
-    """Return the answer of GET /v1/generations: the oldest first, and nobody's words."""
+    """Return the answer of GET /v1/generations: the oldest first, without text."""
     ordered = sorted(found, key=lambda info: (-info.age_s, info.request_id))
     return {"object": "list", "data": [_entry(info) for info in ordered]}
 
@@ -168,7 +168,7 @@ def generation_entry(found: Sequence[GenerationInfo]) -> JsonObject:
 
 
 def control_answer(action: ControlAction, found: Sequence[GenerationInfo]) -> JsonObject:
-    """Return what became of a generation by an action."""
+    """Return the result of an action on a generation."""
     return _over_choices([_controlled(action, info) for info in found])
 
 
@@ -190,7 +190,7 @@ def _controlled(action: ControlAction, info: GenerationInfo) -> JsonObject:
 
 
 def _over_choices(entries: list[JsonObject]) -> JsonObject:
-    """The first choice's, and all of them where there are several."""
+    """Return the first choice, with all choices if there are several."""
     ordered = sorted(entries, key=lambda entry: int(entry["choice"]))
     return {**ordered[0], "choices": ordered} if len(ordered) > 1 else ordered[0]
 
@@ -228,6 +228,6 @@ def _entry(info: GenerationInfo) -> JsonObject:
 
 
 def _split(info: GenerationInfo) -> tuple[str, int]:
-    """A request's id is the answer's, a slash and the choice's index."""
+    """Split a request ID into the answer's ID and the choice's index."""
     generation, _, choice = info.request_id.rpartition("/")
     return generation, int(choice)

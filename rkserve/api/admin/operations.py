@@ -1,7 +1,6 @@
-"""Operations as JSON: the record, and what every changing call adds to its peer's own body.
+"""Operations as JSON: the record, and the envelope of every changing call.
 
-It knows the shape of a record and nothing of how operations come about: they are passed in as
-whatever looks like one.
+Records are Protocols, so that this room does not import the Coordinator's.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from typing import Any, Protocol
 
 from rkserve.api.json.body import JsonObject
 
-WAITING = "waiting"  # what a board is while its operation goes on: neither done nor failed
+WAITING = "waiting"  # the status of a board during an operation: neither done nor failed
 ACCEPTED = 202
 REFUSED = 400  # statuses from here on carry an error object
 
-# What a board did, by the kind of operation.
+# The status of a board's success, by the kind of operation.
 _DONE = {
     "pause": "paused",
     "resume": "resumed",
@@ -95,7 +94,7 @@ class OperationRecord(Protocol):
 
 
 def envelope(record: OperationRecord, *, applied: bool) -> JsonObject:
-    """Return what an answer says of its operation, beside the peer's own body."""
+    """Return the facts about an operation in an answer."""
     return {
         "operation_id": record.id,
         "kind": _text(record.kind),
@@ -107,7 +106,7 @@ def envelope(record: OperationRecord, *, applied: bool) -> JsonObject:
 
 
 def changed(body: JsonObject, record: OperationRecord, *, applied: bool) -> JsonObject:
-    """Return the answer of a changing call: ``body`` is the peer's own, said when it succeeded."""
+    """Return the answer of a changing call; ``body`` is the dialect's own part on success."""
     told = envelope(record, applied=applied)
     if record.error is None:
         return {**body, **told}
@@ -148,7 +147,7 @@ def operations_list(records: Iterable[OperationRecord]) -> JsonObject:
 
 
 def total_of(record: OperationRecord, figure: str) -> int:
-    """Add up one of the boards' own figures."""
+    """Add up one of the boards' figures."""
     values = (result.details.get(figure) for result in record.results.values())
     return sum(value for value in values if isinstance(value, int))
 
@@ -184,7 +183,7 @@ def _result(result: OperationResult, done: str) -> JsonObject:
 
 
 def _phases(phases: Iterable[tuple[str, float]]) -> JsonObject:
-    """Milliseconds by phase, in order; one that came twice counts as one."""
+    """Return the milliseconds by phase, in order; repeated phases are added up."""
     spent: dict[str, float] = {}
     for name, ms in phases:
         spent[name] = spent.get(name, 0.0) + ms
@@ -192,5 +191,5 @@ def _phases(phases: Iterable[tuple[str, float]]) -> JsonObject:
 
 
 def _text(value: str) -> str:
-    """The plain string of an enum that is one."""
+    """Return the plain string of a string enum."""
     return str.__str__(value)

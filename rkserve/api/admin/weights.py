@@ -47,13 +47,12 @@ from rkserve.models.tensors import Parameter, difference, read_parameters
 
 OWN = "default"  # stands for the file in the model's own folder
 WHOLE_FILE = "uint8"
-# What stands in for the sha256 of the model folder's file: its boards have different ones, or no
-# board has told it.
+# In place of the sha256 of the model folder's file: boards have different files, or none is known.
 MIXED = "mixed"
 UNKNOWN = "unknown"
-MAX_STEP = 2**53 - 1  # what every JSON reader keeps whole
+MAX_STEP = 2**53 - 1  # the largest integer that every JSON reader keeps exact
 
-# What a trainer's clock says of the phases of an update, in PipelineRL's order.
+# PipelineRL's timings of an update, and the phases in each.
 _TIMING = {
     "lock_ms": ("locking",),
     "broadcast_ms": ("checking", "staging"),
@@ -213,7 +212,7 @@ def parse_update(asked: ControlRequest) -> WeightUpdate:
 
 
 def check_fits(update: WeightUpdate, version: Artifact, known: tuple[Parameter, ...]) -> None:
-    """Raise ``ArtifactRefused`` unless what the trainer says of its weights is what was sent."""
+    """Raise ``ArtifactRefused`` unless the trainer's parameter list fits the weights sent."""
     asked = update.parameters
     if len(asked) == 1 and asked[0].name == update.artifact:
         whole = Parameter(update.artifact, (version.size_bytes,), WHOLE_FILE)
@@ -258,7 +257,7 @@ def parse_weights(asked: ControlRequest, *, from_body: bool) -> NewWeights:
 
 
 def update_body(record: OperationRecord) -> JsonObject:
-    """Return PipelineRL's answer, with the time that each phase took."""
+    """Return PipelineRL's answer, with the time of each phase."""
     status = "accepted" if _text(record.state) == "running" else "ok"
     told: JsonObject = {"status": status, "untried": untried(record)}
     return {**told, "timing": timing(record.phases, record.created_s, record.finished_s)}
@@ -267,7 +266,7 @@ def update_body(record: OperationRecord) -> JsonObject:
 def timing(
     phases: Iterable[tuple[str, float]], created_s: float, finished_s: float | None
 ) -> JsonObject:
-    """Return the milliseconds of each phase, and those of all of it as far as it went."""
+    """Return the milliseconds of each phase, and the total so far."""
     spent: dict[str, float] = {}
     for name, ms in phases:
         spent[name] = spent.get(name, 0.0) + ms
@@ -279,7 +278,7 @@ def timing(
 
 
 def disk_body(record: OperationRecord, status: int, paused: int) -> JsonObject:
-    """Return SGLang's answer; unlike there, it is ``success`` only where nothing is left to do."""
+    """Return SGLang's answer; unlike there, ``success`` means that nothing is left to do."""
     if record.error is not None:
         message = record.error.message
     elif status == ACCEPTED:
@@ -305,7 +304,7 @@ def untried(record: OperationRecord) -> bool:
 
 
 def weights_entry(desired: Desired, model: str, boards: Iterable[BoardReport]) -> JsonObject:
-    """Return what GET /weight_info says of one model's base weights, and what each board has."""
+    """Return one model's entry in GET /weight_info: its base weights, and those of each board."""
     weights = desired.weights_of(model)
     rebase = weights.rebase
     having = sorted((one for one in boards if one.model == model), key=lambda one: one.board_id)
@@ -339,9 +338,7 @@ def weights_entry(desired: Desired, model: str, boards: Iterable[BoardReport]) -
 
 
 def base_entry(weights: Weights, boards: Iterable[BoardReport]) -> JsonObject:
-    """Return base weights as answers have them: of the file in the model folder, as its boards
-    report that.
-    """
+    """Return the entry of base weights; the model folder's own are as its boards report them."""
     base = weights.base
     if base is not None:
         return {
@@ -361,15 +358,13 @@ def base_entry(weights: Weights, boards: Iterable[BoardReport]) -> JsonObject:
 
 
 def loaded_digest(board: BoardReport) -> str:
-    """Return the sha256 of the base model's file that a board has loaded, or a word for why it is
-    not known.
-    """
+    """Return the sha256 of the base weights that a board has loaded, or ``unknown``."""
     return board.base or board.own_digest or UNKNOWN
 
 
 def own_digest(boards: Iterable[BoardReport]) -> str:
     """Return the sha256 of the file in the model folders of these boards, or ``hashing``,
-    ``mixed`` where the boards have different files, or ``unknown``.
+    ``mixed`` if the boards have different files, or ``unknown``.
     """
     told = {board.own_digest for board in boards} - {"", UNREADABLE}
     if len(told) > 1:
@@ -400,5 +395,5 @@ def _digest(base: BaseVersion | None) -> str:
 
 
 def _text(value: str) -> str:
-    """The plain string of an enum that is one."""
+    """Return the plain string of a string enum."""
     return str.__str__(value)

@@ -1,6 +1,6 @@
-"""Events of boards as Anthropic's messages and errors; it knows that API's words and no models.
+"""Anthropic's messages and errors, streamed or whole.
 
-What blocks an answer may have is in ``_OPENED``.
+The blocks of an answer are in ``_OPENED``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rkserve.core.messages import Delta, Finished, FinishReason, Paused
 _TEXT, _THINKING, _CALL = "text", "thinking", "tool_use"
 _OPENED: dict[str, tuple[JsonObject, str, str]] = {
     _TEXT: ({"type": _TEXT, "text": ""}, "text_delta", "text"),
-    # Nobody signs thoughts here; clients want the key.
+    # Reasoning is not signed here, but clients require the key.
     _THINKING: ({"type": _THINKING, "thinking": "", "signature": ""}, "thinking_delta", "thinking"),
     _CALL: ({"type": _CALL, "input": {}}, "input_json_delta", "partial_json"),
 }
@@ -45,17 +45,17 @@ class MessageAnswer(BaseAnswer):
         self._blocks = 0  # that were opened
         self._open: str | None = None  # the kind of the last one, until it is closed
         self._frame: sse.EventTemplate | None = None  # of its deltas
-        self._calls: dict[int, int] = {}  # where each call's block is
+        self._calls: dict[int, int] = {}  # the index of each call's block
 
     def opening(self, _index: int) -> bytes:
-        """Return the event that begins the message. What was cached is known at its end only."""
+        """Return the event that begins the message. The cached tokens are known at its end only."""
         usage = _usage({"prompt_tokens": self._stamp.prompt_tokens})
         message = self._message([], None, None, usage)
         return sse.event("message_start", {"type": "message_start", "message": message})
 
     def delta(self, _index: int, delta: Delta) -> bytes:
         """Return the events of a delta."""
-        if self._stamp.reading.plain:  # most tokens go this way, and nobody has to read them
+        if self._stamp.reading.plain:  # the path of most tokens, which need no parser
             void = self._part(Retraction(delta.retract)) if delta.retract else b""
             return void + (self._more(_TEXT, delta.text) if delta.text else b"")
         return b"".join([self._part(part) for part in self.add(0, delta)])
@@ -81,13 +81,13 @@ class MessageAnswer(BaseAnswer):
                 return sse.event("ping", {"type": "ping", "rkserve": told})
 
     def paused(self, index: int, paused: Paused) -> bytes:
-        """Return what tells of a pause: a ping, which says so to clients that asked for pauses."""
+        """Return a ping, with the pause's status for clients that asked for pauses."""
         if not self._tells_of_pauses:
             return PING
         return sse.event("ping", {"type": "ping", "rkserve": pause_status(index, paused)})
 
     def finish(self, index: int, finished: Finished) -> bytes:
-        """Return what ends the message: the end of its block, the reason and the counts."""
+        """Return the end of the message: of its block, with the reason and the usage."""
         ended = b"".join([self._part(part) for part in self.end(index, finished)])
         ended += (b"" if self._blocks else self._begin(_TEXT)) + self._close()
         reason, stop = self._reason(finished)
@@ -151,7 +151,7 @@ class MessageAnswer(BaseAnswer):
         return "model_context_window_exceeded", None
 
     def _more(self, kind: str, text: str) -> bytes:
-        """Return more of a block of a kind, which is opened unless it is the one that is open."""
+        """Return the delta of a block, which is opened first if it is not open."""
         begun = b"" if self._open == kind else self._begin(kind)
         if self._frame is None:
             value = _piece(kind, self._blocks - 1, sse.EventTemplate.HOLE)
@@ -159,7 +159,7 @@ class MessageAnswer(BaseAnswer):
         return begun + self._frame.fill(text)
 
     def _begin(self, kind: str, more: JsonObject | None = None) -> bytes:
-        """Return what opens a block of a kind."""
+        """Return the events that open a block."""
         closed = self._close()
         event = {
             "type": "content_block_start",
@@ -187,7 +187,7 @@ def _piece(kind: str, block: int, text: str) -> JsonObject:
 
 
 def _usage(counts: JsonObject) -> JsonObject:
-    """Return counts as Anthropic has them: what came from the cache is no part of the input."""
+    """Return Anthropic's usage, in which cached tokens are no part of the input."""
     cached = counts.get("prompt_tokens_details", {}).get("cached_tokens", 0)
     return {
         "input_tokens": counts["prompt_tokens"] - cached,
@@ -218,7 +218,7 @@ _SERVER = 500
 
 
 def anthropic_error(exc: BaseException) -> tuple[int, dict[str, str], JsonObject]:
-    """Return status, headers and body for an exception, as ``failures.error_object`` does."""
+    """Return status, headers and body for an exception, as ``errors.error_object`` does."""
     status, headers, body = error_object(exc)
     told = body["error"]
     usual = "api_error" if status >= _SERVER else "invalid_request_error"

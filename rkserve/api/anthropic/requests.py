@@ -1,7 +1,7 @@
-"""Bodies of Anthropic's Messages API as chat calls; it knows that API's words and no models.
+"""The reader of Anthropic's Messages API into chat calls.
 
-A conversation becomes what OpenAI's becomes, so that templates, prompt caches and everything behind
-them are the same. What blocks can be read is in ``_BLOCKS``, and what is refused in ``_REFUSED``.
+A conversation gets the same form as OpenAI's, so that templates and prompt caches are shared.
+Supported blocks are in ``_BLOCKS``, unsupported parameters in ``_REFUSED``.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _AT_LEAST_ONE = Range(1)
 _ROLES = ("user", "assistant", "system")
 _CLEAR_THINKING = "clear_thinking_"  # dates follow
 _LATE_EDITS = ("clear_tool_uses_", "compact_")
-_USUAL_TRIGGER = {"type": "input_tokens", "value": 100_000}  # of these edits, at Anthropic
-# Claude Code's first block of the system prompt. It is for the provider's accounts, and as it
-# differs between conversations no KV cache would serve two of them.
+_USUAL_TRIGGER = {"type": "input_tokens", "value": 100_000}  # of these edits, in Anthropic's API
+# Claude Code's first block of the system prompt. It is for the provider's billing, and differs
+# between conversations, so that they would share no KV cache.
 _ATTRIBUTION = "x-anthropic-billing-header:"
 _MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
@@ -73,7 +73,7 @@ def _conversation(fields: Fields) -> ChatCall:
 
 
 def _format(fields: Fields) -> Named | None:
-    """Read what form the answer has to have: in ``output_config``, or under its older name."""
+    """Read the answer's format from ``output_config``, or from its older name."""
     config = fields.child("output_config")
     found = None if config is None else config.child("format")
     older = fields.child("output_format")
@@ -96,7 +96,7 @@ def _format(fields: Fields) -> Named | None:
 
 
 def _session(fields: Fields) -> str | None:
-    """Anthropic's name of the user; what is no text is ignored there, and so it is here."""
+    """Return Anthropic's user ID; other types than text are ignored, as in Anthropic's API."""
     metadata = fields.get("metadata")
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
     return user if isinstance(user, str) and user else None
@@ -111,7 +111,7 @@ def _never(_value: Any, _: Fields) -> bool:
 
 
 def _clears_nothing(value: Any, _: Fields) -> bool:
-    """Return whether edits of the conversation would leave every prompt here as it is."""
+    """Return whether edits of the conversation have no effect on prompts."""
     if not isinstance(value, dict):
         return False
     edits = value.get("edits", [])
@@ -130,7 +130,7 @@ def _is_harmless_edit(edit: Any) -> bool:
     return trigger.get("type") == "input_tokens" and isinstance(at, int) and at >= CONTEXT_MAX
 
 
-# As ``refusals``: what would change the answer and cannot be honoured, with what asks for nothing.
+# As in ``unsupported``: parameters that would change the answer, with values without effect.
 _REFUSED: dict[str, unsupported.Harmless] = {
     **unsupported.TOKENS,
     "mcp_servers": _empty,
@@ -140,7 +140,7 @@ _REFUSED: dict[str, unsupported.Harmless] = {
 
 
 def _tools(fields: Fields) -> ToolOptions:
-    """Read ``tools`` and ``tool_choice``: those that the client itself carries out."""
+    """Read the client-side tools of ``tools`` and ``tool_choice``."""
     offer = read_tools(fields, "custom", "input_schema", default="custom")
     none = replace(NO_TOOLS, left_out=offer.left_out)
     choice = fields.child("tool_choice")
@@ -213,7 +213,7 @@ def _messages(fields: Fields) -> Iterator[Message]:
 
 
 def _read_message(message: Fields, role: str) -> Iterator[Message]:
-    """Return a message as templates want it: results of tools become messages of their own."""
+    """Return a message as templates take it: tool results become separate messages."""
     if isinstance(message.get("content"), str):
         yield {"role": role, "content": message.get("content")}
         return
@@ -232,7 +232,7 @@ def _read_message(message: Fields, role: str) -> Iterator[Message]:
 
 
 def _begun(role: str) -> Message:
-    """A turn whose content is a list of what was said and shown, until it is ``_done``."""
+    """Return a turn whose content is a list of texts and images until ``_done``."""
     return {"role": role, "content": []}
 
 
@@ -249,7 +249,7 @@ def _blocks(fields: Fields, name: str) -> Iterator[Fields]:
 
 
 def _read_block(block: Fields, role: str, turn: Message) -> Message | None:
-    """Add a block to a turn; return what is a message of its own instead."""
+    """Add a block to a turn, or return it as a separate message."""
     kind = block.required_text("type")
     read = _BLOCKS.get((role, kind))
     if read is None:
@@ -282,7 +282,7 @@ def _image_of(block: Fields) -> ImagePart:
         raise missing(source.path("type"))
     if kind == "url":
         return image_at(source.required_text("url"), source.path("url"))
-    source.choice("media_type", *_MEDIA_TYPES)  # what it is, is seen in the file
+    source.choice("media_type", *_MEDIA_TYPES)  # the type is read from the file
     return image_file(source.required_text("data"), source.path("data"))
 
 
@@ -317,7 +317,7 @@ def _thoughts(block: Fields, turn: Message) -> None:
 
 
 def _hidden_thoughts(_block: Fields, _turn: Message) -> None:
-    """Nobody here can read them."""
+    """Ignore encrypted reasoning."""
 
 
 _BLOCKS: dict[tuple[str, str], Callable[[Fields, Message], Message | None]] = {

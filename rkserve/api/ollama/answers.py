@@ -1,4 +1,4 @@
-"""Events of boards as Ollama's lines and errors; it knows that API's words and no models."""
+"""Ollama's answers and errors, as lines or whole."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from rkserve.core.messages import Delta, Finished, Paused
 HEADERS = {
     "content-type": "application/x-ndjson",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # nginx would hold the tokens back
+    "x-accel-buffering": "no",  # without it nginx buffers the tokens
 }
 _WORDS, _THOUGHTS = "words", "thoughts"
 _NS_PER_MS = 1_000_000
 
 
 class _Lines(BaseAnswer, ABC):
-    """An answer as lines of JSON, or as the one line that says all of it."""
+    """An answer as lines of JSON, or as one line."""
 
     def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: AnswerOrigin) -> None:
         super().__init__(call, answer_id, created, stamp)
         self._frames: dict[str, sse.EventTemplate] = {}
 
     def opening(self, _index: int) -> bytes:
-        """Return nothing: answers begin with their first words."""
+        """Return nothing: answers begin with their first text."""
         return b""
 
     def delta(self, _index: int, delta: Delta) -> bytes:
         """Return the lines of a delta."""
-        if self._stamp.reading.plain:  # most tokens go this way, and nobody has to read them
+        if self._stamp.reading.plain:  # the path of most tokens, which need no parser
             void = self._part(Retraction(delta.retract)) if delta.retract else b""
             return void + (self._more(_WORDS, delta.text) if delta.text else b"")
         return b"".join([self._part(part) for part in self.add(0, delta)])
@@ -54,7 +54,7 @@ class _Lines(BaseAnswer, ABC):
                 told = {key: count for key, count in void.items() if count}
                 extra = {"rkserve": told}
                 return line({**self._head(), **self._said(), "done": False, **extra})
-            case _:  # clients want calls as a whole, which they are at the end
+            case _:  # clients take whole calls, which are known at the end
                 return b""
 
     def _more(self, kind: str, text: str) -> bytes:
@@ -67,12 +67,12 @@ class _Lines(BaseAnswer, ABC):
         return frame.fill(text)
 
     def paused(self, index: int, paused: Paused) -> bytes:
-        """Return a line without text, which says so to clients that asked for pauses."""
+        """Return a line without text, with the status for clients that asked for pauses."""
         status = {"rkserve": pause_status(index, paused)} if self._tells_of_pauses else {}
         return line({**self._head(), **self._said(), "done": False, **status})
 
     def finish(self, index: int, finished: Finished) -> bytes:
-        """Return what was held back, and the calls; the last line has the end and the counts."""
+        """Return held-back text and the calls; the last line has the finish reason and usage."""
         held_back = b"".join([self._part(part) for part in self.end(index, finished)])
         if not (calls := self._calls()):
             return held_back
@@ -92,7 +92,7 @@ class _Lines(BaseAnswer, ABC):
         return self._last(self._said(speech.words, speech.thoughts, self._calls()))
 
     def _calls(self) -> list[JsonObject]:
-        """The calls as Ollama has them: arguments are an object."""
+        """Return the calls in Ollama's form: arguments are an object."""
         return [
             {
                 "id": one.call_id,
@@ -165,7 +165,7 @@ class GenerateLines(_Lines):
 
 
 def loaded(load: LoadRequest, created: int, *, chat: bool) -> JsonObject:
-    """Return the answer to a call that only wanted the model to be ready."""
+    """Return the answer to a call that only loads the model."""
     said = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
     head = {"model": load.model, "created_at": timestamp(created)}
     return {**head, **said, "done": True, "done_reason": "load"}
@@ -189,7 +189,7 @@ def _ns(milliseconds: float) -> int:
 
 
 def ollama_error(exc: BaseException) -> tuple[int, dict[str, str], JsonObject]:
-    """Return status, headers and body for an exception, as ``failures.error_object`` does."""
+    """Return status, headers and body for an exception, as ``errors.error_object`` does."""
     status, headers, body = error_object(exc)
     told = body["error"]
     return status, headers, {"error": told["message"], "param": told["param"], "code": told["code"]}
@@ -200,7 +200,7 @@ def _broken(exc: BaseException) -> bytes:
 
 
 def _pinging(said: JsonObject) -> Callable[[AnyCall], bytes]:
-    """Clients read every line as JSON: what keeps a stream open is a line that adds no text."""
+    """Return the keep-alive of a stream, a line without text: clients read every line as JSON."""
     return lambda call: line({"model": call.model, **said, "done": False})
 
 

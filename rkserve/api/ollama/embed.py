@@ -1,4 +1,4 @@
-"""Ollama's calls for vectors, the newer and the older one; it knows that API's words, no models."""
+"""Ollama's embedding calls, the newer and the older one."""
 
 from __future__ import annotations
 

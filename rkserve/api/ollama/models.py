@@ -15,7 +15,7 @@ from rkserve.api.ollama.requests import asked_model
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.run_params import Sampling
 
-# The release whose API this is: clients look whether it has what they need.
+# The release of this API, by which clients detect its features.
 API_RELEASE = "0.12.0"
 FORMAT = "rkllm"
 _MEBIBYTE = 2**20
@@ -41,7 +41,7 @@ class FolderFacts:
 
 
 def tags(entries: Iterable[JsonObject], facts: Mapping[str, FolderFacts]) -> JsonObject:
-    """Return the answer of GET /api/tags: OpenAI's entries, with what the folders tell."""
+    """Return the answer of GET /api/tags: OpenAI's entries, with facts from the folders."""
     return {"models": [_tag(entry, facts) for entry in entries]}
 
 
@@ -86,12 +86,12 @@ def version(own: str) -> JsonObject:
 
 
 def base_of(entry: JsonObject) -> str:
-    """Return the model that an entry is, or is an adapter of."""
+    """Return the base model of an entry."""
     return str(entry["parent"] if "parent" in entry else entry["id"])
 
 
 def parse_show(body: bytes) -> str:
-    """Return the model that POST /api/show asks for. Raises ``RequestError``."""
+    """Return the model of POST /api/show. Raises ``RequestError``."""
     fields = Fields(parse_object(body))
     older = "model" if fields.get("model") is not None else "name"
     return asked_model(fields, older if fields.get(older) is not None else "model")
@@ -127,7 +127,7 @@ def _capabilities(facts: FolderFacts) -> list[str]:
 
 
 def _parameters(sampling: Sampling | None) -> str:
-    """The model's own sampling values, in the form of a Modelfile."""
+    """Return the model's own sampling values in the form of a Modelfile."""
     if sampling is None:
         return ""
     names = ("temperature", "top_p", "top_k", "repeat_penalty")

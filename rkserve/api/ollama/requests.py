@@ -1,6 +1,6 @@
-"""Bodies of Ollama's chat and generate as calls; it knows that API's words and nothing of models.
+"""The reader of Ollama's chat and generate calls.
 
-What changes the answer and cannot be honoured is in ``_REFUSED`` and ``_OPTIONS_REFUSED``.
+Unsupported parameters that would change the answer are in ``_REFUSED`` and ``_OPTIONS_REFUSED``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rkserve.api.prompting.conversation import Message, PendingToolCalls
 from rkserve.api.prompting.images import ImagePart, image_file, shown
 from rkserve.core.errors import RequestError, UnsupportedParameter
 
-_TAG = ":latest"  # what Ollama's clients put behind a name that has none
+_TAG = ":latest"  # the tag that Ollama's clients append to names without one
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,10 @@ def _wish(fields: Fields) -> ReasoningOptions:
 
 
 def parse_load(body: bytes, what: str) -> LoadRequest | None:
-    """Return what a call asks that has nothing under ``what``; None where there is something.
+    """Return the load request of a call without ``what``; None if it is present.
 
     Raises:
-        RequestError: also where the model is to be unloaded: that is not its clients' business.
+        RequestError: also for an unload, which only the operator may request.
     """
     fields = Fields(parse_object(body))
     if fields.get(what) not in (None, "", []):
@@ -118,7 +118,7 @@ def parse_load(body: bytes, what: str) -> LoadRequest | None:
 
 
 def asked_model(fields: Fields, name: str = "model") -> str:
-    """Read the name of a model as Ollama's clients say it."""
+    """Read the name of a model in Ollama's form."""
     asked = read_model(fields) if name == "model" else fields.required_text(name)
     return asked.removesuffix(_TAG) or asked
 
@@ -143,7 +143,7 @@ def _shared(fields: Fields) -> dict[str, Any]:
 def _steps(fields: Fields, options: Fields) -> SamplingOptions:
     """Read the sampling options and the format of the answer."""
     steps = read_draws(options)
-    # As there a negative seed is none; clients send it as the default.
+    # As in Ollama, a negative seed means none; clients send it as the default.
     seed = None if steps.seed is not None and steps.seed < 0 else steps.seed
     return replace(steps, seed=seed, guide=_format(fields))
 
@@ -169,7 +169,7 @@ def _empty(value: Any, _: Fields) -> bool:
     return value in ([], {}, "")
 
 
-# As ``refusals``: what would change the answer and cannot be honoured, with what asks for nothing.
+# As in ``unsupported``: parameters that would change the answer, with values without effect.
 _REFUSED: dict[str, unsupported.Harmless] = {
     **unsupported.TOKENS,
     "suffix": _empty,
@@ -220,7 +220,7 @@ def _images(fields: Fields) -> list[ImagePart]:
 
 
 def _result(message: Fields) -> Message:
-    """The keys by which a tool result names its call, as far as the client sent them."""
+    """Return the keys by which a tool result names its call, if the client sent them."""
     name = message.text("tool_name") or message.text("name")
     told = {"tool_call_id": message.text("tool_call_id"), "name": name}
     return {key: value for key, value in told.items() if value}

@@ -1,8 +1,7 @@
-"""Events of boards to OpenAI's answers, streamed or whole; it knows JSON shapes, not transport.
+"""OpenAI's answers, streamed or whole.
 
-One object belongs to one call; what it counts is in ``tally``. Streams tell of pauses, and of words
-that an edit took back from a client that has them already; an answer in one piece is just what it
-became.
+One object belongs to one call; ``BaseAnswer`` counts its tokens. Streams have events for pauses and
+for text that an edit retracted after it was sent; a whole answer has the final text only.
 """
 
 from __future__ import annotations
@@ -50,19 +49,18 @@ class _Answer(BaseAnswer, ABC):
         self._frames: dict[tuple[int, str], sse.EventTemplate] = {}
 
     def opening(self, index: int) -> bytes:  # noqa: ARG002 - completions open with nothing
-        """Return what comes before the first delta of a choice."""
+        """Return the bytes before the first delta of a choice."""
         return b""
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """Return the chunks of a delta; nothing if it brings no text and takes none back.
+        """Return the chunks of a delta; nothing if it neither adds nor retracts text.
 
-        Log-probabilities and ids travel in the chunk of their text. Those of tokens whose text is
-        held back wait for it.
+        Log-probabilities and IDs are sent in the chunk of their text, also if it was held back.
         """
         return self._worded(index, delta)
 
     def _told(self, index: int) -> JsonObject:
-        """Return what is told of the tokens of a whole choice, where that was asked for."""
+        """Return the requested facts about the tokens of a whole choice."""
         if not self._tells:
             return {}
         return self._of_prompt_ids(index) | self._of_tokens(index, self._tokens[index].chosen)
@@ -77,11 +75,11 @@ class _Answer(BaseAnswer, ABC):
         return told
 
     def _of_prompt_ids(self, index: int) -> JsonObject:  # noqa: ARG002 - chats have them elsewhere
-        """Return the ids of the prompt, as far as each choice tells them."""
+        """Return the IDs of the prompt, if they belong to each choice."""
         return {}
 
     def _sent(self, index: int, piece: JsonObject, more: JsonObject | None = None) -> bytes:
-        """Return a chunk of a piece, with what is new of its choice's tokens."""
+        """Return a chunk of a piece, with the new tokens of its choice."""
         if not self._tells:
             return sse.data({**self._chunk([piece]), **(more or {})})
         found, void = self._tokens[index].news()
@@ -107,7 +105,7 @@ class _Answer(BaseAnswer, ABC):
         return self._filled(index, "content", delta.text) if delta.text else b""
 
     def paused(self, index: int, paused: Paused) -> bytes:
-        """Return what tells of a pause: a comment, and a chunk to clients that asked for pauses."""
+        """Return a comment for a pause, and a chunk for clients that asked for pauses."""
         if not self._tells_of_pauses:
             return sse.PAUSED
         return sse.PAUSED + sse.data({**self._chunk([]), "rkserve": pause_status(index, paused)})
@@ -122,9 +120,7 @@ class _Answer(BaseAnswer, ABC):
 
     def _part(self, index: int, part: Part) -> bytes:
         """Return the chunk of a part."""
-        assert isinstance(
-            part, TextPart
-        )  # raw prompts offer no tools, and nobody looks for thoughts
+        assert isinstance(part, TextPart)  # raw prompts have neither tools nor reasoning
         return self._filled(index, "content", part.text)
 
     def usage_chunk(self) -> bytes:
@@ -134,7 +130,7 @@ class _Answer(BaseAnswer, ABC):
         return sse.data({**self._chunk([]), "usage": self.usage()})
 
     def closing(self) -> bytes:
-        """Return what comes after the last choice has ended."""
+        """Return the bytes after the last choice."""
         return self.usage_chunk() + sse.DONE
 
     def broken(self, exc: BaseException) -> bytes:
@@ -155,7 +151,7 @@ class _Answer(BaseAnswer, ABC):
 
     @property
     def _words(self) -> TokenTexts:
-        """The tokens' names; answers that tell of tokens always have them."""
+        """The tokens' texts; answers that list tokens always have them."""
         assert self._lexicon is not None
         return self._lexicon
 
@@ -216,7 +212,7 @@ class ChatAnswer(_Answer):
         return {"prompt_token_ids": list(self._words.prompts[0])}
 
     def _worded(self, index: int, delta: Delta) -> bytes:
-        if self._stamp.reading.plain:  # most tokens go this way, and nobody has to read them
+        if self._stamp.reading.plain:  # the path of most tokens, which need no parser
             return super()._worded(index, delta)
         return b"".join([self._part(index, part) for part in self.add(index, delta)])
 
@@ -238,7 +234,7 @@ class ChatAnswer(_Answer):
                 return self._sent(index, _chat_piece(index, {}, None), {"rkserve": told})
 
     def _called(self, part: ToolCallStart | ToolCallDelta) -> JsonObject:
-        """Say of a call what is new: its name first, then its arguments."""
+        """Return the new part of a call: its name first, then its arguments."""
         if isinstance(part, ToolCallDelta):
             function = {"arguments": part.arguments}
             return (
@@ -357,7 +353,7 @@ class CompletionAnswer(_Answer):
         return {**answer, "choices": choices}
 
     def _best(self, indexes: range) -> list[int]:
-        """Return the likeliest choices, by the mean of their tokens as OpenAI has it."""
+        """Return the likeliest choices, by the mean log-probability of tokens as in OpenAI."""
         ranked = sorted(indexes, key=lambda index: self._tokens[index].mean, reverse=True)
         return ranked[: self._given]
 

@@ -1,7 +1,4 @@
-"""OpenAI's /v1/embeddings: bodies to frozen values, inputs to requests, vectors to an answer.
-
-It knows keys, the model folder's settings and its tokenizer, and no boards.
-"""
+"""OpenAI's /v1/embeddings: the reader, the requests to boards, and the answer."""
 
 from __future__ import annotations
 
@@ -25,8 +22,8 @@ from rkserve.core.messages import EmbedRequest
 from rkserve.core.run_params import Pooling
 from rkserve.models.folder import EmbeddingSettings
 
-# A board has one request after the other: what it gets at once should not take much longer than a
-# long prompt does, and is made anew as a whole where the board is lost.
+# A board runs one request at a time: a chunk should not take much longer than a long prompt does,
+# and is repeated as a whole if the board is lost.
 CHUNK_INPUTS = 16
 CHUNK_TOKENS = 2048
 BASE64 = "base64"
@@ -82,7 +79,7 @@ class PoolingCall:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingChunk:
-    """Some of the texts of a call, for one board: ``at`` are their places among all."""
+    """Some of the texts of a call, for one board: ``at`` holds their indexes among all."""
 
     at: tuple[int, ...]
     request: EmbedRequest
@@ -108,7 +105,7 @@ def parse_embeddings(body: bytes) -> EmbeddingCall:
 
 
 def parse_pooling(body: bytes) -> PoolingCall:
-    """Read the body of POST /pooling, in vLLM's form. One of its tasks is done: ``token_embed``.
+    """Read the body of POST /pooling, in vLLM's form. Only its task ``token_embed`` is supported.
 
     Raises:
         RequestError: with the ``param`` at fault.
@@ -126,12 +123,12 @@ def parse_pooling(body: bytes) -> PoolingCall:
 
 
 def read_wanted(fields: Fields) -> VectorOptions:
-    """Read what such calls share."""
+    """Read the parameters of every embedding call."""
     return VectorOptions(model=read_model(fields), **read_standing(fields))
 
 
 def _inputs(fields: Fields) -> tuple[tuple[TextOrIds, ...], tuple[str, ...]]:
-    """One text or a list of them, each a string or a list of token ids."""
+    """Read one text or a list, each a string or a list of token IDs."""
     value = fields.get("input")
     if value is None:
         raise missing("input")
@@ -148,7 +145,7 @@ def _inputs(fields: Fields) -> tuple[tuple[TextOrIds, ...], tuple[str, ...]]:
 
 
 def check_count(count: int, path: str) -> None:
-    """Hold the texts of one call to their limit. Raises ``RequestError``."""
+    """Check the number of texts of one call. Raises ``RequestError``."""
     if count > MAX_INPUTS:
         raise RequestError(
             f"Invalid '{path}': array too long. Expected at most {MAX_INPUTS} texts, but got "
@@ -158,12 +155,12 @@ def check_count(count: int, path: str) -> None:
 
 
 def read_text(value: object, path: str) -> TextOrIds:
-    """Read one text: a string or a list of token ids, with something in it."""
+    """Read one text: a string or a list of token IDs, not empty."""
     return read_prompt(value, path, empty="")
 
 
 def check_dimensions(wanted: int | None, settings: EmbeddingSettings) -> None:
-    """Refuse to cut the vectors of a model that was not trained for that.
+    """Refuse to cut the vectors of a model that was not trained for it.
 
     Raises:
         UnsupportedParameter: its ``param`` is ``dimensions``.
@@ -189,7 +186,7 @@ def texts_of(
     *,
     cut: bool = False,
 ) -> list[Prompt]:
-    """Return the texts as a board gets them. With ``cut`` only the beginning of a longer one.
+    """Return the texts as a board gets them; ``cut`` truncates those longer than the context.
 
     Raises:
         InputTooLong: one is longer than the context.
@@ -211,7 +208,7 @@ def texts_of(
 
 
 def _beginning(text: TextOrIds, path: str, renderer: Renderer, context_len: int) -> Prompt:
-    """As much of a text as fits, with what the tokenizer puts at the end of a whole one."""
+    """Return a text truncated to the context, with the tokenizer's closing tokens."""
     if isinstance(text, str):
         prompt = renderer.text_beginning(text, path, context_len)
     else:
@@ -233,9 +230,9 @@ def chunks_of(
     boards: int = 1,
     pooling: Pooling | None = None,
 ) -> list[EmbeddingChunk]:
-    """Return the requests for all texts, so that each of so many ``boards`` has one at least.
+    """Return the requests for all texts, so that each of ``boards`` boards has at least one.
 
-    ``pooling`` goes before that of the settings; with all rows each text has a request of its own.
+    ``pooling`` overrides the settings; with all rows each text has a request of its own.
     """
     most = (
         1 if pooling is Pooling.ALL else min(CHUNK_INPUTS, math.ceil(len(texts) / max(1, boards)))
@@ -262,7 +259,7 @@ def chunks_of(
 
 
 def _cut(texts: Sequence[Prompt], most: int) -> Iterator[tuple[int, ...]]:
-    """Yield places that belong together, of similar lengths: a board's requests end together."""
+    """Yield groups of texts of similar length, by index: a board's requests then end together."""
     taken: list[int] = []
     tokens = 0
     for index in sorted(range(len(texts)), key=lambda at: len(texts[at].ids)):
@@ -280,7 +277,7 @@ def _cut(texts: Sequence[Prompt], most: int) -> Iterator[tuple[int, ...]]:
 
 
 def finished_vector(vector: bytes, settings: EmbeddingSettings, wanted: int | None) -> array[float]:
-    """Return a board's vector as it is given out: cut to ``wanted`` dimensions, of length one.
+    """Return a board's vector cut to ``wanted`` dimensions, with length one.
 
     Raises:
         RequestError: it does not have so many dimensions.
@@ -308,7 +305,7 @@ def embeddings_answer(
 ) -> bytes:
     """Return the body of the answer.
 
-    It is put together vector by vector: a JSON encoder would hold up all threads for all of them.
+    It is joined vector by vector: one call of a JSON encoder would block all threads.
     """
     items = b",".join(
         b'{"object":"embedding","index":%d,"embedding":%b}' % (index, _written(call, vector))
@@ -357,7 +354,7 @@ def _written(call: EmbeddingCall, vector: array[float]) -> bytes:
 
 def written(vector: array[float]) -> bytes:
     """Return a vector as JSON."""
-    # Nine digits are what tells all float32 values apart.
+    # Nine digits distinguish all float32 values.
     return (f"[{','.join(['%.9g'] * len(vector))}]" % tuple(vector)).encode()
 
 

@@ -1,4 +1,4 @@
-"""The objects of GET /v1/models and GET /v1/boards; it knows reports of boards and no board."""
+"""The objects of GET /v1/models and GET /v1/boards."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def model_entry(
     embedding: EmbeddingSettings | None = None,
     vision: VisionSettings | None = None,
 ) -> JsonObject:
-    """Return OpenAI's Model object, with what is rkserve's own under one key.
+    """Return OpenAI's Model object, with rkserve's own facts under one key.
 
-    ``embedding`` says how it makes embeddings, if it does, and ``vision`` how it sees. ``created``
-    is in seconds since 1970. A board that does not serve is listed with its reason.
+    ``embedding`` and ``vision`` are the settings of models with these abilities. ``created`` is in
+    seconds since 1970. A board that does not serve is listed with its reason.
     """
     ordered = sorted(boards, key=lambda board: board.board_id)
     return {
@@ -50,11 +50,11 @@ def model_entry(
 
 
 def model_state(desired: Desired, boards: Iterable[BoardReport]) -> str:
-    """Return what becomes of a request for a model now, in one word.
+    """Return the state of a model in one word.
 
-    ``ready``: a board serves. ``loading``: none does, and one will by itself. ``paused``: those
-    that could are held with their model loaded. ``asleep``: it is unloaded. ``failed``: none of the
-    boards can serve. A model of which no board has been heard yet is loading.
+    ``ready``: a board serves. ``loading``: no board serves yet. ``paused``: the boards are paused
+    with their model loaded. ``asleep``: it is unloaded. ``failed``: no board can serve. A model
+    without a board's report is loading.
     """
     found = {_state(desired, board) for board in boards} or {"loading"}
     return next(state for state in _STATES if state in found)
@@ -84,7 +84,7 @@ def adapter_entry(
 ) -> JsonObject:
     """Return the Model object of an adapter, whose ``versions`` are in order.
 
-    ``named`` is the version that the request named; without one the newest is meant.
+    ``named`` is the version that the request named; None means the newest.
     """
     meant = next((a for a in versions if a.version == named), versions[-1])
     name = f"{model_id}:{meant.name if named is None else meant.label}"
@@ -108,9 +108,9 @@ def adapter_entry(
 def line_entry(
     created: int, context_length: int, line: AdapterVersions, named: str | None = None
 ) -> JsonObject:
-    """Return the Model object of an adapter that the cluster shall serve.
+    """Return the Model object of an adapter in the desired state.
 
-    ``named`` is the version that the request named; without one the active one is meant.
+    ``named`` is the version that the request named; None means the active one.
     """
     meant = line.active if named is None else line.version(named)
     name = f"{line.model}:{line.name if named is None else f'{line.name}@{named}'}"
@@ -157,9 +157,9 @@ def _as_anthropic(name: str, created: int) -> JsonObject:
 
 
 def board_entry(board: BoardReport, circuit: tuple[str, str]) -> JsonObject:
-    """Return all that a board says of itself, under the names of its report.
+    """Return a board's report, under the report's names.
 
-    ``circuit`` is what the Router sends it, and why not all.
+    ``circuit`` is the state of the Router's circuit breaker, and its reason.
     """
     told = asdict(board)
     del told["holdings"]  # hashes, and of use to Routers only

@@ -1,6 +1,6 @@
 """Bodies and answers of /v1/rerank (Jina's and Cohere's shape) and /score (vLLM's).
 
-Both compare texts by the cosine of their vectors. It knows keys and vectors, no models or boards.
+Both compare texts by the cosine of their vectors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FIRST, _SECOND = ("text_1", "queries", "data_1"), ("text_2", "documents", "data
 
 @dataclass(frozen=True, slots=True)
 class RankedText:
-    """One text, and where it stands in the body. A ``query`` is what others are compared with."""
+    """One text, and its path in the body. The others are compared with a ``query``."""
 
     text: str
     path: str
@@ -110,7 +110,7 @@ def _texts(fields: Fields, names: Sequence[str], *, query: bool = False) -> list
 
 
 def _text(value: object, path: str, *, query: bool = False) -> RankedText:
-    """A string, or an object that has it under ``text``."""
+    """Read a string, or an object with the string under ``text``."""
     if value is None:
         raise missing(path)
     if isinstance(value, dict):
@@ -123,7 +123,7 @@ def _text(value: object, path: str, *, query: bool = False) -> RankedText:
 
 
 def similarity(one: array[float], other: array[float]) -> float:
-    """Return the cosine of two vectors of length one; rounding never makes it more than that."""
+    """Return the cosine of two vectors of length one, at most 1 in spite of rounding."""
     cosine: float = sum(map(mul, one, other))
     return max(-1.0, min(1.0, cosine))
 

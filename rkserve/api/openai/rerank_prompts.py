@@ -1,7 +1,6 @@
-"""Documents judged by a model that says yes or no: the prompt of each, and what its word is worth.
+"""Rerank prompts for models that answer yes or no, and the score of the answer.
 
-The score is how likely "yes" is, of yes and no alone, as the next token. It knows the settings of
-the model's folder and its tokenizer, and no boards.
+The score is the probability of "yes" as the next token, relative to "yes" and "no".
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _CERTAIN = Sampling(
     mirostat=0,
 )
 _PLACES = re.compile(r"\{(instruction|query|document)\}")
-# A context has room for the answer, which is one token.
+# The answer is one token, for which the context needs room.
 _ANSWER_TOKENS = 1
 
 
 @dataclass(frozen=True, slots=True)
 class RerankModel:
-    """A model that judges, as one call means it. ``yes`` and ``no`` are token ids."""
+    """A rerank model for one call. ``yes`` and ``no`` are token IDs."""
 
     meant: ResolvedModel
     settings: RerankSettings
@@ -48,7 +47,7 @@ class RerankModel:
 def judge_of(
     meant: ResolvedModel, settings: RerankSettings, renderer: Renderer, context_len: int
 ) -> RerankModel:
-    """Return how a model judges.
+    """Return the rerank model of a call.
 
     Raises:
         UnsupportedParameter: it has no tokenizer, or a word that is not one token.
@@ -108,7 +107,7 @@ def _prompt(judge: RerankModel, query: RankedText, document: RankedText) -> tupl
         "query": query.text,
         "document": document.text,
     }
-    # All at once: what a text says between braces stays that.
+    # All at once, so that braces in a text stay text.
     asked = _PLACES.sub(lambda found: said[found[1]], judge.settings.prompt)
     messages = [
         {"role": "system", "content": judge.settings.system},
@@ -116,7 +115,7 @@ def _prompt(judge: RerankModel, query: RankedText, document: RankedText) -> tupl
     ]
     if not judge.settings.system:
         del messages[0]
-    # What it says first has to be its verdict.
+    # The first token is the verdict.
     variables = ReasoningOptions(enabled=False).given(judge.renderer.thinking.enabled)
     header = PromptHeader(variables=variables, thoughtless=True)
     try:
@@ -129,7 +128,7 @@ def _prompt(judge: RerankModel, query: RankedText, document: RankedText) -> tupl
 
 
 def verdict(judge: RerankModel, delta: Delta) -> float | None:
-    """Return how likely yes is by an answer's token; None where the delta has none."""
+    """Return the probability of yes from an answer's token; None without a token."""
     if not delta.logprobs or delta.logprobs[0] is None:
         return None
     likely = dict(delta.logprobs[0].top)

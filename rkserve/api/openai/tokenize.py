@@ -1,4 +1,4 @@
-"""Bodies and answers of /tokenize and /detokenize in vLLM's shapes; it knows keys, not models."""
+"""Bodies and answers of /tokenize and /detokenize in vLLM's form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rkserve.api.parsing.tool_choice import NO_TOOLS, ToolOptions, read_tools
 from rkserve.api.prompting.conversation import Message, read_messages, read_prefill
 from rkserve.core.errors import RequestError, UnsupportedParameter
 
-# What would change the ids of a conversation and is not read here.
+# Unsupported parameters that would change the IDs of a conversation.
 _CONVERSATION: dict[str, unsupported.Harmless] = {
     "chat_template": lambda _value, _body: False,
     "chat_template_kwargs": lambda value, _body: value == {},
@@ -22,12 +22,11 @@ _CONVERSATION: dict[str, unsupported.Harmless] = {
 
 @dataclass(frozen=True)
 class TokenizeCall:
-    """A text or a conversation whose token ids somebody wants. ``text`` of None: ``messages``.
+    """A text or a conversation to tokenize. ``text`` of None: ``messages``.
 
-    ``special`` lets the tokenizer add what it adds to a whole text, a BOS for some models;
-    ``answer`` adds the header of the answer to a conversation, and ``tools`` are those that it
-    offers. With ``prefill`` it ends with the text of its last message. ``strings`` asks how the
-    vocabulary spells each token.
+    ``special`` adds the tokenizer's special tokens, a BOS for some models; ``answer`` adds the
+    header of the answer to a conversation, and ``tools`` are its tools. With ``prefill`` it ends
+    with the text of its last message. ``strings`` adds the vocabulary's spelling of each token.
     """
 
     model: str | None
@@ -42,7 +41,7 @@ class TokenizeCall:
 
 @dataclass(frozen=True)
 class DetokenizeCall:
-    """Token ids whose text somebody wants."""
+    """Token IDs to detokenize."""
 
     model: str | None
     ids: tuple[int, ...]
@@ -112,8 +111,8 @@ def parse_info(query: Sequence[tuple[str, str]]) -> str | None:
 def tokenizer_info(given: JsonObject, in_force: JsonObject, context_length: int) -> JsonObject:
     """Return the answer of GET /tokenizer_info: keys of tokenizer_config.json.
 
-    What the file says beside what is ``in_force`` is told as far as programs read it: a file may
-    name folders of the machine that it was made on.
+    Beside the values ``in_force``, only keys that programs read are returned: the file may name
+    folders of the machine on which it was made.
     """
     return {
         "tokenizer_class": given.get("tokenizer_class") or "PreTrainedTokenizerFast",
@@ -127,7 +126,7 @@ def tokenizer_info(given: JsonObject, in_force: JsonObject, context_length: int)
 def tokenized(
     ids: tuple[int, ...], max_model_len: int, strings: list[str] | None, count: int
 ) -> JsonObject:
-    """Return the answer of POST /tokenize. ``count`` has those of images, too."""
+    """Return the answer of POST /tokenize. ``count`` includes the tokens of images."""
     return {
         "count": count,
         "max_model_len": max_model_len,

@@ -1,8 +1,8 @@
-"""Events of boards as OpenAI's responses, streamed or whole; it knows that API's words, no models.
+"""OpenAI's responses, streamed or whole.
 
-An answer is a list of items: thoughts, messages and calls of tools, in the order in which they
-came. A stream numbers its events, and ends with ``[DONE]`` as Open Responses demands: OpenAI's
-clients stop reading there, as in their other streams.
+An answer is a list of items in order: reasoning, messages and tool calls. A stream numbers its
+events, and ends with ``[DONE]`` as Open Responses demands: OpenAI's clients stop reading there, as
+in their other streams.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _STATUS = {
 
 @dataclass
 class _Item:
-    """One item of an answer; ``number`` is its place in it."""
+    """One item of an answer; ``number`` is its index."""
 
     kind: str
     number: int
@@ -61,18 +61,18 @@ class _Item:
 
     @property
     def text(self) -> str:
-        """All of its text so far."""
+        """The text so far."""
         return "".join(self.texts)
 
     def part(self, text: str) -> JsonObject:
-        """Its only part, with a text."""
+        """Return its only part, with a text."""
         if self.kind == _REASONING:
             return {"type": "reasoning_text", "text": text}
         told = {"type": "output_text", "text": text, "annotations": []}
         return {**told, "logprobs": self.logprobs}
 
     def told(self, status: str) -> JsonObject:
-        """The item as it is."""
+        """Return the item in its current state."""
         head = {"id": self.item_id, "type": self.kind, "status": status, **self.more}
         begun = status != "in_progress"
         if self.kind == _CALL:
@@ -104,14 +104,14 @@ class ResponseAnswer(BaseAnswer):
     # -- whole ----------------------------------------------------------------------------------
 
     def add(self, index: int, delta: Delta) -> list[Part]:
-        """Take a delta, and return what it means."""
+        """Add a delta, and return its parts."""
         parts = self._meant(index, delta)
         for part in parts:
             self._take(part)
         return parts
 
     def end(self, index: int, finished: Finished) -> list[Part]:
-        """Take the end, and return what was held back."""
+        """End a choice, and return the parts that were held back."""
         parts = super().end(index, finished)
         for part in parts:
             self._take(part)
@@ -136,7 +136,7 @@ class ResponseAnswer(BaseAnswer):
         return self._events(found)
 
     def paused(self, index: int, paused: Paused) -> bytes:
-        """Return what tells of a pause: a comment, and an event to clients that asked for them."""
+        """Return a comment for a pause, and an event for clients that asked for pauses."""
         if not self._tells_of_pauses:
             return sse.PAUSED
         return sse.PAUSED + self._events([self._own(pause_status(index, paused))])
@@ -165,11 +165,11 @@ class ResponseAnswer(BaseAnswer):
         return bool(self._echo.get("store"))
 
     def not_kept(self) -> None:
-        """It could not be kept after all."""
+        """Record that the response could not be stored."""
         self._echo["store"] = False
 
     def failed(self, exc: BaseException) -> JsonObject:
-        """Return the response as far as it came before that."""
+        """Return the response up to the failure."""
         told = error_object(exc)[2]["error"]
         error = {"code": "server_error", "message": told["message"], "type": told["code"]}
         return {
@@ -179,7 +179,7 @@ class ResponseAnswer(BaseAnswer):
         }
 
     def left(self) -> JsonObject:
-        """Return the response as far as it came before its client went away."""
+        """Return the response up to the disconnect of its client."""
         return {**self._response("cancelled"), "output": self._output("incomplete")}
 
     # -- items ----------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class ResponseAnswer(BaseAnswer):
         return [*found, TextPart(delta.text)] if delta.text else found
 
     def _take(self, part: Part) -> list[_Event]:
-        """Add a part to the items, and return the events that tell of it."""
+        """Add a part to the items, and return its events."""
         match part:
             case TextPart(text=text):
                 return self._more(_MESSAGE, text)
@@ -253,7 +253,7 @@ class ResponseAnswer(BaseAnswer):
         item = self._items[-1]
         item.open = False
         grown = {**_place(item), "text": item.text, **_extra(item)}
-        if item.kind == _CALL:  # with the name: OpenAI's client in its strict mode wants it
+        if item.kind == _CALL:  # with the name, which OpenAI's client requires in its strict mode
             grown = {**_place(item), "name": item.more["name"], "arguments": item.text}
         events: list[_Event] = [(f"{_GROWS[item.kind]}.done", grown)]
         if item.kind != _CALL:
@@ -263,7 +263,7 @@ class ResponseAnswer(BaseAnswer):
         return [*events, ("response.output_item.done", done)]
 
     def _score(self) -> None:
-        """Put the logprobs of all tokens to the last message: only then they are certain."""
+        """Add the log-probabilities of all tokens to the last message: they are final only then."""
         lexicon = self._stamp.lexicon
         if lexicon is None or lexicon.vocabulary is None:
             return
@@ -367,7 +367,7 @@ def _ping(_: AnyCall) -> bytes:
 
 
 def _broken(exc: BaseException) -> bytes:
-    """End a stream whose response was never begun."""
+    """End a stream without a response."""
     told = error_object(exc)[2]["error"]
     event: JsonObject = {"type": "error", "sequence_number": 0}
     event |= {key: told[key] for key in ("code", "message", "param")}

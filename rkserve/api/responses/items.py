@@ -1,4 +1,4 @@
-"""Items of OpenAI's Responses API as a conversation for templates; what can be read: ``_ITEMS``."""
+"""Items of OpenAI's Responses API as a conversation for templates; ``_ITEMS`` lists them."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ def _read(item: Fields, turns: _Turns) -> None:
 
 
 class _Turns:
-    """Messages as templates want them: thoughts and calls are part of the assistant's turn."""
+    """Messages as templates take them: reasoning and calls are part of the assistant's turn."""
 
     def __init__(self) -> None:
         self._found: list[Message] = []
         self._thoughts = ""
 
     def message(self, role: str, content: str | list[str | ImagePart]) -> None:
-        """Somebody said that, or showed it."""
+        """Add a message."""
         self._found.append({"role": role, "content": content, **self._thought(role)})
 
     def think(self, text: str) -> None:
-        """The assistant thought that, before it said what follows."""
+        """Add reasoning to the assistant's turn."""
         self._thoughts += text
 
     def call(self, call: Message) -> None:
-        """The assistant called a tool, in the turn that it had begun."""
+        """Add a tool call to the assistant's turn."""
         last = self._found[-1] if self._found else None
         if last is None or last["role"] != "assistant":
             self.message("assistant", "")
@@ -70,7 +70,7 @@ class _Turns:
         self._found.append({"role": "tool", "content": content, "tool_call_id": call_id})
 
     def messages(self) -> Iterator[Message]:
-        """All that was said."""
+        """Yield the messages."""
         yield from self._found
 
     def _thought(self, role: str) -> Message:
@@ -86,7 +86,7 @@ def _message(item: Fields, turns: _Turns) -> None:
 
 
 def _shown(item: Fields) -> str | list[str | ImagePart]:
-    """Read the content of a user's message, which may have images among its words."""
+    """Read the content of a user's message, which may contain images."""
     if not isinstance(item.get("content"), list):
         return _text(item, "content")
     path, given = item.path("content"), item.items("content", MAX_MESSAGES)
@@ -108,7 +108,7 @@ def _image(part: Fields) -> ImagePart:
 def _call(item: Fields, turns: _Turns) -> None:
     text = item.text("arguments") or ""
     found = as_object(text)
-    # As it came, where it is JSON: what the model wrote itself is found in the KV cache again.
+    # Valid JSON stays unchanged, so that the model's own text is found in the KV cache.
     arguments = found if RAW in found or not text.strip() else JsonText(found, text)
     function = {"name": item.required_text("name"), "arguments": arguments}
     call_id = item.required_text("call_id")
@@ -126,7 +126,7 @@ def _reasoning(item: Fields, turns: _Turns) -> None:
 
 
 def _reference(item: Fields, _turns: _Turns) -> None:
-    # What it stands for is put in its place before anything is rendered.
+    # References are resolved before the conversation is rendered.
     item.required_text("id")
 
 

@@ -1,7 +1,7 @@
-"""Bodies of OpenAI's Responses API as chat calls; it knows that API's words and no models.
+"""The reader of OpenAI's Responses API into chat calls.
 
-What was said before comes with the request, or from whoever has kept earlier responses: a call says
-what it needs of them, and ``remembered`` puts it in. What is refused is in ``_REFUSED``.
+Earlier turns come with the request or from stored responses: a call names those that it needs, and
+``remembered`` inserts them. Unsupported parameters are in ``_REFUSED``.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _LOGPROBS = "message.output_text.logprobs"
 
 @dataclass(frozen=True)
 class ResponseCall(ChatCall):
-    """A call of /v1/responses. ``echo`` is what its answer repeats of it.
+    """A call of /v1/responses. ``echo`` holds the parameters that its answer repeats.
 
-    ``items`` are those of the input as they came, and ``instructions`` stand before all of them.
-    ``previous`` is the response that it goes on from, and ``references`` are items of earlier ones,
-    with where they stand in the input. ``store`` of None leaves to the server what is kept.
+    ``items`` are the raw items of the input, and ``instructions`` precede them. ``previous`` is
+    the response that it continues, and ``references`` are items of earlier ones, with their
+    positions in the input. With ``store`` of None the server decides.
     """
 
     echo: JsonObject = field(default_factory=dict)
@@ -93,7 +93,7 @@ def remembered(
     *,
     stored: bool,
 ) -> ResponseCall:
-    """Return the call with what it needs of earlier responses, and whether its own is kept.
+    """Return the call with its earlier turns, and with the final value of ``store``.
 
     ``before`` are the items of the conversation so far, and ``referenced`` has each of its
     ``references``.
@@ -118,7 +118,7 @@ def _off(value: Any, _: Fields) -> bool:
     return value is False
 
 
-# As ``refusals``: what would change the answer and cannot be honoured, with what asks for nothing.
+# As in ``unsupported``: parameters that would change the answer.
 _REFUSED: dict[str, unsupported.Harmless] = {
     **unsupported.TOKENS,
     "conversation": _never,
@@ -129,13 +129,13 @@ _REFUSED: dict[str, unsupported.Harmless] = {
 
 
 def _steps(fields: Fields) -> tuple[SamplingOptions, JsonObject]:
-    """Read what is asked of the choice of tokens and of the text's form, and how that is told."""
+    """Read the sampling options and the text format, and their echo."""
     text = fields.child("text")  # the rest of it ("verbosity") is a hint
     form = None if text is None else text.child("format")
     guide, told = (None, {"type": "text"}) if form is None else _format(form)
     included = fields.get("include") not in (None, []) and _LOGPROBS in fields.items("include")
     top = read_top(fields)
-    # OpenAI wants both; the number alone says what is meant, and 0 is its default.
+    # OpenAI requires both keys; the number is sufficient, and 0 is its default.
     wanted = (top or 0) if included or top else None
     return replace(read_extras(fields, guide), top_logprobs=wanted), told
 
@@ -169,7 +169,7 @@ def _metadata(fields: Fields) -> JsonObject:
 
 def _cache_key(fields: Fields) -> str | None:
     found = fields.get("prompt_cache_key")
-    return found if isinstance(found, str) else None  # as a session, what is no text is ignored
+    return found if isinstance(found, str) else None  # as for sessions, other types are ignored
 
 
 def _effort(reasoning: Fields) -> str | None:
@@ -187,7 +187,7 @@ def _wish(fields: Fields, effort: str | None) -> ReasoningOptions:
 
 
 def _tools(fields: Fields) -> tuple[ToolOptions, JsonObject]:
-    """Return the tools of a call, and what its answer repeats of them."""
+    """Return the tools of a call, and their echo."""
     offer = read_tools(fields, "function", "parameters")
     parallel = fields.maybe_flag("parallel_tool_calls") is not False
     most = fields.integer("max_tool_calls", Range(1))
@@ -207,7 +207,7 @@ def _tools(fields: Fields) -> tuple[ToolOptions, JsonObject]:
 def _chosen(
     fields: Fields, offer: ToolDefinitions
 ) -> tuple[tuple[JsonObject, ...], bool, str | None]:
-    """Return the tools that may be called, whether one must be, and which."""
+    """Return the allowed tools, whether one must be called, and its name if given."""
     value = fields.get("tool_choice")
     if isinstance(value, dict) and value.get("type") == ALLOWED:
         choice = as_fields(value, "tool_choice")
@@ -229,7 +229,7 @@ def _chosen(
 
 
 def _choice(fields: Fields) -> tuple[bool, str | None, bool]:
-    """Return whether a tool must be called, which, and whether any may be."""
+    """Return whether a tool must be called, its name if given, and whether any may be called."""
     value = fields.get("tool_choice")
     if not isinstance(value, dict):
         word = fields.choice("tool_choice", "none", "auto", "required")
@@ -250,11 +250,11 @@ def _told(tool: JsonObject, strict: frozenset[str]) -> JsonObject:
     return {"type": "function", "description": function.get("description"), **rest}
 
 
-# -- what was said before -------------------------------------------------------------------------
+# -- earlier turns --------------------------------------------------------------------------------
 
 
 def _items(fields: Fields) -> list[JsonObject]:
-    """Return the items of the input as they came; a text is one message."""
+    """Return the raw items of the input; a text is one message."""
     value = fields.get("input")
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]

@@ -25,8 +25,9 @@ _LIMIT, _MOST = 20, 100  # OpenAI's
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """One response as it is kept. ``items`` are those of its own input, and it goes on from
-    ``previous``. ``size`` in bytes is known of one that was read.
+    """A stored response, which continues ``previous``.
+
+    ``items`` are those of its own input. ``size`` in bytes is set when it was read.
     """
 
     id: str
@@ -47,7 +48,7 @@ def is_response_id(text: str) -> bool:
 
 
 def response_of(item_id: str) -> str:
-    """Return the id of the response that an item is of. Raises ``ItemNotFound``."""
+    """Return the response ID of an item. Raises ``ItemNotFound``."""
     if (found := _ITEM.fullmatch(item_id)) is None:
         raise ItemNotFound(item_id)
     return f"{PREFIX}{found[1]}"
@@ -62,7 +63,7 @@ def find_item(kept: StoredResponse, item_id: str) -> JsonObject:
 
 
 def input_items(items: Iterable[JsonObject], response_id: str) -> tuple[JsonObject, ...]:
-    """Return the items of an input in the form in which OpenAI lists them, with ids."""
+    """Return the items of an input in OpenAI's form, with IDs."""
     unique = response_id.removeprefix(PREFIX)
     return tuple(_listed(item, f"{unique}_i{at}") for at, item in enumerate(items))
 
@@ -77,12 +78,12 @@ def _listed(item: JsonObject, place: str) -> JsonObject:
 
 
 def deleted(response_id: str) -> JsonObject:
-    """Return what answers a DELETE."""
+    """Return the answer of a DELETE."""
     return {"id": response_id, "object": "response", "deleted": True}
 
 
 def check_lookup(query: Sequence[tuple[str, str]]) -> None:
-    """Refuse what a GET of a response asks for and cannot have. Raises ``RequestError``."""
+    """Refuse unsupported parameters of a GET of a response. Raises ``RequestError``."""
     for name, value in query:
         if name == "stream" and value.lower() not in {"false", "0", ""}:
             raise RequestError("A response that is over cannot be streamed again.", "stream")
@@ -97,7 +98,7 @@ class ListPage:
     latest_first: bool = True
 
     def of(self, items: Sequence[JsonObject]) -> JsonObject:
-        """Return that part. Raises ``RequestError``: there is nothing of the id ``after``."""
+        """Return that part. Raises ``RequestError``: there is no item ``after``."""
         listed = list(reversed(items)) if self.latest_first else list(items)
         if self.after is not None:
             ids = [item["id"] for item in listed]
