@@ -1,9 +1,9 @@
 """One board in this process, without Ray: generate, stream, pause on a condition, edit, resume.
 
-The public entry point for programs that want a board and no cluster. ``open_board`` is for
-synchronous code, ``AsyncLocalBoard`` for code with an event loop of its own; both have the same
-calls. The library still runs in an engine process, so that a crash of it ends an answer and not the
-program. docs/how-to/local.md is the guide.
+The public entry point for programs without a cluster. ``open_board`` is for synchronous code,
+``AsyncLocalBoard`` for code with an event loop of its own; both have the same calls. The library
+still runs in an engine process, so that its crash ends an answer and not the program.
+docs/how-to/local.md is the guide.
 """
 
 from __future__ import annotations
@@ -94,14 +94,14 @@ __all__ = [
 ]
 
 GROUP = "local"
-BOARDS = 16  # that may share a state folder, which they lock one of each
+BOARDS = 16  # the number of boards that may share a state folder; each locks one slot of it
 PAUSE_WHEN = "pause_when"
 Messages = str | Sequence[JsonObject]
-# Called with each piece of the answer; a true value pauses after it, and a string is the reason.
+# Called with each piece of the answer; a true result pauses after it, a string is the reason.
 PauseWhen = Callable[[Decoded], object]
 T = TypeVar("T")
 
-# One prompt has one answer here, and the methods are what says whether it is streamed.
+# Not accepted here: one prompt has one answer, and the method decides about streaming.
 _NOT_HERE = frozenset(
     {"model", "messages", "prompt", "n", "best_of", "stream", "stream_options", "priority"}
     | {"timeout", "user", "prompt_cache_key", "keep_version"}
@@ -112,8 +112,8 @@ _NOT_HERE = frozenset(
 class LocalPiece:
     """The growth of an answer.
 
-    An edit may void text that was given out: ``retract`` characters at the end of the text so far,
-    before ``text`` is added. A piece with ``paused`` brings no text: the generation has paused.
+    An edit may retract text: the last ``retract`` characters of the text so far, before ``text`` is
+    appended. A piece with ``paused`` has no text: the generation has paused.
     """
 
     text: str = ""
@@ -129,8 +129,8 @@ class LocalPiece:
 class LocalAnswer:
     """A finished answer.
 
-    ``text`` is all that was generated, with thoughts and calls of tools in the model's own form.
-    ``body`` is the same as OpenAI's object, where these are apart, and logprobs too.
+    ``text`` is all generated text, with reasoning and tool calls in the model's own form. ``body``
+    is the same as OpenAI's object, with these apart, and log-probabilities.
     """
 
     text: str
@@ -158,14 +158,14 @@ class _Condition:
         self._when = when
 
     def on_piece(self, piece: Decoded) -> Action:
-        """Pause where the condition holds."""
+        """Pause if the condition holds."""
         found = self._when(piece)
         if not found:
             return Continue()
         return Pause(reason=found if isinstance(found, str) else PAUSE_WHEN)
 
     def on_end(self) -> str:
-        """Nothing was held back."""
+        """Return nothing, because no text is held back."""
         return ""
 
 
@@ -180,11 +180,11 @@ class _Call:
 
 
 class AsyncGeneration:
-    """One generation while it grows. Iterate it for its pieces; close it to abort it.
+    """A running generation. Iterate it for its pieces; close it to abort it.
 
-    While it is paused, or while it is iterated elsewhere, ``pause``, ``edit``, ``resume`` and
-    ``abort`` control it. ``on_pause`` is called at each pause, and then the generation is resumed,
-    unless that was done already.
+    While it is paused, or iterated elsewhere, ``pause``, ``edit``, ``resume`` and ``abort`` control
+    it. ``on_pause`` is called at each pause; afterwards the generation is resumed, unless that was
+    done already.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class AsyncGeneration:
 
     @property
     def id(self) -> str:
-        """The generation's id, by which the board knows it."""
+        """The generation's ID on the board."""
         return self._asked.request.request_id.rpartition("/")[0]
 
     @property
@@ -215,7 +215,7 @@ class AsyncGeneration:
         return tuple(token_id for token_id, _ in self._tokens.chosen)
 
     async def open(self) -> None:
-        """Have the board take it. Raises as ``Board.generate``."""
+        """Start it on the board. Raises as ``Board.generate``."""
         accepted: Event = await anext(self._events)
         assert isinstance(accepted, Accepted)  # the first event of every generation
         self.accepted = accepted
@@ -284,7 +284,7 @@ class AsyncGeneration:
         return await self._control(ControlAction.PAUSE)
 
     async def resume(self) -> GenerationInfo:
-        """Go on from where it is, edits included. Raises ``StateConflict``."""
+        """Continue it, with its edits. Raises ``StateConflict``."""
         done = await self._control(ControlAction.RESUME)
         self.paused = None
         return done
@@ -306,8 +306,8 @@ class AsyncGeneration:
     ) -> GenerationInfo:
         """Change a paused generation, as ``POST /v1/generations/{id}/edit`` does.
 
-        ``replace_last`` tokens are taken back, then ``text`` or ``token_ids`` are appended: as the
-        assistant's own words, or with ``role="tool"`` as a tool's result in the words of the
+        ``replace_last`` tokens are removed, then ``text`` or ``token_ids`` are appended: as part of
+        the assistant's answer, or with ``role="tool"`` as a tool's result in the form of the
         model's template. ``clear`` removes ranges of positions from the context.
 
         Raises:
@@ -390,10 +390,10 @@ class AsyncLocalBoard:
         hooks: Sequence[HookFactory] = (),
         **parameters: Any,
     ) -> AsyncGeneration:
-        """Have the board take a generation and return it; ``LocalBoard.start`` has the arguments.
+        """Start a generation and return it; ``LocalBoard.start`` has the arguments.
 
         Raises:
-            RequestError: the board cannot serve it as it stands.
+            RequestError: the board cannot serve the request.
             RkserveError: as ``Board.generate``.
         """
         _check_names(parameters, "ChatRequest" if prompt is None else "CompletionRequest")
@@ -440,11 +440,11 @@ class AsyncLocalBoard:
         return made
 
     async def kv(self) -> KvReport:
-        """Return what the KV cache holds."""
+        """Return the contents of the KV cache."""
         return await self._board.kv()
 
     async def clear_kv(self, *, keep_system_prompt: bool = True) -> KvReport:
-        """Empty the KV cache, but for the system prompt's part where that is kept."""
+        """Empty the KV cache, except for the system prompt's part if that is kept."""
         return await self._board.clear_kv(keep_system_prompt)
 
     async def adapters(self) -> list[str]:
@@ -460,10 +460,10 @@ class AsyncLocalBoard:
         prompt: str | Sequence[int] | None = None,
         adapter: str | None = None,
     ) -> CacheEntry:
-        """Keep the KV cache of a prompt's beginning as a file, for ``use_cache``.
+        """Store the KV cache of a prompt's prefix as a file, for ``use_cache``.
 
         Raises:
-            CacheUnsupported: this board keeps none.
+            CacheUnsupported: this board has no prompt caches.
             RequestError: the name or the prompt cannot be used.
         """
         given = {"cache_name": name, **_prompt(messages, prompt)}
@@ -476,7 +476,7 @@ class AsyncLocalBoard:
         return self._board.caches()
 
     async def delete_cache(self, name: str) -> bool:
-        """Delete a named prompt cache; False where there is none."""
+        """Delete a named prompt cache; False if there is none."""
         return await self._board.delete_cache(name)
 
     async def generations(self) -> list[GenerationInfo]:
@@ -488,7 +488,7 @@ class AsyncLocalBoard:
         return self._board.report()
 
     async def aclose(self) -> None:
-        """End the engine and all that runs; once more does no harm."""
+        """End the engine and all generations; repeated calls have no effect."""
         await self._exits.aclose()
 
     async def __aenter__(self) -> AsyncLocalBoard:
@@ -539,7 +539,7 @@ class AsyncLocalBoard:
         return _Call(call, request, stamp, hooks)
 
     def _lexicon(self, call: AnyCall, request: GenerateRequest) -> TokenTexts | None:
-        """Return what the tokens stand for, where the answer is to tell of them or its prompt."""
+        """Return the token texts, if the request asks for tokens of the answer or the prompt."""
         echo = isinstance(call, CompletionCall) and call.echo
         if call.steps.top_logprobs is None and not echo:
             return None
@@ -550,7 +550,7 @@ class AsyncLocalBoard:
 
 
 class LocalGeneration:
-    """One generation while it grows, for synchronous code. See ``AsyncGeneration``.
+    """A running generation, for synchronous code. See ``AsyncGeneration``.
 
     A ``with`` block closes it. Its control calls may come from any thread.
     """
@@ -593,7 +593,7 @@ class LocalGeneration:
                 raise StopIteration
             if piece.paused is None or self._on_pause is None:
                 return piece
-            # In the caller's thread: a handler may take its time, as one that calls a tool does.
+            # In the caller's thread: a handler may be slow, such as one that calls a tool.
             self._on_pause(self)
             if self.paused is not None:
                 self.resume()
@@ -615,7 +615,7 @@ class LocalGeneration:
         return self._controlled(self._inner.pause())
 
     def resume(self) -> GenerationInfo:
-        """Go on from where it is, edits included."""
+        """Continue it, with its edits."""
         return self._controlled(self._inner.resume())
 
     def abort(self) -> GenerationInfo:
@@ -683,20 +683,20 @@ class LocalBoard:
         on_pause: Callable[[LocalGeneration], None] | None = None,
         **options: Any,
     ) -> LocalGeneration:
-        """Have the board take a generation, and return it to be iterated and controlled.
+        """Start a generation, and return it for iteration and control.
 
-        ``messages`` is a conversation, or the text of one user message. ``prompt`` stands in its
-        place: a text or token ids that are taken as they are, without a template. ``adapter`` is
-        ``name`` or ``name@version`` of the model folder's. ``pause_when`` is called with each
-        ``Decoded`` piece of the answer, in the board's thread, and pauses after it where it returns
-        something true. At each pause, also those of ``pause_on``, ``on_pause`` is called with the
-        generation, in this thread; then it is resumed, unless that was done already. ``hooks`` are
-        those of docs/how-to/interrupting.md. All else are parameters of OpenAI's call, as
-        docs/reference/api.md has them: ``temperature``, ``max_tokens``, ``stop``, ``seed``,
-        ``response_format``, ``tools``...
+        ``messages`` is a conversation, or the text of one user message. ``prompt`` replaces it: a
+        text or token IDs that are used without a template. ``adapter`` is ``name`` or
+        ``name@version`` of the model folder's. ``pause_when`` is called with each ``Decoded`` piece
+        of the answer, in the board's thread, and a true result pauses after it. At each pause, also
+        those of ``pause_on``, ``on_pause`` is called with the generation, in this thread;
+        afterwards it is resumed, unless that was done already. ``hooks`` are those of
+        docs/how-to/interrupting.md. Other arguments are parameters of OpenAI's call, as in
+        docs/reference/api.md, such as ``temperature``, ``max_tokens``, ``stop``, ``seed``,
+        ``response_format`` and ``tools``.
 
         Raises:
-            RequestError: the board cannot serve it as it stands.
+            RequestError: the board cannot serve the request.
             RkserveError: as ``Board.generate``.
         """
         inner: AsyncGeneration = self._call(self._inner.start(messages, **options))
@@ -722,12 +722,12 @@ class LocalBoard:
         return found
 
     def kv(self) -> KvReport:
-        """Return what the KV cache holds."""
+        """Return the contents of the KV cache."""
         found: KvReport = self._call(self._inner.kv())
         return found
 
     def clear_kv(self, *, keep_system_prompt: bool = True) -> KvReport:
-        """Empty the KV cache, but for the system prompt's part where that is kept."""
+        """Empty the KV cache, except for the system prompt's part if that is kept."""
         cleared = self._inner.clear_kv(keep_system_prompt=keep_system_prompt)
         found: KvReport = self._call(cleared)
         return found
@@ -740,7 +740,7 @@ class LocalBoard:
     def build_cache(
         self, name: str, messages: Messages | None = None, **options: Any
     ) -> CacheEntry:
-        """Keep the KV cache of a prompt's beginning as a file, for ``use_cache``."""
+        """Store the KV cache of a prompt's prefix as a file, for ``use_cache``."""
         found: CacheEntry = self._call(self._inner.build_cache(name, messages, **options))
         return found
 
@@ -750,7 +750,7 @@ class LocalBoard:
         return found
 
     def delete_cache(self, name: str) -> bool:
-        """Delete a named prompt cache; False where there is none."""
+        """Delete a named prompt cache; False if there is none."""
         return bool(self._call(self._inner.delete_cache(name)))
 
     def generations(self) -> list[GenerationInfo]:
@@ -764,7 +764,7 @@ class LocalBoard:
         return found
 
     def close(self) -> None:
-        """End the engine and all that runs; once more does no harm."""
+        """End the engine and all generations; repeated calls have no effect."""
         if self._loop.is_closed():
             return
         try:
@@ -784,7 +784,7 @@ class LocalBoard:
         self.close()
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do it on the board's loop and wait for it; a caller that is interrupted cancels it."""
+        """Run it on the board's loop and wait for it; an interrupted caller cancels it."""
         if self._loop.is_closed() or threading.current_thread() is self._thread:
             work.close()
             why = "it is closed" if self._loop.is_closed() else "this is its own thread"
@@ -806,11 +806,11 @@ class LocalBoard:
 def open_board(model: str | Path, *, state_dir: Path | None = None, **settings: Any) -> LocalBoard:
     """Load a model folder into a board of this process. Use it in a ``with`` block.
 
-    Exactly one of ``library="/usr/lib/librkllmrt.so"`` and ``simulated={}`` is given; ``simulated``
-    takes the keys of that block in serve_config.yaml, and so does ``settings`` those of a group of
-    boards (docs/reference/configuration.md). ``state_dir`` holds lock files and prompt caches;
-    empty is the cluster's own default for a real board, whose NPU it then cannot share unawares,
-    and a folder that goes with it for a simulated one.
+    Exactly one of ``library="/usr/lib/librkllmrt.so"`` and ``simulated={}`` is required;
+    ``simulated`` has the keys of that block in serve_config.yaml, and ``settings`` those of a group
+    of boards (docs/reference/configuration.md). ``state_dir`` holds lock files and prompt caches;
+    the default is the cluster's own for a real board, so that their locks on the NPU exclude each
+    other, and a temporary folder for a simulated one.
 
     Raises:
         ConfigError: a setting or the model folder is wrong.
@@ -852,7 +852,7 @@ def _prompt(messages: Messages | None, prompt: str | Sequence[int] | None) -> Js
 
 
 def _check_names(parameters: dict[str, Any], schema: str) -> None:
-    """Refuse parameters that HTTP would ignore: a mistyped one must not be lost in silence."""
+    """Refuse parameters that HTTP would ignore, so that a mistyped one is noticed."""
     known = SCHEMAS[schema]["properties"].keys() - _NOT_HERE
     for name in parameters:
         if name not in known:

@@ -7,10 +7,11 @@ from typing import ClassVar
 
 
 class RkserveError(Exception):
-    """Anything rkserve raises on purpose. ``message`` is one sentence for the person who reads it.
+    """Base class of all errors that rkserve raises on purpose. ``message`` is one sentence for
+    users.
 
     ``http_status``, ``kind`` and ``code`` become the status and the ``type`` and ``code`` of the
-    OpenAI error object; ``param`` names the request's key at fault, where one is.
+    OpenAI error object; ``param`` names the request's invalid key, if any.
     """
 
     http_status: ClassVar[int] = 500
@@ -36,5 +37,7 @@ _BARE = re.compile(r"""(?<![\w:/.~'"-])(?:~|\.{1,2})?/(?:[^\s'"/]+/)*""")
 
 
 def without_folders(text: str) -> str:
-    """Return ``text`` with every path in it cut down to the file's name."""
+    """Return ``text`` with every path shortened to the file's name, for readers outside this
+    machine.
+    """
     return _BARE.sub("", _QUOTED.sub("", text))

@@ -1,4 +1,4 @@
-"""What boards cannot do, or cannot do now, and what keeps them from starting."""
+"""Errors of boards, their engines and the vendor's library, at start and while serving."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from rkserve.core.errors.base import RkserveError, without_folders
 
 
 class HookFailed(RkserveError):
-    """An intervention hook raised; it ended its own generation and nothing else.
+    """An intervention hook raised; only its own generation ended.
 
-    ``reason`` is for the client; ``detail`` is the operator's own code speaking, for the log.
+    ``reason`` is for the client; ``detail`` is the error of the operator's code, for the log.
     """
 
     code = "hook_failed"
@@ -26,7 +26,7 @@ class HookFailed(RkserveError):
 
 
 class PauseExpired(RkserveError):
-    """A paused generation was not resumed in time and was given up."""
+    """A paused generation was not resumed in time and was ended."""
 
     http_status = 504
     code = "pause_expired"
@@ -42,7 +42,7 @@ class PauseExpired(RkserveError):
 
 
 class TooManyPaused(RkserveError):
-    """The board keeps as many paused generations as it may: resume or abort one of them."""
+    """The board has reached its limit of paused generations: resume or abort one of them."""
 
     http_status = 429
     kind = "rate_limit_error"
@@ -101,7 +101,7 @@ class QueueTimeout(RkserveError):
 class DeadlineUnreachable(RkserveError):
     """The answer could not be ready within the request's timeout; it was not begun.
 
-    ``needs_s`` is what it would take with the wait for a board. Without ``retry_after_s`` it would
+    ``needs_s`` is the expected time, with the wait for a board. Without ``retry_after_s`` it would
     be late on an idle cluster too.
     """
 
@@ -124,7 +124,7 @@ class DeadlineUnreachable(RkserveError):
 
 
 class DeadlineExceeded(RkserveError):
-    """The request's timeout passed while its answer was generated; it was stopped there."""
+    """The request's timeout passed during generation, which was stopped."""
 
     http_status = 504
     code = "deadline_exceeded"
@@ -140,7 +140,7 @@ class DeadlineExceeded(RkserveError):
 
 
 class BoardTimeExceeded(RkserveError):
-    """A request has had a board for longer than one may; it was stopped."""
+    """A request has occupied a board beyond the time limit; it was stopped."""
 
     http_status = 504
     code = "board_time_exceeded"
@@ -178,7 +178,7 @@ class NoBoard(RkserveError):
 class BoardFailed(RkserveError):
     """A board was lost while it answered.
 
-    ``reason`` may hold what the library said, word for word; ``message`` leaves the folders out.
+    ``reason`` may hold the library's own message; ``message`` leaves the folders out.
     """
 
     http_status = 503
@@ -198,7 +198,7 @@ class BoardFailed(RkserveError):
 
 
 class BoardOutOfOrder(BoardFailed):
-    """The board takes no requests, and has given up those that waited; another one may."""
+    """The board takes no requests and has rejected the waiting ones; another board may serve."""
 
     @property
     def message(self) -> str:
@@ -207,7 +207,7 @@ class BoardOutOfOrder(BoardFailed):
 
 
 class BoardSilent(BoardFailed):
-    """The board did not answer in time; what became of the call is ``reason``, or not known."""
+    """The board did not answer in time; ``reason`` is the call's fate, if known."""
 
     @property
     def message(self) -> str:
@@ -216,7 +216,7 @@ class BoardSilent(BoardFailed):
 
 
 class BoardGone(BoardFailed):
-    """The board's replica has ended: nothing goes on there, and whoever follows begins anew."""
+    """The board's replica has ended: nothing continues there, and its successor starts empty."""
 
 
 class EngineDied(BoardFailed):
@@ -236,9 +236,9 @@ class RunFailed(BoardFailed):
 
 
 class PoisonRequest(RkserveError):
-    """Boards died of the request, one after the other; it is not tried on another one.
+    """The request crashed boards one after the other; it is not tried on another one.
 
-    The status is not one that clients try again after.
+    Clients do not retry after its status.
     """
 
     http_status = 422
@@ -292,7 +292,7 @@ class FrameCorrupt(RkserveError):
 
 
 class NativeError(RkserveError):
-    """Something about the vendor's library; the message holds what the library said."""
+    """An error of the vendor's library; the message holds the library's own."""
 
 
 class LibraryMissing(NativeError):
@@ -300,7 +300,7 @@ class LibraryMissing(NativeError):
 
 
 class ReleaseRefused(NativeError):
-    """The library is not of a release that rkserve knows to drive."""
+    """The library's release is not supported."""
 
 
 class LoadFailed(NativeError):
@@ -322,7 +322,7 @@ class CallFailed(NativeError):
 
 
 class NothingComputed(NativeError):
-    """The library said that it had computed hidden states or logits, and delivered none."""
+    """The library reported success for hidden states or logits, and delivered none."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(what, why)

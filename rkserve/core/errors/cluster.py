@@ -1,4 +1,4 @@
-"""What is wrong with a call that concerns the cluster as a whole, or comes of its state."""
+"""Errors of calls on the cluster as a whole, and errors caused by its state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rkserve.core.errors.requests import RequestError
 
 
 class OperationNotFound(RequestError):
-    """No operation of that id is recorded."""
+    """No operation of that ID is recorded."""
 
     http_status = 404
     code = "operation_not_found"
@@ -36,21 +36,21 @@ class ArtifactRefused(RequestError):
 
 
 class ArtifactNotFound(ArtifactRefused):
-    """There is no such file, or no such upload any more."""
+    """There is no such file, or the upload has been removed."""
 
     http_status = 404
     code = "artifact_not_found"
 
 
 class OperationConflict(RequestError):
-    """Another operation is going on that this one must not meet, or it comes too late."""
+    """A running operation excludes the requested one, or it comes too late."""
 
     http_status = 409
     code = "operation_conflict"
 
 
 class StaleEpoch(RequestError):
-    """The caller expected an epoch, or sent a version, that the cluster is past."""
+    """The caller expected an older epoch than the current one, or sent an older version."""
 
     http_status = 409
     code = "stale_epoch"
@@ -64,14 +64,14 @@ class StaleWeights(RequestError):
 
 
 class InvalidApiKey(RequestError):
-    """The call needs a key, and this is none of those that are known."""
+    """The call needs a key, and the given one is unknown."""
 
     http_status = 401
     code = "invalid_api_key"
 
 
 class EnginePaused(RkserveError):
-    """What the request needs is paused in a way that takes no new requests."""
+    """The requested part is paused in a mode that accepts no new requests."""
 
     http_status = 503
     kind = "server_error"
@@ -88,12 +88,12 @@ class EnginePaused(RkserveError):
 
 
 class CallAborted(RkserveError):
-    """It was ended with all that ran, by a pause that aborts; another board would do the same."""
+    """The request was aborted by a pause of the cluster; another board would do the same."""
 
     http_status = 503
     kind = "server_error"
     code = "aborted"
-    retry_after_s = 5  # nobody knows how long the pause lasts
+    retry_after_s = 5  # the duration of the pause is unknown
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -106,7 +106,7 @@ class CallAborted(RkserveError):
 
 
 class EngineAsleep(EnginePaused):
-    """What the request needs sleeps in a way that takes no new requests, and none wakes it."""
+    """The requested part sleeps in a mode that accepts no new requests, and no request wakes it."""
 
     @property
     def message(self) -> str:
@@ -115,7 +115,7 @@ class EngineAsleep(EnginePaused):
 
 
 class VersionUnavailable(RkserveError):
-    """No board that is there serves a version that the request's policy allows."""
+    """No present board serves a version that the request's policy allows."""
 
     http_status = 503
     code = "version_unavailable"
@@ -131,7 +131,7 @@ class VersionUnavailable(RkserveError):
 
 
 class CoordinatorAway(RkserveError):
-    """The Coordinator cannot be reached: the cluster serves on, and cannot be changed."""
+    """The Coordinator cannot be reached: the cluster keeps serving, and cannot be changed."""
 
     http_status = 503
     code = "coordinator_unavailable"
@@ -139,16 +139,16 @@ class CoordinatorAway(RkserveError):
 
 
 class OperationTimeout(RkserveError):
-    """An operation was not done in time, and what it had done was undone."""
+    """An operation was not done in time, and its changes were undone."""
 
     http_status = 504
     code = "operation_timeout"
 
 
 class LedgerFailed(RkserveError):
-    """The Coordinator cannot write down, or read, what the cluster shall be; nothing was changed.
+    """The Coordinator cannot read or write its ledger; nothing was changed.
 
-    From the Coordinator's start it names the folder and what to do.
+    At the Coordinator's start the message names the folder and the fix.
     """
 
     http_status = 503
@@ -163,9 +163,9 @@ class ResponsesFailed(RkserveError):
 
 
 class BoardBehind(BoardFailed):
-    """The board has not adopted yet what the cluster shall be; another one may have.
+    """The board has not adopted the desired state yet; another one may have.
 
-    Whoever sends a request goes on to another board; nothing has begun.
+    The Router sends the request to another board; nothing has begun.
     """
 
     code = "board_behind"
@@ -178,9 +178,10 @@ class BoardBehind(BoardFailed):
 
 
 class BoardAsleep(BoardFailed):
-    """The board's model is unloaded, or about to be; nothing has begun, and another may be awake.
+    """The board's model is unloaded, or about to be; nothing has begun, and another board may be
+    awake.
 
-    Whoever sends a request that was not to wait for it goes on to another board.
+    The Router sends a request that must not wait to another board.
     """
 
     code = "board_asleep"
@@ -192,7 +193,7 @@ class BoardAsleep(BoardFailed):
 
 
 class ModelAsleep(RkserveError):
-    """The model is unloaded, and the request that was to wake it could not."""
+    """The model is unloaded, and the request could not wake it."""
 
     http_status = 503
     code = "model_asleep"
@@ -209,7 +210,7 @@ class ModelAsleep(RkserveError):
 
 
 class StageFailed(BoardFailed):
-    """A file could not be brought to the board's disk whole; nothing of it is used."""
+    """A file could not be delivered to the board's disk completely; nothing of it is used."""
 
     code = "stage_failed"
 
@@ -222,8 +223,8 @@ class StageFailed(BoardFailed):
 class RebaseFailed(BoardFailed):
     """The board could not load other base weights, or they failed their trial.
 
-    It has gone back to those that it had, and serves nothing until it is told to have these, or
-    can load the others.
+    It has returned to its previous ones, and serves nothing until these are desired or it can load
+    the others.
     """
 
     code = "rebase_failed"

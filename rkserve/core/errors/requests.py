@@ -1,14 +1,14 @@
-"""What is wrong with a request: whoever sent it can mend it."""
+"""Errors in a request, which its sender can correct."""
 
 from __future__ import annotations
 
 from rkserve.core.errors.base import RkserveError, without_folders
 
-MAX_NAME_CHARS = 80  # of what a client typed, in a message
+MAX_NAME_CHARS = 80  # of client input in a message
 
 
 class RequestError(RkserveError):
-    """The request cannot be served as it was sent; sending it again changes nothing."""
+    """The request is invalid; repeating it does not help."""
 
     http_status = 400
     kind = "invalid_request_error"
@@ -19,13 +19,13 @@ class RequestError(RkserveError):
 
 
 class UnsupportedParameter(RequestError):
-    """A parameter that would change the answer and that rkserve cannot honour."""
+    """A parameter that would change the answer and that rkserve does not support."""
 
     code = "unsupported_parameter"
 
 
 class ModelNotFound(RequestError):
-    """No board serves, or is configured for, the model that the request names."""
+    """No board serves, or is configured for, the requested model."""
 
     http_status = 404
     code = "model_not_found"
@@ -82,7 +82,7 @@ class BodyTooSlow(RequestError):
 
 
 class UnsupportedMediaType(RequestError):
-    """The body's type or encoding is none that the call takes."""
+    """The call does not accept the body's type or encoding."""
 
     http_status = 415
     code = "unsupported_media_type"
@@ -127,7 +127,7 @@ class ContextOverflow(RequestError):
 
     @property
     def size(self) -> str:
-        """The length of the prompt in tokens, as far as it is known."""
+        """The length of the prompt in tokens, if known exactly, or a lower bound."""
         return f"at least {self.prompt_tokens}" if self.at_least else f"{self.prompt_tokens}"
 
     @property
@@ -140,7 +140,7 @@ class ContextOverflow(RequestError):
 
 
 class InputTooLong(RequestError):
-    """A text that is to become a vector is longer than the model's context."""
+    """A text to embed is longer than the model's context."""
 
     code = "context_length_exceeded"
 
@@ -160,7 +160,7 @@ class InputTooLong(RequestError):
 
 
 class SamplingFixed(RequestError):
-    """``strict_sampling`` was asked for, and the board's runtime fixes sampling at load."""
+    """``strict_sampling`` was requested, and the board's runtime fixes sampling at load."""
 
     code = "sampling_fixed"
 
@@ -180,7 +180,7 @@ class SamplingFixed(RequestError):
 
 
 class AdapterBroken(RequestError):
-    """The adapter's file is missing, changed or refused by the runtime; the board goes on."""
+    """The adapter's file is missing, changed or refused by the runtime; the board continues."""
 
     code = "adapter_broken"
 
@@ -218,13 +218,13 @@ class CacheUnsupported(RequestError):
 
 
 class EmbeddingUnsupported(RequestError):
-    """The model makes no vectors of texts, or not with its boards' settings."""
+    """The model makes no embeddings, or not with its boards' settings."""
 
     code = "embedding_unsupported"
 
 
 class GenerationNotFound(RequestError):
-    """No board holds a generation of that id: it never was, or it has ended."""
+    """No board holds a generation of that ID: it never existed, or has ended."""
 
     http_status = 404
     code = "generation_not_found"
@@ -243,7 +243,7 @@ class GenerationNotFound(RequestError):
 
 
 class ResponseNotFound(RequestError):
-    """No response of that id is kept, or it is another key's."""
+    """No response of that ID is stored, or it belongs to another key."""
 
     http_status = 404
     code = "response_not_found"
@@ -259,12 +259,12 @@ class ResponseNotFound(RequestError):
 
 
 class PreviousResponseNotFound(ResponseNotFound):
-    """What a response is to go on from is not kept any more, or never was."""
+    """The response to continue from is not stored any more, or never was."""
 
     code = "previous_response_not_found"
 
     def __init__(self, response: str, asked: str | None = None) -> None:
-        # `response` may be one that the one asked for goes on from itself.
+        # `response` may be a predecessor of the requested one.
         RkserveError.__init__(self, response, asked)
         self.response, self.asked = response, asked
         self.param = "previous_response_id"
@@ -282,7 +282,7 @@ class PreviousResponseNotFound(ResponseNotFound):
 
 
 class ItemNotFound(RequestError):
-    """An item that a request refers to is not kept, or is another key's."""
+    """A referenced item is not stored, or belongs to another key."""
 
     http_status = 404
     code = "item_not_found"
@@ -318,7 +318,7 @@ class BoardNotFound(RequestError):
 
 
 class StateConflict(RequestError):
-    """The generation's state does not allow what was asked; nothing was changed."""
+    """The generation's state does not allow the call; nothing was changed."""
 
     http_status = 409
     code = "state_conflict"
@@ -335,7 +335,7 @@ class StateConflict(RequestError):
 
 
 class Forbidden(RequestError):
-    """The call needs the admin key, or has to come from this machine."""
+    """The call needs the admin key, or must come from this machine."""
 
     http_status = 403
     code = "forbidden"
@@ -361,9 +361,10 @@ class OriginNotAllowed(Forbidden):
 
 
 class RateLimited(RkserveError):
-    """The caller's key has used up what it may: requests or tokens per minute, or at once.
+    """The caller's key has exhausted a limit: requests or tokens per minute, or concurrent
+    requests.
 
-    ``what`` names the limit and how high it is.
+    ``what`` names the limit and its value.
     """
 
     http_status = 429
