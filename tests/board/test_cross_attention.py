@@ -18,10 +18,10 @@ from rkserve.models.folder import open_model_folder
 from rkserve.native.engine_frames import FrameKind, FrameReader, pack_encoder, unpack_encoder
 from rkserve.router.service import ServedModel
 from tests.board.test_prompt_embeds import FIT, events_of, safetensors
+from tests.local.test_board import COUNTED, MODEL, SIMULATED, folder_with
 from tests.support.boards.engine_desk import Desk
 from tests.support.boards.fake_boards import FakeBoards, accepted, finished, report
 from tests.support.http.router_house import House, house, send
-from tests.test_local import COUNTED, MODEL, SIMULATED, folder_with
 
 PATH = "/v1/completions"
 SHAPE = EncoderShape(4, 2, 16)  # the 128 numbers for each token that the simulated library reads

@@ -24,9 +24,9 @@ from rkserve.models.folder import open_model_folder
 from rkserve.native.engine_frames import FrameKind, FrameReader, pack_embeds, unpack_embeds
 from rkserve.native.sim.inputs import embeddings
 from rkserve.router.service import ServedModel
+from tests.local.test_board import COUNTED, MODEL, SIMULATED, folder_with
 from tests.support.boards.fake_boards import accepted, finished
 from tests.support.http.router_house import house, model, scripted, send
-from tests.test_local import COUNTED, MODEL, SIMULATED, folder_with
 
 PATH = "/v1/completions"
 HIDDEN = 64
