@@ -1,4 +1,4 @@
-"""Endpoints that change the cluster as a whole, and that show it."""
+"""Endpoints that change the cluster as a whole, and endpoints that show its status."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def change(
     tag: str = _CLUSTER,
     answers: tuple[EndpointAnswer, ...] | None = None,
 ) -> Endpoint:
-    """A call that the Coordinator carries out, whose query and body say the same."""
+    """Return a call of the Coordinator, with the same parameters in query and body."""
     return Endpoint(
         "POST",
         path,
@@ -230,7 +230,7 @@ def change(
 
 
 def look(path: str, tag: str, summary: str, schema: str, says: str) -> Endpoint:
-    """A question that a client may ask of one model, or of all."""
+    """Return a query of a client about one model, or about all."""
     model = in_query("model", text(1, limits.MAX_MODEL_CHARS), "Only this model; all without it.")
     return Endpoint(
         "GET",

@@ -67,7 +67,7 @@ SCHEMAS: dict[str, Schema] = {
 
 
 def about(status: int) -> str:
-    """Say what a status means, with its codes."""
+    """Return the meaning of a status, with its codes."""
     codes = ", ".join(f"`{code}`" for code in codes_of(status))
     return f"{_ABOUT[status]} Codes: {codes}." if codes else _ABOUT[status]
 
@@ -79,7 +79,7 @@ def statuses() -> list[int]:
 
 def codes_of(status: int) -> list[str]:
     """The codes that come with a status."""
-    # Those that keep something from starting are no answers.
+    # Errors that prevent a start are no answers.
     tree = {*_tree(RkserveError)} - {BoardStartFailed, ConfigError}
     return sorted({one.code for one in tree if one.http_status == status and one.code})
 

@@ -1,4 +1,4 @@
-"""Endpoints that look at single generations, caches and boards, and control them."""
+"""Endpoints that show and control single generations, caches and boards."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def _object(name: str, schema: Schema) -> Iterator[str]:
 
 
 def _kind(schema: Schema) -> str:
-    """Say in a few words what a value may be."""
+    """Return the possible values in a few words."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()}-object)"

@@ -1,4 +1,4 @@
-"""JSON Schemas in few words; it knows how they are put together and nothing of what they describe.
+"""Constructors of JSON Schemas.
 
 Answers are open in the document, so that a client outlives a new key. Tests close them.
 """
@@ -23,12 +23,12 @@ ANYTHING: Schema = {"type": "object", "additionalProperties": True}
 
 
 def ref(name: str) -> Schema:
-    """A schema of the document that has a name."""
+    """Return a reference to a named schema of the document."""
     return {"$ref": f"#/components/schemas/{name}"}
 
 
 def said(schema: Schema, about: str) -> Schema:
-    """A schema with its description."""
+    """Return a schema with a description."""
     return {**schema, "description": about}
 
 
@@ -38,12 +38,12 @@ def const(value: str | bool) -> Schema:
 
 
 def words(*choices: str) -> Schema:
-    """One of a few strings."""
+    """Return the schema of one of a few strings."""
     return {"type": "string", "enum": list(choices)}
 
 
 def text(least: int = 0, most: int | None = None) -> Schema:
-    """A string of so many characters."""
+    """Return the schema of a string with a length."""
     found: Schema = {"type": "string"}
     if least:
         found["minLength"] = least

@@ -37,6 +37,6 @@ SCHEMAS: dict[str, Schema] = {
 
 
 def endpoints(*, page: bool = True) -> tuple[Endpoint, ...]:
-    """Return all that a Router answers, with or without the chat page."""
+    """Return all endpoints of a Router, with or without the chat page."""
     found = tuple(one for part in _PARTS for one in part.ENDPOINTS)
     return (*found, *service.PAGE) if page else found

@@ -1,4 +1,4 @@
-"""Endpoints about adapters and base weights: taking them, and which versions are served."""
+"""Endpoints about adapters and base weights: uploads and served versions."""
 
 from __future__ import annotations
 
