@@ -65,7 +65,7 @@ class CoordinatorConfig(Settings):
 
     data_dir: Path = Field(
         default_factory=default_data_dir,
-        description="Folder on the head node for the ledger (what the cluster shall be, the "
+        description="Folder on the head node for the ledger (the desired state, the "
         "operations, the audit log) and for uploaded adapters; it must be on a local disk, and one "
         "application alone may use it. `~` is the home of Ray's user there.",
         json_schema_extra={"default": "`rkserve` in `$XDG_DATA_HOME`, else in `~/.local/share`"},
@@ -137,7 +137,8 @@ class RkserveConfig(Settings):
     )
     router: RouterConfig = RouterConfig()
     coordinator: CoordinatorConfig = Field(
-        default_factory=CoordinatorConfig, description="The keeper of what the cluster shall be."
+        default_factory=CoordinatorConfig,
+        description="The Coordinator, which keeps the desired state of the cluster.",
     )
     channel: ChannelConfig = Field(
         ChannelConfig(),

@@ -114,7 +114,7 @@ class BoardResult:
 
     @property
     def good(self) -> bool:
-        """Whether nothing is left to do on the board: it succeeded, or is gone."""
+        """True if nothing is left to do on the board: it succeeded, or is gone."""
         return self.status in (ResultStatus.OK, ResultStatus.GONE)
 
 
@@ -158,7 +158,7 @@ class Operation:
 
     @property
     def over(self) -> bool:
-        """Whether it has ended."""
+        """True if it has ended."""
         return self.state is not OperationState.RUNNING
 
     @property

@@ -80,7 +80,7 @@ class TranscriptToken:
 
     @property
     def unfinished(self) -> bool:
-        """Whether it is the model's beginning of a character that has not been emitted."""
+        """True for the model's beginning of a character that has not been emitted."""
         return self.waiting and self.kind is TokenOrigin.GENERATED
 
 
@@ -220,7 +220,7 @@ class GenerateRequest:
 
     @property
     def in_one_go(self) -> bool:
-        """Whether the answer cannot be continued after an interruption."""
+        """True if the answer cannot be continued after an interruption."""
         return self.embeds is not None or self.encoder is not None
 
 
@@ -340,7 +340,7 @@ class Delta:
 
     @property
     def plain(self) -> bool:
-        """Whether it only appends IDs, each with its own part of the text."""
+        """True if it only appends IDs, each with its own part of the text."""
         return not (self.retract or self.splice or self.bound or self.paused or self.prompt)
 
     @property

@@ -338,7 +338,7 @@ class CoordinatorMetrics:
         )
         self.broadcast = Histogram(
             "rkserve_broadcast_seconds",
-            "From telling all boards what the cluster shall be to the last answer.",
+            "From the broadcast of the desired state to the last board's answer.",
             buckets=CONTROL_BUCKETS_S,
             registry=registry,
         )
@@ -365,17 +365,17 @@ class CoordinatorMetrics:
         )
         self.reconciled = Counter(
             "rkserve_reconciliations",
-            "Boards brought to what they shall be outside of an operation: joined, restarted, or "
+            "Boards brought to the desired state outside of an operation: joined, restarted, or "
             "left behind by one.",
             registry=registry,
         )
         self.leases_expired = Counter(
             "rkserve_leases_expired",
-            "Pauses that ended because nobody renewed or resumed them in time.",
+            "Pauses that ended because they were neither renewed nor resumed in time.",
             registry=registry,
         )
         self.epoch = Gauge(
-            "rkserve_desired_epoch", "Epoch of what the cluster shall be.", registry=registry
+            "rkserve_desired_epoch", "Epoch of the desired state.", registry=registry
         )
         self.pauses_in_force = Gauge(
             "rkserve_pauses_in_force", "Pauses of parts of the cluster.", registry=registry
@@ -385,7 +385,7 @@ class CoordinatorMetrics:
         )
         self.idle_unloads = Counter(
             "rkserve_idle_unloads",
-            "Models that were put to sleep because nobody used them, by how that ended.",
+            "Models that were put to sleep because they were unused, by the operation's result.",
             ("model", "state"),
             registry=registry,
         )

@@ -49,7 +49,7 @@ def assemble(
     if group.n_batch > 1 and folder.tokenizer_file is None:
         raise ConfigError(
             f"n_batch: group {group.name} cannot serve batches, because {folder.path} has no "
-            "tokenizer.json: how many tokens each prompt of a batch has is then known to nobody. "
+            "tokenizer.json: without it the number of tokens of each prompt of a batch is unknown. "
             "Add the file, or set n_batch to 1."
         )
     if group.n_batch > 1 and folder.settings.vision is not None:

@@ -55,7 +55,7 @@ class RayLink:
 
     @property
     def complete(self) -> bool:
-        """Whether the last round of reports covered all boards; see ``BoardLink``."""
+        """True if the last round of reports covered all boards; see ``BoardLink``."""
         return self._complete
 
     async def open(self, request: GenerateRequest, replica: str) -> AsyncGenerator[Event, None]:

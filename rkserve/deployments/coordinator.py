@@ -111,7 +111,7 @@ class CoordinatorReplica:
             except OSError as exc:
                 log.warning("unfinished uploads could not be dropped: %s", exc)
 
-    # -- what shall be -------------------------------------------------------------------------
+    # -- desired state -------------------------------------------------------------------------
 
     async def perform(self, call: OperationRequest) -> OperationOutcome:
         """Execute a call; see ``Coordinator.perform``."""

@@ -151,7 +151,7 @@ class RouterReplica:
             gradio=self._gradio,
         )
         self.hides_clients = await asyncio.to_thread(hides_clients)
-        # A Router that takes over from another one should know the boards, and what they shall be,
+        # A Router that replaces another one should know the boards and the desired state
         # before its first request.
         await asyncio.gather(fleet.find_boards(FIND_BOARDS_S), cluster.find(FIND_BOARDS_S))
         loop = asyncio.get_running_loop()

@@ -330,7 +330,7 @@ class ModelFolder(BaseModel):
 
     @property
     def prompt_cache(self) -> bool:
-        """Whether prompt caches are allowed: by the folder's setting, or else by the family's
+        """True if prompt caches are allowed: by the folder's setting, or else by the family's
         name.
         """
         if self.settings.prompt_cache is not None:

@@ -378,8 +378,8 @@ class ArtifactStore:
             coming.claim.require_size(size)
             if coming.claim.size_bytes is None:
                 self._require_room(len(data))
-            # It is there already: to make it anew would leave a file that nobody removes, where
-            # the upload is given up in this moment.
+            # It exists already: creating it here could leave a file that is never removed, if
+            # the upload is removed at this moment.
             with coming.path.open("r+b") as file:
                 file.seek(coming.size_bytes)
                 file.write(data)

@@ -82,7 +82,7 @@ class Roster:
 
     @property
     def is_known(self) -> bool:
-        """Whether every board has reported once: until then an unknown one may be running."""
+        """True once every board has reported: until then an unknown one may be running."""
         return not self._fleet.unknown
 
     def require_known(self) -> None:
@@ -117,7 +117,9 @@ class Roster:
 
     async def _look_after(self, seat: BoardAddress) -> None:
         """Remove a board that is gone; a silent one stays."""
-        await self._one(seat, ("report", ()), RetryPolicy(time.monotonic() + PROBE_S, 1), Replies())
+        await self._one(
+            seat, ("report", ()), BoardRetryLimits(time.monotonic() + PROBE_S, 1), Replies()
+        )
 
     async def stop(self) -> None:
         """Stop checking boards."""
@@ -185,7 +187,7 @@ class Roster:
     ) -> Replies:
         deadline_s = time.monotonic() + timeout_s
         await asyncio.gather(
-            *(self._one(seat, call, RetryPolicy(deadline_s, tries), replies) for seat in seats)
+            *(self._one(seat, call, BoardRetryLimits(deadline_s, tries), replies) for seat in seats)
         )
         return replies
 
@@ -212,7 +214,7 @@ class Roster:
         self,
         seat: BoardAddress,
         call: tuple[str, tuple[Any, ...]],
-        until: RetryPolicy,
+        until: BoardRetryLimits,
         replies: Replies,
     ) -> None:
         began_s, pause_s = time.monotonic(), FIRST_PAUSE_S
@@ -237,7 +239,7 @@ class Roster:
 
 
 @dataclass
-class RetryPolicy:
+class BoardRetryLimits:
     """The limits of retries of a call to one board."""
 
     deadline_s: float

@@ -66,7 +66,7 @@ class IdleModels:
             elif self._is_unused(model, reports):
                 self._begin(model, OperationKind.SLEEP, self._unload(model), IDLE)
 
-    # -- nobody ---------------------------------------------------------------------------------
+    # -- sleep ----------------------------------------------------------------------------------
 
     def _is_unused(self, model: str, reports: list[BoardReport]) -> bool:
         policy = self._policies.get(model)
@@ -92,7 +92,7 @@ class IdleModels:
         level = int(SleepLevel.UNLOADED)
         return {"models": [model], "mode": mode.value, "level": level, "wakes": wakes}
 
-    # -- somebody -------------------------------------------------------------------------------
+    # -- wake-up --------------------------------------------------------------------------------
 
     def _is_waited_for(self, model: str, reports: list[BoardReport]) -> bool:
         """Return whether a request reached a board that sleeps until one does.

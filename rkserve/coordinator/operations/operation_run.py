@@ -97,7 +97,7 @@ class OperationRun:
 
     @property
     def begun(self) -> bool:
-        """Whether it is stored, so that its end must be stored too."""
+        """True if it is stored, so that its end must be stored too."""
         return self.has_begun.is_set()
 
     @property

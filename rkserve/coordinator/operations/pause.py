@@ -58,12 +58,12 @@ async def pause(context: OperationContext, run: OperationRun) -> None:
     run.applied = desired is not before
     run.begin(Phase.STOPPING, desired)
     replies = await halt(context, run, scope)
-    done = "nobody is left paused by it" if run.applied else "an earlier pause holds still"
+    done = "no request stays paused by it" if run.applied else "an earlier pause is still in effect"
     await end_hold(context, run, scope, replies, done)
 
 
 LEASE_OVER = OperationError(
-    409, "operation_conflict", "Its lease ended before all boards had stopped; nobody is paused."
+    409, "operation_conflict", "Its lease ended before all boards had stopped; nothing is paused."
 )
 
 

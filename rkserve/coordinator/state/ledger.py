@@ -141,7 +141,7 @@ class Ledger:
         """The path of the database."""
         return self._folder / FILE
 
-    # -- what the cluster shall be -------------------------------------------------------------
+    # -- desired state -------------------------------------------------------------------------
 
     def desired(self) -> Desired:
         """Return the desired state; in a new ledger it is empty at epoch 0."""
